@@ -15,11 +15,11 @@ import torch
 import shoal
 from shoal.coordination import round as coordination
 from shoal.coordination.ordering import CALL, ROUND
+from shoal.runtime.agent import current
 from shoal.transport.link import Published
 from shoal.transport.process_group import ProcessGroups
 from shoal.transport.threads import ThreadLink
 from shoal.transport.wire import Kind, Message, encode
-from shoal.world.agent import current
 
 COUNTED = (2, 4, 8, 16, 32, 64)
 """Numbers of agents at which messages are counted."""

@@ -32,7 +32,7 @@ from _ways import (
 )
 from shoal.bench.figures import Figures
 from shoal.bench.meter import Case, Reporter, compare
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 
 MB = 1 << 20
 HALF = 0.5

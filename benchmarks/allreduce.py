@@ -36,7 +36,7 @@ from shoal.bench.figures import Figures
 from shoal.bench.jobs import run_job
 from shoal.bench.machine import LoadWatch, here
 from shoal.bench.meter import Case, Reporter, compare
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 
 RATE = 1e9 / 8
 SIZES = {4: 100, 1_000: 100, 16_000: 50, 256_000: 20, 1_000_000: 10, 16_000_000: 1, 100_000_000: 1}

@@ -29,11 +29,11 @@ from torch.profiler import ProfilerActivity, profile
 import shoal
 from _blocks import paired, show
 from _steps import mlp
-from shoal.engine.events import Events, Fields, Recording
-from shoal.engine.profiling import span
-from shoal.monitor.timeline import QUEUE_LIMIT, Timeline
-from shoal.monitor.trace_writer import TraceWriter
-from shoal.world.agent import current
+from shoal.observability.timeline import QUEUE_LIMIT, Timeline
+from shoal.observability.trace_writer import TraceWriter
+from shoal.operations.events import Events, Fields, Recording
+from shoal.operations.profiling import span
+from shoal.runtime.agent import current
 
 CALLS = 100
 TIMES = 8

@@ -24,11 +24,11 @@ import torch
 import shoal
 from _blocks import paired, show
 from _steps import mlp
-from shoal.engine.edge_counters import EdgeCounters
-from shoal.monitor import status_publisher
-from shoal.monitor.status_publisher import SECONDS, StatusPublisher
-from shoal.world.agent import current
-from shoal.world.launch import WATCH
+from shoal.observability import status_publisher
+from shoal.observability.status_publisher import SECONDS, StatusPublisher
+from shoal.operations.edge_counters import EdgeCounters
+from shoal.rendezvous.launch import WATCH
+from shoal.runtime.agent import current
 
 OFTEN = 20
 CASES: dict[str, Callable[[], Callable[[], None]]] = {

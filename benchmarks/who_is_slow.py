@@ -32,8 +32,8 @@ from torch import nn
 
 import shoal
 from _machines import DEVICE, PORT, machines, obstacle
-from shoal.monitor.breakdown_picture import draw
-from shoal.monitor.run_report import RunReport
+from shoal.observability.breakdown_picture import draw
+from shoal.observability.run_report import RunReport
 
 FAST, SLOW = 200e6 / 8, 20e6 / 8
 """Bytes a second of a NIC, and of the slow link."""

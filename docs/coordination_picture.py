@@ -21,7 +21,7 @@ import torch
 from matplotlib.axes import Axes
 
 import shoal
-from shoal.engine.events import Event
+from shoal.operations.events import Event
 
 PICTURE = Path(__file__).parent / "images" / "coordination.png"
 AGENTS, NAMES = 3, "ABCDEF"

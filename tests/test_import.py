@@ -42,7 +42,7 @@ def test_topologies_come_without_torch() -> None:
     assert said("import shoal, sys; shoal.topology.OnePeerExponential(8); print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("package", ["shoal", "shoal.monitor", "shoal.netmodel"])
+@pytest.mark.parametrize("package", ["shoal", "shoal.observability", "shoal.netmodel"])
 def test_all_names_are_there_from_the_beginning(package: str) -> None:
     program = f"""
 import {package} as package
@@ -52,7 +52,8 @@ names = [name for name in vars(public) if not name.startswith("_")]
 assert names and before >= {{*names, *getattr(package, "__all__", ())}}
 assert all(vars(package)[name] is vars(public)[name] for name in names)
 from {package} import *
-assert globals()[names[-1]] is vars(public)[names[-1]]
+last = [name for name in names if name in getattr(package, "__all__", names)][-1]
+assert globals()[last] is vars(public)[last]
 """
     said(program)
 
@@ -93,7 +94,7 @@ import shoal
 sys.setswitchinterval(1e-6)
 ways = [
     lambda: shoal.rank, lambda: shoal.optim, lambda: shoal.Fleet, lambda: importlib.import_module("shoal.windows"),
-    lambda: dir(shoal), lambda: shoal.monitor.timeline_context, lambda: exec("from shoal import ops, win_put"),
+    lambda: dir(shoal), lambda: shoal.observability.timeline_context, lambda: exec("from shoal import ops, win_put"),
     lambda: importlib.import_module("shoal.bluefog").init,
 ]
 together, went_well = threading.Barrier(len(ways)), []
@@ -135,7 +136,7 @@ def test_who_becomes_an_agent_by_less_than_all_of_it_is_recorded_too(tmp_path: P
     program = f"""
 import os
 os.environ |= {{name: {str(tmp_path)!r} for name in ("SHOAL_RECORD", "SHOAL_TIMELINE")}}
-from shoal.world.bootstrap import init, shutdown
+from shoal.runtime.bootstrap import init, shutdown
 init()
 shutdown()
 """

@@ -19,8 +19,18 @@ PACKAGES = sorted({name.rpartition(".")[0] for name in NAMES})
 ROOT = Path(shoal.__file__).parent
 INTERNAL = {
     *("_public", "_version", "__main__", "arithmetic", "bench", "cli", "clock", "coordination", "device", "dtensors"),
-    "engine",
-    *("errors", "_signals", "kernels", "_lazy_import", "ops", "progress_bar", "transport", "watch", "world"),
+    *(
+        "engine",
+        "errors",
+        "fault_tolerance",
+        "_signals",
+        "kernels",
+        "_lazy_import",
+        "operations",
+        "ops",
+        "progress_bar",
+    ),
+    *("rendezvous", "runtime", "transport"),
 }
 """Whose names are public only where ``shoal`` or another public package has them."""
 NEEDS = {"shoal.frameworks.transformers", "shoal.frameworks.accelerate", "shoal.frameworks.lightning"}

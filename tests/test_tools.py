@@ -25,8 +25,8 @@ def test_lines_are_summed_by_folder_and_modules_with_few_are_listed(
     report = tmp_path / "coverage.json"
     report.write_text(
         """{"files": {
-            "src/shoal/engine/matching.py": {"summary": {"num_statements": 100, "covered_lines": 95}},
-            "/shoal/src/shoal/engine/parts/one.py": {"summary": {"num_statements": 100, "covered_lines": 45}},
+            "src/shoal/operations/matching.py": {"summary": {"num_statements": 100, "covered_lines": 95}},
+            "/shoal/src/shoal/operations/parts/one.py": {"summary": {"num_statements": 100, "covered_lines": 45}},
             "src/shoal/clock.py": {"summary": {"num_statements": 8, "covered_lines": 8}},
             "src/shoal/empty/__init__.py": {"summary": {"num_statements": 0, "covered_lines": 0}}
         }}"""
@@ -36,11 +36,11 @@ def test_lines_are_summed_by_folder_and_modules_with_few_are_listed(
     assert [line.split() for line in first.splitlines()] == [
         ["lines", "not", "run", "run"],
         ["shoal", "8", "0", "100%"],
-        ["shoal/engine", "200", "60", "70%"],
+        ["shoal/operations", "200", "60", "70%"],
         ["together", "208", "60", "71%"],
     ]
     assert "less than 80%" in second
-    assert [line.split() for line in second.splitlines()[2:]] == [["shoal/engine/parts/one.py", "100", "55", "45%"]]
+    assert [line.split() for line in second.splitlines()[2:]] == [["shoal/operations/parts/one.py", "100", "55", "45%"]]
 
 
 def test_the_oldest_versions_are_those_that_the_package_says() -> None:

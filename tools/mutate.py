@@ -2,7 +2,7 @@
 
     python tools/mutate.py                                      # 60 mutations of src/shoal, drawn with seed 0
     python tools/mutate.py src/shoal/engine --count 20 --seed 3
-    python tools/mutate.py src/shoal/engine/fusion.py --list    # what would be tried, without a test
+    python tools/mutate.py src/shoal/operations/fusion.py --list    # what would be tried, without a test
     python tools/mutate.py --pick 7 19 --seconds 900            # two of the default draw once more, with more time
     python tools/mutate.py src/shoal/ops/robust.py --tests tests/ops/test_robust.py -k trimmed
 

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 
-from .engine.operation import MORE, Arrived
 from .kernels.native.sums import fits as native_fits
 from .kernels.reduce import REDUCTIONS as REDUCTIONS
 from .kernels.reduce import combine as _combine
@@ -23,6 +22,7 @@ from .kernels.weighted_sum import HALF as HALF
 from .kernels.weighted_sum import common_factor as common_factor
 from .kernels.weighted_sum import real as real
 from .kernels.weighted_sum import weigh as _weigh
+from .operations.operation import MORE, Arrived
 from .transport.wire import Payload
 
 BLOCK_BYTES = 1 << 20

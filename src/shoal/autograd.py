@@ -41,8 +41,8 @@ from .ops import collective, neighbor
 from .ops.alltoall import alltoall_nonblocking
 from .ops.arguments import split_name, where
 from .ops.groups import Group, caller_group
+from .runtime.agent import bind, current
 from .topology import Mixing
-from .world.agent import bind, current
 
 __all__ = ["allgather", "allreduce", "broadcast", "neighbor_allreduce"]
 

@@ -17,9 +17,9 @@ from typing import Any, ParamSpec, TypeVar
 import networkx as nx
 
 from . import topology_util as topology_util
-from .monitor.timeline import timeline_context as timeline_context
-from .monitor.timeline import timeline_end_activity as timeline_end_activity
-from .monitor.timeline import timeline_start_activity as timeline_start_activity
+from .observability.timeline import timeline_context as timeline_context
+from .observability.timeline import timeline_end_activity as timeline_end_activity
+from .observability.timeline import timeline_start_activity as timeline_start_activity
 from .ops.collective import allgather as allgather
 from .ops.collective import allgather_nonblocking as allgather_nonblocking
 from .ops.collective import allreduce as allreduce
@@ -53,6 +53,27 @@ from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .optim import bluefog as _optimizers
+from .runtime.agent import current
+from .runtime.bootstrap import init as _init
+from .runtime.bootstrap import shutdown as shutdown
+from .runtime.queries import in_neighbor_machine_ranks as in_neighbor_machine_ranks
+from .runtime.queries import in_neighbor_ranks as in_neighbor_ranks
+from .runtime.queries import is_homogeneous as is_homogeneous
+from .runtime.queries import is_initialized as _is_initialized
+from .runtime.queries import is_machine_topo_weighted as is_machine_topo_weighted
+from .runtime.queries import is_topo_weighted as is_topo_weighted
+from .runtime.queries import load_machine_topology as load_machine_topology
+from .runtime.queries import load_topology as load_topology
+from .runtime.queries import local_rank as local_rank
+from .runtime.queries import local_size as local_size
+from .runtime.queries import machine_rank as machine_rank
+from .runtime.queries import machine_size as machine_size
+from .runtime.queries import out_neighbor_machine_ranks as out_neighbor_machine_ranks
+from .runtime.queries import out_neighbor_ranks as out_neighbor_ranks
+from .runtime.queries import rank as rank
+from .runtime.queries import set_machine_topology as set_machine_topology
+from .runtime.queries import set_topology as set_topology
+from .runtime.queries import size as size
 from .topology import ExponentialGraph as ExponentialGraph
 from .topology import ExponentialTwoGraph as ExponentialTwoGraph
 from .topology import FullyConnectedGraph as FullyConnectedGraph
@@ -92,27 +113,6 @@ from .windows.by_name import win_put_nonblocking as win_put_nonblocking
 from .windows.by_name import win_update as win_update
 from .windows.by_name import win_update_then_collect as win_update_then_collect
 from .windows.by_name import win_wait as win_wait
-from .world.agent import current
-from .world.bootstrap import init as _init
-from .world.bootstrap import shutdown as shutdown
-from .world.queries import in_neighbor_machine_ranks as in_neighbor_machine_ranks
-from .world.queries import in_neighbor_ranks as in_neighbor_ranks
-from .world.queries import is_homogeneous as is_homogeneous
-from .world.queries import is_initialized as _is_initialized
-from .world.queries import is_machine_topo_weighted as is_machine_topo_weighted
-from .world.queries import is_topo_weighted as is_topo_weighted
-from .world.queries import load_machine_topology as load_machine_topology
-from .world.queries import load_topology as load_topology
-from .world.queries import local_rank as local_rank
-from .world.queries import local_size as local_size
-from .world.queries import machine_rank as machine_rank
-from .world.queries import machine_size as machine_size
-from .world.queries import out_neighbor_machine_ranks as out_neighbor_machine_ranks
-from .world.queries import out_neighbor_ranks as out_neighbor_ranks
-from .world.queries import rank as rank
-from .world.queries import set_machine_topology as set_machine_topology
-from .world.queries import set_topology as set_topology
-from .world.queries import size as size
 
 __all__ = [
     "CommunicationType",

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .errors import DeadlineExceeded, PeerLost, ShoalError
+from .runtime.agent import agent_context
+from .runtime.bootstrap import CONTINUE, RAISE, default_timeout, init, leave, shutdown
 from .topology._validate import check_size
-from .world.agent import agent_context
-from .world.bootstrap import CONTINUE, RAISE, default_timeout, init, leave, shutdown
 
 __all__ = ["AgentFailed", "train"]
 

@@ -21,7 +21,7 @@ import pytest
 from shoal.cli import agent_processes
 from shoal.cli.agent_processes import AgentProcesses, JobExit
 from shoal.cli.launcher_signals import Signals
-from shoal.world.elastic_join import claim
+from shoal.rendezvous.elastic_join import claim
 from support.launcher import RUN
 
 from .test_run import TIMEOUT, descendants, is_running, shoal_run, wait_until

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.monitor.membership_log import CAME, LEFT, MembershipEvent
+from shoal.observability.membership_log import CAME, LEFT, MembershipEvent
 from support.world import World
 from support.written_traces import Written
 

@@ -14,7 +14,7 @@ import pytest
 import shoal
 from shoal.cli import main
 from shoal.cli.membership_report import Stay, stays
-from shoal.monitor.membership_log import CAME, CHANGED, LEFT, MembershipEvent, read
+from shoal.observability.membership_log import CAME, CHANGED, LEFT, MembershipEvent, read
 from support.world import World, reserved_port
 
 BY_HAND = [

@@ -204,7 +204,7 @@ time.sleep(60)
 
 
 CULPRIT = """
-from shoal.world.exit_notes import write_note
+from shoal.runtime.exit_notes import write_note
 mark("up")
 wait_for("up.0", "up.1", "up.2")
 if rank == 1:
@@ -233,7 +233,9 @@ def test_with_on_failure_continue_the_status_is_that_of_the_agent_that_failed_fi
 
 
 def test_a_failure_that_is_due_to_another_machines_agents_is_reported_as_such(script: Script) -> None:
-    body = "from shoal.world.exit_notes import write_note\nif rank == 1: time.sleep(60)\nwrite_note(True)\nsys.exit(5)"
+    body = (
+        "from shoal.runtime.exit_notes import write_note\nif rank == 1: time.sleep(60)\nwrite_note(True)\nsys.exit(5)"
+    )
     status, _, err = shoal_run("-n", 2, script(body))
     assert status == 5, err
     assert re.search(

@@ -22,11 +22,11 @@ from rich.console import Console
 import shoal
 from shoal.cli import local_agents, main, status
 from shoal.cli.local_agents import Process
+from shoal.runtime.agent import current
 from shoal.transport import status_socket
 from shoal.transport.handshake import HELLO_SIZE, Accepting
 from shoal.transport.listeners import listen_privately
 from shoal.transport.sockets import GREETING_SECONDS
-from shoal.world.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.flooders import NOBODY, may_become_others

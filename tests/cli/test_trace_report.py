@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 import shoal
 from shoal.cli import main
-from shoal.monitor.breakdown_picture import _draw_steps
-from shoal.monitor.run_report import RunReport
+from shoal.observability.breakdown_picture import _draw_steps
+from shoal.observability.run_report import RunReport
 from support.fault_points import over_both
 from support.namespaces import Namespace, network_namespaces
 from support.world import World

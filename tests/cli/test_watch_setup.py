@@ -9,8 +9,8 @@ import pytest
 
 from shoal.cli.rank_claim import ClaimedRanks
 from shoal.cli.watch_setup import listen_for_joining, watch_of_joining
-from shoal.watch.live import LocalViewer, RemoteViewer
-from shoal.world.elastic_join import Invitation
+from shoal.observability.watch.live import LocalViewer, RemoteViewer
+from shoal.rendezvous.elastic_join import Invitation
 from support.leftovers import nothing_is_left
 
 ELSEWHERE = "203.0.113.1"

@@ -15,10 +15,10 @@ import torch
 import shoal
 from shoal.cli import certificates
 from shoal.coordination.attach import check_backend
-from shoal.engine.operation import BackendRequest, Exchange
+from shoal.operations.operation import BackendRequest, Exchange
+from shoal.runtime.agent import current
 from shoal.transport.process_group import available
 from shoal.transport.wire import Kind, Message, ProtocolError, Where
-from shoal.world.agent import current
 from support import PROCESS_GROUP
 from support.namespaces import network_namespaces
 from support.world import World, plain_environment

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import shoal
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.coordination.response_cache import ResponseCache
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support import PROCESS_GROUP
 from support.leftovers import nothing_is_left, wait_until
 from support.limits import scaled

@@ -18,10 +18,10 @@ import shoal
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.coordination.pending_requests import PendingRequest, PendingRequests
 from shoal.coordination.request import ALL, CallSignature, RequestKey, TransferRequest
-from shoal.engine.matching import Matcher
-from shoal.engine.operation import Exchange, Stage
+from shoal.operations.matching import Matcher
+from shoal.operations.operation import Exchange, Stage
+from shoal.runtime.agent import current
 from shoal.transport.collective_plan import CollectivePlan
-from shoal.world.agent import current
 from support import PROCESS_GROUP
 from support.leftovers import nothing_is_left, wait_until
 

@@ -20,10 +20,10 @@ import torch
 import shoal
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.engine import agent_status, stalls, watchdog
-from shoal.engine.matching import Matcher
-from shoal.engine.membership import Membership
-from shoal.engine.operation import needed_by
-from shoal.world.agent import current
+from shoal.operations.matching import Matcher
+from shoal.operations.membership import Membership
+from shoal.operations.operation import needed_by
+from shoal.runtime.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.leftovers import nothing_is_left, wait_until

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine.membership import NEEDED
+from shoal.operations.membership import NEEDED
 
 SIZE, LEAVES = 4, 3
 Fleets = Callable[..., shoal.Fleet]

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine.events import Event
 from shoal.engine.shutdown import HANG_UP_SECONDS
+from shoal.operations.events import Event
+from shoal.runtime import bootstrap
+from shoal.runtime.agent import current
 from shoal.transport.sockets import Outgoing
-from shoal.world import bootstrap
-from shoal.world.agent import current
 from support.agent_main import Outcome, die
 from support.fault_points import Point, arm, average_until_it_fails, swept
 from support.leftovers import wait_until

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.leftovers import nothing_is_left, wait_until
 from support.world import World
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support import PROCESS_GROUP
 from support.fault_points import (
     Point,

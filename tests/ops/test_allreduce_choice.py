@@ -11,7 +11,7 @@ import torch
 
 import shoal
 from shoal.ops import allreduce_choice
-from shoal.world.agent import Agent, current
+from shoal.runtime.agent import Agent, current
 from support.limits import scaled
 from support.reference import reduced, same_bits
 from support.samples import sample, samples

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.leftovers import wait_until
 from support.limits import scaled
 from support.reference import averaged_over, same_bits

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import bind, current
 from shoal.windows.registry import windows_of
 from shoal.windows.window_memory import OWN
-from shoal.world.agent import bind, current
 from support.leftovers import wait_until
 from support.limits import scaled
 

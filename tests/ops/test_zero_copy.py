@@ -11,8 +11,8 @@ import torch
 import shoal
 from shoal.ops import hierarchical, neighbor
 from shoal.ops.collective import submit_allreduce
+from shoal.runtime.agent import current
 from shoal.topology import Mixing
-from shoal.world.agent import current
 
 Fleets = Callable[..., shoal.Fleet]
 LARGE = 100_000

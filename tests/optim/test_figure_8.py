@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine.events import Event
-from shoal.world.agent import current
+from shoal.operations.events import Event
+from shoal.runtime.agent import current
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 

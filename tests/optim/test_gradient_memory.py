@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.reference import reduced, same_bits
 from support.samples import sample
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.leftovers import wait_until
 from support.optimizers import MODEL, SIZE, batch, flat
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.world import World
 
 NETWORK = {"SHOAL_TRANSPORT": "network"}

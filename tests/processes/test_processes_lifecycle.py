@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.agent_main import left_over
 from support.limits import scaled
 from support.world import World

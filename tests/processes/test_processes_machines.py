@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
 from shoal.transport.network_link import NetworkLink
-from shoal.world.agent import current
 from support.agent_main import holdings
 from support.namespaces import INTERFACE, network_namespaces
 from support.world import World

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.agent_main import holdings
 from support.leftovers import resident_bytes
 from support.world import World

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.world import bootstrap_barrier, rendezvous
+from shoal.rendezvous import bootstrap_barrier, rendezvous
 from support.limits import scaled
 from support.world import World, plain_environment
 

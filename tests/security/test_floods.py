@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
 from shoal.transport import acceptor, listeners, router
 from shoal.transport.listeners import AT_ONCE_SECONDS, SHARE, RateLimitedListener
 from shoal.transport.poller import Poller
-from shoal.world.agent import current
 from support.agent_main import holdings
 from support.flooders import NOBODY, Flooder, flood, may_become_others
 from support.limits import scaled

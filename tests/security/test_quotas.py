@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
 from shoal.transport import quotas
 from shoal.transport.shared_memory import SharedMemoryLink
 from shoal.transport.shared_regions import Arena, PeerMemory
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError, Where
-from shoal.world.agent import current
 from support.leftovers import descriptors, wait_until
 
 Fleets = Callable[..., shoal.Fleet]

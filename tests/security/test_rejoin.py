@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 import shoal
+from shoal.rendezvous.bootstrap_barrier import DIRECTORY
+from shoal.rendezvous.launch import Launch
+from shoal.rendezvous.peer_directory import PeerDirectory, _proof, _verified_peer, add_to_directory, directory
+from shoal.rendezvous.store import ThreadStore
 from shoal.transport.handshake import QUESTION, REVERSED, Accepting, Connecting
 from shoal.transport.peer_address import Endpoint, local_peer_id
 from shoal.transport.pending_peers import ENTRY, BufferingReceiver
 from shoal.transport.quotas import MESSAGES
 from shoal.transport.wire import Kind, Message, ProtocolError
-from shoal.world.bootstrap_barrier import DIRECTORY
-from shoal.world.launch import Launch
-from shoal.world.peer_directory import PeerDirectory, _proof, _verified_peer, add_to_directory, directory
-from shoal.world.store import ThreadStore
 
 SECRET = "a secret that nobody writes down"
 SIZE = 3
@@ -142,8 +142,8 @@ def test_what_is_said_in_the_lobby_waits_in_order_and_has_a_budget() -> None:
     ids=str,
 )
 def test_a_place_that_makes_no_sense_is_none(change: dict[str, Any]) -> None:
-    from shoal.engine.agreement import NONSENSE
-    from shoal.engine.rejoin import JoiningPeer
+    from shoal.fault_tolerance.agreement import NONSENSE
+    from shoal.fault_tolerance.rejoin import JoiningPeer
 
     said = json.loads(JoiningPeer(replace(local_peer_id(1), incarnation=1), Endpoint()).as_json())
     assert JoiningPeer.of(said, 1).place.rank == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.engine.discovery import discover
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support import TRANSPORTS
 
 Fleets = Callable[..., shoal.Fleet]

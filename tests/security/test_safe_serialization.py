@@ -26,7 +26,7 @@ import shoal
 from shoal.ops import safe_serialization
 from shoal.ops.collective import broadcast_steps
 from shoal.ops.safe_serialization import NotPlain, read, write
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.limits import scaled
 from support.reference import same_bits
 

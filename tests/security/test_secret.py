@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import shoal
-from shoal.world.store import ThreadStore
+from shoal.rendezvous.store import ThreadStore
 from support.limits import scaled
 from support.world import World, reserved_port
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import shoal
 from shoal.cli.run import SERVE
+from shoal.rendezvous.rendezvous import listen
 from shoal.transport.addresses import numeric
-from shoal.world.rendezvous import listen
 from support.leftovers import wait_until
 from support.namespaces import INTERFACE, network_namespaces
 from support.world import World

@@ -21,9 +21,9 @@ import pytest
 import torch.distributed as dist
 
 from shoal.cli.run import SERVE
-from shoal.world import store_server
-from shoal.world.socket_owner import address_of, owner_of
-from shoal.world.store_server import CONNECTION_COST, LOCAL_QUOTA, StoreServer
+from shoal.rendezvous import store_server
+from shoal.rendezvous.socket_owner import address_of, owner_of
+from shoal.rendezvous.store_server import CONNECTION_COST, LOCAL_QUOTA, StoreServer
 from support.flooders import NOBODY, may_become_others
 
 VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)
@@ -100,7 +100,7 @@ def all_requests(port: int) -> list[Any]:
 def test_torchs_clients_find_what_they_find_in_torchs_store() -> None:
     # The server has a process of its own: some calls of torch keep the interpreter.
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        text = "import socket, sys; from shoal.world.store_server import StoreServer; "
+        text = "import socket, sys; from shoal.rendezvous.store_server import StoreServer; "
         text += "StoreServer(socket.socket(fileno=int(sys.argv[1])), {}).serve()"
         server = subprocess.Popen([sys.executable, "-c", text, str(listener.fileno())], pass_fds=(listener.fileno(),))
         port = listener.getsockname()[1]

@@ -22,12 +22,12 @@ import torch
 
 import shoal
 from shoal.cli import certificates, doctor, main
+from shoal.rendezvous.store import ThreadStore
+from shoal.runtime.agent import current
 from shoal.transport.handshake import HELLO_SIZE, REFUSED, Connecting
 from shoal.transport.peer_probe import PeerProbe
 from shoal.transport.tls import Certificates
 from shoal.transport.wire import ProtocolError
-from shoal.world.agent import current
-from shoal.world.store import ThreadStore
 from support.closed_ports import closed_ports
 from support.leftovers import wait_until
 from support.limits import scaled

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
 from shoal.transport.wire import Kind, Message
-from shoal.world.agent import current
 
 Fleets = Callable[..., shoal.Fleet]
 

@@ -39,7 +39,7 @@ IMPORTED = (
     "torch.profiler",
     "torch.utils.data",
     "shoal._public",  # the first name of Shoal
-    "shoal.monitor.observers",  # init
+    "shoal.observability.observers",  # init
     "shoal.netmodel",
     "shoal.sim",
     "support.world",
@@ -170,7 +170,7 @@ def main() -> None:
     gc.disable()
     import torch
 
-    from shoal.world import script_end
+    from shoal.runtime import script_end
 
     for name in IMPORTED:
         importlib.import_module(name)

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 from shoal import arithmetic
 from shoal.coordination import round as round_
-from shoal.engine import devices
-from shoal.engine.agreement import Agreement
-from shoal.engine.events import Event
-from shoal.engine.rejoin import Rejoin
+from shoal.fault_tolerance.agreement import Agreement
+from shoal.fault_tolerance.rejoin import Rejoin
 from shoal.kernels.native import sums as native_sums
+from shoal.operations import devices
+from shoal.operations.events import Event
 from shoal.ops import device_ops
 from shoal.optim import checkpoint_files
 from shoal.transport import process_group

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.agent_main import left_over
 from support.leftovers import wait_until
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine import devices
+from shoal.operations import devices
 
 OPERATIONS = (
     "allgather",

@@ -18,8 +18,8 @@ import torch
 
 import shoal
 from shoal import topology_util
+from shoal.runtime.agent import current
 from shoal.transport.network_link import NetworkLink
-from shoal.world.agent import current
 from support import chaos_acts
 from support.agent_main import die
 from support.fault_points import Point, arm, fork_a_sleeper

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.runtime.agent import current
 from shoal.transport import acceptor
 from shoal.transport.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting, Keys
 from shoal.transport.message_auth import SEAL_SIZE, ChecksumSeal, MacSeal
 from shoal.transport.network_link import _LENGTH
 from shoal.transport.wire import Kind, Message, Where, encode
-from shoal.world.agent import current
 from support.agent_main import holdings
 from support.packets import over_tcp
 

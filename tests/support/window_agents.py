@@ -18,7 +18,7 @@ import networkx as nx
 import torch
 
 import shoal
-from shoal.world.agent import bind
+from shoal.runtime.agent import bind
 from support.histories import (
     Accumulate,
     Collect,

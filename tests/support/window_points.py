@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 import shoal
-from shoal.engine.events import Event
 from shoal.kernels import elementwise
+from shoal.operations.events import Event
 from shoal.windows import window_memory
 from shoal.windows.locks import ByteLocks
 from shoal.windows.window_memory import WindowMemory

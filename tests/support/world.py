@@ -30,7 +30,7 @@ from typing import Any
 
 import shoal
 from shoal.cli.agent_processes import death_with
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 
 from .agent_main import PACKET_BYTES, Dying, Outcome, Request, Spawn, left_over
 from .namespaces import Namespace
@@ -138,7 +138,7 @@ def served_store() -> int:
     """The port of the rendezvous store of those worlds whose agents may be started again; as a launcher's."""
     listener = socket.create_server(("127.0.0.1", 0))
     port: int = listener.getsockname()[1]
-    serve = "import sys; from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
+    serve = "import sys; from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]))"
     process = subprocess.Popen(
         [sys.executable, "-c", serve, str(listener.fileno())],
         env=plain_environment(),
@@ -159,7 +159,7 @@ def served_store() -> int:
 def _store_within(machine: Namespace, port: int) -> Iterator[None]:
     """The same on one of several machines."""
     serve = (
-        "import socket; from shoal.world.rendezvous import serve; "
+        "import socket; from shoal.rendezvous.rendezvous import serve; "
         f"serve(socket.create_server(({machine.address!r}, {port})).detach())"
     )
     command = ["ip", "netns", "exec", machine.name, sys.executable, "-c", serve]

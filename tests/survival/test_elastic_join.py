@@ -17,8 +17,8 @@ import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.coordination.ordering import CollectiveOrdering
+from shoal.runtime.agent import current
 from shoal.topology import Static, Without
-from shoal.world.agent import current
 from support import PROCESS_GROUP
 from support.fault_points import Point, arm, over_both
 from support.limits import scaled

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine.operation import Operation, Steps
-from shoal.world.agent import current
+from shoal.operations.operation import Operation, Steps
+from shoal.runtime.agent import current
 from support.fault_points import over_both
 from support.survivors import CONTINUE
 from support.world import World

@@ -17,8 +17,8 @@ import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.ops.state_transfer import hand_over
+from shoal.runtime.agent import current
 from shoal.topology import OnePeerExponential, Static
-from shoal.world.agent import current
 from support.fault_points import OVER, Point, each_over_one, over_both, over_one, seeds
 from support.rejoin import KILLED, MOST_SECONDS, Seen, train
 from support.surviving_training import optimum, resting_place

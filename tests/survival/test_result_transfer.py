@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.fault_points import over_both
 from support.survivors import CONTINUE
 from support.world import World

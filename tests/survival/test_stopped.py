@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from shoal import topology_util
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 from support.fault_points import over_both, over_one
 from support.survivors import CONTINUE
 from support.world import World

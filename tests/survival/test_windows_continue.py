@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 import shoal
 from shoal import topology_util
+from shoal.runtime.agent import current
 from shoal.topology import Static
 from shoal.windows.registry import windows_of
-from shoal.world.agent import current
 from support.fault_points import Point, arm, each_over_one, over_both
 from support.surviving_training import RATE, Point3, resting_place, step_of, target
 from support.survivors import CONTINUE

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
 from shoal.transport.network_link import NetworkLink
 from shoal.transport.retransmit import SAY_AFTER_UNITS, ReceivedOffset, SendBuffer
 from shoal.transport.wire import ProtocolError
-from shoal.world.agent import current
 from support.leftovers import nothing_is_left
 from support.limits import scaled
 from support.relay import Change, in_the_middle

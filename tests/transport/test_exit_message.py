@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
 from shoal.transport import sockets
 from shoal.transport.handshake import Connecting
 from shoal.transport.link import Receiver
@@ -19,7 +20,6 @@ from shoal.transport.poller import Poller
 from shoal.transport.shared_memory import SharedMemoryLink
 from shoal.transport.sockets import GOODBYE, SAID, Outgoing
 from shoal.transport.wire import Kind, Message
-from shoal.world.agent import current
 from support.leftovers import wait_until
 
 

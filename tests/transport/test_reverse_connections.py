@@ -13,6 +13,7 @@ import torch
 
 import shoal
 from shoal.engine.watchdog import ALIVE
+from shoal.runtime.agent import current
 from shoal.transport import reverse_connections
 from shoal.transport.addresses import parse_ports
 from shoal.transport.handshake import MESSAGES, REVERSED, Accepting, Connecting
@@ -21,7 +22,6 @@ from shoal.transport.network_link import NetworkLink
 from shoal.transport.protocol import ProtocolError
 from shoal.transport.tcp import listen
 from shoal.transport.wire import Kind, Message
-from shoal.world.agent import current
 from support.closed_ports import closed_ports, refused
 from support.leftovers import nothing_is_left, wait_until
 from support.limits import scaled

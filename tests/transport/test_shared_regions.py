@@ -326,7 +326,7 @@ def test_one_published_copy_serves_every_destination(fleet: Fleets) -> None:
     """Seven neighbours read one copy: the arena of an agent holds one tensor, not seven."""
 
     def run() -> int:
-        from shoal.world.agent import current
+        from shoal.runtime.agent import current
 
         shoal.set_topology(shoal.FullyConnectedGraph(8))
         shoal.neighbor_allreduce(torch.ones(1_000_000))

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
+from shoal.runtime.agent import bind, current
 from shoal.windows.registry import Windows
 from shoal.windows.window_memory import EDGES
 from shoal.windows.window_part import PREFIX
-from shoal.world.agent import bind, current
 from support.histories import (
     NEVER,
     Accumulate,

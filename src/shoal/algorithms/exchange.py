@@ -10,8 +10,8 @@ import torch
 
 from ..compression import Compressor
 from ..compression.draws import Redrawn
-from ..engine.membership import WHOLE
-from ..engine.operation import Handle, Operation
+from ..operations.membership import WHOLE
+from ..operations.operation import Handle, Operation
 from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import channel_name, where
 from ..ops.collective import submit_allreduce
@@ -19,9 +19,9 @@ from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
 from ..ops.reduce_scatter import shares
 from ..ops.shares import submit_shares
+from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
-from ..world.agent import current
 from .agent_schedule import AgentSchedule
 from .algorithm import Algorithm, Gradient
 from .loop import Measure, Run, steps_of

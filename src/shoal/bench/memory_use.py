@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.world.agent import current
+from shoal.runtime.agent import current
 
 from .figures import Figures
 from .meter import Reporter

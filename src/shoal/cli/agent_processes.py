@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from ..observability.watch.live import Watch
+from ..rendezvous.launch import INCARNATION
+from ..runtime import exit_notes
 from ..transport.rejoin_marker import is_marked
-from ..watch.live import Watch
-from ..world import exit_notes
-from ..world.launch import INCARNATION
 from .agent_output import STDERR, STDOUT, AgentOutput
 from .agent_pipes import AgentPipes
 from .launcher_signals import Signals

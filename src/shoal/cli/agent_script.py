@@ -26,7 +26,7 @@ def main() -> None:
         else:
             _run_file(arguments, sets_path)
     except SystemExit as error:
-        script_end = sys.modules.get("shoal.world.script_end")
+        script_end = sys.modules.get("shoal.runtime.script_end")
         if script_end is not None:
             script_end.note_exit(error)
         raise

@@ -35,12 +35,12 @@ from ..device.device import Unshareable
 from ..device.opening import open_device
 from ..kernels.choice import why_not_triton
 from ..kernels.native import why_not_native
+from ..rendezvous.launch import LOOPBACK, Launch, detect, join_address, parse_address
+from ..rendezvous.rendezvous import is_own
+from ..runtime.bootstrap import default_timeout
 from ..transport.addresses import address_towards, interface_address, is_loopback
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
-from ..world.bootstrap import default_timeout
-from ..world.launch import LOOPBACK, Launch, detect, join_address, parse_address
-from ..world.rendezvous import is_own
 from . import path_check
 from .self_test import FLEET_CHECKS, PAIR_CHECK
 

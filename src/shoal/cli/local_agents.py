@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NONSENSE
+from ..rendezvous.launch import detect
 from ..transport.handshake import HELLO_SIZE, MAGIC
 from ..transport.status_socket import MOST_BYTES, PACKET_BYTES, QUESTION
 from ..transport.unix_sockets import connect
-from ..world.launch import detect
 
 PROC = Path("/proc")
 WITHIN_SECONDS = 1.5

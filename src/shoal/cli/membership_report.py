@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..monitor.membership_log import CAME, LEFT, MembershipEvent, read
+from ..observability.membership_log import CAME, LEFT, MembershipEvent, read
 
 AT_ONCE = 2.0
 """Seconds in which all agents write down one change."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from ..world.launch import parse_address
+from ..rendezvous.launch import parse_address
 
 AGENTS, NODES, NODE_RANK = "PET_NPROC_PER_NODE", "PET_NNODES", "PET_NODE_RANK"
 HOST, PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"

@@ -44,8 +44,8 @@ class CellWatch:
         self._thread.start()
 
     def _look(self, cause: str) -> None:
-        from ..world.agent import process_context
-        from ..world.bootstrap import leave
+        from ..runtime.agent import process_context
+        from ..runtime.bootstrap import leave
 
         waited_for_since = None
         while True:

@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from ..world.launch import LOOPBACK
-from ..world.rendezvous import listen
+from ..rendezvous.launch import LOOPBACK
+from ..rendezvous.rendezvous import listen
 from .agent_processes import AgentProcesses
 from .launcher_signals import Signals
 from .notebook_files import Files

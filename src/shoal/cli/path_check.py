@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..rendezvous.launch import join_address
+from ..rendezvous.rendezvous import listen
 from ..transport import tcp
 from ..transport.addresses import interface_address, parse_ports, ports_of_environment, reachable_address, text_of
-from ..world.launch import join_address
-from ..world.rendezvous import listen
 
 WAIT_SECONDS = 60.0
 """So long each machine waits for the other one."""

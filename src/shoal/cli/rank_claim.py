@@ -8,12 +8,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from ..world.elastic_join import JOIN_SECONDS, Invitation
+from ..rendezvous.elastic_join import JOIN_SECONDS, Invitation
 
 # A process of its own, as the store's: the launcher imports no torch.
 CLAIM = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.world.elastic_join import main; main(sys.argv[1:])"
+    "from shoal.rendezvous.elastic_join import main; main(sys.argv[1:])"
 )
 START_SECONDS = 60.0
 """How long that process may take besides."""

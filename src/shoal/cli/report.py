@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..monitor import membership_log, traces
+from ..observability import membership_log, traces
 from . import membership_report, trace_report
 
 

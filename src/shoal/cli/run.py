@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..observability.watch.live import Watch
+from ..rendezvous.bootstrap_barrier import LOST
+from ..rendezvous.elastic_join import Invitation, keep_secret
+from ..rendezvous.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
+from ..rendezvous.rendezvous import listen
 from ..transport.addresses import parse_ports, ports_of_environment
-from ..watch.live import Watch
-from ..world.bootstrap_barrier import LOST
-from ..world.elastic_join import Invitation, keep_secret
-from ..world.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
-from ..world.rendezvous import listen
 from . import agent_script, node_variables
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, JobExit
@@ -39,11 +39,11 @@ from .watch_setup import check_between_machines, is_this_machine, listen_for_joi
 # It must be told before it is imported.
 SERVE = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.world.rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
+    "from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
 )
 TELL = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.world.rendezvous import tell_of_the_end; tell_of_the_end(*sys.argv[1:])"
+    "from shoal.rendezvous.rendezvous import tell_of_the_end; tell_of_the_end(*sys.argv[1:])"
 )
 LONGEST_PAUSE = 30.0
 """Seconds before all agents are begun with again, at most."""

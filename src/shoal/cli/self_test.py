@@ -17,8 +17,8 @@ import torch
 
 import shoal
 from shoal.coordination.attach import PROCESS_GROUP
+from shoal.runtime.agent import current
 from shoal.transport.process_group import available
-from shoal.world.agent import current
 
 FLEET_CHECKS = ("threads", "shared_memory", "network", *([PROCESS_GROUP] if "gloo" in available() else []))
 PAIR_CHECK = "two processes"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..engine.timeouts import format_seconds
+from ..operations.timeouts import format_seconds
 from .local_agents import STOPPED, Process, ask, find
 
 if TYPE_CHECKING:

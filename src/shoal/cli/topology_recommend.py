@@ -21,8 +21,8 @@ from ..netmodel.network import Link, Network
 from ..netmodel.training_options import ACCURACY, COMPRESSION, DIFFERENCE
 from ..netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..progress_bar import shown
+from ..rendezvous.launch import detect
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
-from ..world.launch import detect
 from . import topology_format as words
 from .topology_arguments import above_zero, count, quantity, zero_or_more
 

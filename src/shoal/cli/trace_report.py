@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..monitor.breakdown import KINDS
-from ..monitor.findings import Typical, size_of, sizes, small_messages
-from ..monitor.run_report import RunReport
-from ..monitor.traces import names_of
+from ..observability.breakdown import KINDS
+from ..observability.findings import Typical, size_of, sizes, small_messages
+from ..observability.run_report import RunReport
+from ..observability.traces import names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,7 @@ def tell(folder: Path, picture: str, output: str | None, *, every_step: bool = F
         arrows = report.merge(path)
         console.print(f"written: {path}, one trace with {arrows} arrows; open it in {_VIEWER}", markup=False)
     if picture:
-        from ..monitor.breakdown_picture import draw
+        from ..observability.breakdown_picture import draw
 
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
         draw(report, Path(picture))

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from ..watch.replay import read
-from ..watch.server import PageServer
+from ..observability.watch.replay import read
+from ..observability.watch.server import PageServer
 from .launcher_signals import Signals
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -9,11 +9,11 @@ import socket
 import sys
 from pathlib import Path
 
-from ..watch.launcher_link import StatusSender
-from ..watch.live import JoiningLaunchers, LocalViewer, RemoteViewer, Watch
-from ..world.elastic_join import Invitation
-from ..world.launch import LOOPBACK, join_address
-from ..world.rendezvous import listen
+from ..observability.watch.launcher_link import StatusSender
+from ..observability.watch.live import JoiningLaunchers, LocalViewer, RemoteViewer, Watch
+from ..rendezvous.elastic_join import Invitation
+from ..rendezvous.launch import LOOPBACK, join_address
+from ..rendezvous.rendezvous import listen
 from .rank_claim import ClaimedRanks
 
 LAST_PORT = 65535

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..engine.engine import Engine
-from ..engine.membership import WHOLE, Plan
+from ..operations.membership import WHOLE, Plan
 from ..transport.addresses import LOOPBACK
 from ..transport.peer_address import TRANSPORTS
 from ..transport.process_group import BACKENDS, MADE_HERE, ProcessGroups, available

@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.engine import Engine
-from ..engine.sender import send_alone
-from ..engine.services import MinimalService, as_tensor, when_complete
 from ..errors import NONSENSE
+from ..operations.sender import send_alone
+from ..operations.services import MinimalService, as_tensor, when_complete
 from ..transport.wire import Kind, Message, ProtocolError
 
 WORD = "~group"

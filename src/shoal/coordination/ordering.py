@@ -28,11 +28,11 @@ import torch
 from .. import clock
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
-from ..engine.membership import Plan
-from ..engine.operation import Operation, Stage, Steps
-from ..engine.sender import send_alone
-from ..engine.services import MinimalService
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..operations.membership import Plan
+from ..operations.operation import Operation, Stage, Steps
+from ..operations.sender import send_alone
+from ..operations.services import MinimalService
 from ..transport.collective_plan import CollectivePlan, Step
 from ..transport.link import Lease
 from ..transport.process_group import ABANDON_AFTER, ProcessGroups
@@ -72,7 +72,7 @@ class OrderingCounters:
 
 
 class CollectiveOrdering(MinimalService):
-    """The :class:`~shoal.engine.collective_backend.CollectiveBackend` of one agent that moves tensors by process
+    """The :class:`~shoal.operations.collective_backend.CollectiveBackend` of one agent that moves tensors by process
     groups."""
 
     def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
@@ -107,7 +107,7 @@ class CollectiveOrdering(MinimalService):
     # As a carrier
 
     def ask(self, operation: Operation, stage: Stage) -> None:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.ask`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.ask`."""
         carried = stage.exchange.carried
         assert carried is not None
         engine, among = self._engine, carried.among
@@ -144,7 +144,7 @@ class CollectiveOrdering(MinimalService):
         self._emit("asked", operation, stage, " ".join(map(str, within or ())))
 
     def reset(self) -> None:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.begin_anew`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.begin_anew`."""
         self._forget_all()
         self._broken = None
         self._renew_groups()
@@ -162,18 +162,18 @@ class CollectiveOrdering(MinimalService):
         self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
 
     def quiesce(self, until: int = 0) -> int:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.stand_still`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stand_still`."""
         self._until = max(until, self._engine.matcher.begun(ROUND))
         self._engine.poller.wake()
         return self._until
 
     @property
     def is_quiescent(self) -> bool:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.stands_still`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stands_still`."""
         return not (self._under_way or self._moving) and self._engine.matcher.begun(ROUND) == self._until
 
     def resume(self) -> None:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.go_on`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.go_on`."""
         self._until = None
         self._engine.poller.wake()
 
@@ -183,7 +183,7 @@ class CollectiveOrdering(MinimalService):
         self._renew_groups()
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.withdraw`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.withdraw`."""
         if any(one.stage is stage for one in self._moving.values()):
             return False
         for asked in self._pending.all():
@@ -197,7 +197,7 @@ class CollectiveOrdering(MinimalService):
 
     @property
     def due(self) -> bool:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.due`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.due`."""
         over = self.left or self._awaited is not None or self._engine.ended is not None
         if self._under_way or over or self._engine.lifecycle.gate.paused:
             return False
@@ -223,14 +223,14 @@ class CollectiveOrdering(MinimalService):
                 self._under_way = False
 
     def leave(self) -> None:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.leave`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.leave`."""
         self._leaving = True
         if not self._others:
             self.left = True
         self._engine.poller.wake()
 
     def stop(self) -> None:
-        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.stop`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stop`."""
         with self._engine.lock:
             self.left = self._stopped = True
         limit = clock.monotonic() + ABANDON_AFTER
@@ -266,7 +266,7 @@ class CollectiveOrdering(MinimalService):
         send_alone(engine.publisher, engine.sender, rank, message, torch.empty(0), background=True)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent says that a round begins, or that all is moved; see :class:`~shoal.engine.services.Service`."""
+        """An agent says that a round begins, or that all is moved; see :class:`~shoal.operations.services.Service`."""
         self._engine.sender.acknowledge(source, message)
         round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
         if message.digest == _ALL_MOVED:
@@ -451,7 +451,7 @@ class CollectiveOrdering(MinimalService):
     # As a service
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        """Who is gone says nothing any more; see :class:`~shoal.engine.services.Service`."""
+        """Who is gone says nothing any more; see :class:`~shoal.operations.services.Service`."""
         self._await_no_more(rank)
 
     def check(self, now: float) -> float:

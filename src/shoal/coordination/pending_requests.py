@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ..engine.matching import Matcher
-from ..engine.operation import Operation, Stage
+from ..operations.matching import Matcher
+from ..operations.operation import Operation, Stage
 from ..transport.collective_plan import CollectivePlan
 from ..transport.link import Lease
 from .request import Ranks, RequestKey, TransferRequest

@@ -1,7 +1,7 @@
 """A request to transfer the tensors of one stage of an operation, once all its members have requested it.
 
 A request does not describe the tensors. By then the two agents of each edge have compared them, message by message
-(``engine/matching.py``). ``what`` holds the properties that all must agree on and no message compares.
+(``operations/matching.py``). ``what`` holds the properties that all must agree on and no message compares.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..engine.engine import Engine
-from ..engine.operation import MORE, Exchange, Operation, Send, Steps
 from ..errors import Mismatch
+from ..operations.operation import MORE, Exchange, Operation, Send, Steps
 from ..transport.wire import Message
 from .decision import Decision, decide, decision_as_data, decision_of, merged, requests_as_data, requests_of
 from .request import CallSignature, Ranks, TransferRequest

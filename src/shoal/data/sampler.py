@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ..engine.membership import WHOLE
 from ..errors import Mismatch
+from ..operations.membership import WHOLE
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
-from ..world.agent import agent_context, current
+from ..runtime.agent import agent_context, current
 
 _AGREED = ("a shard", "seed", "shuffle", "pad", "a dataset of the length")
 Indices = np.ndarray[Any, np.dtype[np.int64]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..world.agent import current
+from ..runtime.agent import current
 
 
 def dirichlet_shards(

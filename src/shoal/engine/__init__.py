@@ -1,1 +1,1 @@
-"""What runs inside an agent: how it was launched, whom it meets, and how its operations make progress."""
+"""The composition of the parts of one agent, its watchdog, and what it reports about itself."""

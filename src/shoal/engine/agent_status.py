@@ -12,17 +12,17 @@ from typing import Any
 
 from .. import clock
 from .._version import __version__
+from ..fault_tolerance.agreement import Agreement
+from ..operations.matching import Matcher
+from ..operations.membership import NOT_YET, Membership
+from ..operations.operation import Operation, describe, needed_by
+from ..operations.progress import Progress
+from ..operations.sender import Sender
+from ..operations.services import Services
+from ..operations.submission_gate import SubmissionGate
+from ..operations.timeouts import format_seconds
 from ..transport.router import Router
-from .agreement import Agreement
-from .matching import Matcher
-from .membership import NOT_YET, Membership
-from .operation import Operation, describe, needed_by
-from .progress import Progress
-from .sender import Sender
-from .services import Services
 from .step_counter import StepCounter
-from .submission_gate import SubmissionGate
-from .timeouts import format_seconds
 from .training_metrics import TrainingMetrics
 
 MOST = 8

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from ..errors import Mismatch
+from ..fault_tolerance.result_cache import copy_for_cache
+from ..operations.operation import Arrived, Exchange, FailurePolicy, FusionSpec, Handle, Operation, Send, Steps
 from .engine import Engine
-from .operation import Arrived, Exchange, FailurePolicy, FusionSpec, Handle, Operation, Send, Steps
-from .result_cache import copy_for_cache
 
 T = TypeVar("T")
 

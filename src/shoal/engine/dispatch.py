@@ -7,18 +7,18 @@ All of it runs in the thread that drives the exchange, under the engine's lock.
 from __future__ import annotations
 
 from ..errors import DeadlineExceeded, Mismatch, PeerLost
+from ..fault_tolerance.failures import Failures
+from ..operations.deadlock import DEADLOCK, Deadlocks
+from ..operations.events import Events
+from ..operations.fused_name import PREFIX
+from ..operations.fusion import Fusion
+from ..operations.layout_mismatch import TENSORS, LayoutExchange
+from ..operations.lifecycle import Lifecycle
+from ..operations.matching import Matcher, MatchResult
+from ..operations.operation import Operation, Stage
+from ..operations.sender import CONNECT, Sender
+from ..operations.services import Services
 from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, ProtocolError, Where
-from .deadlock import DEADLOCK, Deadlocks
-from .events import Events
-from .failures import Failures
-from .fused_name import PREFIX
-from .fusion import Fusion
-from .layout_mismatch import TENSORS, LayoutExchange
-from .lifecycle import Lifecycle
-from .matching import Matcher, MatchResult
-from .operation import Operation, Stage
-from .sender import CONNECT, Sender
-from .services import Services
 from .stalls import DOING, Stalls
 from .watchdog import ALIVE, Watchdog
 

@@ -29,41 +29,41 @@ import torch
 from .. import clock
 from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
+from ..fault_tolerance.agreement import WORD, Agreement
+from ..fault_tolerance.failures import Failures
+from ..fault_tolerance.partition import WORD as TOGETHER
+from ..fault_tolerance.partition import PartitionResolver
+from ..fault_tolerance.rejoin import Rejoin
+from ..fault_tolerance.result_cache import HAD, ResultCache
+from ..fault_tolerance.result_transfer import RESULT, ResultTransfer
+from ..operations.collective_backend import CollectiveBackend
+from ..operations.deadlock import Deadlocks
+from ..operations.deferred_callbacks import Callbacks
+from ..operations.devices import Devices
+from ..operations.events import Events
+from ..operations.fusion import Fusion
+from ..operations.layout_mismatch import LayoutExchange
+from ..operations.lifecycle import Lifecycle
+from ..operations.matching import Matcher
+from ..operations.membership import NOT_YET, WHOLE, Membership, Plan
+from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
+from ..operations.operation import Steps as Generating
+from ..operations.profiling import span
+from ..operations.progress import Progress
+from ..operations.publishing import Publisher
+from ..operations.sender import Sender, send_alone
+from ..operations.services import Services
+from ..operations.timeouts import parse_timeout
 from ..transport.pending_peers import ENTRY
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.shared_regions import Arena, ResultPool
 from ..transport.wire import Message
 from .agent_status import StatusReporter
-from .agreement import WORD, Agreement
-from .collective_backend import CollectiveBackend
-from .deadlock import Deadlocks
-from .deferred_callbacks import Callbacks
-from .devices import Devices
 from .dispatch import Dispatch
-from .events import Events
-from .failures import Failures
-from .fusion import Fusion
-from .layout_mismatch import LayoutExchange
-from .lifecycle import Lifecycle
-from .matching import Matcher
-from .membership import NOT_YET, WHOLE, Membership, Plan
-from .operation import FailurePolicy, FusionSpec, Handle, Operation
-from .operation import Steps as Generating
-from .partition import WORD as TOGETHER
-from .partition import PartitionResolver
-from .profiling import span
-from .progress import Progress
-from .publishing import Publisher
-from .rejoin import Rejoin
-from .result_cache import HAD, ResultCache
-from .result_transfer import RESULT, ResultTransfer
-from .sender import Sender, send_alone
-from .services import Services
 from .shutdown import HANG_UP_SECONDS, LAST_WORD_SECONDS, ShutdownDrain
 from .stalls import Stalls
 from .step_counter import StepCounter
-from .timeouts import parse_timeout
 from .training_metrics import TrainingMetrics
 from .watchdog import Watchdog
 
@@ -111,7 +111,7 @@ class Engine:
             lambda operation: self.fusion.begins(operation),
             lambda name, round_, on_loss: self.agreement.plan_of(name, round_, on_loss),
             callbacks,
-            result_cache,
+            result_cache.ended,
         )
         self.fusion = fusion = Fusion(
             rank,

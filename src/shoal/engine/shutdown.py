@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from .. import clock
 from .._signals import deferred
+from ..operations.collective_backend import CollectiveBackend
+from ..operations.lifecycle import Lifecycle
+from ..operations.matching import Matcher
+from ..operations.progress import Progress
+from ..operations.sender import Sender
 from ..transport.router import Router
-from .collective_backend import CollectiveBackend
-from .lifecycle import Lifecycle
-from .matching import Matcher
-from .progress import Progress
-from .sender import Sender
 
 HANG_UP_SECONDS = 1.0
 """How long an agent that leaves waits for the others to hang up."""

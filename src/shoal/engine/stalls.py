@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import clock
+from ..operations.matching import Matcher
+from ..operations.membership import Membership
+from ..operations.operation import needed_by
+from ..operations.progress import Progress
+from ..operations.sender import Sender
+from ..operations.services import Services
+from ..operations.timeouts import format_seconds
 from ..transport.wire import Kind, Message
 from .agent_status import StatusReporter
-from .matching import Matcher
-from .membership import Membership
-from .operation import needed_by
-from .progress import Progress
-from .sender import Sender
-from .services import Services
-from .timeouts import format_seconds
 
 log = logging.getLogger("shoal")
 

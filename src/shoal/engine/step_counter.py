@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import clock
-from .events import Events
+from ..operations.events import Events
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from .events import Events
+from ..operations.events import Events
 
 MOST_NAMES = 32
 """Names that are kept; later ones are left out, since a script may invent one a step."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import DeadlineExceeded
+from ..fault_tolerance.agreement import Agreement
+from ..fault_tolerance.failures import Failures
+from ..operations.deadlock import LOOK_AFTER, Deadlocks
+from ..operations.lifecycle import ASK_AFTER, Lifecycle
+from ..operations.matching import Matcher
+from ..operations.membership import Membership
+from ..operations.operation import Operation
+from ..operations.sender import Sender
 from ..transport.wire import HERE, Kind, Message
-from .agreement import Agreement
-from .deadlock import LOOK_AFTER, Deadlocks
-from .failures import Failures
-from .lifecycle import ASK_AFTER, Lifecycle
-from .matching import Matcher
-from .membership import Membership
-from .operation import Operation
-from .sender import Sender
 from .stalls import Stalls
 
 ALIVE = "~alive"

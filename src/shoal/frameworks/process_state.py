@@ -17,9 +17,9 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from ..ops.arguments import Internal
 from ..ops.collective import barrier
-from ..world.agent import current
-from ..world.bootstrap import init
-from ..world.queries import is_initialized, local_rank
+from ..runtime.agent import current
+from ..runtime.bootstrap import init
+from ..runtime.queries import is_initialized, local_rank
 from .functions import meet_through_shoal
 from .requirements import check_agent
 

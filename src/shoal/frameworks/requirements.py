@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..world.agent import Agent
+from ..runtime.agent import Agent
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:

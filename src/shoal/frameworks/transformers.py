@@ -32,7 +32,7 @@ from ..optim.accum_adamw import AccumAdamW
 from ..optim.checkpoint import Checkpoint
 from ..optim.checkpoint_files import find
 from ..optim.mean_model import consensus
-from ..world.queries import size
+from ..runtime.queries import size
 from .accelerate import ShoalAccelerator, Wrapper, one_peer_at_a_time
 from .process_state import wait_for_everyone
 from .random_state import RandomState

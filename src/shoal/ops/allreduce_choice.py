@@ -14,9 +14,9 @@ from math import isqrt
 import torch
 
 from ..arithmetic import reduce
-from ..engine.operation import BackendRequest, Exchange, Operation, Send, Steps
+from ..operations.operation import BackendRequest, Exchange, Operation, Send, Steps
+from ..runtime.agent import Agent
 from ..transport.link import Published
-from ..world.agent import Agent
 from .arguments import LAYOUT, Result, payload
 from .backend_ops import members, reduced_by_backend, uses_backend
 from .reduce_scatter import put_together, reduced_by_machines, reduced_by_owners

@@ -9,12 +9,12 @@ from math import prod
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..kernels.elementwise import copy
+from ..operations.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
+from ..runtime.agent import Agent, current
 from ..topology._validate import as_int
 from ..transport.wire import Kind, Message, Payload
-from ..world.agent import Agent, current
 from .arguments import LAYOUT, Result, as_ranks, channel_name, check_gatherable, joined, payload, rotated
 from .backend_ops import members as members_of
 from .groups import Group, caller_group

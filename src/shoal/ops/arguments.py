@@ -10,12 +10,12 @@ import torch
 
 from ..arithmetic import complete
 from ..dtensors import is_sharded
-from ..engine.operation import INTERNAL, Arrived, Send, Steps
 from ..errors import Mismatch
 from ..kernels.elementwise import copy
+from ..operations.operation import INTERNAL, Arrived, Send, Steps
+from ..runtime.agent import Agent
 from ..topology._validate import as_int
 from ..transport.wire import DTYPES, MOVABLE, Message, Payload
-from ..world.agent import Agent
 
 LAYOUT = "list of tensors (their number, shapes or dtypes)"
 """What agents disagree on whose groups differ."""

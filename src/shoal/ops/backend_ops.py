@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import reduce
-from ..engine.operation import BackendRequest, Exchange, Operation, Steps
+from ..operations.operation import BackendRequest, Exchange, Operation, Steps
+from ..runtime.agent import Agent
 from ..transport.collective_plan import Collective
 from ..transport.process_group import REDUCED
 from ..transport.wire import Payload
-from ..world.agent import Agent
 from .arguments import LAYOUT, Result
 from .reduction_order import places_by_machine
 
@@ -31,7 +31,7 @@ def uses_backend(agent: Agent, tensor: torch.Tensor, group: Sequence[int]) -> bo
 
 
 def members(agent: Agent, operation: Operation, group: Sequence[int]) -> tuple[int, ...]:
-    """Who takes part in an exchange of a group, as :class:`~shoal.engine.operation.BackendRequest` has it."""
+    """Who takes part in an exchange of a group, as :class:`~shoal.operations.operation.BackendRequest` has it."""
     everybody = len(group) == len(operation.left_of(range(agent.size)))
     return () if everybody else tuple(group)
 

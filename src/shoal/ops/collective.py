@@ -12,12 +12,12 @@ import torch
 
 from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..kernels.elementwise import copy
+from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
+from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
-from ..world.agent import Agent, current
 from .allreduce_choice import reduced as reduced
 from .arguments import (
     LAYOUT,

@@ -8,12 +8,12 @@ from contextlib import suppress
 import torch
 
 from ..arithmetic import complete
-from ..engine.devices import PublishedOnDevice
-from ..engine.future import await_future
-from ..engine.operation import Steps
 from ..kernels.weighted_sum import weighted_sum
+from ..operations.devices import PublishedOnDevice
+from ..operations.future import await_future
+from ..operations.operation import Steps
+from ..runtime.agent import Agent
 from ..transport.wire import Message
-from ..world.agent import Agent
 from .arguments import Result
 
 

@@ -17,10 +17,10 @@ from ..compression import Compressor
 from ..compression.draws import Draws, Redrawn
 from ..compression.message import DTYPES
 from ..engine.engine import Engine
-from ..engine.operation import Arrived, Operation, Send
 from ..errors import Mismatch
+from ..operations.operation import Arrived, Operation, Send
+from ..runtime.agent import Agent
 from ..transport.wire import Message, Payload
-from ..world.agent import Agent
 from .arguments import check_tensor, detached
 
 DrawsOf = Callable[[int], Draws]

@@ -15,10 +15,10 @@ from ..arithmetic import complete
 from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..engine.discovery import submit_to_all
-from ..engine.operation import BackendRequest, Exchange, Handle, Operation, Send, Steps
 from ..errors import Mismatch
+from ..operations.operation import BackendRequest, Exchange, Handle, Operation, Send, Steps
+from ..runtime.agent import Agent
 from ..transport.wire import Payload
-from ..world.agent import Agent
 from .arguments import payload, rotated
 from .encoded import name_of
 from .reduce_scatter import shares

@@ -2,7 +2,7 @@
 
 The sum of a number does not depend on its neighbours in memory, so each tensor has the bits that it has by itself. Who
 sends what to whom, in which stage, is as it is for each of them by itself, so that an agent that fuses gets on with one
-that does not (``engine/fusion.py``).
+that does not (``operations/fusion.py``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 from ..arithmetic import complete, reduce, weighted_sum
 from ..engine.discovery import discover
-from ..engine.operation import Exchange, FusionSpec, Operation, Send, Steps
-from ..engine.publishing import PUBLISH_BYTES
+from ..operations.operation import Exchange, FusionSpec, Operation, Send, Steps
+from ..operations.publishing import PUBLISH_BYTES
+from ..runtime.agent import Agent
 from ..topology import Mixing
 from ..transport.link import Published
-from ..world.agent import Agent
 from .arguments import Result, payload, put, rotated
 from .reduce_scatter import reduced_by_owners
 

@@ -18,12 +18,12 @@ import torch
 from ..arithmetic import complete
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..engine.layout_mismatch import LayoutExchange, described
-from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
+from ..operations.layout_mismatch import LayoutExchange, described
+from ..operations.operation import Handle, Operation, Steps
+from ..runtime.agent import current
 from ..transport.shared_regions import ResultPool
 from ..transport.wire import MOVABLE
-from ..world.agent import current
 from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, detached, put, split_name, where
 from .collective import as_root, broadcast_steps, parts_of_all, reducible, submit_allreduce
 from .encoded import encoded_by_call

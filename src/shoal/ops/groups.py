@@ -13,8 +13,8 @@ from zlib import crc32
 
 import torch.distributed as dist
 
+from ..runtime.agent import Agent
 from ..topology._validate import as_int
-from ..world.agent import Agent
 from .arguments import channel_name
 
 Group: TypeAlias = "Sequence[int] | dist.ProcessGroup"

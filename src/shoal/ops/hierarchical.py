@@ -16,10 +16,10 @@ import torch
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..engine.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..kernels.elementwise import copy
+from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
+from ..runtime.agent import Agent, StaticTopology, current
 from ..topology import Mixing
-from ..world.agent import Agent, StaticTopology, current
 from .allreduce_choice import reduced
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, detached, payload, rotated, split_name
 from .encoded import check_compression, encoded_for

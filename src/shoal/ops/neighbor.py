@@ -19,9 +19,9 @@ import torch
 
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
-from ..engine.devices import PublishedOnDevice
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import (
+from ..operations.devices import PublishedOnDevice
+from ..operations.operation import (
     NOTHING,
     Arrived,
     BackendRequest,
@@ -34,8 +34,8 @@ from ..engine.operation import (
     Send,
     Steps,
 )
+from ..runtime.agent import Agent, StaticTopology, current
 from ..topology import Mixing
-from ..world.agent import Agent, StaticTopology, current
 from .arguments import (
     LAYOUT,
     WEIGHABLE,
@@ -299,7 +299,7 @@ def _digest(form: str, static: StaticTopology) -> int:
 def _among(
     agent: Agent, operation: Operation, form: str, static: StaticTopology, everybody: bool
 ) -> tuple[int, ...] | None:
-    """Who takes part in a round, as :class:`~shoal.engine.operation.BackendRequest` has it."""
+    """Who takes part in a round, as :class:`~shoal.operations.operation.BackendRequest` has it."""
     if form in ("push", "pull") or (form == "push-pull" and everybody):
         return () if operation.among is None else tuple(operation.callers(agent.size))
     return None if form == "push-pull" else static.members(operation.left_of(range(agent.size)))

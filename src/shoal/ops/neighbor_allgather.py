@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..engine.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
-from ..world.agent import current
+from ..operations.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
+from ..runtime.agent import current
 from .arguments import as_ranks, check_gatherable, joined, rotated
 from .groups import Group, caller_group
 

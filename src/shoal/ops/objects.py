@@ -11,10 +11,10 @@ import torch
 
 from ..dtensors import local, parts_of_state, spread_as
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch, NotFinite
+from ..operations.operation import Handle, Operation, Steps
+from ..runtime.agent import current
 from ..transport.wire import MOVABLE
-from ..world.agent import current
 from . import safe_serialization
 from .arguments import Internal, as_ranks, check_dense, check_out, check_tensor, detached, put
 from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, broadcast_steps, gather_by_rank

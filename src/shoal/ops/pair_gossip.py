@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..engine.operation import FailurePolicy, Handle, Operation, Steps
+from ..operations.operation import FailurePolicy, Handle, Operation, Steps
+from ..runtime.agent import current
 from ..topology import Mixing
-from ..world.agent import current
 from .arguments import WEIGHABLE, channel_name, check_tensor
 from .neighbor import mix_steps
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import real, reduce
-from ..engine.operation import MORE, Arrived, BackendRequest, Exchange, Operation, Send, Steps
 from ..kernels.elementwise import copy
+from ..operations.operation import MORE, Arrived, BackendRequest, Exchange, Operation, Send, Steps
+from ..runtime.agent import Agent
 from ..transport.link import Published
-from ..world.agent import Agent
 from .arguments import LAYOUT, payload, rotated
 from .backend_ops import members
 from .reduction_order import places_by_machine

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import HALF
-from ..world.agent import Agent
+from ..runtime.agent import Agent
 
 
 def machines_among(agent: Agent, group: Sequence[int], dtype: torch.dtype) -> Sequence[Sequence[int]]:

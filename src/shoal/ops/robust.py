@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..arithmetic import weigh_in_blocks
-from ..world.agent import Agent
+from ..runtime.agent import Agent
 
 log = logging.getLogger("shoal")
 BLOCK = 1 << 16

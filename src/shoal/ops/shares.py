@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
-from ..world.agent import Agent
+from ..operations.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
+from ..runtime.agent import Agent
 from .arguments import LAYOUT, channel_name, payload, rotated
 from .backend_ops import members
 from .reduce_scatter import shape_digest

@@ -12,13 +12,13 @@ import torch
 from .. import clock
 from .._signals import deferred
 from ..arithmetic import complete
-from ..engine.agreement import parsed_counts
-from ..engine.collective_backend import CollectiveBackend
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Exchange, FailurePolicy, Operation, Send, Steps
-from ..engine.rejoin import JoiningPeer
 from ..errors import NONSENSE, DeadlineExceeded, Mismatch, PeerLost, ShoalError
-from ..world.agent import Agent
+from ..fault_tolerance.agreement import parsed_counts
+from ..fault_tolerance.rejoin import JoiningPeer
+from ..operations.collective_backend import CollectiveBackend
+from ..operations.operation import Exchange, FailurePolicy, Operation, Send, Steps
+from ..runtime.agent import Agent
 from . import safe_serialization
 from .arguments import Internal, channel_name, payload
 from .collective import gather_by_rank, parts_of_all

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
-from ..engine.operation import Handle, Operation
 from ..errors import Mismatch
-from ..world.agent import current
+from ..operations.operation import Handle, Operation
+from ..runtime.agent import current
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..dtensors import is_sharded, like, local, locals_of, placed_as, placements
+from ..runtime.agent import current
 from ..topology._validate import check_size
-from ..world.agent import current
 from .params import is_dense
 
 BUCKET_BYTES = 16 << 20

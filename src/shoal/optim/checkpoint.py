@@ -21,7 +21,7 @@ from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
 from ..ops.objects import broadcast_object
 from ..ops.state_transfer import hand_over, let_in
-from ..world.agent import current
+from ..runtime.agent import current
 from .checkpoint_files import (
     Manifest,
     complete,

@@ -21,8 +21,8 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.choco import ChocoSGD, DeepSqueeze
 from ..compression import Compressor, Shrunk, Zstd
 from ..compression.draws import Redrawn
+from ..runtime.agent import current
 from ..topology.schedule import Schedule
-from ..world.agent import current
 from .factory import ATC, PARALLEL
 
 LEAST = 0.005

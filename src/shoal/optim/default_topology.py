@@ -10,11 +10,11 @@ from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import Facts, first_problem, without
+from ..runtime.agent import current
 from ..topology.families.graphs import SymmetricExponentialGraph
 from ..topology.families.one_peer import OnePeerExponential
 from ..topology.families.trees import ChainGraph
 from ..topology.schedule import Schedule, Static
-from ..world.agent import current
 from .machine_algorithms import static_topology
 
 STATIC = "static"

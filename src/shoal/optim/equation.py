@@ -13,8 +13,8 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
 from ..errors import Mismatch
+from ..runtime.agent import bind, current
 from ..topology.schedule import Schedule
-from ..world.agent import bind, current
 from .bucket_exchange import BucketExchange
 from .bucket_step import BucketStep, MovedBy
 from .default_topology import STATIC, topology_of

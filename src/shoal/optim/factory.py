@@ -13,8 +13,8 @@ import torch
 from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from ..runtime.agent import current
 from ..topology.schedule import Schedule
-from ..world.agent import current
 from .bucket_exchange import BucketExchange
 from .equation import Equation, EquationDuringBackward
 from .inner_step import InnerStep

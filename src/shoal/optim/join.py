@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..engine.operation import Handle
+from ..operations.operation import Handle
 from ..ops.collective import allreduce_nonblocking
 from .bucket_exchange import BucketExchange
 from .strategies import StepStrategy

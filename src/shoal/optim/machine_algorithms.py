@@ -6,10 +6,10 @@ import networkx as nx
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.machines import OfMachines
+from ..runtime.agent import Agent, current
 from ..topology.families.compose import Kronecker, between_machines
 from ..topology.families.graphs import RingGraph
 from ..topology.schedule import Schedule, Static, as_schedule
-from ..world.agent import Agent, current
 from .weight_checks import schedule_of
 
 

@@ -11,7 +11,7 @@ from ..dtensors import is_sharded, local, reshard, summed_as
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce, allreduce_nonblocking
 from ..ops.grouped import grouped_allreduce_nonblocking, in_batches
-from ..world.agent import current
+from ..runtime.agent import current
 
 DISTANCE = "consensus distance"
 """What whoever looks on is told it is."""

@@ -15,7 +15,7 @@ import torch
 from ..errors import Mismatch
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
-from ..world.agent import current
+from ..runtime.agent import current
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..dtensors import local
-from ..world.agent import current
+from ..runtime.agent import current
 from .buckets import Bucket
 from .params import is_dense
 

@@ -23,8 +23,8 @@ from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
 from ..compression import Compressor
+from ..runtime.agent import current
 from ..topology.schedule import Schedule
-from ..world.agent import current
 from .backward_counter import BackwardCounter
 from .bucket_exchange import BucketExchange
 from .buckets import checked_bucket_bytes

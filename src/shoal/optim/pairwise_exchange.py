@@ -15,12 +15,12 @@ from ..algorithms.growth import DIES_OUT
 from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..compression import Compressor
 from ..compression.draws import Redrawn
-from ..engine.operation import Handle
 from ..errors import DeadlineExceeded, PeerLost
+from ..operations.operation import Handle
+from ..runtime.agent import bind, current
 from ..windows import by_name as ops
 from ..windows.registry import windows_of
 from ..windows.window import named
-from ..world.agent import bind, current
 from .bucket_exchange import Params
 from .buckets import Bucket
 from .compressed_algorithm import share_kept

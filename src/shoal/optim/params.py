@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..ops.collective import gather_by_rank
 from ..ops.groups import Group
-from ..world.agent import current
+from ..runtime.agent import current
 from .memory_sharing import sharing
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()

@@ -12,15 +12,15 @@ import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.needs import LOOKED_AT
-from ..engine.operation import Handle
+from ..operations.operation import Handle
 from ..ops.collective import submit_allreduce
 from ..ops.hierarchical import machine_mixing
 from ..ops.hierarchical import submit as submit_between_machines
 from ..ops.neighbor import mixing_of, submit
 from ..ops.robust import Robust, too_few
+from ..runtime.agent import Agent, current
 from ..topology._validate import check_size
 from ..topology.mixing import Mixing
-from ..world.agent import Agent, current
 
 Weights = Mapping[int, float]
 

@@ -14,7 +14,7 @@ import torch
 from ..algorithms.algorithm import Algorithm
 from ..compression import Compressor
 from ..dtensors import is_copied, is_sharded, placements, processes
-from ..world.agent import Agent, current
+from ..runtime.agent import Agent, current
 
 Named = Mapping[torch.nn.Parameter, str]
 

@@ -10,11 +10,11 @@ import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
 from ..compression import Compressor
-from ..engine.operation import Handle
 from ..errors import Mismatch
+from ..operations.operation import Handle
 from ..ops.collective import submit_allreduce
 from ..ops.encoded_mean import Rest, submit_encoded_mean
-from ..world.agent import current
+from ..runtime.agent import current
 from .bucket_exchange import BucketExchange, Params
 from .buckets import Bucket
 from .settings import BY_HAND, CommunicationType, ExchangeRound, Settings

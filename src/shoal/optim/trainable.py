@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..dtensors import is_sharded
-from ..engine.operation import Operation
 from ..errors import Mismatch
+from ..operations.operation import Operation
 from ..ops.arguments import LAYOUT
 from ..ops.objects import allreduce_parameters
-from ..world.agent import current
+from ..runtime.agent import current
 from .params import checksums_by_rank
 
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 
 from ..errors import DeadlineExceeded, Mismatch
+from ..runtime.agent import current
 from ..windows import by_name as ops
 from ..windows.registry import windows_of
 from ..windows.window import named
-from ..world.agent import current
 from .trainable import difference_text
 
 _ROUNDS = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..world.agent import current
+from ..runtime.agent import current
 
 
 class Warmup(torch.optim.lr_scheduler.LinearLR):

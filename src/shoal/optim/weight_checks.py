@@ -17,8 +17,8 @@ from ..algorithms.growth import DIES_OUT, NEVER_GROWS
 from ..algorithms.needs import COLUMN_STOCHASTIC, DOUBLY_STOCHASTIC, ROW_STOCHASTIC, Facts, Need, first_problem
 from ..algorithms.schedule_weights import TOLERANCE
 from ..ops.collective import allgather
+from ..runtime.agent import StaticTopology, current
 from ..topology.schedule import Static
-from ..world.agent import StaticTopology, current
 from .settings import CommunicationType, Settings
 
 _REPEATS = 8

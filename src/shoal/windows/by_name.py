@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from .._signals import deferred
-from ..engine.operation import Handle
+from ..operations.operation import Handle
 from ..ops.handles import poll, wait
-from ..world.agent import current
+from ..runtime.agent import current
 from .registry import windows_of
 from .window import Weights, named, names, register, turn_off_associated_p, turn_on_associated_p
 from .window_memory import SlotState

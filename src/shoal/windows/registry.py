@@ -13,11 +13,11 @@ import torch
 
 from .. import clock
 from .._signals import deferred
-from ..engine.operation import Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
+from ..operations.operation import Exchange, FailurePolicy, Handle, Operation, Send, Steps
+from ..runtime.agent import Agent, bind
 from ..transport.shared_regions import Segment
 from ..transport.wire import DTYPES, Message
-from ..world.agent import Agent, bind
 from .locks import ByteLocks
 from .requests import AGAIN, Requests
 from .window_memory import WindowLayout, WindowMemory

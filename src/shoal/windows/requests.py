@@ -16,7 +16,7 @@ import torch
 
 from .. import clock
 from ..engine.engine import Engine
-from ..engine.sender import send_alone
+from ..operations.sender import send_alone
 from ..transport.wire import Kind, Message
 from .locks import Freed
 from .switch_interval import short_switch_interval

@@ -35,13 +35,13 @@ import torch
 
 from .. import clock
 from .._signals import deferred
-from ..engine.operation import Handle
-from ..engine.profiling import span
-from ..engine.timeouts import parse_timeout
 from ..errors import NotInitialized
+from ..operations.operation import Handle
+from ..operations.profiling import span
+from ..operations.timeouts import parse_timeout
 from ..ops.arguments import as_ranks, channel_name, check_tensor, detached
+from ..runtime.agent import current
 from ..transport.wire import DTYPES
-from ..world.agent import current
 from .registry import Windows, windows_of
 from .window_memory import SlotState, WriteKind
 from .window_part import WindowPart, channel_of

@@ -18,10 +18,10 @@ import torch
 
 from .. import clock
 from ..engine.engine import Engine
-from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
-from ..engine.timeouts import acquire_with_deadline
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
 from ..kernels.elementwise import copy
+from ..operations.operation import MORE, Exchange, Handle, Operation, Send, Steps
+from ..operations.timeouts import acquire_with_deadline
 from ..ops.arguments import where
 from ..topology import Mixing
 from .locks import Busy, Freed

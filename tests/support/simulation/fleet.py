@@ -16,11 +16,11 @@ import shoal.windows.worker  # noqa: F401 - all that is to be replaced has been 
 from shoal import clock
 from shoal._signals import deferred
 from shoal.engine import engine as engines
+from shoal.rendezvous.launch import Launch
+from shoal.runtime import bootstrap
+from shoal.runtime.agent import AgentContext, enter_context
 from shoal.transport import acceptor, listeners, router, shared_regions, tcp
 from shoal.transport.peer_address import PeerId
-from shoal.world import bootstrap
-from shoal.world.agent import AgentContext, enter_context
-from shoal.world.launch import Launch
 
 from .network import Network, Poller, Weather
 from .scheduler import Scheduler
@@ -28,14 +28,12 @@ from .store import Store
 from .threads import namespace
 
 SECRET = "SHOAL_SECRET"
-ROOMS = ("engine", "transport", "windows", "coordination", "world", "ops", "interrupts")
-"""Whose threads and clocks are simulated."""
 
 
 @lru_cache(maxsize=1)
 def _with_threads(_count: int) -> list[tuple[ModuleType, str]]:
-    """The modules of the core that use threads or queues, and what they call them; for so many loaded modules."""
-    core = [module for name, module in sys.modules.items() if name.startswith("shoal.") and name.split(".")[1] in ROOMS]
+    """The modules that use threads or queues, and what they call them; for so many loaded modules."""
+    core = [module for name, module in sys.modules.items() if name.startswith("shoal.")]
     threads = [(module, "threading") for module in core if getattr(module, "threading", None) is threading]
     queues = [(module, "SimpleQueue") for module in core if getattr(module, "SimpleQueue", None) is queue.SimpleQueue]
     return threads + queues

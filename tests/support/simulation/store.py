@@ -10,7 +10,7 @@ from .scheduler import Scheduler, Task
 
 
 class Store:
-    """See :class:`shoal.world.store.Store`."""
+    """See :class:`shoal.rendezvous.store.Store`."""
 
     def __init__(self, scheduler: Scheduler, address_of: Callable[[int], str]) -> None:
         self._scheduler, self._address_of = scheduler, address_of

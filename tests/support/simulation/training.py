@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import shoal
-from shoal.engine.membership import Plan
+from shoal.operations.membership import Plan
 
 from . import optimizers
 from .fleet import Agents, Simulated

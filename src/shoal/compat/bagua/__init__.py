@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ...ops.objects import broadcast_optimizer_state, broadcast_parameters
-from ...world.bootstrap import init
-from ...world.queries import local_rank as get_local_rank
-from ...world.queries import local_size as get_local_size
-from ...world.queries import rank as get_rank
-from ...world.queries import size as get_world_size
+from ...runtime.bootstrap import init
+from ...runtime.queries import local_rank as get_local_rank
+from ...runtime.queries import local_size as get_local_size
+from ...runtime.queries import rank as get_rank
+from ...runtime.queries import size as get_world_size
 from . import algorithms as algorithms
 from .algorithms.base import Algorithm
 from .stepping import Stepping

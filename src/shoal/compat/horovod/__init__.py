@@ -8,8 +8,8 @@ docs/horovod.md has the list, and what is different.
 from __future__ import annotations
 
 from ...ops.handles import poll
-from ...world.bootstrap import shutdown
-from ...world.queries import is_homogeneous, is_initialized, local_rank, local_size, rank, size
+from ...runtime.bootstrap import shutdown
+from ...runtime.queries import is_homogeneous, is_initialized, local_rank, local_size, rank, size
 from .agents import (
     ccl_built,
     cross_rank,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ...world import bootstrap
-from ...world.agent import current
+from ...runtime import bootstrap
+from ...runtime.agent import current
 from .process_sets import ProcessSet, add_process_set
 from .uneven_inputs import attach
 

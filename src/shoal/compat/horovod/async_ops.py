@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...engine.operation import Handle
+from ...operations.operation import Handle
 from ...ops.alltoall import alltoall_nonblocking
 from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, detached, put
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, broadcast_nonblocking

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...world.agent import agent_context
+from ...runtime.agent import agent_context
 from .differentiable import allreduce, grouped_allreduce
 from .reduce_options import Sum
 

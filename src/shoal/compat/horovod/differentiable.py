@@ -17,7 +17,7 @@ import torch
 
 from ...autograd import Linear, apply_linear, gradient_name
 from ...ops.collective import barrier as _barrier
-from ...world.agent import current
+from ...runtime.agent import current
 from .async_ops import (
     Tensors,
     exchange,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...engine.operation import Handle
+from ...operations.operation import Handle
 from ...optim.buckets import OVERLAPPED_BUCKET_BYTES
 from ...optim.grouping import as_given, by_count
 from ...optim.hooks import add_gradient_listener
 from ...optim.params import check_that_models_agree, name_of_optimizer
-from ...world.agent import bind
+from ...runtime.agent import bind
 from .async_ops import reduce_many
 from .process_sets import ProcessSet, group_of
 from .reduce_options import ScaledReduction

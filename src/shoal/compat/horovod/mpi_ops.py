@@ -1,8 +1,8 @@
 """Horovod's module name for the operations of its PyTorch front end: names of :mod:`shoal.compat.horovod`."""
 
 from ...ops.handles import poll
-from ...world.bootstrap import shutdown
-from ...world.queries import is_homogeneous, is_initialized, local_rank, local_size, rank, size
+from ...runtime.bootstrap import shutdown
+from ...runtime.queries import is_homogeneous, is_initialized, local_rank, local_size, rank, size
 from .agents import (
     ccl_built,
     cross_rank,

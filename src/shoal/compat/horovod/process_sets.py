@@ -12,8 +12,8 @@ from ...errors import Mismatch
 from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.groups import Group
+from ...runtime.agent import current
 from ...topology._validate import as_int
-from ...world.agent import current
 
 Ranks = tuple[int, ...]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...monitor import timeline
-from ...world.agent import current
+from ...observability import timeline
+from ...runtime.agent import current
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

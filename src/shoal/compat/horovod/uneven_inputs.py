@@ -23,15 +23,15 @@ import torch
 
 from ..._signals import deferred
 from ...engine.engine import Engine
-from ...engine.operation import Handle
-from ...engine.sender import send_alone
-from ...engine.services import MinimalService, as_tensor, when_complete
 from ...errors import NONSENSE, DeadlineExceeded, NotInitialized
+from ...operations.operation import Handle
+from ...operations.sender import send_alone
+from ...operations.services import MinimalService, as_tensor, when_complete
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
+from ...runtime.agent import current
 from ...transport.wire import MOVABLE, Kind, Message, ProtocolError
-from ...world.agent import current
 
 WORD = "~horovod"
 _CALL, _STATE = "call", "state"

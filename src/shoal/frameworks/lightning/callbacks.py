@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from ...optim.mean_model import consensus_distance
-from ...world.queries import rank
+from ...runtime.queries import rank
 from .collectives import gather_all
 
 

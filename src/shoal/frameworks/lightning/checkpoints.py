@@ -22,7 +22,7 @@ from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.objects import broadcast_object
 from ...optim.checkpoint import Checkpoint
-from ...world.queries import rank, size
+from ...runtime.queries import rank, size
 from ..random_state import RandomState
 
 log = logging.getLogger("shoal")

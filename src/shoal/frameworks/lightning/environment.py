@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from ...world.queries import local_rank, machine_rank, rank, size
+from ...runtime.queries import local_rank, machine_rank, rank, size
 
 
 class ShoalEnvironment(ClusterEnvironment):

@@ -18,9 +18,9 @@ from ...ops.objects import broadcast_object, broadcast_parameters
 from ...optim.checkpoint import Checkpoint
 from ...optim.mean_model import consensus
 from ...optim.optimizer import DecentralizedOptimizer
-from ...world.agent import current
-from ...world.bootstrap import init
-from ...world.queries import is_initialized, size
+from ...runtime.agent import current
+from ...runtime.bootstrap import init
+from ...runtime.queries import is_initialized, size
 from ..random_state import RandomState
 from ..requirements import check_agent
 from . import collectives

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from ...errors import ShoalError
 from ...ops.objects import broadcast_parameters
 from ...optim.optimizer import DecentralizedOptimizer
-from ...world.agent import current
-from ...world.bootstrap import init
-from ...world.queries import is_initialized, machine_size
+from ...runtime.agent import current
+from ...runtime.bootstrap import init
+from ...runtime.queries import is_initialized, machine_size
 from ..random_state import RandomState
 from ..requirements import check_agent
 from . import checkpoints, collectives, metrics, validation

@@ -10,9 +10,9 @@ from ....compression import Compressor
 from ....ops.collective import barrier
 from ....optim.bluefog import DistributedADPSGDOptimizer
 from ....optim.optimizer import DecentralizedOptimizer
+from ....runtime.agent import current
+from ....runtime.queries import set_topology
 from ....topology.families.graphs import FullyConnectedGraph
-from ....world.agent import current
-from ....world.queries import set_topology
 from .base import Algorithm
 
 __all__ = ["AsyncModelAverageAlgorithm"]

@@ -10,11 +10,11 @@ from ....algorithms.gradient_descent import GradientDescent
 from ....algorithms.low_precision import LowPrecision
 from ....optim.optimizer import DecentralizedOptimizer
 from ....optim.settings import CommunicationType
+from ....runtime.agent import current
 from ....topology._validate import check_size
 from ....topology.families.circulant import Circulant
 from ....topology.families.one_peer import ShiftOne
 from ....topology.schedule import Schedule
-from ....world.agent import current
 from .base import Algorithm
 
 __all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]

@@ -1,0 +1,1 @@
+"""Which agents take part: failures, the agreement of the survivors, recovery, rejoin and partitions."""

@@ -1,0 +1,501 @@
+"""With ``on_loss="continue"``, the survivors agree which agents are lost, and from which round on.
+
+Each agent notices a loss at another moment, and some have then begun rounds that others have not. Without an agreement
+one agent would count the lost agent in a round and another would not, or would wait for an agent with a newer plan. So
+every survivor stops beginning operations, and sends to all others the ranks that it misses and the rounds that it has
+begun. An agent that has received equal reports from all survivors decides. All decide the same, without a leader and
+without the store:
+
+- Neighbour operations: a round that any agent had begun is completed by all as planned, without the missing messages of
+  the lost agent; edges are independent. Later rounds are planned among the survivors.
+- Collective operations, whose result is equal on all agents: if an agent has the result, it sends it to those that do
+  not (``result_cache.py``, ``result_transfer.py``). If no survivor has it, the operation restarts among them. Large
+  results are not cached. So that no agent has one alone, such an operation ends only when all have confirmed that they
+  have it (``discover`` without destinations, one small message in each of ``ceil(log2 n)`` steps).
+
+An agent that is lost during the agreement is added, and all report again. A report is matched by the ranks that it
+misses, so no agent decides on reports from before the last loss. This is virtual synchrony (Birman, Joseph, "Exploiting
+virtual synchrony in distributed systems", SOSP 1987). The failure detector errs only towards loss: an agent that is
+wrongly taken for lost is notified and ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import NONSENSE, PeerLost, ShoalError
+from ..operations.deferred_callbacks import Callbacks
+from ..operations.fusion import Fusion
+from ..operations.lifecycle import Lifecycle
+from ..operations.matching import Matcher
+from ..operations.membership import WHOLE, Departure, Membership, Plan
+from ..operations.operation import FailurePolicy, Operation
+from ..operations.services import MinimalService, as_tensor, when_complete
+from ..operations.submission_gate import cannot_go_on
+from ..transport.wire import Kind, Message, ProtocolError
+from .recovery import await_result, conclude, go_on_without, restart
+from .result_cache import ResultCache
+from .result_transfer import ResultTransfer
+
+WORD = "~agreement"
+MOST_DECISIONS = 32
+"""So many are kept when an agent enters: of those before, no round is still to begin."""
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """A new membership, on which the members have agreed.
+
+    Attributes:
+        lost: The ranks that were lost or left since the last one, ascending.
+        alive: The members, ascending.
+        entered: The ranks that entered since the last one, in place of lost agents or for the first time, ascending.
+    """
+
+    lost: tuple[int, ...]
+    alive: tuple[int, ...]
+    entered: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One agreement: the plan, the first round of each name that follows it (0 for a name that is not listed), and the
+    ranks that entered with it, which take part in no earlier round.
+    """
+
+    plan: Plan
+    begun: dict[str, int]
+    entered: Ranks = ()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.plan.entered, len(self.plan.gone)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """One agent's report of a loss.
+
+    Attributes:
+        plan: The ranks that it knows to be lost, and how many have entered.
+        begun: How many rounds of each name it has begun.
+        open: Its open collective operations, by name and round: the attempt whose result it has, or None.
+        kept: The rounds of ended collective operations whose results it can send, by name.
+        decisions: The agreements that it has taken part in.
+        out_of_reach: The lost ranks whose processes it does not know to have ended.
+    """
+
+    plan: Plan
+    begun: dict[str, int]
+    open: dict[str, dict[int, int | None]]
+    kept: dict[str, list[int]]
+    decisions: list[Decision]
+    out_of_reach: frozenset[int]
+
+    def has(self, name: str, round_: int, attempt: int) -> bool:
+        """The agent has the result of a collective operation; of this attempt, if it is still open there."""
+        return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
+
+    def keeps(self, name: str, round_: int) -> bool:
+        """The operation has ended there, and the agent can send the result."""
+        return round_ in self.kept.get(name, ())
+
+    def lacks(self, name: str, round_: int) -> bool:
+        """The operation is open there."""
+        return round_ in self.open.get(name, {})
+
+
+class Agreement(MinimalService):
+    """One agent's part in agreements. Used under the engine's lock.
+
+    Args:
+        result_cache: The results that this agent keeps for others.
+        result_transfer: Sends them.
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        acknowledge: Confirms that a message has been read.
+        told: Takes another agent's notice of a loss.
+        check_by: Requests a check by this time.
+        stop: Ends all operations of this agent, now and later.
+
+    Attributes:
+        active: Losses are agreed on. Otherwise a loss ends all operations, and this object is not used.
+        listeners: Called with every change, by the driving thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        matcher: Matcher,
+        membership: Membership,
+        lifecycle: Lifecycle,
+        fusion: Fusion,
+        callbacks: Callbacks,
+        result_cache: ResultCache,
+        result_transfer: ResultTransfer,
+        send: Callable[[int, Message, torch.Tensor], None],
+        acknowledge: Callable[[int, Message], None],
+        told: Callable[[Departure], None],
+        check_by: Callable[[float], None],
+        stop: Callable[[ShoalError], None],
+    ) -> None:
+        self.active = False
+        self.listeners: list[Callable[[MembershipChange], None]] = []
+        self._rank = rank
+        self._size = size
+        self._matcher = matcher
+        self._membership = membership
+        self._lifecycle = lifecycle
+        self._gate = lifecycle.gate
+        self._fusion = fusion
+        self._callbacks = callbacks
+        self._result_cache = result_cache
+        self._result_transfer = result_transfer
+        self._send = send
+        self._acknowledge = acknowledge
+        self._told = told
+        self._check_by = check_by
+        self._stop = stop
+        self._stops_as_minority = False
+        self._missed: set[int] = set()  # who left, and is needed here
+        self._reports: dict[int, _Report] = {}  # the last of each agent
+        self._decisions: list[Decision] = []
+
+    def activate(self, stops_as_minority: bool = False) -> None:
+        """Agree on losses instead of ending all operations. With a partition policy, end them all the same if the
+        unreachable agents may be the majority.
+        """
+        self.active, self._stops_as_minority = True, stops_as_minority
+        self._lifecycle.departed_peers.survive(self.missed)
+
+    @property
+    def gone(self) -> Ranks:
+        """The lost ranks, as all survivors have agreed, ascending."""
+        return self._gate.gone
+
+    @property
+    def now(self) -> Plan:
+        """The plan of operations that begin now."""
+        return Plan(self._gate.gone, self._gate.entered)
+
+    @property
+    def alive(self) -> Ranks:
+        """The surviving ranks, as agreed, ascending."""
+        return tuple(rank for rank in range(self._size) if rank not in self.gone)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose equal report is still missing."""
+        plan = self._noticed
+        return [
+            rank
+            for rank in self._membership.view.alive
+            if rank not in self._reports or self._reports[rank].plan != plan
+        ]
+
+    @property
+    def out_of_reach(self) -> frozenset[int]:
+        """The lost ranks whose processes are not known to have ended: they may run in another partition."""
+        view = self._membership.view
+        known = {*view.left, *view.died}.difference(view.out_of_reach)
+        return frozenset(self._noticed.gone) - known
+
+    @property
+    def _noticed(self) -> Plan:
+        alive = self._membership.view.alive
+        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.entered)
+
+    def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> Plan:
+        """The plan of a round that begins now."""
+        if on_loss is FailurePolicy.RETRY:
+            return self._plan_of_all(name, round_)
+        for decision in reversed(self._decisions):
+            if round_ >= decision.begun.get(name, 0):
+                return decision.plan
+        return WHOLE
+
+    def _plan_of_all(self, name: str, round_: int) -> Plan:
+        """The plan of a round of a collective operation, which restarts with every loss: all members, without those
+        that entered after an agent had begun it.
+        """
+        gone, entered = self.now
+        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # the last of each
+        late = {rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_}.difference(gone)
+        return Plan(tuple(sorted({*gone, *late})), entered - len(late)) if late else self.now
+
+    def missed(self, rank: int) -> None:
+        """An agent that has shut down is needed here; the next check handles it."""
+        self._missed.add(rank)
+        self._check_by(0.0)
+
+    # Telling, and hearing
+
+    def change(self) -> None:
+        """An agent is lost and needed: pause, and report to all survivors."""
+        if not self._gate.paused:
+            self._fusion.split_all()
+            self._gate.pause()
+        report = self._report()
+        self._reports[self._rank] = report
+        data = as_tensor(self._written(report))
+        for peer in self._membership.view.alive:
+            if peer != self._rank:
+                self._send(peer, Message(Kind.DATA, WORD, WORD), data)
+        self._decide()
+
+    def _report(self) -> _Report:
+        open_: dict[str, dict[int, int | None]] = {}
+        for operation in self._matcher.in_flight():
+            recovery = operation.recovery
+            if recovery is not None and operation.restarts:
+                attempt = None if recovery.result is None else recovery.plan.attempt
+                open_.setdefault(operation.name, {})[operation.round] = attempt
+        kept: dict[str, list[int]] = {}
+        for name, round_ in self._result_cache.results:
+            kept.setdefault(name, []).append(round_)
+        return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
+
+    def _written(self, report: _Report) -> bytes:
+        """This agent's report as bytes, with how each loss was noticed and whether the process died."""
+        view = self._membership.view
+        gone = [
+            (rank, view.died.get(rank, "it left"), rank in view.died, rank in report.out_of_reach)
+            for rank in report.plan.gone
+        ]
+        decisions = decisions_as_data(report.decisions)
+        said = {
+            "gone": gone,
+            "entered": report.plan.entered,
+            "begun": report.begun,
+            "open": report.open,
+            "kept": report.kept,
+            "decisions": decisions,
+        }
+        return json.dumps(said).encode()
+
+    def serve(self, source: int, message: Message) -> None:
+        """Take another agent's report; see :class:`~.services.Service`."""
+        when_complete(message, partial(self._heard, source, message))
+
+    def _heard(self, source: int, message: Message, text: bytes) -> None:
+        losses, report = _parsed_report(text, self._size)
+        self._acknowledge(source, message)
+        if not self.active:
+            return
+        if report.plan.entered > self._gate.entered:
+            self._let_in_now()
+        if report.plan.entered != self._gate.entered:
+            return  # it has still to let in whom others have let in, and will tell again
+        self._reports[source] = report
+        alive = self._membership.view.alive
+        for rank, cause, died in losses:
+            if rank in alive:
+                self._told(Departure(rank, cause, died, source))
+        if not self._gate.paused and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
+            self.change()  # who left was not missed here, and is missed there
+        else:
+            self._decide()
+
+    # Deciding
+
+    def _decide(self) -> None:
+        if not self._gate.paused or self.missing:
+            return
+        plan, before = self._noticed, self.gone
+        by_rank = {rank: self._reports[rank] for rank in self._membership.view.alive}
+        reports = list(by_rank.values())
+        beyond = frozenset.intersection(*(report.out_of_reach for report in reports))
+        if self._stops_as_minority and partition_order(self._membership.view.alive) < partition_order(beyond):
+            self._stop_as_minority(sorted(beyond))
+            return
+        entered = self._gate.entered
+        for operation in self._matcher.in_flight():
+            if operation.on_end is not None and _all_have_result(operation, by_rank):
+                conclude(self._lifecycle, operation)
+                if self._gate.entered != entered:  # those who have entered agree, too
+                    return
+        begun: dict[str, int] = {}
+        for report in reports:
+            for name, count in report.begun.items():
+                begun[name] = max(count, begun.get(name, 0))
+        # Some may have agreed on a smaller loss, and have begun rounds since, while others heard of the larger one.
+        earlier = {decision.order: decision for report in reports for decision in report.decisions}
+        self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
+        self._reports = {}
+        self._gate.resume(plan.gone)
+        self._lifecycle.move_by_links()
+        self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
+        for operation in self._matcher.in_flight():
+            self._repair(operation, by_rank)
+        self._hand_on(by_rank)
+
+    def _hand_on(self, reports: dict[int, _Report]) -> None:
+        """Send results to agents that lack them, if this agent is the first that has them."""
+        for name, round_ in self._result_cache.results:
+            keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
+            if min(keepers, default=-1) == self._rank:
+                for rank in [rank for rank, report in reports.items() if report.lacks(name, round_)]:
+                    self._result_transfer.send(rank, name, round_)
+
+    def _repair(self, operation: Operation, reports: Mapping[int, _Report]) -> None:
+        recovery = operation.recovery
+        if recovery is None:
+            if not operation.one_sided:
+                self._lifecycle.fail(operation, cannot_go_on(operation, self.gone))
+        elif not operation.restarts:
+            go_on_without(self._lifecycle, operation, self.gone)
+        elif _all_have_result(operation, reports):
+            conclude(self._lifecycle, operation)
+        elif any(report.keeps(operation.name, operation.round) for report in reports.values()):
+            await_result(self._lifecycle, operation)
+        else:
+            restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
+
+    def _stop_as_minority(self, beyond: list[int]) -> None:
+        """End this partition, because the unreachable agents may continue without it."""
+        here = list(self._membership.view.alive)
+        self.yield_to_majority(
+            PeerLost(
+                f"ranks {here} cannot reach ranks {beyond}, which may go on without them: they stop, as the smaller "
+                "part of a job with SHOAL_ON_PARTITION=stop. Started again, they take the state of the others",
+                beyond,
+            )
+        )
+
+    def yield_to_majority(self, why: PeerLost) -> None:
+        """End as the smaller partition, also during an agreement."""
+        self._gate.resume(self.gone)
+        self._stop(why)
+
+    def _announce(self, lost: Ranks = (), entered: Ranks = ()) -> None:
+        change = MembershipChange(lost, self.alive, entered)
+        for listener in self.listeners:
+            self._callbacks.add(listener, change, change)
+
+    # Letting in
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The agreements so far that may still matter."""
+        return self._decisions
+
+    def _let_in_now(self) -> None:
+        """Other agents have admitted one, so that operation has ended there and all have its result."""
+        entered = self._gate.entered
+        for operation in self._matcher.in_flight():
+            if (
+                operation.on_end is not None
+                and operation.recovery is not None
+                and operation.recovery.result is not None
+            ):
+                conclude(self._lifecycle, operation)
+                if self._gate.entered != entered:
+                    return
+        raise ProtocolError("it has let somebody in alone")
+
+    def admit(self, ranks: Ranks, begun: dict[str, int]) -> None:
+        """Agents have entered: rounds that no agent had begun are planned with them.
+
+        If an agreement is in progress, :meth:`tell_again` has to follow once the new agents know of it.
+
+        Args:
+            ranks: The agents that have entered.
+            begun: For each name, how many rounds some agent had begun, as all members have agreed.
+        """
+        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
+        self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
+        self._missed.difference_update(ranks)
+        self._gate.install_plan(plan)
+        self._announce(entered=ranks)
+
+    def tell_again(self) -> None:
+        """After :meth:`admit`: if an agreement is in progress, send this agent's report again."""
+        if self._gate.paused:
+            self.change()
+
+    def enter(self, plan: Plan, decisions: list[Decision]) -> None:
+        """This agent has entered, and adopts the agreed state."""
+        entered = tuple(sorted({self._rank, *self.gone} - set(plan.gone)))
+        self._decisions = decisions
+        self._gate.install_plan(plan)
+        self._announce(entered=entered)
+
+    def begin_without(self, ranks: Ranks) -> None:
+        """These agents have not started: plan everything without them, as if they had been lost before."""
+        self._gate.install_plan(Plan(ranks))
+        self._decisions = [Decision(self.now, {})]
+
+    def stand_alone(self) -> None:
+        """This agent waits to rejoin. Until then its operations have no other participants."""
+        self.begin_without(tuple(rank for rank in range(self._size) if rank != self._rank))
+
+    # As a service
+
+    def check(self, now: float) -> float:
+        """Begin deferred work; see :class:`~.services.Service`."""
+        if not self._gate.paused and self._missed.difference(self.gone):
+            self.change()
+        return float("inf")
+
+
+def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
+    """Another agent's report, with how each loss was noticed. ProtocolError if it is malformed."""
+    try:
+        said: Any = json.loads(text)
+        losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]
+        beyond = frozenset(int(rank) for rank, _, _, out_of_reach in said["gone"] if out_of_reach)
+        open_ = {
+            str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
+            for name, rounds in said["open"].items()
+        }
+        kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in said["kept"].items()}
+        plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
+        decisions = parsed_decisions(said["decisions"], size)
+        return losses, _Report(plan, parsed_counts(said["begun"]), open_, kept, decisions, beyond)
+    except NONSENSE as error:
+        raise ProtocolError(f"what was said of a loss makes no sense: {error}") from None
+
+
+def partition_order(part: Collection[int]) -> tuple[int, int]:
+    """The order of partitions by which exactly one continues: the one with most agents, then with the lowest rank. The
+    greatest continues.
+    """
+    return len(part), -min(part, default=0)
+
+
+def _all_have_result(operation: Operation, reports: Mapping[int, _Report]) -> bool:
+    recovery, among = operation.recovery, operation.among
+    assert recovery is not None
+    concerned = [report for rank, report in reports.items() if among is None or rank in among]
+    return all(report.has(operation.name, operation.round, recovery.plan.attempt) for report in concerned)
+
+
+def decisions_as_data(decisions: list[Decision]) -> list[Any]:
+    """Decisions as JSON data."""
+    return [(*one.plan, one.begun, one.entered) for one in decisions]
+
+
+def parsed_decisions(said: Any, size: int) -> list[Decision]:
+    """Decisions from JSON data; raises one of :data:`NONSENSE` if they are malformed."""
+    return [
+        Decision(Plan(parsed_ranks(gone, size), int(entered)), parsed_counts(begun), parsed_ranks(ranks, size))
+        for gone, entered, begun, ranks in said
+    ]
+
+
+def parsed_ranks(said: Any, size: int) -> Ranks:
+    ranks = tuple(int(rank) for rank in said)
+    if list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
+        raise ValueError(f"ranks {ranks}")
+    return ranks
+
+
+def parsed_counts(said: Any) -> dict[str, int]:
+    return {str(name): int(count) for name, count in said.items()}

@@ -1,0 +1,316 @@
+"""The failure detector: agents are suspected, reported and confirmed as lost, and operations that need them end.
+
+The end of a connection, the end of a process, and a third agent's notice can all arrive before the last message of the
+agent itself, which may say that it shuts down. So an agent is first a suspect, unless nothing more of it can arrive. It
+counts as lost only if no shutdown message arrives within a short time. A notice of a loss is passed on along all links.
+Every agent has a link to the next rank, so the notice reaches all.
+"""
+
+from __future__ import annotations
+
+from .. import clock
+from ..errors import PeerLost, ShoalError
+from ..operations.events import Events
+from ..operations.fusion import Fusion
+from ..operations.lifecycle import Lifecycle
+from ..operations.matching import Matcher
+from ..operations.membership import NEEDED, Departure, Membership
+from ..operations.progress import Progress
+from ..operations.sender import Sender
+from ..operations.services import Services
+from ..transport.router import Router
+from ..transport.wire import CERTAIN, DIED, SILENT, Message
+from .agreement import Agreement
+
+GRACE = 0.5
+"""Seconds in which what an agent said last may still arrive."""
+UNCONNECTED_GRACE = 5.0
+"""The same for an agent without a connection to this one: others, which have one, know better, and pass it on."""
+
+
+class FailureDetector:
+    """The suspects of one agent, each with the time at which it is confirmed."""
+
+    def __init__(self, rank: int, membership: Membership, router: Router) -> None:
+        self._rank = rank
+        self._membership = membership
+        self._router = router
+        self._suspects: dict[int, tuple[float, Departure]] = {}
+
+    def suspect(self, peer: int, cause: str, final: bool, certain: bool) -> float:
+        """An agent seems to be lost. Returns the time of the confirmation, as ``clock.monotonic()``."""
+        final = final or self._router.is_cut_off(peer)
+        due = clock.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
+        known = self._suspects.get(peer)
+        if known is not None:
+            if known[1].told_by == peer:  # it has said why it goes; that counts
+                if known[0] == float("inf"):  # but what it sent here was awaited, of which there may be no more now
+                    follows = float("inf") if self._router.hears(peer) else due
+                    self._suspects[peer] = (clock.monotonic() if final else follows, known[1])
+                return self._suspects[peer][0]
+            due = min(due, known[0])
+            if known[0] == float("inf") and not final:  # it leaves, as others say, and its goodbye was lost with this
+                self._suspects[peer] = (due, known[1])
+                return due
+        if known is None or due < known[0] or (known[1].died and known[1].told_by != self._rank):
+            self._suspects[peer] = (due, Departure(peer, cause, True, self._rank, certain))
+        return self._suspects[peer][0]
+
+    def notice(self, source: int, message: Message) -> Departure | float:
+        """An agent reports that it shuts down, or that another is lost: the departure, or when to check again."""
+        rank, died, certain = message.token, bool(message.flags & DIED), bool(message.flags & CERTAIN)
+        because = -1 if died else message.digest - 1
+        silent = bool(message.flags & SILENT)
+        said = Departure(rank, message.text, died, message.round if died else source, certain, because, silent)
+        if rank == self._rank:
+            return said
+        if source == rank and not died:
+            said = self._unless_lost_before(said)
+        if source == rank or (died and (certain or not self._router.knows(rank))):
+            return self._after_those_before(said)
+        return self.report(said)
+
+    def _unless_lost_before(self, said: Departure) -> Departure:
+        """A shutdown message. If another agent is certainly lost and that is about to be confirmed, that loss stays the
+        cause: an agent that is shut out by one sends shutdown messages to the others.
+        """
+        known = self._suspects.get(said.rank)
+        if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
+            return known[1]
+        return said
+
+    def _after_those_before(self, said: Departure) -> Departure | float:
+        """An agent leaves. If another is about to be confirmed as lost, that may be the cause and comes first."""
+        due = max((due for due, one in self._suspects.values() if one.died and one.rank != said.rank), default=0.0)
+        if not due:
+            return said
+        self._suspects.pop(said.rank, None)
+        self._suspects[said.rank] = (due, said)
+        return due
+
+    def report(self, said: Departure) -> float:
+        """A third agent reports a loss that this agent would notice itself. Returns when to check again.
+
+        If the agent shut down, its own message arrives after all its other messages, also while it is still connecting;
+        so its shutdown message on our link is kept until then. If it died, our own connections show it in a moment. If
+        they do not, only those two agents have lost each other.
+        """
+        rank, own = said.rank, said.told_by == said.rank
+        hears = not said.died and self._router.hears(rank)
+        if rank not in self._membership.view.alive or (hears and not own):
+            return float("inf")
+        shows = not said.died and not own and self._router.reaches(rank)
+        due = float("inf") if shows or hears else clock.monotonic() + GRACE
+        if rank in self._suspects:
+            due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
+            if known.died and not (own and known.told_by == self._rank):  # an end that we saw is that of its leaving
+                said = known
+        self._suspects[rank] = (due, said)
+        return due
+
+    def confirmed(self, now: float) -> list[Departure]:
+        """The suspects that are due."""
+        return [departure for due, departure in self._suspects.values() if now >= due]
+
+    def nothing_follows(self, rank: int) -> None:
+        """Nothing more can arrive from an agent: if it is a suspect, confirm it now."""
+        if rank in self._suspects:
+            self._suspects[rank] = (clock.monotonic(), self._suspects[rank][1])
+
+    def forget(self, rank: int) -> None:
+        self._suspects.pop(rank, None)
+
+    @property
+    def next(self) -> float:
+        """When the next suspect is due."""
+        return min((due for due, _ in self._suspects.values()), default=float("inf"))
+
+
+class Failures:
+    """One agent's reaction to lost agents. Used under the engine's lock.
+
+    Attributes:
+        deaf: This agent has missed messages of the others, so it must not report losses any more.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        progress: Progress,
+        matcher: Matcher,
+        membership: Membership,
+        router: Router,
+        sender: Sender,
+        lifecycle: Lifecycle,
+        fusion: Fusion,
+        services: Services,
+        agreement: Agreement,
+        events: Events,
+    ) -> None:
+        self.deaf = False
+        self._detector = FailureDetector(rank, membership, router)
+        self._rank = rank
+        self._size = size
+        self._progress = progress
+        self._matcher = matcher
+        self._membership = membership
+        self._router = router
+        self._sender = sender
+        self._lifecycle = lifecycle
+        self._fusion = fusion
+        self._services = services
+        self._agreement = agreement
+        self._events = events
+        lifecycle.departed_peers.lose_by(lambda gone: self._miss(Departure(gone, NEEDED, True, rank, certain=True)))
+
+    # What shows that an agent is gone
+
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
+        """A connection, or a process, has ended; see :class:`~shoal.transport.link.Receiver`."""
+        if peer not in self._membership.view.alive or self.deaf:
+            self._router.drop(peer)
+        elif not self._sender.said_goodbye:  # after it, an end is somebody hanging up
+            self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
+
+    def on_cut(self, peer: int, cause: str) -> None:
+        """A connection was cut, over which an agent has sent. If its process has ended, the link to it shows that."""
+        if peer not in self._membership.view.alive or self.deaf:
+            self._router.drop(peer)
+        elif not self._sender.said_goodbye and not self._sender.reach(peer):
+            self._detector.nothing_follows(peer)
+            self._progress.check_by(self._detector.next)
+
+    def on_shut_out(self, peer: int) -> None:
+        """A peer counts this agent as lost, which was cut off and does not know of it."""
+        if peer in self._membership.view.alive and not self._sender.said_goodbye:
+            self.break_off(f"rank {peer} counts it as lost")
+
+    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
+        """An agent has sent its shutdown message, because of the loss of another one if that has a cause."""
+        if cause and 0 <= lost < self._size and lost != self._rank:
+            self.told(Departure(lost, cause, True, peer))
+        said = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
+        self._progress.check_by(self._detector.report(said))
+
+    def on_notice(self, source: int, message: Message) -> None:
+        """An agent reports that it shuts down, or that another is lost."""
+        said = self._detector.notice(source, message)
+        if isinstance(said, Departure):
+            self._confirm(said)
+        else:
+            self._progress.check_by(said)
+
+    def told(self, said: Departure) -> None:
+        """Take another agent's notice about a third."""
+        if self._router.knows(said.rank):
+            self._progress.check_by(self._detector.report(said))
+        else:
+            self._confirm(said)
+
+    def give_up_on(self, rank: int, cause: str) -> None:
+        """Count an agent as lost, whatever its connections look like; it is notified if it ever listens."""
+        self._confirm(Departure(rank, cause, True, self._rank, certain=True, silent=True))
+
+    def leave_behind(self, rank: int, why: str) -> bool:
+        """An agent's own call failed in a round that others have begun, and it cannot catch up. With agreements it
+        counts as lost, whether its script ends or not. False without agreements.
+        """
+        if self._agreement.active:
+            self._confirm(Departure(rank, f"its own call failed: {why}", True, self._rank, certain=True))
+        return self._agreement.active
+
+    def forget(self, rank: int) -> None:
+        """An agent has entered: suspicions of an earlier agent of its rank are dropped."""
+        self._detector.forget(rank)
+
+    def check(self, now: float) -> float:
+        """Confirm suspects that are due. Returns when to check again."""
+        if self._sender.said_goodbye or self.deaf:
+            return float("inf")
+        for departure in self._detector.confirmed(now):
+            self._confirm(departure)
+        return self._detector.next
+
+    # What follows
+
+    def _confirm(self, gone: Departure) -> None:
+        """An agent died or left: notify the neighbours, and end operations that need it."""
+        rank, cause, died, told_by, certain, because, silent = gone
+        self._detector.forget(rank)
+        if rank == self._rank:
+            self.break_off(f"rank {told_by} counts it as lost ({cause})")
+            return
+        if not self._membership.remove(rank, cause, died, died and (silent or not certain)):
+            missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
+            if missed and self._agreement.active:
+                self._agreement.missed(rank)
+            elif missed:
+                self._miss(gone)
+            return
+        if self._events.active:
+            self._events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
+        self._sender.pass_on(gone)
+        if died and not self._agreement.active:
+            self._lose(*self._explained(gone))
+        for token in self._sender.unacknowledged_by(rank):
+            self._lifecycle.acknowledged(rank, token)
+        for service in self._services.all():
+            service.on_gone(rank, because if 0 <= because < self._size and because != self._rank else None)
+        self._fusion.split_those_without(rank)
+        for operation in self._matcher.in_flight():
+            stage = operation.stage
+            if stage is None:
+                continue
+            # It also waits for somebody of whose tensor a part is still missing.
+            if rank not in operation.waiting_for and (stage.posted or not stage.sends_to(rank)):
+                continue
+            if operation.one_sided:
+                self._lifecycle.fail(operation, self._lifecycle.departed_peers.error(operation, [rank]))
+            else:  # it ends, or what becomes of it is agreed on
+                self._lifecycle.departed_peers.announce([rank])
+        if died:
+            self._fusion.forget(rank)
+            self._matcher.forget(rank)
+        # Also who left: what it had still to send, as an answer that came after its goodbye, would bring all that was
+        # before once more, of which nobody remembers here that it has come.
+        self._router.shut_out(rank)
+        if self._agreement.active and (died or self._lifecycle.gate.paused):
+            self._agreement.change()
+
+    def _miss(self, gone: Departure) -> None:
+        """An agent that has shut down is needed, here or elsewhere: a loss, which ends the same calls on all agents."""
+        if self._lifecycle.gate.ended is None:
+            self._sender.pass_on(gone)
+            self._lose(*self._explained(gone))
+
+    def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
+        """The message about a loss, and the ranks that it names."""
+        rank, cause, _, told_by, certain, _, _ = gone
+        if cause == NEEDED:
+            return f"rank {rank} {cause.removeprefix('it ')}", rank
+        if told_by in (self._rank, rank):
+            return f"rank {rank} was lost ({cause})", rank
+        if not certain and self._router.knows(rank):
+            what = f"ranks {rank} and {told_by} have lost each other ({cause}, as rank {told_by} says)"
+            return f"{what}, and both are there", rank, told_by
+        return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
+
+    def _lose(self, what: str, *ranks: int) -> None:
+        """End operations that need all agents, now and later."""
+        gate, lifecycle = self._lifecycle.gate, self._lifecycle
+        ended = gate.end(PeerLost(f"{what}; the agents that are left can shut down and start again", ranks))
+        for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
+            lifecycle.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
+        self._fusion.give_up(ended)
+
+    def break_off(self, why: str) -> None:
+        """This agent must not report losses any more: end all operations, now and later."""
+        self.deaf = True
+        self.abort(ShoalError(f"rank {self._rank}: {why}; shut down and start again", (self._rank,)))
+
+    def abort(self, error: ShoalError) -> None:
+        """End all operations with ``error``, now and later. The other agents are not notified."""
+        self._lifecycle.gate.abort(error)
+        self._lifecycle.fail_all(error)
+        self._fusion.give_up(error)

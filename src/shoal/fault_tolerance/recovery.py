@@ -1,0 +1,94 @@
+"""Recovery of an operation in flight after the survivors have agreed on a loss.
+
+Called by the driving thread: no generator is running, except those whose first step another thread takes, and these
+have no stage yet.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..operations.generators import drop_generator
+from ..operations.lifecycle import Lifecycle
+from ..operations.matching import LAST_STAGE
+from ..operations.membership import Plan
+from ..operations.operation import Operation
+
+
+def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
+    """Complete a round between neighbours without messages of lost agents that are missing or incomplete."""
+    stage, recovery = operation.stage, operation.recovery
+    if stage is None or recovery is None or operation.error is not None:  # what it enters, it enters without them
+        return
+    was_complete = stage.complete
+    stage.missing.difference_update(gone)
+    torn = [
+        source
+        for source, message in stage.arrived.items()
+        if source in gone and message.payload is not None and not message.payload.complete
+    ]
+    for source in torn:
+        del stage.arrived[source]
+    if torn and operation.generator is not None:  # it may have begun to sum: anew, without them
+        recovery.again, operation.waiting_more = True, False
+    if stage.complete and (torn or not was_complete):
+        _make_ready_once(lifecycle, operation)
+
+
+def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
+    """All survivors have the result of a collective operation: it ends, without further confirmations."""
+    recovery = operation.recovery
+    assert recovery is not None and recovery.result is not None
+    result = recovery.result
+    lifecycle.leave_stage(operation)
+    drop_generator(operation)
+    lifecycle.forget_before(operation, LAST_STAGE)  # that others have it, too
+    if operation.unconfirmed:
+        operation.outcome = result
+    else:
+        lifecycle.settle(operation, result[0], None)
+
+
+def await_result(lifecycle: Lifecycle, operation: Operation) -> None:
+    """Some survivors have the result of a collective operation and send it: wait only for that."""
+    _stop(lifecycle, operation)
+    lifecycle.forget_before(operation, LAST_STAGE)
+
+
+def take_result(lifecycle: Lifecycle, operation: Operation, result: torch.Tensor) -> None:
+    """Another agent has sent the result of a collective operation."""
+    recovery = operation.recovery
+    if recovery is None or recovery.take is None:
+        return
+    await_result(lifecycle, operation)
+    recovery.copy = result
+    try:
+        taken = recovery.take(result)
+    except Exception as error:
+        lifecycle.fail(operation, error)
+    else:
+        lifecycle.settle(operation, taken, None)
+
+
+def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
+    """Restart a collective operation among the survivors."""
+    recovery = operation.recovery
+    assert recovery is not None
+    _stop(lifecycle, operation)
+    recovery.plan, recovery.result, recovery.copy, recovery.again = plan, None, None, True
+    lifecycle.forget_before(operation, recovery.first_stage)
+    _make_ready_once(lifecycle, operation)
+
+
+def _stop(lifecycle: Lifecycle, operation: Operation) -> None:
+    """End this attempt."""
+    lifecycle.leave_stage(operation)
+    drop_generator(operation)
+    operation.waiting_more = False
+    operation.unconfirmed, operation.outcome = {}, None  # by those to whom it was another attempt
+
+
+def _make_ready_once(lifecycle: Lifecycle, operation: Operation) -> None:
+    """It may be queued for the driving thread already, for an outdated reason."""
+    if operation not in lifecycle.ready:
+        lifecycle.make_ready(operation)

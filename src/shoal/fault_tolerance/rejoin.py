@@ -1,0 +1,340 @@
+"""Agents enter a running job: in place of a lost agent, or for the first time.
+
+A joining agent connects to all agents that it can reach and asks to enter. Until it is admitted it is isolated: its
+operations have no other participants, and messages for it are buffered (``transport/pending_peers.py``). The members
+admit it at the same line of the script, by a collective operation (``ops/state_transfer.py``). The result of that
+operation is equal on all of them, also if agents fail meanwhile, so all admit the same agents. Each member then sends
+the joining agents the addresses of all members and how many rounds of each name have begun. The first such message
+makes a joining agent a member, whose loss is handled like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .. import clock
+from .._signals import deferred
+from ..errors import NONSENSE, DeadlineExceeded, NotInitialized, PeerLost, ShoalError
+from ..operations.matching import Matcher
+from ..operations.membership import Membership, Plan
+from ..operations.operation import Operation
+from ..operations.progress import Progress
+from ..operations.sender import Sender
+from ..operations.services import MinimalService, as_tensor, when_complete
+from ..transport.peer_address import Endpoint, PeerId
+from ..transport.pending_peers import ENTRY
+from ..transport.rejoin_marker import RejoinMarker
+from ..transport.router import Router
+from ..transport.sockets import Outgoing
+from ..transport.wire import Kind, Message, ProtocolError, Where
+from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
+from .failures import Failures
+
+log = logging.getLogger("shoal")
+T = TypeVar("T")
+
+
+class JoiningPeer(NamedTuple):
+    """An agent that asks to enter."""
+
+    place: PeerId
+    endpoint: Endpoint
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """The peer as JSON data."""
+        return [asdict(self.place), asdict(self.endpoint)]
+
+    def as_json(self) -> bytes:
+        return json.dumps(self.as_data()).encode()
+
+    @classmethod
+    def of(cls, said: Any, rank: int) -> JoiningPeer:
+        """The peer from JSON data; raises one of :data:`NONSENSE` if it is malformed or of another rank."""
+        place, endpoint = said
+        joining_peer = cls(_checked(PeerId, place), _checked(Endpoint, endpoint))
+        if joining_peer.place.rank != rank or not 0 <= joining_peer.place.incarnation < 1 << 32:
+            raise ValueError(f"the place of rank {joining_peer.place.rank}")
+        return joining_peer
+
+
+def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
+    """A peer address or an endpoint, whose fields must have their declared types."""
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.type != type(said[one.name]).__name__:
+            raise TypeError(f"{one.name} is {said[one.name]!r}")
+    return kind(**said)
+
+
+class Rejoin(MinimalService):
+    """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
+
+    Args:
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+
+    Attributes:
+        outside: This agent itself waits to be admitted.
+        patience: Default timeout of that wait, in seconds.
+        on_entry: Called when agents have entered, or this one has.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        progress: Progress,
+        matcher: Matcher,
+        membership: Membership,
+        router: Router,
+        sender: Sender,
+        agreement: Agreement,
+        failures: Failures,
+        send: Callable[[int, Message, torch.Tensor], None],
+    ) -> None:
+        self.outside = False
+        self.rejoin_seconds = float("inf")
+        self.on_entry: Callable[[], None] = lambda: None
+        self._asked: dict[int, JoiningPeer] = {}
+        self._sign = RejoinMarker()
+        self._unreachable: list[int] = []  # all others, once no connection to any of them can be opened
+        self._rank = rank
+        self._size = size
+        self._progress = progress
+        self._matcher = matcher
+        self._membership = membership
+        self._router = router
+        self._sender = sender
+        self._agreement = agreement
+        self._failures = failures
+        self._send = send
+
+    def extend_timeout(self, seconds: float) -> None:
+        """Set how long to wait for admission."""
+        self.rejoin_seconds = seconds
+
+    # Inside
+
+    def asking(self) -> dict[int, JoiningPeer]:
+        """The agents that ask to enter and are still connected, by rank."""
+        return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
+
+    def admit_after(self, operation: Operation) -> None:
+        """The result of the operation is, on all agents, who enters and how many rounds of each name have begun."""
+        operation.on_end = self._admit
+
+    def begun(self) -> dict[str, int]:
+        """How many rounds of each name this agent has begun."""
+        return self._matcher.all_begun()
+
+    def _admit(self, found: tuple[Mapping[int, JoiningPeer], dict[str, int]]) -> None:
+        joining_peers, begun = found
+        if not joining_peers:
+            return
+        ranks = tuple(sorted(joining_peers))
+        self._sender.forget_news(ranks)
+        for rank, one in joining_peers.items():
+            self._asked.pop(rank, None)
+            self._failures.forget(rank)
+            self._router.admit(one.place, one.endpoint)
+            self._membership.add(rank)
+        self._agreement.admit(ranks, begun)
+        self.on_entry()
+        said = json.dumps(self._welcome(begun)).encode()
+        for rank in ranks:
+            self._send(rank, Message(Kind.DATA, ENTRY, ENTRY), as_tensor(said))
+        self._agreement.tell_again()
+        self._progress.check_by(0.0)
+
+    def _welcome(self, begun: dict[str, int]) -> dict[str, Any]:
+        """The message that a joining agent needs: addresses, rounds and decisions."""
+        router = self._router
+        everybody = [JoiningPeer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]
+        decisions = decisions_as_data(self._agreement.decisions)
+        view = self._membership.view
+        ended = {rank: cause for rank, cause in view.died.items() if rank not in view.out_of_reach}
+        return {
+            "everybody": everybody,
+            "plan": self._agreement.now,
+            "begun": begun,
+            "decisions": decisions,
+            "ended": ended,
+        }
+
+    # Outside
+
+    def begin_waiting(self) -> None:
+        """Isolate this agent until the members admit it."""
+        self._membership.stand_alone(self._rank)
+        self._agreement.stand_alone()
+        self.outside = True
+        self._sign.show()
+        self._router.begin_pending()
+
+    def ask(self) -> None:
+        """Ask all agents to admit this one; agents that have ended do not answer."""
+        text = JoiningPeer(self._router.place, self._router.endpoints[self._rank]).as_json()
+        for rank in (rank for rank in range(self._size) if rank != self._rank):
+            message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
+            message.where = Where.INLINE
+            try:
+                link = self._router.link(rank)
+            except OSError:
+                continue
+            link.post(message)
+            link.flush()
+
+    def wait(self, seconds: float, says_so: float) -> None:
+        """Ask the members to admit this agent, and wait until they have. Progress is logged.
+
+        Takes the lock itself.
+
+        Args:
+            seconds: The timeout.
+            says_so: Seconds between log messages.
+
+        Raises:
+            PeerLost: The members have ended, or no connection to any of them can be opened.
+            DeadlineExceeded: They have not admitted it within the timeout.
+        """
+        progress, limit = self._progress, clock.monotonic() + seconds
+        with deferred, progress.lock:
+            self._unreachable = []
+            self.ask()
+            self._router.poller.wake()
+        while not progress.drive_until(
+            lambda: not self.is_waiting or bool(self._unreachable), min(limit, clock.monotonic() + says_so)
+        ):
+            deferred.checkpoint()
+            if progress.stopped:
+                raise NotInitialized("this agent has shut down; call shoal.init() first")
+            if self._unreachable:
+                break
+            if clock.monotonic() >= limit:
+                raise self.rejoin_timeout(seconds)
+            problems = self._sender.problems_with(sorted(self._router.links))
+            log.warning(
+                "rank %d waits to be let in: at the others' next Checkpoint.save%s",
+                self._rank,
+                f"; {problems}" if problems else "",
+            )
+        if self._unreachable:
+            error = self.nobody_reached()
+            with progress.lock:  # or shutdown would wait for what they have not taken
+                for rank in self._unreachable:
+                    self._router.drop(rank)
+            raise error
+        if self.outside:
+            raise self.nobody_left()
+
+    def check_inside(self, what: str) -> None:
+        """The ShoalError of a call while this agent waits to be admitted."""
+        if self.outside:
+            raise self.not_in_yet(what)
+
+    def not_in_yet(self, what: str) -> ShoalError:
+        return ShoalError(
+            f"{what} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
+            "where it loads its shoal.Checkpoint, which has to come first; see docs/survival.md",
+            (self._rank,),
+        )
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it may still be admitted."""
+        return self.outside and bool(self._router.links)
+
+    def rejoin_timeout(self, seconds: float) -> DeadlineExceeded:
+        """The error if the members have not admitted this agent in time."""
+        asked = sorted(self._router.links)
+        problems = self._sender.problems_with(asked)
+        return DeadlineExceeded(
+            f"rank {self._rank} has waited {seconds:g} s to be let in: ranks {asked} have called no Checkpoint.save. "
+            "SHOAL_ENTRY_TIMEOUT sets how long to wait" + (f"; {problems}" if problems else ""),
+            asked,
+        )
+
+    def nobody_reached(self) -> PeerLost:
+        """The error if no connection to a member can be opened, so that none knows that this agent waits."""
+        return PeerLost(
+            f"rank {self._rank} was started later, and none of the others hears that it waits to be let in: "
+            f"{self._sender.problems_with(self._unreachable)}. Open the data ports of one of them at least to this "
+            "machine (SHOAL_PORTS sets which these are)",
+            self._unreachable,
+        )
+
+    def nobody_left(self) -> PeerLost:
+        """The error if all members have ended before they admitted this agent."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return PeerLost(
+            f"rank {self._rank} came later, and nobody is there any more who could let it in: the others have ended",
+            others,
+        )
+
+    def _enter(self, said: Any) -> None:
+        plan = Plan(parsed_ranks(said["plan"][0], self._size), int(said["plan"][1]))
+        everybody = [JoiningPeer.of(one, rank) for rank, one in enumerate(said["everybody"])]
+        begun, decisions = parsed_counts(said["begun"]), parsed_decisions(said["decisions"], self._size)
+        ended = {int(rank): str(cause)[:1000] for rank, cause in said["ended"].items()}
+        if len(everybody) != self._size or self._rank in plan.gone:
+            raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
+        self.outside = False
+        self._sign.hide()
+        self._router.end_pending()
+        self._matcher.begin_at(begun)
+        for rank, one in enumerate(everybody):
+            if rank != self._rank and rank not in plan.gone:
+                self._router.admit(one.place, one.endpoint)
+                self._membership.add(rank)
+        for rank in plan.gone:  # who could not be reached until now is not to hear that this agent waits
+            link = self._router.links.get(rank)
+            if isinstance(link, Outgoing) and not link.has_been_open:
+                self._router.drop(rank)
+        self._membership.begin_without({rank: cause for rank, cause in ended.items() if rank in plan.gone})
+        self._agreement.enter(plan, decisions)
+        self.on_entry()
+        self._progress.notify()
+        self._progress.check_by(0.0)
+
+    # As a service
+
+    def serve(self, source: int, message: Message) -> None:
+        """Take a request to enter, or the message that admits this agent; see :class:`~.services.Service`."""
+        when_complete(message, partial(self._heard, source, message))
+
+    def _heard(self, source: int, message: Message, text: bytes) -> None:
+        try:
+            said = json.loads(text)
+            if isinstance(said, list):
+                self._asked[source] = JoiningPeer.of(said, source)
+            elif self.outside:
+                self._enter(said)
+        except NONSENSE as error:
+            raise ProtocolError(f"what was said of an entry makes no sense: {error}") from None
+        self._sender.acknowledge(source, message)
+        if source in self.asking() and source in self._membership.view.alive:
+            self._failures.on_closed(source, "it has been started again", True, True)
+
+    def check(self, now: float) -> float:
+        """Process the messages of admitted agents; see :class:`~.services.Service`."""
+        self._router.admit_pending()
+        if not self.outside or self._unreachable:
+            return float("inf")
+        closed = [self._router.reversing.closed_at(peer) for peer in self._router.links]
+        when = max(closed, default=float("inf"))
+        if now >= when:  # others pass a request on for a reversed connection as soon as one of them is reached
+            self._unreachable = sorted(self._router.links)
+            self._progress.notify()
+            return float("inf")
+        return when
+
+    def descriptors(self) -> list[int]:
+        return self._sign.descriptors()
+
+    def close(self, deadline: float) -> None:
+        self._sign.hide()

@@ -1,0 +1,59 @@
+"""After a loss: agents on which a collective operation has ended send its result to those that lack it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..operations.lifecycle import Lifecycle
+from ..operations.matching import Matcher
+from ..operations.membership import Membership
+from ..operations.services import MinimalService, when_arrived
+from ..transport.wire import Kind, Message
+from .recovery import take_result
+from .result_cache import ResultCache
+
+RESULT = "~result"
+
+
+class ResultTransfer(MinimalService):
+    """One agent's part in transfers. Used under the engine's lock.
+
+    Args:
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        acknowledge: Confirms that a message has been read.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        membership: Membership,
+        lifecycle: Lifecycle,
+        result_cache: ResultCache,
+        send: Callable[[int, Message, torch.Tensor], None],
+        acknowledge: Callable[[int, Message], None],
+    ) -> None:
+        self._matcher = matcher
+        self._membership = membership
+        self._lifecycle = lifecycle
+        self._result_cache = result_cache
+        self._send = send
+        self._acknowledge = acknowledge
+
+    def send(self, rank: int, name: str, round_: int) -> None:
+        """Send an agent a cached result."""
+        result = self._result_cache.results[name, round_].result
+        self._send(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
+
+    def serve(self, source: int, message: Message) -> None:
+        """An agent sends a result; see :class:`~.services.Service`."""
+        when_arrived(message, partial(self._take, source, message))
+
+    def _take(self, source: int, message: Message, data: torch.Tensor) -> None:
+        result = data.clone().view(message.shape)
+        self._acknowledge(source, message)
+        operation = self._matcher.active(message.name.removeprefix(f"{RESULT} "), message.round)
+        if operation is not None and operation.restarts and source in self._membership.view.alive:
+            take_result(self._lifecycle, operation, result)

@@ -1,0 +1,157 @@
+"""Sends this agent's status to the launcher of ``shoal run --watch``, twice a second.
+
+The launcher listens on a Unix socket that only its user can reach (``transport/listeners.py``); ``SHOAL_WATCH`` names
+it. A message has the content of ``shoal status`` and the bytes sent on each edge. A thread of its own builds and sends
+it, so an error there ends no exchange. It never waits for the launcher: a message for which there is no room is
+dropped, because the next one replaces it. Without the variable there is no thread, and nothing is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from ..engine.engine import Engine
+from ..rendezvous.launch import WATCH
+from ..runtime.agent import Agent
+from ..runtime.bootstrap import on_start, on_stop
+from ..transport.unix_sockets import connect
+
+log = logging.getLogger("shoal")
+
+SECONDS = 0.5
+"""Between two summaries."""
+MOST_BYTES = 1 << 16
+"""Of a summary; what is longer is left out of it."""
+MOST_EDGES = 256
+"""Those on which most was sent."""
+WITHIN_SECONDS = 0.1
+"""For which an agent that just handles something is waited for. Then only who it is is said."""
+
+
+class StatusPublisher:
+    """Those of one agent, until :meth:`close`.
+
+    Args:
+        agent: Which.
+        path: Where its launcher listens.
+        seconds: Between two of them.
+
+    Raises:
+        OSError: Nobody of this user listens there.
+    """
+
+    def __init__(self, agent: Agent, path: str, seconds: float = SECONDS) -> None:
+        self._agent, self._seconds = agent, seconds
+        self._sock: socket.socket | None = connect(path)
+        self._step = _StepTime()
+        self._closing = threading.Event()
+        self._count(True)
+        self._thread = threading.Thread(target=self._run, name=f"shoal-watch-{agent.rank}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say that it leaves, and end."""
+        self._closing.set()
+        self._thread.join()
+        self._count(False)
+        self._push(leaves=True)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _count(self, counts: bool) -> None:
+        with self._agent.engine.lock:
+            self._agent.engine.sender.traffic.count_from_now_on(counts)
+
+    def _run(self) -> None:
+        while self._sock is not None:
+            self._push()
+            if self._closing.wait(self._seconds):
+                return
+
+    def _push(self, leaves: bool = False) -> None:
+        """Send one, if there is room for it; never again where nobody reads any more."""
+        if self._sock is None:
+            return
+        try:
+            self._sock.send(_in_bounds(self.summary() | {"leaves": leaves}))
+        except BlockingIOError:
+            pass
+        except OSError:  # the launcher does not look on any more
+            self._sock.close()
+            self._sock = None
+        except Exception:  # a fault of ours, which is no reason to end a run
+            log.exception("rank %d tells its launcher nothing more", self._agent.rank)
+            self._sock.close()
+            self._sock = None
+
+    def summary(self) -> dict[str, Any]:
+        """What is said now."""
+        engine = self._agent.engine
+        said = engine.router.describe(WITHIN_SECONDS) | {"attempt": self._agent.launch.attempt}
+        said.pop("here", None)
+        if "steps" in said:  # else it has no time for more
+            said |= self._step.of(said["steps"], said["stepped_ago"])
+            with engine.lock:
+                traffic = engine.sender.traffic
+                most = sorted(traffic.bytes_to.items(), key=lambda one: -one[1])[:MOST_EDGES]
+                said |= {"sent": most, "edges": traffic.edges[:MOST_EDGES]}
+        return said
+
+
+class _StepTime:
+    """How long steps take: from the ends of the last ones that were seen."""
+
+    def __init__(self) -> None:
+        self._count, self._ended = 0, 0.0
+        self._seconds: float | None = None
+
+    def of(self, steps: dict[str, int], ago: float | None) -> dict[str, Any]:
+        """How many steps there are, and the seconds of one; None where that is not known."""
+        count = max(steps.values(), default=0)
+        if ago is not None and count > self._count:
+            ended = time.monotonic() - ago
+            if self._count:
+                self._seconds = (ended - self._ended) / (count - self._count)
+            self._count, self._ended = count, ended
+        return {"step": count, "step_seconds": self._seconds}
+
+
+def _in_bounds(said: dict[str, Any]) -> bytes:
+    """As it is sent; without what may be long where it would be too long."""
+    data = json.dumps(said, separators=(",", ":")).encode()
+    for name in ("sent", "measured", "waiting"):
+        if len(data) <= MOST_BYTES:
+            break
+        said.pop(name, None)
+        data = json.dumps(said, separators=(",", ":")).encode()
+    return data
+
+
+_summaries: dict[Engine, StatusPublisher] = {}
+
+
+def _attach(agent: Agent) -> None:
+    path = os.environ.get(WATCH, "")
+    if not path or agent.launch.launcher == "fleet":  # agents of a fleet have ranks of their own
+        return
+    try:
+        _summaries[agent.engine] = StatusPublisher(agent, path)
+    except OSError as error:
+        log.warning("rank %d cannot tell its launcher what it does, and goes on without: %s", agent.rank, error)
+
+
+def _detach(agent: Agent) -> None:
+    summaries = _summaries.pop(agent.engine, None)
+    if summaries is not None:
+        summaries.close()
+
+
+on_start.append(_attach)
+on_stop.append(_detach)

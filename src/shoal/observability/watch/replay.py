@@ -1,0 +1,318 @@
+"""The state of a finished run at any moment, from the traces and membership logs of its agents."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ...operations.edge_counters import NEIGHBOURS
+from .. import clocks, membership_log, message_matching, traces
+from ..membership_log import CAME, LEFT, MembershipEvent
+from ..traces import Trace
+from .run_state import ABSENT, COMPUTING, LOST, STARTING, WAITING, loss_of
+from .run_state import LEFT as HAS_LEFT
+from .series import BYTES, STEP_TIME, History
+
+MOMENTS = 120
+"""At most; fewer where there are many agents."""
+MOST_CELLS = 20_000
+"""Of all tables of all moments, about."""
+SECOND = 1_000_000_000
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """All of it, as JSON has it: see :meth:`.RunState.as_json`, with ``frames`` besides.
+
+    Raises:
+        FileNotFoundError: There is neither a trace nor a record in the folder.
+        ValueError: What looks like one is none.
+    """
+    of_traces, of_records = traces.are_there(folder), membership_log.are_there(folder)
+    if not of_traces and not of_records:
+        raise FileNotFoundError(
+            f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "
+            f"SHOAL_RECORD={folder}"
+        )
+    entries = membership_log.read(folder) if of_records else []
+    if not of_traces:
+        return _LogReplay(entries).as_json()
+    found = traces.read(folder).traces
+    known = clocks.align(found, message_matching.match(found))
+    laid = [clocks.on_one_clock(one, clock) for one, clock in zip(found, known, strict=True)]
+    return _TraceReplay(laid, entries).as_json()
+
+
+@dataclass(frozen=True)
+class _Step:
+    ended: int
+    number: int
+    length: int
+
+
+class _TraceReplay:
+    """A run of which there are traces."""
+
+    def __init__(self, found: list[Trace], entries: list[MembershipEvent]) -> None:
+        self._of: dict[int, list[_TracedAgent]] = defaultdict(list)
+        for one in found:
+            self._of[one.rank].append(_TracedAgent(one))
+        self._begin, self._end = min(one.start for one in found), max(one.end for one in found)
+        self._size = max(max(one.size, one.rank + 1) for one in found)
+        self._entries = entries
+        self._all = found
+
+    def as_json(self) -> dict[str, Any]:
+        edges = {(one.rank, message.peer) for one in self._all for message in one.sent}
+        count = max(2, min(MOMENTS, MOST_CELLS // max(1, self._size + len(edges))))
+        passed = max(1, self._end - self._begin)
+        moments = [self._begin + passed * (k + 1) // count for k in range(count)]
+        frames = [self._frame(at, passed / count / SECOND) for at in moments]
+        seconds = passed / SECOND
+        return {
+            "title": f"{self._size} agents, {seconds:.1f} s",
+            "over": "a run that is over, as its traces have it",
+            "seconds": round(seconds, 2),
+            "agents": frames[-1]["agents"],
+            "edges": frames[-1]["edges"],
+            "series": self._series(frames).as_json(),
+            "events": self._events(),
+            "frames": frames,
+        }
+
+    def _since(self, at: int) -> float:
+        return round((at - self._begin) / SECOND, 2)
+
+    def _frame(self, at: int, stretch: float) -> dict[str, Any]:
+        rows, edges = [], []
+        there: dict[int, _TracedAgent | None] = {}
+        for rank in range(self._size):
+            begun = [one for one in self._of.get(rank, ()) if one.trace.start <= at]
+            there[rank] = begun[-1] if begun else None
+        lost = {loss.rank for one in self._all for loss in one.losses if loss.how == "died" and loss.at <= at}
+        into: Counter[int] = Counter()
+        rates: dict[int, tuple[int, int]] = {}
+        for rank, agent in there.items():
+            if agent is None:
+                continue
+            now, before = agent.bytes_until(at), agent.bytes_until(at - round(stretch * SECOND))
+            used = agent.edges_at(at) if at <= agent.trace.end else set()
+            for peer in {*now, *used}:
+                rate = round((now[peer] - before[peer]) / stretch)
+                edges.append((rank, peer, now[peer], rate, peer in used))
+                into[peer] += now[peer]
+            rates[rank] = sum(now.values()), sum(edge[3] for edge in edges if edge[0] == rank)
+        for rank, agent in there.items():
+            came = sum(edge[3] for edge in edges if edge[1] == rank)
+            rows.append(self._row(rank, agent, at, rank in lost, rates.get(rank), came, into[rank]))
+        edges.sort(key=lambda one: (-one[2], one[0], one[1]))
+        return {"at": self._since(at), "agents": rows, "edges": edges}
+
+    def _row(
+        self,
+        rank: int,
+        agent: _TracedAgent | None,
+        at: int,
+        lost: bool,
+        sent: tuple[int, int] | None,
+        came: int,
+        into: int,
+    ) -> dict[str, Any]:
+        row = row_of(rank)
+        if agent is None:
+            return row
+        state, waits_for = COMPUTING, list[int]()
+        words = ""
+        if at > agent.trace.end:
+            state = LOST if agent.trace.torn or lost else HAS_LEFT
+        elif lost and at > agent.trace.end - SECOND:
+            state = LOST
+        else:
+            wait = agent.waits_at(at)
+            missing = agent.missing(wait, at) if wait is not None else []
+            if wait is not None and missing is None:
+                state, words = WAITING, f"in {wait.name}"
+            elif wait is not None and missing:
+                state, waits_for = WAITING, missing
+                words = f"for {', '.join(map(str, missing))}, in {wait.name}"
+        step = agent.step_at(at)
+        measured = {name: own for name, own in agent.measured_at(at).items() if own is not None}
+        going = state in (COMPUTING, WAITING)
+        return row | {
+            "host": agent.trace.host,
+            "again": agent.trace.incarnation - self._of[rank][0].trace.incarnation,
+            "state": state,
+            "words": words,
+            "waits_for": waits_for,
+            "step": step.number if step is not None else 0,
+            "step_seconds": step.length / SECOND if step is not None else None,
+            "loss": loss_of(measured),
+            "out": sent[1] if sent is not None and going else None,
+            "in": came if going else None,
+            "sent": sent[0] if sent is not None else None,
+            "received": into,
+        }
+
+    def _series(self, frames: list[dict[str, Any]]) -> History:
+        history = History()
+        told: set[str] = set()
+        for one in self._all:
+            for name in {measure.name for measure in one.measured} - told:
+                told.add(name)
+                for measure in (each for each in one.measured if each.name == name):
+                    mean = "nan" if measure.mean is None else measure.mean
+                    history.add(name, (self._since(measure.at), mean, mean))
+        for frame in frames:
+            steps = [one["step_seconds"] for one in frame["agents"] if one["step_seconds"] is not None]
+            if steps:
+                history.add(STEP_TIME, (frame["at"], fmean(steps), max(steps)))
+            out = [one["out"] for one in frame["agents"] if one["out"] is not None]
+            if out:
+                history.add(BYTES, (frame["at"], sum(out), max(out)))
+        return history
+
+    def _events(self) -> list[tuple[float, str, str]]:
+        found: list[tuple[float, str, str]] = []
+        told: set[tuple[int, str]] = set()
+        for at, rank, how, cause in sorted(
+            (loss.at, loss.rank, loss.how, loss.cause) for one in self._all for loss in one.losses
+        ):
+            if (rank, how) not in told:
+                told.add((rank, how))
+                found.append((self._since(at), f"rank {rank} {how}: {cause}", "bad" if how == "died" else ""))
+        for rank, agents in self._of.items():
+            for agent in agents:  # who joins is started as if it came back
+                text = f"rank {rank} is there, started again" if agent is not agents[0] else f"rank {rank} has joined"
+                if agent.trace.incarnation:
+                    found.append((self._since(agent.trace.start), text, "good"))
+        begin = self._begin / SECOND
+        found += [(round(at - begin, 1), text, kind) for at, text, kind in _changes(self._entries)]
+        return sorted(found)
+
+
+class _TracedAgent:
+    """One trace, as it is asked for by time."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._sent = sorted((one for one in trace.sent if not one.coordinates), key=lambda one: one.at)
+        self._to: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], [0]))  # when, how much so far
+        for one in self._sent:
+            when, much = self._to[one.peer]
+            when.append(one.at)
+            much.append(much[-1] + one.nbytes)
+        ops = {(call.name, call.round): call.operation for call in trace.calls}
+        between = [one for one in self._sent if ops.get(one.key[:2], "").startswith(NEIGHBOURS)]
+        self._between = between or self._sent
+        self._between_at = [one.at for one in self._between]
+        self._steps = sorted(
+            (_Step(one.end, one.number, one.end - one.start) for one in trace.steps), key=lambda one: one.ended
+        )
+        self._steps_at = [one.ended for one in self._steps]
+        self._waits = sorted(trace.waits, key=lambda one: one.start)
+        self._waits_at = [one.start for one in self._waits]
+        self._coming: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        for message in trace.received:
+            self._coming[message.key[:2]].append((message.peer, max(message.at, message.arrived)))
+
+    def bytes_until(self, at: int) -> Counter[int]:
+        """Sent so far, by destination."""
+        found = {peer: (much, bisect_right(when, at)) for peer, (when, much) in self._to.items()}
+        return Counter({peer: much[number] for peer, (much, number) in found.items() if number})
+
+    def edges_at(self, at: int) -> set[int]:
+        """To whom the last exchange before had sent."""
+        last = bisect_right(self._between_at, at) - 1
+        used = set()
+        for k in range(last, -1, -1):
+            if self._between[k].key[:2] != self._between[last].key[:2]:
+                break
+            used.add(self._between[k].peer)
+        return used
+
+    def waits_at(self, at: int) -> traces.TracedWait | None:
+        """What a thread of it waits for."""
+        for one in self._waits[: bisect_right(self._waits_at, at)][:-9:-1]:  # of several threads one may
+            if one.end >= at:
+                return one
+        return None
+
+    def missing(self, wait: traces.TracedWait, at: int) -> list[int] | None:
+        """Whose messages came later; None where none came that the trace has."""
+        coming = self._coming.get((wait.name, wait.round))
+        return None if coming is None else sorted({peer for peer, came in coming if came > at})
+
+    def step_at(self, at: int) -> _Step | None:
+        """The last that had ended."""
+        number = bisect_right(self._steps_at, at)
+        return self._steps[number - 1] if number else None
+
+    def measured_at(self, at: int) -> dict[str, float | None]:
+        """The last of each number."""
+        return {one.name: one.own for one in self.trace.measured if one.at <= at}
+
+
+class _LogReplay:
+    """A run of which it is only known who was there."""
+
+    def __init__(self, entries: list[MembershipEvent]) -> None:
+        self._entries = entries
+        self._begin = entries[0].at
+        self._size = 1 + max(max((one.rank, *one.alive)) for one in entries)
+
+    def as_json(self) -> dict[str, Any]:
+        times = sorted({round(one.at - self._begin, 2) for one in self._entries})
+        frames = [
+            {"at": at, "agents": self._rows(at), "edges": []} for at in times[:: max(1, len(times) // MOMENTS)]
+        ] or []
+        return {
+            "title": f"{self._size} agents, {times[-1]:.1f} s",
+            "over": "a run that is over, as its records have it",
+            "seconds": times[-1],
+            "agents": self._rows(times[-1]),
+            "edges": [],
+            "series": [],
+            "events": [(round(at - self._begin, 1), text, kind) for at, text, kind in _changes(self._entries)],
+            "frames": [*frames, {"at": times[-1], "agents": self._rows(times[-1]), "edges": []}],
+        }
+
+    def _rows(self, at: float) -> list[dict[str, Any]]:
+        state, again = dict.fromkeys(range(self._size), ABSENT), dict.fromkeys(range(self._size), 0)
+        first: dict[int, int] = {}  # who joins is started as if it came back
+        for one in self._entries:
+            if round(one.at - self._begin, 2) > at:
+                break
+            again[one.rank] = max(again[one.rank], one.incarnation - first.setdefault(one.rank, one.incarnation))
+            if one.what == CAME:
+                state[one.rank] = STARTING if one.incarnation else COMPUTING
+            elif one.what == LEFT:
+                state[one.rank] = HAS_LEFT
+            for rank in one.lost:
+                state[rank] = LOST
+            for rank in one.entered:
+                state[rank] = COMPUTING
+        return [row_of(rank) | {"state": state[rank], "again": again[rank]} for rank in state]
+
+
+def row_of(rank: int) -> dict[str, Any]:
+    """An agent of which nothing is known."""
+    unknown = ("pid", "host", "step", "step_seconds", "loss", "out", "in", "sent", "received")
+    return {"rank": rank, "again": 0, "state": ABSENT, "words": "", "waits_for": [], **dict.fromkeys(unknown)}
+
+
+def _changes(entries: list[MembershipEvent]) -> list[tuple[float, str, str]]:
+    """What agents have agreed on, each once: when (seconds since 1970), what, and whether it is good."""
+    found = []
+    told: set[tuple[tuple[int, ...], ...]] = set()
+    for one in entries:
+        what = one.lost, one.entered, one.alive
+        if (one.lost or one.entered) and what not in told:
+            told.add(what)
+            parts = [f"lost: {', '.join(map(str, one.lost))}"] if one.lost else []
+            parts += [f"entered: {', '.join(map(str, one.entered))}"] if one.entered else []
+            text = f"agreed on: {'; '.join(parts)}; there are {len(one.alive)}"
+            found.append((one.at, text, "bad" if one.lost else "good"))
+    return found

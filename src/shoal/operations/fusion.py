@@ -1,0 +1,441 @@
+"""Fuses small operations that are submitted together: one message to each neighbour, one sum.
+
+A call of four kilobytes costs its bookkeeping, not its bytes. Operations that wait to begin when a thread drives, and
+that differ only in their tensors, therefore become a :class:`FusedOperation`: the tensors are joined, sent and summed
+as one, and split again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
+
+Agents do not have to agree on what is fused. The name of a fused operation lists its members. A message of a neighbour
+that has fused the same members is summed in place. Tensors of neighbours that have fused differently, or not at all,
+are copied to their place until all are there. If something does not match, or does not arrive for a while, the fused
+operation is split. Each member then begins by itself: it receives what has arrived for its stages, does not repeat
+sends, and follows the ordinary matching, probes, refusals and deadlines. So fusion needs no error handling of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import clock
+from ..transport.wire import COMMON, CONFIRM, Message, Parts
+from .events import Events
+from .fused_name import keys, runs_of
+from .fused_operation import MOST_BYTES, FusedOperation, Partial, UnpackedMessage, fusible, message_part, take_fusible
+from .generators import drop_generator
+from .lifecycle import Lifecycle
+from .matching import Channel, Matcher, disagreement
+from .membership import Membership
+from .operation import MORE, Exchange, Operation, Stage, Yields
+from .progress import Progress
+from .sender import Sender
+
+MOST_UNREAD = 16
+MOST_UNREAD_BYTES = 4 * MOST_BYTES
+"""Of fused operations whose receivers have not taken them up; more are not fused."""
+SPLIT_AFTER = 0.1
+"""Seconds after which a fused operation that waits is split, so that each of its members asks for itself."""
+
+
+class _Split(Exception):
+    """The reason why a fused operation ended whose members continue."""
+
+
+class Fusion:
+    """The fused operations of one agent, and the fused messages that have arrived. Used under the engine's lock.
+
+    Args:
+        deliver: Takes a message as if it had arrived by itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        progress: Progress,
+        matcher: Matcher,
+        membership: Membership,
+        sender: Sender,
+        lifecycle: Lifecycle,
+        events: Events,
+        deliver: Callable[[int, Message], None],
+    ) -> None:
+        self._active: dict[str, FusedOperation] = {}
+        self._early: dict[tuple[str, int], list[UnpackedMessage]] = {}  # by the operations that are in them
+        self._coming: list[UnpackedMessage] = []  # to be unpacked once all of it is here
+        self._unread: dict[Channel, int] = {}  # bytes
+        self._rank = rank
+        self._lock = progress.lock
+        self._progress = progress
+        self._matcher = matcher
+        self._membership = membership
+        self._sender = sender
+        self._lifecycle = lifecycle
+        self._events = events
+        self._deliver = deliver
+
+    # Going out
+
+    def begin(self) -> None:
+        """Begin submitted operations, fused if possible. Takes the lock itself, because it computes."""
+        while self._lifecycle.unbegun:
+            with self._lock:
+                name, members = take_fusible(self._lifecycle.unbegun)
+                fused = self._fuse(name, members) if len(members) > 1 else None
+            try:
+                if fused is not None:
+                    self._lifecycle.resume(fused, None)
+                    continue
+                for operation in members:
+                    self._lifecycle.begin(operation)
+            except BaseException as interrupt:
+                with self._lock:
+                    for operation in members:
+                        self._lifecycle.fail(operation, interrupt)
+                raise
+
+    def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
+        """Create one operation of several, unless it would have to be split at once."""
+        self._unread = {one: nbytes for one, nbytes in self._unread.items() if one.unacknowledged}
+        if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
+            return None  # receivers are behind: by itself each of them waits for its turn to send
+        fused = FusedOperation(name, members, self)
+        self._active[name] = fused
+        if self._events.active:
+            self._events.emit("fused", fused.op, name, 0)
+        parts = []
+        for one in members:
+            one.fused = fused
+            parts.append(fusible(one))
+        fused.generator = parts[0].family.together(fused, parts)
+        return fused
+
+    def proceed(self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None) -> None:
+        """Do what a fused operation asked for when it yielded."""
+        if fused.error is not None:  # it was split, or failed, meanwhile
+            drop_generator(fused)
+            fused.release()
+        elif item is MORE:
+            fused.waiting_more = True
+        elif isinstance(item, Exchange):
+            self._enter(fused, item)
+        else:
+            self._end(fused, error)
+            for operation, one in zip(fused.members, result or [None] * len(fused.members), strict=True):
+                self._conclude(operation, one, error)
+
+    def _conclude(self, operation: Operation, result: Any, error: BaseException | None) -> None:
+        """End a member, or let it wait for the destinations of the fused operation."""
+        own = result if isinstance(result, Exception) else error
+        if operation.handle is None:  # it has failed meanwhile
+            return
+        if own is None and operation.unconfirmed:
+            self._lifecycle.await_confirmation(operation, result)
+        else:
+            self._lifecycle.settle(operation, None if own is not None else result, own)
+
+    def _enter(self, fused: FusedOperation, exchange: Exchange) -> None:
+        if fused.stage is not None:
+            fused.had += [UnpackedMessage(source, message) for source, message in fused.stage.arrived.items()]
+        number = fused.next_stage if exchange.stage is None else exchange.stage
+        fused.next_stage = number + 1
+        stage = fused.stage = Stage(number, exchange, set(exchange.sources), {})
+        self._take_early(fused, number)
+        if fused.error is not None:
+            return
+        if stage.needs.issubset(self._membership.view.alive):
+            self._sender.post(fused.channel, fused, stage)
+        if stage.posted:
+            fused.sent |= {number}
+        if fused.channel.unacknowledged:
+            self._unread[fused.channel] = fused.nbytes
+        if not stage.posted:  # somebody is gone: each member says so by its own name and round
+            self._split(fused)
+        elif stage.complete:
+            self._lifecycle.make_ready(fused)
+        else:
+            self._progress.check_by(clock.monotonic() + SPLIT_AFTER)
+
+    def _take_early(self, fused: FusedOperation, stage: int) -> None:
+        """Take messages that neighbours have sent for a stage of the members before it began."""
+        for operation in fused.members:
+            for received in self._came_early(operation, stage):
+                if received.message.name == fused.name:
+                    self._forget(received)
+                    self._match(fused, received)
+                else:
+                    self._unpack(received)
+                if fused.error is not None:  # it has been split
+                    return
+            if self._matcher.has_news(operation):
+                for source, message in self._matcher.came_early(operation, stage):
+                    self.put(operation, source, message)
+                    if fused.error is not None:
+                        return
+
+    def _end(self, fused: FusedOperation, error: BaseException | None) -> None:
+        """Free the resources of a fused operation."""
+        self._active.pop(fused.name, None)
+        fused.error = error
+        if self._events.active:
+            self._events.emit("parted", fused.op, fused.name, 0, detail="" if error is None else str(error))
+        stage, fused.stage = fused.stage, None
+        arrived = stage.arrived.items() if stage is not None else ()
+        for source, message in (*fused.had, *arrived):
+            self._sender.acknowledge(source, message)
+        fused.had = []
+        fused.release()
+        for operation in fused.members:
+            operation.fused = None
+
+    def _split(self, fused: FusedOperation) -> None:
+        """Let every member begin by itself. It receives the messages that have arrived, and does not repeat sends."""
+        stage = fused.stage
+        had, fused.had = fused.had, []
+        if stage is not None:
+            had += [UnpackedMessage(source, message) for source, message in stage.arrived.items()]
+            stage.arrived = {}
+        partial, fused.partial = fused.partial, {}
+        self._end(fused, _Split("each goes on by itself"))
+        drop_generator(fused)
+        # What has come is put where the members will look for it: its sender may have left, which is nothing to
+        # somebody who has its tensor.
+        for received in had:
+            self._unpack(received)
+        for source, part in partial.items():
+            for one in part.here:
+                data = part.data if part.common else part.data[slice(*fused.places[one])]
+                shape = part.like.shape if part.common else fusible(one).shape
+                self._deliver(source, message_part(part.like, one.name, one.round, shape, data))
+        for operation in fused.members:
+            if operation.handle is not None:
+                operation.sent = fused.sent
+                self._lifecycle.begin(operation)
+
+    def split_all(self) -> None:
+        """Split all fused operations, also those that have not begun."""
+        for fused in list(self._active.values()):
+            if fused.stage is not None:
+                self._split(fused)
+        while self._lifecycle.unbegun:
+            self._lifecycle.begin(self._lifecycle.unbegun.popleft())
+
+    def split_those_without(self, rank: int) -> None:
+        """An agent has left: each operation that waits for it has to report that by itself."""
+        for fused in list(self._active.values()):
+            if fused.stage is not None and rank in fused.stage.missing:
+                self._split(fused)
+
+    def fail(self, fused: FusedOperation, error: BaseException) -> None:
+        """End a fused operation and all its members."""
+        self._end(fused, error)
+        drop_generator(fused)
+        for operation in fused.members:
+            self._lifecycle.fail(operation, error)
+
+    def give_up(self, error: BaseException) -> None:
+        """The members have failed; drop their shared state."""
+        for fused in list(self._active.values()):
+            self._end(fused, error)
+            drop_generator(fused)
+
+    def give_up_early(self) -> None:
+        """Fused messages for operations that will not begin here: their senders may reuse the memory."""
+        for received in self._all_early():
+            self._matcher.release(*received)
+            self._sender.acknowledge(*received)
+        self._early.clear()
+
+    def forget(self, rank: int) -> None:
+        """An agent is lost: drop its messages."""
+        for received in self._all_early():
+            if received.source == rank:
+                self._forget(received)
+        self._coming = [one for one in self._coming if one.source != rank]
+
+    def _all_early(self) -> list[UnpackedMessage]:
+        return list({id(one): one for several in self._early.values() for one in several}.values())
+
+    def check(self, now: float) -> float:
+        """Split operations that have waited long enough. Returns when to check again."""
+        following = float("inf")
+        for fused in list(self._active.values()):
+            if fused.stage is None or not fused.stage.missing:
+                continue
+            due = fused.stage.started + SPLIT_AFTER
+            if now >= due:
+                self._split(fused)
+            else:
+                following = min(following, due)
+        return following
+
+    # Coming in
+
+    def came(self, source: int, message: Message) -> None:
+        """Take a fused message of a neighbour."""
+        received = UnpackedMessage(source, message)
+        fused = self._active.get(message.name)
+        if fused is not None and fused.stage is not None and message.stage <= fused.stage.number:
+            self._match(fused, received)
+            if fused.error is None and fused.stage.complete:
+                self._lifecycle.make_ready(fused)
+            return
+        runs = runs_of(message)
+        if not runs:
+            self._sender.refuse(source, message, f"rank {self._rank} refused it: fused operations that do not add up")
+            return
+        if fused is None and any(self._matcher.has_begun(*key) for key in keys(runs)):
+            self._unpack(received)
+            return
+        self._matcher.charge(source, message)
+        for key in keys(runs):
+            self._early.setdefault(key, []).append(received)
+        if self._lifecycle.gate.closing:
+            self.give_up_early()
+
+    def _match(self, fused: FusedOperation, received: UnpackedMessage) -> None:
+        source, message = received
+        stage = fused.stage
+        assert stage is not None
+        # Where a part of it has come by itself, and is in its place, the whole must not be taken in besides.
+        other = message.stage != stage.number or source in fused.partial
+        if other or disagreement(fused, stage, source, message, self._rank):
+            self._split(fused)
+            self._unpack(received)
+        else:
+            self._lifecycle.accept(fused, stage, source, message)
+
+    def put(self, operation: Operation, source: int, message: Message) -> None:
+        """A neighbour has sent by itself a tensor of a fused operation here."""
+        assert message.payload is not None
+        fused: FusedOperation | None = operation.fused
+        if _is_ahead(fused, message):
+            self._matcher.keep(source, message)
+            return
+        if not message.payload.complete and fused is not None:  # it cannot be put in its place yet
+            self._split(fused)
+        if message.payload.complete and self._place(operation, source, message, message.shape, message.payload.data):
+            self._sender.acknowledge(source, message)
+        else:
+            self._deliver(source, message)
+
+    def begins(self, operation: Operation) -> None:
+        """An operation begins a stage by itself; fused messages that contain one for it have to be unpacked."""
+        if self._early:
+            for received in self._came_early(operation):
+                self._unpack(received)
+
+    def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
+        """Yield the fused messages that contain one for an operation, or a stage of it. Handling may remove others."""
+        key = operation.name, operation.round
+        while several := [one for one in self._early.get(key, ()) if stage is None or one.message.stage <= stage]:
+            yield several[0]
+
+    def _more_came(self, received: UnpackedMessage) -> None:
+        """More of a message that is to be unpacked has arrived."""
+        payload = received.message.payload
+        if payload is not None and payload.complete:
+            self._coming = [one for one in self._coming if one is not received]
+            self._unpack(received)
+
+    def is_coming(self, source: int, key: tuple[str, int]) -> bool:
+        """Whether a message for an operation is part of a fused message that has arrived only in part."""
+        return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
+
+    def _unpack(self, received: UnpackedMessage) -> None:
+        """Put the tensors of a fused message into fused operations here, or deliver them as single messages."""
+        self._forget(received)
+        source, message = received
+        payload = message.payload
+        assert payload is not None
+        if not payload.complete:
+            payload.on_more = partial(self._more_came, received)
+            self._coming.append(received)
+            return
+        runs = runs_of(message)
+        # Who wants to know whether what it sent was expected is told of each part.
+        parts = Parts(sum(run.length for run in runs)) if message.flags & CONFIRM else None
+        at, common = 0, bool(message.flags & COMMON)
+        for_all = payload.data.clone() if common else None  # a copy for each might be more than there is memory
+        for name, first, length, of_one in runs:
+            shape = message.shape if common else of_one
+            numel = math.prod(shape)
+            for round_ in range(first, first + length):
+                data = payload.data[at : at + numel]
+                at += 0 if common else numel
+                operation = self._matcher.active(name, round_)
+                if operation is not None and self._place(operation, source, message, shape, data):
+                    if parts is not None:
+                        self._sender.acknowledge(source, message_part(message, name, round_, shape, data, parts))
+                else:
+                    own = data.clone() if for_all is None else for_all
+                    self._deliver(source, message_part(message, name, round_, shape, own, parts))
+        if parts is None:
+            self._sender.acknowledge(source, message)
+
+    def _place(
+        self, operation: Operation, source: int, message: Message, shape: tuple[int, ...], data: torch.Tensor
+    ) -> bool:
+        """Copy a neighbour's tensor to its place in a fused operation. False if there is no such place; an operation in
+        which the tensor does not match is split.
+        """
+        fused: FusedOperation | None = operation.fused
+        if fused is None or _is_ahead(fused, message):
+            return False
+        stage, partial, like = fused.stage, fused.partial.get(source), fusible(operation)
+        assert stage is not None
+        common = stage.exchange.coordinates
+        wanted = (stage.exchange.dtype, shape) if common else (like.flat.dtype, like.shape)
+        fits = (
+            message.stage == stage.number
+            and source in stage.missing
+            and (message.op, message.digest) == (operation.op, stage.exchange.digest)
+            and (message.dtype, shape) == wanted
+            and bool(message.flags & COMMON) == common
+            and not message.nothing
+            and (partial is None or (message.scale == partial.like.scale and operation not in partial.here))
+            and (partial is None or not common or torch.equal(partial.data, data))
+        )
+        if not fits:
+            self._split(fused)
+            return False
+        if partial is None:
+            total = data.numel() if common else fused.places[fused.members[-1]][1]
+            partial = fused.partial[source] = Partial(torch.empty(total, dtype=message.dtype), message)
+        place = partial.data if common else partial.data[slice(*fused.places[operation])]
+        place.copy_(data)
+        self._count(fused, stage, partial, operation, source)
+        return True
+
+    def _count(self, fused: FusedOperation, stage: Stage, partial: Partial, operation: Operation, source: int) -> None:
+        """A tensor has been copied to its place; after the last one, the source is complete."""
+        partial.here.add(operation)
+        if len(partial.here) < len(fused.members):
+            return
+        del fused.partial[source]
+        stage.take(source, message_part(partial.like, fused.name, 0, (partial.data.numel(),), partial.data))
+        if stage.complete:
+            self._lifecycle.make_ready(fused)
+
+    def _forget(self, received: UnpackedMessage) -> None:
+        """Remove a message from the list of early ones."""
+        if not self._early:
+            return
+        kept = False
+        for key in keys(runs_of(received.message)):
+            known = self._early.get(key, ())
+            left = [one for one in known if one is not received]
+            kept = kept or len(left) < len(known)
+            if left:
+                self._early[key] = left
+            else:
+                self._early.pop(key, None)
+        if kept:
+            self._matcher.release(*received)
+
+
+def _is_ahead(fused: FusedOperation | None, message: Message) -> bool:
+    """Whether a message is for a stage that a fused operation has not reached."""
+    return fused is not None and (fused.stage is None or message.stage > fused.stage.number)

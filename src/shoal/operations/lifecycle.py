@@ -1,0 +1,504 @@
+"""The life of an operation: submitted, resumed, entering its stages, ended with a result or an error.
+
+An operation is a generator (``operation.py``). It is resumed when the messages of its stage have arrived, which
+``matching.py`` decides. Only this module begins, resumes and ends operations: ``dispatch.py`` calls it for messages,
+``watchdog.py`` for deadlines, ``failures.py`` for lost agents. ``fusion.py`` overrides how fused ones proceed and fail.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any, TypeVar
+
+import torch
+
+from .. import clock
+from ..errors import Mismatch, ShoalError
+from ..transport.wire import Message, Where
+from .backend_stages import BackendStages
+from .deferred_callbacks import Callbacks
+from .departed_peers import DepartedPeerPolicy
+from .events import LONG_NS, Events
+from .generators import FutureWaiter, drop_generator, is_suspended
+from .matching import Channel, Matcher, disagreement, unexpected
+from .membership import WHOLE, Membership, Plan
+from .operation import (
+    MORE,
+    Arrived,
+    Exchange,
+    FailurePolicy,
+    FusionSpec,
+    Handle,
+    HandleDriver,
+    Operation,
+    Recovery,
+    Stage,
+    Steps,
+    Yields,
+    describe,
+)
+from .profiling import resumed
+from .progress import AFTER_SMALL, Progress
+from .publishing import Publisher
+from .sender import Sender
+from .submission_gate import SubmissionGate, cannot_go_on
+
+T = TypeVar("T")
+
+ASK_AFTER = 0.02
+"""Seconds without a message after which its sender is asked whether it will come."""
+
+
+class Lifecycle:
+    """The lifecycle of all operations of one agent. Used under the engine's lock, unless a method takes it itself.
+
+    Args:
+        prepare: Called before an operation enters a stage: unpacks messages for it that arrived fused.
+        planned: The plan of a round of a name, as all agents agreed, for an operation that may survive a loss.
+        on_ended: Called when an operation ends that restarts after a loss, with a copy of its result, or None.
+
+    Attributes:
+        ready: Operations to resume, for the driving thread.
+        unbegun: Operations that may be fused and begin when a thread drives. Fusion takes them from here.
+        gate: Decides which operations may begin.
+        callbacks: Callbacks to run, for the driving thread.
+        departed_peers: Agents that have shut down although they are needed.
+        backend_stages: Stages whose tensors a backend moves.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        progress: Progress,
+        matcher: Matcher,
+        publisher: Publisher,
+        sender: Sender,
+        membership: Membership,
+        events: Events,
+        prepare: Callable[[Operation], None],
+        planned: Callable[[str, int, FailurePolicy], Plan],
+        callbacks: Callbacks,
+        on_ended: Callable[[Operation, torch.Tensor | None], None],
+    ) -> None:
+        self.ready: deque[Operation] = deque()
+        self.unbegun: deque[Operation] = deque()
+        self.gate = SubmissionGate(progress.notify)
+        self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
+        self.callbacks = callbacks
+        self.callers: set[int] = set()  # threads that have begun an operation, by get_ident()
+        self._rank = rank
+        self._progress = progress
+        self._lock = progress.lock
+        self._matcher = matcher
+        self._publisher = publisher
+        self._sender = sender
+        self._membership = membership
+        self._events = events
+        self._prepare = prepare
+        self._planned = planned
+        self._on_ended = on_ended
+        self._elsewhere = FutureWaiter(progress, self.fail, self._more_arrived)
+        self.departed_peers = DepartedPeerPolicy(rank, self.gate, sender, membership)
+        self.backend_stages = BackendStages(rank, self.gate, progress, matcher, sender, membership, self.go_on)
+
+    # Beginning
+
+    def submit(
+        self,
+        driver: HandleDriver,
+        op: str,
+        name: str,
+        steps: Callable[[Operation], Steps[T]] | FusionSpec,
+        seconds: float,
+        alone: bool,
+        one_sided: bool,
+        on_loss: FailurePolicy = FailurePolicy.FAIL,
+        background: bool = False,
+        among: Sequence[int] | None = None,
+    ) -> Handle[T] | None:
+        """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
+
+        None if it has to wait until the survivors have agreed on a loss.
+        """
+        with self._lock:
+            gate = self.gate
+            self.callers.add(get_ident())
+            gate.check_open(op, one_sided)
+            if gate.paused and not one_sided:
+                return None
+            if gate.gone and on_loss is FailurePolicy.FAIL and not one_sided:
+                raise cannot_go_on(op, gate.gone)
+            operation = self._matcher.begin(op, name, seconds, alone)
+            if self._events.active:
+                self._events.emit("submitted", op, name, operation.round)
+            if on_loss is not FailurePolicy.FAIL:
+                begins = steps.alone if isinstance(steps, FusionSpec) else steps
+                plan = self._planned(name, operation.round, on_loss) if gate.plan != WHOLE else WHOLE
+                operation.recovery = recovery = Recovery(begins, on_loss, plan)
+                if recovery.first_stage:
+                    self.forget_before(operation, recovery.first_stage)
+            handle: Handle[T] = Handle(driver, operation)
+            operation.handle = handle
+            operation.one_sided, operation.background, operation.among = one_sided, background, among
+            self._progress.check_by(operation.deadline)
+            if self._refused is not None and not (one_sided or background):
+                # A round nevertheless: the others make theirs, and it would pair with the next one here.
+                refused, self._refused = self._refused, None
+                self.fail(operation, refused)
+                return handle
+            if isinstance(steps, FusionSpec):
+                spoiled = self._publisher.problem(operation, steps.flat)
+                if spoiled is not None:  # it fails alone, and not what it would travel with
+                    self.fail(operation, spoiled)
+                    return handle
+                operation.fusible = steps
+                self.unbegun.append(operation)
+                self._progress.submitted(AFTER_SMALL)
+                return handle
+        if not self._make(operation, steps):
+            assert operation.error is not None
+            raise operation.error
+        self.resume(operation, None)
+        with self._lock:
+            self._progress.submitted()
+        return handle
+
+    def begin(self, operation: Operation) -> None:
+        """Begin an operation that may be fused by itself. Also without the lock."""
+        fusible = operation.fusible
+        assert fusible is not None
+        if self._make(operation, fusible.alone):
+            self.resume(operation, None)
+
+    def _make(self, operation: Operation, begins: Callable[[Operation], Steps[Any]], past_first: bool = False) -> bool:
+        """Create the generator of an operation, advanced past its first exchange if that has ended. It computes. If it
+        fails the operation fails, since other agents must not wait for it.
+        """
+        try:
+            operation.generator = generator = begins(operation)
+            if past_first:
+                next(generator)
+        except BaseException as error:
+            with self._lock:
+                self.fail(operation, error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        return True
+
+    # Going on
+
+    def make_ready(self, operation: Operation) -> None:
+        """Its stage is complete: the driving thread resumes it."""
+        self.ready.append(operation)
+
+    def resume(self, operation: Operation, arrived: Arrived | None) -> None:
+        """Run an operation to its next exchange, without the lock because it may compute."""
+        if torch.is_inference_mode_enabled():  # a thread's; but what one thread makes here, another may go on with
+            with torch.inference_mode(False):
+                self.resume(operation, arrived)
+            return
+        generator = operation.generator
+        if generator is None:  # it was failed meanwhile
+            return
+        start = clock.perf_counter_ns() if self._events.active else 0
+        item: Yields | None = None
+        result, error = None, None
+        try:
+            item = resumed(operation, generator, arrived)
+        except StopIteration as stop:
+            result = stop.value
+        except BaseException as caught:
+            error = caught
+        if start and (arrived is not None or clock.perf_counter_ns() - start > LONG_NS):
+            what = "prepared" if arrived is None else "summed"
+            self._events.emit(what, operation.op, operation.name, operation.round, start)
+        try:
+            with self._lock:
+                if operation.generator is generator:
+                    operation.proceed(self, item, result, error)
+                else:  # it has begun anew or was failed meanwhile
+                    generator.close()
+                    if operation.error is not None:
+                        operation.release()  # what the generator has published since it was failed
+        except BaseException as interrupt:
+            with self._lock:
+                self.fail(operation, interrupt)
+            raise
+        if error is not None and not isinstance(error, Exception):
+            raise error
+
+    def resume_ready(self) -> None:
+        """Resume all operations that are ready. Without the lock."""
+        ready = self.ready
+        while ready:
+            operation = ready.popleft()
+            stage = operation.stage
+            if operation.error is not None or (self.gate.paused and operation.restarts):
+                continue
+            if operation.recovery is not None and operation.recovery.again:
+                self._begin_again(operation, operation.recovery)
+            elif stage is not None or is_suspended(operation):
+                self.resume(operation, None if stage is None else stage.arrived)
+
+    def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None:
+        """Do what an operation asked for when it yielded."""
+        if operation.error is not None:  # it was failed meanwhile
+            drop_generator(operation)
+            operation.release()
+        elif self.gate.paused and error is None and operation.restarts:
+            pass  # what becomes of it is about to be agreed on
+        elif item is MORE:
+            operation.waiting_more = True
+        elif isinstance(item, Exchange):
+            self._enter(operation, item)
+        elif item is not None and not isinstance(item, str):
+            self._elsewhere.wait(operation, item)
+        elif error is None and operation.unconfirmed:
+            self.await_confirmation(operation, result)
+        else:
+            self.settle(operation, result, error)
+
+    def await_confirmation(self, operation: Operation, result: Any) -> None:
+        """It has its result, and ends when its destinations have confirmed its messages."""
+        operation.outcome = (result,)
+        self.leave_stage(operation)
+        # Without this check, the last one may have been before this wait began: a circle of such waits is never found.
+        self._progress.check_by(clock.monotonic() + ASK_AFTER)
+        if self._matcher.has_late(operation):
+            self.settle(operation, None, None)
+
+    def _enter(self, operation: Operation, exchange: Exchange) -> None:
+        """Begin a stage: take messages that arrived early, then send.
+
+        In this order, because an early message may not match; then nothing is sent that peers would have to refuse.
+        """
+        if operation.stage is not None:
+            self.leave_stage(operation)
+        number = operation.next_stage
+        if exchange.stage is not None:
+            number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
+        stage = Stage(
+            number, exchange, set(exchange.sources), {}, to_move=self.backend_stages.carries(operation, exchange)
+        )
+        self._prepare(operation)
+        operation.stage = stage
+        operation.next_stage = number + 1
+        for source, message in self._matcher.came_early(operation, number):
+            if message.where is not Where.CARRIED or stage.to_move:  # else it comes by a link, which is late
+                self.take(operation, stage, source, message)
+        view = self._membership.view
+        sent = number in operation.sent
+        needs = stage.missing if sent else stage.needs
+        # Who has left in good order after it sent its part of this stage wants nothing of it any more.
+        through = {rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()
+        gone = sorted(rank for rank in needs if rank not in view.alive and rank not in through) if view.epoch else []
+        if gone or self.gate.ended is not None:
+            ended = self.gate.reason_against(operation.one_sided)
+            if ended is not None:
+                self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
+            elif gone and operation.one_sided:
+                self.fail(operation, self.departed_peers.error(operation, gone))
+            elif gone:
+                self.departed_peers.announce(gone)
+                if operation.recovery is not None and operation.recovery.on_loss is FailurePolicy.SKIP_MISSING:
+                    stage.missing.difference_update(gone)
+        if operation.error is not None:
+            return
+        for source, only_if_here in self._matcher.asked_early(operation, stage):
+            self._sender.answer(source, operation, stage, only_if_here)
+        channel = self._matcher.channel(operation)
+        if sent:
+            stage.posted = True
+        elif channel.must_defer(operation, stage):
+            channel.defer(operation, stage)
+        else:
+            self._sender.post(channel, operation, stage)
+        self.go_on(operation, stage)
+        if not stage.complete:
+            self._progress.check_by(clock.monotonic() + ASK_AFTER)
+
+    def go_on(self, operation: Operation, stage: Stage) -> None:
+        """A message of a stage has arrived or was sent: if it was the last, resume the operation."""
+        if stage.complete:
+            self.make_ready(operation)
+        else:
+            self.backend_stages.ask_if_agreed(operation, stage)
+
+    def leave_stage(self, operation: Operation) -> None:
+        """The operation has used the messages of its stage: their senders may free the memory."""
+        stage = operation.stage
+        if stage is None:
+            return
+        self.backend_stages.leave(operation, stage)
+        for source, message in stage.arrived.items():
+            self._sender.acknowledge(source, message)
+        stage.arrived = {}
+        operation.stage = None
+
+    def send_deferred(self, channel: Channel) -> None:
+        """Send messages that waited until the receivers of a name had caught up."""
+        if channel.deferred:
+            for operation, stage in channel.sendable():
+                self._sender.post(channel, operation, stage)
+                self.go_on(operation, stage)
+        self._matcher.tidy(channel)
+
+    def move_by_links(self) -> None:
+        """An agent was lost: tensors that a backend was to move travel over links."""
+        for operation in self.backend_stages.go_by_links():
+            if operation not in self.ready:
+                self.make_ready(operation)
+
+    # What others say
+
+    def take(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
+        """Give a stage a message, if both agents agree on it."""
+        reason = disagreement(operation, stage, source, message, self._rank)
+        if reason:
+            self.fail(operation, self._refuse(source, message, reason))
+        else:
+            self.accept(operation, stage, source, message)
+
+    def accept(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
+        """Give a stage its message; the operation is notified when more of the payload has arrived."""
+        stage.take(source, message)
+        carried = stage.exchange.carried
+        if stage.to_move and carried is not None and carried.confirm:
+            self._sender.say_here(source, operation, stage.number)
+        payload = message.payload
+        if payload is not None and not payload.complete:
+            payload.on_more = partial(self._more_arrived, operation)
+
+    def _more_arrived(self, operation: Operation) -> None:
+        if operation.waiting_more:
+            operation.waiting_more = False
+            self.make_ready(operation)
+
+    def acknowledged(self, source: int, token: int) -> None:
+        """A receiver has read its message, or never will."""
+        found = self._sender.acknowledged(source, token)
+        if found is None:
+            return
+        sent, channel = found
+        for operation in sent.parts:
+            self._end_if_confirmed(operation)
+        self.send_deferred(channel)
+
+    def confirmed_in_part(self, source: int, message: Message) -> None:
+        """A receiver expected one of several tensors that it was sent in one message."""
+        operation = self._sender.confirmed_in_part(source, message)
+        if operation is not None:
+            self._end_if_confirmed(operation)
+
+    def _end_if_confirmed(self, operation: Operation) -> None:
+        agreed_on = self.gate.paused and operation.restarts  # what becomes of it
+        if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
+            outcome, operation.outcome = operation.outcome, None
+            self.settle(operation, outcome[0], None)
+
+    def refuse_unexpected(self, source: int, message: Message) -> Mismatch:
+        """Refuse a message that no operation here expects. Returns the error for this side."""
+        return self._refuse(source, message, unexpected(source, self._rank))
+
+    def _refuse(self, source: int, message: Message, reason: str) -> Mismatch:
+        what = describe(message.op, message.name, message.round)
+        self._sender.refuse(source, message, f"{what}: rank {self._rank} refused it: {reason}")
+        return Mismatch(f"{what}: {reason}", (source, self._rank))
+
+    def blame(self, source: int, name: str, error: ShoalError) -> None:
+        """A round that ended here did not match a peer: the operation that waits for it under the name raises, or else
+        the next call.
+        """
+        waiting = [operation for operation in self._matcher.under(name) if source in operation.waiting_for]
+        for operation in waiting:
+            self.fail(operation, error)
+        if not waiting:
+            self._refused = error
+
+    # Ending
+
+    def settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
+        """End an operation with a result or an error."""
+        operation.error = error
+        ended_well = error is None
+        late, asks = self._matcher.end(operation, error)  # first: what comes from here on must find the round ended
+        self.leave_stage(operation)
+        if operation.restarts:
+            assert operation.recovery is not None
+            self._on_ended(operation, operation.recovery.copy if ended_well else None)
+        operation.release()
+        if operation.on_end is not None and ended_well:
+            operation.on_end(result)
+        for source, message in late:
+            if ended_well:
+                error = operation.error = self.refuse_unexpected(source, message)
+            else:
+                self._sender.acknowledge(source, message)
+        for number, source, _ in asks:
+            self._sender.deny(source, operation, number, self._matcher.failure_of(operation))
+        self.send_deferred(self._matcher.channel(operation))
+        handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
+        assert handle is not None
+        self.finish(handle, result, error)
+        if operation.on_outcome is not None:
+            operation.on_outcome(result, error)
+        if self._events.active:
+            kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
+            self._events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        """End an operation from outside, or all parts of a fused one."""
+        operation.fail(self, error)
+
+    def end(self, operation: Operation, error: BaseException) -> None:
+        """Fail an operation that is not fused."""
+        if operation.handle is not None:
+            self.settle(operation, None, error)
+            drop_generator(operation)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End all operations in flight."""
+        for operation in self._matcher.in_flight():
+            self.fail(operation, error)
+
+    def close(self, error: ShoalError, died: bool) -> None:
+        """Accept no more operations, and end those that wait for other agents. Those that only wait for their turn to
+        send continue, unless this agent ``died``.
+        """
+        for operation in self._matcher.in_flight():
+            if died or not self._matcher.channel(operation).defers(operation):
+                self.fail(operation, error)
+        self.gate.refuse_all()
+        # What others have sent for calls that this agent never made. They wait for an answer, perhaps to leave as well.
+        for source, message in self._matcher.give_up_early():
+            self._sender.acknowledge(source, message)
+
+    # Telling callers
+
+    def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
+        """Set the outcome of a handle."""
+        for callback in handle.end(result, error):
+            self.callbacks.add(callback, handle, handle.operation)
+        self._progress.notify()
+
+    # After a loss that the others outlive
+
+    def forget_before(self, operation: Operation, stage: int) -> None:
+        """Begin with a stage: messages for earlier stages, of another attempt, are dropped."""
+        operation.next_stage = stage
+        for source, message in self._matcher.before(operation, stage):
+            self._sender.acknowledge(source, message)
+
+    def _begin_again(self, operation: Operation, recovery: Recovery) -> None:
+        """Create the generator of an operation again. Without the lock: it computes.
+
+        One that continues in its stage receives the messages of that stage once more; its first exchange is that stage.
+        """
+        recovery.again = False
+        stage = operation.stage
+        if self._make(operation, recovery.steps, past_first=stage is not None):
+            self.resume(operation, None if stage is None else stage.arrived)

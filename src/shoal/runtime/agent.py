@@ -1,0 +1,271 @@
+"""The caller's agent: its rank, its machine and its topology.
+
+A process has one agent; in a :class:`~shoal.Fleet` each thread has one. ``current()`` finds it through a context
+variable, so every public function works alike in both.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, ParamSpec, TypeVar
+
+import networkx as nx
+import numpy as np
+
+from ..engine.engine import Engine
+from ..errors import NotInitialized
+from ..rendezvous.launch import Launch
+from ..rendezvous.store import Store
+from ..topology import ExponentialTwoGraph, Mixing, Static, Without, classify, mixing_matrix, with_uniform_weights
+from ..topology._validate import as_weight
+
+log = logging.getLogger("shoal")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@lru_cache
+def _equal_parts(machine_of: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    parts: dict[int, list[int]] = {}
+    for rank in ranks:
+        parts.setdefault(machine_of[rank], []).append(rank)
+    sizes = {len(part) for part in parts.values()}
+    return tuple(map(tuple, parts.values())) if len(parts) > 1 and len(sizes) == 1 and 1 not in sizes else ()
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How ranks are grouped into machines: ``of[rank]`` is a rank's machine."""
+
+    of: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return max(self.of) + 1
+
+    def ranks(self, machine: int) -> tuple[int, ...]:
+        return tuple(rank for rank, where in enumerate(self.of) if where == machine)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.of.count(machine) for machine in range(self.count))
+
+    def equal_parts(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Some ranks by machine, if they are on several machines with equally many, more than one each; else empty."""
+        return _equal_parts(self.of, tuple(ranks)) if self.count > 1 else ()
+
+    @property
+    def homogeneous(self) -> bool:
+        """All machines have the same number of agents, and their ranks follow one another."""
+        size = self.sizes[0]
+        return all(where == rank // size for rank, where in enumerate(self.of)) and len(set(self.sizes)) == 1
+
+
+@dataclass(frozen=True)
+class StaticTopology:
+    """The graph that is set for all agents, and this agent's view of it."""
+
+    graph: nx.DiGraph
+    weighted: bool
+    mixing: Mixing
+    digest: int
+    _without: dict[tuple[int, ...], StaticTopology] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def of(graph: nx.DiGraph, weighted: bool, rank: int) -> StaticTopology:
+        edges = sorted(
+            (u, v, as_weight(weight, f"edge ({u}, {v})") if weighted else 0.0)
+            for u, v, weight in graph.edges(data="weight", default=1.0)
+        )
+        digest = zlib.crc32(np.array(edges, dtype=np.float64).tobytes())
+        return StaticTopology(graph, weighted, Mixing.from_graph(graph, rank, weighted=weighted), digest)
+
+    def members(self, there: Sequence[int]) -> tuple[int, ...]:
+        """The ranks with at least one edge, ascending; ``()`` if these are all members."""
+        connected = self._connected
+        return () if len(connected) >= len(there) else connected
+
+    @cached_property
+    def _connected(self) -> tuple[int, ...]:
+        return tuple(sorted(nx.node_connected_component(self.graph.to_undirected(as_view=True), self.mixing.rank)))
+
+    def without(self, gone: tuple[int, ...]) -> StaticTopology:
+        """The topology without lost agents: see :class:`shoal.topology.Without`. Cached."""
+        if not gone:
+            return self
+        if gone not in self._without:
+            rest = Without(Static(self.graph, weighted=self.weighted), gone).graph(0)
+            self._without[gone] = StaticTopology.of(rest, True, self.mixing.rank)
+        return self._without[gone]
+
+
+@dataclass
+class Agent:
+    """One agent of a running fleet.
+
+    Attributes:
+        grouping: How ranks are grouped into machines; None if that cannot be known of all of them.
+        topology_is_default: The script has set no static topology.
+    """
+
+    engine: Engine
+    grouping: Machines | None
+    launch: Launch
+    topology: StaticTopology = field(init=False)
+    machine_topology: StaticTopology | None = None
+    topology_is_default: bool = True
+
+    def __post_init__(self) -> None:
+        self.topology = StaticTopology.of(ExponentialTwoGraph(self.size), False, self.rank)
+
+    @property
+    def rank(self) -> int:
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        return self.engine.size
+
+    @property
+    def machines(self) -> Machines:
+        """How ranks are grouped into machines.
+
+        Raises:
+            ValueError: Agents may still join, on unknown machines.
+        """
+        if self.grouping is None:
+            raise ValueError(
+                f"agents may join this run (it began with {self.launch.begins} of {self.size}), and on which machines "
+                "is not known: to group ranks into machines set SHOAL_AGENTS_PER_MACHINE, the same for all agents"
+            )
+        return self.grouping
+
+    @property
+    def machine_rank(self) -> int:
+        return self.machines.of[self.rank]
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks on this agent's machine, ascending."""
+        return self.machines.ranks(self.machine_rank)
+
+    def set_topology(self, graph: nx.DiGraph, weighted: bool) -> None:
+        check_graph(graph, self.size, "agents")
+        self.topology = StaticTopology.of(graph, weighted, self.rank)
+        self.topology_is_default = False
+        if not weighted:
+            warn_about_dropped_weights(graph, self.rank)
+
+    def has_topology(self, graph: nx.DiGraph, weighted: bool) -> bool:
+        """Whether this topology is set."""
+        check_graph(graph, self.size, "agents")
+        other = StaticTopology.of(graph, weighted, self.rank)
+        return (other.weighted, other.digest) == (self.topology.weighted, self.topology.digest)
+
+    def set_machine_topology(self, graph: nx.DiGraph, weighted: bool) -> None:
+        check_graph(graph, self.machines.count, "machines")
+        self.machine_topology = StaticTopology.of(graph, weighted, self.machine_rank)
+
+
+def check_graph(graph: object, size: int, of_what: str) -> None:
+    """A topology must be a directed graph whose nodes are 0 to size - 1."""
+    if not isinstance(graph, nx.DiGraph):
+        raise TypeError(
+            f"a topology must be a networkx.DiGraph, not {type(graph).__name__}; shoal.topology_util makes them, and "
+            "an undirected graph becomes one with graph.to_directed()"
+        )
+    if set(graph.nodes) != set(range(size)):
+        raise ValueError(
+            f"the topology has {graph.number_of_nodes()} nodes and there are {size} {of_what}; its nodes must be "
+            f"0 to {size - 1}"
+        )
+
+
+_warned = False
+
+
+def warn_about_dropped_weights(graph: nx.DiGraph, rank: int) -> None:
+    """Warn once if uniform weights replace a graph's own and bias the average."""
+    global _warned
+    carried = nx.get_edge_attributes(graph, "weight")
+    if _warned or rank != 0 or not carried:
+        return
+    uniform = with_uniform_weights(graph)
+    if classify(uniform).doubly or np.allclose(mixing_matrix(graph), mixing_matrix(uniform)):
+        return
+    _warned = True
+    log.warning(
+        "set_topology(is_weighted=False) replaces the weights that the graph carries by uniform ones, 1 / (in-degree "
+        "+ 1), which are not doubly stochastic on this graph: averages will lean to some agents. Pass is_weighted=True "
+        "to use the graph's own weights."
+    )
+
+
+@dataclass
+class AgentContext:
+    """The state of a process, or of a thread of a fleet, before it has an agent and after."""
+
+    launch: Launch | None = None
+    store: Store | None = None
+    transport: str = ""
+    agents_per_machine: int | None = None
+    timeout: float | None = None
+    process_group: Any = None
+    """Of the script's, that moves tensors."""
+    agent: Agent | None = None
+    engine: Engine | None = None
+    """Its agent's, and that of an agent that is about to be."""
+    has_met: bool = False
+    """It has been an agent: one that was started again comes back once, and then meets the others as they do."""
+    forked_from: tuple[int, int] | None = None
+    """Rank and size of the agent that the parent of this process was when it forked."""
+
+
+_process_context = AgentContext()
+_context: contextvars.ContextVar[AgentContext] = contextvars.ContextVar("shoal_agent")
+
+
+def agent_context() -> AgentContext:
+    """The caller's context: its thread's in a fleet, else the process's."""
+    return _context.get(_process_context)
+
+
+def process_context() -> AgentContext:
+    return _process_context
+
+
+def enter_context(one: AgentContext) -> None:
+    """Make one agent of a fleet the caller's context."""
+    _context.set(one)
+
+
+def current(what: str = "this") -> Agent:
+    """The caller's agent. Raises :class:`~shoal.NotInitialized` if there is none."""
+    mine = _context.get(_process_context)
+    agent = mine.agent
+    if agent is None and mine.forked_from is not None:
+        raise NotInitialized(
+            f"{what} needs an agent, and this process is none: it was forked from that of rank {mine.forked_from[0]}. "
+            "Communicate in the process that called shoal.init()"
+        )
+    if agent is None:
+        raise NotInitialized(f"{what} needs an agent: call shoal.init() first (after shoal.shutdown(), again)")
+    return agent
+
+
+def bind(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function act for the caller's agent in any thread; for helper threads of an agent of a fleet."""
+    mine = agent_context()
+
+    def bound(*args: P.args, **kwargs: P.kwargs) -> T:
+        context = contextvars.copy_context()
+        context.run(enter_context, mine)
+        result: Any = context.run(function, *args, **kwargs)
+        return result  # type: ignore[no-any-return]
+
+    return bound

@@ -1,0 +1,465 @@
+"""Bootstrap and shutdown of an agent.
+
+``init`` reads rank and size from the environment, finds the other agents through a store, and connects. The store
+serves ``init`` only: afterwards every agent holds the addresses and the job's secret, and neither the store nor rank 0
+is needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+import networkx as nx
+
+from .. import clock
+from .._signals import deferred
+from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend, check_backend, check_transport
+from ..coordination.ordering import CAPACITY
+from ..engine.engine import Engine
+from ..engine.stalls import STALL_AFTER
+from ..errors import Mismatch, NotInitialized, ShoalError
+from ..operations.operation import Operation, Steps
+from ..rendezvous.bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
+from ..rendezvous.launch import BEGIN_WITH, LAUNCHER, Launch, current, join_address
+from ..rendezvous.peer_directory import (
+    ENDPOINT,
+    PeerDirectory,
+    add_to_directory,
+    directory,
+    introduce,
+    numbered,
+    with_absent,
+)
+from ..rendezvous.rendezvous import open_store
+from ..rendezvous.replicas import among_counterparts, check_that_all_must_live
+from ..transport.addresses import parse_ports, ports_of_environment
+from ..transport.peer_address import Endpoint, PeerId
+from ..transport.tls import certificates_of
+from .agent import Agent, AgentContext, Machines, agent_context, process_context
+from .exit_notes import write_note
+from .queries import set_topology
+from .script_end import failure
+
+log = logging.getLogger("shoal")
+RAISE, CONTINUE, STOP = "raise", "continue", "stop"
+DEFAULT_TIMEOUT = 300.0
+ENTRY_TIMEOUT = 3600.0
+"""How long who was started again waits for the others to let it in: until they come to the next point for it."""
+FAREWELL_SECONDS = 10.0
+"""How long ``shutdown`` waits for others to take what they still wait for, at most."""
+_taken: dict[int, AgentContext] = {}
+"""The contexts of this process whose agents hold something, by their ids."""
+_abandoned: list[Engine] = []
+on_start: list[Callable[[Agent], None]] = []
+"""Called with every new agent; how the timeline and others attach themselves."""
+on_stop: list[Callable[[Agent], None]] = []
+_ATTACHED = "shoal.observability.observers"
+"""What attaches itself so: a room above this one, which not everybody who imports this one has imported."""
+
+
+def init(
+    topology_fn: Callable[[int], nx.DiGraph] | None = None,
+    is_weighted: bool = False,
+    *,
+    on_loss: str | None = None,
+    process_group: Any = None,
+    mesh: Any = None,
+) -> None:
+    """Become an agent: find the others and connect to them. All agents call it.
+
+    Who this is comes from the variables of torchrun, ``shoal run``, Open MPI, PMI or Slurm; with none of them it is a
+    world of one agent, in which every operation works. A ``torch.distributed`` that is already initialised is left as
+    it is. Called again by an agent, it does nothing, or sets the topology that it is given, as
+    :func:`~shoal.set_topology` would: not while there are windows. After :func:`shutdown` all begins anew.
+
+    Args:
+        topology_fn: Makes the static topology from the number of agents. If not given, it is the exponential graph, or,
+            where this is an agent already, the one that it has.
+        is_weighted: Use the weights of that graph's edges; else uniform ones.
+        on_loss: What the loss of an agent is to the others: ``"raise"`` :class:`~shoal.PeerLost` in all that needs
+            everybody, or ``"continue"`` without it, where that is possible (docs/survival.md says where). The same for
+            all agents. If not given, ``SHOAL_ON_LOSS``, else ``"raise"``.
+        process_group: A process group of ``torch.distributed``, of all agents, that moves the tensors from now on and
+            nothing else of the script's meanwhile, as ``torch.distributed.new_group()`` makes it.
+        mesh: A ``DeviceMesh`` of one dimension, the one between replicas that have several processes each, such as
+            ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))["replicate"]``. This process is
+            then an agent among its counterparts, those of the same place in the other replicas: :func:`~shoal.rank` is
+            the replica's number, :func:`~shoal.size` the number of replicas (docs/sharded.md).
+
+    Environment:
+        ``SHOAL_TIMEOUT``: seconds for every wait (300). ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or
+        ``network`` for all pairs; or ``process-group``, to have tensors moved by process groups of
+        ``torch.distributed``: of ``SHOAL_PROCESS_GROUP`` (``gloo``), with a response cache of ``SHOAL_CACHE_CAPACITY``
+        (1024) entries; see docs/coordination.md.
+        ``SHOAL_INTERFACE``: the interface or address to listen on between machines. ``SHOAL_PORTS``: the ports to
+        listen on there, as ``FIRST-LAST``; each agent takes the first that is free. If unset the system picks one.
+        ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
+        same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
+        ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
+        with :class:`~shoal.NotFinite`. ``SHOAL_COMPRESS_LOCALLY``: 1 to have compressed messages travel within a
+        machine, too, where tensors are else read where they lie. ``SHOAL_DEVICE_MEMORY``: 1 to have agents of a machine
+        read each other's CUDA tensors on their devices (docs/devices.md). ``SHOAL_TLS``: ``on`` for TLS between
+        machines, with the certificates in the folder ``SHOAL_CERTIFICATES``.
+        ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
+        ``SHOAL_DROP_AFTER``: seconds after which an agent that does not answer (stopped, hung, cut off) counts as lost;
+        if unset it is waited for until the deadline of what needs it. An agent that computes answers.
+        ``SHOAL_STALL_SECONDS``: after so long (30) a call that waits is reported in the log, with what those are doing
+        that it waits for; ``inf`` for never.
+        ``SHOAL_INCARNATION``: how often this agent was started again while the others went on; more than 0 asks them to
+        let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds for which it waits for that (3600). ``SHOAL_BEGIN_WITH``: how many
+        agents the run begins with, if not all; the others may join, each with ``SHOAL_INCARNATION=1``.
+        ``SHOAL_LAUNCHER``: a name of this machine's launcher, which the one that takes its place does not have.
+        ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, what agents do that cannot reach as many others as there
+        are of them, or more, of which nobody knows that they have ended: ``continue``, until the smaller part reaches
+        the larger one again and gives way with :class:`~shoal.PeerLost`; or ``stop`` with it at once, so that one part
+        at most goes on. ``SHOAL_RECORD``: a folder in which each agent writes down who is there.
+
+    Raises:
+        DeadlineExceeded: Agents did not come; the message names them.
+        Mismatch: Agents have different variables, or one does not know the secret that another was given.
+        PeerLost: Another agent failed in ``init``; the message says with what. All may call it again.
+        NotInitialized: This process was forked from an agent's.
+        ValueError: A variable makes no sense.
+    """
+    import_module(_ATTACHED)
+    with deferred:
+        _init(agent_context(), topology_fn, is_weighted, on_loss, process_group, mesh)
+
+
+def _init(
+    mine: AgentContext,
+    topology_fn: Callable[[int], nx.DiGraph] | None,
+    is_weighted: bool,
+    on_loss: str | None,
+    process_group: Any,
+    mesh: Any,
+) -> None:
+    if mine.agent is not None:
+        if on_loss is not None and (_on_loss(on_loss) == CONTINUE) != mine.agent.engine.agreement.active:
+            raise ValueError(f"shoal.init(on_loss={on_loss!r}): this agent has begun otherwise; shut down first")
+        if process_group is not None and mine.process_group is not process_group:
+            raise ValueError("shoal.init(process_group=): this agent has begun without it; shut down first")
+        if mesh is not None and among_counterparts(current(), mesh).ranks != mine.agent.launch.ranks:
+            raise ValueError("shoal.init(mesh=): this agent has begun among others; shut down first")
+        if topology_fn is not None:
+            graph = topology_fn(mine.agent.size)
+            if not mine.agent.has_topology(graph, is_weighted):
+                set_topology(graph, is_weighted)
+        return
+    if mine.forked_from is not None and mine.forked_from[1] > 1:
+        raise NotInitialized(
+            f"shoal.init(): this process was forked from that of rank {mine.forked_from[0]}, which keeps its place "
+            "among the agents. Agents are started by a launcher, or with multiprocessing's spawn before init()"
+        )
+    mine.process_group = process_group
+    agent = mine.agent = _connect(mine, _on_loss(on_loss), mesh)
+    for hook in on_start:
+        hook(agent)
+    agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
+    agent.topology_is_default = topology_fn is None
+
+
+def _default_graph(size: int) -> nx.DiGraph:
+    from ..topology import ExponentialTwoGraph
+
+    return ExponentialTwoGraph(size)
+
+
+def shutdown() -> None:
+    """Leave the job and free all resources. ``init`` may be called again afterwards. Without an agent it does nothing.
+
+    Other agents first receive the messages of this one that they still need, for up to ten seconds.
+    """
+    leave(agent_context())
+
+
+def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
+    """End the agent of a context. ``died`` tells the others that it did not shut down properly."""
+    agent = mine.agent
+    if agent is None:
+        return
+    agent.engine.check_may_close()
+    with deferred, contextlib.ExitStack() as last:  # all of them, whichever fails
+        _free(mine)
+        for hook in reversed(on_stop):
+            last.callback(hook, agent)
+        agent.engine.close(clock.monotonic() + FAREWELL_SECONDS, farewell, died)
+
+
+def default_timeout() -> float:
+    """Seconds of ``SHOAL_TIMEOUT``."""
+    return _seconds_from_environment("SHOAL_TIMEOUT", DEFAULT_TIMEOUT)
+
+
+def _agents_per_machine(mine: AgentContext) -> int | None:
+    if mine.agents_per_machine is not None:
+        return mine.agents_per_machine
+    text = os.environ.get("SHOAL_AGENTS_PER_MACHINE", "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"SHOAL_AGENTS_PER_MACHINE={text!r}: it must be a positive integer")
+    return int(text)
+
+
+def _flag_from_environment(variable: str) -> bool:
+    text = os.environ.get(variable, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{variable}={text!r}: it must be 0 or 1")
+    return text == "1"
+
+
+def _seconds_from_environment(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"{variable}={text!r}: it must be a positive number of seconds")
+    return seconds
+
+
+def _choice_from_environment(variable: str, *values: str) -> str:
+    """A variable's value; the first of the choices, if it is not set."""
+    text = os.environ.get(variable, "") or values[0]
+    if text not in values:
+        raise ValueError(f"{variable}={text!r}: it must be {' or '.join(map(repr, values))}")
+    return text
+
+
+def _on_loss(given: str | None) -> str:
+    if given is not None and given not in (RAISE, CONTINUE):
+        raise ValueError(f"shoal.init(): on_loss={given!r}: it must be {RAISE!r} or {CONTINUE!r}")
+    return _choice_from_environment("SHOAL_ON_LOSS", RAISE, CONTINUE) if given is None else given
+
+
+def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
+    launch = mine.launch or current()
+    if mesh is not None:
+        launch = among_counterparts(launch, mesh)
+    timeout = mine.timeout if mine.timeout is not None else default_timeout()
+    forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
+    check_transport(forced, "SHOAL_TRANSPORT")
+    per_machine = _agents_per_machine(mine)
+    deadline = clock.monotonic() + timeout
+    on_partition = _choice_from_environment("SHOAL_ON_PARTITION", CONTINUE, STOP)
+    finite, locally = _flag_from_environment("SHOAL_CHECK_FINITE"), _flag_from_environment("SHOAL_COMPRESS_LOCALLY")
+    on_devices = _flag_from_environment("SHOAL_DEVICE_MEMORY")
+    wanted = _process_group(mine, launch, forced)
+    forced = "" if forced == PROCESS_GROUP else forced
+    drop_after = _seconds_from_environment("SHOAL_DROP_AFTER", float("inf"))
+    stall_seconds = _seconds_from_environment("SHOAL_STALL_SECONDS", STALL_AFTER)
+    parse_ports(*ports_of_environment())
+    certificates = certificates_of(launch.rank)
+    check_that_all_must_live(launch, on_loss == CONTINUE, certificates is not None)
+    _check_room(mine, launch, on_loss)
+    launch, of_launcher = _numbered(mine, launch, on_loss, deadline)
+    mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
+    engine.rejoin.extend_timeout(_seconds_from_environment("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
+    engine.publisher.finite, engine.compresses_locally, engine.devices.wanted = finite, locally, on_devices
+    engine.watchdog.drop_after, engine.stalls.after = drop_after, stall_seconds
+    engine.router.certificates = certificates
+    if on_loss == CONTINUE:
+        engine.survive_losses(on_partition == STOP)
+    _taken[id(mine)] = mine
+    try:
+        alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
+        alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": on_partition}
+        alike |= {"SHOAL_TRANSPORT=process-group": wanted is not None, **(wanted.alike if wanted is not None else {})}
+        alike |= {"WORLD_SIZE": launch.size, BEGIN_WITH: launch.begins}
+        said = {"place": asdict(engine.router.place), "alike": alike, **of_launcher}
+        try:
+            if launch.joins:
+                raise AlreadyMet
+            if launch.begins < launch.size:
+                engine.begin_without(tuple(range(launch.begins, launch.size)))
+            comes_back = launch.incarnation > 0 and not mine.has_met and bool(os.environ.get("SHOAL_SECRET"))
+            with gather_agents(mine.store, launch, deadline, said, comes_back) as (meeting, found):
+                _check_agreement(found, alike)
+                endpoint = _listen(engine, launch, forced, with_absent(found, launch.size))
+                met = introduce(meeting, launch, found, endpoint)
+                meeting.end()
+                engine.router.meet(met.endpoints, met.key, met.is_private)
+                if wanted is not None:
+                    attach_backend(engine, wanted)
+                if mine is not process_context():  # the context of a fleet's agent is not older than its own thread
+                    engine.deadlocks.bystanders.update(threading.enumerate())
+                engine.start()
+                agent = Agent(engine, _machines(met.places, per_machine, launch), launch)
+                _await_links(agent, deadline)
+                meeting.forget(ENDPOINT)
+                if on_loss == CONTINUE and met.is_private and launch.store_is_served:
+                    meeting.store.set(DIRECTORY, met.written())
+                # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
+            _await_links(agent, deadline)
+        except AlreadyMet:
+            agent = _rejoin(engine, launch, forced, per_machine, said, deadline, wanted)
+    except BaseException:
+        _free(mine)
+        engine.close(clock.monotonic() + 1.0, died=True)
+        raise
+    mine.has_met = True
+    return agent
+
+
+def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float) -> tuple[Launch, dict[str, Any]]:
+    """The launch as the others are to know it, and its data about its launcher; see :func:`numbered`."""
+    may_be = launch.store_is_served and not launch.joins and not mine.has_met and mine.store is None
+    if not (may_be and on_loss == CONTINUE and os.environ.get(LAUNCHER) and os.environ.get("SHOAL_SECRET")):
+        return launch, {}
+    with contextlib.closing(open_store(launch, deadline)) as store:
+        return numbered(store, launch, deadline)
+
+
+def _process_group(mine: AgentContext, launch: Launch, forced: str) -> BackendOptions | None:
+    """The backend that moves tensors, if it is not links."""
+    given = mine.process_group
+    if (forced != PROCESS_GROUP and given is None) or launch.size == 1:
+        return None
+    text = os.environ.get("SHOAL_CACHE_CAPACITY", "") or str(CAPACITY)
+    if not text.isdecimal():
+        raise ValueError(f"SHOAL_CACHE_CAPACITY={text!r}: it must be a number of entries, or 0 for no cache")
+    backend = check_backend(os.environ.get("SHOAL_PROCESS_GROUP", "") or "gloo", given, launch.size, launch.rank)
+    return BackendOptions(backend, int(text), given)
+
+
+def _listen(engine: Engine, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:
+    interface, reached = os.environ.get("SHOAL_INTERFACE", ""), [one["reached"] for one in found]
+    places = [PeerId(**one["place"]) for one in found]
+    ports = parse_ports(*ports_of_environment())
+    return engine.router.listen(places, forced, interface, launch.host or "", reached, ports)
+
+
+def _rejoin(
+    engine: Engine,
+    launch: Launch,
+    forced: str,
+    per_machine: int | None,
+    said: dict[str, Any],
+    deadline: float,
+    wanted: BackendOptions | None,
+) -> Agent:
+    """The others run already: ask them to admit this agent."""
+    with contextlib.closing(open_store(launch, deadline)) as store:
+        met = directory(store, launch, deadline)
+        _check_agreement(met.said, said["alike"])
+        met.said[launch.rank] = {**said, "reached": store.address}
+        endpoint = _listen(engine, launch, forced, met.said)
+        met.reached_from[launch.rank] = {"endpoint": asdict(endpoint)}
+        _check_reachable(engine, launch, met)
+        engine.router.meet(met.endpoints, met.key, met.is_private)
+        add_to_directory(store, launch, met)
+    if wanted is not None:
+        attach_backend(engine, wanted)
+    engine.start()
+    with engine.lock:
+        engine.rejoin.begin_waiting()
+    log.warning("rank %d comes later: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
+    return Agent(engine, _machines(met.places, per_machine, launch), launch)
+
+
+def _free(mine: AgentContext) -> None:
+    mine.agent = mine.engine = None
+    _taken.pop(id(mine), None)
+
+
+def _await_links(agent: Agent, deadline: float) -> None:
+    """Wait for all connections. It also opens each agent's link to rank + 1, so that notices of a loss reach all."""
+    from ..engine.discovery import discover, submit_to_all
+
+    def steps(operation: Operation) -> Steps[list[int]]:
+        return discover(agent.engine, operation, ())
+
+    rest = max(1.0, deadline - clock.monotonic())
+    submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False).wait()
+
+
+def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:
+    for name, value in alike.items():
+        others = [rank for rank, one in enumerate(found) if "alike" in one and one["alike"].get(name) != value]
+        if others:
+            there = found[others[0]]["alike"].get(name)
+            raise Mismatch(
+                f"{name} is {value} here and {there} on ranks {others}; set it to one value for all agents", others
+            )
+
+
+def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
+    """Refuse a job that others may join, where none could."""
+    if launch.begins == launch.size:
+        return
+    what = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
+    if on_loss != CONTINUE:
+        raise ValueError(f"{what}, and with on_loss={on_loss!r} nobody could: set SHOAL_ON_LOSS=continue")
+    if not os.environ.get("SHOAL_SECRET"):
+        raise ValueError(f"{what}: they prove with SHOAL_SECRET that they belong to the job; set it for all agents")
+    if not launch.store_is_served:
+        raise ValueError(
+            f"{what}: they look for the others in a store that stays, as `shoal run --max-agents` serves one"
+        )
+    if launch.joins and mine.has_met:
+        raise ShoalError(
+            f"shoal.init(): rank {launch.rank} joined a run, and has left it; a new process can join again", ()
+        )
+
+
+def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None:
+    """Refuse to wait for agents that listen only for their own machine and user."""
+    known = [place.rank for place in met.places if place.known and place.rank != launch.rank]
+    far = [rank for rank in known if engine.router.transport_to(rank) == "network" and not met.endpoints[rank].port]
+    if far:
+        raise ValueError(
+            f"shoal.init(): rank {launch.rank} on {engine.router.place.host} cannot reach ranks {far} on "
+            f"{met.places[far[0]].host}, which listen for agents of their own machine and user only, since they met at "
+            f"{join_address(launch.host, launch.port)}. Start the run at a --rendezvous that other machines reach, or "
+            "with SHOAL_INTERFACE"
+        )
+
+
+def _machines(places: list[PeerId], per_machine: int | None, launch: Launch) -> Machines | None:
+    if per_machine is not None:
+        return Machines(tuple(rank // per_machine for rank in range(len(places))))
+    if launch.begins < launch.size:
+        return None
+    known: dict[tuple[str, int, int], int] = {}
+    return Machines(tuple(known.setdefault(place.machine, len(known)) for place in places))
+
+
+def _at_exit() -> None:
+    failed = failure()
+    # Before the goodbye: the launcher must not see those that fail because of it and know nothing of this one.
+    write_note(failed is not None and failed.is_peer_loss)
+    try:
+        leave(process_context(), failed.text if failed is not None else "its process ended", died=failed is not None)
+    except Exception:
+        log.exception("leaving at the end of the process failed")
+
+
+atexit.register(_at_exit)
+
+
+def _in_child() -> None:
+    """A forked child is no agent; its copies of our sockets must not hide the end of this one.
+
+    Its engines are kept as they are: their sockets and locks belong to threads that do not exist in the child, and the
+    numbers of their descriptors to files that the child opens next.
+    """
+    for mine in _taken.values():
+        engine = mine.engine
+        if engine is not None:
+            mine.agent, mine.engine, mine.forked_from = None, None, (engine.rank, engine.size)
+            engine.abandon_in_child()
+            _abandoned.append(engine)
+    _taken.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,210 @@
+"""Agents as threads of one process, for notebooks and tests."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .. import clock
+from .._signals import deferred
+from ..coordination.attach import check_transport
+from ..errors import PeerLost
+from ..operations.timeouts import parse_timeout
+from ..rendezvous.launch import Launch
+from ..rendezvous.store import ThreadStore
+from ..topology._validate import check_size
+from .agent import AgentContext, enter_context
+from .bootstrap import init, leave
+
+log = logging.getLogger("shoal")
+T = TypeVar("T")
+GRACE_SECONDS = 5.0
+"""After one agent failed: how long the others may take to notice at their next operation."""
+
+
+class Fleet:
+    """``n`` agents in this process, each a thread.
+
+    >>> import shoal, torch
+    >>> def average():
+    ...     return shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())])).item()
+    >>> shoal.Fleet(2).run(average)
+    [0.5, 0.5]
+
+    Args:
+        size: How many agents.
+        agents_per_machine: Group them into machines of this many; one machine if not given.
+        timeout: Seconds for every wait; ``SHOAL_TIMEOUT`` (300) if not given.
+        transport: ``"threads"``; or ``"shared_memory"``, ``"network"`` or ``"process-group"``, to send everything the
+            way that processes would.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        agents_per_machine: int | None = None,
+        timeout: float | None = None,
+        transport: str = "",
+    ) -> None:
+        try:
+            size = check_size(size)
+        except (TypeError, ValueError):
+            raise ValueError(f"Fleet({size!r}): the number of agents must be a positive integer") from None
+        try:
+            agents_per_machine = None if agents_per_machine is None else check_size(agents_per_machine)
+        except (TypeError, ValueError):
+            raise ValueError(f"agents_per_machine={agents_per_machine!r}: it must be a positive integer") from None
+        check_transport(transport, "transport")
+        self.size = size
+        self._per_machine = agents_per_machine
+        self._timeout = None if timeout is None else parse_timeout(timeout, 0.0)
+        self._transport = transport
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Call ``function(*args, **kwargs)`` in every agent, after ``init`` and before ``shutdown``.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            The exception of the first agent that failed, with its traceback; the other agents are ended, and fleets
+                that they run. An agent in a loop without any operation does not notice; it is left running and named
+                in the log.
+            TypeError: A call of ``function`` would only create a generator or a coroutine, and run nothing.
+        """
+        for kind, test in _UNRUN:
+            if test(function):
+                raise TypeError(f"{function!r} is {kind}: to call it runs nothing of it. Give a function that does")
+        store = ThreadStore()
+        contexts = [
+            AgentContext(_launch(rank, self.size), store, self._transport, self._per_machine)
+            for rank in range(self.size)
+        ]
+        for one in contexts:
+            one.timeout = self._timeout
+        return _FleetRun(function, args, kwargs, contexts, store).results()
+
+
+def _launch(rank: int, size: int) -> Launch:
+    return Launch(rank, size, "fleet", None, None, False, 0)
+
+
+_UNRUN = (
+    ("a generator function", inspect.isgeneratorfunction),
+    ("a coroutine function", inspect.iscoroutinefunction),
+    ("an asynchronous generator function", inspect.isasyncgenfunction),
+)
+_around: contextvars.ContextVar[_FleetRun | None] = contextvars.ContextVar("shoal_fleet", default=None)
+"""The run of a fleet that the calling thread is an agent of."""
+
+
+class _FleetRun:
+    def __init__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, contexts: list[AgentContext], store: ThreadStore
+    ) -> None:
+        self._call = (function, args, kwargs)
+        self._contexts = contexts
+        self._store = store
+        self._results: list[Any] = [None] * len(contexts)
+        self._failure: BaseException | None = None
+        self._inside: set[_FleetRun] = set()  # the runs that agents of this one have begun
+        self._running = len(contexts)
+        self._ended = threading.Event()  # all agents have ended, or one has failed
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(
+                target=contextvars.Context().run, args=(self._agent, rank), name=f"agent-{rank}", daemon=True
+            )
+            for rank in range(len(contexts))
+        ]
+
+    def _agent(self, rank: int) -> None:
+        """The life of one agent. The caller is notified of its end, whatever happens."""
+        try:
+            self._live(rank)
+        except BaseException as error:
+            self._fail(rank, error)
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._ended.set()
+
+    def _live(self, rank: int) -> None:
+        mine = self._contexts[rank]
+        enter_context(mine)
+        _around.set(self)
+        torch.set_num_threads(1)  # one for each agent, or they would fight for the cores
+        function, args, kwargs = self._call
+        try:
+            init()
+            self._results[rank] = function(*args, **kwargs)
+        except BaseException as error:
+            self._fail(rank, error)
+        finally:
+            failed = self._failure is not None
+            leave(mine, "its fleet ended" if failed else "", died=failed)
+
+    def _fail(self, rank: int | None, error: BaseException) -> None:
+        """End all agents because one failed, or their caller (None)."""
+        with deferred, self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            inside = list(self._inside)
+        self._ended.set()
+        who = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
+        lost = PeerLost(f"{who} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
+        self._store.abort(lost)
+        for other, one in enumerate(self._contexts):
+            engine = one.engine
+            if other != rank and engine is not None:
+                engine.abort(lost)
+        for run in inside:
+            run._fail(None, lost)
+
+    def results(self) -> list[Any]:
+        around = _around.get()
+        if around is None:
+            return self._results_of_all()
+        with around._lock:
+            around._inside.add(self)
+            over = around._failure
+        try:
+            if over is not None:
+                raise PeerLost(f"the fleet around this one has failed with {type(over).__name__}: {over}")
+            return self._results_of_all()
+        finally:
+            with around._lock:
+                around._inside.discard(self)
+
+    def _results_of_all(self) -> list[Any]:
+        threads = torch.get_num_threads()
+        try:
+            try:
+                for thread in self._threads:
+                    thread.start()
+                self._ended.wait()
+            except BaseException as error:  # Ctrl-C, or no more threads
+                self._fail(None, error)
+            limit = clock.monotonic() + GRACE_SECONDS
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, limit - clock.monotonic()))
+        finally:
+            torch.set_num_threads(threads)  # new threads take what was set last
+        if self._failure is None:
+            return self._results
+        busy = [other for other, thread in enumerate(self._threads) if thread.is_alive()]
+        if busy:
+            log.warning(
+                "agents %s of the fleet are still in their own code; a thread cannot be ended from outside", busy
+            )
+        raise self._failure

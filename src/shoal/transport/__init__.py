@@ -1,0 +1,1 @@
+"""Links between agents: threads, shared memory, TCP; and the messages on them."""

@@ -1,1 +1,0 @@
-"""What runs inside an agent: how it was launched, whom it meets, and how its operations make progress."""

@@ -1,0 +1,495 @@
+"""Agents that lose others and let others in, in any order, plan alike: many agreements, on a network that is drawn."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict, deque
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from shoal.fault_tolerance import result_cache
+from shoal.fault_tolerance.agreement import WORD, Agreement
+from shoal.fault_tolerance.rejoin import JoiningPeer, Rejoin
+from shoal.fault_tolerance.result_cache import HAD, ResultCache
+from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
+from shoal.operations.deferred_callbacks import Callbacks
+from shoal.operations.matching import LAST_STAGE, Matcher
+from shoal.operations.membership import NOT_YET, Departure, Membership, Plan
+from shoal.operations.operation import FailurePolicy, Operation, Recovery
+from shoal.operations.submission_gate import SubmissionGate
+from shoal.transport.peer_address import Endpoint, PeerId, local_peer_id
+from shoal.transport.pending_peers import ENTRY
+from shoal.transport.sockets import Outgoing
+from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+
+HERE = local_peer_id(0)
+ALL, IN, SMALL = "b", "c", "d"
+"""Operations of all; those of them that let others in; and those whose results are kept to be handed on."""
+
+
+class Lifecycle:
+    """As much of one as agreements, entries and repairs use."""
+
+    def __init__(self, one: Simulated) -> None:
+        self.gate = SubmissionGate(lambda: None)
+        self.ready: deque[Operation] = deque()
+        self.departed_peers = type("Missed", (), {"survive": lambda *_: None})()
+        self._one = one
+
+    def leave_stage(self, _: Operation) -> None: ...
+    def close_generator(self, _: Operation) -> None: ...
+    def move_by_links(self) -> None: ...
+
+    def forget_before(self, operation: Operation, stage: int) -> None:
+        (self._one.awaiting.add if stage == LAST_STAGE else self._one.awaiting.discard)(operation)
+
+    def make_ready(self, operation: Operation) -> None:
+        self._one.attempts(operation)
+
+    def settle(self, operation: Operation, result: object, _: object) -> None:
+        self._one.end(operation, result)
+
+    def fail(self, _: Operation, error: BaseException) -> None:
+        raise error
+
+
+class Fusion:
+    def split_all(self) -> None: ...
+
+
+class Nothing:
+    """What nobody looks at here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+class Router:
+    """Where all are, as one agent knows it, and its lobby."""
+
+    def __init__(self, one: Simulated, size: int) -> None:
+        self.place = replace(HERE, rank=one.rank, incarnation=one.incarnation)
+        self.places = [replace(HERE, rank=rank) for rank in range(size)]
+        self.places[one.rank] = self.place
+        self.endpoints = [Endpoint()] * size
+        self.outside = False
+        self.links: dict[int, Any] = {}
+        self.waiting: dict[tuple[int, int], list[Message]] = {}
+        self._one = one
+
+    def waits(self, rank: int, incarnation: int) -> bool:
+        found = self._one.net.there.get(rank)
+        return (rank, incarnation) in self.waiting and found is not None and found.incarnation == incarnation
+
+    def begin_pending(self) -> None:
+        self.outside = True
+
+    def end_pending(self) -> None:
+        self.outside = False
+
+    def admit(self, place: PeerId, endpoint: Endpoint) -> None:
+        self.places[place.rank], self.endpoints[place.rank] = place, endpoint
+
+    def drop(self, rank: int) -> None:
+        del self.links[rank]
+
+    def admit_pending(self) -> None:
+        for rank, incarnation in list(self.waiting):
+            if not self.outside and self.places[rank].incarnation == incarnation:
+                for message in self.waiting.pop((rank, incarnation), []):
+                    self._one.hear(rank, incarnation, message)
+
+    def take(self, source: int, incarnation: int, message: Message) -> bool:
+        """Whether it is to be heard now."""
+        known = self.places[source].incarnation
+        if incarnation < known and not self.outside:
+            return False
+        if (incarnation > known or self.outside) and message.name != ENTRY:
+            self.waiting.setdefault((source, incarnation), []).append(message)
+            return False
+        if incarnation > known:
+            self.waiting.setdefault((source, incarnation), [])
+        return incarnation != known or message.name == ENTRY or source in self._one.membership.view.alive
+
+
+class Link(NamedTuple):
+    source: int
+    source_incarnation: int
+    to: int
+    incarnation: int
+
+
+class Simulated:
+    """One agent: it begins rounds between neighbours, and of all. The result of all is the attempt that gave it."""
+
+    def __init__(self, rank: int, net: Net, incarnation: int = 0) -> None:
+        self.rank, self.net, self.incarnation = rank, net, incarnation
+        self.matcher, self.membership = Matcher(), Membership(net.size)
+        self.planned: dict[int, Plan] = {}  # by round between neighbours
+        self.ended: dict[tuple[str, int], object] = {}  # the results of all
+        self.awaiting: set[Operation] = set()  # what waits for a result that others hand on
+        lifecycle: Any = Lifecycle(self)
+        router: Any = Router(self, net.size)
+        fusion: Any = Fusion()
+        nothing: Any = Nothing()
+        self.lifecycle, self.router = lifecycle, router
+        self.result_cache = ResultCache(rank, self.matcher, self.membership, self._send, lambda *_: None)
+        self.result_transfer = ResultTransfer(
+            self.matcher, self.membership, lifecycle, self.result_cache, self._send, lambda *_: None
+        )
+        self.agreement = Agreement(
+            rank,
+            net.size,
+            self.matcher,
+            self.membership,
+            lifecycle,
+            fusion,
+            Callbacks(),
+            self.result_cache,
+            self.result_transfer,
+            self._send,
+            lambda *_: None,
+            self.notice,
+            lambda _: None,
+            lambda _: None,
+        )
+        self.agreement.activate()
+        self.entry = Rejoin(
+            rank,
+            net.size,
+            nothing,
+            self.matcher,
+            self.membership,
+            router,
+            nothing,
+            self.agreement,
+            nothing,
+            self._send,
+        )
+        self.entry._sign = nothing  # to a launcher
+        if incarnation:
+            self.entry.begin_waiting()
+        elif net.begins < net.size:
+            absent = tuple(range(net.begins, net.size))
+            self.membership.begin_without(dict.fromkeys(absent, NOT_YET))
+            self.agreement.begin_without(absent)
+
+    def ask(self) -> None:
+        """As :meth:`Entry.ask` says it."""
+        self.router.endpoints[self.rank] = Endpoint()
+        text = torch.frombuffer(bytearray(JoiningPeer(self.router.place, Endpoint()).as_json()), dtype=torch.uint8)
+        for other in self.net.there.values():
+            if other is not self:
+                message = Message(Kind.DATA, ENTRY, ENTRY, dtype=text.dtype, payload=Payload(text, text.numel()))
+                self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
+
+    def _send(self, peer: int, what: Message, data: torch.Tensor) -> None:
+        message = Message(what.kind, what.op, what.name, what.round, dtype=data.dtype, shape=tuple(data.shape))
+        message.payload = Payload(data, data.numel())
+        self.net.handed_on += what.op == RESULT
+        self.net.put(Link(self.rank, self.incarnation, peer, self.router.places[peer].incarnation), message)
+
+    def notice(self, departure: Departure) -> None:
+        if self.membership.remove(departure.rank, departure.cause, departure.died) and (
+            departure.died or self.lifecycle.gate.paused
+        ):
+            self.agreement.change()
+        self.result_cache.on_gone(departure.rank, None)
+
+    def misses_somebody(self) -> None:
+        """A round needs an agent that has left, if there is one."""
+        for rank in self.membership.view.left:
+            self.agreement.missed(rank)
+        self.agreement.check(0.0)
+
+    def begin(self, name: str) -> None:
+        if self.matcher.under(IN):  # its caller waits for its end
+            return
+        operation = self.matcher.begin(name, name, float("inf"), False)
+        if name not in (ALL, IN, SMALL):
+            self.planned[operation.round] = self.agreement.plan_of(name, operation.round, FailurePolicy.SKIP_MISSING)
+            self.matcher.end(operation, None)
+            return
+        plan = self.agreement.plan_of(name, operation.round, FailurePolicy.RETRY)
+        operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.RETRY, plan)  # type: ignore[arg-type, return-value]
+        operation.recovery.take = as_plan if name == SMALL else None
+        self.attempts(operation)
+
+    def attempts(self, operation: Operation) -> None:
+        said = None
+        if operation.name == IN:
+            self.entry.admit_after(operation)
+            said = self.entry.asking(), self.entry.begun()
+        self.net.here[operation.name, operation.round, operation.plan][self.rank] = said
+
+    def go_on(self) -> None:
+        """Take a result that all of an attempt have contributed to, or the first of them alone, as the root of a
+        broadcast; end where all of them have it."""
+        for operation in self.matcher.in_flight():
+            key, recovery = (operation.name, operation.round, operation.plan), operation.recovery
+            assert recovery is not None
+            group = set(range(self.net.size)) - set(operation.excluded_ranks)
+            parts = self.net.here[key]
+            if operation.name == SMALL:
+                if set(parts) >= group and operation not in self.awaiting:
+                    self.end(operation, operation.plan)
+                continue
+            as_root = operation.name == ALL and self.rank == min(group)
+            if recovery.result is None and (set(parts) >= group or as_root):
+                recovery.result = (joined(parts, operation) if operation.name == IN else operation.plan,)
+                self.net.have[key].add(self.rank)
+            elif recovery.result is not None and self.net.have[key] >= group:
+                self.end(operation, recovery.result[0])
+
+    def end(self, operation: Operation, result: object) -> None:
+        self.ended[operation.name, operation.round] = result
+        if operation.name == SMALL:
+            assert isinstance(result, Plan)
+            self.result_cache.ended(operation, torch.tensor([result.entered, *result.gone]))
+        self.matcher.end(operation, None)
+        if operation.on_end is not None:
+            operation.on_end(result)
+
+    def hear(self, source: int, incarnation: int, message: Message) -> None:
+        if self.router.take(source, incarnation, message):
+            services = {ENTRY: self.entry, WORD: self.agreement, HAD: self.result_cache, RESULT: self.result_transfer}
+            services[message.name.partition(" ")[0]].serve(source, message)
+        self.router.admit_pending()
+
+
+def as_plan(result: torch.Tensor) -> Plan:
+    entered, *gone = result.tolist()
+    return Plan(tuple(gone), entered)
+
+
+def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, JoiningPeer], dict[str, int]]:
+    """As ``ops/state_transfer.py`` joins what all say."""
+    found: dict[int, JoiningPeer] = {}
+    begun: dict[str, int] = {}
+    for asking, counts in parts.values():
+        for rank, one in asking.items():
+            known = found.get(rank)
+            if rank in operation.excluded_ranks and (known is None or known.place.incarnation < one.place.incarnation):
+                found[rank] = one
+        for name, count in counts.items():
+            begun[name] = max(count, begun.get(name, 0))
+    return found, begun
+
+
+class Net:
+    def __init__(self, size: int, begins: int | None = None) -> None:
+        self.size, self.begins, self.handed_on = size, begins or size, 0
+        self.links: dict[Link, deque[Message]] = {}
+        self.here: defaultdict[tuple[str, int, Plan], dict[int, Any]] = defaultdict(dict)
+        self.have: defaultdict[tuple[str, int, Plan], set[int]] = defaultdict(set)
+        self.there = {rank: Simulated(rank, self) for rank in range(self.begins)}
+        # By rank and incarnation; whether they died, or left. Who has not come yet is as who died before it began.
+        self.dead: dict[tuple[int, int], bool] = {(rank, 0): True for rank in range(self.begins, size)}
+        self.starts: Counter[int] = Counter()
+
+    @property
+    def inside(self) -> list[Simulated]:
+        return [one for one in self.there.values() if not one.entry.outside]
+
+    def put(self, link: Link, message: Message) -> None:
+        self.links.setdefault(link, deque()).append(message)
+
+    @property
+    def waiting(self) -> list[Link]:
+        """Who has something to hear."""
+        there = {(one.rank, one.incarnation) for one in self.there.values()}
+        return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in there]
+
+    def deliver(self, link: Link) -> None:
+        self.there[link.to].hear(link.source, link.source_incarnation, self.links[link].popleft())
+
+    def notices(self, rank: int, dead: int, incarnation: int = 0) -> None:
+        one = self.there[rank]
+        if not one.entry.outside and one.router.places[dead].incarnation == incarnation:
+            one.notice(Departure(dead, "gone", self.dead[dead, incarnation], rank))
+
+    def lose(self, rank: int, died: bool = True) -> None:
+        self.dead[rank, self.there[rank].incarnation] = died
+        del self.there[rank]
+
+    def come_back(self, rank: int) -> None:
+        self.starts[rank] += 1
+        one = self.there[rank] = Simulated(rank, self, self.starts[rank])
+        one.ask()
+
+    def step(self, draw: random.Random, returns: bool) -> None:
+        waiting = self.waiting
+        what = draw.random()
+        one = draw.choice(list(self.there.values()))
+        if what < 0.4 and waiting:
+            self.deliver(draw.choice(waiting))
+        elif what < 0.45 and self.dead:
+            self.notices(one.rank, *draw.choice(list(self.dead)))
+        elif what < 0.47 and len(self.inside) > 2:
+            self.lose(one.rank, died=draw.random() < 0.7)
+        elif what < 0.49:
+            one.misses_somebody()
+        elif what < 0.51 and returns and len(self.there) < self.size:
+            self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
+        elif one.entry.outside or one.lifecycle.gate.paused:
+            pass
+        elif what < 0.7:
+            one.begin(draw.choice(["a", ALL, SMALL, SMALL, *([IN] if returns else [])]))
+        else:
+            one.go_on()
+
+    def finish(self, draw: random.Random) -> None:
+        """All losses are noticed, all that was said is heard, and who is behind calls what the others have called."""
+        for _ in range(30):
+            for rank in self.there:
+                for dead in self.dead:
+                    self.notices(rank, *dead)
+            draw.choice(self.inside).misses_somebody()
+            while waiting := self.waiting:
+                self.deliver(waiting[0])
+            for name in ("a", ALL, SMALL, IN):
+                most = max(one.matcher.begun(name) for one in self.inside)
+                for one in self.inside:
+                    for _ in range(most - one.matcher.begun(name)):
+                        if not one.lifecycle.gate.paused:
+                            one.begin(name)
+            for one in self.inside:
+                one.go_on()
+                one.router.admit_pending()  # who drives looks at the clock
+
+
+def check(net: Net) -> None:
+    left = net.inside
+    first = left[0]
+    for one in left:
+        assert not one.lifecycle.gate.paused and one.agreement.now == first.agreement.now
+        assert set(one.agreement.alive) == {other.rank for other in left}
+        assert not one.matcher.in_flight()
+        assert one.matcher.all_begun() == first.matcher.all_begun()
+    ended: dict[tuple[str, int], object] = {}
+    planned: dict[int, Plan] = {}
+    for one in left:
+        one.result_cache.tell()
+    for link in net.waiting:
+        net.deliver(link)
+    for one in left:
+        assert not one.result_cache.results and not one.result_cache._ahead
+        for key, result in one.ended.items():
+            assert ended.setdefault(key, result) == result
+        for number, plan in one.planned.items():
+            assert planned.setdefault(number, plan) == plan
+
+
+@pytest.mark.parametrize("how", ["lost", "lost and back", "joined, lost and back"])
+@pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.soak) for k in range(250, 2000, 250))])
+def test_agents_that_are_there_plan_and_end_all_rounds_alike(
+    first: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_cache, "TELL_AFTER", 3)
+    lost = entered = handed_on = 0
+    returns = how != "lost"
+    for seed in range(first, first + 250):
+        draw = random.Random(seed)
+        size = draw.randint(3, 6)
+        net = Net(size, draw.randint(1, size) if how.startswith("joined") else size)
+        for _ in range(600 if returns else 400):
+            net.step(draw, returns)
+        net.finish(draw)
+        check(net)
+        lost += len(net.dead)
+        entered += net.inside[0].lifecycle.gate.entered
+        handed_on += net.handed_on
+    assert lost > 250 and handed_on > 10
+    assert entered > 150 or not returns
+
+
+def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -> None:
+    net = Net(4)
+    first, second = net.there[0], net.there[1]
+    net.lose(3)
+    for rank in (0, 1, 2):
+        net.notices(rank, 3)
+    for source, to in ((1, 0), (2, 0)):
+        net.deliver(Link(source, 0, to, 0))
+    assert first.agreement.gone == (3,) and second.lifecycle.gate.paused
+    first.begin("a")
+    net.lose(2)
+    net.notices(1, 2)  # before it has heard what 0 and 2 said of the first
+    net.notices(0, 2)
+    net.finish(random.Random(0))
+    assert first.agreement.gone == second.agreement.gone == (2, 3)
+    assert first.planned == second.planned == {0: Plan((3,))}
+    first.begin("a")
+    assert first.planned[1] == Plan((2, 3))
+
+
+def link(opened_at: float) -> Outgoing:
+    made = Outgoing.__new__(Outgoing)
+    made._since = opened_at
+    return made
+
+
+def test_who_enters_asks_nobody_any_more_whom_it_has_not_reached() -> None:
+    """They may be another part, which would let it in, too. Others have heard of it, and may be let in after it."""
+    net = Net(4)
+    for rank in (1, 2, 3):
+        net.lose(rank)
+        net.notices(0, rank)
+    inside = net.there[0]
+    assert inside.agreement.gone == (1, 2, 3)
+    net.come_back(3)
+    joining_peer = net.there[3]
+    joining_peer.router.links.update({0: link(1.0), 1: link(0.0), 2: link(1.0)})
+    net.deliver(Link(3, 1, 0, 0))
+    inside.begin(IN)
+    inside.go_on()
+    inside.go_on()
+    net.deliver(Link(0, 0, 3, 1))
+    assert joining_peer.agreement.alive == (0, 3)
+    assert set(joining_peer.router.links) == {0, 2}
+
+
+def test_results_of_two_attempts_are_not_taken_for_one() -> None:
+    net = Net(4)
+    first, second = net.there[0], net.there[1]
+    for one in net.there.values():
+        one.begin(ALL)
+    first.go_on()
+    second.go_on()  # both have a result with rank 3; rank 2 has none
+    net.lose(3)
+    for rank in (0, 1, 2):
+        net.notices(rank, 3)
+    for source, to in ((1, 0), (2, 0)):
+        net.deliver(Link(source, 0, to, 0))
+    first.go_on()  # as a root it has the result of the next attempt at once
+    net.lose(2)
+    net.notices(1, 2)  # which therefore never makes that attempt
+    net.notices(0, 2)
+    net.finish(random.Random(0))
+    assert first.ended == second.ended == {(ALL, 0): Plan((2, 3))}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "nonsense",
+        "[]",
+        '{"gone": []}',
+        '{"gone": [[7, "", true, false]], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [[1, "", 1, 0], [1, "", 1, 1]], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": 1}',
+        '{"gone": [], "entered": "x", "begun": {}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": Infinity, "begun": {}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {"a": ["x"]}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {"a": "x"}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {"a": 1}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": [[[2, 1], 0, {}, []]]}',
+    ],
+)
+def test_nonsense_about_a_loss_is_a_protocol_error(said: str) -> None:
+    data = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
+    message = Message(Kind.DATA, WORD, WORD, dtype=torch.uint8, payload=Payload(data, data.numel()))
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        Net(4).there[0].hear(1, 0, message)

@@ -1,0 +1,181 @@
+"""When an agent is believed to be gone: the detector by itself, with connections and a clock that the test has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from shoal.fault_tolerance import failures
+from shoal.fault_tolerance.failures import GRACE, UNCONNECTED_GRACE, FailureDetector
+from shoal.operations.membership import Departure, Membership
+from shoal.transport.wire import CERTAIN, DIED, Kind, Message
+
+
+@dataclass
+class Connections:
+    """To whom this agent is connected, and who is to it."""
+
+    known: set[int] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)
+    cut_off: set[int] = field(default_factory=set)
+
+    def knows(self, rank: int) -> bool:
+        return rank in self.known or rank in self.heard
+
+    def hears(self, rank: int) -> bool:
+        return rank in self.heard
+
+    def reaches(self, rank: int) -> bool:
+        return rank in self.known
+
+    def is_cut_off(self, rank: int) -> bool:
+        return rank in self.cut_off
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(failures, "clock", clock)
+    return clock
+
+
+def detector(connections: Connections) -> FailureDetector:
+    router: Any = connections
+    return FailureDetector(0, Membership(4), router)
+
+
+def died(rank: int, told_by: int, certain: bool = False) -> Message:
+    flags = DIED | (CERTAIN if certain else 0)
+    return Message(Kind.NOTICE, round=told_by, token=rank, flags=flags, text="its process ended")
+
+
+def test_a_suspect_is_confirmed_after_its_last_words_could_have_come(clock: Clock) -> None:
+    found = detector(Connections(known={1}))
+    assert found.suspect(1, "closed", final=False, certain=False) == clock.now + GRACE
+    assert found.suspect(2, "refused", final=False, certain=False) == clock.now + UNCONNECTED_GRACE
+    assert found.next == clock.now + GRACE
+    assert not found.confirmed(clock.now)
+    assert found.confirmed(clock.now + GRACE) == [Departure(1, "closed", True, 0)]
+    found.forget(1)
+    assert found.next == clock.now + UNCONNECTED_GRACE
+
+
+def test_where_nothing_can_come_any_more_it_is_confirmed_at_once(clock: Clock) -> None:
+    found = detector(Connections(known={1}))
+    found.suspect(1, "closed", final=False, certain=False)
+    assert found.suspect(1, "nonsense", final=True, certain=True) == clock.now
+    assert found.confirmed(clock.now) == [Departure(1, "nonsense", True, 0, certain=True)]
+
+
+def test_a_second_sign_does_not_put_the_first_off(clock: Clock) -> None:
+    found = detector(Connections(known={1}))
+    due = found.suspect(1, "closed", final=False, certain=False)
+    clock.now += 0.3
+    assert found.suspect(1, "its process ended", final=False, certain=True) == due
+    assert found.confirmed(due)[0].cause == "closed"
+
+
+def test_who_is_connected_to_the_dead_sees_for_himself(clock: Clock) -> None:
+    """Where its connections stay, those two have lost each other; so a report is no loss for a moment."""
+    found = detector(Connections(heard={2}))
+    assert found.notice(1, died(2, told_by=1)) == clock.now + GRACE
+    certain = detector(Connections(heard={2})).notice(1, died(2, told_by=1, certain=True))
+    assert certain == Departure(2, "its process ended", True, 1, certain=True)
+    apart = detector(Connections()).notice(1, died(2, told_by=1))
+    assert apart == Departure(2, "its process ended", True, 1)
+
+
+def test_who_goes_while_another_is_about_to_be_lost_is_counted_after_it(clock: Clock) -> None:
+    found = detector(Connections(known={1, 2}))
+    due = found.suspect(1, "closed", final=False, certain=False)
+    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
+    assert [one.rank for one in found.confirmed(due)] == [1, 2]
+
+
+def test_a_goodbye_of_one_that_is_heard_counts_only_from_itself(clock: Clock) -> None:
+    left = Departure(2, "it called shoal.shutdown()", False, 1)
+    assert detector(Connections(heard={2})).report(left) == float("inf")
+    found = detector(Connections())
+    assert found.report(left) == clock.now + GRACE
+    assert found.confirmed(clock.now + GRACE) == [left]
+
+
+def test_a_goodbye_to_others_counts_only_where_the_link_to_who_leaves_shows_no_other(clock: Clock) -> None:
+    """What it has still to say here may be on its way, over a connection that is not there yet."""
+    left = Departure(2, "it called shoal.shutdown()", False, 1)
+    own = Departure(2, "it called shoal.shutdown()", False, 2)
+    found = detector(Connections(known={2}))
+    assert found.report(left) == found.next == float("inf")
+    assert not found.confirmed(clock.now + 1e6)
+    assert found.report(own) == clock.now + GRACE
+    assert found.confirmed(clock.now + GRACE) == [own]
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_its_link_may_end_without_the_goodbye_that_others_have_heard(clock: Clock, final: bool) -> None:
+    """Where what it sends here ended, and no goodbye with it, it has died since."""
+    left = Departure(2, "it called shoal.shutdown()", False, 1)
+    found = detector(Connections(known={2}))
+    found.report(left)
+    due = found.suspect(2, "closed", final=final, certain=False)
+    assert due == clock.now + (0.0 if final else GRACE)
+    assert found.suspect(2, "its process ended", final=False, certain=True) == due
+    assert found.confirmed(due) == [Departure(2, "closed", True, 0) if final else left]
+
+
+def test_a_goodbye_does_not_undo_the_loss_that_made_it_leave(clock: Clock) -> None:
+    """Rank 1 has shut rank 2 out, and leaves after that; rank 2 says goodbye. Rank 2 is the cause, and comes first."""
+    found = detector(Connections(known={1, 2}, heard={2}))
+    due = found.suspect(1, "sending to it failed", final=False, certain=False)
+    assert found.notice(1, died(2, told_by=1, certain=True)) == due
+    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
+    lost = Departure(2, "its process ended", True, 1, certain=True)
+    assert lost in found.confirmed(due)
+    found.forget(1)
+    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == lost
+
+
+OWN = Departure(2, "it called shoal.shutdown()", False, 2)
+"""What an agent says of itself on the link to it."""
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_the_end_of_a_link_after_its_goodbye_is_no_death(clock: Clock, certain: bool) -> None:
+    """It is counted as gone once what it has sent here has ended, too, and as one that left."""
+    connections = Connections(known={2}, heard={2})
+    found = detector(connections)
+    assert found.report(OWN) == float("inf")
+    assert found.suspect(2, "sending to it failed", final=False, certain=certain) == float("inf")
+    connections.heard.clear()
+    assert found.suspect(2, "closed", final=True, certain=certain) == clock.now
+    assert found.confirmed(clock.now) == [OWN]
+
+
+def test_a_goodbye_on_its_link_explains_the_end_of_its_process(clock: Clock) -> None:
+    found = detector(Connections(known={2}))
+    due = found.suspect(2, "its process ended", final=False, certain=True)
+    assert found.report(OWN) == due
+    assert found.confirmed(due) == [OWN]
+
+
+def test_who_said_goodbye_to_its_link_holds_no_loss_up(clock: Clock) -> None:
+    """Rank 2 left because rank 1 died. The link to it ended first, and rank 3 tells of rank 1."""
+    found = detector(Connections(known={1, 2}, heard={2}))
+    found.report(OWN)
+    found.suspect(2, "sending to it failed", final=False, certain=False)
+    lost = Departure(1, "its process ended", True, 3, certain=True)
+    assert found.notice(3, died(1, told_by=3, certain=True)) == lost
+
+
+def test_it_hears_of_its_own_loss(clock: Clock) -> None:
+    said = detector(Connections(known={1})).notice(1, died(0, told_by=1))
+    assert said == Departure(0, "its process ended", True, 1)

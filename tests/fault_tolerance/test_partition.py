@@ -1,0 +1,279 @@
+"""Who asks whom whether a network is whole again, and which part gives way: agents with a network that the test has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import PeerLost
+from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
+from shoal.operations.membership import NOT_YET, Membership
+from shoal.transport.wire import Message, Payload, ProtocolError
+
+
+@dataclass
+class Question:
+    """One that waits for its answer; also the socket of it."""
+
+    peer: int
+    on_answer: Callable[[int], None] = lambda answer: None
+    open: bool = True
+
+    @property
+    def sock(self) -> Question:
+        return self
+
+    def fileno(self) -> int:
+        return 5 if self.open else -1
+
+    def close(self) -> None:
+        self.open = False
+
+
+@dataclass
+class Place:
+    incarnation: int = 0
+
+
+@dataclass
+class Agent:
+    """One agent, and all that its reunion is given; it is in a job of ``size``."""
+
+    rank: int
+    size: int
+    asked: list[Question] = field(default_factory=list)
+    kinds: dict[int, str] = field(default_factory=dict)
+    sent: list[tuple[int, bytes]] = field(default_factory=list)
+    error: PeerLost | None = None
+    # As a gate, and an entry.
+    paused: bool = False
+    closing: bool = False
+    outside: bool = False
+    acknowledged: int = 0
+    looks_at: float = float("inf")
+
+    def __post_init__(self) -> None:
+        self.membership = Membership(self.size)
+        self.lock = RLock()
+        self.places = [Place() for _ in range(self.size)]
+        me: Any = self
+        keep: Callable[..., None] = lambda peer, message, data: self.sent.append((peer, bytes(data.numpy())))  # noqa: E731
+        self.partition_resolver = PartitionResolver(self.rank, self.size, me, self.membership, me, me, me, me, me, keep)
+        self.partition_resolver.activate()
+
+    @property
+    def ended(self) -> PeerLost | None:
+        return self.error
+
+    # As a router
+
+    def answer_by(self, answer: Callable[[int, int], int]) -> None:
+        self.answer = answer
+
+    def transport_to(self, rank: int) -> str:
+        return self.kinds.get(rank, "network")
+
+    def place_of(self, rank: int) -> Place:
+        return self.places[rank]
+
+    def outgoing(self, peer: int, receiver: object, asks: bool = False) -> Question:
+        assert asks and not any(one.open for one in self.asked), "a link that stays, or two questions"
+        self.asked.append(Question(peer))
+        return self.asked[-1]
+
+    # As all others
+
+    def check_by(self, when: float) -> None:
+        self.looks_at = when
+
+    def flush(self) -> None: ...
+
+    def acknowledge(self, source: int, message: Message) -> None:
+        self.acknowledged += 1
+
+    @property
+    def out_of_reach(self) -> frozenset[int]:
+        view = self.membership.view
+        known = {*view.left, *view.died}.difference(view.out_of_reach)
+        return frozenset(range(self.size)) - {*view.alive} - known
+
+    def yield_to_majority(self, why: PeerLost) -> None:
+        self.error = why
+
+    def lose(self, *ranks: int) -> Agent:
+        """They are out of reach."""
+        for rank in ranks:
+            self.membership.remove(rank, "silent", True, True)
+        return self
+
+    def hear(self, source: int, text: bytes) -> None:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        message: Any = Message(kind=None, name="~reunion", payload=Payload(data, len(data)))  # type: ignore[arg-type]
+        self.partition_resolver.serve(source, message)
+
+
+def peers(agent: Agent) -> list[int]:
+    return [one.peer for one in agent.asked]
+
+
+def part(count: int, lowest: int) -> int:
+    return count << 32 | lowest
+
+
+def test_where_nobody_is_out_of_reach_nobody_is_asked_and_no_time_looked_at() -> None:
+    whole = Agent(1, 4)
+    assert whole.partition_resolver.check(100.0) == float("inf")
+    whole.membership.remove(0, "its process ended", True)
+    whole.membership.remove(2, "it left", False)
+    whole.membership.begin_without({3: NOT_YET})
+    assert (
+        whole.partition_resolver.check(200.0) == float("inf")
+        and not whole.asked
+        and not whole.partition_resolver.descriptors()
+    )
+
+
+def test_the_larger_part_asks_nobody() -> None:
+    for agent, beyond in ((Agent(2, 5), (3, 4)), (Agent(1, 4), (2, 3)), (Agent(0, 2), (1,))):
+        agent.lose(*beyond)
+        assert agent.partition_resolver.check(100.0) == float("inf") and not agent.asked
+
+
+def test_the_smaller_part_asks_one_at_a_time_in_turn() -> None:
+    agent = Agent(3, 5).lose(0, 1, 2)
+    assert agent.looks_at == 0.0
+    now = 100.0
+    for _ in range(6):
+        assert agent.partition_resolver.check(now) == now + EVERY
+        agent.asked[-1].close()  # refused
+        assert agent.partition_resolver.check(now + EVERY / 2) == now + EVERY, "asked before its time"
+        now += EVERY
+    assert sorted(peers(agent)[:3]) == [0, 1, 2] and peers(agent)[3:] == peers(agent)[:3]
+
+
+def test_a_question_without_an_answer_is_dropped_for_the_next() -> None:
+    agent = Agent(1, 2).lose(0)
+    assert agent.partition_resolver.check(100.0) == 100.0 + EVERY
+    now = 100.0
+    while now < 100.0 + PATIENCE:
+        assert len(agent.asked) == 1 and agent.partition_resolver.descriptors() == [5]
+        now = agent.partition_resolver.check(now)
+    agent.partition_resolver.check(now)
+    assert [one.open for one in agent.asked] == [False, True]
+    agent.partition_resolver.close(0.0)
+    assert not agent.partition_resolver.descriptors() and agent.partition_resolver.check(now + EVERY) == float("inf")
+    assert len(agent.asked) == 2
+
+
+def test_who_is_back_is_not_asked_any_more() -> None:
+    agent = Agent(1, 2).lose(0)
+    agent.partition_resolver.check(100.0)
+    agent.membership.add(0)
+    assert agent.partition_resolver.check(100.5) == float("inf") and not agent.asked[0].open
+
+
+@pytest.mark.parametrize("kind", ["", "threads"])
+def test_who_has_no_address_is_not_asked(kind: str) -> None:
+    agent = Agent(2, 3, kinds={0: kind}).lose(0, 1)
+    for step in range(3):
+        agent.partition_resolver.check(100.0 + step * PATIENCE)
+    assert peers(agent) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("state", ["paused", "closing", "outside", "error"])
+def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: str) -> None:
+    agent = Agent(2, 3).lose(0, 1)
+    assert agent.answer(0, 0) == part(1, 2)
+    setattr(agent, state, True)
+    agent.partition_resolver.check(100.0)
+    assert not agent.asked and agent.answer(0, 0) == 0
+    if state == "paused":
+        agent.paused = False
+        agent.partition_resolver.check(100.0 + EVERY)
+        assert agent.asked
+
+
+def test_only_who_is_gone_on_without_is_told_of_the_part() -> None:
+    agent = Agent(0, 4).lose(2, 3)
+    agent.membership.remove(1, "its process ended", True)
+    assert agent.answer(3, 0) == part(1, 0)
+    agent.membership.add(3)
+    assert agent.answer(3, 0) == 0, "as one that was stopped, and wakes"
+    agent.places[3].incarnation = 2
+    assert agent.answer(3, 1) == part(2, 0), "a process that was replaced"
+    assert agent.answer(3, 2) == agent.answer(3, 3) == 0
+
+
+@pytest.mark.parametrize("answer", [0, part(2, 3), part(1, 0), part(5, 0), part(1 << 30, 0), (1 << 64) - 1], ids=hex)
+def test_an_answer_that_is_none_or_of_no_larger_part_means_nothing(answer: int) -> None:
+    agent = Agent(2, 5).lose(0, 1, 4)
+    agent.partition_resolver.check(100.0)
+    agent.asked[0].on_answer(answer)
+    assert agent.error is None and not agent.sent
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(part(3, 0), "as one of 3: theirs is the larger part"), (part(2, 1), "as large a part, with the lowest rank, 1")],
+)
+def test_it_gives_way_and_tells_its_part(answer: int, why: str) -> None:
+    agent, other = Agent(2, 5).lose(0, 1, 4), Agent(3, 5).lose(0, 1, 4)
+    agent.partition_resolver.check(100.0)
+    agent.asked[0].on_answer(answer)
+    [(peer, text)] = agent.sent
+    other.hear(2, text)
+    assert peer == 3 and other.acknowledged == 1 and not other.sent
+    for one in (agent, other):
+        assert one.error is not None and one.error.ranks == (0, 1, 4)
+        assert f"rank {agent.asked[0].peer} can be reached again, and has gone on without ranks [2, 3]" in str(
+            one.error
+        )
+        assert why in str(one.error) and f"rank {one.rank} takes their state" in str(one.error)
+
+
+def test_what_makes_no_sense_or_comes_from_elsewhere_ends_nobody() -> None:
+    agent = Agent(3, 5).lose(0, 1, 2)
+    for text in (b"{", b"7", b"[0, 3]", b'["a", 1, 2]', b"[0, null, 0]", b"\xff"):
+        with pytest.raises(ProtocolError, match="another part"):
+            agent.hear(4, text)
+    agent.hear(0, b"[0, 3, 0]")
+    assert agent.error is None
+    agent.hear(4, b"[0, 3, 0]")
+    assert agent.error is not None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_of_any_parts_one_goes_on_and_it_is_the_largest(seed: int) -> None:
+    """Agents have died in each part meanwhile, which the others do not know; and who reaches whom is drawn."""
+    draws = random.Random(seed)
+    size = draws.randint(2, 9)
+    of = [draws.randrange(draws.randint(1, 4)) for _ in range(size)]
+    left = [rank for rank in range(size) if draws.random() < 0.7] or [0]
+    agents = {rank: Agent(rank, size) for rank in left}
+    for rank, agent in agents.items():
+        for other in range(size):
+            if of[other] != of[rank]:
+                agent.lose(other)
+            elif other not in agents:
+                agent.membership.remove(other, "its process ended", True)
+    parts = [[rank for rank in left if of[rank] == one] for one in set(of)]
+    largest = max((one for one in parts if one), key=lambda one: (len(one), -one[0]))
+    for step in range(20 * size):
+        for rank in draws.sample(left, len(left)):
+            agent = agents[rank]
+            agent.partition_resolver.check(100.0 + step * EVERY)
+            question = next((one for one in agent.asked if one.open), None)
+            if question is not None:
+                question.close()
+                if question.peer in agents and draws.random() < 0.5:
+                    question.on_answer(agents[question.peer].answer(rank, 0))
+            for other, text in agent.sent:
+                agents[other].hear(rank, text)
+            agent.sent.clear()
+    assert [rank for rank in left if agents[rank].error is None] == largest

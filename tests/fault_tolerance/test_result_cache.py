@@ -1,0 +1,227 @@
+"""Results that are kept for others: how long, what is said of them, and what is taken from whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import Any, cast
+
+import pytest
+import torch
+
+from shoal.fault_tolerance import result_cache
+from shoal.fault_tolerance.recovery import take_result
+from shoal.fault_tolerance.result_cache import HAD, ResultCache, copy_for_cache
+from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
+from shoal.operations.lifecycle import Lifecycle
+from shoal.operations.matching import LAST_STAGE, Matcher
+from shoal.operations.membership import Membership, Plan
+from shoal.operations.operation import Exchange, FailurePolicy, Operation, Recovery, Stage
+from shoal.operations.services import as_tensor
+from shoal.transport.shared_regions import ResultPool
+from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+
+RESULT_HERE = torch.arange(3.0)
+
+
+class Agent:
+    """Rank 0 of some, and what it says."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.matcher, self.membership = Matcher(), Membership(size)
+        self.said: list[tuple[int, Any]] = []
+        self.result_cache = ResultCache(0, self.matcher, self.membership, self._send, lambda *_: None)
+
+    def _send(self, peer: int, message: Message, data: torch.Tensor) -> None:
+        self.said.append((peer, json.loads(bytes(data.numpy()))))
+
+    def begin(self, name: str = "x", plan: Plan | None = None) -> Operation:
+        operation = self.matcher.begin("allreduce", name, 1.0, False)
+        operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.RETRY, plan or Plan())  # type: ignore[arg-type, return-value]
+        return operation
+
+    def end(self, operation: Operation, result: torch.Tensor | None = RESULT_HERE) -> None:
+        self.result_cache.ended(operation, result)
+        self.matcher.end(operation, None)
+
+    def hear(self, source: int, said: object) -> None:
+        data = as_tensor(said if isinstance(said, bytes) else json.dumps(said).encode())
+        message = Message(Kind.DATA, HAD, HAD, dtype=torch.uint8, payload=Payload(data, data.numel()))
+        self.result_cache.serve(source, message)
+
+
+def had(name: str, *rounds: tuple[int, int], leaving: bool = False) -> dict[str, Any]:
+    return {"had": {name: [list(one) for one in rounds]}, "leaving": leaving}
+
+
+def test_a_result_is_kept_until_all_who_took_part_have_said_that_they_have_it() -> None:
+    agent = Agent(4)
+    agent.end(agent.begin(plan=Plan((3,))))  # of those that are there one takes no part
+    agent.hear(1, had("x", (0, 1)))
+    assert list(agent.result_cache.results) == [("x", 0)]
+    agent.hear(2, had("x", (0, 1)))
+    assert not agent.result_cache.results
+
+
+def test_who_has_it_first_says_so_before() -> None:
+    agent = Agent()
+    first, second = agent.begin(), agent.begin()
+    agent.hear(1, had("x", (0, 2)))
+    agent.hear(2, had("x", (0, 1)))
+    agent.end(first)
+    assert not agent.result_cache.results
+    agent.end(second)
+    assert agent.result_cache.results["x", 1].without == {2}
+
+
+def test_who_is_gone_needs_nothing() -> None:
+    agent = Agent()
+    agent.end(agent.begin())
+    agent.hear(1, had("x", (0, 1)))
+    agent.membership.remove(2, "it died", True)
+    agent.result_cache.on_gone(2, None)
+    assert not agent.result_cache.results
+    agent.end(agent.begin())
+    assert agent.result_cache.results["x", 1].without == {1}
+
+
+def test_it_is_said_of_many_at_once_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_cache, "TELL_AFTER", 4)
+    agent = Agent()
+    for name in ("x", "x", "y", "x", "x"):
+        agent.end(agent.begin(name))
+    assert agent.said == [(peer, {"had": {"x": [[0, 3]], "y": [[0, 1]]}, "leaving": False}) for peer in (1, 2)]
+    agent.result_cache.tell()
+    assert agent.said[2:] == [(peer, had("x", (3, 1))) for peer in (1, 2)]
+    agent.result_cache.tell()
+    assert len(agent.said) == 4
+
+
+def test_large_ones_are_told_of_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_cache, "TELL_AFTER_BYTES", 2 * RESULT_HERE.nbytes)
+    agent = Agent()
+    agent.end(agent.begin())
+    assert not agent.said
+    agent.end(agent.begin())
+    assert agent.said == [(peer, had("x", (0, 2))) for peer in (1, 2)]
+    agent.end(agent.begin())
+    assert len(agent.said) == 2  # it counts anew
+
+
+def test_who_leaves_is_told_at_once_of_what_is_here_and_of_what_comes() -> None:
+    agent = Agent()
+    agent.end(agent.begin())
+    agent.hear(1, {"had": {}, "leaving": True})
+    assert agent.said == [(peer, had("x", (0, 1))) for peer in (1, 2)]
+    agent.end(agent.begin())
+    assert agent.said[2:] == [(peer, had("x", (1, 1))) for peer in (1, 2)]
+
+
+def test_a_round_that_failed_here_is_not_waited_for() -> None:
+    agent = Agent()
+    operation = agent.begin()
+    agent.hear(1, had("x", (0, 1)))
+    agent.end(operation, None)
+    agent.hear(2, had("x", (0, 1)))
+    assert not agent.result_cache.results and not agent.result_cache._ahead
+    agent.result_cache.tell()
+    assert not agent.said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"nonsense",
+        [],
+        {"had": []},
+        {"had": {}},
+        *({"had": {"x": [run]}} for run in (0, [0, 2], [0, 0], [-1, 1], ["a", 1], [float("inf"), 1])),
+        {"had": {"y": [[0, 1]]}},
+    ],
+)
+def test_nonsense_about_results_is_a_protocol_error(said: object) -> None:
+    agent = Agent()
+    agent.begin()
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        agent.hear(1, said)
+
+
+def test_what_is_kept_is_a_copy_of_what_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_cache, "MOST_BYTES", 16)
+    x = torch.ones(4)
+    kept = copy_for_cache(x, ResultPool())
+    x += 1
+    assert kept is not None and torch.equal(kept, torch.ones(4))
+    assert copy_for_cache(torch.ones(5), ResultPool()) is None
+    nothing = copy_for_cache(None, ResultPool())
+    assert nothing is not None and nothing.numel() == 0
+    conjugate = copy_for_cache(torch.tensor([1j]).conj(), ResultPool())
+    assert conjugate is not None and not conjugate.is_conj() and conjugate.tolist() == [-1j]
+
+
+def test_a_result_is_taken_only_from_who_is_there() -> None:
+    agent = Agent()
+    operation, taken = agent.begin(), []
+    lifecycle: Any = type("Lifecycle", (), {"leave_stage": lambda *_: None})()
+    lifecycle.forget_before = lambda *_: None
+    lifecycle.settle = lambda operation, result, error: taken.append(result)
+    assert operation.recovery is not None
+    operation.recovery.take = lambda result: result
+    result_transfer = ResultTransfer(
+        agent.matcher, agent.membership, lifecycle, agent.result_cache, agent._send, lambda *_: None
+    )
+    agent.membership.remove(2, "it died", True)
+    for source in (2, 1):
+        message = Message(Kind.DATA, RESULT, f"{RESULT} x", dtype=torch.float32, shape=(3,))
+        message.payload = Payload(RESULT_HERE, 3)
+        result_transfer.serve(source, message)
+        assert len(taken) == (source == 1)
+    assert torch.equal(taken[0], RESULT_HERE)
+
+
+class Steps:
+    """A lifecycle of which it is written down what it is told to do."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda operation, *rest: self.told.append((name, *rest))
+
+
+def in_the_midst(agent: Agent, take: Callable[[torch.Tensor], Any]) -> Operation:
+    """An operation of all that waits in a stage; and, of another attempt, for somebody to confirm."""
+    operation = agent.begin()
+    assert operation.recovery is not None
+    operation.recovery.take, operation.generator = take, cast(Any, (one for one in ()))
+    operation.stage, operation.waiting_more = Stage(0, Exchange([], [1]), {1}, {}), True
+    operation.unconfirmed, operation.outcome = {7: 1}, (0,)
+    return operation
+
+
+def test_who_is_handed_a_result_in_the_midst_of_its_own_drops_that_and_keeps_the_result_for_others() -> None:
+    """Whoever handed it on may be gone before it has done so to all."""
+    lifecycle = Steps()
+    operation = in_the_midst(Agent(), lambda result: f"taken: {result.tolist()}")
+    generator = operation.generator
+    take_result(cast(Lifecycle, lifecycle), operation, RESULT_HERE)
+    assert generator is not None and getgeneratorstate(generator) == GEN_CLOSED
+    assert lifecycle.told == [
+        ("leave_stage",),
+        ("forget_before", LAST_STAGE),
+        ("settle", "taken: [0.0, 1.0, 2.0]", None),
+    ]
+    assert operation.recovery is not None and operation.recovery.copy is RESULT_HERE
+    assert operation.generator is None and not operation.waiting_more
+    assert not operation.unconfirmed and operation.outcome is None
+
+
+def test_a_result_that_cannot_be_taken_fails_its_operation() -> None:
+    wrong, lifecycle = ValueError("of another shape"), Steps()
+
+    def take(result: torch.Tensor) -> None:
+        raise wrong
+
+    take_result(cast(Lifecycle, lifecycle), in_the_midst(Agent(), take), RESULT_HERE)
+    assert lifecycle.told[-1] == ("fail", wrong) and "settle" not in [name for name, *_ in lifecycle.told]

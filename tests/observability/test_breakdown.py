@@ -1,0 +1,343 @@
+"""Where the time of a step goes: of runs whose every moment is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shoal
+from shoal.observability import breakdown, message_matching, traces
+from shoal.observability.breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
+from shoal.observability.run_report import RunReport
+from shoal.observability.trace_writer import FUSED
+from support import PROCESS_GROUP, TRANSPORTS
+from support.world import World
+from support.written_traces import MS, Written, exchange
+
+
+def shares_of(folder: Path, agents: list[Written]) -> list[Share]:
+    for agent in agents:
+        agent.into(folder)
+    found = traces.read(folder).traces
+    return breakdown.break_down(found, message_matching.match(found))
+
+
+def into(share: Share) -> dict[str, float]:
+    """Milliseconds by kind, without what is nothing."""
+    return {kind: share.into[kind] / MS for kind in KINDS if share.into[kind]}
+
+
+def blamed(share: Share) -> dict[int, float]:
+    return {rank: nanoseconds / MS for rank, nanoseconds in share.blamed.items() if nanoseconds}
+
+
+def test_each_moment_of_a_wait_is_what_the_operation_waited_for(tmp_path: Path) -> None:
+    """Agent 0 computes until 4 ms. It waits until 9 for who has not sent, until 12 for the first byte and until 15 for
+    the last; it sums until 17, and waits until 20 for who has not said that it has read."""
+    agents = [Written(0), Written(1)]
+    exchange(agents, 1, 0, 9.0, 12.0, 15.0)
+    exchange(agents, 0, 1, 4.0, 5.0)
+    agents[0].call(4.0, 20.0, sums=[(15.0, 17.0)])
+    agents[0].wait(4.0, 20.0)
+    agents[0].step(1, 0.0, 21.0)
+    agents[1].call(9.0, 20.0)
+    share = shares_of(tmp_path, agents)[0]
+    assert into(share) == {COMPUTING: 5.0, OTHERS: 5.0, DATA: 3.0, TRANSFER: 3.0, SUMS: 2.0, COORDINATION: 3.0}
+    assert blamed(share) == {1: 5.0}
+
+
+def test_of_several_messages_the_last_says_what_is_waited_for(tmp_path: Path) -> None:
+    agents = [Written(rank, 3) for rank in range(3)]
+    exchange(agents, 1, 0, 1.0, 2.0)
+    exchange(agents, 2, 0, 6.0, 7.0)
+    agents[0].call(0.0, 8.0)
+    agents[0].wait(0.0, 8.0)
+    agents[0].step(1, 0.0, 8.0)
+    share = shares_of(tmp_path, agents)[0]
+    assert into(share) == {OTHERS: 6.0, DATA: 1.0, COORDINATION: 1.0}
+    assert blamed(share) == {2: 6.0}
+
+
+def test_who_waits_itself_is_not_blamed_but_whom_it_waits_for(tmp_path: Path) -> None:
+    """0 waits for 1, which waits for 2 from 3 to 9 and computes before and after."""
+    agents = [Written(rank, 3) for rank in range(3)]
+    exchange(agents, 2, 1, 9.0, 9.0, name="y")
+    exchange(agents, 1, 0, 11.0, 11.0)
+    agents[1].call(3.0, 9.0, "y")
+    agents[1].wait(3.0, 9.0, "y")
+    agents[0].call(1.0, 11.0)
+    agents[0].wait(1.0, 11.0)
+    for agent in agents:
+        agent.step(1, 0.0, 12.0)
+    shares = shares_of(tmp_path, agents)
+    assert blamed(shares[0]) == {1: 4.0, 2: 6.0} and blamed(shares[1]) == {2: 6.0}
+
+
+def test_who_has_not_come_to_read_is_waited_for_like_who_has_not_sent(tmp_path: Path) -> None:
+    """A tensor is read where it lies, so its owner waits until its neighbour has; and that comes at 7."""
+    agents = [Written(0), Written(1)]
+    exchange(agents, 0, 1, 1.0, 1.0)
+    agents[0].call(1.0, 9.0)
+    agents[0].wait(1.0, 9.0)
+    agents[0].step(1, 0.0, 9.0)
+    agents[1].call(7.0, 8.0)
+    share = shares_of(tmp_path, agents)[0]
+    assert into(share) == {COMPUTING: 1.0, OTHERS: 6.0, COORDINATION: 2.0} and blamed(share) == {1: 6.0}
+
+
+def test_messages_that_move_no_tensor_are_coordination_while_they_are_under_way(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    agents[1].message("to", 0, 2.0, **{"for": "coordination"})
+    agents[0].message("from", 1, 5.0)
+    agents[0].call(0.0, 5.0)
+    agents[0].wait(0.0, 5.0)
+    agents[0].step(1, 0.0, 5.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {OTHERS: 2.0, COORDINATION: 3.0}
+
+
+def test_stages_are_waited_for_one_after_the_other(tmp_path: Path) -> None:
+    """What is sent in the second stage is not missed before the first has ended."""
+    agents = [Written(0), Written(1)]
+    exchange(agents, 1, 0, 1.0, 4.0)
+    exchange(agents, 1, 0, 5.0, 6.0, stage=1)
+    agents[0].call(0.0, 6.0)
+    agents[0].wait(0.0, 6.0)
+    agents[0].step(1, 0.0, 6.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {OTHERS: 2.0, DATA: 4.0}
+
+
+def test_a_sum_of_any_operation_is_no_waiting(tmp_path: Path) -> None:
+    """Who waits for one bucket sums another that is there already."""
+    agents = [Written(0), Written(1)]
+    exchange(agents, 1, 0, 8.0, 9.0)
+    agents[0].call(0.0, 5.0, "other", sums=[(2.0, 5.0)])
+    agents[0].call(0.0, 9.0)
+    agents[0].wait(0.0, 9.0)
+    agents[0].step(1, 0.0, 9.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {OTHERS: 5.0, SUMS: 3.0, DATA: 1.0}
+
+
+def test_copying_before_the_first_message_is_no_computing(tmp_path: Path) -> None:
+    agent = Written(0, 1)
+    agent.call(2.0, 9.0, prepare=(2.0, 5.0))
+    agent.step(1, 0.0, 10.0)
+    assert into(shares_of(tmp_path, [agent])[0]) == {COMPUTING: 7.0, SUMS: 3.0}
+
+
+def test_a_wait_that_two_steps_share_counts_in_each_as_long_as_it_lasts_there(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    exchange(agents, 1, 0, 9.0, 9.0)
+    agents[0].call(3.0, 9.0)
+    agents[0].wait(3.0, 9.0)
+    agents[0].step(1, 0.0, 5.0)
+    agents[0].step(2, 5.0, 10.0)
+    first, second = shares_of(tmp_path, agents)[:2]
+    assert into(first) == {COMPUTING: 3.0, OTHERS: 2.0} and into(second) == {COMPUTING: 1.0, OTHERS: 4.0}
+
+
+def test_the_thread_that_waits_most_is_the_one_that_trains(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    exchange(agents, 1, 0, 6.0, 6.0)
+    agents[0].call(0.0, 6.0)
+    agents[0].wait(1.0, 6.0, thread="trainer")
+    agents[0].wait(0.0, 1.0, thread="logger")
+    agents[0].step(1, 0.0, 6.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 1.0, OTHERS: 5.0}
+
+
+def test_a_wait_inside_another_counts_once(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    exchange(agents, 1, 0, 6.0, 6.0)
+    agents[0].call(0.0, 6.0)
+    agents[0].wait(2.0, 4.0)
+    agents[0].wait(1.0, 6.0)
+    agents[0].step(1, 0.0, 6.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 1.0, OTHERS: 5.0}
+
+
+def test_without_steps_it_is_the_whole_run(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    exchange(agents, 1, 0, 6.0, 8.0)
+    agents[0].call(2.0, 8.0)
+    agents[0].wait(2.0, 8.0)
+    share = shares_of(tmp_path, agents)[0]
+    assert share.number == 0 and into(share) == {OTHERS: 4.0, DATA: 2.0}
+
+
+def test_of_several_optimizers_the_steps_of_the_busiest_count(tmp_path: Path) -> None:
+    agent = Written(0, 1)
+    agent.call(0.0, 9.0)
+    for number in range(3):
+        agent.step(number + 1, 3.0 * number, 3.0 * number + 3.0, "generator")
+    agent.step(1, 0.0, 9.0, "critic")
+    assert [one.number for one in shares_of(tmp_path, [agent])] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("fused_here", [True, False])
+def test_a_call_waits_for_the_message_that_it_travelled_in(tmp_path: Path, fused_here: bool) -> None:
+    """The second of two small calls, whose message names the first; this agent may have fused otherwise."""
+    agents = [Written(0), Written(1)]
+    of = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
+    for agent in agents if fused_here else agents[1:]:
+        row = agent._row(f"exchange: {FUSED}")
+        agent._line("B", row, ts=agent._at(0.0), name="neighbor_allreduce x 2", args=of)
+        agent._line("E", row, ts=agent._at(8.0))
+    said = {"peer": 0, "bytes": 40, "round": 0, "calls": 2, "name": "a"}
+    agents[1]._line("i", agents[1]._row(f"exchange: {FUSED}"), ts=agents[1]._at(5.0), name="to 0", s="t", args=said)
+    row = agents[0]._row(f"exchange: {FUSED}")
+    agents[0]._line("i", row, ts=agents[0]._at(7.0), name="from 1", s="t", args=said | {"peer": 1})
+    agents[0].call(1.0, 8.0, "a")
+    agents[0].call(1.0, 8.0, "b")
+    agents[0].wait(2.0, 7.0, "b")
+    agents[0].step(1, 0.0, 8.0)
+    share = shares_of(tmp_path, agents)[0]
+    assert into(share) == {COMPUTING: 3.0, OTHERS: 3.0, DATA: 2.0}
+
+
+def test_who_left_no_trace_is_waited_for(tmp_path: Path) -> None:
+    agent = Written(0)
+    agent.message("from", 1, 6.0)
+    agent.call(1.0, 6.0)
+    agent.wait(1.0, 6.0)
+    agent.step(1, 0.0, 6.0)
+    share = shares_of(tmp_path, [agent])[0]
+    assert into(share) == {COMPUTING: 1.0, OTHERS: 5.0} and blamed(share) == {1: 5.0}
+
+
+def test_a_call_that_failed_waited_for_others(tmp_path: Path) -> None:
+    agent = Written(0)
+    agent.call(1.0, 6.0, error="DeadlineExceeded: they did not come")
+    agent.wait(1.0, 6.0)
+    agent.step(1, 0.0, 6.0)
+    assert into(shares_of(tmp_path, [agent])[0]) == {COMPUTING: 1.0, OTHERS: 5.0}
+
+
+def test_what_a_process_group_moves_waits_for_who_has_not_asked_then_for_its_turn_and_is_transferred(
+    tmp_path: Path,
+) -> None:
+    """Headers are exchanged until 2; agent 1 asks at 3 and agent 2 at 6, its turn is at 8, and it is moved at 12."""
+    agents = [Written(rank, 3) for rank in range(3)]
+    exchange(agents, 1, 0, 1.0, 2.0)
+    for agent, asked in zip(agents, (2.0, 3.0, 6.0), strict=True):
+        agent.call(1.0, 14.0, moves=[(asked, 8.0, 12.0)], sums=[(12.0, 14.0)])
+        agent.wait(1.0, 14.0)
+        agent.step(1, 0.0, 14.0)
+    shares = shares_of(tmp_path, agents)
+    assert into(shares[0]) == {COMPUTING: 1.0, COORDINATION: 3.0, OTHERS: 4.0, TRANSFER: 4.0, SUMS: 2.0}
+    assert blamed(shares[0]) == {2: 4.0} and blamed(shares[2]) == {}
+
+
+def test_what_is_moved_between_machines_is_told_by_one_clock(tmp_path: Path) -> None:
+    agents = [Written(0, host="node0"), Written(1, host="node1", ahead=500.0)]
+    for k in range(2):
+        exchange(agents, k, 1 - k, 1.0, 1.0)
+    for agent, asked in zip(agents, (2.0, 5.0), strict=True):
+        agent.call(1.0, 9.0, moves=[(asked, 6.0, 9.0)])
+        agent.wait(2.0, 9.0)
+        agent.step(1, 0.0, 9.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    first, second = RunReport.of(tmp_path).shares
+    assert into(first) == {COMPUTING: 2.0, OTHERS: 3.0, COORDINATION: 1.0, TRANSFER: 3.0}
+    assert into(second)[TRANSFER] == 3.0 and OTHERS not in into(second)
+
+
+def test_what_comes_twice_under_one_name_came_in_the_order_in_which_it_was_sent(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    for at in (1.0, 6.0):
+        exchange(agents, 0, 1, at, at + 2.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    found = message_matching.match(traces.read(tmp_path).traces)
+    assert [one.received.at - one.sent.at for one in found] == [2 * MS, 2 * MS]
+
+
+def test_who_takes_no_part_in_what_is_moved_is_not_waited_for(tmp_path: Path) -> None:
+    """A call of the same name between others, which ask for it at 6."""
+    agents = [Written(rank, 4) for rank in range(4)]
+    for rank, asked in enumerate((2.0, 2.0, 6.0, 6.0)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        agents[rank].call(1.0, 9.0, moves=[(asked, 7.0, 9.0)], among=pair)
+        agents[rank].wait(2.0, 9.0)
+        agents[rank].step(1, 0.0, 9.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 2.0, COORDINATION: 5.0, TRANSFER: 2.0}
+
+
+def test_what_a_round_of_coordination_computes_is_coordination(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    for agent in agents:
+        agent.call(0.0, 9.0, moves=[(1.0, 6.0, 9.0)])
+        agent.call(1.0, 6.0, "coordination", sums=[(2.0, 4.0)], operation="coordination")
+        (begins,) = [line for line in agent.lines if line.get("name") == "coordination" and line["ph"] == "B"]
+        begins["args"]["name"] = "~coordination"
+        agent.wait(1.0, 9.0)
+        agent.step(1, 0.0, 9.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 1.0, COORDINATION: 5.0, TRANSFER: 3.0}
+
+
+Times = st.lists(st.floats(0.0, 100.0), min_size=4, max_size=4)
+
+
+@given(calls=st.lists(st.tuples(Times, st.integers(0, 3), st.booleans()), min_size=1, max_size=12))
+def test_the_parts_of_a_step_add_up_to_it(
+    calls: list[tuple[list[float], int, bool]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    agents = [Written(0), Written(1)]
+    for round_, (times, stage, arrives) in enumerate(calls):
+        start, sent, came, end = sorted(times)
+        exchange(agents, 1, 0, sent, came, came + 1.0 if arrives else 0.0, round_=round_, stage=stage)
+        agents[0].call(start, end, round_=round_, sums=[(came, end)])
+        agents[0].wait(start, end, round_=round_)
+    for number in range(4):
+        agents[0].step(number + 1, 25.0 * number, 25.0 * number + 25.0)
+    for share in shares_of(tmp_path_factory.mktemp("traces"), agents)[:4]:
+        assert sum(share.into.values()) == share.length
+        assert all(part >= 0 for part in share.into.values())
+        assert sum(share.blamed.values()) == share.into[OTHERS]
+
+
+def train(steps: int) -> None:
+    model = torch.nn.Linear(100, 100)
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(100)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, PROCESS_GROUP])
+def test_parts_of_real_steps_add_up_to_them(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
+    shoal.Fleet(3, transport=transport).run(train, 5)
+    found = traces.read(tmp_path).traces
+    shares = breakdown.break_down(found, message_matching.match(found))
+    assert [(one.trace, one.number) for one in shares] == [(k, step) for k in range(3) for step in range(1, 6)]
+    for share in shares:
+        assert sum(share.into.values()) == share.length and share.into[COMPUTING] > 0
+
+
+def reduce_all(count: int) -> None:
+    for _ in range(count):
+        shoal.allreduce(torch.ones(1000), name="all")
+        shoal.neighbor_allreduce(torch.ones(50_000), name="some")
+
+
+def test_what_process_groups_moved_in_a_real_run_is_coordination_and_transfer(tmp_path: Path) -> None:
+    with World(4, environment={"SHOAL_TRANSPORT": PROCESS_GROUP, "SHOAL_TIMELINE": str(tmp_path)}) as world:
+        world.results(reduce_all, 5)
+    report = RunReport.of(tmp_path)
+    assert len(report.traces) == 4
+    for one in report.traces:
+        for name in ("all", "some"):
+            moves = [call.moves for call in one.calls if call.name == name]
+            assert [len(several) for several in moves] == [1] * 5, name
+            for (move,) in moves:
+                assert move.ordered is not None and move.moved is not None
+                assert move.asked <= move.ordered <= move.moved
+    for share in report.shares:
+        assert share.into[COORDINATION] > 0 and share.into[TRANSFER] > 0 and not share.into[DATA]
+    assert all(flow.sent.coordinates for flow in report.flows if flow.sent.key.name.startswith("~"))

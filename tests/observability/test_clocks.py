@@ -1,0 +1,119 @@
+"""Clocks that are wrong are put right by the messages themselves."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.observability import clocks, message_matching, traces
+from shoal.observability.clocks import ClockFit
+from shoal.observability.traces import Trace
+from support.written_traces import MS, Written, exchange
+
+HOUR = 3_600_000.0
+
+
+def run_of(
+    folder: Path, ahead: list[float], delays: dict[tuple[int, int], float], *, drift: float = 0.0, seconds: float = 1.0
+) -> list[Trace]:
+    """Machines of one agent each, that send to each other again and again; a message takes so many ms, or longer."""
+    agents = [Written(rank, len(ahead), f"node{rank}", ahead=off, drift=drift * rank) for rank, off in enumerate(ahead)]
+    chance = random.Random(0)
+    for round_ in range(100):
+        at = 1000 * seconds * round_ / 100
+        for (source, destination), delay in delays.items():
+            sent = at + chance.uniform(0.0, 1.0)
+            came = sent + delay * chance.choice((1.0, 1.1, 3.0))
+            exchange(agents, source, destination, sent, came, round_=round_)
+    for agent in agents:
+        agent.into(folder)
+    return traces.read(folder).traces
+
+
+def aligned(found: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
+    known = clocks.align(found, message_matching.match(found))
+    return known, [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
+
+
+@given(
+    ahead=st.floats(-HOUR, HOUR),
+    there=st.floats(0.01, 50.0),
+    back=st.floats(0.01, 50.0),
+)
+def test_what_is_found_is_off_by_half_of_the_fastest_round_trip_at_most(
+    ahead: float, there: float, back: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    found = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): there, (1, 0): back})
+    first, second = clocks.align(found, message_matching.match(found))
+    assert (first.ahead, first.uncertain) == (0.0, 0.0)
+    assert second.uncertain is not None and second.uncertain <= (there + back) / 2 * MS + 100
+    assert abs(second.ahead - ahead * MS) <= second.uncertain + 100
+    assert abs(second.ahead - (ahead + (there - back) / 2) * MS) <= 0.1 * max(there, back) * MS + 100
+
+
+def test_no_message_comes_before_it_was_sent(tmp_path: Path) -> None:
+    delays = {(k, j): 0.2 + 0.1 * k for k in range(4) for j in range(4) if k != j}
+    _, laid = aligned(run_of(tmp_path, [0.0, 500.0, -70.0, 3.0], delays))
+    matched = message_matching.match(laid)
+    assert len(matched) == 100 * len(delays)
+    assert all(one.received.at > one.sent.at for one in matched)
+
+
+def test_machines_that_exchange_nothing_are_put_right_by_those_between(tmp_path: Path) -> None:
+    delays = {(0, 1): 1.0, (1, 0): 1.0, (1, 2): 1.0, (2, 1): 1.0}
+    known, _ = aligned(run_of(tmp_path, [0.0, 100.0, -200.0], delays))
+    assert [round(one.ahead / MS) for one in known] == [0, 100, -200]
+    assert known[2].uncertain == pytest.approx(2 * MS, rel=0.2)
+
+
+def test_a_clock_is_laid_by_the_path_that_is_surest_not_by_the_shortest(tmp_path: Path) -> None:
+    delays = {(0, 2): 1.0, (2, 0): 41.0, (0, 1): 1.0, (1, 0): 1.0, (1, 2): 2.0, (2, 1): 2.0}
+    known, _ = aligned(run_of(tmp_path, [0.0, 100.0, -200.0], delays))
+    assert [round(one.ahead / MS) for one in known] == [0, 100, -200]
+    assert [one.uncertain for one in known] == pytest.approx([0.0, 1 * MS, 3 * MS], rel=0.2)
+
+
+def test_clocks_that_drift_apart_are_laid_along_a_line(tmp_path: Path) -> None:
+    """20 microseconds a second, ten minutes: 12 ms, and messages that take 0.1 ms."""
+    found = run_of(tmp_path, [0.0, 40.0], {(0, 1): 0.1, (1, 0): 0.1}, drift=0.02, seconds=600.0)
+    known, laid = aligned(found)
+    assert known[1].drift == pytest.approx(20_000, rel=0.02)
+    late = [one.received.at - one.sent.at for one in message_matching.match(laid)]
+    assert max(map(abs, late)) < 1 * MS
+
+
+def test_where_messages_go_one_way_only_the_time_of_day_is_believed(tmp_path: Path) -> None:
+    known, _ = aligned(run_of(tmp_path, [0.0, 100.0], {(0, 1): 1.0}))
+    assert known[1] == ClockFit("node1", 0.0, 0.0, None, 0, known[1].middle)
+
+
+def test_agents_of_one_machine_share_its_clock(tmp_path: Path) -> None:
+    agents = [Written(0, host="node"), Written(1, host="node", ahead=0.0)]
+    exchange(agents, 0, 1, 1.0, 2.0)
+    exchange(agents, 1, 0, 1.0, 9.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    known, _ = aligned(traces.read(tmp_path).traces)
+    assert [(one.ahead, one.uncertain) for one in known] == [(0.0, 0.0)] * 2
+
+
+def test_all_times_of_a_trace_are_laid_on_the_one_clock(tmp_path: Path) -> None:
+    agent = Written(1, host="node1", ahead=100.0)
+    agent.call(1.0, 5.0, sums=[(2.0, 3.0)])
+    agent.call(6.0, None)
+    agent.message("to", 0, 1.5)
+    agent.message("from", 0, 2.0)
+    agent.message("all from", 0, 2.5)
+    agent.wait(1.0, 5.0)
+    agent.step(1, 0.0, 6.0)
+    agent.lost(0, 7.0, "gone")
+    trace = traces.read_one(agent.into(tmp_path))
+    right = traces.read_one(Written(1, host="node1", lines=agent.lines, rows=agent.rows).into(tmp_path))
+    laid = clocks.on_one_clock(trace, ClockFit("node1", 100.0 * MS, 0.0, 0.0, 1, 0))
+    assert laid.shift == trace.shift and (laid.start, laid.end) == (right.start, right.end)
+    for name in ("calls", "waits", "steps", "sent", "received", "losses"):
+        assert getattr(laid, name) == getattr(right, name), name

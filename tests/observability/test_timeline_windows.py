@@ -1,0 +1,124 @@
+"""Calls on windows in the timeline: a bar for each, on the window's row, also if it fails; nothing while it is off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.operations.events import Event, Events
+
+Fleets = Callable[..., shoal.Fleet]
+CALLS = ["win_create", "win_put", "win_accumulate", "win_get", "win_update", "win_update_then_collect", "win_put"]
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
+    return tmp_path
+
+
+def call_everything() -> None:
+    """Each kind of call, in the order of CALLS, on a window that is called weights."""
+    x = torch.ones(1000)
+    shoal.win_create(x, "weights")
+    shoal.win_put(x, "weights")
+    shoal.win_accumulate(x, "weights")
+    shoal.win_get("weights")
+    shoal.win_update("weights")
+    shoal.win_update_then_collect("weights")
+    shoal.win_wait(shoal.win_put_nonblocking(x, "weights"))
+    shoal.barrier()
+
+
+def window_bars(path: Path) -> list[tuple[str, float, float]]:
+    """(call, start, end) of the bars on the rows of the window called weights, by start."""
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    rows = {one["tid"]: one["args"]["name"] for one in events if one.get("name") == "thread_name"}
+    found, begun = [], {}
+    for one in events:
+        if not rows.get(one["tid"], "").startswith("exchange: window weights"):
+            continue
+        if one["ph"] == "B":
+            begun[one["tid"]] = one
+        elif one["ph"] == "E":
+            start = begun.pop(one["tid"])
+            if start["args"]["round"] < 0:  # the call, not one of its exchanges between machines
+                found.append((start["name"], start["ts"], one["ts"]))
+    assert not begun, "a bar never ends"
+    return sorted(found, key=lambda bar: bar[1])
+
+
+def test_every_call_is_a_bar_on_the_row_of_its_window(traces: Path, fleet: Fleets) -> None:
+    fleet(2).run(call_everything)
+    for rank in range(2):
+        bars = window_bars(traces / f"shoal-rank{rank}.json")
+        assert [name for name, *_ in bars] == CALLS
+        for (_, start, end), (_, following, _) in pairwise(bars):
+            assert start < end <= following
+
+
+def test_a_call_that_waits_for_a_mutex_is_as_long_as_the_wait(traces: Path) -> None:
+    patience = 0.2
+
+    def hold() -> None:
+        shoal.win_create(torch.ones(3), "weights")
+        with shoal.win_mutex("weights", for_self=True):
+            shoal.barrier()
+            with pytest.raises(shoal.DeadlineExceeded):
+                shoal.win_put(torch.ones(3), "weights", require_mutex=True, timeout=patience)
+            shoal.barrier()
+
+    shoal.Fleet(2).run(hold)
+    (put,) = [bar for bar in window_bars(traces / "shoal-rank0.json") if bar[0] == "win_put"]
+    assert put[2] - put[1] >= 1e6 * patience
+
+
+def test_a_failed_call_shows_its_error(traces: Path) -> None:
+    def run() -> None:
+        shoal.win_create(torch.ones(3), "weights")
+        shoal.barrier()
+        if shoal.rank() == 1:
+            shoal.win_free("weights")
+        shoal.barrier()
+        if shoal.rank() == 0:
+            with pytest.raises(shoal.Mismatch):
+                shoal.win_put(torch.ones(3), "weights")
+        shoal.barrier()
+
+    shoal.Fleet(2).run(run)
+    (failure,) = [one for one in json.loads((traces / "shoal-rank0.json").read_text()) if one.get("name") == "failed"]
+    assert failure["args"]["error"].startswith("Mismatch: ")
+    assert window_bars(traces / "shoal-rank0.json")[-1][0] == "win_put"
+
+
+def test_a_listener_hears_beginning_and_end_of_each_call() -> None:
+    def run() -> list[tuple[str, str]]:
+        heard: list[Event] = []
+        stop = shoal.events().subscribe(heard.append)
+        call_everything()
+        stop()
+        mine = [one for one in heard if one.name == "~window weights"]
+        assert all(one.round < 0 for one in mine), "no message between machines"
+        rounds = [one.round for one in mine]
+        assert all(rounds.count(number) == 2 for number in rounds)
+        return [(one.kind, one.operation) for one in mine]
+
+    expected = [(kind, call) for call in CALLS for kind in ("submitted", "finished")]
+    assert shoal.Fleet(2).run(run) == [expected, expected]
+
+
+def test_nothing_is_told_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_TIMELINE", raising=False)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an event was built for nobody")
+
+    monkeypatch.setattr(Events, "emit", refuse)
+    shoal.Fleet(2).run(call_everything)

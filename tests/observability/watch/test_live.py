@@ -1,0 +1,86 @@
+"""A launcher's part: what fails in it ends no run, and leaves nothing open."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from shoal.observability.watch.launcher_link import StatusSender
+from shoal.observability.watch.live import JoiningLaunchers, LocalViewer
+from support.leftovers import nothing_is_left, wait_until
+from support.status_messages import summary
+
+
+def test_what_an_agent_says_and_what_its_process_does_is_on_the_page() -> None:
+    with nothing_is_left(), LocalViewer(2, 2, "two") as watch:
+        watch.started(0, os.getpid())
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+            agent.connect(watch.path)
+            agent.send(json.dumps(summary(0, 2, step=5)).encode())
+            assert wait_until(lambda: bool(watch.serve() or watch.state.as_json()["agents"][0]["step"]), 10.0)
+            found: list[dict[str, Any]] = []
+            page = Thread(target=lambda: found.append(_news(watch.address)))
+            page.start()
+            assert wait_until(lambda: bool(watch.serve() or found), 10.0)
+            page.join()
+        (one, other) = found[0]["agents"]
+        assert (one["state"], one["step"]) == ("computing", 5)
+        assert other["state"] == "not there"
+
+
+def test_launchers_are_heard_that_know_the_secret_of_this_attempt_and_none_of_the_one_before() -> None:
+    with (
+        nothing_is_left(),
+        LocalViewer(2, 1, "one, and room for one", begins=1) as watch,
+        contextlib.ExitStack() as tellers,
+    ):
+        for pid, secret in ((5, "of the first"), (6, "of the second")):
+            listener = socket.create_server(("127.0.0.1", 0))
+            address = listener.getsockname()
+            watch.gather(JoiningLaunchers(listener, secret, 1))
+            told = [StatusSender(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
+            for teller in told:
+                tellers.callback(teller.close)
+            right = next(teller for teller in told if teller._secret == secret.encode())
+            right.process(1, pid, "there", "S")
+            (wrong,) = (teller for teller in told if teller is not right)
+            wrong.process(1, 666, "there", "S")
+
+            def has_come(pid: int = pid, told: tuple[StatusSender, ...] = tuple(told)) -> bool:
+                for teller in told:
+                    teller.serve()
+                watch.serve()
+                return bool(watch.state.as_json()["agents"][1]["pid"] == pid)
+
+            assert wait_until(has_come, 10.0)
+            assert right._sealed is not None and wrong._sealed is None
+            if pid == 5:
+                before, first = right, address
+        assert wait_until(lambda: bool(before.serve() or before._sealed is None), 10.0)  # it was hung up on
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(first)
+
+
+def _news(address: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{address}news", timeout=10) as page:
+        said: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
+    return said
+
+
+def test_a_fault_in_it_ends_the_page_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with nothing_is_left(), LocalViewer(1, 1, "one") as watch:
+        watch.state.draw = watch.state.as_json = None  # type: ignore[assignment, method-assign]
+        watch.serve()
+        assert watch.due == float("inf") and "nobody can look on any more (TypeError" in capsys.readouterr().err
+        watch.started(0, 1)
+        watch.ended(0, "rank 0 exited with code 1", False)
+        watch.serve()
+        assert watch.fileno() > 0  # the launcher's loop still has it

@@ -1,0 +1,423 @@
+"""Small operations that travel together give what they give apart, whatever the neighbours have fused."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+
+import shoal
+from shoal.operations import fusion
+from shoal.operations.fused_name import MOST_OPERATIONS, PREFIX
+from shoal.operations.fused_operation import MOST_BYTES
+from shoal.operations.lifecycle import Lifecycle
+from shoal.runtime.agent import current
+from shoal.transport.wire import Kind, Message, Payload
+from support.leftovers import wait_until
+from support.reference import averaged_over, same_bits
+from support.samples import sample, samples
+
+Fleets = Callable[..., shoal.Fleet]
+Handles = dict[str, "shoal.Handle[torch.Tensor]"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+
+
+class Postman:
+    """Counts the messages with a tensor that an agent sends, by whether they are fused."""
+
+    def __init__(self) -> None:
+        self.fused = self.single = 0
+        sender = current().engine.sender
+        post = sender.post
+
+        def counted(channel: Any, operation: Any, stage: Any) -> None:
+            if operation.name.startswith(PREFIX):
+                self.fused += 1
+            else:
+                self.single += 1
+            post(channel, operation, stage)
+
+        sender.post = counted  # type: ignore[method-assign]
+
+
+def shape_of(index: int) -> tuple[int, ...]:
+    return [(3,), (), (2, 3), (70,), (1, 1, 5)][index % 5]
+
+
+def dtype_of(index: int) -> torch.dtype:
+    return DTYPES[index // 7 % len(DTYPES)]
+
+
+def value(index: int, rank: int) -> torch.Tensor:
+    return sample(rank, shape_of(index), dtype_of(index), index)
+
+
+def expected(index: int, size: int) -> list[torch.Tensor]:
+    graph = shoal.ExponentialTwoGraph(size)
+    return averaged_over(graph, [value(index, rank) for rank in range(size)], is_weighted=False)
+
+
+def test_a_burst_travels_as_one_message_and_keeps_every_bit(fleet: Fleets) -> None:
+    count = 50
+
+    def run() -> tuple[list[torch.Tensor], int, int]:
+        shoal.barrier()
+        post = Postman()
+        with current().engine.lock:  # nobody drives meanwhile
+            handles = [shoal.neighbor_allreduce_nonblocking(sample(shoal.rank(), (5,), seed=i)) for i in range(count)]
+        found = [handle.wait() for handle in handles]
+        return found, post.fused, post.single
+
+    graph = shoal.ExponentialTwoGraph(4)
+    averages = [averaged_over(graph, samples(4, (5,), seed=i), is_weighted=False) for i in range(count)]
+    for rank, (found, fused, single) in enumerate(fleet(4).run(run)):
+        assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(found))
+        assert (fused, single) == (1, 0)
+
+
+def test_agents_that_fuse_differently_get_the_same_as_one_by_one(fleet: Fleets) -> None:
+    """Each agent submits in another order, in bursts of another length, some of them blocking."""
+    size, count = 3, 60
+
+    def run(seed: int) -> list[tuple[int, torch.Tensor]]:
+        rank = shoal.rank()
+        chance = random.Random(100 * seed + rank)
+        order = list(range(count))
+        chance.shuffle(order)
+        handles: dict[int, shoal.Handle[torch.Tensor]] = {}
+        for index in order:
+            out = torch.empty(shape_of(index), dtype=dtype_of(index)) if index % 2 else None
+            handles[index] = shoal.neighbor_allreduce_nonblocking(value(index, rank), f"tensor {index}", out=out)
+            if chance.random() < 0.1:
+                time.sleep(0.002)  # the progress thread begins what there is
+        return [(index, handle.wait(20)) for index, handle in handles.items()]
+
+    averages = [expected(index, size) for index in range(count)]
+    for seed in range(4):
+        for rank, found in enumerate(fleet(size).run(run, seed)):
+            assert len(found) == count
+            for index, one in found:
+                assert same_bits(one, averages[index][rank]), (seed, rank, index)
+
+
+def test_a_neighbour_that_calls_one_by_one_gets_on_with_one_that_fuses(fleet: Fleets) -> None:
+    count = 20
+
+    def run() -> list[float]:
+        x = [torch.tensor([float(i + shoal.rank())]) for i in range(count)]
+        if shoal.rank() == 0:
+            return [shoal.neighbor_allreduce(one).item() for one in x]
+        handles = [shoal.neighbor_allreduce_nonblocking(one) for one in x]
+        return [handle.wait().item() for handle in handles]
+
+    assert fleet(2).run(run) == [[i + 0.5 for i in range(count)]] * 2
+
+
+def test_the_tensors_of_a_burst_may_change_before_it_begins(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        x = torch.tensor([1.0])
+        handles = []
+        with current().engine.lock:
+            for i in range(10):
+                x.fill_(float(i + shoal.rank()))
+                handles.append(shoal.neighbor_allreduce_nonblocking(x))
+            x.fill_(-1.0)
+        return [handle.wait().item() for handle in handles]
+
+    assert fleet(2).run(run) == [[i + 0.5 for i in range(10)]] * 2
+
+
+@pytest.mark.parametrize(("count", "numel"), [(3 * MOST_OPERATIONS, 1), (MOST_BYTES // 16000 + 9, 4000)])
+def test_a_burst_larger_than_one_fused_operation_takes_several(fleet: Fleets, count: int, numel: int) -> None:
+    def run() -> list[float]:
+        with current().engine.lock:
+            handles = [
+                shoal.neighbor_allreduce_nonblocking(torch.full((numel,), float(i + shoal.rank())))
+                for i in range(count)
+            ]
+        return [handle.wait()[-1].item() for handle in handles]
+
+    assert fleet(2).run(run) == [[i + 0.5 for i in range(count)]] * 2
+
+
+def test_names_too_long_for_one_fused_operation_take_several(fleet: Fleets) -> None:
+    names = [f"{i:03d} é" + "x" * 990 for i in range(40)]
+
+    def run() -> list[float]:
+        with current().engine.lock:
+            handles = [
+                shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i + shoal.rank())]), name)
+                for i, name in enumerate(names)
+            ]
+        return [handle.wait().item() for handle in handles]
+
+    assert fleet(2).run(run) == [[i + 0.5 for i in range(40)]] * 2
+
+
+def test_one_shape_that_differs_fails_alone(fleet: Fleets) -> None:
+    def run() -> list[str]:
+        handles: Handles = {}
+        with current().engine.lock:
+            for name in "abcde":
+                numel = 2 + shoal.rank() if name == "c" else 4
+                handles[name] = shoal.neighbor_allreduce_nonblocking(torch.ones(numel), name)
+        outcomes = []
+        for name, handle in handles.items():
+            try:
+                outcomes.append(f"{name} {handle.wait(10).sum().item():g}")
+            except shoal.Mismatch as error:
+                assert "shape" in str(error)
+                assert set(error.ranks) == {0, 1}
+                outcomes.append(f"{name} refused")
+        return outcomes
+
+    assert fleet(2).run(run) == [["a 4", "b 4", "c refused", "d 4", "e 4"]] * 2
+
+
+def test_several_neighbours_that_came_early_and_do_not_fit_fail_that_call_alone(fleet: Fleets) -> None:
+    """Rank 0 fuses what both of the others have sent one by one before, in one call with another shape."""
+
+    def run() -> list[str]:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.barrier()
+        handles: Handles = {}
+        if shoal.rank():
+            for name in "abc":
+                numel = 3 if name == "b" else 2
+                with current().engine.lock:
+                    handles[name] = shoal.neighbor_allreduce_nonblocking(torch.ones(numel), name)
+                current().engine.progress.drive_until(lambda: False, 0.0)  # begins it, by itself
+            shoal.barrier()
+        else:
+            shoal.barrier()
+            with current().engine.lock:
+                handles = {name: shoal.neighbor_allreduce_nonblocking(torch.ones(2), name) for name in "abc"}
+        outcomes = []
+        for name, handle in handles.items():
+            try:
+                outcomes.append(f"{name} {handle.wait(10).sum().item():g}")
+            except shoal.Mismatch:
+                outcomes.append(f"{name} refused")
+        shoal.barrier()
+        return outcomes
+
+    assert fleet(3).run(run) == [["a 2", "b refused", "c 2"]] * 3
+
+
+def test_an_operation_that_a_neighbour_leaves_out_is_named_at_its_deadline(fleet: Fleets) -> None:
+    def run() -> list[str]:
+        names = "abc" if shoal.rank() else "abcd"
+        with current().engine.lock:
+            handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(2), name, timeout=0.6) for name in names]
+        outcomes = []
+        for name, handle in zip(names, handles, strict=True):
+            try:
+                outcomes.append(f"{name} {handle.wait().sum().item():g}")
+            except shoal.DeadlineExceeded as error:
+                assert repr(name) in str(error)
+                outcomes.append(f"{name} waited for {error.ranks}")
+        shoal.barrier()
+        return outcomes
+
+    found = fleet(2).run(run)
+    assert found == [["a 2", "b 2", "c 2", "d waited for (1,)"], ["a 2", "b 2", "c 2"]]
+
+
+def test_a_fused_operation_whose_neighbour_leaves_ends_with_its_name(fleet: Fleets) -> None:
+    def run() -> list[str]:
+        if shoal.rank() == 1:
+            shoal.barrier()
+            return []
+        with current().engine.lock:
+            handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(2), name) for name in "ab"]
+        shoal.barrier()
+        outcomes = []
+        for name, handle in zip("ab", handles, strict=True):
+            with pytest.raises(shoal.PeerLost) as caught:
+                handle.wait(10)
+            assert caught.value.ranks == (1,)
+            outcomes.append(repr(name) in str(caught.value))
+        return outcomes
+
+    def one() -> list[str]:
+        found = run()
+        shoal.shutdown()
+        return found
+
+    assert fleet(2).run(one) == [[True, True], []]
+
+
+def test_what_was_submitted_reaches_the_neighbours_of_an_agent_that_leaves(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
+        if shoal.rank() == 0:
+            shoal.shutdown()
+            return []
+        return [handle.wait().item() for handle in handles]
+
+    assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
+def test_so_does_what_another_thread_is_about_to_send(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = Lifecycle.resume
+
+    def slowly(self: Lifecycle, operation: Any, arrived: Any) -> None:
+        if operation.stage is None and self._rank == 0:
+            time.sleep(0.2)
+        resume(self, operation, arrived)
+
+    def run() -> list[float]:
+        handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
+        if shoal.rank() == 0:
+            assert wait_until(lambda: not current().engine.lifecycle.unbegun)  # the progress thread has them
+            shoal.shutdown()
+            return []
+        return [handle.wait().item() for handle in handles]
+
+    monkeypatch.setattr(Lifecycle, "resume", slowly)
+    assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
+def test_what_was_submitted_reaches_neighbours_that_make_their_calls_later(fleet: Fleets) -> None:
+    """Who left has sent its part, and so needs nothing of them; in the next call it is missed."""
+
+    def run() -> float | None:
+        shoal.neighbor_allreduce(torch.ones(1))
+        if shoal.rank() == 0:
+            shoal.neighbor_allreduce_nonblocking(torch.tensor([4.0]))
+            shoal.shutdown()
+            return None
+        assert wait_until(lambda: current().engine.membership.view.left == (0,))
+        found = shoal.neighbor_allreduce(torch.tensor([2.0])).item()
+        with pytest.raises(shoal.PeerLost, match="rank 0 has left") as caught:
+            shoal.neighbor_allreduce(torch.ones(1))
+        assert caught.value.ranks == (0,)
+        return found
+
+    assert fleet(2).run(run) == [None, 3.0]
+
+
+def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets) -> None:
+    nonsense = [
+        "",
+        "[",
+        "[[]]",
+        '[["a", 0, 1]]',
+        '[["a", -1, 1, [1]]]',
+        '[["a", 0, 100000000, [0]]]',
+        '[["a", 0, 1, [7]]]',
+        "{}",
+        "3",
+    ]
+    nonsense += [json.dumps([[1, 0, 1, [1]]]), json.dumps([["a", 0, True, [1]]]), "[" * 5000]
+    # Text times a number is text: gigabytes of it. And thousands of operations that are all empty add up to anything.
+    nonsense += [json.dumps([["a", 0, "x" * 80, [1 << 33]]]), json.dumps([["a", 0, [0] * 9, [1 << 33]]])]
+    nonsense += [json.dumps([["a", 0, 1, [1]], *[["", 256 * k, 256, [0]] for k in range(600)]])]
+
+    def run() -> float:
+        engine = current().engine
+        with engine.lock:
+            for text in nonsense:
+                payload = Payload(torch.ones(1), 1)
+                engine.dispatch.on_message(
+                    1 - shoal.rank(),
+                    Message(
+                        Kind.DATA, "neighbor_allreduce", PREFIX + text, dtype=torch.float32, shape=(1,), payload=payload
+                    ),
+                )
+            early = [one.message.name for several in engine.fusion._early.values() for one in several]
+            assert not set(early) & {PREFIX + text for text in nonsense}  # the other's own may be here already
+        handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(shoal.rank())])) for _ in range(3)]
+        return sum(handle.wait().item() for handle in handles)
+
+    assert fleet(2).run(run) == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("limit", ["MOST_UNREAD", "MOST_UNREAD_BYTES"])
+def test_no_more_is_fused_for_a_receiver_that_is_so_far_behind(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 only sends: of pairs of 12 bytes each, three are fused until rank 1 takes some up."""
+    monkeypatch.setattr(fusion, limit, 3 if limit == "MOST_UNREAD" else 60)
+    graph, sent = nx.DiGraph([(0, 1)]), Event()
+
+    def pair() -> None:
+        with current().engine.lock:  # nobody drives between the two
+            handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(2)]
+        for handle in handles:
+            handle.wait()
+
+    def run() -> tuple[int, int, int]:
+        shoal.set_topology(graph)
+        shoal.barrier()
+        postman = Postman()
+        if shoal.rank() == 0:
+            for _ in range(5):
+                pair()
+            sent.set()
+        else:
+            assert sent.wait(20)
+            for _ in range(5):
+                pair()
+        behind = postman.fused, postman.single
+        shoal.barrier()
+        pair()
+        return *behind, postman.fused
+
+    assert shoal.Fleet(2, transport="threads", timeout=20.0).run(run)[0] == (3, 4, 4)
+
+
+def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
+    def run() -> bool:
+        engine = current().engine
+        for _ in range(20):
+            for handle in [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(30)]:
+                handle.wait()
+        shoal.barrier()
+        books = engine.fusion
+        unbegun = engine.lifecycle.unbegun
+        empty = wait_until(lambda: not (books._active or books._early or unbegun) and engine.sender.drained)
+        return empty and not any(one.unacknowledged for one in books._unread)
+
+    assert all(fleet(3).run(run))
+
+
+def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_come(fleet: Fleets) -> None:
+    """Taken apart while it waits for rank 2, a fused operation keeps what rank 1 sent before it left."""
+    graph = nx.DiGraph([(1, 0), (2, 0), (0, 1)])
+    graph.add_nodes_from(range(3))
+
+    def run() -> list[float]:
+        shoal.set_topology(graph)
+        shoal.barrier()
+        if shoal.rank() == 2:
+            time.sleep(1.0)  # rank 1 has left by then
+        x = torch.full((3,), float(shoal.rank()))
+        if shoal.rank() == 1:  # one by one: what comes is put in its place and acknowledged, so that it can leave
+            return [shoal.neighbor_allreduce(x + part, name=f"part {part}")[0].item() for part in range(5)]
+        handles = [shoal.neighbor_allreduce_nonblocking(x + part, name=f"part {part}") for part in range(5)]
+        return [shoal.wait(handle)[0].item() for handle in handles]
+
+    found = fleet(3).run(run)
+    assert found[0] == pytest.approx([1.0 + part for part in range(5)])
+
+
+@pytest.mark.transport("network")
+def test_a_fused_operation_of_which_not_all_has_come_is_no_broken_promise() -> None:
+    """Who is late answers the questions of before when its calls have ended; what it sent them in is still coming."""
+
+    def run() -> float:
+        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.barrier()
+        if shoal.rank() == 0:
+            time.sleep(0.3)
+        x = torch.ones(2000)
+        handles = [shoal.neighbor_allreduce_nonblocking(x) for _ in range(1000)]
+        return sum(handle.wait()[0].item() for handle in handles)
+
+    assert shoal.Fleet(2, transport="network", timeout=20.0).run(run) == [1000.0] * 2

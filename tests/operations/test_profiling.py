@@ -1,0 +1,122 @@
+"""torch.profiler shows what Shoal does under the names of the timeline; while none records, nothing is done for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import shoal
+from shoal.operations import profiling
+from shoal.runtime.agent import current
+from support.fault_points import over_both
+from support.world import World
+
+Fleets = Callable[..., shoal.Fleet]
+
+
+def spans_of(work: Callable[[], object], *, all_threads: bool = False) -> dict[str, int]:
+    """The spans of Shoal's that a profiler has recorded, of this thread or of all, and how many of each."""
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as recorded:
+        work()
+    return Counter(one.name for one in recorded.events() if one.name.startswith("shoal "))
+
+
+def results(size: int, work: Callable[[], dict[str, int]], **options: Any) -> list[dict[str, int]]:
+    """What agents that are processes found. The profiler leaves a thread in them, which is torch's."""
+    world = World(size, **options)
+    try:
+        found: list[dict[str, int]] = world.results(work)
+    finally:
+        world.destroy()
+    return found
+
+
+def average() -> None:
+    shoal.neighbor_allreduce(torch.ones(10_000), name="layer1")
+    shoal.neighbor_allreduce(torch.ones(3))
+    with current().engine.lock:  # nobody drives meanwhile
+        handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(5)]
+    for handle in handles:
+        handle.wait()
+
+
+def profiled() -> dict[str, int]:
+    shoal.barrier()
+    return spans_of(average, all_threads=True)  # the progress thread may be the first to find that all is there
+
+
+@over_both
+def test_operations_are_there_by_name(environment: dict[str, str]) -> None:
+    for found in results(2, profiled, environment=environment):
+        for what in ("submit", "wait"):
+            assert found[f"shoal neighbor_allreduce layer1: {what}"] == 1
+        assert found["shoal neighbor_allreduce: submit"] == 6
+        for name in ("layer1", "x 5"):  # in several goes, where a tensor comes in pieces
+            assert found[f"shoal neighbor_allreduce {name}: sum"] >= 1
+
+
+def windows() -> dict[str, int]:
+    window = shoal.windows.create(torch.ones(3), "weights")
+    shoal.barrier()
+    found = spans_of(window.put)
+    shoal.barrier()
+    shoal.win_free("weights")
+    return found
+
+
+def test_calls_on_windows_are_there_by_the_name_of_the_window() -> None:
+    assert [found["shoal win_put weights: call"] for found in results(2, windows)] == [1, 1]
+
+
+def test_nothing_is_made_while_no_profiler_records(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"a span was made for nobody: {name}")
+
+    monkeypatch.setattr(profiling, "_Span", refuse)
+    fleet(2).run(average)
+    with pytest.raises(AssertionError, match="for nobody"):
+        spans_of(lambda: shoal.Fleet(1).run(average))
+
+
+def test_a_torch_without_the_quick_way_takes_the_public_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_Span", record_function)
+    assert spans_of(lambda: profiling.span("op", "x", "sum").__enter__()) == {"shoal op x: sum": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("x", "op x"),
+        ("~op", "op"),
+        ("~shoal inner", "op inner"),
+        ("~window weights", "op weights"),
+        ('~fused [["a",0,3,[2]],["b",1,2,[2]]]', "op x 5"),
+    ],
+)
+def test_a_span_is_called_as_the_timeline_calls_it(name: str, label: str) -> None:
+    def one() -> None:
+        with profiling.span("op", name, "sum"):
+            pass
+
+    assert spans_of(one) == {f"shoal {label}: sum": 1}
+
+
+def wrong_call() -> dict[str, int]:
+    def call() -> None:
+        with current().engine.lock:
+            first = shoal.neighbor_allreduce_nonblocking(torch.ones(3), "x")
+            with pytest.raises(ValueError, match="still in flight"):
+                shoal.neighbor_allreduce_nonblocking(torch.ones(3), "x")
+        first.wait()
+
+    return spans_of(call)
+
+
+def test_what_fails_inside_a_span_fails_as_it_would_outside() -> None:
+    assert results(1, wrong_call)[0]["shoal neighbor_allreduce x: submit"] == 2

@@ -1,0 +1,92 @@
+"""Agents that meet in a store: each event has one outcome, whatever an agent was doing when it happened."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from shoal.errors import DeadlineExceeded, ShoalError
+from shoal.rendezvous import bootstrap_barrier
+from shoal.rendezvous.bootstrap_barrier import gather_agents
+from shoal.rendezvous.launch import Launch
+from shoal.rendezvous.rendezvous import open_store
+from shoal.rendezvous.store import Store, TcpStore
+from support.world import reserved_port
+
+SIZE = 3
+
+
+def launch(rank: int, port: int) -> Launch:
+    return Launch(rank, SIZE, "torchrun", "127.0.0.1", port)
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Proxy:
+    """A store that is used through another one."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class SlowToJoin(Proxy):
+    """Its agent is connected, and says where it is when the attempt of rank 0 is over."""
+
+    def set(self, key: str, value: bytes) -> None:
+        attempt, _, what = key.partition("/")
+        while what == "place/2" and not self._store.has(f"{attempt}/over"):
+            time.sleep(0.01)
+        self._store.set(key, value)
+
+
+def test_an_agent_that_had_not_joined_at_the_deadline_of_rank_0_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(of: Launch, deadline: float) -> Store:
+        store = open_store(of, deadline)
+        return store if of.rank == 0 else SlowToJoin(store)
+
+    monkeypatch.setattr(bootstrap_barrier, "open_store", opened)
+    outcomes: dict[int, ShoalError] = {}
+
+    def meet(rank: int, port: int, seconds: float) -> None:
+        try:
+            with gather_agents(None, launch(rank, port), soon(seconds), {}):
+                pass
+        except ShoalError as error:
+            outcomes[rank] = error
+
+    with reserved_port() as port:
+        agents = [threading.Thread(target=meet, args=(rank, port, 4.0 + rank)) for rank in (0, 2)]
+        for agent in agents:
+            agent.start()
+        for agent in agents:
+            agent.join()
+    assert {rank: (type(error), error.ranks) for rank, error in outcomes.items()} == dict.fromkeys(
+        (0, 2), (DeadlineExceeded, (1, 2))
+    )
+    assert "rank 0 began no other one in time" in str(outcomes[2])
+
+
+def test_a_key_that_was_set_before_another_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be set just after it was looked for, and the other one just before that is."""
+    with reserved_port() as port, closing(open_store(launch(0, port), soon())) as store:
+        assert isinstance(store, TcpStore)
+        check = store._check
+
+        def set_meanwhile(key: str) -> bool:
+            found = check(key)
+            if key == "all" and not found:
+                store._store.set(store._prefix + "all", "x")  # type: ignore[arg-type]
+                store._store.set(store._prefix + "over", "y")  # type: ignore[arg-type]
+            return found
+
+        monkeypatch.setattr(store, "_check", set_meanwhile)
+        assert store.first(["all", "over"], soon()) == ("all", b"x")

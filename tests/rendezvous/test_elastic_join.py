@@ -1,0 +1,119 @@
+"""What a run that others may join says of itself, who believes it, and that ranks are claimed once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import shoal
+from shoal.rendezvous.elastic_join import SECRET_NAME, Invitation, claim, keep_secret
+from shoal.rendezvous.rendezvous import CLAIMED, PREFIX, ROOM, _torchs_server
+from support.limits import scaled
+
+SECRET = "a secret that nobody writes down"
+WITH_SECRET = {"SHOAL_SECRET": SECRET}
+
+
+def room(descriptor: int = -1, size: int = 8) -> Invitation:
+    return Invitation("job", size, 4, os.getpid(), descriptor)
+
+
+@contextmanager
+def served(said: str | None) -> Iterator[int]:
+    """The port of a launcher's store."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = _torchs_server(listener, time.monotonic() + 60.0)
+    if said is not None:
+        store.set(PREFIX + CLAIMED, "0 nobody")
+        store.set(PREFIX + ROOM, said)
+    yield port
+    del store
+
+
+def claimed(port: int, count: int, environ: dict[str, str] = WITH_SECRET, seconds: float = 5.0) -> int:
+    return claim("127.0.0.1", port, count, environ, time.monotonic() + seconds)[2]
+
+
+def test_ranks_are_claimed_in_turn_until_there_are_none() -> None:
+    with served(room().written(SECRET)) as port:
+        assert [claimed(port, 1), claimed(port, 2)] == [4, 5]
+        with pytest.raises(shoal.ShoalError, match=r"2 cannot join: 1 ranks are free.* with 4 of --max-agents 8"):
+            claimed(port, 2)
+        assert claimed(port, 1) == 7
+        with pytest.raises(shoal.ShoalError, match="1 cannot join: 0 ranks are free"):
+            claimed(port, 1)
+
+
+def test_of_many_who_come_at_once_each_gets_its_own() -> None:
+    found: list[int] = []
+    with served(room(size=16).written(SECRET)) as port:
+        threads = [threading.Thread(target=lambda: found.append(claimed(port, 2))) for _ in range(6)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert sorted(found) == [4, 6, 8, 10, 12, 14]
+
+
+def test_a_process_of_the_same_user_finds_the_secret_in_the_launcher() -> None:
+    descriptor = keep_secret(SECRET)
+    with served(room(descriptor).written(SECRET)) as port:
+        assert SECRET not in room(descriptor).written(SECRET)
+        assert claimed(port, 1, {}) == 4
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["another name", SECRET_NAME])
+def test_no_other_file_is_taken_for_the_secret(name: str) -> None:
+    descriptor = os.memfd_create(name)
+    os.write(descriptor, b"guessed")
+    with served(room(descriptor).written(SECRET)) as port:
+        message = "somebody else writes to its store" if name == SECRET_NAME else "set SHOAL_SECRET to the same"
+        with pytest.raises(shoal.ShoalError, match=message):
+            claimed(port, 1, {})
+    os.close(descriptor)
+
+
+def test_who_has_another_secret_is_told() -> None:
+    with served(room().written(SECRET)) as port, pytest.raises(shoal.ShoalError, match="is not that of the run"):
+        claimed(port, 1, {"SHOAL_SECRET": "another"})
+
+
+def test_what_a_stranger_changes_is_not_believed() -> None:
+    said, proof = json.loads(room().written(SECRET))
+    for changed in ({"size": 100}, {"watch_port": 1}):  # to whom launchers that join would tell what their agents do
+        with (
+            served(json.dumps([{**said, **changed}, proof])) as port,
+            pytest.raises(shoal.ShoalError, match="not signed"),
+        ):
+            claimed(port, 1)
+    for nonsense in ("[]", "nonsense", "[1, 2]", '[{"name": 1}, 2]'):
+        with served(nonsense) as port, pytest.raises(shoal.ShoalError, match="makes no sense"):
+            claimed(port, 1)
+
+
+def test_a_run_without_room_says_so() -> None:
+    with served("") as port, pytest.raises(shoal.ShoalError, match="started without --max-agents"):
+        claimed(port, 1)
+
+
+def test_whatever_else_answers_or_does_not_is_named_in_time() -> None:
+    began = time.monotonic()
+    with served(None) as port, pytest.raises(shoal.ShoalError, match="no run that agents may join"):
+        claimed(port, 1, seconds=1.0)
+    silent = socket.create_server(("127.0.0.1", 0))
+    port = silent.getsockname()[1]
+    with pytest.raises(shoal.ShoalError, match=r"is no run of Shoal's"):
+        claimed(port, 1, seconds=1.0)
+    silent.close()
+    with pytest.raises(shoal.ShoalError, match=r"nobody answers at .* the run has ended"):
+        claimed(port, 1, seconds=1.0)
+    assert time.monotonic() - began < scaled(15.0)

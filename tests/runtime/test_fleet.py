@@ -1,0 +1,505 @@
+"""Fleet: agents as threads of one process, each with its own view; failures end all, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import networkx as nx
+import pytest
+import torch
+
+import shoal
+from shoal.engine.engine import Engine
+from shoal.runtime.agent import Agent
+from support.leftovers import nothing_is_left, resident_bytes
+from support.limits import scaled
+
+Fleets = Callable[..., shoal.Fleet]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 16])
+def test_results_come_in_rank_order_whoever_ends_first(fleet: Fleets, size: int) -> None:
+    def run(base: int, *, step: int) -> int:
+        time.sleep(0.002 * (size - shoal.rank()))
+        return base + step * shoal.rank()
+
+    assert fleet(size).run(run, 100, step=2) == [100 + 2 * rank for rank in range(size)]
+
+
+def test_a_fleet_may_run_again_and_again(fleet: Fleets) -> None:
+    one = fleet(3)
+    for step in range(10):
+        assert one.run(lambda step=step: shoal.allreduce(torch.tensor(float(step))).item()) == [float(step)] * 3
+
+
+def test_every_run_begins_afresh(fleet: Fleets) -> None:
+    def change() -> None:
+        shoal.set_topology(shoal.RingGraph(3))
+        shoal.neighbor_allreduce(torch.ones(2), "x")
+
+    one = fleet(3)
+    one.run(change)
+    found = one.run(lambda: (shoal.bytes_sent(), shoal.IsTopologyEquivalent(*graphs())))
+    assert found == [(0, True)] * 3
+
+
+def graphs() -> tuple[nx.DiGraph, nx.DiGraph]:
+    return shoal.load_topology(), shoal.ExponentialTwoGraph(shoal.size())
+
+
+class Unlucky(Exception):
+    pass
+
+
+def fall(rank: int) -> None:
+    raise Unlucky(f"of rank {rank}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("failing", ["first", "last"])
+def test_an_exception_of_one_agent_ends_all_with_its_traceback(fleet: Fleets, size: int, failing: str) -> None:
+    odd = 0 if failing == "first" else size - 1
+
+    def run() -> None:
+        shoal.barrier()
+        if shoal.rank() == odd:
+            fall(odd)
+        shoal.allreduce(torch.ones(10_000))
+
+    started = time.monotonic()
+    with pytest.raises(Unlucky, match=f"of rank {odd}") as caught:
+        fleet(size).run(run)
+    assert time.monotonic() - started < scaled(5.0)
+    assert "in fall" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Fleets, seed: int) -> None:
+    chance = random.Random(seed)
+    size, step_of_fall = chance.randint(2, 6), chance.randint(0, 11)
+    odd = chance.randrange(size)
+    program = [chance.choice(["mix", "sum", "gather", "broadcast", "barrier"]) for _ in range(12)]
+
+    def run() -> None:
+        mine = random.Random(100 * seed + shoal.rank())
+        x = torch.ones(chance_numel)
+        for step, kind in enumerate(program):
+            if shoal.rank() == odd and step == step_of_fall:
+                fall(odd)
+            time.sleep(mine.random() * 0.002)
+            if kind == "mix":
+                shoal.neighbor_allreduce(x)
+            elif kind == "sum":
+                shoal.allreduce(x)
+            elif kind == "gather":
+                shoal.allgather(x)
+            elif kind == "broadcast":
+                shoal.broadcast(x, step % size)
+            else:
+                shoal.barrier()
+
+    chance_numel = chance.choice([1, 3000, 50_000])
+    with pytest.raises(Unlucky, match=f"of rank {odd}"):
+        fleet(size).run(run)
+
+
+def test_the_others_are_told_who_failed_and_with_what(fleet: Fleets) -> None:
+    heard: list[shoal.PeerLost] = []
+    together = threading.Barrier(3)
+
+    def run() -> None:
+        together.wait(10)
+        if shoal.rank() == 1:
+            fall(1)
+        try:
+            for _ in range(1000):
+                shoal.allreduce(torch.ones(3))
+        except shoal.PeerLost as error:
+            heard.append(error)
+            raise
+
+    with pytest.raises(Unlucky):
+        fleet(3).run(run)
+    assert len(heard) == 2
+    for error in heard:
+        assert error.ranks == (1,)
+        assert "Unlucky: of rank 1" in str(error)
+
+
+def test_an_agent_in_a_loop_of_its_own_is_named_and_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread cannot be ended from outside; the caller gets the failure all the same, after a grace."""
+    monkeypatch.setattr("shoal.runtime.fleet.GRACE_SECONDS", 0.1)
+    go, together = threading.Event(), threading.Barrier(3)
+
+    def run() -> None:
+        together.wait(10)
+        if shoal.rank() == 0:
+            fall(0)
+        assert go.wait(20)
+
+    with nothing_is_left():
+        with caplog.at_level(logging.WARNING, "shoal"), pytest.raises(Unlucky):
+            shoal.Fleet(3).run(run)
+        assert "[1, 2]" in caplog.text
+        go.set()
+
+
+def test_a_system_exit_of_an_agent_is_passed_on(fleet: Fleets) -> None:
+    def run() -> None:
+        if shoal.rank() == 1:
+            raise SystemExit(3)
+        shoal.barrier()
+
+    with pytest.raises(SystemExit) as caught:
+        fleet(2).run(run)
+    assert caught.value.code == 3
+
+
+def test_an_interrupt_of_the_caller_ends_the_agents(fleet: Fleets) -> None:
+    """Ctrl-C arrives in the main thread, which waits for the fleet."""
+    waiting = threading.Barrier(3)
+
+    def run() -> None:
+        waiting.wait(10)
+        if shoal.rank() == 0:
+            time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+        shoal.neighbor_allreduce(torch.ones(1), 1.0, {(shoal.rank() + 1) % 3: 1.0}, {}, enable_topo_check=False)
+
+    started = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, shoal.Mismatch)):
+        fleet(3).run(run)
+    assert time.monotonic() - started < scaled(6.0)
+
+
+def test_a_fleet_inside_an_agent_is_a_fleet_of_its_own(fleet: Fleets) -> None:
+    def inner(outer: int) -> tuple[int, int, float]:
+        return shoal.rank(), shoal.size(), shoal.allreduce(torch.tensor(float(outer))).item()
+
+    def run() -> tuple[list[tuple[int, int, float]], int, float]:
+        mine = shoal.rank()
+        found = fleet(2).run(inner, mine)
+        return found, shoal.rank(), shoal.allreduce(torch.tensor(float(mine))).item()
+
+    assert fleet(3).run(run) == [([(0, 2, float(r)), (1, 2, float(r))], r, 1.0) for r in range(3)]
+
+
+def test_two_fleets_at_once_do_not_hear_each_other(fleet: Fleets) -> None:
+    found: dict[int, list[float]] = {}
+
+    def run(base: float) -> float:
+        x = torch.tensor(base + shoal.rank())
+        for _ in range(20):
+            x = shoal.neighbor_allreduce(x, "shared name")
+        return x.item()
+
+    def start(base: int) -> None:
+        found[base] = fleet(4).run(run, float(base))
+
+    threads = [threading.Thread(target=start, args=(base,)) for base in (0, 1000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == pytest.approx([1.5] * 4)
+    assert found[1000] == pytest.approx([1001.5] * 4)
+
+
+def test_the_caller_of_a_fleet_is_no_agent_of_it(fleet: Fleets) -> None:
+    assert not shoal.is_initialized()
+    assert fleet(2).run(shoal.is_initialized) == [True, True]
+    assert not shoal.is_initialized()
+
+
+def test_agents_may_leave_early_and_come_back(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        values = []
+        for step in range(3):
+            values.append(shoal.allreduce(torch.tensor(float(step))).item())
+            shoal.shutdown()
+            assert not shoal.is_initialized()
+            shoal.init()
+            assert shoal.is_initialized()
+        return values
+
+    assert fleet(3).run(run) == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_shutdown_twice_and_init_twice_are_harmless(fleet: Fleets) -> None:
+    def run() -> bool:
+        shoal.set_topology(shoal.RingGraph(2))
+        shoal.init()
+        same = shoal.IsTopologyEquivalent(shoal.load_topology(), shoal.RingGraph(2))
+        shoal.barrier()
+        shoal.shutdown()
+        shoal.shutdown()
+        return same
+
+    assert fleet(2).run(run) == [True, True]
+
+
+def test_a_large_fleet_in_one_process_works(fleet: Fleets) -> None:
+    def run() -> float:
+        x = torch.tensor(float(shoal.rank()), dtype=torch.float64)
+        schedule = shoal.GetDynamicOnePeerSendRecvRanks(shoal.load_topology(), shoal.rank())
+        for _ in range(5):  # log2(32) rounds of the one-peer graph are the exact average
+            send, receive = next(schedule)
+            x = shoal.neighbor_allreduce(x, 0.5, dict.fromkeys(receive, 0.5), send)
+        return x.item()
+
+    assert fleet(32).run(run) == [15.5] * 32
+
+
+def test_a_fleet_leaves_no_threads_descriptors_or_memory(transport: str) -> None:
+    """Also one whose agents exchanged large tensors, and one that failed."""
+
+    def run(fail: bool) -> None:
+        for _ in range(3):
+            shoal.neighbor_allreduce(torch.ones(500_000))
+            shoal.allreduce(torch.ones(500_000))
+        if fail and shoal.rank() == 1:
+            fall(1)
+        shoal.barrier()
+
+    def once(fail: bool) -> None:
+        with nothing_is_left():
+            try:
+                shoal.Fleet(3, transport=transport, timeout=20.0).run(run, fail)
+            except Unlucky:
+                assert fail
+
+    for _ in range(2):
+        once(False)
+        once(True)
+    before = resident_bytes()
+    for _ in range(6):
+        once(False)
+        once(True)
+    # Twelve fleets that kept their 2 MB arenas and results would hold well over 100 MB.
+    assert resident_bytes() - before < 40e6
+
+
+def test_random_generators_belong_to_each_agent_if_it_makes_one(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        generator = torch.Generator().manual_seed(shoal.rank())
+        shoal.barrier()
+        return torch.rand(3, generator=generator).tolist()
+
+    expected = [torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() for rank in range(3)]
+    assert fleet(3).run(run) == expected
+
+
+def test_a_fleet_that_has_done_its_work_ends_at_once(fleet: Fleets) -> None:
+    """Agents that leave at the same time hang up on each other; none of them waits for one that is gone."""
+    graph_of = [shoal.ExponentialTwoGraph(8), shoal.StarGraph(8), shoal.MeshGrid2DGraph(8)]
+
+    def run() -> None:
+        for graph in graph_of:
+            shoal.set_topology(graph)
+            shoal.neighbor_allgather(torch.ones(2, 3))
+
+    for _ in range(12):
+        started = time.monotonic()
+        fleet(8).run(run)
+        assert time.monotonic() - started < scaled(5.0)
+
+
+def test_an_agent_that_cannot_leave_in_good_order_fails_the_fleet(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Say, because a listener cannot write to its full disk; the other listeners are told all the same."""
+    told: list[int] = []
+
+    def fail(agent: Agent) -> None:
+        if agent.rank == 1:
+            raise Unlucky("of the disk")
+
+    monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: told.append(agent.rank)])
+    with pytest.raises(Unlucky, match="of the disk"):
+        within(10.0, lambda: fleet(3).run(shoal.barrier))
+    assert sorted(told) == [0, 1, 2]
+
+
+def within(seconds: float, call: Callable[[], object]) -> object:
+    """What a call comes to, made in another thread, so that one that hangs fails its test instead of the whole run."""
+    found: list[object] = []
+
+    def attempt() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, f"not done after {seconds} s"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def test_an_agent_that_fails_before_it_is_one_ends_those_that_wait_for_it(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in init, where there is nothing yet that could be told by message."""
+
+    class Broken(Engine):
+        def __init__(self, rank: int, size: int, timeout: float, incarnation: int) -> None:
+            if rank == 1:
+                time.sleep(0.1)
+                raise Unlucky("of the engine")
+            super().__init__(rank, size, timeout, incarnation)
+
+    monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Broken)
+    started = time.monotonic()
+    with pytest.raises(Unlucky, match="of the engine"):
+        fleet(3).run(shoal.barrier)
+    assert time.monotonic() - started < scaled(4.0)
+
+
+def test_an_agent_that_comes_back_after_a_failure_is_not_waited_for(fleet: Fleets) -> None:
+    """One is in a later init already when another one falls: the fallen one will never come there."""
+
+    def run() -> None:
+        if shoal.rank() == 1:
+            time.sleep(0.2)
+            fall(1)
+        shoal.shutdown()
+        shoal.init()
+
+    started = time.monotonic()
+    with pytest.raises(Unlucky):
+        fleet(3).run(run)
+    assert time.monotonic() - started < scaled(4.0)
+
+
+def test_a_thread_that_cannot_be_started_fails_the_fleet(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "agent-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    threads = torch.get_num_threads()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        fleet(3).run(shoal.barrier)
+    assert time.monotonic() - started < scaled(4.0)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("kind", [GeneratorExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_is_no_ordinary_exception_ends_all_too(fleet: Fleets, kind: type[BaseException]) -> None:
+    def run() -> None:
+        shoal.barrier()
+        if shoal.rank() == 0:
+            raise kind
+        shoal.allreduce(torch.ones(3))
+
+    started = time.monotonic()
+    with pytest.raises(kind):
+        fleet(3).run(run)
+    assert time.monotonic() - started < scaled(4.0)
+
+
+def test_a_failure_ends_the_fleets_inside_too(fleet: Fleets) -> None:
+    heard: list[shoal.PeerLost] = []
+    inside = threading.Barrier(3)
+
+    def inner() -> None:
+        inside.wait(10)
+        try:
+            while True:
+                shoal.allreduce(torch.ones(3))
+                time.sleep(0.01)
+        except shoal.PeerLost as error:
+            heard.append(error)
+            raise
+
+    def outer() -> None:
+        if shoal.rank() == 0:
+            inside.wait(10)
+            fall(0)
+        fleet(2).run(inner)
+
+    started = time.monotonic()
+    with pytest.raises(Unlucky):
+        fleet(2).run(outer)
+    assert time.monotonic() - started < scaled(4.0)
+    assert len(heard) == 2
+    assert all("Unlucky: of rank 0" in str(error) for error in heard)
+
+
+def test_after_a_failure_no_fleet_inside_begins(fleet: Fleets) -> None:
+    failed = threading.Event()
+    begun: list[int] = []
+
+    def outer() -> None:
+        if shoal.rank() == 0:
+            fall(0)
+        while not failed.is_set():
+            try:
+                shoal.allreduce(torch.ones(1))
+            except shoal.PeerLost:
+                failed.set()
+        fleet(2).run(lambda: begun.append(1))
+
+    with pytest.raises(Unlucky):
+        fleet(2).run(outer)
+    assert not begun
+
+
+def test_an_interrupt_while_agents_are_in_init_ends_them(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Engine):
+        def __init__(self, rank: int, size: int, timeout: float, incarnation: int) -> None:
+            super().__init__(rank, size, timeout, incarnation)
+            if rank == 2:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.5)
+
+    monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Slow)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fleet(3).run(shoal.barrier)
+    assert time.monotonic() - started < scaled(4.0)
+
+
+def test_a_generator_that_runs_a_fleet_may_be_closed(fleet: Fleets) -> None:
+    """As pytest does with a fixture: the run is over when the generator rests."""
+
+    def results() -> Iterator[list[float]]:
+        while True:
+            yield fleet(2).run(lambda: shoal.allreduce(torch.tensor(float(shoal.rank()))).item())
+
+    several = results()
+    assert [next(several), next(several)] == [[0.5, 0.5]] * 2
+    several.close()
+
+
+async def coroutine() -> None:
+    shoal.barrier()
+
+
+def generator() -> Iterator[int]:
+    yield shoal.rank()
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, partial(generator)])
+def test_a_function_of_which_a_call_runs_nothing_is_refused(function: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"runs nothing of it"):
+        shoal.Fleet(2).run(function)

@@ -1,0 +1,46 @@
+"""How often an agent was started, where the launcher that counts it is another one than before."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.rendezvous import peer_directory
+from shoal.rendezvous.bootstrap_barrier import DIRECTORY
+from shoal.rendezvous.launch import LAUNCHER, Launch
+from shoal.rendezvous.peer_directory import numbered
+from shoal.rendezvous.store import ThreadStore
+
+
+def incarnation(
+    monkeypatch: pytest.MonkeyPatch, known: dict[str, Any] | None, launcher: str, starts: int
+) -> tuple[int, dict[str, Any]]:
+    """Of rank 1, as its launcher has started it so often before, where the others know this of it."""
+    store = ThreadStore()
+    if known is not None:
+        store.set(DIRECTORY, b"")
+    monkeypatch.setattr(peer_directory, "directory", lambda *_: SimpleNamespace(said=[{}, known]))
+    monkeypatch.setenv(LAUNCHER, launcher)
+    launch, said = numbered(store, Launch(1, 2, "torchrun", incarnation=starts), time.monotonic() + 5.0)
+    return launch.incarnation, said["launcher"]
+
+
+def test_it_is_counted_on_from_launcher_to_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, said = incarnation(monkeypatch, None, "a", 0)
+    assert (count, said) == (0, {"id": "a", "base": 0})
+    first = {"place": {"incarnation": 0}, "launcher": said}
+    assert incarnation(monkeypatch, first, "a", 2)[0] == 2  # the same launcher has started it again
+    count, said = incarnation(monkeypatch, first | {"place": {"incarnation": 2}}, "b", 0)
+    assert (count, said) == (3, {"id": "b", "base": 3})
+    second = {"place": {"incarnation": 3}, "launcher": said}
+    assert incarnation(monkeypatch, second, "b", 1)[0] == 4
+    assert incarnation(monkeypatch, second | {"place": {"incarnation": 4}}, "c", 0)[0] == 5
+
+
+def test_who_is_known_of_a_launcher_that_said_nothing_of_itself_is_counted_on_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert incarnation(monkeypatch, {"place": {"incarnation": 1}}, "a", 0)[0] == 2
