@@ -74,7 +74,7 @@ def drawn(of: type[Program], with_kind: str, count: int) -> list[int]:
     found = []
     for seed in range(10_000):
         scenario = Scenario.draw(seed)
-        kinds = {one.kind for one in (*scenario.program.calls, *scenario.faults)}
+        kinds = {one.kind for one in scenario.program.calls} | {one.kind for one in scenario.faults}
         if type(scenario.program) is of and with_kind in kinds:
             found.append(seed)
             if len(found) == count:

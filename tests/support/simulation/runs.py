@@ -64,9 +64,9 @@ def run(scenario: Scenario) -> Report:
             report.problems.append(f"{error}; rank(s) {sorted(set(range(program.size)) - agents.done)} have not ended")
         report.seconds, report.steps = world.scheduler.now, world.scheduler.steps
         crashed = set(world.scheduler.dead)
-        for rank, error in agents.failed.items():
-            if rank not in crashed and not (crashed and isinstance(error, PeerLost)):
-                report.problems.append(f"rank {rank} ended with {type(error).__name__}: {error}")
+        for rank, ended_by in agents.failed.items():
+            if rank not in crashed and not (crashed and isinstance(ended_by, PeerLost)):
+                report.problems.append(f"rank {rank} ended with {type(ended_by).__name__}: {ended_by}")
             report.never.add(rank)
         agents.end()
     log.setLevel(level)

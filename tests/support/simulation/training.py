@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,7 @@ class _Agent:
             entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
             self._history.entries.append(entry)
             if call.kind == "optimizer":
-                self._note(entry, lambda step=step, call=call: self._optimize(step, call))
+                self._note(entry, partial(self._optimize, step, call))
                 continue
             tensor = torch.from_numpy(self._program.at(step, call, self._rank))
             try:
