@@ -1,10 +1,10 @@
-"""Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with everybody.
+"""Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with all.
 
 ``__all__`` is Shoal's own vocabulary. The attributes beside it are BlueFog's names for the same things, as in
-:mod:`shoal.bluefog`; ``docs/bluefog.md`` says which stands for which.
+:mod:`shoal.bluefog`; ``docs/bluefog.md`` has the list.
 
-The names are those of ``_public.py``, which is imported with all that it needs when the first of them is asked for: the
-command line is a part of this package, and does without torch.
+The names are in ``_public.py``, which is imported with all of its dependencies at the first use of a name, because the
+command line is a part of this package and needs no torch.
 """
 
 # ruff: noqa: F405 - the names of __all__ come with the star

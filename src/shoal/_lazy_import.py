@@ -1,7 +1,7 @@
-"""Names of a package that are imported when one of them is asked for, as PEP 562 has it.
+"""Names of a package that are imported on first use, by PEP 562.
 
-What is imported then is a module of the package that has all of its names and is like any other; nothing is put in the
-place of what is not there yet. So an error in it is raised as it is by whoever asks first, and by who asks next.
+The first use imports a normal module of the package that has all of these names; there are no placeholder objects. So
+an error in that module is raised unchanged at the first use, and at each later use.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 
 def names_of(package: dict[str, Any], module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """What a package is to have as ``__getattr__`` and ``__dir__``.
+    """The functions ``__getattr__`` and ``__dir__`` of a package.
 
-    Its modules are imported one by one, as they are asked for; the first of its other names brings all of them, and
-    from then on they are in the package as if they had been from the beginning.
+    Its modules are imported separately, on first use; the first use of another name imports all of them into the
+    package.
 
     Args:
         package: The ``globals()`` of the package.
-        module: Which of its modules has the names. Those of modules that begin with an underscore are not asked for.
+        module: The module with the names. Modules whose names begin with an underscore are not imported.
     """
     name_of_package = package["__name__"]
 
     def find_all() -> None:
         for name, value in vars(import_module(f"{name_of_package}.{module}")).items():
             if not name.startswith("_"):
-                package.setdefault(name, value)  # what somebody has put in the place of a name stays
+                package.setdefault(name, value)  # a name that other code has replaced stays
 
     def find(name: str) -> object:
         if not name.startswith("_"):

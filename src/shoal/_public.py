@@ -1,4 +1,4 @@
-"""The public names, one by one: ``shoal/__init__.py`` hands them on when the first of them is asked for."""
+"""The public names, one by one: ``shoal/__init__.py`` imports them at the first use of one."""
 
 from . import algorithms as algorithms
 from . import autograd as autograd

@@ -5,11 +5,10 @@ register an operation and give it its deadline, or that take a lock and remember
 ``finally`` is safe from that; and a handler that a script has set (to raise ``SystemExit``, or to call
 ``shoal.shutdown()``) comes as suddenly.
 
-So while the main thread is in a section (``with deferred:``), the handlers that Python would run are replaced by one
-that notes the signal, and wakes the thread if it waits. They run when the outermost section ends, or at a
-``checkpoint``, where a wait has left everything in order. Outside sections the handlers are the script's own, so that
-whoever looks at them, or replaces them, finds what it expects. Other threads are never interrupted in this way, and pay
-nothing.
+So while the main thread is in a section (``with deferred:``), a handler that records the signal, and wakes the thread
+if it waits, replaces the handlers of Python. These run when the outermost section ends, or at a ``checkpoint``, where
+the state is consistent. Outside sections the handlers are the script's own, so code that reads or replaces them works
+as usual. Other threads are never interrupted in this way, and have no cost.
 
 Rejected: wrapping the handlers once for good (asyncio and notebooks compare and replace them); blocking signals in the
 kernel (Python runs handlers in the main thread whichever thread a signal reaches); doing all work in another thread
@@ -30,7 +29,7 @@ from . import clock
 
 _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS: Final = tuple(int(one) for one in _signals)
-"""Those whose handlers wait: what people and launchers send, and alarms."""
+"""The signals whose handlers are deferred: those from users and launchers, and alarms."""
 SLICE = 0.05
 """Seconds for which the main thread waits at a time where a signal could not wake it."""
 
@@ -39,13 +38,13 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class DeferredSignals:
-    """The sections of the main thread. There is one, :data:`deferred`; entered again inside itself, it goes on."""
+    """The sections of the main thread. There is one instance, :data:`deferred`; sections may be nested."""
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self._depth = 0
-        self._seen: tuple[Any, ...] = ()  # what all SIGNALS had when handlers were last replaced
-        self._handlers: dict[int, Handler] = {}  # those of them that Python would call
+        self._seen: tuple[Any, ...] = ()  # the handlers of all SIGNALS when they were last replaced
+        self._handlers: dict[int, Handler] = {}  # the ones among them that Python would call
         self._came: list[tuple[int, FrameType | None]] = []
         self._waker = -1
         self._noting = self._note  # one object, to be recognised
@@ -74,11 +73,13 @@ class DeferredSignals:
 
     @property
     def pending(self) -> bool:
-        """A signal came that the calling thread has to handle."""
+        """A signal has arrived that the calling thread has to handle."""
         return bool(self._came) and _ident() == self._main
 
     def checkpoint(self) -> None:
-        """Handle what came. For places where everything is in order: handlers raise, and may call anything."""
+        """Handle the received signals. For points with a consistent state: handlers may raise, and call any
+        function.
+        """
         while self._came and _ident() == self._main:
             signum, frame = self._came.pop(0)
             self._handlers[signum](signum, frame)
@@ -93,7 +94,7 @@ class DeferredSignals:
         try:
             found = tuple(map(_getsignal, SIGNALS))
             if found != self._seen:
-                # One of ours is still there only where two signals came at the worst moment of the section before.
+                # Our own handler is still set only if two signals came at the worst moment of the previous section.
                 known = self._handlers
                 found_now = {
                     one: known.get(one) if it is self._noting else it for one, it in zip(SIGNALS, found, strict=True)
@@ -160,7 +161,7 @@ os.register_at_fork(after_in_child=deferred.restart_in_child)
 
 
 def pause(seconds: float) -> None:
-    """Sleep, a moment at most; a signal that came is handled."""
+    """Sleep for a short time; a received signal is handled."""
     clock.sleep(seconds)
     deferred.checkpoint()
 

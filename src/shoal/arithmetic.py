@@ -35,7 +35,7 @@ def weighted_sum(
 ) -> Waiting:
     """``out = own_weight * own + sum of weight * payload``, all flat and of one dtype.
 
-    Yields :data:`MORE` whenever it has summed all that has come and not all has.
+    Yields :data:`MORE` when it has summed all received numbers and some are missing.
     """
     out, own = real(out), real(own)
     weights = [own_weight, *(weight for _, weight in terms)]
@@ -54,10 +54,10 @@ def weigh_in_blocks(
     weights: Sequence[float],
     also: torch.Tensor | None = None,
 ) -> None:
-    """``out = own_weight * own + sum of weight * term`` of tensors that are all here, flat and of one dtype.
+    """``out = own_weight * own + sum of weight * term`` of complete tensors, flat and of one dtype.
 
-    None is a term of zeros, which nobody had to write: it is not added, and its weight counts like the others.
-    ``also`` becomes the same as ``out``.
+    None is a term of zeros without memory: it is not added, and its weight counts like the others. ``also`` becomes the
+    same as ``out``.
     """
     factor = common_factor([own_weight, *weights])
     here = [(real(term), weight) for term, weight in zip(terms, weights, strict=True) if term is not None]

@@ -1,8 +1,9 @@
 """Operations that gradients flow through, for losses that depend on other agents' tensors.
 
-The plain operations of :mod:`shoal` return tensors without a graph. These return the same numbers, and take part in
-autograd. The gradient is the derivative of the *sum of all agents' losses*: where agent i computes ``loss_i``, agent j
-gets ``d(loss_0 + ... + loss_{n-1}) / d x_j``. Divide the loss by ``shoal.size()`` for the derivative of their mean.
+The plain operations of :mod:`shoal` return tensors without a graph. The operations here return the same numbers, with a
+graph for autograd. The gradient is the derivative of the *sum of all agents' losses*: where agent i computes
+``loss_i``, agent j gets ``d(loss_0 + ... + loss_{n-1}) / d x_j``. Divide the loss by ``shoal.size()`` for the
+derivative of their mean.
 
 The backward pass of an operation is an operation of the same agents:
 
@@ -262,7 +263,7 @@ class _LinearOperation(torch.autograd.Function):
 
 
 class _LinearOnce(_LinearOperation):
-    """The same where the backward pass has factors of its own, so that its derivative is another one."""
+    """As the base class, for a backward pass with factors of its own, which cannot be differentiated again."""
 
     @staticmethod
     @once_differentiable

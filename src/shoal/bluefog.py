@@ -2,9 +2,9 @@
 
     import shoal.bluefog as bf  # was: import bluefog.torch as bf
 
-Almost all of them are Shoal's own, or aliases for what Shoal says in another way; ``docs/bluefog.md`` has the list. At
-end are those that only such a script asks for. Its optimizers average on the static topology if they are given none,
-where Shoal's of the same names average with one peer at a time.
+Almost all of them are Shoal's own, or aliases of names of Shoal; ``docs/bluefog.md`` has the list. Names that only such
+scripts need are at the end. The optimizers average on the static topology by default, while Shoal's of the same names
+average with one peer at a time.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ _RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
 
 
 def _names_renamed_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function; for an argument of BlueFog before 0.3 its error says what the argument is called now."""
+    """The same function; for an argument of BlueFog before 0.3 its error gives the argument's present name."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -308,7 +308,7 @@ def resume() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """True: any thread of an agent may communicate, and what a script does with MPI itself is its own affair."""
+    """True: any thread of an agent may communicate. This is not about a script's own use of MPI."""
     return True
 
 
@@ -318,15 +318,15 @@ def unified_mpi_window_model_supported() -> bool:
 
 
 def nccl_built() -> bool:
-    """False: tensors of a GPU travel through the CPU's memory."""
+    """False: tensors of a GPU are sent through the CPU's memory."""
     return False
 
 
 def set_skip_negotiate_stage(value: bool) -> None:
     """Keep the value for :func:`get_skip_negotiate_stage`.
 
-    In BlueFog it lets operations begin without asking rank 0, unchecked. Shoal asks nobody before an operation begins,
-    and finds out all the same where agents do not agree.
+    In BlueFog it starts operations without negotiation by rank 0, unchecked. Shoal starts operations without
+    negotiation, and still detects disagreements of agents.
 
     Raises:
         NotInitialized: Before :func:`init`.
@@ -339,7 +339,7 @@ def set_skip_negotiate_stage(value: bool) -> None:
 
 
 def get_skip_negotiate_stage() -> bool:
-    """What this agent has set; False in the beginning.
+    """The value that this agent has set; initially False.
 
     Raises:
         NotInitialized: Before :func:`init`.

@@ -23,11 +23,11 @@ time = _time.time
 sleep = _time.sleep
 
 random_bytes = os.urandom
-"""Bytes that nobody can guess, for names, nonces and secrets."""
+"""Unpredictable bytes, for names, nonces and secrets."""
 uniform = random.Random().uniform
 """A number between two, for pauses that are not to be alike on all agents."""
 
 
 def random_hex(nbytes: int) -> str:
-    """``nbytes`` bytes that nobody can guess, as twice as many hexadecimal digits."""
+    """``nbytes`` unpredictable bytes, as twice as many hexadecimal digits."""
     return random_bytes(nbytes).hex()

@@ -1,8 +1,8 @@
-"""Tensors that lie in parts on several processes (torch's ``DTensor``), and the part of one that lies here.
+"""Tensors that are sharded over several processes (torch's ``DTensor``), and their local parts.
 
-What ``fully_shard`` and tensor parallelism make of a parameter is such a tensor. Agents average parts of the same
-place, so all that is exchanged is the plain tensor of :func:`local`. Nothing here imports ``torch.distributed.tensor``
-by itself, which takes a second: where nobody has, there is no such tensor.
+``fully_shard`` and tensor parallelism turn parameters into such tensors. Agents average the parts at the same position,
+so exchanges use the plain tensor of :func:`local`. This module does not import ``torch.distributed.tensor`` itself,
+which takes a second: if no other code has, there is no such tensor.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def placed_as(tensor: Tensor, whole: Tensor) -> Tensor:
 
 
 def placements(tensor: Tensor) -> tuple[Placement, ...]:
-    """How it is spread along each dimension of its mesh; ``()`` of a plain tensor."""
+    """The placement along each dimension of its mesh; ``()`` for a plain tensor."""
     return tuple(cast("DTensor", tensor).placements) if is_sharded(tensor) else ()
 
 
@@ -88,7 +88,7 @@ def is_copied(tensor: Tensor) -> bool:
 
 
 def described(tensor: Tensor) -> str:
-    """Where its part lies in the whole, for agents to compare; empty of a plain tensor."""
+    """The position of the local part in the whole, for agents to compare; empty for a plain tensor."""
     if not is_sharded(tensor):
         return ""
     whole = cast("DTensor", tensor)
@@ -101,14 +101,14 @@ def described(tensor: Tensor) -> str:
 
 
 def parts_of_state(state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
-    """The ``"state"`` of an optimizer's ``state_dict()`` with the parts that lie here in the place of ``DTensor``.
+    """The ``"state"`` of an optimizer's ``state_dict()`` with local parts instead of ``DTensor``.
 
     Args:
         state: By the number of the parameter.
-        params: Of the optimizer, in the order of its groups.
+        params: The parameters of the optimizer, in the order of its groups.
 
     Raises:
-        ValueError: Something is spread otherwise than its parameter, and could not be put together again.
+        ValueError: A tensor is sharded differently from its parameter, so it could not be reassembled.
     """
     found: dict[Any, Any] = {}
     for number, kept in state.items():
@@ -128,7 +128,7 @@ def parts_of_state(state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[A
 
 
 def spread_as(state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
-    """What :func:`parts_of_state` took apart, as ``DTensor`` again."""
+    """The state from :func:`parts_of_state`, with ``DTensor`` again."""
     found: dict[Any, Any] = {}
     for number, kept in state.items():
         found[number] = dict(kept) if isinstance(kept, Mapping) else kept
@@ -143,8 +143,9 @@ def spread_as(state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, A
 
 
 def summed_as(part: Tensor, whole: Tensor) -> Tensor:
-    """The sum of all numbers of a tensor that is spread as ``whole`` is, ``part`` being those that lie here, flat. The
-    processes of its mesh add up theirs, each number once, whoever has copies of it."""
+    """The sum of all elements of a tensor that is sharded like ``whole``; ``part`` has the local elements, flat. The
+    processes of its mesh add up their sums, and each element counts once even if it is replicated.
+    """
     total = part.sum()
     if not is_sharded(whole):
         return total
@@ -157,8 +158,9 @@ def summed_as(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Have a model that ``fully_shard`` has sharded hold its parts again: a forward pass without a backward pass leaves
-    whole parameters in their place, and reads these and not the parts in the next one."""
+    """Restore the sharded parameters of a model that ``fully_shard`` has sharded: a forward pass without a backward
+    pass leaves whole parameters in their place, and the next one would read these instead of the parts.
+    """
     module = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(module, "FSDPModule", ())
     for one in model.modules():

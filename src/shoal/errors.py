@@ -1,8 +1,8 @@
-"""What can go wrong between agents. Every error says which operation, which tensor, and which ranks.
+"""The errors between agents. Every error names the operation, the tensor, and the ranks.
 
-Three things can end an operation that was asked for correctly: an agent is gone (:class:`PeerLost`), an agent did not
-come in time (:class:`DeadlineExceeded`), or the agents asked for different things (:class:`Mismatch`). Each carries
-``ranks``, the agents that it is about, so that a program can react without parsing a message.
+A correct call can fail for three reasons: an agent is gone (:class:`PeerLost`), an agent did not call in time
+(:class:`DeadlineExceeded`), or the agents' calls differ (:class:`Mismatch`). Each error has ``ranks``, the agents that
+it is about, so that a program can react without parsing a message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What data raise that are not what they should be."""
+"""The errors raised while malformed data are parsed."""
 
 
 class ShoalError(RuntimeError):
@@ -30,7 +30,7 @@ class DeadlineExceeded(ShoalError, TimeoutError):
 
 
 class Mismatch(ShoalError, ValueError):
-    """Agents disagree: on a shape, a dtype, an operation, a root, or on who sends to whom."""
+    """Agents disagree: on a shape, a dtype, an operation, a root, or on senders and receivers."""
 
 
 class NotFinite(ShoalError, ArithmeticError):

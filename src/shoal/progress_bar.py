@@ -1,4 +1,4 @@
-"""A bar for long work, where somebody looks."""
+"""A progress bar for long work, shown only in a terminal or a notebook."""
 
 from __future__ import annotations
 

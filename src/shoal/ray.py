@@ -1,11 +1,11 @@
 """Agents on a Ray cluster: ``shoal.ray.train(function, agents=8)``, as ``shoal.Fleet(8).run`` has them in threads.
 
 Each agent is a Ray actor, in a process of its own. A placement group gives all of them their resources at once, and
-those of one node get consecutive ranks, so that a node is a machine. Ray starts them, brings their output and their
-results, and says when one has died; what agents say to each other is Shoal's own, and does not go through Ray.
+those of one node get consecutive ranks, so that a node is a machine. Ray starts them, collects their output and their
+results, and reports when one has died. Agents communicate by Shoal itself, not by Ray.
 
-Inside the workers of ``ray.train.torch.TorchTrainer`` nothing of this is needed: :func:`shoal.init` finds the process
-group that it has made. See docs/ray.md.
+Workers of ``ray.train.torch.TorchTrainer`` do not need this module: :func:`shoal.init` finds the process group that the
+trainer has made. See docs/ray.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _CPU, _GPU = "CPU", "GPU"
 
 
 class AgentFailed(ShoalError):
-    """An agent of :func:`train` raised, or its process died. ``ranks`` are those that failed first, of one cause."""
+    """An agent of :func:`train` raised, or its process died. ``ranks`` are the agents that failed first, of one
+    cause.
+    """
 
 
 def train(
@@ -49,27 +51,30 @@ def train(
 ) -> list[T | None]:
     """Call ``function(*args, **kwargs)`` in every agent, after ``init`` and before ``shutdown``.
 
-    The driver's connection to Ray is used; where there is none, ``ray.init()`` makes one, as with any call of Ray's.
+    The driver's connection to Ray is used; without one, ``ray.init()`` makes it, as with any call of Ray.
 
     Args:
-        function: What each agent runs; it and its arguments travel as Ray has them (cloudpickle).
-        agents: How many.
-        resources_per_agent: What each needs, by Ray's names: ``{"CPU": 4, "GPU": 1}``. One CPU, if not given.
-        strategy: Of the placement group: ``"PACK"`` on few nodes, ``"SPREAD"`` on many, or the ``"STRICT_"`` forms.
-        on_loss: ``"raise"``, or ``"continue"``: the agents that are left go on without one that was lost, as where
-            ``shoal.init`` is told so (docs/survival.md).
-        timeout: Seconds for which resources are waited for, and for every wait of the agents' own; ``SHOAL_TIMEOUT``
-            (300) if not given. How long the function takes is its own affair.
+        function: The function of each agent; Ray serializes it and its arguments (cloudpickle).
+        agents: The number of agents.
+        resources_per_agent: The resources of each agent, by Ray's names: ``{"CPU": 4, "GPU": 1}``. One CPU, if not
+            given.
+        strategy: The strategy of the placement group: ``"PACK"`` on few nodes, ``"SPREAD"`` on many, or the
+            ``"STRICT_"`` forms.
+        on_loss: ``"raise"``, or ``"continue"``: the surviving agents continue after a loss, as with this option of
+            ``shoal.init`` (docs/survival.md).
+        timeout: Seconds of the wait for resources, and of every wait of the agents; ``SHOAL_TIMEOUT`` (300) if not
+            given. It does not limit the function's duration.
 
     Returns:
-        The results, by rank. With ``on_loss="continue"`` None for those that were lost; the log says why.
+        The results, by rank. With ``on_loss="continue"`` None for lost agents; the log has the reason.
 
     Raises:
-        AgentFailed: An agent raised, with what it raised as ``__cause__``; or its process died. It names the ranks. The
-            others have ended then: by themselves, or killed after ten seconds. With ``on_loss="continue"``: all failed.
+        AgentFailed: An agent raised, and its exception is ``__cause__``; or its process died. The error names the
+            ranks. The others have ended then: by themselves, or killed after ten seconds. With ``on_loss="continue"``:
+            all failed.
         DeadlineExceeded: The cluster did not have the resources in time. Nothing was started.
-        ImportError: There is no Ray; ``pip install 'shoal[ray]'`` brings it.
-        ValueError: An argument makes no sense.
+        ImportError: Ray is not installed; ``pip install 'shoal[ray]'`` installs it.
+        ValueError: An argument is invalid.
     """
     ray = _ray()
     try:
@@ -108,11 +113,11 @@ class _RayAgent:
         self._rank = rank
 
     def __repr__(self) -> str:
-        """What Ray writes before each line that this process prints."""
+        """The text that Ray writes before each line that this process prints."""
         return f"rank {self._rank}"
 
     def where(self) -> tuple[str, str, int]:
-        """Its node, the node's address, and a port that is free there."""
+        """Its node, the node's address, and a free port there."""
         ray = _ray()
         with socket.socket() as free:
             free.bind(("", 0))
@@ -122,7 +127,7 @@ class _RayAgent:
     def run(
         self, environment: Mapping[str, str], function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> T:
-        """Be an agent, and call the function."""
+        """Become an agent, and call the function."""
         os.environ.update(environment)
         init()
         try:
@@ -135,7 +140,7 @@ class _RayAgent:
 
 
 def _leave_with(error: BaseException) -> None:
-    """Tell the others at once why this agent ends: its process does not, before Ray is told to."""
+    """Notify the others at once why this agent ends, because its process lives on until Ray ends it."""
     leave(agent_context(), f"its function ended with {type(error).__name__}: {error}".splitlines()[0][:500], died=True)
 
 
@@ -220,8 +225,9 @@ def _environments(ray: Any, actors: Sequence[Any], on_loss: str, seconds: float)
 
 
 def _results(ray: Any, asked: Sequence[Any], go_on: bool) -> list[Any]:
-    """What all return. Where one fails: what the others do that go on, or its failure, once all have ended or had the
-    time for it."""
+    """The results of all agents. After a failure: the results of the survivors, or an error, once all have ended or had
+    time to end.
+    """
     found: list[Any] = [None] * len(asked)
     running, failed = list(asked), {}
     limit = float("inf")
@@ -243,8 +249,9 @@ def _results(ray: Any, asked: Sequence[Any], go_on: bool) -> list[Any]:
 
 
 def _failure(ray: Any, failed: Mapping[int, Any], killed: Iterable[int]) -> AgentFailed:
-    """Of those that failed, the ones that did not do so for another one's failure: their processes died, else they
-    raised something of their own."""
+    """The error for the agents that did not fail because of another agent's failure: their processes died, or else they
+    raised an exception of their own.
+    """
     died = [rank for rank in failed if _has_died(ray, failed[rank])]
     raised = [rank for rank in failed if rank not in died and not isinstance(_cause(failed[rank]), PeerLost)]
     first = sorted(died or raised or failed)
@@ -270,7 +277,7 @@ def _has_died(ray: Any, error: Any) -> bool:
 
 
 def _cause(error: Any) -> Any:
-    """What an agent raised; or what Ray says of one that died."""
+    """The exception of an agent, or Ray's error for a dead one."""
     return getattr(error, "cause", None) or error
 
 

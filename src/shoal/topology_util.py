@@ -1,4 +1,4 @@
-"""BlueFog's name for the graphs, the dynamic schedules, and the weights, all of which live in :mod:`shoal.topology`."""
+"""BlueFog's module of graphs, dynamic schedules and weights; the functions are in :mod:`shoal.topology`."""
 
 from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
 from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDestinationRanks

@@ -24,20 +24,20 @@ class AccumAdam(Algorithm):
     After every s-th: ``m+ = beta1 m + (1 - beta1) b+``, ``v+ = beta2 v + (1 - beta2) (b+)^2``, ``b+ = 0``; all are
     zero at first (Wang et al. 2024, arXiv:2410.11998). With ``atc=False``: ``x+ = W x - lr d``.
 
-    The square of a gradient holds its noise, which a mean over the batches of n agents has a part of, and that of one
-    agent all of; the mean over s steps brings it back. With ``accumulate=1`` it is Adam. Only ``x`` is averaged:
+    The square of a gradient contains its noise, which is smaller in a mean over the batches of n agents than in one
+    agent's gradient; the mean over s steps reduces it again. With ``accumulate=1`` it is Adam. Only ``x`` is averaged:
     ``m``, ``v`` and ``b`` are an agent's own, and never sent.
 
-    Where gradients have no noise it ends where D-PSGD on ``g / (|g| + eps)`` does, whatever the betas and s are.
-    ``eps`` is in the unit of gradients; around a wrapped optimizer that is the unit of its moves, so take SGD with
-    ``lr=1``. State: ``m``, ``v`` and ``b``, as ``x``, and t, int64 ``[n, 1]`` or ``[1]``.
+    If gradients have no noise it ends where D-PSGD on ``g / (|g| + eps)`` does, for any betas and s. ``eps`` is in the
+    unit of gradients; with a wrapped optimizer that is the unit of its updates, so take SGD with ``lr=1``. State:
+    ``m``, ``v`` and ``b``, as ``x``, and t, int64 ``[n, 1]`` or ``[1]``.
 
     Args:
         lr: The step.
         accumulate: s, how many gradients are taken in at once; about as many as there are agents.
-        beta1: How much of the first moment stays, 0 <= beta1 < 1.
-        beta2: How much of the second moment stays, 0 <= beta2 < 1.
-        eps: What is added to the root of the second moment.
+        beta1: The part of the first moment that remains, 0 <= beta1 < 1.
+        beta2: The part of the second moment that remains, 0 <= beta2 < 1.
+        eps: Added to the root of the second moment.
         atc: Adapt, then combine; else adapt with combine.
 
     Raises:
@@ -74,7 +74,7 @@ class AccumAdam(Algorithm):
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         zero = torch.zeros_like(x)
-        # Not the number of the step: agents that begin anew after a loss count anew.
+        # Not the number of the step: agents that restart after a loss count from 0.
         return zero, zero, zero, torch.zeros_like(mix.ones(x), dtype=torch.int64)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:

@@ -16,16 +16,16 @@ from .schedule_weights import Form, Ranks, ScheduleWeights, Weights
 
 log = logging.getLogger("shoal")
 _KEPT = 256
-"""Rounds that are remembered; of a schedule without a period they never come again."""
+"""Rounds that are cached; without a period they never repeat."""
 
 
 class AgentSchedule:
-    """What an agent does in each round of a topology. Threads may ask at the same time.
+    """The weights of one agent in each round of a topology. Thread-safe.
 
     Args:
         topology: A graph with its weights, or a schedule.
-        rank: Which agent.
-        healed: What is left of the topology when some ranks are gone.
+        rank: The rank of the agent.
+        healed: Returns the topology without lost ranks.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class AgentSchedule:
     def mixing(self, round_: int, form: Form = "mix", gone: tuple[int, ...] = ()) -> Mixing:
         """With the weights W, or those of its row-stochastic (``"pull"``) or column-stochastic (``"push"``) form.
 
-        The receiver applies the whole weight. Made once for each round of the period, and kept. Where agents are
-        ``gone`` it is what is left of the topology.
+        The receiver applies the whole weight. Made once for each round of the period, and cached. If agents are
+        ``gone``, it belongs to the topology without them.
 
         Raises:
             ValueError: A weight is not finite.

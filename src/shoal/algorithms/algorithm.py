@@ -19,7 +19,7 @@ from .mix import Mix
 from .needs import Need
 
 State = tuple[torch.Tensor, ...]
-"""What an algorithm remembers between steps, beside ``x``."""
+"""The memory of an algorithm between steps, beside ``x``."""
 
 
 class Gradient:
@@ -49,7 +49,7 @@ class Gradient:
 
         Raises:
             TypeError: The function returned no tensor.
-            ValueError: It returned one of another shape than that of ``x``.
+            ValueError: The function returned a gradient of another shape than ``x``.
         """
         return _as(x, self._function(x))
 
@@ -78,12 +78,12 @@ class Algorithm(ABC):
 
     Attributes:
         source: The paper and the equation.
-        one_gradient: A step takes the gradient once, at its own ``x``: what local momentum may stand in for.
-        separable: With ``one_gradient``, and its answer being ``x``: what a step makes of a part of ``x`` depends on
-            nothing of the rest, so that parts of a model may step by themselves, each as soon as its gradients are
-            there. Of an algorithm that compresses each part is then a message of its own.
-        own_rounds: It says itself in which steps agents exchange, which therefore no wrapper may change.
-        from_x: A step goes on from its ``x``, so that who moves that between two steps moves what comes after.
+        one_gradient: A step takes the gradient once, at its own ``x``: a wrapper such as local momentum may replace it.
+        separable: Has ``one_gradient``, its estimate is ``x``, and the step of a part of ``x`` does not depend on the
+            other parts. So parts of a model may step separately, each as soon as its gradients are complete. If the
+            algorithm compresses, each part is then a message of its own.
+        own_rounds: The algorithm itself chooses the steps in which agents exchange, so no wrapper may change them.
+        from_x: A step starts from its ``x``, so a change of ``x`` between two steps affects the later ones.
     """
 
     source: ClassVar[str]
@@ -94,11 +94,13 @@ class Algorithm(ABC):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """What the mixing must be for the algorithm to converge to what it says; checked before the first step."""
+        """The conditions on the mixing under which the algorithm converges as documented; checked before the first
+        step.
+        """
         return ()
 
     def cycle(self, rounds: int) -> int:
-        """After how many steps what it does with W comes again, where the topology does after so many rounds."""
+        """The number of steps after which its use of W repeats, if the topology repeats after ``rounds`` rounds."""
         return rounds
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
@@ -110,31 +112,32 @@ class Algorithm(ABC):
         """One step of every agent: the new ``x`` and the new state. ``x`` is not changed."""
 
     def restart(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
-        """What to go on with after agents were lost, with which all that are left begin the same step.
+        """Values to continue with after agents were lost; all survivors begin the same step with them.
 
-        Its answer so far, and a memory as new: what it remembers holds something of those that are gone, or lacks
-        something that they never sent.
+        They are the present estimate and a new state, because the old state contains terms of lost agents, or lacks
+        terms that they never sent.
         """
         x = self.estimate(x, state)
         return x, self.init(x, grad, mix)
 
     def healed(self, topology: Schedule, gone: tuple[int, ...]) -> AnyTopology:
-        """What is left of its topology without some ranks; these keep an edge to themselves at most."""
+        """The topology without some ranks; the remaining ones keep at most an edge to themselves."""
         return Without(topology, gone)
 
     def at_rest(self) -> Algorithm:
-        """An algorithm whose steps without a gradient move what agents differ by as this one's do, and are linear in x
-        and in every part of the state that has its shape; itself unless the algorithm says otherwise."""
+        """An algorithm whose steps without a gradient change the differences between agents as this one's do, and are
+        linear in x and in every part of the state that has its shape; itself by default.
+        """
         return self
 
     def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        """What an agent would answer now; ``x`` itself unless the algorithm says otherwise."""
+        """The present estimate of an agent; ``x`` itself by default."""
         return x
 
     def scaled(self, by: float | torch.Tensor) -> Algorithm | None:
-        """The same with its ``lr``, or that of the algorithm that it wraps, ``by`` times as long; None without one.
+        """The same algorithm with its ``lr``, or its wrapped algorithm's, multiplied by ``by``; None without an ``lr``.
 
-        A state goes on with it: what it holds does not depend on the step to come.
+        A state remains valid with it, because it does not depend on the next step's ``lr``.
 
         Args:
             by: A factor, or one for each of the parameters, ``[d]``.

@@ -20,7 +20,7 @@ from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
 class BEER(Algorithm):
     """Exact, however different the agents' objectives are, with messages of a fraction of the parameters.
 
-    Parameters ``x`` and trackers ``v`` each have public copies, ``h`` and ``k``, which move by what is sent::
+    Parameters ``x`` and trackers ``v`` each have public copies, ``h`` and ``k``, which change by the sent messages::
 
         x+ = x + gamma (W - I) h - lr v                  h+ = h + C(x+ - h)
         v+ = v + gamma (W - I) k + g(x+) - g(x)          k+ = k + C(v+ - k)

@@ -1,8 +1,8 @@
-"""All algorithms by name, each with an example: what the page of algorithms lists, and what the tests run.
+"""All algorithms by name, each with an example: the source of the algorithms page and of the tests.
 
-An entry is all that a new algorithm needs beside its own file. From it come its row in the table and its tests: that a
-stacked fleet, threads and processes agree, that a run can be resumed, that the needs are checked, and that it sends
-what the entry says.
+A new algorithm needs only its own file and an entry. The entry gives its row in the table and its tests: a stacked
+fleet, threads and processes agree, a run can be resumed, the needs are checked, and the algorithm sends as much as the
+entry states.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Entry:
     """An algorithm in the catalog.
 
     Attributes:
-        name: What people call it.
+        name: The common name.
         example: It, with numbers that work on least squares of different agents, each with a Lipschitz constant of 4.
         messages: Tensors of x's size that an agent sends a neighbour in a step of the example; a fraction if they are
             compressed.
         use: When to use it, in one sentence.
-        exact: It converges to the optimum of the sum; else near it.
+        exact: The algorithm converges to the optimum of the sum; else near it.
     """
 
     name: str

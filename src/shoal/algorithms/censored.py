@@ -1,4 +1,6 @@
-"""Censored gradient descent: an agent keeps silent while it has little news, and its neighbours go on with the old."""
+"""Censored gradient descent: an agent sends nothing while its change is small, and its neighbours use the old
+values.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,15 @@ from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, Need
 class CensoredGradientDescent(Algorithm):
     """Event-triggered decentralized gradient descent, adapt then combine.
 
-    Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and says what is new, ``q_i = x_i - s_i``, only if
-    ``|q_i| >= tau decay^k`` at step k, s being all that it has said: zero at first. Else q is zero, a header is all
-    that it sends, and its neighbours go on with ``s_i``. Then ``s+ = s + q`` and ``x+ = W s+ + (x - s+)``, which keeps
-    the mean of the x. The rule of silence is that of COCA (Liu, Xu, Wu, Tian, Ling 2019, doi:10.1109/TSP.2019.2907258);
-    there it censors ADMM. The graph must be static: a new neighbour would not have ``s_i``.
+    Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and sends the change ``q_i = x_i - s_i`` only if
+    ``|q_i| >= tau decay^k`` at step k, where s is the sum of all sent changes: zero at first. Else q is zero, the agent
+    sends only a header, and its neighbours keep ``s_i``. Then ``s+ = s + q`` and ``x+ = W s+ + (x - s+)``, which
+    preserves the mean of the x. The censoring rule is that of COCA (Liu, Xu, Wu, Tian, Ling 2019,
+    doi:10.1109/TSP.2019.2907258), which applies it to ADMM. The graph must be static: a new neighbour would not have
+    ``s_i``.
 
-    With ``tau=0`` it is :class:`~shoal.algorithms.GradientDescent`, and where the threshold falls to nothing it ends
-    where that ends, but for rounding. ``mix.sent`` counts those that spoke, without the headers.
+    With ``tau=0`` it is :class:`~shoal.algorithms.GradientDescent`. If the threshold falls to zero it ends at the same
+    point, but for rounding. ``mix.sent`` counts the sending agents, without the headers.
 
     The state is s and ``W s``, the shape of ``x``.
 

@@ -19,11 +19,12 @@ STATIC_COPIES = replace(STATIC, remedy="Take a static graph, or DeepSqueeze, whi
 
 
 def contraction(compressor: Compressor) -> Need:
-    """Its messages bring nearer what they are to say, in the mean: else their errors feed on each other.
+    """The condition that messages reduce the remaining difference on average: otherwise their errors amplify each
+    other.
 
-    Of ``Cast`` and ``MinMaxUInt8`` this is true for messages above their smallest number. A smaller message may arrive
-    as zero, so agents stop at about that distance from each other (6e-8 for float16, ``eps`` for ``MinMaxUInt8``), and
-    go no further apart: the next message that is larger is sent.
+    ``Cast`` and ``MinMaxUInt8`` fulfil it for messages above their smallest number. A smaller message may arrive as
+    zero, so agents stop at about that distance from each other (6e-8 for float16, ``eps`` for ``MinMaxUInt8``). The
+    distance does not grow, because the next larger message is sent.
     """
 
     def problem(facts: Facts) -> str:
@@ -43,12 +44,12 @@ def contraction(compressor: Compressor) -> Need:
 
 @dataclass(frozen=True)
 class ChocoSGD(Algorithm):
-    """Everybody keeps a public copy ``h`` of each neighbour, and sends what its own copy lacks, compressed.
+    """Every agent keeps a public copy ``h`` of each neighbour, and sends the compressed difference from its own copy.
 
     ``y = x - lr g(x)``, ``q = C(y - h)``, ``h+ = h + q``, ``x+ = y + gamma (W - I) h+`` (Koloskova, Stich, Jaggi 2019,
     arXiv:1902.00340, algorithm 2). ``s = W h`` is kept instead of the neighbours' copies (algorithm 5 there); it
-    follows from what is sent, ``s+ = s + W q``, as long as W stays the same. The mean over the agents is not
-    disturbed by the compression.
+    follows from the messages, ``s+ = s + W q``, as long as W stays the same. The mean over the agents is not disturbed
+    by the compression.
 
     Args:
         lr: The step.

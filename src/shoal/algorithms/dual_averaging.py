@@ -1,4 +1,4 @@
-"""Dual averaging: agents average the sums of their gradients, and work out where these lead."""
+"""Dual averaging: agents average the sums of their gradients, and compute the parameters from them."""
 
 from __future__ import annotations
 

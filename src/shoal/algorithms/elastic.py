@@ -14,7 +14,7 @@ from .needs import CONNECTED_LINKS, Facts, Need
 
 
 def _bounded(beta: float) -> Need:
-    """What agents differ by from their centre shrinks, where there is no gradient."""
+    """Without a gradient, the agents' differences from their centre shrink."""
 
     def problem(facts: Facts) -> str:
         largest = 2 * facts.size / (facts.size + 1)
@@ -35,12 +35,12 @@ class EASGD(Algorithm):
     ``x+ = x - lr g(x)``; in every ``every``-th step ``x+ = x - lr g(x) - a (x - c)`` and
     ``c+ = c + a sum_i (x_i - c)``, all from the old values, with ``a = beta / n`` and ``c`` the mean of all ``x`` at
     first (Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, its synchronous form). ``a sum_i (x_i - c)`` is
-    ``beta mean(x - c)``: one mean of all is what an exchange takes, and nobody in particular holds ``c``.
+    ``beta mean(x - c)``: an exchange takes one mean of all, and every agent holds ``c``.
 
     With ``every=1`` it is ``GradientDescent(lr, atc=False)`` on a star whose hub, ``c``, has no objective: W gives each
-    end of an edge ``a`` of the other. Where the agents' objectives differ it ends near the optimum, at a distance of
-    the order of ``n lr every / beta``. What agents differ by from ``c`` dies out where ``a (n + 1) < 2``, which is
-    checked; where all have the curvature L, and ``every=1``, it takes ``(2 - lr L) (2 - beta) > 2 a``.
+    end of an edge ``a`` of the other. If the agents' objectives differ it ends near the optimum, at a distance of the
+    order of ``n lr every / beta``. The agents' differences from ``c`` vanish if ``a (n + 1) < 2``, which is checked; if
+    all have the curvature L, and ``every=1``, they vanish if ``(2 - lr L) (2 - beta) > 2 a``.
 
     The estimate is ``c``: it is the same everywhere, and a mean of agents and of steps. The gradient is taken at an
     agent's own ``x``, which is another point, so around a wrapped optimizer it needs a closure. State: ``c``, as ``x``.

@@ -46,7 +46,7 @@ LARGE_EIGENVALUES = Need(
 
 @dataclass(frozen=True)
 class ExactDiffusion(Algorithm):
-    """Exact diffusion, or D2: adapt, correct by what the last exchange changed, combine.
+    """Exact diffusion, or D2: adapt, correct by the change of the last exchange, combine.
 
     ``psi+ = x - lr g(x)``, ``x+ = W (psi+ + x - psi)``, with ``psi = x`` at first; or, in one line,
     ``x+ = W (2 x - x_prev - lr (g - g_prev))`` after ``x1 = W (x0 - lr g0)`` (Yuan, Ying, Zhao, Sayed 2017,
@@ -58,7 +58,7 @@ class ExactDiffusion(Algorithm):
 
     Args:
         lr: The step.
-        lazy: ``(I + W) / 2`` in place of W: slower, and sound whatever the eigenvalues of W are.
+        lazy: ``(I + W) / 2`` instead of W: slower, and sound for any eigenvalues of W.
     """
 
     lr: float
@@ -85,14 +85,14 @@ class ExactDiffusion(Algorithm):
 
 @dataclass(frozen=True)
 class EXTRA(Algorithm):
-    """EXTRA: decentralized gradient descent, and the sum of all that mixing has ever changed.
+    """EXTRA: decentralized gradient descent, plus the sum of all past changes by mixing.
 
     ``x+ = W x + s - lr g(x)``, ``s+ = s + (W x - x) / 2``, with ``s = 0`` at first; that is
     ``x+ = (I + W) x - (I + W)/2 x_prev - lr (g - g_prev)`` after ``x1 = W x0 - lr g0`` (Shi, Ling, Wu, Yin 2015,
-    arXiv:1404.6264, with ``(I + W) / 2`` for the second matrix), summed over the steps: one message in place of two.
+    arXiv:1404.6264, with ``(I + W) / 2`` for the second matrix), summed over the steps: one message instead of two.
 
-    Exact, however different the agents' objectives are. The step that it bears shrinks with the smallest eigenvalue of
-    W: ``lr < (1 + lambda_min) / L``. State: ``s``, as ``x``.
+    Exact, however different the agents' objectives are. The stable step shrinks with the smallest eigenvalue of W:
+    ``lr < (1 + lambda_min) / L``. State: ``s``, as ``x``.
 
     Args:
         lr: The step.

@@ -31,17 +31,17 @@ from .schedule_weights import Form
 
 
 class Exchange(Mix):
-    """The verbs of :class:`Mix` over Shoal's operations, for the calling agent.
+    """The methods of :class:`Mix` by Shoal's operations, called by one agent.
 
     Args:
         topology: A graph with its weights, or a schedule, over all agents.
-        seed: Of the algorithm's random numbers; the same on all agents.
-        name: What the exchanges are matched by between agents.
-        algorithm: Whose they are: it says what its topology is when agents are gone (``on_loss="continue"``).
+        seed: The seed of the algorithm's random numbers; the same on all agents.
+        name: Matches the exchanges of different agents.
+        algorithm: The algorithm that exchanges; it defines its topology after a loss (``on_loss="continue"``).
 
     Attributes:
-        layout: A digest of what the tensors are made of, which all agents must have alike in a round; 0 for nothing.
-        operation: The last that was waited for.
+        layout: A digest of the composition of the tensors, equal on all agents in a round; 0 for none.
+        operation: The last awaited operation.
 
     Raises:
         ValueError: The topology is for another number of agents.
@@ -66,7 +66,9 @@ class Exchange(Mix):
         self._plan = WHOLE
 
     def beside(self, number: int) -> Exchange:
-        """That of another part of the parameters, over the same topology: with a name and random numbers of its own."""
+        """The exchange of another part of the parameters, over the same topology: with its own name and random
+        numbers.
+        """
         found = copy.copy(self)
         found._name, found.seed = f"{self._name}.{number}", self.seed + number
         return found
@@ -74,7 +76,7 @@ class Exchange(Mix):
     def begin(self, round_: int) -> bool:
         super().begin(round_)
         agent = current("algorithms.Exchange")
-        # Of the step, and not of each exchange: all of a step is with the same agents, and so is what it remembers.
+        # Once for the step, and not for each exchange: all exchanges and the state of a step have the same agents.
         before, self._plan = self._plan, agent.engine.plan(channel_name("step", self._name))
         self.size = agent.size - len(self._plan.gone)
         return self._plan != before
@@ -143,7 +145,7 @@ class Exchange(Mix):
         return self._result_of(submit_shares(agent, share, x.clone(), self._cut(len(x)), name, self.layout))
 
     def _cut(self, total: int) -> dict[int, tuple[int, int]]:
-        """Which numbers each agent of this machine has: equally many; where any agent is gone, the first has all."""
+        """The numbers of each agent of this machine: equally many; if any agent is lost, the first one has all."""
         gone = self._plan.gone
         ranks = [rank for rank in current("algorithms.Exchange").local_ranks if rank not in gone]
         if gone:
@@ -211,10 +213,10 @@ def run(
     Arguments as for :meth:`shoal.sim.StackedFleet.run`; ``topology`` and ``seed`` must be the same on all agents.
 
     Raises:
-        ValueError: The mixing is not what the algorithm needs; the message says which condition fails.
+        ValueError: The mixing is not what the algorithm needs; the message names the failed condition.
     """
     check(type(algorithm).__name__, algorithm.needs, topology, dimension=x.shape[-1], unchecked=unchecked)
     mix = Exchange(topology, seed, algorithm=algorithm)
-    # Of many bars in one terminal nobody could read any.
+    # Many bars in one terminal would be unreadable.
     shown = progress and mix.rank == 0
     return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=shown, resume=resume)

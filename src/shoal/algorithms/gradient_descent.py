@@ -1,4 +1,4 @@
-"""Decentralized gradient descent: average with the neighbours, and follow one's own gradient."""
+"""Decentralized gradient descent: average with the neighbours, and follow the agent's own gradient."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class GradientDescent(Algorithm):
 
 @dataclass(frozen=True)
 class ParallelGradientDescent(Algorithm):
-    """What data-parallel training does, to compare with: ``x+ = x - lr mean(g(x))``, the mean over all agents.
+    """Data-parallel training, for comparison: ``x+ = x - lr mean(g(x))``, the mean over all agents.
 
-    Agents that begin with equal parameters keep them equal, and take the steps of one that has all data.
+    Agents that begin with equal parameters keep them equal, and take the same steps as a single agent with all data.
 
     Args:
         lr: The step.

@@ -23,8 +23,8 @@ def own(loss: Loss, *data: torch.Tensor, batch: int | None = None) -> Gradient:
     Args:
         loss: ``loss(x, *data)``: ``x`` is ``[d]``, each of ``data`` ``[samples, ...]``; a tensor of one number.
         data: This agent's.
-        batch: Samples for each step, drawn anew with replacement, the same ones in a stacked run of the same seed; all
-            of the data if not given.
+        batch: Samples for each step, drawn with replacement, the same ones in a stacked run of the same seed; all of
+            the data if not given.
 
     Raises:
         ValueError: Data of different lengths, or a batch that is no count.

@@ -1,8 +1,8 @@
-"""Does averaging bring agents together? Where a mixing is doubly stochastic and connected, differences may still stay.
+"""Checks whether averaging removes differences between agents, which a connected doubly stochastic mixing may not do.
 
-The question is asked at learning rate 0, of an algorithm's own steps over a period of the topology. On a ring whose
-agents keep nothing of their own, W has the eigenvalue -1, and differences alternate for ever. Weights below 0 may give
-W eigenvalues beyond 1. Momentum that averages with the neighbours may swing differences up that W alone would shrink.
+The check is made at learning rate 0, with an algorithm's own steps over a period of the topology. On a ring whose
+agents have no self weight, W has the eigenvalue -1, and differences alternate for ever. Weights below 0 may give W
+eigenvalues beyond 1. Momentum that averages with the neighbours may amplify differences that W alone would shrink.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ graphs with the usual weights take at least about ``1 / n^2``."""
 _REMEMBERED = 64
 
 Decide = Callable[[Facts], str | None]
-"""Tells without eigenvalues whether differences die out: empty if they do, else what is wrong, or None if unknown."""
+"""Decides without eigenvalues whether differences die out: empty if they do, else the problem, or None if unknown."""
 
 
 def _unknown(facts: Facts) -> None:
@@ -46,12 +46,12 @@ class _DiesOut(Need):
 
 
 def dies_out(algorithm: Algorithm, decide: Decide = _unknown, under: str = "") -> Need:
-    """Where there is no gradient, what the agents differ by shrinks, whatever the algorithm remembers of it.
+    """The condition that without a gradient the differences between agents shrink, for any state of the algorithm.
 
     Args:
-        algorithm: Its steps are taken as :meth:`Algorithm.at_rest` has them.
-        decide: Tells it from the signs of the weights, where these are enough.
-        under: What swings differences up beside W, for the message.
+        algorithm: Its steps are those of :meth:`Algorithm.at_rest`.
+        decide: Decides from the signs of the weights, if these suffice.
+        under: The other cause of growing differences beside W, for the message.
     """
 
     def problem(facts: Facts) -> str:
@@ -81,9 +81,9 @@ _ROUNDED = 1e-6
 
 
 def with_wrapper(wrapper: Algorithm, needs: tuple[Need, ...]) -> tuple[Need, ...]:
-    """What a wrapped algorithm needs, where it matters that it is wrapped.
+    """The needs of a wrapped algorithm, for which the wrapper matters.
 
-    A wrapper may mend what is wrong, as a mean of all agents does. Where nothing is wrong without it, it does no harm.
+    A wrapper may remove a problem, as a mean of all agents does. If there is no problem without it, it does no harm.
     """
 
     def of_wrapper(decide: Decide) -> Decide:
@@ -95,13 +95,13 @@ def with_wrapper(wrapper: Algorithm, needs: tuple[Need, ...]) -> tuple[Need, ...
 
 
 def growth(algorithm: Algorithm, facts: Facts) -> float:
-    """The factor by which differences between agents grow in a step in the long run, where there is no gradient.
+    """The factor by which differences between agents grow per step in the long run, without a gradient.
 
-    NaN where there are no numbers, as with ``lr=0`` in an algorithm that divides by it.
+    NaN if the steps give NaN, as with ``lr=0`` in an algorithm that divides by it.
 
     Args:
-        algorithm: :meth:`Algorithm.at_rest` makes its steps linear in x and in what it remembers.
-        facts: Of the topology.
+        algorithm: :meth:`Algorithm.at_rest` makes its steps linear in x and in its state.
+        facts: The properties of the topology.
     """
     return growth_of(algorithm.at_rest(), facts).per_step
 
@@ -143,11 +143,11 @@ def _round_grows(facts: Facts) -> str:
 NEVER_GROWS = Need(
     DIES_OUT, _round_grows, "Take weights of 0 or more.", "the differences between agents not to grow in any round"
 )
-"""What is asked of single rounds where those to come are not known: no W that is doubly stochastic and without weights
+"""The condition on single rounds if later ones are not known: no W that is doubly stochastic and without weights
 below 0 lets differences grow."""
 
 
-# Every agent, and every thread of a fleet, asks the same of the same topology.
+# Every agent, and every thread of a fleet, makes the same query for the same topology.
 
 _found: OrderedDict[tuple[Algorithm, bytes], Growth] = OrderedDict()
 _one_at_a_time = Lock()
@@ -180,13 +180,14 @@ def _digest(facts: Facts) -> bytes:
     return digest.digest()
 
 
-# What the signs of the weights tell
+# Decisions by the signs of the weights
 
 
 def by_self_weights(form: Form = "mix") -> Decide:
-    """Weights of 0 or more, where all agents keep a part in every round; or in a graph, where values take ways of
-    lengths that have no divisor in common. Differences then die out in averages by W, its row- or its column-stochastic
-    form, on connected rounds."""
+    """Weights of 0 or more, if all agents have a self weight in every round; or in a graph, if values take paths whose
+    lengths have no common divisor. Differences then vanish in averages by W, or by its row- or column-stochastic form,
+    on connected rounds.
+    """
 
     def decide(facts: Facts) -> str | None:
         rounds = range(facts.looked_at)
@@ -207,7 +208,7 @@ def by_self_weights(form: Form = "mix") -> Decide:
 
 
 def by_signs(facts: Facts) -> str | None:
-    """One symmetric W of weights of 0 or more, where the steps average with (I + W) / 2, or shrink what is at -1."""
+    """One symmetric W of weights of 0 or more, if the steps average with (I + W) / 2, or shrink the eigenvalue -1."""
     if facts.static and _nonnegative(facts.rounds[0], "mix") and not SYMMETRIC.problem(facts):
         return None if DOUBLY_STOCHASTIC.problem(facts) else ""
     return None
@@ -243,7 +244,7 @@ def _all_keep(weights: RoundWeights, form: Form) -> bool:
 
 
 def _cycle(weights: RoundWeights, form: Form) -> int | None:
-    """What the lengths of all closed ways have in common; None if not all agents are reached."""
+    """The greatest common divisor of the lengths of all closed paths; None if not all agents are reached."""
     used = getattr(weights, form) > TOLERANCE
     source, destination = weights.source[used], weights.destination[used]
     hops = Neighbours(weights.size, source, destination).hops_from(0)

@@ -1,8 +1,8 @@
-"""A step as a linear map: what becomes of differences between agents, and of all that an algorithm remembers of them.
+"""A step as a linear map of the differences between agents and of the algorithm's state.
 
-The steps of a whole period are taken, with all that wrappers make of them. There are three ways to find the largest
-eigenvalue, of which the first that applies is taken: where all rounds have the same eigenvectors, as shifts, tori and
-every static graph do, a small matrix for each; else the matrix of the whole period; else an iteration that applies it.
+The steps of a whole period are taken, including the effect of wrappers. Three methods find the largest eigenvalue; the
+first one that applies is used: if all rounds have the same eigenvectors, as shifts, tori and every static graph do, a
+small matrix for each; else the matrix of the whole period; else an iteration that applies it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Slope = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Growth:
-    """What the steps of a period do to differences between agents.
+    """The effect of a period's steps on differences between agents.
 
     Attributes:
-        logarithm: Of the largest modulus of an eigenvalue of a period's steps; -inf if nothing is left of them, and
-            NaN if there are no numbers, as with ``lr=0`` in an algorithm that divides by it.
+        logarithm: The logarithm of the largest modulus of an eigenvalue of a period's steps; -inf if the differences
+            become 0, and NaN if the steps give NaN, as with ``lr=0`` in an algorithm that divides by it.
         steps: Steps of the period.
-        of_w: The eigenvalue, of W or of the product of a period's, along whose eigenvector they grow most; None if it
-            is not known.
-        of_steps: That of a period's steps; None if it is not known.
+        of_w: The eigenvalue, of W or of the product of a period's, along whose eigenvector differences grow most; None
+            if unknown.
+        of_steps: The eigenvalue of a period's steps; None if unknown.
     """
 
     logarithm: float
@@ -59,11 +59,11 @@ class Growth:
 
 
 def growth_of(algorithm: Algorithm, facts: Facts, slope: Slope | None = None) -> Growth:
-    """How differences between agents grow in the long run.
+    """The growth of differences between agents in the long run.
 
     Args:
-        algorithm: Its steps must be linear in x and in what it remembers that has the shape of x.
-        facts: Of the topology.
+        algorithm: Its steps must be linear in x and in the state tensors that have the shape of x.
+        facts: The properties of the topology.
         slope: The gradient; zero if not given.
     """
     rounds = rounds_of(facts)
@@ -97,7 +97,7 @@ def rounds_of(facts: Facts) -> int:
 def _begin(
     algorithm: Algorithm, mix: Mix, grad: Gradient, x: torch.Tensor
 ) -> tuple[list[int], tuple[torch.Tensor, ...]]:
-    """Which parts of the state belong to the map, those of the shape of ``x``, after x itself; and a new state."""
+    """The parts of the state that belong to the map, those of the shape of ``x``, after x itself; and a new state."""
     mix.begin(0)
     state: tuple[torch.Tensor, ...] = tuple(algorithm.init(x, grad, mix))
     return [-1, *(place for place, one in enumerate(state) if one.shape == x.shape and one.dtype == x.dtype)], state
@@ -111,9 +111,9 @@ def _apply(
     tensors: tuple[torch.Tensor, ...],
     size_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """A period of steps of x and the state, and the logarithm of what they were divided by, lest they overflow.
+    """A period of steps of x and the state, and the logarithm of their scaling, which prevents overflow.
 
-    It is the second period, for some algorithms do something else in their first step.
+    It is the second period, because some algorithms have a different first step.
     """
     parts, state = _begin(algorithm, mix, grad, torch.zeros_like(tensors[0][:, :1]).repeat(1, 2))
     scaled = torch.zeros((), dtype=torch.float64)
@@ -132,7 +132,9 @@ def _apply(
 
 
 def _by_modes(algorithm: Algorithm, mix: _Modes, grad: Gradient, steps: int) -> torch.Tensor:
-    """For each eigenvector a matrix, of what becomes of x, and of each part of the state: float64 ``[modes]``."""
+    """For each eigenvector the logarithm of the growth in a period of x and the parts of the state: float64
+    ``[modes]``.
+    """
     parts, _ = _begin(algorithm, mix, grad, torch.zeros(mix.modes, 2, dtype=torch.complex128))
     blocks = len(parts)
     unit = torch.eye(blocks, dtype=torch.complex128)
@@ -298,7 +300,7 @@ class Rows(_Linear):
     """A row for each agent, and W as its edges.
 
     Args:
-        facts: Of the topology.
+        facts: The properties of the topology.
         rounds: How many come in turn.
     """
 
@@ -314,7 +316,7 @@ class Rows(_Linear):
 
     @property
     def weights(self) -> RoundWeights:
-        """Those of the round."""
+        """The weights of the round."""
         return self._facts.rounds[self.round % self._rounds]
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:

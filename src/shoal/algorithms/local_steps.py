@@ -1,4 +1,4 @@
-"""Exchanging less often, or now and then with everybody: the same algorithm over another ``mix``.
+"""Less frequent exchanges, and occasional exchanges of all agents: the same algorithm over another ``mix``.
 
 Both wrappers change what the algorithm's W is from step to step, so they take any algorithm that allows W to change.
 They compose: ``LocalSteps(GossipPGA(GradientDescent(lr), every=1), every=16)`` is Local SGD, which takes 16 steps alone
@@ -42,7 +42,7 @@ def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
                 f"{itself} says itself how often agents exchange, and {who} would say otherwise. Take {itself} "
                 "alone, with the `every` that is wanted."
             )
-    needed = {need.name for need in algorithm.needs}  # by name, for the remedies differ
+    needed = {need.name for need in algorithm.needs}  # by name, because the remedies differ
     if STATIC.name in needed:
         raise ValueError(
             f"{wrapped} needs the same W in every step, and {who} changes it. Take an algorithm that allows W to "
@@ -56,7 +56,7 @@ def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
 
 
 def layers(algorithm: Algorithm) -> Iterator[Algorithm]:
-    """It, the one that it wraps, and so on."""
+    """The algorithm, the one that it wraps, and so on."""
     inner: Algorithm | None = algorithm
     while inner is not None:
         yield inner
@@ -65,7 +65,7 @@ def layers(algorithm: Algorithm) -> Iterator[Algorithm]:
 
 @dataclass(frozen=True)
 class _Sometimes(Algorithm):
-    """What the wrappers share: the algorithm says all but what ``mix`` is."""
+    """The common part of the wrappers: everything except ``mix`` is the algorithm's."""
 
     algorithm: Algorithm
     every: int

@@ -22,16 +22,16 @@ _WHOLE = ("step", "rounds", "bytes")
 
 @dataclass
 class Run:
-    """The result of a run, with which another can go on.
+    """The result of a run, from which another can continue.
 
     Attributes:
-        x: What the steps left: ``[n, d]`` stacked, ``[d]`` in a real agent.
-        estimate: What the agents would answer: ``x``, or what the algorithm makes of it.
-        state: The algorithm's, to go on with.
+        x: After the last step: ``[n, d]`` stacked, ``[d]`` in a real agent.
+        estimate: The agents' estimates: ``x``, or the algorithm's function of it.
+        state: The algorithm's state, to continue with.
         steps: How many steps have been taken, since the state was new.
         sent: Bytes sent in them: by all agents of a stacked fleet, by this one in a real agent.
         rounds: Exchanges in them, of which an algorithm may make several in a step.
-        seconds: What the steps would have taken on the network that the run was given; None without one.
+        seconds: The simulated time of the steps on the network that the run was given; None without one.
         records: A row for each time that was recorded: ``step``, then ``rounds``, ``bytes`` and (if there was a
             network) ``seconds`` since the beginning, and the figures of the measure. pandas.DataFrame takes it as it
             is.
@@ -47,10 +47,10 @@ class Run:
     records: list[dict[str, float]] = field(default_factory=list)
 
     def column(self, name: str) -> torch.Tensor:
-        """One figure over the steps, float64 ``[records]``, for a plot.
+        """One recorded value over the steps, float64 ``[records]``, to plot.
 
         Raises:
-            KeyError: Nothing of that name was recorded each time.
+            KeyError: Some record has no value of that name.
         """
         if self.records and name not in self._columns:
             raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}")
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def _columns(self) -> list[str]:
-        """Those that every row has: a run may have been resumed with another measure."""
+        """The columns that every row has: a run may have been resumed with another measure."""
         return [name for name in self.records[-1] if all(name in row for row in self.records)] if self.records else []
 
 
@@ -98,15 +98,15 @@ def steps_of(
 
     Args:
         algorithm: Its equation.
-        x: Where the agents begin; ignored when a run is resumed.
+        x: The initial values; ignored when a run is resumed.
         gradient: A :class:`Gradient`, or a function of ``x``.
         mix: The exchange.
         steps: How many.
         measure: Figures of the estimates, recorded every ``every`` steps, before the first and after the last. Without
-            one there are records only if the mix tells seconds.
+            one there are records only if the mix provides seconds.
         every: How often to record.
         progress: Show a bar on stderr, if that is a terminal or a notebook.
-        resume: A run to go on with: its ``x``, state, records, and the number of its steps.
+        resume: A run to continue: its ``x``, state, records, and the number of its steps.
 
     Raises:
         ValueError: ``steps`` or ``every`` is no count.
@@ -119,7 +119,7 @@ def steps_of(
         first, mix.sent, mix.exchanges = resume.steps, resume.sent, resume.rounds
         if mix.seconds is not None:
             mix.seconds = resume.seconds or 0.0
-    lost = mix.begin(first) and resume is not None  # a new state knows of nobody who is gone
+    lost = mix.begin(first) and resume is not None  # a new state has no terms of lost agents
     grad.draw(mix)
     with torch.no_grad():
         x, state = (x.clone(), None) if resume is None else (resume.x, resume.state)

@@ -1,4 +1,4 @@
-"""BAGUA's low-precision decentralized SGD: the change of the parameters travels in eight bits."""
+"""BAGUA's low-precision decentralized SGD: the change of the parameters is sent in eight bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
 
 @dataclass(frozen=True)
 class LowPrecision(Algorithm):
-    """D-PSGD in which every agent's parameters are what it has told its neighbours.
+    """D-PSGD in which every agent's parameters are the sum of its sent messages.
 
     ``q = C(W x - lr g(x) - x)``, ``x+ = x + q``: since all messages together are the parameters, the neighbours'
     replicas of them are never wrong (Tang et al. 2018, arXiv:1803.06652, algorithm 1, "difference compression").
@@ -26,8 +26,8 @@ class LowPrecision(Algorithm):
     weights of a third and :class:`~shoal.compression.MinMaxUInt8` it is BAGUA's low-precision decentralized SGD, which
     computes ``x + L / 3 + R / 3 - 5 w / 3`` with replicas L and R, its own w, and ``x = w - lr g``.
 
-    Of two agents BAGUA's ring has each twice as the other's neighbour, which makes its weights a third and two thirds
-    where every ring of two in Shoal has halves; ``shoal.topology.Circulant(2, {0: 1 / 3, 1: 2 / 3})`` is
+    With two agents BAGUA's ring has each agent twice as the other's neighbour, so its weights are a third and two
+    thirds, while every ring of two in Shoal has halves; ``shoal.topology.Circulant(2, {0: 1 / 3, 1: 2 / 3})`` is
     BAGUA's. Its ``communication_interval`` communicates in steps 1, k + 1, 2 k + 1, ...; of a wrapped optimizer
     ``num_steps_per_communication`` is the same if it is set to k after the first step.
 

@@ -19,25 +19,25 @@ from .needs import Facts, Need
 
 @dataclass(frozen=True)
 class OfMachines(Algorithm):
-    """An algorithm that takes each machine for one agent.
+    """An algorithm that treats each machine as one agent.
 
-    The gradient is the mean over the agents of a machine; they begin with the mean of their ``x``. Of that and of all
-    that the algorithm remembers each holds a share, which it exchanges with those that have its place on the other
-    machines; then it has the other shares from those beside it. So every number leaves a machine once, whatever the
-    number of its agents, and what a compressor leaves out concerns messages between machines only. Hierarchical
-    communication is BlueFog's (Ying et al. 2021, arXiv:2111.04287, section V-B) and BAGUA's (Gan et al. 2021,
-    arXiv:2107.01499), which leave it to one agent of each machine.
+    The gradient is the mean over the agents of a machine; they begin with the mean of their ``x``. Each agent holds a
+    share of ``x`` and of the algorithm's state, which it exchanges with its counterparts on the other machines. Then it
+    gets the other shares from the agents of its machine. So every number leaves a machine once, for any number of
+    agents on it, and a compressor affects only messages between machines. Hierarchical communication is BlueFog's (Ying
+    et al. 2021, arXiv:2111.04287, section V-B) and BAGUA's (Gan et al. 2021, arXiv:2107.01499), which leave it to one
+    agent of each machine.
 
-    The topology is one of all agents, :func:`shoal.topology.between_machines`; what the algorithm needs is asked of the
-    machines' own. After a loss the first agent that is left of each machine has all shares.
+    The topology is one of all agents, :func:`shoal.topology.between_machines`; the algorithm's needs are checked on the
+    topology of the machines. After a loss the first remaining agent of each machine has all shares.
 
     The state is the agent's share and the algorithm's own.
 
     Args:
-        algorithm: One that is separable.
+        algorithm: A separable algorithm.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The algorithm is not separable.
     """
 
     algorithm: Algorithm
@@ -74,12 +74,12 @@ class OfMachines(Algorithm):
 
 
 def _share_of_mean(x: torch.Tensor, grad: Gradient, mix: Mix) -> Gradient:
-    """Of the machine's gradient, which it takes where the model is."""
+    """The share of the machine's gradient, which is taken at the model's parameters."""
     return Gradient(lambda share: mix.share(mix.average(grad(x), MACHINE)))
 
 
 class _Counterparts(Through):
-    """What those of one place on all machines do with each other."""
+    """The exchange between the agents of the same position on all machines."""
 
     def __init__(self, mix: Mix) -> None:
         self._mix, round_ = mix, mix.round
@@ -87,7 +87,7 @@ class _Counterparts(Through):
         self.size, self.round = mix.machines, round_
 
     @property
-    def round(self) -> int:  # an algorithm that chooses its rounds chooses those of the topology
+    def round(self) -> int:  # an algorithm with rounds of its own sets the topology's round
         return self._mix.round
 
     @round.setter
@@ -123,7 +123,7 @@ def _of_machines(need: Need) -> Need:
 
 
 class _ByLeaders(EdgeSchedule):
-    """What is left between machines: the first agent that is left of each speaks for it."""
+    """The topology between machines after a loss: the first remaining agent of each machine represents it."""
 
     def __init__(self, topology: Schedule, gone: tuple[int, ...], algorithm: Algorithm) -> None:
         whole = topology

@@ -1,4 +1,4 @@
-"""How an algorithm communicates: the few verbs that its equation is written with.
+"""The communication of an algorithm: the few methods that its equation uses.
 
 One text serves a fleet and an agent. In a stacked fleet ``x`` is ``[n, d]``, a row for each agent; in a real agent it
 is ``[d]``. The last dimension is always the agent's own vector, so norms, sums and choices go along ``dim=-1``, and a
@@ -20,18 +20,18 @@ COUNTERPARTS = "counterparts"
 
 
 class Mix(ABC):
-    """The exchange of one algorithm, in one place.
+    """The exchange of one algorithm.
 
     Attributes:
         size: Number of agents.
         machines: Number of machines that they are on.
-        round: The round of the topology: the number of the step, which the runner counts, or of the exchange where
-            steps are taken between exchanges.
-        step: The number of the step, by which is drawn.
-        seed: What the random numbers are made from.
+        round: The round of the topology: the number of the step, which the runner counts, or of the exchange if there
+            are steps between exchanges.
+        step: The number of the step, which selects the random numbers.
+        seed: The seed of the random numbers.
         sent: Bytes sent so far: by all agents of a stacked fleet, by this one in a real agent.
         exchanges: How often the algorithm has exchanged something; in a step it may do so several times.
-        seconds: What the steps would have taken on a network, if there is a model of one; else None.
+        seconds: The simulated time of the steps on a network, if there is a model of one; else None.
     """
 
     size: int
@@ -66,16 +66,16 @@ class Mix(ABC):
 
         Args:
             x: ``[n, d]`` or ``[d]``.
-            nbytes: Bytes of an agent's message where it would travel in a shorter form than ``x``, for the books.
-            speaks: Where agents may keep silent, which do not: bool, ``[n, 1]`` or ``[1]``. ``x`` is zero of those that
-                are silent; a header that says so is all that they send.
+            nbytes: Bytes of an agent's message if it would be sent in a shorter form than ``x``, to be counted.
+            speaks: If agents may be silent, the ones that are not: bool, ``[n, 1]`` or ``[1]``. ``x`` of a silent agent
+                is zero, and it sends only a header.
         """
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         """``W q`` and ``q``, where ``q = C(x)`` is what the neighbours make of an agent's message.
 
         Between agents of one machine, where copying is cheaper than decoding, ``q`` itself is handed over, with the
-        same result; the books count the message. A compressor without a wire format sends ``q``.
+        same result; the bytes of the message are counted. A compressor without a wire format sends ``q``.
         """
         q = compressor(x, self)
         return self(q, nbytes=compressor.nbytes(q.shape[-1], q.dtype) if compressor.encodes else None), q
@@ -90,8 +90,9 @@ class Mix(ABC):
 
     @abstractmethod
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        """The mean over a group: ``"all"`` agents, those of the agent's ``"machine"``, or its ``"counterparts"``, those
-        that have its place on their machines."""
+        """The mean over a group: ``"all"`` agents, the agents of the ``"machine"``, or the ``"counterparts"``, which
+        have the same position on their machines.
+        """
 
     @abstractmethod
     def share(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,8 +101,9 @@ class Mix(ABC):
 
     @abstractmethod
     def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The shares of a machine's agents, on all of them, in the shape of ``x``: which stays as it is where who
-        should have sent a share was lost."""
+        """The shares of a machine's agents, on all of them, in the shape of ``x``, which keeps its values for the share
+        of a lost agent.
+        """
 
     @abstractmethod
     def spread(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,6 +139,6 @@ class Mix(ABC):
         return self.stream(like).whole()
 
     def stream(self, like: torch.Tensor) -> HashStream:
-        """What :meth:`uniform` would give, a stretch at a time; it counts as a call of it."""
+        """The numbers of :meth:`uniform`, one range at a time; it counts as a call of :meth:`uniform`."""
         self._draws += 1
         return drawn(self.seed, self.step, self._draws, self._agents(like), like)

@@ -25,8 +25,8 @@ def require_one_gradient(what: str, algorithm: Algorithm) -> None:
     """Refuse an algorithm whose gradient nothing can stand in for.
 
     Raises:
-        TypeError: It takes its gradient more than once a step, or not at its own ``x``; or it says when agents
-            exchange, which goes around all else.
+        TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``; or it chooses when
+            agents exchange, so it must be the outermost wrapper.
     """
     if not algorithm.one_gradient or isinstance(algorithm, LocalSteps | GossipPGA):
         raise TypeError(
@@ -50,7 +50,7 @@ class Momentum(Algorithm):
     algorithm's.
 
     Args:
-        algorithm: Whose gradient it stands in for; it says what W must be.
+        algorithm: The algorithm whose gradient it replaces; its needs apply to W.
         beta: How much of the last step's stays, 0 <= beta < 1.
         nesterov: Look ahead.
         dampened: Weigh a new gradient by ``1 - beta``, so that ``m`` is a mean of gradients and not a sum.
@@ -107,7 +107,7 @@ class Momentum(Algorithm):
 
 @dataclass(frozen=True)
 class _OneMomentum(Algorithm):
-    """What the algorithms with a momentum of their own begin with: ``lr``, ``beta``, and ``m = 0``, as ``x``."""
+    """The common part of algorithms with their own momentum: ``lr``, ``beta``, and the initial ``m = 0``, as ``x``."""
 
     lr: float
     beta: float
@@ -123,17 +123,16 @@ class _OneMomentum(Algorithm):
 
 @dataclass(frozen=True)
 class DecentLaM(_OneMomentum):
-    """Momentum of all that a step of D-PSGD would change, the averaging with it.
+    """Momentum of the whole change by a step of D-PSGD, including the averaging.
 
     ``gt = (x - W (x - lr g(x))) / lr``, ``m+ = beta m + gt``, ``x+ = x - lr m+`` (Yuan et al. 2021, arXiv:2104.11981).
 
     It ends where GradientDescent with the same ``lr`` does, without momentum's share of the error. The averaging has
-    momentum here too, and on one-way edges, whose W has complex eigenvalues, it may swing itself up. State: ``m``, as
-    ``x``.
+    momentum here too, and on one-way edges, whose W has complex eigenvalues, it may diverge. State: ``m``, as ``x``.
 
     Args:
         lr: The step.
-        beta: How much of the last step's stays, 0 <= beta < 1.
+        beta: The part of the last step's momentum that remains, 0 <= beta < 1.
 
     Raises:
         ValueError: ``beta`` is out of its range.
@@ -154,21 +153,21 @@ class DecentLaM(_OneMomentum):
 
 @dataclass(frozen=True)
 class QuasiGlobalMomentum(_OneMomentum):
-    """QG-DmSGD: momentum of how the agents really moved, which is nearly the same on all of them.
+    """QG-DmSGD: momentum of the agents' actual moves, which is nearly the same on all of them.
 
     ``x+ = W (x - lr (beta m + g(x)))``, ``m+ = mu m + (1 - mu) (x - x+) / lr`` (Lin, Karimireddy, Stich, Jaggi 2021,
     arXiv:2102.04761). With Nesterov's, ``g + beta (beta m + g)`` in the brackets.
 
     Where it comes to rest ``m`` is zero, so it ends where GradientDescent with the same ``lr`` does; with Nesterov's,
-    where it does with ``(1 + beta) lr``. Averaging with neighbours has momentum too, and may swing itself up: on long
-    one-way rings, where agents give themselves little weight, where one that changes mixes slowly, and where exchanges
-    are rare, as in LocalSteps. That is checked (``growth.py``). State: ``m``, as ``x``.
+    where it does with ``(1 + beta) lr``. Averaging with neighbours has momentum too, and may diverge: on long one-way
+    rings, with small self weights, with changing topologies that mix slowly, and with rare exchanges, as in LocalSteps.
+    That is checked (``growth.py``). State: ``m``, as ``x``.
 
     Args:
         lr: The step.
-        beta: How much of the momentum goes into a step, 0 <= beta < 1.
+        beta: The part of the momentum that is used in a step, 0 <= beta < 1.
         nesterov: Look ahead.
-        mu: How much of the momentum stays, 0 <= mu < 1; ``beta`` if not given.
+        mu: The part of the momentum that remains, 0 <= mu < 1; ``beta`` if not given.
 
     Raises:
         ValueError: ``beta`` or ``mu`` is out of its range.
@@ -206,7 +205,7 @@ class AveragedMomentum(_OneMomentum):
 
     ``m+ = W (beta m + g(x))``, ``x+ = W (x - lr m+)`` (after Ying et al. 2021, arXiv:2110.13363). With
     ``together=True`` x takes the step before the average, ``h = beta m + g(x)``, ``m+ = W h``, ``x+ = W (x - lr h)``:
-    both travel at once (Yu, Jin, Yang 2019, arXiv:1905.03817, its decentralized algorithm). Ends between
+    both are sent together (Yu, Jin, Yang 2019, arXiv:1905.03817, its decentralized algorithm). Ends between
     GradientDescent with ``lr`` and with ``lr / (1 - beta)``. State: ``m``, as ``x``.
 
     Args:

@@ -1,4 +1,4 @@
-"""What algorithms need of the mixing, checked before the first step, with the reason and what to take instead."""
+"""The conditions of algorithms on the mixing, checked before the first step, with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LOOKED_AT = 64
 
 
 class Facts:
-    """What is known of a topology: of each of its rounds, or of all together.
+    """Properties of a topology: of each of its rounds, or of all together.
 
     Args:
         topology: A graph with its weights, or a schedule.
-        dimension: How many parameters an agent has, if that is known.
+        dimension: The number of parameters of an agent, if known.
     """
 
     def __init__(self, topology: nx.Graph | Schedule, dimension: int | None = None) -> None:
@@ -37,7 +37,7 @@ class Facts:
         self.looked_at = min(period or LOOKED_AT, LOOKED_AT)
 
     def first(self, fails: Callable[[RoundWeights], str]) -> str:
-        """What is wrong with the first round that fails; empty if none does."""
+        """The problem of the first round that fails; empty if none does."""
         for number in range(self.looked_at):
             found = fails(self.rounds[number])
             if found:
@@ -51,7 +51,7 @@ class Facts:
 
     @cached_property
     def smallest_eigenvalue(self) -> float:
-        """Of a static symmetric W; a lower bound where it is only known to some error."""
+        """The smallest eigenvalue of a static symmetric W; a lower bound if it is only known to some error."""
         from ..topology.analysis.spectrum import smallest_eigenvalue
 
         found = smallest_eigenvalue(self.schedule)
@@ -63,10 +63,10 @@ class Need:
     """A condition.
 
     Attributes:
-        name: What it is called: in the table of the algorithms, and by those who waive it.
-        problem: What is wrong with a topology; empty if nothing is.
-        remedy: What to do about it.
-        wanted: What an algorithm needs, in a sentence; "W to be ..." and the name if not given.
+        name: Its name: in the table of the algorithms, and in ``unchecked``.
+        problem: Returns the problem of a topology; empty if there is none.
+        remedy: The remedy.
+        wanted: The need in a sentence; "W to be ..." and the name if not given.
     """
 
     name: str
@@ -142,14 +142,14 @@ def _tree(facts: Facts) -> str:
 
 
 Edge = Literal["mix", "pull", "push", "link"]
-"""What counts as an edge: a weight that is not 0 in W, in its row- or column-stochastic form; or any link."""
+"""The kind of edge: a weight that is not 0 in W, or in its row- or column-stochastic form; or any link."""
 
 
 def _connected(facts: Facts, edge: Edge) -> str:
     rounds = range(facts.looked_at)
     hops = [_hops(facts.rounds[number], edge) for number in rounds]
     if all(one is not None for one in hops):
-        # Hops reach the multiples of what they and the number of agents have in common.
+        # Hops reach the multiples of the greatest common divisor of the hops and the number of agents.
         parts = gcd(facts.size, *(hop for one in hops if one is not None for hop in one))
     else:
         parts = _parts(facts, rounds, edge)
@@ -169,7 +169,7 @@ def _parts(facts: Facts, rounds: range, edge: Edge) -> int:
         weights = facts.rounds[number]
         keys = weights.source * facts.size + weights.destination
         seen = np.union1d(seen, keys if edge == "link" else keys[getattr(weights, edge) != 0])
-        # After 1, 2, 4, ... rounds: each look costs as much as all that came before.
+        # After 1, 2, 4, ... rounds: each check costs as much as all earlier ones.
         if (number & (number + 1) == 0 or number + 1 == len(rounds)) and _reaches_all(facts.size, seen):
             return 1
     graph = nx.DiGraph()
@@ -179,7 +179,7 @@ def _parts(facts: Facts, rounds: range, edge: Edge) -> int:
 
 
 def _reaches_all(size: int, edges: Ranks) -> bool:
-    """There is a way from agent 0 to everybody, and one back; ``edges`` are ``source * size + destination``."""
+    """There is a path from agent 0 to every agent, and back; ``edges`` are ``source * size + destination``."""
     source, destination = edges // size, edges % size
     ways = ((source, destination), (destination, source))
     return all((Neighbours(size, *ends).hops_from(0) >= 0).all() for ends in ways)
@@ -215,7 +215,7 @@ TREE = Need("spanning tree", _tree, "Take shoal.topology.SpanningTreeGraph or Ch
 
 
 def first_problem(needs: Iterable[Need], facts: Facts) -> tuple[Need, str] | None:
-    """The first condition that fails, with what is wrong; None if all hold, as they do for an agent alone."""
+    """The first condition that fails, with its problem; None if all hold, as for a single agent."""
     if facts.size > 1:
         for need in needs:
             problem = need.problem(facts)
@@ -249,17 +249,18 @@ def check(
     dimension: int | None = None,
     unchecked: str | Iterable[str] = (),
 ) -> None:
-    """Refuse what an algorithm cannot converge on.
+    """Refuse a topology on which an algorithm cannot converge.
 
     Args:
-        what: The algorithm, for the message.
-        needs: What it needs, the simplest first: the first that fails is told.
+        what: The name of the algorithm, to be shown in the message.
+        needs: Its needs, the simplest first: the first that fails is reported.
         topology: A graph with its weights, or a schedule.
-        dimension: How many parameters an agent has; without it nothing is said about compressors.
-        unchecked: The names of conditions to leave out, for who knows better: they are sufficient, not all necessary.
+        dimension: The number of parameters of an agent; without it compressors are not checked.
+        unchecked: The names of conditions to waive: they are sufficient, but not all are necessary.
 
     Raises:
-        ValueError: Which condition fails, and what to use instead; or ``unchecked`` names one that there is not.
+        ValueError: A condition fails; the error names it and an alternative. Or ``unchecked`` names an unknown
+            condition.
     """
     facts = Facts(topology, dimension)
     found = first_problem(without(unchecked, what, needs), facts)

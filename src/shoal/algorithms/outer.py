@@ -1,7 +1,6 @@
-"""Outer optimizers: agents take many steps alone, and what these come to is the gradient of a step of all.
-
-None of them moves where the algorithm that it wraps comes to rest: there the outer gradient is zero, and so is the
-momentum of it. They change how fast it gets there, and how well noise averages out.
+"""Outer optimizers: agents take many steps alone, and their total change is the gradient of a common step. A fixed
+point of the wrapped algorithm is a fixed point of each: the outer gradient and its momentum are zero there. They change
+the speed of convergence, and the averaging of noise.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
 
 @dataclass(frozen=True)
 class _Outer(Algorithm):
-    """What SlowMo and DiLoCo share: rounds of ``every`` steps that end with the mean of all, and a memory of them."""
+    """The common part of SlowMo and DiLoCo: rounds of ``every`` steps that end with the mean of all, and a state of
+    them.
+    """
 
     algorithm: Algorithm
     every: int
@@ -37,7 +38,7 @@ class _Outer(Algorithm):
 
     @cached_property
     def _base(self) -> Algorithm:
-        """Local SGD, where the algorithm is gradient descent."""
+        """Local SGD, if the algorithm is gradient descent."""
         return LocalSteps(GossipPGA(self.algorithm, every=1), self.every)
 
     @property
@@ -71,7 +72,9 @@ class _Outer(Algorithm):
 
     @abstractmethod
     def _outer_step(self, x: torch.Tensor, u: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From where the round began, with what its steps came to as the gradient: the new ``x`` and ``u``."""
+        """The new ``x`` and ``u``, from ``x`` at the begin of the round and the change of its steps (``moved``) as the
+        gradient.
+        """
 
     def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
         return self.algorithm.estimate(x, state[2:])
@@ -83,17 +86,17 @@ class SlowMo(_Outer):
 
     After a round of the algorithm that began at ``x0`` and ends with the mean ``xm`` of all:
     ``u+ = beta u + (x0 - xm) / lr``, ``x+ = x0 - alpha lr u+``, with ``u = 0`` at first (Wang, Tantia, Ballas, Rabbat
-    2020, arXiv:1910.00643). Here ``lr`` is the algorithm's, as a multiple of the one that it was made with; in a round
-    in which it changes, that of the last step.
+    2020, arXiv:1910.00643). Here ``lr`` is the algorithm's, as a multiple of its initial one; in a round in which it
+    changes, the last step's.
 
     It ends where the algorithm alone would, averaged as often. With ``beta=0, alpha=1`` it is that: Local SGD over
-    GradientDescent, or GossipPGA with ``gossip=True``. What the algorithm remembers goes on from round to round.
-    State: ``x0`` and ``u``, as ``x``, and then the algorithm's; all agents have the same two.
+    GradientDescent, or GossipPGA with ``gossip=True``. The algorithm's state is kept from round to round. State: ``x0``
+    and ``u``, as ``x``, and then the algorithm's; all agents have the same two.
 
     Args:
         algorithm: Any that allows W to change, communicates by averages, and begins its next step at its ``x``.
         every: Steps of a round.
-        beta: How much of the last round's momentum stays, 0 <= beta < 1.
+        beta: The part of the last round's momentum that remains, 0 <= beta < 1.
         alpha: The outer step, 0 < alpha < 2 (1 + beta).
         gossip: Within a round agents average with the neighbours, and not only at its end with all.
         rate: For :meth:`scaled`.
@@ -136,14 +139,14 @@ class DiLoCo(_Outer):
     ``x+ = x0 - outer_lr (x0 - xm + beta u+)``, with ``u = 0`` at first (Douillard et al. 2023, arXiv:2311.08105, with
     AdamW inside). Around a wrapped AdamW, over ``GradientDescent(1.0)``, it is just that.
 
-    It ends where Local SGD with as many steps does. What an agent's optimizer remembers is its own, and goes on from
+    It ends where Local SGD with as many steps does. The state of an agent's optimizer is its own, and is kept from
     round to round. State: ``x0`` and ``u``, as ``x``, and then the algorithm's; all agents have the same two.
 
     Args:
         algorithm: Any that allows W to change, communicates by averages, and begins its next step at its ``x``.
         every: Steps of a round; 50 to 500 are usual.
         outer_lr: The outer step, 0 < outer_lr < 2 (1 + beta) / (1 + 2 beta).
-        beta: How much of the last round's momentum stays, 0 <= beta < 1.
+        beta: The part of the last round's momentum that remains, 0 <= beta < 1.
 
     Raises:
         ValueError: A number is out of its range, or the algorithm cannot be wrapped.
@@ -169,7 +172,7 @@ class NoLoCo(Algorithm):
 
     After ``every`` steps alone, from ``phi`` to ``x``: ``delta+ = alpha delta + beta W (x - phi) - gamma (phi - W
     phi)``, ``phi+ = phi + delta+``, and the next round begins there; ``delta = 0`` at first (Kolehmainen et al. 2025,
-    arXiv:2506.10911). ``W (beta (x - phi) + gamma phi)`` says all of it in one message of x's size. The paper's W pairs
+    arXiv:2506.10911). ``W (beta (x - phi) + gamma phi)`` contains both in one message of x's size. The paper's W pairs
     agents at random, :class:`~shoal.topology.RandomMatchings`; the k-th exchange uses round k of the topology.
 
     The mean of all ``phi`` takes the step of a heavy ball. Where the agents' objectives differ their answers stay
@@ -179,7 +182,8 @@ class NoLoCo(Algorithm):
     algorithm's.
 
     Args:
-        algorithm: One that takes one gradient a step, and allows W to change. Its steps are taken alone, with W = I.
+        algorithm: An algorithm that takes one gradient a step, and allows W to change. Its steps are taken alone, with
+            W = I.
         every: Steps of a round.
         alpha: How much of the last round's momentum stays, 0 <= alpha < 1.
         beta: The outer step, 0 < beta < 2 (1 + alpha).
@@ -219,7 +223,7 @@ class NoLoCo(Algorithm):
         return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, under="its momentum")
 
     def at_rest(self) -> Algorithm:
-        # Steps alone change nothing where there is no gradient, and need not be linear in what they remember.
+        # Steps alone change nothing without a gradient, and need not be linear in their state.
         return replace(self, algorithm=GradientDescent(1.0), every=1)
 
     def cycle(self, rounds: int) -> int:
@@ -260,7 +264,7 @@ def _check_wrapped(outer: Algorithm, algorithm: Algorithm, every: int) -> None:
 
 
 def _check_step(name: str, step: float, kept: float, limit: float) -> None:
-    """Of a heavy ball whose every round goes all the way to where it leads, as long rounds do."""
+    """Check the step of a heavy ball whose every round converges, as long rounds do."""
     if not 0 < step < limit:
         raise ValueError(
             f"{name}={step}: with a momentum of {kept} an outer step swings up from {limit:.4g} on; pass 0 < {name} < "

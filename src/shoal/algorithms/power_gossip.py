@@ -1,4 +1,4 @@
-"""PowerGossip: neighbours find the direction in which they differ most, and meet along it."""
+"""PowerGossip: neighbours find the direction in which they differ most, and average along it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class PowerGossip(Algorithm):
 
     Args:
         lr: The step.
-        iterations: Of power iteration in a step, whole ones and halves: two messages each, of ``rows`` and of
-            ``d / rows`` numbers. With a half over the next step begins on the other side.
-        rows: Of the matrix; the last row is filled up with zeros. The root of d if not given: the shortest messages.
+        iterations: The number of power iterations in a step, whole ones and halves: two messages each, of ``rows`` and
+            of ``d / rows`` numbers. With a half over the next step begins on the other side.
+        rows: The number of rows of the matrix; the last row is filled up with zeros. By default the root of d, with the
+            shortest messages.
     """
 
     lr: float

@@ -1,7 +1,7 @@
-"""Push-sum: averages, and optimization, on directed graphs where no agent knows how many listen to the others.
+"""Push-sum: averages, and optimization, on directed graphs whose agents do not know the out-degrees of other agents.
 
-Each agent shares out what it has, so that nothing is lost, but some agents gather more than others. A number ``w`` that
-begins at one and is shared out alike says how much more: ``u / w`` is unbiased.
+Each agent splits its values among its neighbours, so no mass is lost, but some agents receive more than others. A
+number ``w`` that starts at one and is split alike measures this: ``u / w`` is unbiased.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .needs import Need, connected
 
 
 def push_both(u: torch.Tensor, w: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:
-    """``C u`` and ``C w`` in one message, so that nobody ever has the one of an agent and not the other."""
+    """``C u`` and ``C w`` in one message, so that both of an agent arrive or neither."""
     both = mix.push(torch.cat([u, w], dim=-1))
     return both[..., :-1], both[..., -1:]
 
 
 class _Shared(Algorithm):
-    """What is shared out: ``x`` is u, the state begins with w, and the answer is ``u / w``."""
+    """The common part: ``x`` is u, the state begins with w, and the estimate is ``u / w``."""
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -40,11 +40,11 @@ class _Shared(Algorithm):
 
 @dataclass(frozen=True)
 class PushSum(_Shared):
-    """The mean of what the agents begin with; the gradient is not used.
+    """The mean of the agents' initial values; the gradient is not used.
 
-    ``u+ = C u``, ``w+ = C w``, and ``u / w`` is the answer (Kempe, Dobra, Gehrke 2003; in BlueFog's paper, Ying et al.
-    2021, arXiv:2111.04287, equations 19 to 21). C is column-stochastic on any strongly connected directed graph, which
-    may change: see :meth:`Mix.push`. The totals of u and of w never change.
+    ``u+ = C u``, ``w+ = C w``, and ``u / w`` is the estimate (Kempe, Dobra, Gehrke 2003; in BlueFog's paper, Ying et
+    al. 2021, arXiv:2111.04287, equations 19 to 21). C is column-stochastic on any strongly connected directed graph,
+    which may change: see :meth:`Mix.push`. The totals of u and of w never change.
 
     ``x`` is u; the state is w, ``[n, 1]`` or ``[1]``; the estimate is ``u / w``.
     """
@@ -57,9 +57,9 @@ class PushSum(_Shared):
         return x, (w,)
 
     def restart(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        """As it is: what was lost of u was lost of w, too, and the answer is a mean of what was there.
+        """Continue unchanged: mass lost from u is lost from w, too, so the estimate is a mean of the remaining values.
 
-        Not so with gradients: a loss that takes much of w along would make their steps long for good.
+        Not so for algorithms with gradients: a loss that removes much of w would make their steps long for ever.
         """
         return x, state
 

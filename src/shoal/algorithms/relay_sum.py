@@ -1,4 +1,4 @@
-"""RelaySum: sums that travel along a tree, each agent adding its own to what it relays."""
+"""RelaySum: sums along a tree, where each agent adds its own value to the relayed ones."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from .needs import CONNECTED_LINKS, TREE, Need
 
 @dataclass(frozen=True)
 class RelaySum(Algorithm):
-    """RelaySGD: exact on a spanning tree, however different the objectives are, for once the parameters in a step.
+    """RelaySGD: exact on a spanning tree for any objectives, with one message of the parameters in a step.
 
-    Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and sends neighbour j its own and what the others told it last
-    time, ``m_ij = x_i + sum of m_ki over its neighbours k other than j``, with the count ``c_ij = 1 + sum of c_ki`` of
-    those that are in it (Vogels et al. 2021, arXiv:2110.04175, algorithm 1). It takes the mean, with something in place
-    of those that it has not heard of yet, k over all neighbours. With ``fill="own"`` that is itself: ``x_i+ = ((n - sum
-    of c_ki) x_i + sum of m_ki) / n``. With ``fill="start"`` it is where it began, as in the authors' code: ``x_i+ =
-    (x_i + sum of m_ki + (n - 1 - sum of c_ki) x_i^0) / n``. Every agent is in every mean once, as old as it is far, so
-    that steps must be short on long trees.
+    Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and sends neighbour j its own values and the last messages of
+    the others, ``m_ij = x_i + sum of m_ki over its neighbours k other than j``, with the count
+    ``c_ij = 1 + sum of c_ki`` of the agents in it (Vogels et al. 2021, arXiv:2110.04175, algorithm 1). It takes the
+    mean, with k over all neighbours, and replaces the values of agents that have not reached it yet. With
+    ``fill="own"`` its own values replace them: ``x_i+ = ((n - sum of c_ki) x_i + sum of m_ki) / n``. With
+    ``fill="start"`` its initial values do, as in the authors' code:
+    ``x_i+ = (x_i + sum of m_ki + (n - 1 - sum of c_ki) x_i^0) / n``. Every agent is in every mean once, with a delay
+    equal to its distance, so steps must be short on long trees.
 
-    The state is what the neighbours told last: m, ``[links, d]`` or ``[deg, d]``, and c, ``[links, 1]`` or
-    ``[deg, 1]``; and, if it fills from there, the start, as ``x``. The weights of the tree are not used.
+    The state is the last messages of the neighbours: m, ``[links, d]`` or ``[deg, d]``, and c, ``[links, 1]`` or
+    ``[deg, 1]``; and, with ``fill="start"``, the initial values, as ``x``. The weights of the tree are not used.
 
     Args:
         lr: The step.
-        fill: Who stands in for those that it has not heard of, in as many first steps as the tree is wide: ``"own"`` or
-            ``"start"``.
+        fill: The replacement for values of agents that have not reached it yet, in the first steps, as many as the tree
+            is wide: ``"own"`` or ``"start"``.
 
     Raises:
         ValueError: ``fill`` is neither.
@@ -55,7 +56,7 @@ class RelaySum(Algorithm):
         return TREE, CONNECTED_LINKS
 
     def healed(self, topology: Schedule, gone: tuple[int, ...]) -> AnyTopology:
-        """A tree again: the links that are left, and new ones between those that were joined through a lost agent."""
+        """A tree again: the remaining links, and new ones between agents that were joined through a lost agent."""
         old, left = topology.graph(0), Without(topology, gone).graph(0)
         links = nx.Graph()
         for one, other in sorted(link for link in left.edges if link[0] < link[1]):

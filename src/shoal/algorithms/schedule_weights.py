@@ -1,8 +1,8 @@
-"""What a round of a topology means to an algorithm: W as it is, its row- and column-stochastic forms, and its edges.
+"""The weights of a round of a topology for an algorithm: W, its row- and column-stochastic forms, and its edges.
 
-The stacked fleet and the real exchange both read their weights from here, so that they cannot disagree. Where all
-agents do alike, as on a ring, a round is known by its few shares, and the arrays of its edges are made only for those
-who ask.
+The stacked fleet and the real exchange both read their weights from here, so they cannot differ. If all agents have the
+same hops and weights, as on a ring, a round is stored as these few shares, and the arrays of its edges are made only on
+request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RoundWeights:
 
     Args:
         size: number of agents.
-        edges: makes the arrays, when they are first asked for.
+        edges: makes the arrays, at their first use.
         shares: {hop: weight} of all hops, and 0 among them, if all agents do alike.
     """
 
@@ -62,7 +62,7 @@ class RoundWeights:
 
     @cached_property
     def own(self) -> NDArray[np.bool_]:
-        """Which edges lead from an agent to itself, bool [edges]."""
+        """The edges from an agent to itself, bool [edges]."""
         own: NDArray[np.bool_] = self.destination == self.source
         return own
 
@@ -105,7 +105,7 @@ class RoundWeights:
         """Each agent (first) with each of its neighbours (second), ascending: int64 [2 links] each.
 
         Raises:
-            ValueError: Some edge has no counterpart, so that there is no answer on it.
+            ValueError: Some edge has no opposite edge.
         """
         here, there = self.destination[~self.own], self.source[~self.own]
         if not np.array_equal(np.sort(here * self.size + there), np.sort(there * self.size + here)):
@@ -129,7 +129,7 @@ class ScheduleWeights:
         schedule = self.schedule = as_schedule(topology)
         size = self.size = schedule.size
 
-        # A closure over self would be a cycle, and its arrays would stay until the garbage collector comes.
+        # A closure over self would be a cycle, and its arrays would stay until the garbage collector runs.
         def make(index: int) -> RoundWeights:
             return RoundWeights(size, lambda: schedule.edges(index), schedule.hop_shares(index))
 

@@ -15,15 +15,15 @@ from .linear_map import Rows, rounds_of
 from .needs import Facts
 
 _LIMIT = 1 + 1e-7
-"""Of the eigenvalues of a period's steps. What an algorithm conserves has the eigenvalue 1."""
+"""The limit of the eigenvalues of a period's steps. Conserved quantities have the eigenvalue 1."""
 _WARM_UP = 64
 """Steps from zero, in which the weights of push-sum and the counts of RelaySum settle."""
 _SQUARINGS = 40
-"""Of a matrix, whose ``2^40``-th power shows its spectral radius."""
+"""Squarings of a matrix, whose ``2^40``-th power shows its spectral radius."""
 _MOST_STEPS = 4096
 _TRIES, _BISECTIONS = 40, 2
 _MARGIN = 0.7
-"""Of the longest step that was found stable: curvatures other than those that were looked at may bear less."""
+"""The factor on the longest stable step: other curvatures than the tested ones may need a shorter one."""
 
 
 def safe_lr(algorithm: Algorithm, topology: nx.Graph | Schedule, L: float) -> float:
@@ -31,17 +31,16 @@ def safe_lr(algorithm: Algorithm, topology: nx.Graph | Schedule, L: float) -> fl
 
     The steps of a period are written out as a matrix, for quadratic objectives whose curvatures differ between agents:
     all L, or 0 for some agents and L for others, or random. The learning rate is 0.7 of the longest one for which no
-    eigenvalue of any of these matrices exceeds 1, nor for any shorter learning rate. Curvatures that agents do not have
-    in common directions, and the noise of gradients, are not looked at. The error of a compressor is not either:
-    messages count as exact.
+    eigenvalue of any of these matrices exceeds 1, nor for any shorter learning rate. Curvatures of agents in different
+    directions, the noise of gradients, and the error of a compressor are not considered: messages count as exact.
 
     Args:
-        algorithm: Its steps must be linear in x and in what it remembers. Its own learning rate is not read.
+        algorithm: Its steps must be linear in x and in its state. Its own learning rate is not read.
         topology: A graph with its weights, or a schedule, that the algorithm accepts (:func:`check`).
         L: The largest curvature of an agent's objective, above 0.
 
     Returns:
-        What to make the algorithm with as ``lr``, or the algorithm that it wraps.
+        The ``lr`` for the algorithm, or for the algorithm that it wraps.
 
     Raises:
         ValueError: L is not above 0; the algorithm has no ``lr``, or its steps are not linear; the topology has too
@@ -108,7 +107,7 @@ def _lr_of(algorithm: Algorithm) -> float | None:
 
 
 def _curvatures(size: int) -> Iterator[torch.Tensor]:
-    """Of each agent, as shares of L, float64 ``[n, 1]``."""
+    """The curvatures of the agents, as shares of L, float64 ``[n, 1]``."""
     ranks = torch.arange(size)
     drawn = torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for one in (ranks >= 0, ranks == 0, ranks % 2 == 0, drawn.square()):
@@ -163,7 +162,7 @@ def step_matrix(algorithm: Algorithm, facts: Facts, curvature: torch.Tensor) -> 
 def _matrix_and_probe(
     algorithm: Algorithm, facts: Facts, curvature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The matrix; a vector, twice; and what becomes of it."""
+    """The matrix; a test vector, twice; and its image under the steps."""
     mix = _Messages(facts, rounds_of(facts))
     grad = Gradient(lambda x: curvature * x)
     cycle = min(algorithm.cycle(rounds_of(facts)), _MOST_STEPS)
@@ -171,7 +170,7 @@ def _matrix_and_probe(
     x = torch.zeros(facts.size, 2, dtype=torch.float64)
     state = tuple(algorithm.init(x, grad, mix))
     of_map = [place for place, one in enumerate(state) if one.shape[-1] == 2 and one.dtype == x.dtype]
-    # Only what the map leaves out has to settle: the rest of the state is replaced below.
+    # Only state outside the map has to settle: the rest of the state is replaced below.
     settling = cycle * -(-_WARM_UP // cycle) if len(of_map) < len(state) else 0
     first = settling or cycle
     for step in range(settling):

@@ -1,4 +1,4 @@
-"""Gradient tracking: beside its parameters each agent keeps an estimate of everybody's mean gradient."""
+"""Gradient tracking: beside its parameters each agent keeps an estimate of all agents' mean gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic gradients whose noise vanishes: each is corrected by what its sample says at a point known well."""
+"""Stochastic gradients whose noise vanishes: each is corrected by the gradient of its sample at a reference point."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from .needs import Need
 
 @dataclass(frozen=True)
 class DecentralizedSVRG(Algorithm):
-    """Variance reduction for any algorithm with ``one_gradient``; each agent does it alone, and nothing more is sent.
+    """Variance reduction for any algorithm with ``one_gradient``; each agent computes it alone, and no further messages
+    are sent.
 
-    ``v = g_s(x) - g_s(x~) + full(x~)``, and the algorithm sees ``v`` for its gradient: ``g_s`` is the gradient on the
-    step's sample, ``full`` that on all of the agent's data (:meth:`Gradient.full`), and ``x~ = x`` anew every
-    ``period`` steps (Johnson, Zhang 2013; over exact diffusion: Yuan, Ying, Liu, Sayed 2019, arXiv:1708.01384, with
-    SVRG for the reduction).
+    ``v = g_s(x) - g_s(x~) + full(x~)``, and the algorithm gets ``v`` as its gradient: ``g_s`` is the gradient on the
+    step's sample, ``full`` the gradient on all of the agent's data (:meth:`Gradient.full`), and ``x~`` is set to ``x``
+    every ``period`` steps (Johnson, Zhang 2013; over exact diffusion: Yuan, Ying, Liu, Sayed 2019, arXiv:1708.01384,
+    with SVRG for the reduction).
 
     Over ExactDiffusion, EXTRA or NIDS it finds the optimum from samples, where without it they stay at a distance that
     shrinks with the step only. A step takes two gradients on the sample. State: ``x~`` and ``full(x~)``, as ``x``, and
     then the algorithm's.
 
     Args:
-        algorithm: Whose gradient it stands in for; it says what W must be.
+        algorithm: The algorithm whose gradient it replaces; its needs apply to W.
         period: Steps for each gradient on all of the data; one or two passes over them are usual.
 
     Raises:

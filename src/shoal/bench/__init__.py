@@ -1,5 +1,6 @@
-"""What ``shoal bench`` measures: the exchange of Shoal against that of others, in the same run on the same machine.
+"""The measurements of ``shoal bench``: exchanges of Shoal and of other libraries, in the same run on the same machine.
 
 An agent's part is in ``speed``, ``memory``, ``wire`` and ``scaling``, and ``python -m shoal.bench PART`` runs one of
-them inside a job. What starts the jobs and judges their figures needs no agent: ``jobs``, ``verdicts``, ``picture``.
+them inside a job. The modules that start the jobs and evaluate their figures need no agent: ``jobs``, ``verdicts``,
+``picture``.
 """

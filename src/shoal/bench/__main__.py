@@ -25,7 +25,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Measure, beside a process group of Gloo's, and tell whoever started the job."""
+    """Run the measurements, beside a process group of Gloo, and report to the process that started the job."""
     parser = argparse.ArgumentParser(prog="python -m shoal.bench", description=__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")

@@ -1,4 +1,4 @@
-"""What an agent measures, as it travels to whoever started the job."""
+"""The measurements of an agent, in the form sent to the process that started the job."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured on tensors of one size.
+    """The measurements on tensors of one size.
 
     Attributes:
-        kind: Which measurement; it says what the values are.
+        kind: The kind of measurement, which defines the values.
         nbytes: Bytes of one agent's tensor.
-        agents: How many took part.
+        agents: The number of agents.
         values: By case; seconds of the slowest agent in each repetition, or bytes of the agent that holds most.
     """
 

@@ -1,7 +1,7 @@
-"""Starts the agents of a measurement and takes what rank 0 tells: progress, and at the end the figures.
+"""Starts the agents of a measurement and reads the messages of rank 0: progress, and at the end the figures.
 
-A job is one ``shoal run``, or one in each network namespace. It leads a session of its own and is ended with us:
-whatever happens, no agent is left when :func:`run_job` returns.
+A job is one ``shoal run``, or one in each network namespace. It leads a session of its own and ends with this process:
+in all cases no agent is left when :func:`run_job` returns.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .figures import Figures
 from .wire_bytes import ADDRESSES, DEVICE, two_machines
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being measured, how many steps are done, and of how many."""
+"""Called with the current measurement, the number of completed steps, and the number of all steps."""
 
 SILENCE_SECONDS = 300.0
-"""How long a job may tell nothing until it counts as hanging."""
+"""The time without a message after which a job counts as hanging."""
 END_SECONDS = 15.0
 _PORT = 29400
 _ERROR_BYTES = 4000
-# They would meet elsewhere, or write a trace of what is timed.
+# With these, agents would meet elsewhere, or write a trace of the timed code.
 _NOT_PASSED_ON = ("SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
 
 
 class JobFailed(RuntimeError):
-    """A job ended without its figures. The message ends with what it wrote to stderr."""
+    """A job ended without its figures. The message ends with its stderr."""
 
 
 def run_agents(parts: Sequence[str], agents: int, quick: bool, progress: Progress) -> list[Figures]:
@@ -95,7 +95,7 @@ class _Launchers:
                         stdout=subprocess.DEVNULL if self._processes else subprocess.PIPE,
                         stderr=self._errors,
                         env=self._environ,
-                        # Ctrl-C reaches us alone, and we end them.
+                        # Ctrl-C reaches this process alone, which ends the others.
                         start_new_session=True,
                     )
                 )
@@ -119,7 +119,7 @@ class _Launchers:
                 process.stdout.close()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What rank 0 tells, until all have ended, one has failed, or nothing comes any more."""
+        """The messages of rank 0, until all launchers have ended, one has failed, or no message arrives any more."""
         assert self._processes[0].stdout is not None
         lines = self._processes[0].stdout.fileno()
         rest = b""
@@ -146,7 +146,7 @@ class _Launchers:
                         selector.unregister(key.fd)
 
     def problem(self) -> str:
-        """What went wrong; empty if nothing did."""
+        """The problem of the job; empty if there is none."""
         if self._silent:
             return f"it told nothing for {SILENCE_SECONDS:.0f} s"
         failed = next((process.returncode for process in self._processes if process.returncode), None)

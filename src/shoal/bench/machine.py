@@ -1,8 +1,8 @@
-"""Which machine this is, and whether it was quiet while something was measured on it.
+"""The machine of a measurement, and its load during the measurement.
 
-A figure means little without the machine, and nothing if somebody else was using it. So the time that all processes
-have used is compared with that of our own; the load average, which remembers for a minute what we did before, is shown
-beside it.
+A figure means little without the machine, and nothing if other processes used it. So the CPU time of all processes is
+compared with that of the benchmark's own. The load average is shown as well; it includes the benchmark's own load of
+the last minute.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OTHERS_LIMIT = 0.1
-"""Share of the machine's time that went to others during a measurement, above which it counts as busy."""
+"""Share of the machine's time used by other processes during a measurement, above which it counts as busy."""
 
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """What a reader needs to place a figure. ``memory`` is in bytes; ``cores`` are those we may use."""
+    """The data of a machine for readers of a figure. ``memory`` is in bytes; ``cores`` are the usable ones."""
 
     cpu: str
     cores: int
@@ -61,7 +61,7 @@ def here() -> MachineInfo:
 
 
 def cpu_name() -> str:
-    """The processor's own name, where the kernel tells it."""
+    """The processor's own name, if the kernel provides it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -71,13 +71,13 @@ def cpu_name() -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a machine was around and during a measurement.
+    """The load of a machine around and during a measurement.
 
     Attributes:
         before: Load average (one minute) at its start.
         after: At its end; our own agents are in it.
-        others: Cores that processes of others kept busy meanwhile, on average, and what a hypervisor took away.
-        cores: How many there are.
+        others: Cores that other processes kept busy during it, on average, and time taken by a hypervisor.
+        cores: The number of cores.
     """
 
     before: float
@@ -97,7 +97,7 @@ class Load:
 
 
 class LoadWatch:
-    """Begins to watch when it is made. Of our own children it knows those that have been waited for."""
+    """Starts to measure when it is made. It counts only child processes that have been waited for."""
 
     def __init__(self) -> None:
         self._before = os.getloadavg()[0]

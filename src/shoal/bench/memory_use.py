@@ -1,4 +1,4 @@
-"""How much memory averaging takes, and whether it grows. An agent's part."""
+"""The memory use of averaging, and its growth. An agent's part."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SETTLING_ROUNDS = 500
 
 
 def measure(reporter: Reporter, quick: bool) -> list[Figures]:
-    """What is published for neighbours to read, and what a long run adds to a process."""
+    """The memory published for neighbours, and the growth of a process in a long run."""
     size = shoal.size()
     published = [
-        # Each of its own size, so that no memory of the one before is free to be used again.
+        # Each of its own size, so that no freed memory of the previous one is reused.
         _published(shoal.RingGraph(size, connect_style=2), 12 * MIB, 1),
         _published(shoal.FullyConnectedGraph(size), 16 * MIB, 1),
         _published(shoal.FullyConnectedGraph(size), 20 * MIB, 3),
@@ -51,7 +51,7 @@ def _published(graph: nx.DiGraph, nbytes: int, in_flight: int) -> Figures:
 
 
 def _rounds(reporter: Reporter, rounds: int) -> Figures:
-    """Memory of a process before and after many rounds of one call that publishes and one that does not."""
+    """Memory of a process before and after many rounds of one call that publishes and another that does not."""
     shoal.set_topology(shoal.RingGraph(shoal.size()))
     large, little = torch.ones(1 << 14), torch.ones(64)
     peers = shoal.GetDynamicOnePeerSendRecvRanks(shoal.ExponentialTwoGraph(shoal.size()), shoal.rank())

@@ -1,10 +1,9 @@
-"""Times several ways to do the same thing, on all agents at once and in turn, so that none has the better moment.
-
-A repetition runs every case once and counts from an instant that all agents agree on to the end of the slowest one:
-counted by each agent from where it leaves a barrier, what needs no other agent would look faster than it is, since on
-fewer cores than agents some leave it only when others are done. The cases take turns in going first.
-Only what an agent of a job calls is here; the barriers and the comparison of times are ``torch.distributed``'s, and
-never inside what is timed.
+"""Times several cases of the same task, on all agents at once and in turn, so that conditions are equal. A repetition
+runs every case once and measures from an instant that all agents agree on to the end of the slowest agent. If each
+agent measured from its exit of a barrier, cases that need no other agent would look too fast: on fewer cores than
+agents some leave the barrier only when others have finished. The cases take turns in running first. This module has
+only the functions for agents of a job; the barriers and the comparison of times use ``torch.distributed``, outside the
+timed code.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ WARMUPS = 2
 HEAD_START_SECONDS = 0.003
 """From the barrier to the instant at which all begin; they sleep until then."""
 REDRAW_SECONDS = 0.02
-"""What the other end gets to draw its progress before anything is timed."""
+"""Time for the other end to draw the progress before the timing begins."""
 
 
 class Reporter:
-    """The way from rank 0 to whoever started the job: a JSON object a line, on what was this process's stdout."""
+    """The channel from rank 0 to the process that started the job: a JSON object a line, on the original stdout."""
 
     def __init__(self) -> None:
         self._lines = os.fdopen(os.dup(1), "w", buffering=1)
-        # Gloo writes to stdout, too; that goes where the errors go.
+        # Gloo writes to stdout, too; that is redirected to stderr.
         os.dup2(2, 1)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -50,10 +49,10 @@ def compare(reporter: Reporter, what: str, cases: Mapping[str, Case], repetition
     """Time the cases in turn; all agents call it with the same names in the same order.
 
     Args:
-        what: What is measured, for the progress display.
-        cases: What to call, by name.
-        repetitions: How often each is timed, after ``WARMUPS`` that are not.
-        calls: How many calls are timed together, for what is short.
+        what: The name of the measurement, shown as progress.
+        cases: The functions to call, by name.
+        repetitions: How often each is timed, after ``WARMUPS`` untimed runs.
+        calls: How many calls are timed together, if calls are short.
 
     Returns:
         Seconds of one call on the slowest agent: ``repetitions`` values for each case.

@@ -1,4 +1,4 @@
-"""How the time of a call grows with the number of agents: the BlueFog paper's figure 11. An agent's part.
+"""The growth of a call's time with the number of agents: the BlueFog paper's figure 11. An agent's part.
 
 The paper (arXiv:2111.04287) compares all_reduce with two calls in which each agent sends one tensor and receives one,
 so that the bytes match: a ring in one direction, and the dynamic inner-outer exponential-2 graph. On one machine, which

@@ -1,7 +1,7 @@
 """Neighbour averaging against ``torch.distributed`` over Gloo, from four bytes to a hundred megabytes. An agent's part.
 
-Every case works on float32 of the same size and writes to memory that is already there (``out=``; ``all_reduce`` works
-in place). The averages are checked: a fast wrong answer would be no answer.
+Every case works on float32 of the same size and writes to existing memory (``out=``; ``all_reduce`` works in place).
+The averages are checked.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _many(reporter: Reporter, repetitions: int) -> Figures:
 
 
 class _Tensors:
-    """One agent's tensors of one size, and the ways to reduce or average them with those of the others."""
+    """One agent's tensors of one size, and the methods to reduce or average them with other agents' tensors."""
 
     def __init__(self, elements: int) -> None:
         shoal.set_topology(shoal.RingGraph(shoal.size()))
@@ -122,7 +122,7 @@ class _Tensors:
         self._fresh = shoal.neighbor_allreduce(self._x)
 
     def one_peer(self) -> int:
-        """Average with one agent, each time another one; returns whose tensor came."""
+        """Average with one agent, a different one each time; returns its rank."""
         destinations, [source] = next(self._rounds)
         shoal.neighbor_allreduce(self._x, 0.5, {source: 0.5}, destinations, out=self._out)
         return source
@@ -141,7 +141,7 @@ class _Tensors:
 
 
 def _mean_around() -> float:
-    """What the ranks average to here, on the ring."""
+    """The mean of the ranks around this agent, on the ring."""
     around = {shoal.rank(), *shoal.in_neighbor_ranks()}
     return sum(around) / len(around)
 

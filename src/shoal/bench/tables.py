@@ -1,4 +1,4 @@
-"""What was measured, as tables for a terminal and for a document."""
+"""The measurements as tables for a terminal and for a document."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Turns what was measured into rows of a table: Shoal's figure, its peer's, their ratio, the limit, and the verdict.
-
-The limits are goals for a quiet machine of two cores. They hold for the full sizes; other sizes are shown without.
+"""Turns measurements into rows of a table: Shoal's figure, its peer's, their ratio, the limit, and the verdict. The
+limits are goals for an idle machine of two cores. They hold for the full sizes; other sizes are shown without.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ class Row:
     """One line of the table.
 
     Attributes:
-        what: What was done.
+        what: The measured task.
         shoal: Shoal's figure: the median over the repetitions.
         unit: ``s`` or ``B``.
-        peer: Whom it is compared with.
+        peer: The library it is compared with.
         peer_value: The peer's figure in the same unit.
         ratio: The two figures compared.
-        limit: What the ratio, or the figure, must be.
-        met: Whether it is; None where there is no limit.
+        limit: The limit of the ratio, or of the figure.
+        met: Whether the limit is met; None without a limit.
     """
 
     what: str

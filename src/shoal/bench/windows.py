@@ -1,6 +1,6 @@
 """One-sided windows against ``torch.distributed`` over Gloo: put to all neighbours, then update. An agent's part.
 
-Nobody waits for anybody in it: an agent writes into its neighbours' slots and averages what lies in its own.
+No agent waits for another: an agent writes into its neighbours' slots and averages its own slots.
 """
 
 from __future__ import annotations

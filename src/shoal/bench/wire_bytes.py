@@ -47,10 +47,10 @@ def two_machines() -> Iterator[list[list[str]]]:
     """Two network namespaces at ``ADDRESSES``, joined by a wire of 1 Gbit/s each way.
 
     Yields:
-        For each, the command that another command is put behind to run there.
+        For each, the prefix of a command to be run there.
 
     Raises:
-        RuntimeError: The system does not allow it; the message holds what it said.
+        RuntimeError: The system does not allow it; the message has its error.
     """
     with ExitStack() as held:
         holders = [held.enter_context(_namespace()) for _ in ADDRESSES]

@@ -1,4 +1,4 @@
-"""The command ``shoal``: one module for each subcommand, imported only when it is asked for.
+"""The command ``shoal``: one module for each subcommand, imported only when it is called.
 
 A subcommand is a line in ``COMMANDS`` and a module with ``add_arguments(parser)`` and ``run(args)``, whose result is
 the exit status.
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 class Command(Protocol):
-    """What the module of a subcommand provides."""
+    """The interface of a subcommand's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 

@@ -1,13 +1,13 @@
-"""What the agents print, on one terminal or in one log: whole lines, each with the rank of who said it.
+"""The output of all agents, on one terminal or in one log: whole lines, each with the rank of its agent.
 
-A line is written when it is complete, so that lines of different agents never mix. What an agent has not finished yet,
-a prompt or a progress bar that redraws itself with a carriage return, is a *state*: on a terminal the lowest rank's
-state stays on the bottom line, below the lines; in a file one of a progress bar's is kept every ten seconds. Everything
-is bytes: what agents print is not decoded, and need not be text.
+A line is written when it is complete, so that lines of different agents never mix. An incomplete line, such as a prompt
+or a progress bar that redraws itself with a carriage return, is a *state*. On a terminal the lowest rank's state stays
+on the bottom line, below the lines; in a file one state of a progress bar is kept every ten seconds. All output is
+bytes: it is not decoded, and need not be text.
 
-A reader that pauses (``less``, Ctrl-S) must not hold up the launcher, which has agents to mind. So what it does not
-take waits here. The descriptors stay blocking, since other processes share them: a few bytes are written at a time, and
-only where a poll says that they go through.
+A reader that pauses (``less``, Ctrl-S) must not block the launcher, which supervises agents. So output that the reader
+does not take is buffered here. The descriptors stay blocking, because other processes share them: a few bytes are
+written at a time, and only if a poll reports that the write will not block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STATE_IN_FILE_SECONDS = 10.0
 _KEPT_LINES = 10
 _LONGEST_LINE = 1 << 16
 _AT_ONCE = 512
-"""Bytes: what a pipe or a terminal takes without blocking, once it is writable."""
+"""Bytes that a pipe or a terminal takes without blocking, once it is writable."""
 _MOST_WAITING = 1 << 20
 """Bytes that wait for a reader before no more is read from the agents."""
 _BREAK = re.compile(rb"\r*\n|\r+(?=[^\r\n])")
@@ -45,7 +45,7 @@ class _AgentStream:
 
 
 class _Waiting(NamedTuple):
-    """What waits to be written to a stream; whether agents printed it."""
+    """Bytes to be written to a stream, and whether an agent printed them."""
 
     stream: int
     data: bytes
@@ -56,7 +56,7 @@ class AgentOutput:
     """Writes what agents print on their ``STDOUT`` and ``STDERR`` to this process's own, prefixed by rank.
 
     Attributes:
-        is_incomplete: Some of it could not be written.
+        is_incomplete: Some output could not be written.
     """
 
     def __init__(self, out: int = STDOUT, err: int = STDERR) -> None:
@@ -66,7 +66,7 @@ class AgentOutput:
         self._streams: dict[tuple[int, int], _AgentStream] = {}
         self._last_lines: dict[int, deque[bytes]] = {}
         self._broken: set[int] = set()
-        # In one queue where both are one file, so that what is written there keeps its order.
+        # One queue if both are the same file, so that writes keep their order.
         first: deque[_Waiting] = deque()
         self._queues = {STDOUT: first, STDERR: first if os.path.sameopenfile(out, err) else deque[_Waiting]()}
         self._shown = b""
@@ -148,7 +148,7 @@ class AgentOutput:
         poll.register(descriptor, select.POLLOUT)
         try:
             while at < len(data) and poll.poll(None if wait else 0):
-                with contextlib.suppress(BlockingIOError):  # somebody who shares it has made it non-blocking
+                with contextlib.suppress(BlockingIOError):  # another process that shares it has made it non-blocking
                     at += os.write(descriptor, data[at : at + _AT_ONCE])
                     continue
                 if not wait:

@@ -13,7 +13,7 @@ from .agent_output import AgentOutput
 
 _CHUNK = 1 << 16
 _MOST_IN_PIPE = 1 << 20
-"""Bytes. A pipe holds 64 KiB unless somebody enlarges it, at most to this."""
+"""Bytes. A pipe holds 64 KiB unless a process enlarges it, at most to this."""
 _READER_SECONDS = 0.05
 """Seconds between two looks whether a reader of the output that has paused reads again."""
 
@@ -32,7 +32,7 @@ class AgentPipes:
         self._paused = False  # no pipe is in the selector
 
     def add(self, rank: int, files: Mapping[int, IO[bytes] | None]) -> None:
-        """Read the pipes of an agent, by the stream that each of them is, from now on. Closes the files."""
+        """Read the pipes of an agent, one for each stream. Closes the files."""
         for stream, file in files.items():
             assert file is not None
             # The pipe is read with os.read alone, and closed by descriptor: a file object would buffer.
@@ -69,7 +69,7 @@ class AgentPipes:
     def drain(self, rank: int) -> None:
         """Read what an agent that has ended has left in its pipes."""
         for descriptor in [one for one, (whose, _) in self._pipes.items() if whose == rank]:
-            # Bounded, because a process that outlives the agent may hold the pipe and go on writing.
+            # Bounded, because a process that outlives the agent may hold the pipe and keep writing.
             for _ in range(_MOST_IN_PIPE // _CHUNK):
                 if not self._read(descriptor):
                     break
@@ -93,7 +93,7 @@ class AgentPipes:
             return False
         if data and self._output.feed(rank, stream, data):
             return True
-        # At the end of the pipe; or our own stdout is closed, and then the agent shall find its own closed too.
+        # The pipe has ended; or the launcher's stdout is closed, and then the agent's stdout must be closed, too.
         self._close(descriptor)
         return False
 

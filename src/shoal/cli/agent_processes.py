@@ -1,11 +1,12 @@
-"""Starts the agents of one machine, minds them to their end, and leaves nothing behind.
+"""Starts the agents of one machine, supervises them until they end, and leaves no process behind.
 
 Everything happens in the main thread, in one loop over the agents' pipes and a wake-up pipe through which signals and
 deaths arrive. No thread is needed, and must not be: the kernel ends an agent together with the *thread* that forked it.
 
 Each agent leads a session of its own, as under torchrun. So a Ctrl-C reaches the launcher alone, which passes it on
-exactly once; and what an agent leaves behind (the workers of a data loader) is its process group and can be found.
-Unlike a process group in the background, a session may still read the terminal, which a debugger in rank 0 does.
+exactly once. The processes that an agent leaves behind (the workers of a data loader) are in its process group and can
+be found. Unlike a process group in the background, a session may still read the terminal, which a debugger in rank 0
+does.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .launcher_signals import Signals
 _PR_SET_PDEATHSIG = 1
 
 SETTLE_SECONDS = 0.5
-"""How long nothing more must fail before an agent is started again: those that end of one cause end one by one, and
-where none is left nobody would let it in."""
+"""The time without a further failure before an agent is restarted: agents that end of one cause end one by one, and
+without any agent left none could admit it."""
 
 CAUSE_SECONDS = 2.0
 """After an agent failed because another one was lost: how long to wait for the failure that caused it."""
@@ -49,11 +50,11 @@ _GROUP_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class AgentExit:
-    """How one agent ended.
+    """The end of one agent.
 
     Attributes:
         code: Its exit code, or minus the number of the signal that killed it.
-        is_peer_loss: It failed because another agent was lost.
+        is_peer_loss: The agent failed because another agent was lost.
     """
 
     rank: int
@@ -75,13 +76,13 @@ class AgentExit:
 
 @dataclass(frozen=True)
 class JobExit:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         status: The exit status of the job, see docs/launching.md.
-        all_gone: Agents that fail were to be started again, and none is left for them to come back to; nobody had
-            finished, and no signal had ended them that was sent to the launcher.
-        summary: What to tell the user of those that were lost, if anything.
+        all_gone: All agents failed, and failed agents were to be restarted; no agent had finished, and no signal to the
+            launcher had ended them.
+        summary: A message to the user about lost agents, if any.
     """
 
     status: int
@@ -97,16 +98,16 @@ class _AgentProcess:
 
 
 class AgentProcesses:
-    """The agents of this machine in one run, as a context: on leaving it every one is gone, whatever happened.
+    """The agents of this machine in one run, as a context: at its end every agent is gone, in all cases.
 
     Args:
         output: where their output goes; None lets them write to the launcher's own stdout and stderr.
-        signals: what the launcher is told.
-        survive: let the others go on when one fails, instead of ending them.
-        restarts: how often each agent that fails is started again, while none has finished, and others are there.
-        elsewhere: whether agents of other launchers belong to the run. Asked when none is left here, and what it says
-            then must stay true.
-        watch: is told of agents that start and end, and served.
+        signals: the signals to the launcher.
+        survive: let the others continue when one fails, instead of ending them.
+        restarts: how often each failed agent is restarted, while none has finished and others are alive.
+        elsewhere: whether agents of other launchers belong to the run. Called when no agent is left here, and its
+            result must then stay true.
+        watch: is notified of starts and ends of agents, and served in the loop.
         grace: seconds between asking an agent to end and the next, harder step.
     """
 
@@ -132,16 +133,16 @@ class AgentProcesses:
         self._outcomes: dict[int, AgentExit] = {}  # the last of each agent
         self._starts: dict[int, Callable[[int], None]] = {}
         self._started: Counter[int] = Counter()
-        self._again: list[AgentExit] = []  # those that are to be started again, at this time
+        self._again: list[AgentExit] = []  # agents to be restarted, at this time
         self._again_at = 0.0
         self._first_failure: AgentExit | None = None  # that is no peer loss, if there is one
         self._notes = exit_notes.ExitNotes()
-        # The first peer loss, if all are to end and what caused it is not known yet; and when it was seen.
+        # The first peer loss, if all are to end and its cause is not known yet; and its time.
         self._peer_loss: tuple[AgentExit, float] | None = None
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
         self._telling: list[subprocess.Popen[bytes]] = []
-        # What follows if the agents do not end by themselves: when, and which signal. Not None once they are to end.
+        # The times and signals of the next steps if the agents do not end by themselves. Not None once they are to end.
         self._steps: list[tuple[float, signal.Signals]] | None = None
         self._requested: signal.Signals | None = None
         self._passed_on: set[int] = set()
@@ -199,7 +200,9 @@ class AgentProcesses:
         self._helpers.append((name, process))
 
     def tell_of(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Run this, with one argument more that says how, when an agent fails and the rest is to go on."""
+        """Run a command, with one more argument that describes the failure, when this agent fails and the others are to
+        continue.
+        """
         self._tellers[rank] = (command, environ)
 
     def mind(self) -> JobExit:
@@ -304,7 +307,7 @@ class AgentProcesses:
                 os.kill(agent.process.pid, signum)
 
     def _suspend(self) -> None:
-        """Ctrl-Z: the agents stop and go on with the launcher."""
+        """On Ctrl-Z the agents stop, and continue with the launcher."""
         for agent in self._living:
             os.killpg(agent.process.pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -329,7 +332,7 @@ class AgentProcesses:
             )
             for agent, code in ended
         ]
-        # Of those seen in one glance, one that was killed did not fail because of another one's failure.
+        # Of agents reaped together, one that was killed did not fail because of another one's failure.
         for outcome in sorted(outcomes, key=lambda one: (one.is_peer_loss, one.code >= 0, one.rank)):
             self._outcomes[outcome.rank] = outcome
             if self._watch is not None:
@@ -349,7 +352,7 @@ class AgentProcesses:
         return {pid for pid, note in self._notes.read().items() if note == exit_notes.PEER_LOSS}
 
     def _report_peer_loss(self) -> None:
-        """Take a peer loss for the failure of the job where none is found that caused it: it is on another machine."""
+        """Report a peer loss as the job's failure if no cause is found: it is on another machine."""
         if self._peer_loss is None or self._steps is not None:
             return
         if not self._living or time.monotonic() >= self._cause_due():
@@ -390,7 +393,7 @@ class AgentProcesses:
             self._telling.append(_start([*command, str(outcome)], env=environ, **quiet))
 
     def _start_again(self) -> None:
-        """Start those that are to come back, when it is time; where nobody is left to come back to, none."""
+        """Restart the agents that are due. If no agent is left that could admit them, restart none."""
         if not self._again or (self._living and time.monotonic() < self._again_at):
             return
         if not self._somebody_is_inside():
@@ -405,12 +408,12 @@ class AgentProcesses:
                 self._starts[outcome.rank](self._started[outcome.rank])
 
     def _somebody_is_inside(self) -> bool:
-        """Somebody may be left who lets in those that come back: who waits for that itself does not."""
+        """An agent may be left that can admit restarted ones: an agent that waits to rejoin cannot."""
         return any(not is_marked(agent.process.pid) for agent in self._living) or self._elsewhere()
 
     @property
     def _has_finished(self) -> bool:
-        """An agent has come to its end, and the others will."""
+        """An agent has finished its script, and the others will."""
         return any(outcome.code == 0 for outcome in self._outcomes.values())
 
 
@@ -420,9 +423,9 @@ def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def death_with(parent: int) -> Callable[[], None]:
-    """Make what the child calls between fork and exec, with everything looked up before the fork.
+    """Make the function that the child calls between fork and exec, with all lookups made before the fork.
 
-    SIGKILL and not SIGTERM: when the launcher has been killed, nobody is left to insist.
+    SIGKILL and not SIGTERM: when the launcher has been killed, no process is left to escalate.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     arguments = [ctypes.c_ulong(value) for value in (_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)]
@@ -437,7 +440,7 @@ def death_with(parent: int) -> Callable[[], None]:
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """How an agent that is not yet reaped ended, as ``Popen.returncode`` has it; None if it lives."""
+    """The exit code of an agent that is not yet reaped, as ``Popen.returncode``; None if it is alive."""
     found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None

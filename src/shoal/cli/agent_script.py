@@ -36,7 +36,7 @@ def _run_module(arguments: list[str], sets_path: bool) -> None:
     import os
     import runpy
 
-    sys.argv = ["-m", *arguments[1:]]  # what the module finds in sys.argv[0] is its path
+    sys.argv = ["-m", *arguments[1:]]  # the module finds its path in sys.argv[0]
     if sets_path:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - pathlib would be imported for it
     _new_main()

@@ -1,7 +1,8 @@
-"""``shoal bench``: how fast Shoal averages on this machine, beside its peers, as a table with limits and verdicts.
+"""``shoal bench``: the speed of Shoal's averages on this machine, compared with other libraries, as a table with limits
+and verdicts.
 
 It starts the agents itself, one job after another, and waits for them. The progress display redraws only when an agent
-tells something, and agents tell it between what they time.
+reports progress, and agents report it between timed sections.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ..bench.wire_bytes import missing_tool
 
 AGENTS = 4
 LARGEST_SCALE = 8
-# In this order: what is said of memory should not depend on what large tensors have left behind.
+# In this order: figures of memory should not depend on leftovers of large tensors.
 _LOCAL = ("memory", "small", "windows", "large")
 _WIDTH_IN_FILE = 132
 
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Something to measure with agents of its own. ``run`` takes whom to tell of its progress."""
+    """A measurement with agents of its own. ``run`` takes the receiver of its progress."""
 
     name: str
     run: Callable[[Tell], list[Figures]]
@@ -46,7 +47,7 @@ class BenchJob:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, and where, and how quiet it was there."""
+    """The results, the machine, and how idle it was."""
 
     machine: MachineInfo
     load: Load
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave(signum: int, frame: object) -> NoReturn:
-    """End in good order, and the agents with us."""
+    """Exit, which ends the agents as well."""
     sys.exit(128 + signum)
 
 
@@ -173,7 +174,7 @@ def _progress(name: str) -> Iterator[Tell]:
         yield lambda doing, done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    # No refreshing of its own: it would take a share of the cores from what is timed.
+    # No automatic refresh: it would take a share of the cores from the timed code.
     with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False, transient=True) as display:
         task = display.add_task(f"{name}: starting", total=None)
         display.refresh()

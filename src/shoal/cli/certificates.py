@@ -65,7 +65,7 @@ def make(folder: Path, agents: int, good_for: timedelta = timedelta(days=DEFAULT
         good_for: How long from now; of an authority that is there already, not longer than it.
 
     Raises:
-        ValueError: A number makes no sense, or the folder has an authority without its key.
+        ValueError: A number is invalid, or the folder has an authority without its key.
     """
     if agents < 1 or good_for <= timedelta():
         raise ValueError(f"{agents} agents for {good_for.total_seconds() / 86400:g} days: both must be positive")

@@ -1,7 +1,6 @@
-"""``shoal doctor``: what a bug report needs, and whether this machine can run agents.
-
-It prints versions and limits, what ``init`` would choose here and why, and then moves real tensors over each transport.
-Everything has a deadline. Plain lines, to be pasted into an issue; no secret is among them.
+"""``shoal doctor``: data for a bug report, and a check whether this machine can run agents. It prints versions and
+limits, the choices of ``init`` on this machine with their reasons, and then moves real tensors over each transport.
+Every check has a deadline. The output is plain lines without secrets, to be pasted into an issue.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ T = TypeVar("T")
 CHECK_SECONDS = 20.0
 LOOKUP_SECONDS = 5.0
 SLOW_LOOKUP = 0.5
-"""Seconds; whoever asks for a name longer than that has a name server that does not answer."""
+"""Seconds; a longer lookup means that the name server does not answer."""
 FEWEST_FILES = 1024
 VARIABLES = (
     "SHOAL_AGENTS_PER_MACHINE",
@@ -93,7 +92,7 @@ _LAUNCHER_NAMES = (
 # Slurm sets some forty.
 _SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
 _LIVE_CHECK = (sys.executable, "-m", "shoal.cli.self_test")
-# A check meets its own agents, at an address of its own, and writes no trace; who they are is no question.
+# A check starts its own agents, at an address of its own, and writes no trace; it sets their ranks itself.
 _NOT_FOR_CHECKS = (
     "SHOAL_BEGIN_WITH",
     "SHOAL_INCARNATION",
@@ -118,7 +117,7 @@ _ADVICE = {
 
 @dataclass
 class Report:
-    """Prints as it goes, and remembers what has to be said at the end."""
+    """Prints lines, and collects the problems to be printed at the end."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -197,7 +196,7 @@ def run_path(report: Report, rendezvous: str, node: int | None) -> int:
 
 
 def report_versions(report: Report) -> None:
-    """Print the versions of what is installed."""
+    """Print the versions of the installed packages."""
     report.section("versions")
     report.line("python", f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})")
     for package in ("torch", "numpy", "networkx", "rich"):
@@ -240,7 +239,7 @@ def report_machine(report: Report) -> None:
 
 
 def devices_here() -> list[str]:
-    """The CUDA devices of this machine, and how tensors on them travel."""
+    """The CUDA devices of this machine, and how their tensors are sent."""
     if not torch.cuda.is_available():
         return [f"none of CUDA{'' if torch.version.cuda else ', for which this torch was not built'}"]
     why_not = why_not_triton()
@@ -282,9 +281,9 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
 
 
 def report_names(report: Report, host: str) -> None:
-    """Print how long the name of where agents meet is looked up: torch's store does so in each of them, in ``init``."""
+    """Print the time of looking up the rendezvous's name: torch's store does so in each of them, in ``init``."""
     begun = time.monotonic()
-    with contextlib.suppress(OSError):  # having none is no fault, and one that takes long has taken long
+    with contextlib.suppress(OSError):  # a missing name is no fault, and a timeout counts as slow
         _in_time(lambda: _name_of(host), f"look up the name of {host}")
     seconds = time.monotonic() - begun
     report.line("name lookup", f"{1e3 * seconds:.0f} ms to look for the name of {host}, as init does")
@@ -304,7 +303,7 @@ def _name_of(host: str) -> str:
 
 
 def report_checks(report: Report, checks: LiveChecks) -> None:
-    """Print how the live checks ended. A problem that several have in common is said once."""
+    """Print the results of the live checks. A problem that several checks share is printed once."""
     report.section("live checks: two agents average a tensor")
     failed: dict[str, list[str]] = {}
     for name, problem, seconds in checks.results():
@@ -345,7 +344,7 @@ def _transport(environ: Mapping[str, str], launch: Launch) -> str:
 
 
 def _engines() -> str:
-    """Of torch.distributed, that could move tensors."""
+    """The backends of torch.distributed that could move tensors, as text."""
     here = [backend if backend in MADE_HERE else f"{backend} (a group of the script's own)" for backend in available()]
     return f"this build of torch has {', '.join(here) or 'none'}; SHOAL_TRANSPORT={PROCESS_GROUP} takes one"
 
@@ -419,7 +418,7 @@ def _shm() -> str:
 
 
 def _chosen(setting: str) -> str:
-    """What stands in brackets in a setting of transparent huge pages."""
+    """The active value of a setting of transparent huge pages, which the file has in brackets."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage", setting).read_text()
     except OSError:
@@ -458,7 +457,7 @@ class LiveChecks:
         self._start("fleet", FLEET_CHECKS, environ)
         pair = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
         for rank, checks in enumerate([(PAIR_CHECK,), ()]):
-            # Its waits end before ours does, so that it can say what it waited for.
+            # Its waits end before ours does, so that it can report the wait.
             limits = {"RANK": str(rank), "SHOAL_TIMEOUT": f"{0.6 * CHECK_SECONDS:g}"}
             self._start("pair", checks, environ | pair | limits)
         return self

@@ -1,7 +1,7 @@
-"""The signals that a launcher gets, as bytes in a pipe: they are obeyed between other things, and none is missed.
+"""The signals that a launcher gets, as bytes in a pipe: they are handled in its loop, and none is missed.
 
-One context for the whole life of a launcher: a Ctrl-C that comes while one run has ended and the next has not begun is
-read by whoever looks next.
+One context exists for the whole life of a launcher. A Ctrl-C between the end of one run and the begin of the next is
+read by the next reader.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Readable(Protocol):
 
 
 class Signals:
-    """What has come and was not read yet. For the main thread."""
+    """The received signals that were not read yet. For the main thread."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = os.pipe()
@@ -57,23 +57,23 @@ class Signals:
         return self._receiver
 
     def read(self) -> list[signal.Signals]:
-        """Those that have come since the last time, in their order; none twice."""
+        """The signals since the last call, in their order; none twice."""
         try:
             return [signal.Signals(number) for number in os.read(self._receiver, _MOST)]
         except BlockingIOError:
             return []
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """The same, after so long a time, or as soon as one has come."""
+        """As :meth:`read`, after a time, or as soon as a signal has arrived."""
         select.select([self._receiver], [], [], max(0.0, seconds))
         return self.read()
 
     def wait_with(self, other: _Readable, seconds: float) -> list[signal.Signals]:
-        """The same, or as soon as ``other`` can be read."""
+        """As :meth:`wait`, or as soon as ``other`` is readable."""
         either: list[int | _Readable] = [self._receiver, other]
         select.select(either, [], [], max(0.0, min(seconds, _LONGEST)))
         return self.read()
 
 
 def _noted(signum: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor says it all; but without a handler Python would not write to it."""
+    """The wake-up descriptor carries the signal; but without a handler Python would not write to it."""

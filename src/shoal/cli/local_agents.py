@@ -1,4 +1,4 @@
-"""Finds the agents of this user on this machine, and asks all of them at once what they do."""
+"""Finds the agents of this user on this machine, and queries the status of all of them in parallel."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ STOPPED = (_STATES["T"], _STATES["t"])
 
 @dataclass(frozen=True)
 class Process:
-    """A process in which there are agents.
+    """A process with agents.
 
     Attributes:
-        pid: Its number.
-        state: What the kernel says that it does.
-        rank: Of its agent, as the others of its job know it, or its launcher has told it; None where nobody says.
-        agents: What they say of themselves, as :meth:`~shoal.engine.agent_status.StatusReporter.as_json` has it.
-        there: How many there are.
-        silent: Why nothing is known of them; empty where they have answered.
+        pid: Its process ID.
+        state: Its state in the kernel.
+        rank: The rank of its agent, from its answer or from its launcher's variables; None if unknown.
+        agents: Their status, in the form of :meth:`~shoal.engine.agent_status.StatusReporter.as_json`.
+        there: The number of agents.
+        silent: The reason for missing status; empty if they have answered.
     """
 
     pid: int
@@ -69,7 +69,7 @@ def find() -> dict[int, list[str]]:
 
 def _listeners(process: Path) -> list[str]:
     found = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+    with contextlib.suppress(OSError):  # it has ended since, or is another user's
         if process.stat().st_uid != os.getuid():
             return []
         for entry in (process / "fd").iterdir():
@@ -95,7 +95,7 @@ def ask(processes: Mapping[int, Iterable[str]], within: float = WITHIN_SECONDS) 
         one.end()
         state = _state(pid)
         if state is None and not one.agents:
-            continue  # it ended before it was asked
+            continue  # it ended before the query
         rank = ranks.get(pid, _rank(pid))
         found.append(Process(pid, state or _STATES["X"], rank, tuple(one.agents), one.there, one.silent))
     return found
@@ -126,7 +126,7 @@ class _StatusQuery:
             return
 
     def hear(self, selector: selectors.BaseSelector) -> None:
-        """Something came."""
+        """Read the received data."""
         sock = self._sock
         assert sock is not None
         try:
@@ -188,7 +188,7 @@ _MORE_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _read(text: bytes) -> tuple[int, list[dict[str, Any]]]:
-    """How many agents there are, and what is said of them. ValueError, TypeError or KeyError where that is nonsense."""
+    """The number of agents, and their status. ValueError, TypeError or KeyError if the data is malformed."""
     said = json.loads(text)
     agents = said["agents"]
     for one in agents:
@@ -207,7 +207,7 @@ def _read(text: bytes) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _state(pid: int) -> str | None:
-    """What the kernel says that a process does; None where there is none."""
+    """The kernel's state of a process; None if it does not exist."""
     try:
         letter = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -216,7 +216,7 @@ def _state(pid: int) -> str | None:
 
 
 def _rank(pid: int) -> int | None:
-    """The rank that its launcher has told a process."""
+    """The rank in a process's environment, set by its launcher."""
     try:
         environ = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
         launch = detect(dict(_variables(environ)))

@@ -1,4 +1,6 @@
-"""What ``shoal report`` prints of a run with ``SHOAL_RECORD=folder``: who was there when, as a table and a picture."""
+"""The output of ``shoal report`` for a run with ``SHOAL_RECORD=folder``: the membership over time, as a table and a
+picture.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ class Stay:
     """One agent's time in a run, in seconds since it began.
 
     Attributes:
-        came: When it was started, ``entered``: and when it was let in; the same for those that were there first. None:
-            it never was.
-        ended: When it was lost, or left; None: it was there when the record ended.
-        was_lost: It did not leave by itself.
+        came: When it was started. ``entered``: when it was admitted; equal to ``came`` for initial agents, None if it
+            never was.
+        ended: When it was lost, or left; None: it was a member at the end of the log.
+        was_lost: The agent did not shut down properly.
     """
 
     rank: int
@@ -34,7 +36,7 @@ class Stay:
 
 
 def stays(entries: list[MembershipEvent]) -> list[Stay]:
-    """Of all agents, by rank and time."""
+    """The stays of all agents, by rank and time."""
     start = entries[0].at
     found = []
     coming = sorted((one for one in entries if one.what == CAME), key=lambda one: (one.rank, one.at))
@@ -42,7 +44,7 @@ def stays(entries: list[MembershipEvent]) -> list[Stay]:
         until = after.at if after is not None and after.rank == one.rank else float("inf")
         own = [
             other
-            for other in entries  # of a job that was begun again there are several of one incarnation
+            for other in entries  # a restarted job has several of one incarnation
             if (other.rank, other.incarnation) == (one.rank, one.incarnation) and one.at <= other.at < until
         ]
         entered = one.at if one.alive != (one.rank,) or not one.incarnation else None
@@ -62,11 +64,11 @@ def stays(entries: list[MembershipEvent]) -> list[Stay]:
 
 
 def tell(folder: Path, picture: str) -> None:
-    """Print what happened, and draw it.
+    """Print the events, and draw them.
 
     Raises:
-        FileNotFoundError, ValueError: There is no record.
-        ImportError: There is no matplotlib, for a picture.
+        FileNotFoundError, ValueError: The folder has no membership log.
+        ImportError: A picture is requested, but matplotlib is not installed.
     """
     entries = read(folder)
     found = stays(entries)
@@ -90,7 +92,7 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
     for one in entries:
         what = one.lost, one.entered, one.alive
         news = (*one.lost, *(rank for rank in one.entered if len(one.entered) == 1))
-        if news and one.at > said.get(what, 0.0) + AT_ONCE:  # each agent says so
+        if news and one.at > said.get(what, 0.0) + AT_ONCE:  # each agent records it
             said[what] = one.at
             ranks = [", ".join(map(str, ranks)) for ranks in (one.lost, one.entered)]
             table.add_row(f"{one.at - entries[0].at:.1f}", *ranks, f"{len(one.alive)} of {_most(entries)}")
@@ -111,7 +113,9 @@ def _most(entries: list[MembershipEvent]) -> int:
 
 
 def draw(axes: Any, found: list[Stay], seconds: float) -> None:
-    """A line for each rank, dark where it was there, light where it waited to enter, a cross where it was lost."""
+    """A line for each rank: dark while it was a member, light while it waited to be admitted, a cross when it was
+    lost.
+    """
     for one in found:
         ended = seconds if one.ended is None else one.ended
         entered = ended if one.entered is None else one.entered

@@ -1,8 +1,9 @@
-"""What a cluster's controller tells one machine of a job: how many agents it has, which machine it is, where all meet.
+"""The variables of a cluster's controller for one machine of a job: its number of agents, its index, and the
+rendezvous.
 
 torchrun takes the defaults of its options from variables that begin with ``PET_``, so Kubeflow sets these in the pods
-of a PyTorchJob or a TrainJob; an indexed Job of Kubernetes, and a JobSet, say which pod this is. ``shoal run`` reads
-both. What is given on the command line comes first.
+of a PyTorchJob or a TrainJob. An indexed Job of Kubernetes, and a JobSet, set the index of the pod. ``shoal run`` reads
+both. Options on the command line take precedence.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Set those of ``agents``, ``nnodes`` and ``node_rank`` that are None; else it is the first of one machine.
 
     Raises:
-        ValueError: A variable is no number; the message says which option to give instead.
+        ValueError: A variable is no number; the message names the option to give instead.
     """
     if args.agents is None:
         args.agents = _count(environ, AGENTS, "-n", "how many agents run on this machine")
@@ -29,13 +30,13 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
         args.nnodes = _count(environ, NODES, "--nnodes", "how many machines there are, which does not change") or 1
     if args.node_rank is None:
         args.node_rank = _count(environ, NODE_RANK, "--node-rank", "which of the machines this is")
-    if args.node_rank is None and args.nnodes > 1:  # else the index is of a sweep, whose pods do not meet
+    if args.node_rank is None and args.nnodes > 1:  # else the index is a sweep's, whose pods do not meet
         args.node_rank = _count(environ, INDEX, "--node-rank", "which of the machines this is")
     args.node_rank = args.node_rank or 0
 
 
 def rendezvous(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where machine 0 is reached; None where no variable says it."""
+    """The address of machine 0; None if no variable has it."""
     host, port = environ.get(HOST, "").strip(), environ.get(PORT, "").strip()
     if not (host and port):
         return None

@@ -1,8 +1,8 @@
 """``shoal notebook``: agents as processes behind a notebook, through ipyparallel.
 
-``start`` leaves a job running whose agents are ipyparallel's engines: each takes the cells that begin with ``%%px``,
-and each has the variables of a launcher, so that ``shoal.init()`` in such a cell makes them agents of one fleet.
-``stop`` ends the job, and nothing of it remains. What runs meanwhile is in :mod:`~shoal.cli.notebook_job`.
+``start`` leaves a job running whose agents are ipyparallel's engines: each runs the cells that begin with ``%%px``, and
+each has the variables of a launcher, so that ``shoal.init()`` in such a cell makes them agents of one fleet. ``stop``
+ends the job and removes its files. The running job is in :mod:`~shoal.cli.notebook_job`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _wait_for(files: Files, job: subprocess.Popen[bytes], agents: int, deadline:
 
 
 def _engines(files: Files) -> list[int]:
-    """Those that take cells. A new client asks: one that is there already may miss the news of an engine."""
+    """The registered engines. Uses a new client, because an existing one may miss the registration of an engine."""
     import ipyparallel
 
     try:
@@ -135,7 +135,7 @@ def _stop(files: Files) -> int:
         print("no agents are running")
         return 0
     for signum in (signal.SIGTERM, signal.SIGKILL):
-        # The kernel kills the others with the one that started them.
+        # The kernel kills the other processes with their parent.
         with contextlib.suppress(ProcessLookupError):
             os.kill(owner, signum)
         if any(files.owner() is None for _ in _until(time.monotonic() + _STOP_SECONDS)):

@@ -1,9 +1,10 @@
-"""An engine of ipyparallel that is an agent: it takes the cells of a notebook, and tells the others when one fails.
+"""An engine of ipyparallel that is an agent: it runs the cells of a notebook, and notifies the other agents when one
+fails.
 
-After a cell has raised, its engine is there and idle, and an agent that waits for it would wait until its deadline. So
-while an engine is idle after a failure it looks whether others wait for it. Once they have for two seconds it leaves,
-and they get :class:`~shoal.PeerLost` with what the cell raised. Where no agent waits, as after a slip in all engines,
-it stays.
+After a cell has raised, its engine is alive and idle, and an agent that waits for it would wait until its deadline. So
+while an engine is idle after a failure it checks whether others wait for it. After two seconds of such a wait it
+leaves, and the others get :class:`~shoal.PeerLost` with the cell's exception. If no agent waits, as after the same
+error in all engines, it stays.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ class CellWatch:
 
 
 def watch_cells(shell: Any) -> None:
-    """Have every cell of an IPython shell watched."""
+    """Watch every cell of an IPython shell."""
     watch = CellWatch()
     shell.events.register("pre_run_cell", watch.begin)
     shell.events.register("post_run_cell", watch.end)
 
 
 def main(arguments: list[str]) -> None:
-    """Be an engine until told to end."""
+    """Run an engine until it is ended."""
     from ipyparallel.engine.app import IPEngine
 
     from shoal import init  # noqa: F401 - and all with it: before it takes cells, since the first would wait for torch

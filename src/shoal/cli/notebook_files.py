@@ -1,4 +1,4 @@
-"""What a notebook's job leaves in its IPython profile while it runs: who it is, and how it is reached."""
+"""The files of a notebook's job in its IPython profile while it runs: its process, and its connection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Files:
 
     @staticmethod
     def make(name: str) -> Files:
-        """Those of a profile of this user, which is made if there is none."""
+        """The files of a profile of this user, which is made if it does not exist."""
         from IPython.core.profiledir import ProfileDir
         from IPython.paths import get_ipython_dir
 
@@ -29,7 +29,7 @@ class Files:
 
     @staticmethod
     def find(name: str) -> Files | None:
-        """Those of a profile of this user; None if there is none."""
+        """The files of a profile of this user; None if it does not exist."""
         from IPython.core.profiledir import ProfileDir, ProfileDirError
         from IPython.paths import get_ipython_dir
 
@@ -45,12 +45,12 @@ class Files:
 
     @property
     def client(self) -> Path:
-        """The file that tells a notebook how to reach the job."""
+        """The file with which a notebook connects to the job."""
         return self.profile / "security" / "ipcontroller-client.json"
 
     @property
     def engine(self) -> Path:
-        """The file that tells an engine how to reach the job."""
+        """The file with which an engine connects to the job."""
         return self.profile / "security" / "ipcontroller-engine.json"
 
     @property
@@ -58,7 +58,7 @@ class Files:
         return self.profile / "pid" / "shoal-notebook"
 
     def own(self) -> int | None:
-        """Be the job of this profile for as long as the returned descriptor is open; None if there is one."""
+        """Lock the profile as its job, until the returned descriptor is closed; None if another job has locked it."""
         descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +70,7 @@ class Files:
         return descriptor
 
     def owner(self) -> int | None:
-        """The process that is this profile's job. A lock that nobody holds any more was left by one that was killed."""
+        """The process of this profile's job. A lock without a holder was left by a killed process."""
         try:
             descriptor = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -85,6 +85,6 @@ class Files:
             os.close(descriptor)
 
     def forget_connection(self) -> None:
-        """Remove what a job that was killed has left: nobody shall wait for it."""
+        """Remove the connection files of a killed job, so that no client waits for it."""
         self.client.unlink(missing_ok=True)
         self.engine.unlink(missing_ok=True)

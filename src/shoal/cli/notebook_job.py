@@ -1,7 +1,7 @@
 """The process behind ``shoal notebook start``: ipyparallel's controller, the agents' store, and the engines.
 
-It is a launcher as ``shoal run`` is, and uses what that uses: it gives the engines their variables, ends them when it
-is told to, and the kernel kills all of them with it if it is killed itself.
+It is a launcher like ``shoal run``, with the same parts: it gives the engines their variables and ends them on request,
+and the kernel kills all of them with it if it is killed itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_SECONDS = 2.0
 _START_SECONDS = 120
 _TIMEOUT = "60"
-"""Seconds for every wait, unless the user says otherwise: somebody sits before the notebook."""
+"""Seconds for every wait by default: short, because notebooks are interactive."""
 
 
 def main(profile: str, agents: int) -> int:
-    """Run until told to end, or until no engine is left."""
+    """Run until ended by a signal, or until no engine is left."""
     files = Files(Path(profile))
     owned = files.own()
     if owned is None:
@@ -45,7 +45,7 @@ def main(profile: str, agents: int) -> int:
     serve = [sys.executable, "-c", SERVE, str(listener.fileno())]
     try:
         with Signals() as signals, AgentProcesses(None, signals, survive=True, grace=_GRACE_SECONDS) as processes:
-            # It keeps the lock as well: nobody shall start another one beside it.
+            # It keeps the lock as well, so that no other one is started beside it.
             processes.start_helper("the controller", controller, owned)
             processes.start_helper("the rendezvous store", serve, listener.fileno())
             listener.close()
@@ -67,12 +67,12 @@ def main(profile: str, agents: int) -> int:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of what engines leave behind: each has a process that watches it, in a session of its own."""
+    """Become the parent of orphaned processes of engines: each engine has a watcher process in a session of its own."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, *(ctypes.c_ulong(value) for value in (1, 0, 0, 0)))
 
 
 def _kill_children() -> None:
-    """To be called when all that was started here has been waited for."""
+    """Kill the remaining children. Called after all started processes have been waited for."""
     while children := [pid for pid in _processes() if _parent(pid) == os.getpid()]:
         for pid in children:
             os.kill(pid, signal.SIGKILL)

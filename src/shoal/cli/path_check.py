@@ -1,12 +1,11 @@
 """``shoal doctor --rendezvous``: whether agents of two machines can connect, in both directions.
 
 The same command runs on both machines. Machine 0 listens at the rendezvous, as its launcher would; machine 1 connects.
-Over that connection each says where it listens for data, at an address and a port as an agent's. Then each connects to
-the other's data port, and says whether it could. No secret is sent, and nothing that comes is kept.
+Over that connection each sends the address and port on which it listens for data, as an agent does. Then each connects
+to the other's data port, and reports the result. No secret is sent, and no received data is kept.
 
-Where the network loses all packets of one direction, no connection can be opened at all. Then the kernel of machine 0
-knows which direction it is. Requests of machine 1 that come, while the answers to them are lost, stand in its table of
-connections.
+If the network loses all packets of one direction, no connection can be opened at all. Then the kernel of machine 0
+shows the direction: requests of machine 1 whose answers are lost are in its table of connections.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ ANSWER_SECONDS = 12.0
 """So long a connection may take, as at an agent's first contact (``transport/reverse_connections.py``)."""
 _AGAIN_SECONDS = 0.25
 _SYN_RECEIVED = "03"
-"""The state of a connection, in the kernel's table, whose request has come and been answered."""
+"""The state of a connection in the kernel's table whose request has arrived and been answered."""
 _MOST_BYTES = 4096
 
 
 class PathError(Exception):
-    """The two machines have not met; the message says why."""
+    """The two machines have not met; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Direction:
-    """From one machine to the data port of the other: the problem, empty where the port is open."""
+    """From one machine to the data port of the other: the problem, empty if the port is open."""
 
     source: int
     address: str
@@ -63,15 +62,15 @@ def check(host: str, port: int, node: int) -> list[Direction]:
 
     Args:
         host, port: The rendezvous, which machine 0 listens at.
-        node: Which machine this is, 0 or 1.
+        node: The number of this machine, 0 or 1.
 
     Returns:
-        That from machine 0 to machine 1, and the other one.
+        The direction from machine 0 to machine 1, and the opposite one.
 
     Raises:
         PathError: The machines have not met.
         OSError: This machine cannot listen.
-        ValueError: A variable makes no sense.
+        ValueError: A variable is invalid.
     """
     deadline = time.monotonic() + WAIT_SECONDS
     ports = parse_ports(*ports_of_environment())
@@ -111,7 +110,7 @@ def _try_both(control: socket.socket, host: str, node: int, ports: range) -> lis
 def _accept(host: str, port: int, deadline: float) -> socket.socket:
     with listen(host, port, os.environ.get("SHOAL_INTERFACE", "")) as listener:
         listener.settimeout(_AGAIN_SECONDS)
-        since: dict[str, float] = {}  # of machines whose requests come, when the first did
+        since: dict[str, float] = {}  # by machine, the time of its first request
         while (now := time.monotonic()) < deadline:
             try:
                 return listener.accept()[0]
@@ -130,8 +129,9 @@ def _accept(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _half_open(port: int) -> list[str]:
-    """The addresses that have asked to connect to a port of this machine, and do not go on: they have had no answer, or
-    their next packet was lost."""
+    """The addresses with half-open connections to a port of this machine: the answer to their request, or their next
+    packet, was lost.
+    """
     found = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError):  # a kernel without IPv6
@@ -143,7 +143,7 @@ def _half_open(port: int) -> list[str]:
 
 
 def _address_of(family: int, written: str) -> str:
-    """An address as the kernel's table has it: words of 32 bits, each in the machine's order."""
+    """An address from the kernel's table: words of 32 bits, each in the machine's order."""
     words = struct.pack(f"={len(written) // 8}I", *(int(written[at : at + 8], 16) for at in range(0, len(written), 8)))
     return socket.inet_ntop(family, words).removeprefix("::ffff:")
 
@@ -175,7 +175,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
 
 @contextlib.contextmanager
 def _listening(address: str, ports: range) -> Iterator[tuple[int, str]]:
-    """Listen as an agent does, and say a word to whoever connects: the port, and the word."""
+    """Listen as an agent does, and send a token to every client. Yields the port and the token."""
     token = secrets.token_hex(8)
     with tcp.listen(address, ports) as listener:
         over = threading.Event()

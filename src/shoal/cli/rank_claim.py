@@ -1,4 +1,4 @@
-"""The launcher's side of joining a run that goes on: asks its store for ranks."""
+"""The launcher's side of joining a running job: claims ranks in its store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..rendezvous.elastic_join import JOIN_SECONDS, Invitation
 
-# A process of its own, as the store's: the launcher imports no torch.
+# A process of its own, like the store's, because the launcher imports no torch.
 CLAIM = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
     "from shoal.rendezvous.elastic_join import main; main(sys.argv[1:])"
@@ -32,7 +32,7 @@ def claim(host: str, port: int, agents: int) -> ClaimedRanks:
     """Claim so many ranks of the run whose store is there.
 
     Raises:
-        ValueError: It has none to give; the message says why.
+        ValueError: The job has no ranks to give; the message has the reason.
     """
     command = [sys.executable, "-c", CLAIM, host, str(port), str(agents)]
     try:

@@ -1,5 +1,6 @@
-"""``shoal report``: what a run's files say of it. Of traces (SHOAL_TIMELINE): who was slow, and why; of records
-(SHOAL_RECORD): who was there when. What is in the folder decides; where both are, both are told."""
+"""``shoal report``: a report from a run's files. From traces (SHOAL_TIMELINE): slow agents and their causes; from
+membership logs (SHOAL_RECORD): the membership over time. The files in the folder decide; with both, it reports both.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +49,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _beside(picture: str) -> str:
-    """Another name, for the picture of who was there, where there are two."""
+    """Another name, for the picture of the membership, if there are two pictures."""
     path = Path(picture)
     return str(path.with_name(f"{path.stem}-members{path.suffix}"))

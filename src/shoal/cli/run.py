@@ -1,8 +1,8 @@
-"""``shoal run``: start N agents of a script on this machine, as torchrun does, and keep a job alive that can live on.
+"""``shoal run``: start N agents of a script on this machine, as torchrun does, and keep a job running despite failures.
 
-It sets the variables that torchrun sets, so that a script cannot tell them apart. It exists because torchrun ends every
-survivor of one death at once; with ``--on-failure continue`` the others train on. It also passes signals on, marks each
-line of output with its rank, and leaves no process behind, even when it is killed itself.
+It sets the same variables as torchrun, so scripts work unchanged. It exists because torchrun ends all agents when one
+fails; with ``--on-failure continue`` the others keep training. It also forwards signals, marks each line of output with
+its rank, and leaves no process behind, even when it is killed itself.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .rank_claim import claim
 from .watch_setup import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
 # A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
-# warn of each client that says something odd, with pages of frames, and anybody may be one: only errors are shown.
-# It must be told before it is imported.
+# warn of each client that sends malformed data, with pages of frames, and any process can: only errors are shown.
+# This must be set before torch is imported.
 SERVE = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
     "from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
@@ -51,7 +51,7 @@ LONGEST_PAUSE = 30.0
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """What all agents of one run of a job have in common, as far as this machine's launcher knows it."""
+    """The common data of all agents in one run of a job, as known to this machine's launcher."""
 
     agents_per_node: int
     nodes: int
@@ -62,13 +62,13 @@ class LaunchedJob:
     secret: str | None
     room: Invitation | None = None
     joins_at: int | None = None
-    """The first of the ranks with which these agents join a run that goes on."""
+    """The first rank of these agents, if they join a running job."""
     attempt: int = 0
     """How often the job has been begun again."""
     attempts: int = 0
     """How often it may be."""
     watch: str = ""
-    """Where its agents say what they do; empty: nowhere."""
+    """The socket for its agents' status; empty without a watch."""
     launcher: str = field(default_factory=functools.partial(secrets.token_hex, 8))
     """A name of this machine's launcher, which the one that takes its place does not have."""
 
@@ -98,7 +98,7 @@ class LaunchedJob:
             "TORCHELASTIC_MAX_RESTARTS": str(self.attempts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        # It is our address; left there it would tell rank 0 to host a store where the launcher does.
+        # It is the launcher's address; if it stayed, rank 0 would host a store at the launcher's port.
         found.pop("SHOAL_RENDEZVOUS", None)
         found.pop(INCARNATION, None)
         found.pop(BEGIN_WITH, None)
@@ -195,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python script, or with -m the module, that every agent runs")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    rest.required = False  # some versions of argparse would ask for them too where the script is missing
+    rest.required = False  # some versions of argparse would also demand them if the script is missing
 
 
 def run(args: argparse.Namespace) -> int:
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begin(args: argparse.Namespace, host: str, port: int) -> int:
-    """Run agents that begin together; and all of them anew where none is left, as often as that is to be."""
+    """Run agents that begin together; restart all of them if none is left, up to the allowed number of restarts."""
     # Whether agents are left on other machines, no launcher knows.
     attempts = args.max_restarts if args.on_failure == "restart" and args.nnodes == 1 else 0
     with contextlib.ExitStack() as last:
@@ -309,14 +309,14 @@ def _beyond() -> bool:
 
 
 def _have_joined(room: Invitation | None, host: str, port: int) -> Callable[[], bool]:
-    """Whether agents of other launchers may have joined this run. Once it has said no, none can any more."""
+    """Whether agents of other launchers may have joined this run. After a result of False none can join any more."""
 
     @functools.cache
     def have_joined() -> bool:
         if room is None or room.size == room.begins:
             return False
         try:
-            claim(host, port, room.size - room.begins)  # all that there is: given only where nobody has any of it
+            claim(host, port, room.size - room.begins)  # all ranks: granted only if no launcher has claimed any
         except ValueError:
             return True
         return False
@@ -325,7 +325,7 @@ def _have_joined(room: Invitation | None, host: str, port: int) -> Callable[[], 
 
 
 def _join(args: argparse.Namespace, host: str, port: int) -> int:
-    """Run agents that join a run that goes on."""
+    """Run agents that join a running job."""
     try:
         claimed = claim(host, port, args.agents)
     except ValueError as error:
@@ -353,9 +353,9 @@ def _mind(
     room: str = "",
     says: str = "",
 ) -> JobExit:
-    """Start the agents, mind them to their end, and serve the store where that is to be done here."""
+    """Start the agents, supervise them until they end, and serve the store if it is to be here."""
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
-    # Unbuffered: lines come when they are printed, and a killed agent's last words are not lost.
+    # Unbuffered: lines arrive when they are printed, and a killed agent's last output is not lost.
     command = [sys.executable, "-u", agent_script.__file__, *(["-m"] if args.is_module else [])]
     command += [args.script, *args.arguments]
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
@@ -374,8 +374,8 @@ def _mind(
             environ = job.environment(local_rank, {**defaults, **os.environ, **given})
             rank = int(environ["RANK"])
             agents.start(rank, command, environ, keeps_stdin=local_rank == 0 and args.node_rank == 0)
-            if job.joins_at is None:  # nobody has to meet those who join
-                # Those that have met find out by themselves; those that have not would wait for it.
+            if job.joins_at is None:  # no agent waits for joining agents to meet
+                # Agents that have met detect the loss by themselves; agents that have not would wait.
                 agents.tell_of(rank, [sys.executable, "-c", TELL, LOST], environ)
         if listener is not None:
             # The agents may connect already: the kernel accepts their connections until that process serves them.
@@ -389,7 +389,7 @@ def _mind(
 
 
 def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: int) -> str:
-    """What to tell the user of a run that has room."""
+    """The message to the user about a run that others may join."""
     more = room.size - room.begins
     if not more:
         return ""
@@ -411,7 +411,7 @@ def _refused(why: object, status: int) -> int:
 
 
 def _checked(args: argparse.Namespace) -> tuple[str, int]:
-    """Refuse arguments that make no sense; return where to meet (port 0: any)."""
+    """Refuse invalid arguments; return where to meet (port 0: any)."""
     if args.join is not None:
         others = {"--nnodes": args.nnodes, "--node-rank": args.node_rank, "--rendezvous": args.rendezvous}
         others["--max-agents"] = args.max_agents

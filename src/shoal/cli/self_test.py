@@ -1,4 +1,4 @@
-"""``python -m shoal.cli.self_test``: move tensors over every transport, and say how it went. For ``shoal doctor``.
+"""``python -m shoal.cli.self_test``: move tensors over every transport, and report the results. For ``shoal doctor``.
 
 The doctor runs this in processes of its own, because a check that hangs can only be ended from outside. Each check is a
 line of JSON on stdout, written as soon as it is known.
@@ -25,7 +25,7 @@ PAIR_CHECK = "two processes"
 FLEET_SECONDS = 4.0
 """For every wait in one check of a fleet; the four of them fit into the doctor's patience."""
 _SIZES = (1, 1 << 18)
-"""Elements: what travels inside a message, and what is published or streamed."""
+"""Elements: of a tensor that is sent inside a message, and of one that is published or streamed."""
 
 
 def check_fleet() -> None:

@@ -1,7 +1,7 @@
-"""The standard streams of a command: one that is closed, on a full disk, or read no more ends in no traceback.
+"""The standard streams of a command, without tracebacks for a closed stream, a full disk, or a reader that has ended.
 
-A closed stream (``>&-``, as daemons and cron start things) is opened on ``/dev/null``: else the next file or socket
-that the command opens would get its descriptor, and what is printed.
+A closed stream (``>&-``, as for daemons and cron jobs) is opened on ``/dev/null``. Otherwise the next file or socket
+that the command opens would get its descriptor, and the printed text.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class _GuardedStream:
         raise SystemExit(1)
 
     def discard_rest(self) -> None:
-        """After an error, have what is still buffered go nowhere: it would fail once more at the end of the process,
-        and change its exit status."""
+        """After an error, discard the buffered text: writing it would fail again at the end of the process, and change
+        its exit status.
+        """
         if self.error is not None:
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:  # noqa: PTH123
                 os.dup2(null.fileno(), self.fileno())
@@ -58,9 +59,9 @@ class _MessageStream(_GuardedStream):
 
 
 def run_with_streams(command: Callable[[], int], name: str) -> int:
-    """Call a command and return its exit status; 1 where its output could not be written.
+    """Call a command and return its exit status; 1 if its output could not be written.
 
-    Where nobody reads the output any more (``| head``) it ends without a message, else it says why on stderr.
+    If the reader of the output has ended (``| head``) it ends without a message, else it prints the reason on stderr.
     """
     _open_closed_descriptors()
     out, err = _GuardedStream(sys.stdout), _MessageStream(sys.stderr)

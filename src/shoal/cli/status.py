@@ -1,4 +1,4 @@
-"""``shoal status``: what the agents of this user on this machine do, by their own word, while they do it."""
+"""``shoal status``: the status of this user's agents on this machine, from the running agents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def look(pids: Sequence[int]) -> list[Process]:
 
 
 def status_of(found: Iterable[Process]) -> int:
-    """The exit status for what was found."""
+    """The exit status for the found processes."""
     silent = [bool(one.silent) for one in found]
     return NONE_FOUND if not silent else SOME_DID_NOT if any(silent) else ALL_ANSWERED
 
@@ -82,7 +82,7 @@ def _watch(pids: Sequence[int], interval: float) -> int:
 
 
 def told(found: Sequence[Process], pids: Sequence[int] = ()) -> RenderableType:
-    """What was found, for people."""
+    """The found processes, formatted for people."""
     from rich.console import Group
     from rich.text import Text
 
@@ -139,7 +139,7 @@ def _row(one: dict[str, Any]) -> list[str]:
 
 
 def _doing(one: dict[str, Any]) -> str:
-    """What an agent does, in a few words."""
+    """A short description of an agent's work."""
     if one["agrees_with"]:
         return f"an agent was lost; waits for ranks {_ranks(one['agrees_with'])} to say that they know"
     if not one["waiting"]:
@@ -175,7 +175,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _plain(text: str) -> str:
-    """What may be printed of what an agent has said: names are the script's, and a terminal obeys some characters."""
+    """Text of an agent in a printable form: scripts choose names, and terminals obey some characters."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

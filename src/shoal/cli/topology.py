@@ -1,4 +1,4 @@
-"""``shoal topology``: which topologies there are, what one costs and gives, a picture of it, and which one to take.
+"""``shoal topology``: lists, analyses, draws and recommends topologies.
 
 Everything is computed from the catalog on the spot; no agents are started, except for ``recommend --measure``.
 """
@@ -301,7 +301,7 @@ def _analyse(schedule: Schedule, agents_per_machine: int, args: argparse.Namespa
 
 
 def _reason(refused: ValueError) -> str:
-    """Why there is none for this number of agents, without the words that say that there is none."""
+    """The reason why a topology refuses this number of agents, without the begin of the message."""
     return str(refused).partition(" agents: ")[2] or str(refused)
 
 

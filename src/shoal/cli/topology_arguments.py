@@ -1,4 +1,4 @@
-"""What the commands of ``shoal topology`` take on their command lines, and what they say of what is none of it."""
+"""The command-line arguments of ``shoal topology``, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def refuse_negatives_by_value(parser: argparse.ArgumentParser) -> None:
-    """Have ``--latency -5ms`` refused for what it is: argparse takes ``-5ms`` for an option, and ``-5`` for a number.
+    """Refuse ``--latency -5ms`` as a negative value: argparse treats ``-5ms`` as an option, and ``-5`` as a number.
 
-    From Python 3.14 on argparse itself takes both for numbers.
+    From Python 3.14 on argparse itself treats both as numbers.
     """
     parser._negative_number_matcher = re.compile(r"-\.?\d")

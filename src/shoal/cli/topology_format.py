@@ -1,6 +1,6 @@
-"""Topologies in words and figures: what one needs, costs and gives, its rounds and its matrices, as text.
+"""Topologies as text: requirements, costs, properties, rounds and matrices.
 
-The command ``shoal topology`` prints these, and the page that shows every topology is made of them.
+The command ``shoal topology`` prints these, and the page of all topologies is made of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def lookup(name: str) -> Topology:
     """The topology of this name, written with hyphens or underscores.
 
     Raises:
-        ValueError: there is none; the message names those that look like it.
+        ValueError: there is none; the message names similar ones.
     """
     plain = name.lower().replace("_", "-")
     if plain in CATALOG:
@@ -47,10 +47,10 @@ def options_of(topology: Topology) -> dict[str, object]:
 def build(
     topology: Topology, size: int, agents_per_machine: int | None, options: Mapping[str, Option]
 ) -> tuple[Schedule, int]:
-    """The topology for `size` agents, and how many of them share a machine.
+    """The topology for `size` agents, and the number of agents on a machine.
 
-    One that has machines of its own gets the given number, or the one closest to the square root of `size` that it
-    accepts; of another, one agent a machine is assumed unless told otherwise.
+    A topology with machines of its own gets the given number, or the accepted one closest to the square root of `size`.
+    For other topologies, one agent a machine is assumed by default.
 
     Raises:
         ValueError: an option that it does not have, or a number of agents that it refuses, with its reason.
@@ -91,7 +91,7 @@ def sizes(topology: Topology) -> str:
 
 
 def needs(topology: Topology) -> str:
-    """What must be there before it can be used, as a sentence without a full stop."""
+    """The requirements for its use, as a sentence without a full stop."""
     wanted = [sizes(topology)]
     if topology.agents_per_machine:
         wanted.append("the same number on every machine")
@@ -101,21 +101,21 @@ def needs(topology: Topology) -> str:
 
 
 def preserves(topology: Topology) -> str:
-    """What its weights guarantee of every round, in a few words."""
+    """A short description of the guarantees of its weights in every round."""
     if topology.symmetric:
         return "symmetric, doubly stochastic" if topology.doubly else "symmetric"
     return "directed, doubly stochastic" if topology.doubly else "directed, rows sum to one"
 
 
 def repeats(period: int | None) -> str:
-    """When a schedule begins anew."""
+    """The number of rounds after which a schedule repeats."""
     if period is None:
         return "never repeats"
     return "static" if period == 1 else f"{period} rounds"
 
 
 def costs(analysis: Analysis) -> Rows:
-    """What a round costs, label and figure."""
+    """The costs of a round, as labels and figures."""
     traffic = analysis.traffic
     busiest = format_figure(traffic.busiest_messages)
     if traffic.most_messages > traffic.busiest_messages + 1e-9:
@@ -131,7 +131,7 @@ def costs(analysis: Analysis) -> Rows:
 
 
 def gives(analysis: Analysis) -> Rows:
-    """How well it averages, label and figure."""
+    """The quality of its averaging, as labels and figures."""
     over = "" if analysis.gap_rounds == 1 else f" over {analysis.gap_rounds} rounds"
     smallest = analysis.smallest_eigenvalue
     return [
@@ -144,13 +144,13 @@ def gives(analysis: Analysis) -> Rows:
 
 
 def exact(analysis: Analysis) -> str:
-    """After how many rounds everybody holds the exact average."""
+    """The number of rounds after which every agent holds the exact average."""
     length = analysis.exact_length
     return "never" if length is None else f"{length} round{'s' if length != 1 else ''}"
 
 
 def round_text(schedule: Schedule, round: int, most: int = 32) -> str:
-    """Who sends to whom: ``0-1`` for an exchange, ``0>1`` for a message that goes one way, the first `most` of them."""
+    """The edges of a round: ``0-1`` for an exchange, ``0>1`` for a one-way message, the first `most` of them."""
     edges = schedule.edges(round)
     pairs = {
         (int(source), int(destination))
@@ -174,7 +174,7 @@ def matrix_text(matrix: NDArray[np.float64]) -> list[str]:
 
 
 def without_infinity(value: object) -> object:
-    """The same for JSON, which knows no infinity: None in its place."""
+    """The same for JSON, which has no infinity: None replaces it."""
     if isinstance(value, dict):
         return {name: without_infinity(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

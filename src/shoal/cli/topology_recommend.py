@@ -1,7 +1,6 @@
-"""``shoal topology recommend``: which topology to take for so many agents on a given network, and why.
-
-The network is described on the command line, or measured (``--measure``) by agents: by those of the job if the command
-itself is run by ``shoal run`` or another launcher, else by some that it starts on this machine.
+"""``shoal topology recommend``: recommends a topology for a number of agents on a given network, with the reason. The
+network is described on the command line, or measured (``--measure``) by agents: by the agents of the job if the command
+itself is run by ``shoal run`` or another launcher, else by agents that it starts on this machine.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     """Rank and print; under a launcher, rank 0 prints.
 
     Raises:
-        ValueError: the request makes no sense, with what to do about it.
+        ValueError: the request is invalid; the message has the remedy.
     """
     from ..netmodel.recommendation import recommend
     from ..netmodel.training import Training
@@ -162,7 +161,7 @@ def _nic(args: argparse.Namespace) -> Link:
 
 
 def _measured(args: argparse.Namespace) -> Network | None:
-    """The network as agents find it, with what the command line says of it put in; None on agents other than rank 0."""
+    """The measured network, with the command line's values put in; None on agents other than rank 0."""
     from ..netmodel.probe import MeasuredNetwork, measure, measure_here
 
     if args.inside_bandwidth is not None:

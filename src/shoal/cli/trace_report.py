@@ -1,4 +1,4 @@
-"""What ``shoal report`` prints of a folder of traces."""
+"""The output of ``shoal report`` for a folder of traces."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _VIEWER = "https://ui.perfetto.dev"
 
 
 def tell(folder: Path, picture: str, output: str | None, *, every_step: bool = False) -> None:
-    """Read a folder of traces, and say, write and draw what they come to.
+    """Read a folder of traces, and print, write and draw the report.
 
     Raises:
         FileNotFoundError, ValueError: There is no trace.
         OSError: A file cannot be written.
-        ImportError: There is no matplotlib, for a picture.
+        ImportError: A picture is requested, but matplotlib is not installed.
     """
     from rich.console import Console
 
@@ -56,7 +56,7 @@ def tell(folder: Path, picture: str, output: str | None, *, every_step: bool = F
 
 
 def _what_there_is(report: RunReport) -> list[str]:
-    """Of whom there are traces, of whom not, and by whose clock."""
+    """The agents with traces, the agents without, and the clocks."""
     found = report.found
     hosts = sorted({one.host for one in found.traces})
     agents = len({one.rank for one in found.traces})

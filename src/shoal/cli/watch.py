@@ -1,4 +1,4 @@
-"""``shoal watch``: a page that shows a run that is over, from its agents' traces and records."""
+"""``shoal watch``: a page that shows a finished run, from its agents' traces and membership logs."""
 
 from __future__ import annotations
 

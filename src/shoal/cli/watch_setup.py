@@ -1,4 +1,6 @@
-"""Who shows a run (``shoal run --watch``): this launcher, or another one that it tells. docs/watch.md has the words."""
+"""The setup of ``shoal run --watch``: this launcher shows the run, or reports to another launcher. See
+docs/watch.md.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ LAST_PORT = 65535
 
 
 def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
-    """What shows the run that is begun here, or tells the launcher that does.
+    """The watch of a run that begins here: it shows the run, or reports to the launcher that does.
 
     Raises:
         OSError: A port that it needs is taken.
-        ValueError: There is no port where launchers could meet.
+        ValueError: There is no port at which launchers could meet.
     """
     begins, secret = args.agents * args.nnodes, os.environ.get("SHOAL_SECRET", "")
     size = args.max_agents or begins
@@ -46,7 +48,7 @@ def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
 
 
 def check_between_machines() -> None:
-    """Refuse to watch several machines where launchers could not say safely what they see."""
+    """Refuse to watch several machines if launchers could not send their reports safely."""
     if not os.environ.get("SHOAL_SECRET"):
         raise ValueError(
             "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they "
@@ -60,13 +62,13 @@ def check_between_machines() -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Who is reached there is on this machine, and so is whoever comes there."""
+    """The host is this machine, so all connections to it come from this machine."""
     return host in (LOOPBACK, "localhost", "::1")
 
 
 def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host: str, port: int, nodes: int) -> int:
-    """Have the launchers heard that join the run, and return the port where they tell what their agents do; 0 where
-    they cannot, or nobody looks on.
+    """Listen for joining launchers, and return the port for their agents' status; 0 if they cannot send it, or the run
+    is not watched.
 
     Raises:
         OSError: The system gives no port.
@@ -74,14 +76,16 @@ def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host:
     if not isinstance(watch, LocalViewer) or room.size == room.begins or _would_be_read(host):
         return 0
     if nodes > 1:
-        return port + 1  # where those of other machines come
+        return port + 1  # where launchers of other machines connect
     listener = listen(host, 0, os.environ.get("SHOAL_INTERFACE", ""))
     watch.gather(JoiningLaunchers(listener, secret, room.size - room.begins))
     return int(listener.getsockname()[1])
 
 
 def watch_of_joining(claimed: ClaimedRanks, host: str, agents: int) -> Watch | None:
-    """What tells the launcher of the run that is joined, if somebody looks on there. Without it, the run goes on."""
+    """The watch of a joining launcher, which reports to the run's launcher; None if the run is not watched or on an
+    error.
+    """
     port = claimed.room.watch_port
     if not port or _would_be_read(host):
         return None
@@ -95,7 +99,7 @@ def watch_of_joining(claimed: ClaimedRanks, host: str, agents: int) -> Watch | N
 
 
 def _would_be_read(host: str) -> bool:
-    """What is sealed would be in the clear where all else is encrypted."""
+    """Reports would be sent authenticated but unencrypted, while all other traffic is encrypted."""
     return os.environ.get("SHOAL_TLS", "") == "on" and not is_this_machine(host)
 
 

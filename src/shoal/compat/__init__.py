@@ -1,1 +1,1 @@
-"""Other libraries' names on Shoal: a module for each, to be imported in the place of theirs."""
+"""Other libraries' names on Shoal: a module for each library, which scripts import instead."""

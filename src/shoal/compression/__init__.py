@@ -1,9 +1,9 @@
-"""Compressors: shorter messages for the algorithms that can live with them.
+"""Compressors: shorter messages for the algorithms that support them.
 
-A :class:`Compressor` maps a tensor to what its receivers have after decompression, and says how many bytes the message
-takes; ``encode`` makes these bytes, and ``decode`` makes the same tensor of them. The algorithms that are built for it
-are CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. Between machines the bytes travel; within one whole tensors
-are read where they lie.
+A :class:`Compressor` maps a tensor to its receivers' tensor after decompression, and gives the number of bytes of the
+message. ``encode`` makes these bytes, and ``decode`` makes the same tensor from them. The algorithms built for it are
+CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. Between machines the bytes are sent; within a machine whole
+tensors are read in place.
 """
 
 from .._lazy_import import public_names as _public_names

@@ -1,8 +1,8 @@
 """Codes of a few bits each, packed without a gap: ``d`` codes of ``bits`` bits are ``ceil(d bits / 8)`` bytes.
 
-Their whole bytes come first, the lowest of all codes, then the next; then what is left of each, eight codes in as many
-bytes as it has bits, the first code in the lowest bits. So a stretch of codes that begins at a multiple of eight can be
-written and read by itself. What the last byte has more than codes is zero.
+Their whole bytes come first, the lowest of all codes, then the next; then the remaining bits of each, eight codes in as
+many bytes as there are such bits, the first code in the lowest bits. So a range of codes that begins at a multiple of
+eight can be written and read separately. Unused bits of the last byte are zero.
 """
 
 from __future__ import annotations

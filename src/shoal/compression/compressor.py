@@ -1,10 +1,10 @@
-"""What a compressor is, the one that leaves everything as it is, and the one that makes a contraction of another.
+"""The base class of compressors, the one that changes nothing, and the one that makes a contraction of another.
 
 A compressor is a map from a vector to the vector that its receivers reconstruct. It works along the last dimension, so
-that each row of a stacked fleet is compressed for itself, exactly as the agent alone would compress it.
+that each row of a stacked fleet is compressed separately, exactly as by a real agent.
 
-``compressor(x, draws)`` is ``decode(encode(x, draws))``, bit for bit. Both compute it with the same functions: those
-that choose what a number travels as, and those that make a number of that again. Only the bytes are between them.
+``compressor(x, draws)`` is ``decode(encode(x, draws))``, bit for bit. Both use the same functions to choose the code of
+a number, and to restore a number from its code. They differ only in the bytes between these.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Piece = tuple[slice | torch.Tensor, torch.Tensor]
 class Compressor(ABC):
     """A lossy message. NaN and infinities that are sent stay visible: they never become finite numbers.
 
-    One of your own has ``__call__`` and ``nbytes``, and ``omega`` if it is known; to travel as bytes, also ``_encode``
+    One of your own has ``__call__`` and ``nbytes``, and ``omega`` if it is known; to be sent as bytes, also ``_encode``
     and ``_pieces``.
 
     Attributes:
-        varies: A message may be shorter than :meth:`nbytes` says, by how much depending on the numbers.
+        varies: A message may be shorter than :meth:`nbytes` states, depending on the numbers.
     """
 
     varies: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
-        """What the receivers have: shape and dtype of ``x``, which is ``[..., d]`` in floating point."""
+        """The receivers' tensor: shape and dtype of ``x``, which is ``[..., d]`` in floating point."""
 
     @abstractmethod
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
@@ -55,16 +55,16 @@ class Compressor(ABC):
 
     @property
     def encodes(self) -> bool:
-        """It has a wire format; else only its results can be sent, with all their numbers."""
+        """The compressor has a wire format; else only its results can be sent, with all their numbers."""
         own = type(self)
         return own._encode is not Compressor._encode and own._pieces is not Compressor._pieces
 
     def omega(self, d: int) -> float:
         """The least known omega with ``E |C(x) - x|^2 <= omega |x|^2`` for every ``x`` of ``d`` numbers.
 
-        0 loses nothing; from 1 on the error may be larger than what was to be sent. Infinite if no bound is known.
-        A compressor that converts to a dtype, or that has an ``eps``, has a smallest number. Below it the bound is
-        an absolute error, which the class documents, and omega is that of all larger numbers.
+        0 loses nothing; from 1 on the error may be larger than ``x``. Infinite if no bound is known. A compressor that
+        converts to a dtype, or that has an ``eps``, has a smallest number. Below it the bound is an absolute error,
+        which the class documents, and omega is that of all larger numbers.
         """
         return math.inf
 
@@ -91,19 +91,20 @@ class Compressor(ABC):
     def decode(
         self, data: torch.Tensor, d: int, dtype: torch.dtype, draws: Draws, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What ``compressor(x, draws)`` is, bit for bit (but for the payload of a NaN), of ``data = encode(x, draws)``.
+        """The value of ``compressor(x, draws)``, bit for bit (but for the payload of a NaN), from
+        ``data = encode(x, draws)``.
 
-        The draws are the sender's: it draws as often as ``encode`` did. A NaN or an infinity in a message is what one
-        in ``x`` has become, and no error.
+        The draws are the sender's: it draws as often as ``encode`` did. A NaN or an infinity in a message comes from
+        one in ``x``, and is no error.
 
         Args:
             data: uint8 ``[..., nbytes(d, dtype)]``.
             d: Numbers of a message.
-            dtype: Of the numbers that were sent, and of the result ``[..., d]``.
+            dtype: The dtype of the sent numbers, and of the result ``[..., d]``.
             out: Takes the result.
 
         Raises:
-            ValueError: Such a message is sent by nobody; it says what is wrong with it.
+            ValueError: The message is malformed; the error names the fault.
             TypeError: The compressor has no wire format.
         """
         self._check(data, d, dtype)
@@ -128,18 +129,18 @@ class Compressor(ABC):
         """``total.add_(decode(data, d, dtype, draws).to(total.dtype), alpha=weight)``, bit for bit, block by block.
 
         A sum of 16 bits is computed as ``total.float().add_(decoded.float(), alpha=weight)`` and rounded once: torch's
-        own depends on how numbers lie in memory. Where a message has only some of the numbers, the others of ``total``
-        are not touched: a -0.0 among them stays one, and they do not become NaN where the weight is infinite.
+        own sum depends on the memory layout. If a message has only some of the numbers, the others of ``total`` are not
+        touched: a -0.0 among them is kept, and they do not become NaN with an infinite weight.
 
         Args:
             total: ``[..., d]``, changed in place.
-            dtype: Of the numbers that were sent; that of ``total`` if not given.
+            dtype: The dtype of the sent numbers; the dtype of ``total`` if not given.
 
         Returns:
             ``total``.
 
         Raises:
-            ValueError, TypeError: As of :meth:`decode`; nothing has been added then.
+            ValueError, TypeError: As for :meth:`decode`; ``total`` is unchanged then.
         """
         self._check(data, total.shape[-1], dtype or total.dtype)
         if total.shape[:-1] != data.shape[:-1] or total.device != data.device:
@@ -166,7 +167,7 @@ class Compressor(ABC):
         check_message(data, self.nbytes(d, dtype), f"{self!r} of {d} numbers in {dtype}")
 
     def _rows_of_pieces(self, data: torch.Tensor, like: torch.Tensor, draws: Draws) -> list[Iterator[Piece]]:
-        """Of each row of ``like``, after all have been checked."""
+        """The pieces of each row of ``like``, after all rows have been checked."""
         if not like.numel():
             return [iter(()) for _ in rows(like)]
         stream = self._stream(draws, like)
@@ -186,7 +187,7 @@ class Compressor(ABC):
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
         """Check the message ``[nbytes]`` of a row, then give its numbers: in pieces in order, or in one with places.
 
-        A piece may be overwritten when the next is asked for, and is not changed by who asks.
+        A piece may be overwritten when the next is requested, and the caller does not change it.
         """
         raise TypeError(_NO_WIRE_FORMAT.format(self))
 
@@ -206,7 +207,7 @@ class Converted(Compressor):
         return x.to(self._sent(x.dtype)).to(x.dtype)
 
     def _sent(self, dtype: torch.dtype) -> torch.dtype:
-        """What numbers travel in."""
+        """The dtype in which numbers are sent."""
         return dtype
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
@@ -237,11 +238,11 @@ class Cast(Converted):
     """Every number rounded to the nearest of a shorter dtype; half of float32's bytes.
 
     The significand of ``dtype`` has p bits, 8 of bfloat16 and 11 of float16. A number in ``[2^e, 2^(e+1))`` is off by
-    ``2^(e-p)`` at most, and so by less than a share of ``2^-p`` of itself; also where it is rounded twice, as torch
-    rounds float64 through float32. So ``omega`` is ``4^-p`` for the normal numbers of ``dtype``, from 6.1e-5 to 65504
-    in float16, in bfloat16 nearly all that float32 has. What is larger becomes infinite, and so stays visible. What is
-    smaller is off by ``2^-25`` at most in float16 (``2^-134`` in bfloat16), and becomes zero of its sign if it is no
-    larger than that; ``omega`` does not hold for it.
+    ``2^(e-p)`` at most, and so by less than a share of ``2^-p`` of itself; also if it is rounded twice, as torch rounds
+    float64 through float32. So ``omega`` is ``4^-p`` for the normal numbers of ``dtype``, from 6.1e-5 to 65504 in
+    float16, and nearly all numbers of float32 in bfloat16. Larger numbers become infinite, so the overflow is visible.
+    Smaller numbers are off by ``2^-25`` at most in float16 (``2^-134`` in bfloat16), and become zero of their sign up
+    to that size; ``omega`` does not hold for them.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
@@ -265,13 +266,13 @@ class Shrunk(Compressor):
     """An unbiased compressor divided by ``1 + omega``, which makes a contraction of any: ``delta = 1 / (1 + omega)``.
 
     The error is then in the mean ``(omega + omega^2) |x|^2 / (1 + omega)^2`` at most, which is ``omega / (1 + omega)``
-    of ``|x|^2``. What is sent is as short as before; the coarser the compressor, the longer it takes to say all.
+    of ``|x|^2``. Messages are as short as before; a coarser compressor needs more of them to send everything.
 
     Args:
         compressor: Unbiased.
 
     Raises:
-        ValueError: It is biased; or, at a call, its omega is not known.
+        ValueError: The compressor is biased; or, at a call, its omega is not known.
     """
 
     compressor: Compressor

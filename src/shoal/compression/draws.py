@@ -1,4 +1,4 @@
-"""Random numbers for messages: a hash of a key and the place, so that any stretch of them can be had by itself."""
+"""Random numbers for messages: a hash of a key and the index, so that any range of them can be computed separately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _53_BITS, _64_BITS = (1 << 53) - 1, (1 << 64) - 1
 
 
 class Draws(Protocol):
-    """Where random numbers come from: :class:`shoal.algorithms.Mix`."""
+    """The source of random numbers: :class:`shoal.algorithms.Mix`."""
 
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
         """In [0, 1), shape and dtype of ``like``."""
@@ -26,7 +26,7 @@ class Draws(Protocol):
 
 
 class DrawStream(Protocol):
-    """What one call of :meth:`Draws.uniform` gives, a stretch of a row at a time."""
+    """The numbers of one call of :meth:`Draws.uniform`, one range of a row at a time."""
 
     def fill(self, row: int, start: int, out: torch.Tensor) -> torch.Tensor:
         """``out`` ``[n]`` becomes what a row has from place ``start`` on."""
@@ -75,7 +75,7 @@ class HashStream:
         return _between_0_and_1(bits, torch.empty(bits.shape, dtype=self._like.dtype, device=bits.device))
 
     def key(self, row: int) -> int:
-        """Of the first number of a row; that of the next is one more."""
+        """The key of the first number of a row; each next number has the next key."""
         return int(self._keys_of_rows()[row])
 
     def _keys_of_rows(self) -> torch.Tensor:
@@ -95,7 +95,8 @@ class HashStream:
 
 
 def drawn(seed: int, round_: int, time: int, agents: torch.Tensor, like: torch.Tensor) -> HashStream:
-    """What agents draw the ``time``-th time in a round, from 1 on: nothing else counts, so anybody can draw it again.
+    """The ``time``-th draw of agents in a round, counted from 1. It depends only on the arguments, so any agent can
+    repeat it.
 
     Args:
         agents: int64, the ranks: ``[n, 1]`` or ``[1]``, on the device of ``like``.
@@ -107,7 +108,7 @@ def drawn(seed: int, round_: int, time: int, agents: torch.Tensor, like: torch.T
 
 
 class Redrawn:
-    """What one agent draws in a round, for those who decode its messages.
+    """Repeats the draws of one agent in a round, for the receivers of its messages.
 
     Args:
         rank: The agent.
@@ -145,7 +146,7 @@ class _PlaceHash:
         self._z, self._shifted = np.empty_like(self._places), np.empty_like(self._places)
 
     def stretches(self, key: int, n: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where each begins, and int64, overwritten by the next."""
+        """Ranges of the numbers: the begin of each, and int64 numbers, whose memory the next range overwrites."""
         at = 0
         while at < n:
             first = (key + at + _STEP) & _64_BITS

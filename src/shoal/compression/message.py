@@ -1,4 +1,4 @@
-"""What the messages of all compressors have in common: whose bytes they are, and how numbers lie in them."""
+"""Common functions for the messages of all compressors: checks of received bytes, rows, blocks, and views as bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def as_numbers(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[n]`` of bytes, which may lie anywhere."""
+    """``[n]`` from bytes of any alignment."""
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)

@@ -1,9 +1,9 @@
 """``k`` ascending places among ``d``, in few bytes: one bit for every place, or Elias-Fano, whichever is shorter.
 
-Elias and Fano's form has the lowest ``l = floor(log2(d / k))`` bits of each place as they are, packed. What is left of
-the place, at most ``(d - 1) >> l``, is in a row of bits, of which bit ``(place >> l) + i`` is set for the i-th: ``k l``
-and ``k + ((d - 1) >> l)`` bits, each filled up to bytes, between ``l + 2`` and ``l + 3`` for each place. Places of four
-bytes would never save more than one byte, and only from d = 2^29 on. Where all are sent, nothing says so.
+Elias and Fano's form has the lowest ``l = floor(log2(d / k))`` bits of each place unchanged, packed. The rest of a
+place, at most ``(d - 1) >> l``, is in a row of bits, of which bit ``(place >> l) + i`` is set for the i-th: ``k l`` and
+``k + ((d - 1) >> l)`` bits, each filled up to bytes, between ``l + 2`` and ``l + 3`` for each place. Places of four
+bytes would never save more than one byte, and only from d = 2^29 on. If all places are sent, they need no bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_positions(data: torch.Tensor, k: int, d: int) -> torch.Tensor:
     """int64 ``[k]``, ascending.
 
     Raises:
-        ValueError: They are not ``k`` ascending places below ``d``.
+        ValueError: The bytes are not ``k`` ascending places below ``d``.
     """
     if k == d:
         return torch.arange(d, device=data.device)

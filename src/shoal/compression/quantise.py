@@ -1,7 +1,6 @@
-"""Compressors that send every number, with fewer bits.
-
-Where a scale may be chosen it is a power of two: then numbers that are exact in binary stay exact, and a stacked fleet
-and a real agent, which may have summed in another order, still send the same.
+"""Compressors that send every number, with fewer bits. A free choice of scale is a power of two: then numbers that are
+exact in binary stay exact, and a stacked fleet and a real agent, which may sum in different orders, still send the
+same.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .message import BLOCK, HALF, as_bytes, as_numbers, blocks, rows
 
 _MOST_LEVELS = 1 << 52
 Grid = tuple[torch.Tensor, torch.Tensor]
-"""What numbers are multiplied with, and the whole number that the least code stands for."""
+"""The factor of the numbers, and the whole number of the least code."""
 
 
 def check_chunk(chunk: int | None) -> None:
-    """Raise ValueError for what is no length of a chunk."""
+    """Raise ValueError for an invalid length of a chunk."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk}: pass 1 or more, or None for the whole vector")
 
@@ -41,12 +40,12 @@ class QSGD(Compressor):
     most ``step^2 / 4`` and ``a step``. So omega is at most ``d / levels^2`` and ``2 sqrt(d) / levels`` with the
     euclidean norm. With the max norm the worst are one number as large as the norm and d - 1 small ones, for which it
     is ``1 / levels^2 + (sqrt(1 + 4 (d - 1) / levels^2) - 1) / 2``: below 1 while d is below about ``2 levels^2``. So
-    with few levels a long vector wants chunks, whose length counts for d: four bits with ``QSGD(7, chunk=64)``.
+    with few levels a long vector needs chunks, whose length replaces d: four bits with ``QSGD(7, chunk=64)``.
 
     Args:
         levels: The largest multiple; 127 makes 8 bits a number, 7 four, 1 two.
-        norm: What the step follows: the ``"max"`` norm, or the ``"euclidean"`` norm of the paper, whose step is
-            coarser, and most numbers of a long vector become zero.
+        norm: The norm that sets the step: ``"max"``, or the ``"euclidean"`` norm of the paper, whose step is coarser,
+            so most numbers of a long vector become zero.
         chunk: Numbers with a step of their own; the whole vector if not given.
     """
 
@@ -81,7 +80,7 @@ class QSGD(Compressor):
         return torch.where(step == 0, 1.0, step)
 
     def _spread(self, steps: torch.Tensor, where: slice) -> torch.Tensor:
-        """The step of each of some numbers, or the one that all have."""
+        """The step of each of some numbers, or the common one."""
         if self.chunk is None or steps.shape[-1] == 1:
             return steps
         first, behind = where.start // self.chunk, -(-where.stop // self.chunk)
@@ -112,7 +111,9 @@ class QSGD(Compressor):
 
     @staticmethod
     def _multiples(exact: torch.Tensor, drawn: torch.Tensor, low: torch.Tensor, most: float) -> torch.Tensor:
-        """Of the step, in the memory of ``low``, from what ``x`` is of it, which is overwritten."""
+        """Multiples of the step, in the memory of ``low``, from ``exact``, which is ``x`` in units of the step and is
+        overwritten.
+        """
         torch.floor(exact, out=low)
         exact.sub_(low)
         up = torch.lt(drawn, exact, out=exact)  # 1 for those that are rounded up
@@ -282,22 +283,22 @@ class Sign(Compressor):
 class MinMaxUInt8(Compressor):
     """Eight bits between the least and the greatest number of a chunk, rounded to the nearest: BAGUA's scheme.
 
-    ``scale = 255 / (max - min + eps)``, ``top = round(scale max)``; a number travels as ``round(scale x) - top + 255``,
-    and arrives within half a step. (Gan et al. 2021, arXiv:2107.01499, and the MinMaxUInt8 kernel of BAGUA.)
-    Deterministic and biased. Zero is one of what it sends, so that the error of a number is never above the number, and
-    at most 1/127 of the largest where the numbers of a chunk differ by ``eps`` or more. ``omega`` is what follows for
-    those; where they differ by less, small numbers may become zero, an error of at most ``eps`` each.
+    ``scale = 255 / (max - min + eps)``, ``top = round(scale max)``; a number is sent as ``round(scale x) - top + 255``,
+    and is restored within half a step. (Gan et al. 2021, arXiv:2107.01499, and the MinMaxUInt8 kernel of BAGUA.)
+    Deterministic and biased. Zero is sent exactly, so the error of a number never exceeds the number. It is at most
+    1/127 of the largest one if the numbers of a chunk differ by ``eps`` or more, and ``omega`` holds for such chunks.
+    If they differ by less, small numbers may become zero, an error of at most ``eps`` each.
 
-    With the ``eps`` and the ``dyadic`` that it has if none is given, float32 and float16 are the kernel's bit for bit:
-    it computes in float32, and so does this for all of 32 bits or fewer. It differs where the kernel's number does not
-    fit into a byte, which rounding far from zero may do: here it is the nearest that does. And where the vector has a
-    NaN or an infinity: here all of its chunk is NaN, where the kernel may make finite numbers of it.
+    With the default ``eps`` and ``dyadic``, float32 and float16 equal the kernel's results bit for bit: both compute in
+    float32, here for all dtypes of 32 bits or fewer. There are two differences. If the kernel's number does not fit
+    into a byte, because of rounding far from zero, here it is the nearest one that fits. If the vector has a NaN or an
+    infinity, here its whole chunk is NaN, while the kernel may give finite numbers.
 
     Args:
         chunk: Numbers with a minimum and a maximum of their own; the whole vector if not given.
-        eps: Keeps the scale finite where all numbers are alike.
-        dyadic: The scale is the greatest power of two up to ``254 / max(max - min, eps)``, so that numbers that are
-            exact in binary stay so. The range then has at most 254 steps, since both ends may be rounded away from each
+        eps: Keeps the scale finite if all numbers are equal.
+        dyadic: The scale is the greatest power of two up to ``254 / max(max - min, eps)``, so numbers that are exact in
+            binary stay exact. The range then has at most 254 steps, because both ends may be rounded away from each
             other. A step is at most about twice as wide.
     """
 
@@ -323,7 +324,7 @@ class MinMaxUInt8(Compressor):
         return self._restored(codes, grid).to(x.dtype).flatten(-2)[..., :d]
 
     def _grid(self, least: torch.Tensor, greatest: torch.Tensor) -> Grid:
-        """The scale, and the multiple of its inverse that code 0 is: NaN where a number is not finite, or too large."""
+        """The scale, and the multiple of its inverse that code 0 is: NaN if a number is not finite, or too large."""
         if least.dtype in HALF:
             least, greatest = least.float(), greatest.float()
         if self.dyadic:
@@ -342,7 +343,7 @@ class MinMaxUInt8(Compressor):
 
     @staticmethod
     def _restored(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """What arrives, in the memory of the codes."""
+        """The restored numbers, in the memory of the codes."""
         scale, bottom = grid
         return codes.add_(bottom).div_(scale)
 
@@ -421,7 +422,7 @@ class MinMaxUInt8(Compressor):
 
 
 def _columns(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
-    """Of a group of chunks, all at once; of one long chunk, block by block."""
+    """Slices of a group of chunks: all chunks at once, and blocks of their numbers."""
     return ((slice(None), where) for where in blocks(shape[1]))
 
 

@@ -17,14 +17,14 @@ from .positions import positions_bytes, read_positions, write_positions
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The numbers of largest magnitude; of equals, those that come first.
+    """The numbers of largest magnitude; of equal ones, the first.
 
     A NaN counts as infinite, so it is sent. ``delta = k / d`` (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599, lemma
-    A.1). The positions travel as one bit for every number, or in about ``2 + log2(d / k)`` bits each, whichever is
+    A.1). The positions are sent as one bit for every number, or in about ``2 + log2(d / k)`` bits each, whichever is
     shorter (:mod:`shoal.compression.positions`).
 
     Args:
-        share: Of the numbers, in (0, 1]; at least one is sent.
+        share: The share of the numbers, in (0, 1]; at least one is sent.
     """
 
     share: float
@@ -61,15 +61,15 @@ class TopK(Compressor):
 
 @dataclass(frozen=True)
 class RandomK(Compressor):
-    """Numbers at random places, chosen anew for each message.
+    """Numbers at random places, chosen for each message.
 
-    The receivers draw the same places from the seed, so that only the numbers travel. As it stands it is a contraction,
+    The receivers draw the same places from the seed, so only the numbers are sent. By default it is a contraction,
     ``delta = k / d`` (arXiv:1809.07599, lemma A.1), which CHOCO-SGD, DeepSqueeze and BEER need. Scaled by ``d / k`` it
-    is unbiased, and its error, ``(d / k - 1) |x|^2`` in the mean, is larger than ``x`` where less than half is sent.
-    Both sides draw for all ``d`` places, whatever is sent.
+    is unbiased, and its error, ``(d / k - 1) |x|^2`` in the mean, is larger than ``x`` if less than half is sent. Both
+    sides draw for all ``d`` places in every case.
 
     Args:
-        share: Of the numbers, in (0, 1]; at least one is sent.
+        share: The share of the numbers, in (0, 1]; at least one is sent.
         scaled: Unbiased instead of a contraction.
     """
 

@@ -23,8 +23,8 @@ class Zstd(Compressor):
     the rows of a matrix stay as the compressor makes them.
 
     Args:
-        compressor: Whose messages.
-        level: Of zstd, 1 or more; higher ones are slower, and shorter by little here.
+        compressor: The compressor of the messages.
+        level: The level of zstd, 1 or more; higher levels are slower, with little gain here.
 
     Raises:
         ModuleNotFoundError: zstandard is not installed: ``pip install 'shoal[zstd]'``.
@@ -85,7 +85,9 @@ class Zstd(Compressor):
         return self.compressor.add_decoded(total, data, weight, draws, dtype=dtype)
 
     def _unpacked(self, data: torch.Tensor, d: int, dtype: torch.dtype) -> torch.Tensor:
-        """The compressor's message. What would be longer is not unpacked, however small it came."""
+        """The compressor's message. A message is unpacked only if its header states exactly the expected number of
+        bytes.
+        """
         check_dtype(dtype)
         if d < 0 or data.dim() != 1 or data.dtype != torch.uint8 or len(data) >= self.nbytes(d, dtype):
             return data

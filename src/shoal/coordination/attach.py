@@ -20,12 +20,12 @@ PROCESS_GROUP = "process-group"
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What moves tensors, as it was asked for.
+    """The requested backend that moves tensors.
 
     Attributes:
-        backend: Of ``torch.distributed``.
-        capacity: Of the response cache.
-        given: A process group of the script's own.
+        backend: The name of the backend of ``torch.distributed``.
+        capacity: The capacity of the response cache.
+        given: A process group of the script.
     """
 
     backend: str
@@ -34,22 +34,22 @@ class BackendOptions:
 
     @property
     def alike(self) -> dict[str, Any]:
-        """What must be the same on all agents."""
+        """The options that must be equal on all agents."""
         group = "of the script's" if self.given is not None else "of Shoal's"
         return {"SHOAL_PROCESS_GROUP": f"{self.backend}, {group}", "SHOAL_CACHE_CAPACITY": self.capacity}
 
 
 def check_transport(said: str, where: str) -> None:
-    """ValueError for what is no transport; none is one."""
+    """Raise ValueError for an unknown transport; an empty string is accepted."""
     if said and said not in (*TRANSPORTS, PROCESS_GROUP):
         raise ValueError(f"{where}={said!r}; it may be one of {', '.join((*TRANSPORTS, PROCESS_GROUP))}")
 
 
 def check_backend(backend: str, given: Any, size: int, rank: int) -> str:
-    """The engine to use.
+    """The name of the backend to use.
 
     Raises:
-        ValueError: There is none like that, or the script's own group is not of all agents.
+        ValueError: The backend is unknown or not available, or the script's own group does not have all agents.
     """
     if given is not None:
         if (given.size(), given.rank()) != (size, rank):
@@ -69,10 +69,10 @@ def check_backend(backend: str, given: Any, size: int, rank: int) -> str:
 
 
 def attach_backend(engine: Engine, wanted: BackendOptions) -> None:
-    """Have tensors moved that way. When the agent has met the others, and before the exchange starts.
+    """Attach the backend to the engine: after the agents have met, and before the exchange starts.
 
     Raises:
-        ValueError: What an engine sends is not encrypted, and is to be.
+        ValueError: Encryption is required, but the backend does not encrypt.
     """
     router = engine.router
     far = [rank for rank in range(engine.size) if rank != engine.rank and router.transport_to(rank) == "network"]

@@ -20,11 +20,11 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is to be moved next.
+    """A transfer to run next.
 
     Attributes:
-        request: As all members have asked for it. With peers, ``()``, where only those know who takes part.
-        members: Who takes part, ascending.
+        request: The request of all members. With peers, ``()``, if only the members know each other.
+        members: The ranks that take part, ascending.
     """
 
     request: TransferRequest
@@ -36,12 +36,12 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What cannot go on.
+    """A request that cannot be satisfied.
 
     Attributes:
-        name, stage, round: What it is about.
-        ranks: Who has asked for it.
-        text: Why.
+        name, stage, round: The request.
+        ranks: The ranks that requested it.
+        text: The reason.
         concerned: The ranks that disagree.
     """
 
@@ -60,11 +60,11 @@ Decision = list[Response | Refusal]
 
 
 def decide(requests: Mapping[TransferRequest, Sequence[int]], group: Sequence[int]) -> Decision:
-    """What is ready, and what is wrong, in one order for all.
+    """The ready requests and the refusals, in one order for all agents.
 
     Args:
-        requests: What is asked for, each with the ranks that ask for it; what stands first goes first.
-        group: The ranks that are there, ascending.
+        requests: The requests, each with its requesting ranks; the first request is decided first.
+        group: The present ranks, ascending.
     """
     declared: dict[RequestKey, list[tuple[TransferRequest, Sequence[int]]]] = defaultdict(list)
     concerned: dict[tuple[str, int, int], list[tuple[TransferRequest, Sequence[int]]]] = defaultdict(list)
@@ -82,8 +82,9 @@ def decide(requests: Mapping[TransferRequest, Sequence[int]], group: Sequence[in
 
 
 def _decide_collective(asked: list[tuple[TransferRequest, Sequence[int]]], members: Ranks) -> Decision:
-    """Of calls whose members are known. Each agent makes its calls under a name one after the other: who is in a later
-    round will not come to an earlier one."""
+    """Decide on calls with known members. Each agent makes its calls under a name one after the other: an agent in a
+    later round will not join an earlier one.
+    """
     found: Decision = []
     rounds: dict[int, list[tuple[TransferRequest, list[int]]]] = defaultdict(list)
     first: dict[int, int] = {}
@@ -104,7 +105,7 @@ def _decide_collective(asked: list[tuple[TransferRequest, Sequence[int]]], membe
 
 
 def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decision:
-    """Of calls whose members are those that are connected: the parts in which nobody is missing."""
+    """Decide on calls whose members are the connected agents: the components in which no member is missing."""
     by_rank = {rank: request for request, ranks in asked for rank in ranks}
     found: Decision = []
     left = set(by_rank)
@@ -142,11 +143,11 @@ def _text_of(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-# As they travel
+# The form that is sent
 
 
 def merged(several: Iterable[Mapping[TransferRequest, Sequence[int]]]) -> dict[TransferRequest, list[int]]:
-    """What several agents, or groups of them, ask for, together."""
+    """The joined requests of several agents, or of groups of agents."""
     found: dict[TransferRequest, list[int]] = defaultdict(list)
     for one in several:
         for request, ranks in one.items():
@@ -159,10 +160,10 @@ def requests_as_data(requests: Mapping[TransferRequest, Sequence[int]]) -> list[
 
 
 def requests_of(said: Any, size: int) -> dict[TransferRequest, list[int]]:
-    """As they were before they travelled.
+    """The requests, from the form that is sent.
 
     Raises:
-        ValueError, TypeError: They are none.
+        ValueError, TypeError: The data is malformed.
     """
     return {parsed_request(request, size): list(parsed_ranks(ranks, size)) for request, ranks in said}
 
@@ -172,10 +173,10 @@ def decision_as_data(decision: Decision) -> list[Any]:
 
 
 def decision_of(said: Any, size: int) -> Decision:
-    """As it was before it travelled.
+    """The decision, from the form that is sent.
 
     Raises:
-        ValueError, TypeError: It is none.
+        ValueError, TypeError: The data is malformed.
     """
     found: Decision = []
     for one in said:

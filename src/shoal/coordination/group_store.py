@@ -27,12 +27,12 @@ Place = tuple[str, str]
 
 
 class GroupStores(MinimalService):
-    """What the agents have said about themselves as members of groups."""
+    """The data that the agents have sent about themselves as members of process groups."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._said: dict[Place, bytes] = {}
-        self._by: dict[int, int] = {}  # how many of them each has said
+        self._by: dict[int, int] = {}  # how many values each agent has sent
         self._changed = threading.Condition(threading.Lock())
         self._given_up: set[str] = set()  # labels
         self.patience = engine.timeout
@@ -42,7 +42,7 @@ class GroupStores(MinimalService):
         return GroupStore(self, label, ranks)
 
     def tell(self, group: str, ranks: tuple[int, ...], key: str, value: bytes) -> None:
-        """Say something to all members of a group."""
+        """Send a value to all members of a group."""
         self._keep((group, key), value)
         text = json.dumps([group, key, base64.b64encode(value).decode()]).encode()
         engine = self.engine
@@ -54,7 +54,11 @@ class GroupStores(MinimalService):
             engine.poller.wake()
 
     def wait(self, label: str, group: str, keys: list[str], seconds: float | None) -> bool:
-        """Whether all of these have been said within some time, or for as long as it takes."""
+        """Wait until all keys of a group have arrived. False after ``seconds``; None waits for ever.
+
+        Raises:
+            RuntimeError: The label was given up.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: label in self._given_up or all((group, key) in self._said for key in keys), seconds
@@ -73,7 +77,7 @@ class GroupStores(MinimalService):
             self._changed.notify_all()
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent says something about itself; see :class:`~.services.Service`."""
+        """An agent sends data about itself; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
@@ -90,14 +94,14 @@ class GroupStores(MinimalService):
             raise ProtocolError(f"what was said of a process group makes no sense: {error}") from None
 
     def give_up(self, label: str) -> None:
-        """Whoever waits for others under this label gives up."""
+        """End all waits for other agents under this label."""
         with self._changed:
             self._given_up.add(label)
             self._changed.notify_all()
 
 
 class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
-    """Of one group, as torch asks for it."""
+    """The store of one group, in the interface that torch needs."""
 
     def __init__(self, stores: GroupStores, label: str, ranks: tuple[int, ...]) -> None:
         super().__init__()
@@ -117,7 +121,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
             raise RuntimeError(f"nobody has said {keys} within {seconds:g} s")
 
     def all_say(self, what: str, here: bool) -> bool:
-        """Say something to all members, yes or no, and whether all have said yes, when all have said something."""
+        """Send a boolean to all members and wait for theirs. Returns whether all have sent True."""
         engine = self._stores.engine
         self.set(f"{what} {engine.rank}", b"1" if here else b"0")
         keys = [f"{what} {rank}" for rank in self._ranks]

@@ -1,8 +1,8 @@
 """One order of operations on all agents, for collective backends: requested, decided once, cached.
 
 The problem. Agents reach their operations in different orders, and a process group of ``torch.distributed`` pairs the
-next call on both sides. Shoal's own transports need no order, because each message names its call; they use nothing of
-this package.
+next call on both sides. Shoal's own transports need no order, because each message names its call; they do not use this
+package.
 
 The method. An operation whose messages have been compared requests the transfer of its tensors (``request.py``). Agents
 with requests take part in a round (``round.py``). At its end all have the same list of the requests common to all, and
@@ -11,7 +11,7 @@ requests are decided by the first agent, which keeps no state (``decision.py``).
 
 The start of a round. There is no timer, and an agent without requests takes part in nothing. An agent with requests
 begins a round and waits in it for the others; its new requests go into the next round. After a round without a result,
-because agents requested different operations, nobody begins another before a new request, whose agent then calls the
+because agents requested different operations, no agent begins another before a new request, whose agent then calls the
 others. It calls all agents, including those without requests, if a request involves only some of them, and when it
 leaves.
 """
@@ -50,19 +50,19 @@ CALL = "~call"
 CAPACITY = 1024
 FOREVER = float("inf")
 _BEGINS, _BEGINS_FOR_SOME, _ALL_MOVED = range(3)
-"""What an agent says to others under the name of a call: a round begins; also for those that ask for nothing; all has
-been moved in which one that leaves had a part."""
+"""The announcements of an agent under :data:`CALL`: a round begins; it begins also for agents without requests; all
+transfers of a leaving agent have ended."""
 BREAK_AFTER = 2.0
-"""Seconds after an engine has failed in which the loss of an agent may show, which would be why."""
+"""Seconds after a failure of the backend in which the loss of an agent may be detected as its cause."""
 
 
 @dataclass(slots=True)
 class OrderingCounters:
-    """Of one agent so far.
+    """Counters of one agent since its start.
 
     Attributes:
-        rounds: In which it took part.
-        negotiations: Rounds in which somebody had to decide.
+        rounds: Rounds in which it took part.
+        negotiations: Rounds that needed a decision.
         moved: Stages of operations whose tensors were moved.
     """
 
@@ -81,30 +81,30 @@ class CollectiveOrdering(MinimalService):
         self._engine = engine
         self._make_groups: Callable[[Plan], ProcessGroups]
         self._groups: ProcessGroups
-        self._before: list[ProcessGroups] = []  # of those that were there before a loss
+        self._before: list[ProcessGroups] = []  # process groups from before a loss
         self._cache = ResponseCache(engine.rank, capacity)
         self._pending = PendingRequests(engine.matcher)
         self._moving: dict[CollectivePlan, PendingRequest] = {}
-        self._gone: set[int] = set()  # who takes part no more, as all have heard in a round
+        self._gone: set[int] = set()  # agents that take part no more, which all learned in a round
         self._group: Ranks = ()  # of the last round
-        self._attempt = 0  # how many agents were lost when it began
+        self._attempt = 0  # the number of lost agents when the last round began
         self._under_way = False
-        self._changed = False  # something is asked for that was not when the last round began
-        self._productive = True  # something came of the last round
-        self._until: int | None = None  # where it stands still: how many rounds are to have begun
+        self._changed = False  # there are requests since the last round began
+        self._productive = True  # the last round had a result
+        self._until: int | None = None  # while it is quiesced: how many rounds are to have begun
         self._leaving = False
-        self._awaited: set[int] | None = None  # who has still to say that all is moved, where this agent leaves
-        self._have_said_so: set[int] = set()  # perhaps before it has heard itself that it may leave
-        self._call = -1, False  # the last round to which this agent was called, and even if it asks for nothing
+        self._awaited: set[int] | None = None  # ranks whose _ALL_MOVED is missing, if this agent leaves
+        self._have_said_so: set[int] = set()  # perhaps before this agent learns that it may leave
+        self._call = -1, False  # the last round to which this agent was called, and whether also without requests
         self._broken: tuple[float, BaseException] | None = None
         self._stopped = False
 
     def move_by(self, make_groups: Callable[[Plan], ProcessGroups]) -> None:
-        """What makes that which moves the tensors, given who is there. Before anything is asked for."""
+        """Set the function that makes the process groups for a membership. Called before the first request."""
         self._make_groups = make_groups
         self._groups = make_groups(self._engine.lifecycle.gate.plan)
 
-    # As a carrier
+    # As a backend
 
     def ask(self, operation: Operation, stage: Stage) -> None:
         """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.ask`."""
@@ -144,7 +144,7 @@ class CollectiveOrdering(MinimalService):
         self._emit("asked", operation, stage, " ".join(map(str, within or ())))
 
     def reset(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.begin_anew`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.reset`."""
         self._forget_all()
         self._broken = None
         self._renew_groups()
@@ -155,30 +155,32 @@ class CollectiveOrdering(MinimalService):
         self._moving, self._pending = {}, PendingRequests(self._engine.matcher)
 
     def _renew_groups(self) -> None:
-        if self._stopped:  # a loss may still be agreed on while this agent closes: nobody would end the new thread
+        if self._stopped:  # a loss may still be agreed on while this agent closes: no code would end the new thread
             return
         self._groups.stop()
         self._before.append(self._groups)
         self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
 
     def quiesce(self, until: int = 0) -> int:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stand_still`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.quiesce`."""
         self._until = max(until, self._engine.matcher.begun(ROUND))
         self._engine.poller.wake()
         return self._until
 
     @property
     def is_quiescent(self) -> bool:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stands_still`."""
+        """See :attr:`~shoal.operations.collective_backend.CollectiveBackend.is_quiescent`."""
         return not (self._under_way or self._moving) and self._engine.matcher.begun(ROUND) == self._until
 
     def resume(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.go_on`."""
+        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.resume`."""
         self._until = None
         self._engine.poller.wake()
 
     def enter(self) -> None:
-        """Agents have entered, or this one has, while it stood still: who enters knows nothing of what was."""
+        """Agents were admitted, possibly this one, while rounds were paused: start without a cache, as a new agent has
+        none.
+        """
         self._group, self._changed, self._productive = (), True, False
         self._renew_groups()
 
@@ -218,7 +220,7 @@ class CollectiveOrdering(MinimalService):
             self._call_others(engine.matcher.begun(ROUND))
         try:
             submit_to_all(engine, "coordination", ROUND, self._steps, FOREVER, alone=False, background=True)
-        except ShoalError:  # it has ended, and so have all that asked
+        except ShoalError:  # the engine has ended, and so have all requesting operations
             with engine.lock:
                 self._under_way = False
 
@@ -234,7 +236,7 @@ class CollectiveOrdering(MinimalService):
         with self._engine.lock:
             self.left = self._stopped = True
         limit = clock.monotonic() + ABANDON_AFTER
-        self._groups.stop()  # those before it have been
+        self._groups.stop()  # the earlier ones are stopped
         for groups in (*self._before, self._groups):
             groups.end(limit)
         with self._engine.lock:
@@ -243,7 +245,7 @@ class CollectiveOrdering(MinimalService):
     # A round
 
     def _there(self, operation: Operation) -> Ranks:
-        """Who takes part in a round, ascending."""
+        """The ranks that take part in a round, ascending."""
         return tuple(rank for rank in operation.left_of(range(self._engine.size)) if rank not in self._gone)
 
     @property
@@ -252,7 +254,7 @@ class CollectiveOrdering(MinimalService):
         return [rank for rank in alive if rank != self._engine.rank and rank not in self._gone]
 
     def _call_others(self, round_: int) -> None:
-        """Tell the others that a round begins, where they might not come to it by themselves."""
+        """Notify the others that a round begins, if they might not begin it by themselves."""
         called, even_so = self._call if self._call[0] >= round_ else (-1, False)
         some_only = self._leaving or bool(self._pending.concerned) or any(key.members for key in self._pending.known)
         if (some_only and not even_so) or (not self._productive and called < 0):
@@ -266,7 +268,9 @@ class CollectiveOrdering(MinimalService):
         send_alone(engine.publisher, engine.sender, rank, message, torch.empty(0), background=True)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent says that a round begins, or that all is moved; see :class:`~shoal.operations.services.Service`."""
+        """An agent announces the begin of a round, or the end of its transfers; see
+        :class:`~shoal.operations.services.Service`.
+        """
         self._engine.sender.acknowledge(source, message)
         round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
         if message.digest == _ALL_MOVED:
@@ -280,7 +284,7 @@ class CollectiveOrdering(MinimalService):
         engine, cache = self._engine, self._cache
         with engine.lock:
             operation.on_outcome = partial(self._ended, operation.plan.attempt)
-            if operation.plan.attempt != self._attempt:  # who has left before is gone for all since
+            if operation.plan.attempt != self._attempt:  # agents that left before are gone for all since then
                 self._attempt, self._group = operation.plan.attempt, ()
                 self._gone.clear()
             group = self._there(operation)
@@ -297,7 +301,7 @@ class CollectiveOrdering(MinimalService):
         return coordinate(engine, operation, group, own, cache, self._unready)
 
     def _name_members(self, group: Ranks) -> None:
-        """Of what all were to take part in when it was planned: agents may have entered since."""
+        """Set the members of requests that were planned for all agents, because agents may have been admitted since."""
         if not self._engine.agreement.active:
             return
         known = self._pending.known
@@ -309,7 +313,7 @@ class CollectiveOrdering(MinimalService):
                 self._pending.add(asked)
 
     def _unready(self, ready: Sequence[CallSignature]) -> dict[TransferRequest, list[int]]:
-        """What was asked for in this round, but for what is ready."""
+        """The requests of this round, without the ready ones."""
         with self._engine.lock:
             known = self._pending.known
             found = [asked for asked in self._pending.all() if asked.committed]
@@ -317,7 +321,7 @@ class CollectiveOrdering(MinimalService):
             return {asked.request: [self._engine.rank] for asked in found if id(asked) not in first}
 
     def _ended(self, attempt: int, outcome: RoundOutcome | None, error: BaseException | None) -> None:
-        """A round is over, on all alike. Under the lock."""
+        """A round has ended, equally on all agents. Under the lock."""
         self._under_way = False
         if outcome is None:
             if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
@@ -345,7 +349,7 @@ class CollectiveOrdering(MinimalService):
             self._let_go(outcome)
 
     def _let_go(self, outcome: RoundOutcome) -> None:
-        """Some leave, and what they have sent must have come before they are gone."""
+        """Agents leave: report to them when all transfers before their departure have ended."""
         here, leaving = self._engine.rank, set(outcome.leaving)
         if here in leaving:
             self._awaited = set(outcome.group) & set(self._engine.membership.view.alive)
@@ -353,7 +357,7 @@ class CollectiveOrdering(MinimalService):
         self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
 
     def _all_moved(self, leaving: list[int]) -> None:
-        """All is moved that was to be when some left. Called by the thread that moves."""
+        """All transfers before the departure of agents have ended. Called by the thread that moves tensors."""
         engine = self._engine
         with engine.lock:
             for rank in leaving:
@@ -384,7 +388,7 @@ class CollectiveOrdering(MinimalService):
                 self._refuse(one)
 
     def _step(self, request: TransferRequest, members: Ranks) -> tuple[bool, Step]:
-        """What is to be moved next: this agent's part in it, if it has one."""
+        """This agent's part in the next transfer, if it has one."""
         is_collective = bool(request.entry.kind)
         if self._engine.rank not in members:
             return is_collective, None
@@ -404,7 +408,7 @@ class CollectiveOrdering(MinimalService):
                 self._fail(asked, Mismatch(refusal.text, refusal.concerned))
 
     def _break(self, rank: int) -> None:
-        """Two agents remember different things. What was asked for in this round fails, and all begin with nothing."""
+        """Two agents have different caches. The requests of this round fail, and all agents clear their caches."""
         self._cache.clear()
         here = self._engine.rank
         for asked in [one for one in self._pending.all() if one.committed]:
@@ -413,7 +417,9 @@ class CollectiveOrdering(MinimalService):
             self._fail(asked, error)
 
     def _fail(self, asked: PendingRequest, error: Mismatch) -> None:
-        """All hear in this round that it fails, so nobody need be told: it is still committed to."""
+        """Fail a request. All agents learn of it in this round, so no message is needed: the request is still
+        committed.
+        """
         self._engine.lifecycle.fail(asked.operation, error)
         self._pending.drop(asked)
 
@@ -423,10 +429,10 @@ class CollectiveOrdering(MinimalService):
             of = operation.op, operation.name, operation.round
             events.emit(what, *of, detail=among, stage=stage.number)
 
-    # What was moved
+    # Ended transfers
 
     def moved(self, movements: list[CollectivePlan]) -> None:
-        """Called by the thread that has moved them."""
+        """Called by the thread that has moved the tensors."""
         engine = self._engine
         with engine.lock:
             for movement in movements:
@@ -439,7 +445,7 @@ class CollectiveOrdering(MinimalService):
             engine.poller.wake()
 
     def failed(self, groups: ProcessGroups, error: BaseException) -> None:
-        """Nothing is moved any more. Called by the thread that moves."""
+        """The process groups have failed. Called by the thread that moves tensors."""
         engine = self._engine
         with engine.lock:
             if groups is not self._groups:
@@ -451,15 +457,15 @@ class CollectiveOrdering(MinimalService):
     # As a service
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        """Who is gone says nothing any more; see :class:`~shoal.operations.services.Service`."""
+        """An agent that is gone sends no more messages; see :class:`~shoal.operations.services.Service`."""
         self._await_no_more(rank)
 
     def check(self, now: float) -> float:
-        """Where an engine has failed and nobody is lost, that was not why; see :class:`~.services.Service`."""
+        """End the job if a backend has failed and no loss of an agent explains it; see :class:`~.services.Service`."""
         if self._broken is None or self._engine.ended is not None:
             return FOREVER
         due, error = self._broken
-        if self._engine.lifecycle.gate.paused:  # it is being agreed on who was lost, which may be why
+        if self._engine.lifecycle.gate.paused:  # agents agree on a loss, which may be the cause
             return now + BREAK_AFTER
         if now >= due:
             self._engine.failures.break_off(f"the process group that moves tensors has failed: {error}")
@@ -467,6 +473,6 @@ class CollectiveOrdering(MinimalService):
 
 
 def counts_of(engine: Engine) -> OrderingCounters | None:
-    """What an agent's coordination has cost so far; None where it has none."""
+    """The counters of an agent's coordination; None if it has none."""
     service: Any = engine.services.get(CALL)
     return service.counts if isinstance(service, CollectiveOrdering) else None

@@ -14,13 +14,13 @@ from .request import Ranks, RequestKey, TransferRequest
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:
-    """What this agent has asked for and has not been told to move.
+    """A request of this agent that has not been decided.
 
     Attributes:
-        leases: Of the memory that is to be sent.
-        committed: It was said in the round that is under way: others may move theirs because of it.
-        withdrawn: It has failed here.
-        held: It was kept out of the round that began last, since an earlier call may still ask for the same stage.
+        leases: Leases of the memory that is to be sent.
+        committed: It was sent in the current round: others may transfer because of it.
+        withdrawn: The operation has failed here.
+        held: It was held back from the last round, because an earlier call may still request the same stage.
     """
 
     request: TransferRequest
@@ -34,7 +34,7 @@ class PendingRequest:
 
     @property
     def partners(self) -> set[int]:
-        """Without whom it cannot be moved."""
+        """The ranks without which it cannot be transferred."""
         return self.stage.needs | self.stage.arrived.keys()
 
     def release(self) -> None:
@@ -44,11 +44,11 @@ class PendingRequest:
 
 
 class PendingRequests:
-    """All that an agent has asked for and has not been told to move. Used under the engine's lock.
+    """All undecided requests of an agent. Used under the engine's lock.
 
     Attributes:
         known: Requests whose members are known, by key, each in the order of the rounds.
-        concerned: Requests of which only those concerned know that they take part.
+        concerned: Requests whose members are known only to themselves.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -68,12 +68,12 @@ class PendingRequests:
             return
         several = self.known.setdefault(asked.request.key, deque())
         place = len(several)
-        while place and several[place - 1].request.round > asked.request.round:  # its headers came later
+        while place and several[place - 1].request.round > asked.request.round:  # its headers arrived later
             place -= 1
         several.insert(place, asked)
 
     def find(self, request: TransferRequest) -> PendingRequest:
-        """This agent's own, of a request that all have made."""
+        """This agent's own request, for a request that all members have made."""
         several = self.concerned if request.peers is not None else self.known[request.key]
         return next(one for one in several if one.request.round == request.round and one.request.key == request.key)
 
@@ -87,14 +87,14 @@ class PendingRequests:
                 del self.known[key]
 
     def drop(self, asked: PendingRequest) -> None:
-        """It is asked for no more."""
+        """Remove a request and release its memory."""
         self.take_out(asked)
         asked.release()
 
     def commit(self, there: Ranks) -> None:
-        """A round begins among these ranks: decide what this agent asks for in it.
+        """A round begins among these ranks: choose the requests that this agent makes in it.
 
-        What needs an agent that has left is not asked for: it fails when the goodbye arrives.
+        Requests that need an agent that has left are not made: their operations fail when its departure arrives.
         """
         first_open: dict[tuple[str, int], float] = {}
         for asked in self.all():
@@ -105,16 +105,16 @@ class PendingRequests:
             asked.committed = not (asked.withdrawn or asked.held) and asked.partners <= {*there}
 
     def is_one_free(self) -> bool:
-        """A request may be made now that was held when the last round began."""
+        """A request may be made now that was held back when the last round began."""
         held = [asked for asked in self.all() if asked.held]
         return any(asked.request.round <= self._first_open(asked.operation.name, asked.stage.number) for asked in held)
 
     def _first_open(self, name: str, number: int) -> float:
-        """The first round under a name whose call may still ask for a stage, since it waits for headers.
+        """The first round under a name whose call may still request a stage, because it waits for headers.
 
-        A request says to the others that this agent's rounds before it have asked, or will not: see
-        :func:`~.decision.decide`. So later rounds are held until then. Else the others take the earlier call for one
-        that this agent has skipped, and it fails.
+        A request implies that this agent's earlier rounds have made theirs, or will not: see :func:`~.decision.decide`.
+        So later rounds are held back until then. Otherwise the other agents would regard the earlier call as skipped by
+        this agent, and it would fail.
         """
         for operation in self._matcher.under(name):
             stage = operation.stage

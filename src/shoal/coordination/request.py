@@ -11,41 +11,41 @@ from typing import Any, NamedTuple
 
 Ranks = tuple[int, ...]
 ALL: Ranks = ()
-"""In the place of the ranks that take part: all that are there."""
+"""Stands for all present ranks."""
 
 
 class RequestKey(NamedTuple):
-    """What calls of one kind have in common, round after round."""
+    """The common properties of calls of one kind, in all rounds."""
 
     name: str
     stage: int
     members: Ranks
-    """Who takes part, ascending; :data:`ALL` if all do."""
+    """The ranks that take part, ascending; :data:`ALL` if all do."""
 
 
 class CallSignature(NamedTuple):
-    """A call as it comes again and again."""
+    """A call that is repeated."""
 
     key: RequestKey
     op: str
     what: str = ""
-    """What has to be the same on all, in words, as "sum of float32, shape [3]"; empty where edges compare it."""
+    """The properties that must be equal on all, such as "sum of float32, shape [3]"; empty if edges compare them."""
     kind: str = ""
-    """The engine's own operation that moves it; empty for sends and receives."""
+    """The backend's operation that transfers it; empty for sends and receives."""
 
     def of(self, members: Ranks) -> CallSignature:
-        """The same call among these."""
+        """The same call among these members."""
         return self._replace(key=self.key._replace(members=members))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """One agent's wish to move the tensors of one stage of an operation.
+    """One agent's request to transfer the tensors of one stage of an operation.
 
     Attributes:
-        entry: What it is for. Where ``peers`` are given, its members are not known, and ``key.members`` is empty.
+        entry: The requested call. If ``peers`` are given, its members are not known, and ``key.members`` is empty.
         round: The agent's count of calls under that name.
-        peers: The ranks that it exchanges with, where only those concerned take part; None where the members are known.
+        peers: The ranks that it exchanges with, if only the connected agents take part; None if the members are known.
     """
 
     entry: CallSignature
@@ -60,16 +60,16 @@ class TransferRequest:
         return f"{self.entry.op} {self.key.name.removeprefix('~')!r} round {self.round}"
 
     def as_data(self) -> list[Any]:
-        """As it travels."""
+        """The form that is sent."""
         name, stage, members = self.entry.key
         return [name, stage, members, *self.entry[1:], self.round, self.peers]
 
 
 def parsed_request(said: Any, size: int) -> TransferRequest:
-    """As it was before it travelled.
+    """The request, from the form that is sent.
 
     Raises:
-        ValueError, TypeError: It is none.
+        ValueError, TypeError: The data is malformed.
     """
     name, stage, members, op, what, kind, round_, peers = said
     key = RequestKey(str(name), _count(stage), parsed_ranks(members, size))
@@ -78,10 +78,10 @@ def parsed_request(said: Any, size: int) -> TransferRequest:
 
 
 def parsed_ranks(said: Any, size: int) -> Ranks:
-    """Ranks as they travelled, ascending.
+    """The ranks, ascending, from the form that is sent.
 
     Raises:
-        ValueError, TypeError: They are none.
+        ValueError, TypeError: The data is malformed.
     """
     ranks = tuple(_count(one) for one in said)
     if list(ranks) != sorted(set(ranks)) or (ranks and ranks[-1] >= size):

@@ -1,7 +1,7 @@
 """The response cache: a repeated call costs one bit instead of a request.
 
 After Horovod (Romero et al., NSDI 2022, section 3.1.1): every agent has the same entries at the same indices, because
-all change them in the same way by the same decisions. Unlike in Horovod this is checked: a digest of the cache travels
+all change them in the same way by the same decisions. Unlike in Horovod this is checked: a digest of the cache is sent
 with the bits, so different caches are an error and never a wrong sum. Each entry has a round, so a skipped call is
 detected. Calls that involve only some agents are cached as well.
 """
@@ -18,12 +18,12 @@ from .request import CallSignature, Ranks, RequestKey, TransferRequest
 
 @dataclass(slots=True)
 class _CachedCalls:
-    """What is known of calls of one key.
+    """The cached data of calls of one key.
 
     Attributes:
-        place: Of its bit.
-        round: The last that was decided on.
-        entries: The places of the calls that it is known in.
+        place: The index of its bit.
+        round: The last decided round.
+        entries: The indices of its cached calls.
     """
 
     place: int
@@ -32,11 +32,11 @@ class _CachedCalls:
 
 
 class ResponseCache:
-    """Of one agent; the same on all that are in ``group``, but for whose it is.
+    """The cache of one agent; equal on all members of the round, except for ``rank``.
 
     Args:
-        rank: Whose.
-        capacity: Entries; the one that was not used for longest makes room. 0: nothing is remembered.
+        rank: The agent that owns it.
+        capacity: The number of entries; the least recently used one is evicted. 0: no caching.
     """
 
     def __init__(self, rank: int, capacity: int) -> None:
@@ -45,14 +45,14 @@ class ResponseCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, as where others are there than before."""
+        """Remove all entries, as when the membership has changed."""
         self._entries: list[CallSignature | None] = []  # by place
-        self._places: OrderedDict[CallSignature, int] = OrderedDict()  # the one that was used last comes last
+        self._places: OrderedDict[CallSignature, int] = OrderedDict()  # in the order of last use
         self._keys: list[RequestKey | None] = []
         self._calls: dict[RequestKey, _CachedCalls] = {}
-        self._foreign = [0, 0]  # the bits of entries, and of keys, that are no business of this agent's
+        self._foreign = [0, 0]  # the bits of entries, and of keys, in which this agent has no part
         self.digest = b"\0" * 8
-        """Of all that was ever changed here since it was empty."""
+        """Of all changes since the cache was empty."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -64,16 +64,16 @@ class ResponseCache:
 
     @property
     def bits(self) -> int:
-        """How many bits there are in all."""
+        """The number of all bits."""
         return len(self._entries) + len(self._keys)
 
     def knows(self, request: TransferRequest) -> bool:
-        """The call is known, and this is its next round."""
+        """The call is cached, and this is its next round."""
         calls = self._calls.get(request.key)
         return calls is not None and request.round == calls.round + 1 and request.entry in self._places
 
     def vector(self, pending: Iterable[TransferRequest]) -> int:
-        """This agent's bits: what it asks for and is known, and all in which it has no part.
+        """This agent's bits: its requests that are cached, and all calls in which it has no part.
 
         Args:
             pending: The next request of each key.
@@ -89,24 +89,24 @@ class ResponseCache:
         return keys << self.width | entries
 
     def ready(self, common: int) -> list[CallSignature]:
-        """The calls for which all agents have asked, by the bits that all have set, in one order for all."""
+        """The calls that all agents have requested, from the bits that all have set, in one order for all."""
         found, taken = [], dict[tuple[str, int], set[Ranks]]()
         for place in _places(common & (1 << self.width) - 1):
             entry = self._entries[place]
             assert entry is not None
             others = taken.setdefault(entry.key[:2], set())
-            if not any(_intersect(entry.key.members, members) for members in others):  # one call is not two
+            if not any(_intersect(entry.key.members, members) for members in others):  # a call runs only once
                 others.add(entry.key.members)
                 found.append(entry)
         return found
 
     def in_conflict(self, common: int, ready: Iterable[CallSignature]) -> bool:
-        """Of some call all members have come, and do not agree; by the bits that all have set."""
+        """Whether all members of some call have requested it but differ; from the bits that all have set."""
         agreed = {entry.key for entry in ready}
         return any(self._keys[place] not in agreed for place in _places(common >> self.width))
 
     def used(self, entries: Sequence[CallSignature]) -> list[int]:
-        """These are decided on once more: the round of each."""
+        """These calls were decided again: returns the round of each."""
         rounds = []
         for entry in entries:
             self._places.move_to_end(entry)
@@ -118,7 +118,7 @@ class ResponseCache:
         return rounds
 
     def put(self, request: TransferRequest) -> None:
-        """Remember what was decided on."""
+        """Cache a decided request."""
         if not self._capacity:
             return
         entry, key = request.entry, request.key
@@ -158,7 +158,7 @@ class ResponseCache:
 
 
 def _free(places: list[CallSignature | None] | list[RequestKey | None]) -> int:
-    """The first place at which there is nothing."""
+    """The first free index."""
     try:
         return places.index(None)
     except ValueError:

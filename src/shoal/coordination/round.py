@@ -31,20 +31,20 @@ T = TypeVar("T")
 FLAT = 64
 FAN_OUT = 8
 _UP, _DOWN = 32, 64
-"""The numbers of the stages in which requests go up and the decision comes down."""
+"""The numbers of the stages in which requests are sent up and the decision is sent down the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What all agents know at the end of a round.
+    """The result of a round, equal on all agents.
 
     Attributes:
-        group: Who was in it.
-        ready: The known calls that all have asked for.
-        decision: What was decided of the others.
-        negotiated: Somebody had to decide.
-        leaving: Who takes part in no later round.
-        differs: A rank whose cache is not that of others; -1: none.
+        group: The members of the round.
+        ready: The cached calls that all have requested.
+        decision: The decision on the other requests.
+        negotiated: The round needed a decision.
+        leaving: The ranks that take part in no later round.
+        differs: A rank whose cache differs from others'; -1: none.
     """
 
     group: Ranks
@@ -60,13 +60,13 @@ class RoundOutcome:
 
 
 Asked = Callable[[Sequence[CallSignature]], Mapping[TransferRequest, list[int]]]
-"""What this agent asks for, but for calls that are ready."""
+"""Returns this agent's requests, without ready calls."""
 
 
 def coordinate(
     engine: Engine, operation: Operation, group: Ranks, own: Vector, cache: ResponseCache, asked: Asked
 ) -> Steps[RoundOutcome]:
-    """One round, as this agent goes through it."""
+    """The steps of one round, for this agent."""
     total, size, place = own, len(group), group.index(engine.rank)
     step = 1
     while step < size:
@@ -121,7 +121,7 @@ def _exchange_messages(
     sources: Sequence[int],
     stage: int | None = None,
 ) -> Steps[dict[int, torch.Tensor]]:
-    """Say something to some, and hear what others say: uint8."""
+    """Send data to some ranks and receive data from others: uint8."""
     published = {id(data): engine.publisher.publish(operation, data) for data in says.values()}
     sends = [Send(rank, published[id(data)], 0, data.numel(), tuple(data.shape)) for rank, data in says.items()]
     arrived = yield Exchange(sends, sources, torch.uint8, stage=stage)

@@ -18,14 +18,14 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """What an agent, or several together, have to say.
+    """The vector of an agent, or of several combined.
 
     Attributes:
-        digest: Of the sender's cache.
-        bits: Of :meth:`ResponseCache.vector`.
-        asks: There are requests that are not known.
+        digest: The digest of the sender's cache.
+        bits: The bits of :meth:`ResponseCache.vector`.
+        asks: There are requests that are not cached.
         leaving: A bit for each rank that takes no part in later rounds.
-        differs: 1 + the rank whose cache is another than that of who has noticed; 0: nobody's.
+        differs: 1 + a rank whose cache differs from that of the agent that noticed it; 0: none.
     """
 
     digest: bytes
@@ -35,24 +35,24 @@ class Vector:
     differs: int = 0
 
     def and_of(self, other: Vector, rank: int) -> Vector:
-        """Together with what has come from ``rank``."""
+        """Combined with the vector from ``rank``."""
         differs = self.differs or other.differs or (rank + 1 if other.digest != self.digest else 0)
         return Vector(
             self.digest, self.bits & other.bits, self.asks or other.asks, self.leaving | other.leaving, differs
         )
 
     def as_tensor(self) -> torch.Tensor:
-        """As it travels: uint8."""
+        """The form that is sent: uint8."""
         bits, leaving = _bytes(self.bits), _bytes(self.leaving)
         head = _HEAD.pack(self.digest, _ASKS if self.asks else 0, self.differs, len(bits), len(leaving))
         return torch.frombuffer(bytearray(head + bits + leaving), dtype=torch.uint8)
 
     @staticmethod
     def of(data: torch.Tensor) -> Vector:
-        """As it was before it travelled.
+        """The vector, from the form that is sent.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The data is malformed.
         """
         raw = bytes(data.numpy())
         if not _HEAD.size <= len(raw) <= _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""Which samples an agent takes: as many as every other agent in an epoch, whatever the sizes of their shards.
+"""The samples of an agent: equally many on every agent in an epoch, for any sizes of their shards.
 
 Agents that average with each other take equally many steps, or one would wait for a neighbour that has ended.
 """
@@ -23,16 +23,16 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class AgentSampler(Sampler[int]):
-    """This agent's samples, in an order of its own, anew in each epoch; for ``DataLoader(dataset, sampler=...)``.
+    """This agent's samples, in an order of its own for each epoch; for ``DataLoader(dataset, sampler=...)``.
 
     Without a shard, the dataset is common to all: in each epoch it is shuffled and dealt out evenly, no sample twice.
-    The ``len(dataset) % n`` that are left over wait for another epoch, unless ``pad`` deals some twice in their place.
+    The remaining ``len(dataset) % n`` are left out of the epoch, unless ``pad`` fills it up with repeated samples.
 
-    With a shard, its samples are this agent's alone. Shards differ in size, m_i; an epoch has the mean of the sizes for
-    each agent, which goes through its shard in random order, again and again: a small shard more than once in an epoch,
-    a large one in parts. Multiply the loss by :attr:`weight`, n·m_i / (m_1 + … + m_n): agents count alike in an
-    average, so a sample in a small shard would otherwise count more than one in a large shard, and with it the mean
-    over the agents' losses is the mean over all samples::
+    With a shard, its samples are this agent's alone. Shards differ in size, m_i. An epoch has the mean of the sizes for
+    each agent, which repeats its shard in random orders: a small shard more than once in an epoch, a large one in
+    parts. Multiply the loss by :attr:`weight`, n·m_i / (m_1 + … + m_n). Agents count alike in an average, so without it
+    a sample in a small shard would count more than one in a large shard; with it the mean over the agents' losses is
+    the mean over all samples::
 
         sampler = shoal.AgentSampler(dataset, shard=mine)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -41,28 +41,28 @@ class AgentSampler(Sampler[int]):
             for inputs, labels in loader:
                 loss = sampler.weight * criterion(model(inputs), labels)
 
-    All agents make it together, and hear of it if their datasets or arguments do not fit together. The order is a
-    function of ``seed``, epoch and rank. ``state_dict()`` goes with the checkpoint, and resumes in the middle of an
-    epoch. With ``on_loss="continue"`` each epoch is dealt out among the agents that are there when it begins, the same
-    on all of them; what a lost agent had in the epoch of its loss is not seen again before the next, and a lost shard
-    is gone. (A ``DataLoader`` with worker processes has taken more from the sampler than the model has seen; after
-    loading, say where to begin: ``sampler.set_epoch(epoch, start=batches * batch_size)``.)
+    All agents create it together; it raises an error if their datasets or arguments differ. The order is a function of
+    ``seed``, epoch and rank. ``state_dict()`` belongs into the checkpoint, and resumes in the middle of an epoch. With
+    ``on_loss="continue"`` each epoch is distributed over the agents present at its begin, the same on all of them. A
+    lost agent's samples of that epoch are not seen again before the next, and a lost shard is gone. (A ``DataLoader``
+    with worker processes has taken more from the sampler than the model has seen; after loading, set the begin:
+    ``sampler.set_epoch(epoch, start=batches * batch_size)``.)
 
     Args:
         dataset: Anything with a length.
-        shard: Indices of this agent's samples; ``range(len(dataset))`` where the dataset is its own.
-        seed: Of the order; 0 or more, the same on all agents.
+        shard: Indices of this agent's samples; ``range(len(dataset))`` if the dataset is its own.
+        seed: The seed of the order; 0 or more, the same on all agents.
         shuffle: Keep the order of the dataset, or of the shard, if False.
-        pad: Without a shard: deal out ``ceil`` and not ``floor`` of ``len(dataset) / n``.
-        timeout: Seconds until the deadline of finding out about the others.
+        pad: Without a shard: give each agent ``ceil`` instead of ``floor`` of ``len(dataset) / n``.
+        timeout: Seconds until the deadline of the exchange with the others.
 
     Attributes:
         weight: The factor of the loss; 1 without shards.
-        epoch: The one that is under way, or comes next.
+        epoch: The current epoch, or the next one.
 
     Raises:
         ValueError: An agent has no samples; ``seed`` is negative.
-        Mismatch: Agents have datasets of different lengths, or other arguments.
+        Mismatch: Agents have datasets of different lengths, or different arguments.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class AgentSampler(Sampler[int]):
         self._start = self._position = 0
 
     def _deal(self, there: list[int]) -> None:
-        """Deal out to these agents, of whom this is one."""
+        """Distribute the samples over these agents, which include this one."""
         self._there, count = there, len(there)
         if self._shard is None:
             self._length = -(-self._total // count) if self._pad else self._total // count
@@ -109,7 +109,7 @@ class AgentSampler(Sampler[int]):
     def _look_who_is_there(self) -> None:
         agent = agent_context().agent
         gone, entered = WHOLE if agent is None else agent.engine.plan("~samples")
-        if entered != self._entered:  # all who are there know it in the same epoch, and who has come has samples, too
+        if entered != self._entered:  # all members learn it in the same epoch, and new agents have samples, too
             self._totals, self._entered = _agreed(*self._asked), entered
         there = [rank for rank in self._totals if rank not in gone]
         if there != self._there:
@@ -120,7 +120,7 @@ class AgentSampler(Sampler[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        """The epoch from its beginning, or from where a state was loaded; at its end the next one comes."""
+        """The epoch from its begin, or from the position of a loaded state; at its end the next epoch follows."""
         self._look_who_is_there()
         epoch, self._position, self._start = self.epoch, self._start, 0
         for index in self._epoch_of(epoch)[self._position :]:
@@ -129,11 +129,11 @@ class AgentSampler(Sampler[int]):
         self.epoch, self._position = epoch + 1, 0
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
-        """Which epoch comes next. In the one that a state was loaded in the middle of, it begins there.
+        """Set the next epoch. If it is the epoch of a loaded state, it begins at the loaded position.
 
         Args:
             epoch: From 0 on; the same on all agents.
-            start: How many of its samples to pass over.
+            start: How many of its samples to skip.
         """
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
@@ -142,7 +142,7 @@ class AgentSampler(Sampler[int]):
         self._position = self._start
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in which epoch it is."""
+        """The current epoch and the position in it."""
         return {
             "epoch": self.epoch,
             "position": self._position,
@@ -152,8 +152,8 @@ class AgentSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there. A state of another number of agents: after as large a share of the epoch, so that a common
-        dataset without shards goes on behind what was dealt out.
+        """Resume from a state. With another number of agents it resumes after the same share of the epoch, so a common
+        dataset without shards continues after the used samples.
 
         Raises:
             ValueError: As many agents had more or fewer samples.

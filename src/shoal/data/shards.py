@@ -1,4 +1,4 @@
-"""Uneven shards of a labelled dataset, to try how an algorithm copes with data that differ between agents."""
+"""Uneven shards of a labelled dataset, to test algorithms on data that differ between agents."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def dirichlet_shards(
     agents that give the same arguments get the same shards.
 
     Args:
-        labels: Of each sample, integers ``[m]``.
+        labels: The label of each sample, integers ``[m]``.
         agents: How many shards; as many as there are agents if None.
         alpha: Small: an agent has few labels, and shards differ much in size. Large: about the same share of all.
-        seed: Of the draw; 0 or more.
+        seed: The seed of the draw; 0 or more.
 
     Returns:
         The sorted indices of each agent's samples, int64 ``[m_i]``. Every sample is in one shard; none is empty.

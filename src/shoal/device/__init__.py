@@ -1,5 +1,5 @@
-"""Devices whose memory the CPU does not read: their streams, and memory there that other processes can map.
+"""Devices whose memory the CPU does not read: their streams, and their memory that other processes can map.
 
-Imports torch and nothing of Shoal. ``device.py`` says what a device is to the rest, ``cuda.py`` is one of NVIDIA's,
-over ``driver.py``, the few functions of CUDA's driver that torch does not have.
+This package imports torch and no other part of Shoal. ``device.py`` has the interface of a device, ``cuda.py``
+implements it for NVIDIA devices with ``driver.py``, the few functions of CUDA's driver that torch does not have.
 """

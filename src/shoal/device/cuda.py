@@ -1,4 +1,4 @@
-"""A device of NVIDIA's: torch's streams, and memory by the driver."""
+"""A device of NVIDIA: torch's streams, and memory by the driver."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class CudaMark:
 
 
 class _Mapping:
-    """Memory of a device in this process, until the last tensor over it is gone: torch keeps what it came from."""
+    """Memory of a device in this process, until the last tensor over it is gone: torch keeps the object it came
+    from.
+    """
 
     def __init__(self, address: int, size: int, device: int) -> None:
         self.__cuda_array_interface__ = {
@@ -114,7 +116,7 @@ def map_memory(fd: int, size: int) -> torch.Tensor:
     """Memory that another process shares, ``[size]`` in uint8, on the device where it is. ``fd`` stays the caller's.
 
     Raises:
-        MemoryError, Unshareable: It cannot be mapped here.
+        MemoryError, Unshareable: The memory cannot be mapped here.
     """
     address, device = driver().map(fd, size)
     return _as_tensor(address, size, device)

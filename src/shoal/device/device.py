@@ -1,8 +1,7 @@
-"""What a device is to Shoal.
+"""The interface of a device.
 
-Work on a device is queued in streams: what is called returns before it is done. Who hands a tensor to another agent
-has to know that it is written, so a place in a stream can be waited for (:class:`Mark`), by a thread that does nothing
-else.
+Work on a device is queued in streams: a call returns before its work is done. An agent that sends a tensor has to know
+that it is written. So a thread without other work can wait for a position in a stream (:class:`Mark`).
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ class Mark(Protocol):
     """A place in a stream."""
 
     def wait(self) -> None:
-        """Until all that was queued before it is done. Other threads run meanwhile."""
+        """Wait until all work queued before it is done. Other threads run in the meantime."""
 
 
 class Stream(Protocol):
     """A queue of a device's work, which is done in its order."""
 
     def after(self, other: Any) -> None:
-        """What is queued here from now on waits for what is queued in another stream of the device so far."""
+        """Make later work of this stream wait for the work queued in another stream of the device so far."""
 
     def working(self) -> AbstractContextManager[object]:
-        """What the calling thread calls within is queued here."""
+        """A context in which calls of this thread queue their work here."""
 
     def mark(self) -> Mark:
-        """The place behind all that is queued."""
+        """The position after all queued work."""
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """The memory of a tensor is not used again before what is queued here is done, whoever lets go of it."""
+        """Do not reuse the memory of a tensor before the work queued here is done, even if all references are gone."""
 
 
 class Memory(Protocol):
     """Memory of a device that other processes of the machine can map.
 
     Attributes:
-        ident: Its number among those of its agent.
+        ident: Its number among the memory of its agent.
         size: In bytes.
         fd: The descriptor that others map it by.
         data: All of it, ``[size]`` in uint8, on the device.
@@ -52,17 +51,17 @@ class Memory(Protocol):
     data: torch.Tensor
 
     def close(self) -> None:
-        """Give up the descriptor; the memory goes when the last tensor over it is gone, here and at the readers."""
+        """Close the descriptor; the memory is freed when the last tensor over it is gone, here and at the readers."""
 
 
 class Device(Protocol):
     """One device of this machine."""
 
     def current(self) -> Stream:
-        """That which the calling thread queues in."""
+        """The stream of the calling thread."""
 
     def stream(self) -> Stream:
-        """A new one."""
+        """A new stream."""
 
     def share(self, ident: int, size: int) -> Memory:
         """New memory.

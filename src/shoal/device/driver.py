@@ -1,10 +1,9 @@
-"""The functions of CUDA's driver that share memory between processes, which torch does not have.
+"""The functions of CUDA's driver that share memory between processes, which torch lacks.
 
-It is memory by its virtual memory interface: made by ``cuMemCreate``, which counts who uses it, and handed on as a
-descriptor, like a memory file. So it has no name, nobody maps it who was not given the descriptor, and it stays where
-it is mapped when the process that made it is killed. Memory of ``cudaMalloc`` has none of that: its handles (CUDA IPC)
-are bytes that any process of the user could pass on, and what becomes of a mapping whose owner is gone is left
-undefined.
+They use the virtual memory interface: memory is made by ``cuMemCreate``, which counts references, and passed on as a
+descriptor, like a memory file. So it has no name, only processes with the descriptor can map it, and it stays mapped
+when its owner is killed. Memory of ``cudaMalloc`` lacks these properties: its handles (CUDA IPC) are bytes that any
+process of the user could pass on, and the state of a mapping after its owner has ended is undefined.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Driver:
             raise Unshareable(f"{name}: {why} ({code})")
 
     def why_not(self, device: int) -> str | None:
-        """Why memory of a device cannot be shared; None where it can."""
+        """Why memory of a device cannot be shared; None if it can."""
         has = c_int()
         for attribute, what in ((_HAS_VIRTUAL_MEMORY, "virtual memory"), (_HAS_DESCRIPTORS, "descriptors of memory")):
             self._call("cuDeviceGetAttribute", byref(has), attribute, device)
@@ -131,7 +130,7 @@ class Driver:
         """Memory that another process has made, mapped: its address, and the device where it is.
 
         Raises:
-            MemoryError, Unshareable: It cannot be mapped, as where no device here reaches it.
+            MemoryError, Unshareable: The memory cannot be mapped, for example because no device here reaches it.
         """
         handle, properties = c_uint64(), _Properties()
         self._call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), _DESCRIPTOR)
@@ -172,14 +171,14 @@ class Driver:
         return found
 
     def unmap(self, address: int, size: int) -> None:
-        """Nothing may be using it any more."""
+        """Unmap memory that is no longer in use."""
         self._call("cuMemUnmap", address, size)
         self._call("cuMemAddressFree", address, size)
 
 
 @functools.cache
 def driver() -> Driver:
-    """That of this machine.
+    """The driver of this machine.
 
     Raises:
         Unshareable: There is none.

@@ -1,4 +1,4 @@
-"""Which devices there are, and their memory."""
+"""The available devices, and their memory."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from .random_state import RandomState
 __all__ = ["ShoalAccelerator"]
 
 Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.nn.Module]], DecentralizedOptimizer]
-"""What makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
+"""Makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 _CHECKPOINTS = "checkpoints"
 
@@ -58,17 +58,17 @@ class ShoalAccelerator(Accelerator):
     """Accelerate's ``Accelerator`` for agents of Shoal.
 
     ``prepare()`` puts Shoal's optimizer around each optimizer, wraps no model, gives all agents rank 0's first weights,
-    and deals samples out. ``gather``, ``gather_for_metrics``, ``reduce``, ``pad_across_processes`` and
+    and distributes the samples. ``gather``, ``gather_for_metrics``, ``reduce``, ``pad_across_processes`` and
     ``wait_for_everyone`` are over all agents. ``save_state`` and ``load_state`` keep each agent's own state;
     ``save_model`` and ``get_state_dict`` give the mean model's. All agents call these.
 
     Args:
-        wrapper: Makes an optimizer decentralized, of the optimizer and the models that are prepared:
-            :func:`one_peer_at_a_time`, if nothing is given.
-        options: Those of ``accelerate.Accelerator``, by name.
+        wrapper: Makes a decentralized optimizer from an optimizer and the prepared models; by default
+            :func:`one_peer_at_a_time`.
+        options: The options of ``accelerate.Accelerator``, by name.
 
     Raises:
-        ValueError: DeepSpeed, FSDP, Megatron-LM or a ``parallelism_config`` is asked for, which share one model;
+        ValueError: DeepSpeed, FSDP, Megatron-LM or a ``parallelism_config`` is requested, which share one model;
             ``dispatch_batches=True``, which would send each agent's samples from rank 0; or Accelerate has opened a
             process group already.
     """
@@ -96,10 +96,10 @@ class ShoalAccelerator(Accelerator):
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; optimizers come back decentralized. Models come before them, or with them.
+        """As Accelerate's; the returned optimizers are decentralized. Pass models before them, or with them.
 
         Raises:
-            ValueError: An optimizer comes before any model; or a model is wrapped for a process group.
+            ValueError: An optimizer is passed before any model, or a model is wrapped for a process group.
         """
         models = [*self._models, *(one for one in args if isinstance(one, torch.nn.Module))]
         return super().prepare(*(self._decentralized(one, models) for one in args), device_placement=device_placement)
@@ -161,7 +161,7 @@ class ShoalAccelerator(Accelerator):
         return gathered(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same without the samples that are dealt out twice at the end of an epoch; also of plain objects."""
+        """As :meth:`gather`, without the samples that are repeated at the end of an epoch; also for plain objects."""
         try:
             recursively_apply(lambda one: one, input_data, error_on_other_type=True)
         except TypeError:
@@ -208,14 +208,14 @@ class ShoalAccelerator(Accelerator):
         return self.register_save_state_pre_hook(hook)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *_: Any, **__: Any) -> str:
-        """Save each agent's own state: models, optimizers with what they exchange, schedulers, generators, what was
-        registered. All agents call it between two steps, with a folder that all machines share.
+        """Save each agent's own state: models, optimizers with their exchanges, schedulers, generators, registered
+        objects. All agents call it between two steps, with a folder that all machines share.
 
         Returns:
             The folder.
 
         Raises:
-            ShoalError: An agent could not; then the last state that was saved there still counts.
+            ShoalError: An agent could not save; then the last state that was saved there still counts.
         """
         settings = self.project_configuration
         if settings.automatic_checkpoint_naming:
@@ -247,15 +247,16 @@ class ShoalAccelerator(Accelerator):
         start: Literal["own", "consensus"] = "own",
         **__: Any,
     ) -> None:
-        """Go on where :meth:`save_state` was called, bit for bit. All agents call it, after the same ``prepare()``.
+        """Resume at the state of a :meth:`save_state`, bit for bit. All agents call it, after the same ``prepare()``.
 
         Args:
             input_dir: The folder; None for the last one of automatic names.
-            start: ``"own"``, or with another number of agents ``"consensus"``: all at the mean of what was saved.
+            start: ``"own"``, or with another number of agents ``"consensus"``: all begin at the mean of the saved
+                states.
 
         Raises:
-            FileNotFoundError: Nothing complete was saved there.
-            ValueError: It is of another number of agents, or other things were prepared.
+            FileNotFoundError: The folder has no complete state.
+            ValueError: It is of another number of agents, or other objects were prepared.
         """
         if input_dir is None:
             if not self.project_configuration.automatic_checkpoint_naming:
@@ -270,7 +271,7 @@ class ShoalAccelerator(Accelerator):
             self._random.restore()
 
     def _checkpoint(self) -> Checkpoint:
-        """All that is prepared or registered."""
+        """A checkpoint of all prepared or registered objects."""
         self._random = RandomState()
         parts: dict[str, Any] = {"random": self._random, "progress": _Progress(self)}
         parts |= {f"model_{k}": self.unwrap_model(one) for k, one in enumerate(self._models)}

@@ -1,5 +1,6 @@
-"""Numbers as the whole numbers that their bits are: what is gathered may be NaN, also where SHOAL_CHECK_FINITE refuses
-to send that."""
+"""Numbers as integers with the same bits: gathered values may be NaN, even if SHOAL_CHECK_FINITE refuses to send
+NaN.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The functions of ``accelerate.utils`` in which all processes meet (``gather``, ``gather_object``, ``reduce``,
-``broadcast``, ``broadcast_object_list``, ``pad_across_processes``, ``synchronize_rng_states``), over agents.
+"""The collective functions of ``accelerate.utils`` (``gather``, ``gather_object``, ``reduce``, ``broadcast``,
+``broadcast_object_list``, ``pad_across_processes``, ``synchronize_rng_states``), over agents.
 
-They ask Accelerate's state which kind of process they are in, and where that is one of several they call
-``torch.distributed``, for which agents have no process group. So the two modules that have them are told of agents, and
-find Shoal under the name ``torch.distributed`` where this process is one. That holds for functions that a script has
-imported before, too; nobody else's ``torch`` is another.
+They read the kind of process from Accelerate's state, and with several processes they call ``torch.distributed``, for
+which agents have no process group. So the two modules that define them are patched: if this process is an agent, they
+find Shoal under the name ``torch.distributed``. That also applies to functions that a script has imported before;
+``torch`` is unchanged for all other modules.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ NO_DISPATCH = (
 
 
 class _OverAgents:
-    """What the functions call of ``torch.distributed``, as it has it: results go into what is given. All else is
-    torch's own, which says that it has no process group."""
+    """The part of ``torch.distributed`` that the functions call, with its interface: results are written to the
+    arguments. All other names are torch's own, which raise errors because there is no process group.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.distributed, name)
@@ -78,10 +79,10 @@ class _Torch:
 
 
 def meet_through_shoal(agents: enum.Enum) -> None:
-    """Have the functions know agents; once is enough.
+    """Patch the functions for agents; later calls do nothing.
 
     Args:
-        agents: What Accelerate's state calls them.
+        agents: Their kind in Accelerate's state.
     """
     if isinstance(operations.torch, _Torch):
         return

@@ -1,4 +1,4 @@
-"""What Accelerate gathers, reduces and pads, through Shoal: tensors in any nesting of lists, tuples and dicts."""
+"""Accelerate's gather, reduce and pad operations, through Shoal: tensors in any nesting of lists, tuples and dicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gathered_objects(objects: Any) -> list[Any]:
     """The objects of all agents, in the order of ranks: plain data, as :func:`~shoal.broadcast_object` sends it.
 
     Raises:
-        TypeError: Something is not plain.
+        TypeError: A part of the objects is not plain data.
     """
     found = gather_by_rank(safe_serialization.write(objects), Internal("frameworks.gather_objects"))
     return [one for data in found.values() for one in safe_serialization.read(data)]

@@ -1,7 +1,7 @@
-"""Datasets that are read from their beginning (``IterableDataset``): how many samples they had is known at their end.
+"""Datasets that are read from their beginning (``IterableDataset``): their number of samples is known only at the end.
 
-Accelerate has every process read the whole stream and take its part. Where the last round of batches is not full, the
-stream's first samples make it up, and whoever evaluates has to leave these out again.
+Accelerate makes every process read the whole stream and take its part. If the last round of batches is not full, the
+stream's first samples fill it up, and an evaluation has to remove them again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Counted(IterableDataset[Any]):
 
 
 def count_samples(loader: Any) -> None:
-    """Have the stream of a prepared loader counted, if it reads one."""
+    """Count the samples of a prepared loader's stream, if it reads one."""
     shard = getattr(loader, "dataset", None)
     if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, Counted):
         shard.dataset = Counted(shard.dataset)

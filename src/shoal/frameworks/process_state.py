@@ -1,8 +1,8 @@
-"""Which of several agents a process is, as Accelerate sees it, and Transformers through it.
+"""The rank of a process and the number of agents for Accelerate, which Transformers uses as well.
 
-Both ask Accelerate's ``PartialState``, one for each process, who they are. Left to itself it reads a launcher's
-variables and opens a process group, for which there is no use here: models are not wrapped, and what agents say to each
-other goes through Shoal. So it is made before they ask, with this agent's rank and no process group.
+Both read their rank from Accelerate's ``PartialState``, one for each process. By default it reads a launcher's
+variables and opens a process group, which is not needed here: models are not wrapped, and agents communicate by Shoal.
+So the state is made earlier, with this agent's rank and without a process group.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ _FRAMEWORKS = {
 
 
 class Decentralized(str, enum.Enum):
-    """What Accelerate calls ``distributed_type``: none of its own, so that it neither wraps nor reduces anything."""
+    """The value of Accelerate's ``distributed_type``: unknown to Accelerate, so that it neither wraps nor reduces
+    anything.
+    """
 
     SHOAL = "SHOAL"
 
 
 def process_state(cpu: bool = False) -> PartialState:
-    """Accelerate's state of this process, as an agent of Shoal; which it becomes, where it is none yet.
+    """Accelerate's state of this process, as an agent of Shoal; the process becomes one if it is none yet.
 
     Args:
-        cpu: Train on the CPU, also where there is an accelerator.
+        cpu: Train on the CPU, even if there is an accelerator.
 
     Raises:
-        ValueError: Accelerate has opened a process group already; or something is asked for that agents which each have
-            a model of their own cannot do.
+        ValueError: Accelerate has opened a process group already, or a requested feature is impossible with a separate
+            model for each agent.
     """
     for variable, what in _FRAMEWORKS.items():
         if os.environ.get(variable, "false").lower() == "true":

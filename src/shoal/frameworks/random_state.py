@@ -1,4 +1,4 @@
-"""The states of the random generators that training draws from."""
+"""The states of the random generators that training uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 class RandomState:
     """Python's, NumPy's and torch's generators of this process, for a :class:`~shoal.Checkpoint`.
 
-    What is loaded is kept until :meth:`restore`, since much is drawn before training goes on.
+    A loaded state is kept until :meth:`restore`, because random numbers are drawn before training resumes.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class RandomState:
         self._loaded = state_dict
 
     def restore(self) -> None:
-        """Go on with what was loaded; nothing, if nothing was."""
+        """Set the generators to the loaded state, if there is one."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return

@@ -1,4 +1,4 @@
-"""What a framework needs of Shoal, and Shoal of a framework."""
+"""Requirements of the frameworks on Shoal's agents, and the error for a missing package."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from ..runtime.agent import Agent
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """What to raise where a framework's package is missing: which it is, and what brings it."""
+    """The error for a missing package of a framework: its name, and the extra that installs it."""
     return ModuleNotFoundError(f"{error.name} is not installed: pip install 'shoal[{extra}]'", name=error.name)
 
 
 def check_agent(agent: Agent, who: str) -> None:
-    """Refuse agents that a framework could not run as.
+    """Refuse agents that a framework does not support.
 
     Args:
-        who: Begins what is said.
+        who: The begin of the message.
 
     Raises:
-        ValueError: The agent is a thread, or others would go on without it.
+        ValueError: The agent is a thread, or the others would survive its loss.
     """
     if agent.launch.launcher == "fleet":
         raise ValueError(

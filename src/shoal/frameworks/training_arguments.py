@@ -1,4 +1,4 @@
-"""The arguments of a decentralized Trainer: those of Transformers, without the ways to share one model."""
+"""The arguments of a decentralized Trainer: the arguments of Transformers, without options that share one model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _STEPS_ELSEWHERE = {
 class ShoalTrainingArguments(TrainingArguments):
     """``transformers.TrainingArguments`` of an agent: its rank and the number of agents are Shoal's.
 
-    It makes this process an agent (:func:`shoal.init`), where it is none yet, and opens no process group, whatever
-    launcher's variables are set. ``output_dir`` must be on a disk that all machines share. Another default:
+    It makes this process an agent (:func:`shoal.init`), if it is none yet, and opens no process group, for any
+    launcher's variables. ``output_dir`` must be on a disk that all machines share. Another default:
     ``average_tokens_across_devices`` is off, since it makes all agents wait for all in every step.
 
     Raises:
@@ -104,7 +104,7 @@ class ShoalTrainingArguments(TrainingArguments):
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """The first agent (of each machine, if ``local``) goes ahead of the others, as to prepare a dataset."""
+        """The first agent (of each machine, if ``local``) runs the block before the others, as to prepare a dataset."""
         first = (self.local_process_index if local else self.process_index) == 0
         if not first:
             wait_for_everyone()

@@ -3,7 +3,7 @@
     from shoal.frameworks.transformers import ShoalTrainer as Trainer, ShoalTrainingArguments as TrainingArguments
 
 Each agent trains a model of its own on its part of the samples, and averages with a neighbour in every step of the
-optimizer. What is evaluated, saved and compared as the best is the mean of all agents' models.
+optimizer. Evaluation, checkpoints and the choice of the best model use the mean of all agents' models.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ShoalTrainer(Trainer):
         wrapper: Makes the optimizer decentralized, of it and the models: any of Shoal's wrappers
             (``shoal.DistributedGradientAllreduceOptimizer``), or a function around one. If none is given, adapt, then
             combine, with one neighbour at a time, and AdamW of ``args`` is :class:`shoal.AccumAdamW`.
-        options: Those of ``Trainer``, by name. Of ``optimizers`` each agent's is wrapped as it is.
+        options: The options of ``Trainer``, by name. An optimizer in ``optimizers`` is wrapped on each agent.
 
     Raises:
         TypeError: ``args`` are those of Transformers.
@@ -85,7 +85,7 @@ class ShoalTrainer(Trainer):
         self._agents_random: RandomState | None = None
         super().__init__(model, args, **options)
 
-    # What the Trainer is made of
+    # Components of the Trainer
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -158,7 +158,7 @@ class ShoalTrainer(Trainer):
     # Checkpoints: the mean model's files, and a folder with each agent's own state
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """As the Trainer's. ``resume_from_checkpoint=True`` goes on from the last checkpoint that is complete."""
+        """As the Trainer's. ``resume_from_checkpoint=True`` resumes from the last complete checkpoint."""
         if resume_from_checkpoint is True:
             found = broadcast_object(
                 _last_complete(Path(self.args.output_dir)), 0, Internal("frameworks.last_checkpoint")
@@ -172,10 +172,10 @@ class ShoalTrainer(Trainer):
         self._checkpoint().save(Path(output_dir) / AGENTS, self.state.global_step, keep=1)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """It is among each agent's own state."""
+        """Does nothing: the scaler is in each agent's own state."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """It is among each agent's own state."""
+        """Does nothing: the generators are in each agent's own state."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if not self._has_agents(resume_from_checkpoint):
@@ -188,10 +188,10 @@ class ShoalTrainer(Trainer):
                 self._agents_random = None  # all would draw as agent 0
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """It is among each agent's own state."""
+        """Does nothing: the scaler is in each agent's own state."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # Later than all else: what passes over batches draws from the generators, too.
+        # After everything else, because skipping batches draws from the generators, too.
         if self._agents_random is not None:
             self._agents_random.restore()
 
@@ -214,7 +214,7 @@ class ShoalTrainer(Trainer):
 
 
 def _mean(values: torch.Tensor) -> torch.Tensor:
-    """Over the agents. As bits nothing can be averaged, so NaN is refused where SHOAL_CHECK_FINITE says so."""
+    """The mean over the agents. It cannot be averaged as bits, so NaN is refused if SHOAL_CHECK_FINITE is set."""
     return allreduce(values, name=Internal("frameworks.mean"))
 
 

@@ -1,4 +1,4 @@
-"""The public names of this room, which ``__init__.py`` hands on when the first of them is asked for."""
+"""The public names of this package, which ``__init__.py`` imports on first use."""
 
 from .allreduce_messages import direct_allreduce as direct_allreduce
 from .allreduce_messages import hierarchical as hierarchical

@@ -1,4 +1,4 @@
-"""Averaging over everybody at once, as the exchanges that it is made of, so that it can be timed beside a topology.
+"""Averages over all agents, as sequences of exchanges, so that they can be compared with topologies.
 
 Every function gives the :data:`~shoal.netmodel.messages.Step` of one all-reduce of `nbytes` among `size` agents.
 """
@@ -75,13 +75,13 @@ def tree_allreduce(size: int, nbytes: float, chunks: int = 1) -> Step:
 
 
 def hierarchical(machines: int, agents_per_machine: int, nbytes: float, between: Step) -> Step:
-    """First each agent of a machine averages a share, then the shares go between machines, then they are handed round.
+    """First each agent of a machine averages a share, then shares are exchanged between machines, then inside machines.
 
     Args:
         machines, agents_per_machine: all machines are full.
         nbytes: of one agent's tensor.
         between: exchanges among machines, with the bytes of a whole tensor. Every agent exchanges its own share with
-            those that stand where it does on their machines, as :func:`shoal.hierarchical_neighbor_allreduce` does.
+            its counterparts on other machines, as in :func:`shoal.hierarchical_neighbor_allreduce`.
     """
     inside = _all_pairs(np.arange(machines * agents_per_machine).reshape(machines, -1).T, nbytes / agents_per_machine)
     around = [inside] if agents_per_machine > 1 else []
@@ -95,7 +95,7 @@ def hierarchical_allreduce(machines: int, agents_per_machine: int, nbytes: float
 
 
 def _all_pairs(groups: Ints, nbytes: float) -> Messages:
-    """Everybody to everybody within each column of `groups`."""
+    """Messages from every agent to every other within each column of `groups`."""
     length = len(groups)
     behind = [np.roll(groups, -hop, axis=0).ravel() for hop in range(1, length)]
     into = np.concatenate(behind) if behind else np.empty(0, np.int64)

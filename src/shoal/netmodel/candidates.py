@@ -1,5 +1,5 @@
-"""All the ways to average that there are for a network: the topologies of the catalog, of agents and of machines, and
-the all-reduces.
+"""All methods of averaging on a network: the topologies of the catalog, of agents and of machines, and the
+all-reduces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Averaging:
         name: of the topology, or of the all-reduce.
         schedule: its rounds; None for an all-reduce, which is done after one.
         operations: ``operations(nbytes, rounds)``, how its first rounds are run on a tensor of so many bytes.
-        messages: the same as messages to neighbours, which is how compressed ones travel; None for an all-reduce.
+        messages: the same as messages to neighbours, in which compressed tensors are sent; None for an all-reduce.
         second_buffer: it is CECA with its second buffer, which averages and which no training has.
     """
 
@@ -49,7 +49,7 @@ class Averaging:
 
 
 def averagings(size: int, agents_per_machine: int) -> tuple[list[Averaging], dict[str, str]]:
-    """Those there are for so many agents, and ``{name: why}`` for those there are not."""
+    """The averaging methods for this number of agents, and ``{name: reason}`` for the unavailable ones."""
     passed_over: dict[str, str] = {}
     found = [_by_allreduce(name, step_of) for name, step_of in _allreduces(size, agents_per_machine)]
     for name, schedule in _schedules(size, agents_per_machine, passed_over):
@@ -88,7 +88,7 @@ def _schedules(size: int, local: int, passed_over: dict[str, str]) -> Iterator[t
     for topology in CATALOG.values():
         if topology.name in _AS_ALLREDUCE:
             continue
-        # Machines of one agent are nothing to tell a topology that groups agents by machines.
+        # A topology that groups agents by machines gets no machines of one agent.
         options: dict[str, float] = {"agents_per_machine": local} if topology.agents_per_machine and local > 1 else {}
         schedule = _made(topology.name, topology, size, options, passed_over)
         if schedule is not None:

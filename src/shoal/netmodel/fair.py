@@ -1,7 +1,7 @@
-"""Who gets how much of what is shared: max-min fairness, which is roughly what TCP's flows settle on.
+"""The rates of messages that share resources: max-min fairness, which approximates the equilibrium of TCP flows.
 
-No message can be given more without taking from one that has no more than it. Found by progressive filling (Bertsekas
-and Gallager, Data Networks, section 6.5.2), many bottlenecks in one pass.
+No message's rate can grow without lowering one that is not larger. Found by progressive filling (Bertsekas and
+Gallager, Data Networks, section 6.5.2), many bottlenecks in one pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fair_rates(shared: Ints, capacity: Floats) -> Floats:
         users = np.bincount(passes.ravel(), minlength=len(left))
         offered = (left / np.maximum(users, 1))[passes]
         best = offered.min(axis=1)
-        # All that pass it are held back by it alone: what it offers can only be what they get.
+        # If it alone limits all its messages, their rates are exactly its offer.
         held_elsewhere = np.bincount(
             passes.ravel(), weights=(best[:, None] < offered * (1 - _EQUAL)).ravel(), minlength=len(left)
         )

@@ -1,4 +1,4 @@
-"""Finds what a NIC does to messages from how long messages took.
+"""Fits the parameters of a NIC to the measured times of messages.
 
 Messages that begin together on one NIC take ``degree (overhead + nbytes / bandwidth) + latency``: linear in the three
 unknowns, so that least squares finds them. Errors count by their share of the time, or the longest runs alone would
@@ -32,10 +32,10 @@ class Observation(NamedTuple):
 
 
 def fit_link(observations: Sequence[Observation]) -> Link:
-    """The NIC that explains the observations best.
+    """The NIC with the best fit to the observations.
 
-    With one degree only, overhead and latency cannot be told apart, and all of it counts as latency. Of a latency or
-    an overhead that would come out negative, there is none.
+    With one degree only, overhead and latency cannot be distinguished, and all of it counts as latency. A negative
+    latency or overhead is set to zero.
 
     Raises:
         ValueError: fewer than two different sizes, times that are not positive, or times that do not grow with the
@@ -51,7 +51,7 @@ def fit_link(observations: Sequence[Observation]) -> Link:
         columns["overhead"] = degree
     best: dict[str, float] = {}
     least = math.inf
-    # None may be negative. The best such fit is the plain one of those that are not zero, so trying all sets is exact.
+    # None may be negative. The best such fit is the plain fit of the nonzero ones, so trying all subsets is exact.
     for count in range(1, len(columns) + 1):
         for names in itertools.combinations(columns, count):
             shares = np.stack([columns[name] / seconds for name in names], axis=1)

@@ -1,7 +1,7 @@
-"""The messages that are under way, and what they become in a moment: the part of the simulation that is arrays.
+"""The messages in transit, and their progress over time: the part of the simulation that uses arrays.
 
-A message is a volume that is sent at the rate that it gets, and arrives some time after. An overhead counts as volume,
-so that messages that share a NIC wait for each other's overheads, too.
+A message is a volume that is sent at its current rate, and arrives after its latency. An overhead counts as volume, so
+messages that share a NIC also wait for each other's overheads.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .network import Floats, Ints, Network, Paths
 SAME_MOMENT = 1e-12
 """Relative difference below which two times are one."""
 _DONE = 1e-9
-"""Share of a message below which what is left of it is rounding."""
+"""Share of a message below which the remainder is rounding."""
 
 
 class RoutedMessages(NamedTuple):
-    """The messages of one exchange with what the network does to them, ordered by source.
+    """The messages of one exchange with their network parameters, ordered by source.
 
     Each array is [messages] but for the first and the last.
 
     Attributes:
-        first: [agents + 1], where the messages of each agent begin.
+        first: [agents + 1], the index of each agent's first message.
         destination: of each message.
-        shared: [messages, 5], what it shares, as indices of a capacity.
+        shared: [messages, 5], the resources that it shares, as indices of a capacity.
         latency: seconds.
-        volume: bytes, with what its overhead costs.
+        volume: bytes, including its overhead.
         expected: [agents], messages that each agent waits for.
     """
 
@@ -44,9 +44,10 @@ class RoutedMessages(NamedTuple):
 
 
 def prepare(network: Network, all_messages: Sequence[Messages]) -> tuple[list[RoutedMessages], Floats]:
-    """Exchanges, and the capacity of all that their messages share: what the network has, then single links.
+    """The exchanges, and the capacities of all resources that their messages share: first the network's, then single
+    links.
 
-    Exchanges of the same messages, as an object, are the same.
+    Exchanges with the identical messages object are the same object.
 
     Raises:
         ValueError: a message names an agent beyond the network.
@@ -84,10 +85,10 @@ class _Sorted(NamedTuple):
 
 def _routed(network: Network, one: _Sorted, links: Ints) -> RoutedMessages:
     paths = one.paths
-    # The network's last capacity is the one without limit, and the links come behind it.
+    # The network's last capacity is the unlimited one, and the links follow it.
     without_limit = len(network.capacity) - 1
     link = np.where(np.isfinite(paths.limit), without_limit + 1 + np.searchsorted(links, one.pairs), without_limit)
-    # What an overhead costs, in bytes at the rate that the message has when it is alone. On a way without limit there
+    # The overhead in bytes, at the rate of the message when it is alone. On an unlimited path there
     # is no such rate: there only the latency can stand for it.
     free = np.isinf(paths.alone)
     overhead = np.where(free, 0.0, paths.overhead) * np.where(free, 0.0, paths.alone)
@@ -102,10 +103,10 @@ def _routed(network: Network, one: _Sorted, links: Ints) -> RoutedMessages:
 
 
 class Flows:
-    """The messages that are being sent at this moment.
+    """The messages in transit at one moment.
 
     Args:
-        capacity: of all that they share, in bytes a second.
+        capacity: of all shared resources, in bytes a second.
 
     Attributes:
         now: the moment, in seconds.
@@ -118,7 +119,7 @@ class Flows:
         self._numbers: Ints = np.empty((0, 2), np.int64)
         """Number of the exchange, and destination, of each message."""
         self._amounts: Floats = np.empty((0, 3))
-        """Latency, volume, and what is left of it."""
+        """Latency, volume, and the remaining volume."""
         self._rates: Floats | None = None
 
     def __len__(self) -> int:

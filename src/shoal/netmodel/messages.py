@@ -1,4 +1,6 @@
-"""Who sends how much to whom: the messages of one exchange, taken from a round of a schedule or written by hand."""
+"""The messages of one exchange with sources, destinations and bytes: from a round of a schedule, or given
+explicitly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .network import Floats, Ints
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """The messages of one exchange: each agent sends all of its own at once, and goes on when all for it have come.
+    """The messages of one exchange: each agent sends all of its own at once, and continues when all for it have
+    arrived.
 
     Attributes:
         source, destination: int64 [messages], agents. No agent sends to itself.

@@ -1,11 +1,11 @@
-"""A network of agents on machines, as far as messages feel it: latency, bandwidth, and what messages have to share.
+"""A network of agents on machines: latency, bandwidth, and the resources that messages share.
 
 An agent has a port, which all its messages pass; a machine has a NIC, which all messages of its agents to other
 machines pass. Both carry both directions at once, each at a full rate of its own. A message inside a machine passes two
-ports, one between machines two ports and two NICs; what passes the same in the same direction shares its rate.
-This is the alpha-beta model in the form of LogGP (Alexandrov et al. 1995): a message of M bytes alone takes
+ports, one between machines two ports and two NICs; messages through the same port or NIC in the same direction share
+its rate. This is the alpha-beta model in the form of LogGP (Alexandrov et al. 1995): a message of M bytes alone takes
 ``overhead + M / bandwidth + latency``; d messages of one NIC take ``d (overhead + M / bandwidth) + latency``, because
-overheads and bytes take turns, and what is under way does not.
+overheads and bytes take turns, but latencies overlap.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Link:
-    """What a port, a NIC or a single link does to a message.
+    """The parameters of a port, a NIC or a single link.
 
     Attributes:
-        latency: seconds under way; any number of messages are under way at once.
-        bandwidth: bytes a second in each direction; ``math.inf`` for one that is never in the way.
-        overhead: seconds for which a message occupies the NIC besides its bytes, so that messages take turns.
-        download: bytes a second of what comes in, for a NIC or a port that receives faster or slower than it sends;
-            `bandwidth` is then of what goes out. None if both are the same.
+        latency: seconds in transit; any number of messages are in transit at once.
+        bandwidth: bytes a second in each direction; ``math.inf`` for an unlimited one.
+        overhead: seconds for which a message occupies the NIC in addition to its bytes, so messages take turns.
+        download: bytes a second for receiving, on a NIC or a port that receives faster or slower than it sends;
+            `bandwidth` is then for sending. None if both are the same.
     """
 
     latency: float = 0.0
@@ -52,22 +52,22 @@ class Link:
 
     @property
     def inward(self) -> float:
-        """Bytes a second of what comes in."""
+        """Bytes a second for receiving."""
         return self.bandwidth if self.download is None else self.download
 
     def seconds(self, nbytes: float, messages: int = 1) -> float:
-        """Until so many messages that begin together and share it, out of one such and into another, have arrived."""
+        """Seconds until messages that begin together, from one such link to another, have arrived."""
         return messages * (self.overhead + nbytes / min(self.bandwidth, self.inward)) + self.latency
 
 
 class Paths(NamedTuple):
-    """What each of some messages passes, each array [messages].
+    """The paths of messages, each array [messages].
 
     Attributes:
         shared: int64 [messages, 4], which of :attr:`Network.capacity` it shares: port and NIC on the way out, port and
-            NIC on the way in. A message inside a machine names one of unlimited capacity in place of the NICs.
+            NIC on the way in. A message inside a machine has an unlimited resource instead of the NICs.
         limit: bytes a second of the link from its source to its destination, which it shares with other rounds only.
-        latency, overhead: seconds, the largest of what it passes.
+        latency, overhead: seconds, the largest along the path.
         alone: bytes a second when nothing else is sent.
     """
 
@@ -80,23 +80,23 @@ class Paths(NamedTuple):
 
 @dataclass(frozen=True)
 class Network:
-    """Agents on machines, and what is between them.
+    """Agents on machines, and the links between them.
 
-    Latency and overhead of a message are the largest along its way, its rate what the way's shared parts leave it.
+    Latency and overhead of a message are the largest along its path, its rate is its share of the path's resources.
 
     Attributes:
         size: number of agents n; ranks fill machine after machine.
         between: a machine's NIC.
-        agents_per_machine: how many share a NIC; the last machine may have fewer.
-        inside: an agent's port. By default it is never in the way.
+        agents_per_machine: how many agents share a NIC; the last machine may have fewer.
+        inside: an agent's port. By default it is unlimited.
         nics: ``{machine: Link}`` for NICs that differ from `between`.
         ports: ``{agent: Link}`` for ports that differ from `inside`.
-        flow: what a pair of agents on different machines has in one direction, however free the NICs: the limit of a
-            TCP connection. By default there is none.
-        links: ``{(source, destination): Link}`` for single ways, of one direction, in place of `flow`.
+        flow: the limit of a pair of agents on different machines in one direction, even on idle NICs: that of a TCP
+            connection. By default there is none.
+        links: ``{(source, destination): Link}`` for single links, of one direction, instead of `flow`.
 
     Raises:
-        ValueError: a number that is not one, a NIC, port or link of nobody, or a `download` of what has one direction.
+        ValueError: an invalid number, a NIC, port or link without an agent, or a `download` of a link of one direction.
     """
 
     size: int
@@ -132,12 +132,12 @@ class Network:
 
     @cached_property
     def capacity(self) -> Floats:
-        """Bytes a second of all that is shared: ports out, ports in, NICs out, NICs in, and one without limit."""
+        """Bytes a second of all shared resources: ports out, ports in, NICs out, NICs in, and an unlimited one."""
         ports, nics = self._ports, self._nics
         return np.concatenate([ports.bandwidth, ports.inward, nics.bandwidth, nics.inward, [math.inf]])
 
     def paths(self, source: Ints, destination: Ints) -> Paths:
-        """What messages from each `source` to the `destination` beside it pass; both int64 [messages]."""
+        """The paths of messages from each `source` to the `destination` at the same index; both int64 [messages]."""
         out, into = self.machine_of(source), self.machine_of(destination)
         unlimited = 2 * (self.size + self.machines)
         leaves = out != into
@@ -165,7 +165,7 @@ class Network:
         return _Links.of(self.machines, self.between, self.nics)
 
     def _own(self, source: Ints, destination: Ints, leaves: NDArray[np.bool_]) -> _Links:
-        """What each message shares with no other."""
+        """The parameters of each message's own link, which it shares with no other."""
         flow, none = self.flow, Link()
         found = _Links(
             np.where(leaves, flow.latency, none.latency),

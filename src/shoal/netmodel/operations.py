@@ -1,8 +1,7 @@
-"""Which of Shoal's operations carries out a round of a schedule, and so which messages it really costs.
-
-A round that takes the mean of all is an all-reduce, and one in which the agents of each machine act as one is
-``hierarchical_neighbor_allreduce``: both need far fewer bytes than one tensor on every edge, which is what
-``neighbor_allreduce`` sends.
+"""The operation of Shoal that executes a round of a schedule, and so its actual messages. A round that takes the mean
+of all is an all-reduce, and a round in which the agents of each machine act as one is
+``hierarchical_neighbor_allreduce``: both need far fewer bytes than ``neighbor_allreduce``, which sends one tensor on
+every edge.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ModelOperation(NamedTuple):
 def operations_of(
     schedule: Schedule, rounds: Iterable[int], nbytes: float, agents_per_machine: int = 1
 ) -> list[ModelOperation]:
-    """How some rounds of a schedule are run. Rounds of one period are the same objects each time.
+    """The operations of some rounds of a schedule. Rounds of one period are the same objects each time.
 
     Args:
         schedule: of all agents, numbered machine by machine.

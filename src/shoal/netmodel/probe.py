@@ -1,8 +1,8 @@
-"""Measures a network with the agents that are on it: what a port inside a machine and a NIC between machines can do.
+"""Measures a network with its agents: the parameters of a port inside a machine and of a NIC between machines.
 
 Each agent sends to one, two or three others at once, and receives from as many, small tensors and large ones, by
-Shoal's own operation; the network model is fitted to how long that took. ``python -m shoal.netmodel.probe`` is what an
-agent runs; :func:`measure_here` starts some on this machine.
+Shoal's own operation; the network model is fitted to the times. Each agent runs ``python -m shoal.netmodel.probe``;
+:func:`measure_here` starts some on this machine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _DEADLINE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """What agents found out about the network between them.
+    """The measured parameters of the network between agents.
 
     Attributes:
-        agents: how many took part.
+        agents: the number of agents.
         agents_per_machine: on each machine; 1 if machines differ.
         inside: an agent's port, while all agents use theirs; None if every machine has one agent.
         between: a machine's NIC, while one agent of each machine uses it; None if there is one machine.
@@ -55,7 +55,7 @@ def measure() -> MeasuredNetwork:
     """The part of every agent, after ``shoal.init()``. All must call it; all get the same result.
 
     Raises:
-        ValueError: there is a single agent, or the times make no sense.
+        ValueError: there is a single agent, or the measured times are implausible.
     """
     size, rank = shoal.size(), shoal.rank()
     if size < 2:
@@ -111,10 +111,10 @@ def measure_here(agents: int) -> MeasuredNetwork:
     """Measure with so many processes on this machine, started for it.
 
     Raises:
-        RuntimeError: they failed; the message ends with what they wrote.
+        RuntimeError: they failed; the message ends with their output.
     """
     command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), "-m", "shoal.netmodel.probe"]
-    # They meet elsewhere than the agents of a job whose variables are still set.
+    # They must not meet with the agents of a job whose variables are still set.
     others = ("SHOAL_BEGIN_WITH", "SHOAL_INCARNATION", "SHOAL_RECORD", "SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
     environ = {name: text for name, text in os.environ.items() if name not in others}
     done = subprocess.run(

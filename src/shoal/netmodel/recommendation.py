@@ -1,10 +1,9 @@
-"""Which topology? Ranks those of the catalog by the predicted time until all agents agree, and by what training costs.
+"""Ranks the topologies of the catalog by the predicted time until all agents agree, and by the costs of training.
 
-Agreeing to an error takes a number of rounds, which is the topology's (:mod:`shoal.topology.analysis.consensus`), and
-each takes a time, which is the network's (:mod:`shoal.netmodel.simulation`). Training is not the same as agreeing: it
-averages every few steps, and agrees as well as the topology lets it meanwhile. What that costs is in
-:mod:`shoal.netmodel.training`, and which topologies can be trained with at all is what the algorithms say of
-themselves.
+The number of rounds to an error depends on the topology (:mod:`shoal.topology.analysis.consensus`), and the time of a
+round on the network (:mod:`shoal.netmodel.simulation`). Training differs from agreeing: it averages every few steps,
+with incomplete agreement in between. :mod:`shoal.netmodel.training` computes the costs of that, and the needs of the
+algorithms decide which topologies can be used.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ AS_FAST = 0.05
 """Times that differ by less are equal: the model is not better than that, and fewer rounds are worth more."""
 
 _WINDOW = 24
-"""Rounds that are played at most; the others are taken to go on like the second half of them."""
+"""The most rounds that are simulated; the others are assumed to repeat the second half of them."""
 _MUCH = 1.5
-"""How many times as much is worth a word."""
+"""The factor from which a difference is mentioned."""
 _LONGEST_EXACT = 64
 _BARE_ROUNDS = 4
 _PERIODS, _LONGEST_PERIOD = 4, 64
@@ -43,22 +42,22 @@ _PLAIN = Training()
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to average on this network.
+    """One method of averaging on this network.
 
     Attributes:
         name: of the topology, or of the all-reduce.
-        operation: what carries out its rounds; several are joined by " and ".
-        rounds: to the error; None if it never gets there, or nobody knows.
-        exact: they end with the exact mean of all.
+        operation: the operation that executes its rounds; several are joined by " and ".
+        rounds: to the error; None if it never reaches it, or if that is unknown.
+        exact: the rounds end with the exact mean of all.
         seconds_per_round: predicted, on average.
-        waiting_share: of a round, what a tensor of no bytes would take: latency and overheads.
-        models_on_a_nic: of a round, what the busiest NIC sends or receives, in tensors of the model; on average.
+        waiting_share: the share of a round for a tensor of no bytes: latency and overheads.
+        models_on_a_nic: the traffic of the busiest NIC in a round, in tensors of the model; on average.
         seconds: predicted, to the error; infinite if `rounds` is None.
         why: a sentence.
-        refused: why it cannot be trained with; empty if it can.
-        trained_by: the operation that an optimizer carries out its rounds with.
+        refused: why it cannot be used for training; empty if it can.
+        trained_by: the operation with which an optimizer executes its rounds.
         seconds_per_step: of training, computing and messages, on average.
-        steps_apart: how far agents are from their mean meanwhile, in local steps; see
+        steps_apart: the distance of agents from their mean during training, in local steps; see
             :func:`~shoal.netmodel.training.steps_apart`.
         training_seconds: `seconds_per_step`, times how many more steps it takes than if agents were together; infinite
             if it is refused.
@@ -94,12 +93,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What :func:`recommend` found.
+    """The result of :func:`recommend`.
 
     Attributes:
         network, nbytes, error, training: as given.
-        candidates: the fastest to agree first, among equals the one of the fewest rounds; those that never agree last.
-        passed_over: ``{name: why}`` for topologies that cannot be made, or timed, for this number of agents.
+        candidates: the fastest to agree first, among equal ones the one with the fewest rounds; candidates that never
+            agree are last.
+        passed_over: ``{name: reason}`` for topologies that cannot be made, or timed, with this number of agents.
     """
 
     network: Network
@@ -111,7 +111,9 @@ class Recommendation:
 
     @property
     def to_train(self) -> tuple[Candidate, ...]:
-        """Those that can be trained with, and agree: the cheapest first, among equals the one of the fewest rounds."""
+        """The candidates that agree and can be used for training: the cheapest first, among equal ones the one with the
+        fewest rounds.
+        """
         able = [one for one in self.candidates if not one.refused and one.rounds is not None]
         return tuple(_ranked(able, lambda one: one.training_seconds, lambda one: (_many(one.rounds), one.steps_apart)))
 
@@ -126,7 +128,9 @@ class Recommendation:
         return groups
 
     def advice(self) -> list[str]:
-        """What to take, in sentences: the best to agree, the best that is no all-reduce, and the best to train with."""
+        """The recommendation in sentences: the best to agree, the best that is no all-reduce, and the best to train
+        with.
+        """
         best = self.candidates[0]
         equals = f" Times within {AS_FAST:.0%} count as equal, and fewer rounds decide."
         said = [f"To agree to {self.error:g}, take {best.name} ({best.operation}): {best.why}.{equals}"]
@@ -145,14 +149,14 @@ def recommend(
     training: Training = _PLAIN,
     watched: Callable[[Sequence[Averaging]], Iterable[Averaging]] = iter,
 ) -> Recommendation:
-    """Rank every topology of the catalog, and the all-reduces, for a network. For a thousand agents it takes a minute.
+    """Rank every topology of the catalog, and the all-reduces, on a network. With a thousand agents it takes a minute.
 
     Args:
-        network: what is between the agents.
+        network: the network between the agents.
         nbytes: of one agent's tensors, the model.
         error: the consensus error to reach, relative to that of the start, above 0.
-        training: local steps, compression, how much agents' data differ: what training with it will be like.
-        watched: goes through the ways to average for it, one by one, and may show how far it is.
+        training: the intended training: local steps, compression, the difference of agents' data.
+        watched: iterates over the averaging methods, and may show the progress.
 
     Raises:
         ValueError: fewer than two agents, an error or a size that is not above 0, or a network on which no message
@@ -195,7 +199,7 @@ def _candidate(network: Network, averaging: Averaging, nbytes: float, error: flo
         name=averaging.name,
         operation=" and ".join(sorted({operation.name for operation in operations})),
         rounds=needed,
-        # What takes longer only comes closer and closer.
+        # With more rounds the error only approaches zero.
         exact=averaging.schedule is None
         or (needed is not None and needed <= _LONGEST_EXACT and _rounds(averaging, EXACT) == needed),
         seconds_per_round=timed.per_round,
@@ -213,7 +217,7 @@ def _rounds(averaging: Averaging, error: float) -> int | None:
 
 
 def _trained(network: Network, averaging: Averaging, nbytes: float, training: Training, one: Candidate) -> Candidate:
-    """The same with what training on it costs."""
+    """The candidate with its costs of training."""
     if averaging.second_buffer:
         return replace(one, refused="training mixes parameters by W alone, and has no second buffer")
     refused = "" if averaging.schedule is None else training.refuses(averaging.schedule)
@@ -246,7 +250,7 @@ def _trained_by(schedule: Schedule | None, network: Network, training: Training)
 
 
 def _seconds_of_training(network: Network, averaging: Averaging, message: float, trained_by: str) -> float:
-    """Of a round, on average over all that there are."""
+    """The time of a round, on average over all rounds."""
     run = averaging.messages if averaging.messages is not None and trained_by == NEIGHBOR else averaging.operations
     period = _period(averaging.schedule)
     rounds = period * max(1, min(_PERIODS, _WINDOW // period)) if period <= _LONGEST_PERIOD else _WINDOW
@@ -269,7 +273,7 @@ def _ranked(
     seconds: Callable[[Candidate], float],
     better: Callable[[Candidate], tuple[float, float]],
 ) -> list[Candidate]:
-    """By time; those that are as fast as the fastest of them, by rounds, then by what is better, then by time."""
+    """By time; candidates as fast as the fastest of them by rounds, then by ``better``, then by time."""
     left = sorted(candidates, key=lambda one: _digits(seconds(one)))
     ranked: list[Candidate] = []
     while left:
@@ -286,7 +290,9 @@ class _Timed(NamedTuple):
 
 
 def _timed(network: Network, steps: list[Step], rounds: int) -> _Timed:
-    """So many rounds, of which `steps` are the first. The others go on like the second half of these."""
+    """The time of so many rounds, of which `steps` are the first. The others are assumed to repeat the second half of
+    these.
+    """
     timeline = simulate(network, steps)
     further = rounds - len(steps)
     total = timeline.seconds
@@ -322,7 +328,7 @@ def _why(one: Candidate) -> str:
 
 
 def _fault(one: Candidate, best: Candidate) -> str:
-    """What makes it slower than the best; empty if nothing much does."""
+    """The reason why it is slower than the best; empty if there is none of importance."""
     if one.rounds is None or best.rounds is None or not best.seconds or one.seconds < _MUCH * best.seconds:
         return ""
     many, longer = one.rounds / best.rounds, one.seconds_per_round / best.seconds_per_round

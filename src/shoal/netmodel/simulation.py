@@ -1,9 +1,9 @@
-"""Plays the steps of training on a network: when does each agent end each step?
+"""Simulates the steps of training on a network: the time at which each agent ends each step.
 
-An agent computes, sends its messages, and goes on when those for it have come. It waits for its own neighbours only, so
-agents drift apart, and a straggler's delay spreads as far as the graph carries it. Between two events every message
-moves at the rate that max-min fairness gives it among those that are under way, whatever round they belong to. Events
-are one at a time, the messages between them arrays: agents that are alike are moved together.
+An agent computes, sends its messages, and continues when the messages for it have arrived. It waits for its own
+neighbours only, so agents drift apart, and a straggler's delay spreads as far as the graph carries it. Between two
+events every message in transit, of any round, has the rate of max-min fairness. Events are processed one at a time, the
+messages between them as arrays: agents that are alike are processed together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Until the last agent has ended the last step."""
+        """Seconds until the last agent has ended the last step."""
         return float(self.ended[-1].max()) if len(self.ended) else 0.0
 
     def seconds_per_step(self, skip: int = 0) -> float:
@@ -58,13 +58,13 @@ def simulate(
         steps: the exchanges of each step, in order.
         compute: seconds, broadcast to [steps, agents]. One number for all, or a row of one for each agent, or all.
         lag: how many steps an agent may compute beyond the last one whose messages have come. With 0 it waits for the
-            messages of a step before it begins the next; with 1 the messages travel while the next step is computed,
-            which therefore uses averages or gradients that are one step old ("gradient lag").
+            messages of a step before it begins the next; with 1 the messages are in transit while the next step is
+            computed, which therefore uses averages or gradients that are one step old ("gradient lag").
         overlap: the share of its computation, at the end, during which an agent already sends, as back-propagation
             does with the layers that are done. A step ends no sooner than its computation.
 
     Raises:
-        ValueError: a rank is beyond the network, a time is negative, or `lag` or `overlap` make no sense.
+        ValueError: a rank is beyond the network, a time is negative, or `lag` or `overlap` is invalid.
     """
     plan = list(steps)
     if lag < 0:

@@ -1,15 +1,15 @@
-"""What training costs on a topology: seconds for a step, how far agents are apart meanwhile, and what that costs.
+"""The costs of training on a topology: seconds for a step, the distance between agents, and the steps that it costs.
 
-Where agents' data differ, every local step drives them apart, and every exchange brings them closer. With a learning
-rate lr and gradients that stay as they are, they settle at a distance from their mean of lr, times how much the
-gradients differ, times a number that is the topology's, :func:`steps_apart`; and D-PSGD ends as far from the optimum
-(in Koloskova et al. 2020, arXiv:2003.10422, theorem 2, 1 / p is in its place). To end as near as with all agents
-together, training takes a learning rate that is smaller by that much, and as many more steps.
+If agents' data differ, every local step drives agents apart, and every exchange brings them closer. With a learning
+rate lr and constant gradients, their distance from the mean converges to the product of lr, the difference of the
+gradients, and a number of the topology, :func:`steps_apart`. D-PSGD ends at the same distance from the optimum (in
+Koloskova et al. 2020, arXiv:2003.10422, theorem 2, 1 / p replaces that number). To end as near as with all agents
+together, training needs a learning rate that is smaller by that factor, and as many more steps.
 
-How much that is depends on how far training is to go. The differences stay as long as they are, while the mean gradient
-shrinks: where a tenth of it is left, the same differences are ten times as long in lengths of it. So the difference
-that was measured is divided by the share of the mean gradient that is to be left, ``accuracy``. What the differences do
-and the mean gradient are at right angles on average, so they add in squares.
+The factor depends on the accuracy of training. The differences keep their length, while the mean gradient shrinks: when
+a tenth of it is left, the same differences are ten times as long relative to it. So the measured difference is divided
+by the final share of the mean gradient, ``accuracy``. The effect of the differences and the mean gradient are at right
+angles on average, so they add in squares.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Training:
-    """How it is trained: with D-PSGD, adapt then combine, as :class:`shoal.DecentralizedOptimizer` does.
+    """The parameters of training: with D-PSGD, adapt then combine, as :class:`shoal.DecentralizedOptimizer` does.
 
     Attributes:
         difference: how much agents' data differ: the root mean square distance of their gradients from the mean
             gradient, in lengths of the mean gradient. 0 if all have the same data, 1 if the differences are as long as
-            what they have in common. Measured where training begins
-            (:func:`shoal.netmodel.probe.measure_difference`); the default is for shuffled data.
+            the mean gradient. Measured at the begin of training (:func:`shoal.netmodel.probe.measure_difference`); the
+            default is for shuffled data.
         local_steps: steps for each exchange, at least 1, as ``num_steps_per_communication`` of the optimizer.
         compute: seconds that an agent computes in a step.
         compression: of a message, in bytes of the model: a share above 0 and at most 1, such as 0.5 for parameters in
-            16 bits, which all exchanges gain from; or a compressor for float32, which messages to neighbours gain from.
-            A compressor takes an algorithm that is built for it: CHOCO-SGD, and low-precision D-PSGD for
+            16 bits, which applies to all exchanges; or a compressor for float32, which applies to messages to
+            neighbours. A compressor needs an algorithm that is built for it: CHOCO-SGD, and low-precision D-PSGD for
             :class:`~shoal.compression.MinMaxUInt8`.
-        accuracy: what is left of the mean gradient's length where training is to end, as a share of that where
-            `difference` was measured, above 0 and at most 1.
+        accuracy: the length of the mean gradient at the end of training, as a share of its length when `difference` was
+            measured, above 0 and at most 1.
 
     Raises:
-        ValueError: a number that makes no sense, or a compressor that is no contraction.
+        ValueError: an invalid number, or a compressor that is no contraction.
         TypeError: `compression` is neither a number nor a compressor.
     """
 
@@ -109,21 +109,21 @@ class Training:
 
     @property
     def algorithm(self) -> str:
-        """What is trained with, by name."""
+        """The name of the algorithm used for training."""
         return type(self._plain).__name__
 
     @property
     def _plain(self) -> Algorithm:
-        """That, with numbers on which its needs do not depend."""
+        """The algorithm, with parameters on which its needs do not depend."""
         if self.compressor is None:
             return GradientDescent(1.0)
         return LowPrecision(1.0) if isinstance(self.compressor, MinMaxUInt8) else ChocoSGD(1.0, 1.0, Identity())
 
     @property
     def kept(self) -> float:
-        """The share of the way to the neighbours' mean that an exchange goes, CHOCO-SGD's gamma: 1 if uncompressed.
+        """The factor by which an exchange moves towards the neighbours' mean, CHOCO-SGD's gamma: 1 if uncompressed.
 
-        What a message keeps of normal numbers, in squares; or of any, where that is known well.
+        The share of normal numbers that a message keeps, in squares; or of any numbers, if that is well known.
         """
         if self.compressor is None:
             return 1.0
@@ -135,7 +135,7 @@ class Training:
         return 1.0 - float((lost**2).sum() / (x**2).sum())
 
     def message(self, nbytes: float, operation: str) -> float:
-        """Bytes of what an operation is given in place of so many."""
+        """The bytes that an operation sends instead of `nbytes`."""
         if not isinstance(self.compression, Compressor):
             return nbytes * self.compression
         if operation != NEIGHBOR:
@@ -151,16 +151,16 @@ class Training:
         return ""
 
     def seconds_per_step(self, seconds_per_round: float) -> float:
-        """Of a step, on average: computing, and its share of a round."""
+        """Seconds of a step, on average: computing, and its share of a round."""
         return self.compute + seconds_per_round / self.local_steps
 
     def times_the_steps(self, apart: float) -> float:
-        """How many steps it takes to where one takes all agents together, if they are :func:`steps_apart`."""
+        """The number of steps that replace one step of agents that are together, if agents are :func:`steps_apart`."""
         return math.hypot(1.0, self.difference / self.accuracy * apart)
 
 
 class _Draws:
-    """What a random compressor draws."""
+    """The draws for a random compressor."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -170,17 +170,17 @@ class _Draws:
 
 
 def steps_apart(schedule: Schedule | None, local_steps: int = 1, kept: float = 1.0) -> float:
-    """How far agents settle from their mean where they take their gradients, in local steps of their own data.
+    """The final distance of agents from their mean when they take gradients, in local steps of their own data.
 
     In each exchange ``e+ = (1 - kept) y + kept W y`` with ``y = e + local_steps g``, of constant ``g`` with mean zero;
-    told is the root mean square of ``e + j g`` over agents, exchanges and the local steps ``j``, over that of ``g``, on
-    average over random ``g``. A ring of a thousand agents takes a million exchanges to settle; after 512 at most, it
-    is taken as it is.
+    the result is the root mean square of ``e + j g`` over agents, exchanges and the local steps ``j``, divided by that
+    of ``g``, on average over random ``g``. A ring of a thousand agents takes a million exchanges to converge; the
+    iteration ends after at most 512.
 
     Args:
         schedule: None for an all-reduce.
         local_steps: steps between two exchanges.
-        kept: of the way to the neighbours' mean, what an exchange goes.
+        kept: the factor by which an exchange moves towards the neighbours' mean.
     """
     # Mean of j and of j squared over the local steps.
     first, second = (local_steps - 1) / 2, (local_steps - 1) * (2 * local_steps - 1) / 6
@@ -203,7 +203,7 @@ def steps_apart(schedule: Schedule | None, local_steps: int = 1, kept: float = 1
 
 
 def _drift(size: int) -> Rows:
-    """Directions with mean zero over agents, float64 [n, columns]: all that there are, or some at random."""
+    """Directions with mean zero over agents, float64 [n, columns]: a whole basis, or some at random."""
     columns = 1 if size > DENSE_LIMIT else min(_COLUMNS, size - 1)
     drift = np.random.default_rng(0).standard_normal((size, columns))
     drift -= drift.mean(axis=0)
@@ -245,7 +245,7 @@ def parse_compression(text: str) -> float | Compressor:
     """A share such as ``0.5``, or a compressor such as ``topk:0.01``, ``qsgd:7`` or ``sign``.
 
     Raises:
-        ValueError: it is neither; the message says what there is.
+        ValueError: it is neither; the message lists the choices.
     """
     name, colon, number = text.strip().lower().partition(":")
     if name not in _NAMES:

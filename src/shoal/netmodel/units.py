@@ -1,7 +1,7 @@
 """Quantities as people write them on a command line: ``5ms``, ``1gbit``, ``100mb``.
 
-Strict on purpose: a unit that could mean two things is not guessed at. A rate is in bits or in bytes a second and says
-which; prefixes are powers of 1000, and those with an i, as in ``MiB``, of 1024.
+Ambiguous units are refused. A rate is in bits or in bytes a second, and its unit states which; prefixes are powers of
+1000, and prefixes with an i, as in ``MiB``, of 1024.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The public names of this room, which ``__init__.py`` hands on when the first of them is asked for."""
+"""The public names of this package, which ``__init__.py`` imports on first use."""
 
 from .timeline import timeline_context as timeline_context
 from .timeline import timeline_end_activity as timeline_end_activity

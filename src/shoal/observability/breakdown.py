@@ -1,19 +1,19 @@
-"""Where the time of a step goes, for each agent: into computing, or into which kind of waiting.
+"""The use of a step's time on each agent: computing, or a kind of waiting.
 
-What a thread does while it does not wait for an operation is computing. While it waits, somebody is behind. At each
-moment of a wait, and of what the operation waits for then:
+The time in which a thread does not wait for an operation is computing. The time of a wait is divided by its cause at
+each moment:
 
 - this agent sums, or copies, whichever operation it is for: **sums**;
-- another agent has not sent what is missing: it waits for **others**, and for whom;
-- all is sent, and some of it has not come: it waits for **data** that are under way;
-- all has begun to come, and the last byte has not: **transfer**;
-- all is there, or what is under way moves no tensor: **coordination**, as when others have still to confirm that they
-  expected a tensor, or have read it.
+- another agent has not sent a missing message: it waits for **others**, and the agent is known;
+- all messages are sent, and some have not arrived: it waits for **data** in transit;
+- all messages have begun to arrive, but not the last byte: **transfer**;
+- all messages have arrived, or the ones in transit move no tensor: **coordination**, as when others have not confirmed
+  that they expected a tensor, or have read it.
 
-Where a process group moves tensors, messages only announce them. It waits for others until all have come so far; what
-is left of the time until its turn is coordination, and from then on it is transfer.
+If a process group moves tensors, messages only announce them. An agent waits for others until all have requested the
+transfer. The time from then until its turn is coordination, and the rest is transfer.
 
-It takes the traces of both sides of an edge: the receiver knows when something came, the sender when it went.
+The traces of both sides of an edge are used: the receiver records when a message arrived, the sender when it was sent.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ COMPUTING, SUMS, COORDINATION, DATA, OTHERS, TRANSFER = KINDS = (
     "waiting for others",
     "transfer",
 )
-"""What time goes into, in the order in which it is drawn."""
+"""The kinds of time, in the order of drawing."""
 PREPARE, WINDOW, ROUND = "prepare", "~window", "~coordination"
 Span = tuple[int, int]
 Members = dict[MessageKey, tuple[tuple[str, int, int], ...]]
 Asked = dict[tuple[str, int, int], dict[int, int]]
-"""When each agent asked a process group to move something: by name, round and stage."""
+"""The times at which each agent requested a transfer by a process group: by name, round and stage."""
 
 
 @dataclass
 class Share:
-    """Where the time of one agent went from ``start`` to ``end``: a step, or the whole run.
+    """The use of one agent's time from ``start`` to ``end``: a step, or the whole run.
 
     Attributes:
-        trace: Whose, as its place in the list of traces.
-        number: Which step; 0 for a whole run.
+        trace: The agent, as the index of its trace.
+        number: The number of the step; 0 for a whole run.
         into: Nanoseconds, by kind.
-        blamed: Of those of waiting for others: by the rank that was waited for.
+        blamed: Nanoseconds of waiting for others, by the awaited rank.
     """
 
     trace: int
@@ -69,7 +69,7 @@ class Share:
 
 
 class ExpectedMessage(NamedTuple):
-    """A message that an operation waits for, on one clock; ``sent`` is None where the sender has left no trace."""
+    """A message that an operation waits for, on one clock; ``sent`` is None if the sender has left no trace."""
 
     source: int
     stage: int
@@ -80,7 +80,7 @@ class ExpectedMessage(NamedTuple):
 
 
 class TimeSlice(NamedTuple):
-    """A stretch of an agent's waiting, and what it was for; ``source``: for whom, where it was for others."""
+    """A part of an agent's waiting time, and its cause; ``source``: the awaited agent, if it waited for others."""
 
     start: int
     end: int
@@ -109,7 +109,7 @@ def break_down(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Share]:
 
 
 def _blame(share: Share, piece: TimeSlice, pieces: dict[int, list[TimeSlice]], depth: int) -> None:
-    """Say who kept an agent waiting: not who waited itself, but whom that one waited for."""
+    """Find the agent that kept another waiting: not one that waited itself, but the agent at the end of the chain."""
     assert piece.source is not None
     at, theirs = piece.start, pieces.get(piece.source, [])
     first = bisect_left(theirs, piece.start, key=lambda one: one.end)
@@ -155,7 +155,7 @@ def _expected_messages(
 
 
 def _calls(key: MessageKey, of_sender: Members, own: Members) -> Iterable[tuple[str, int]]:
-    """The calls that a message is for; where neither side says of which it is, the first of them."""
+    """The calls of a message; if neither side states them, the first of them."""
     if key.calls == 1:
         return [(key.name, key.round)]
     of = of_sender.get(key) or own.get(key) or ((key.name, key.round, 1),)
@@ -163,11 +163,11 @@ def _calls(key: MessageKey, of_sender: Members, own: Members) -> Iterable[tuple[
 
 
 class _AgentBreakdown:
-    """Where the time of one agent goes.
+    """The use of one agent's time.
 
     Attributes:
-        rank: Its own.
-        pieces: Of its waiting, in order.
+        rank: The rank of the agent.
+        pieces: The slices of its waiting time, in order.
         by_share: The same, by step.
     """
 
@@ -194,7 +194,7 @@ class _AgentBreakdown:
         self._prepares = union((start, end) for what, start, end in inside if what == PREPARE)
 
     def shares(self) -> list[Share]:
-        """Of its steps, or of the whole run."""
+        """The shares of its steps, or of the whole run."""
         trace = self._trace
         shares = [Share(self._number, *part) for part in steps_of(trace) or [(0, trace.start, trace.end)]]
         thread = self._thread()
@@ -205,7 +205,7 @@ class _AgentBreakdown:
         return shares
 
     def _thread(self) -> str:
-        """That which trains: it waits most."""
+        """The training thread: the one that waits most."""
         waited: Counter[str] = Counter()
         for one in self._trace.waits:
             waited[one.thread] += one.end - one.start
@@ -221,7 +221,7 @@ class _AgentBreakdown:
                 mine += self._pieces_of(wait, start, end)
         for one in mine:
             share.into[one.kind] += one.end - one.start
-        # What was copied outside a wait, the thread did itself.
+        # Copies outside a wait were made by the thread itself.
         copied = overlap(self._prepares, [(share.start, share.end)]) - overlap(self._prepares, spans)
         share.into[SUMS] += copied
         share.into[COMPUTING] += share.length - sum(end - start for start, end in spans) - copied
@@ -229,7 +229,7 @@ class _AgentBreakdown:
         self.pieces += mine
 
     def _pieces_of(self, wait: TracedWait, start: int, end: int) -> list[TimeSlice]:
-        """What each moment of a wait was for."""
+        """The causes of a wait, as slices of its time."""
         messages = self._coming.get((wait.name, wait.round), [])
         sent = self._to.get((wait.name, wait.round), [])
         peers = [self._begins.get((one.peer, wait.name, wait.round)) for one in sent]
@@ -266,7 +266,7 @@ class _AgentBreakdown:
         return (DATA if any(one.came > at for one in missing) else TRANSFER), None
 
     def _others_asked(self, wait: TracedWait, move: TracedTransfer) -> dict[int, int]:
-        """When those asked for the same with which this agent moves something."""
+        """The times at which the members requested the transfer that this agent takes part in."""
         all_of_them = self._asked.get((wait.name, wait.round, move.stage), {})
         return {rank: at for rank, at in all_of_them.items() if not move.among or rank in move.among}
 
@@ -278,7 +278,9 @@ class _AgentBreakdown:
         return (OTHERS, last) if others.get(last, 0) > at else (COORDINATION, None)
 
     def _without_messages(self, at: int, wait: TracedWait) -> tuple[str, int | None]:
-        """Nothing is missing, or nothing ever came: others have not read what is sent to them, or what was before."""
+        """Messages are not missing, or never arrived: others have not read the messages of this or an earlier
+        operation.
+        """
         if wait.name.startswith(WINDOW):
             return TRANSFER, None
         if (wait.name, wait.round) in self._failed:
@@ -303,7 +305,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def within(spans: Sequence[Span], start: int, end: int) -> Iterator[Span]:
-    """What of disjoint spans, in order, lies between two times."""
+    """The parts of ordered, disjoint spans between two times."""
     at = max(0, bisect_left(spans, (start, start)) - 1)
     while at < len(spans) and spans[at][0] < end:
         if spans[at][1] > start:
@@ -317,7 +319,7 @@ def overlap(spans: Sequence[Span], others: Iterable[Span]) -> int:
 
 
 def disjoint(waits: Iterable[TracedWait]) -> list[TracedWait]:
-    """Waits of one thread, in order; one that lies in another, as of a handle of several, is left out."""
+    """Waits of one thread, in order; a nested wait, as of a handle of several operations, is left out."""
     found: list[TracedWait] = []
     for one in sorted(waits, key=lambda wait: (wait.start, -wait.end)):
         if not found or one.start >= found[-1].end:

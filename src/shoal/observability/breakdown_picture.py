@@ -1,4 +1,4 @@
-"""Draws where the time of a step goes, agent by agent and step by step, and how large messages are.
+"""Draws the use of a step's time, by agent and step, and the sizes of messages.
 
 matplotlib is imported only when something is drawn, and comes with the ``plot`` extra.
 """
@@ -102,9 +102,9 @@ def _draw_steps(figure: Figure, axes: Axes, report: RunReport) -> None:
 
 
 def step_offsets(traces: Sequence[Trace], shares: Sequence[Share]) -> list[int]:
-    """What to add to the step numbers of each trace to get those of the run.
+    """The offsets from the step numbers of each trace to step numbers of the run.
 
-    A restarted agent counts its steps from 1 again. Its first step is the one at which the others were at that time.
+    A restarted agent counts its steps from 1 again. Its first step is the others' step at that time.
     """
     first: dict[int, Share] = {}
     for one in sorted(shares, key=lambda share: share.start):

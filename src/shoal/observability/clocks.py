@@ -1,10 +1,10 @@
-"""The clocks of several machines, laid on one: from the messages themselves.
+"""Aligns the clocks of several machines by the times of the messages.
 
-Every machine pairs its own clock with the time of day once, and those are off by milliseconds, or by hours where nobody
-sets them. But no message comes before it was sent. So of two machines the fastest message in one direction says by how
-much one clock can be ahead of the other at most, and the fastest in the other direction how much at least: the truth
-lies between, and the middle is off by half of the round trip at most. That is what NTP does (RFC 5905), with the
-messages that are there anyway. Clocks that drift apart in a long run are laid along a line.
+Every machine pairs its own clock with the time of day once. These pairs are off by milliseconds, or by hours on
+machines with a wrong time. But no message arrives before it was sent. So the fastest message in one direction is an
+upper bound of the difference between two clocks, and the fastest in the other direction a lower bound. The middle is
+off by at most half of the round trip. NTP works alike (RFC 5905); here the existing messages suffice. Clocks that drift
+apart in a long run are corrected by a line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRETCH_SECONDS = 5.0
 """Clocks are compared in stretches of so long, where they drift."""
 LEAST_STRETCHES = 3
 ROUNDS = 3
-"""How often a drift is found anew, with what is known of it taken out."""
+"""How often the drift is estimated again, after the known part is removed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ClockFit:
         host: A name of the machine.
         ahead: Nanoseconds by which its own time of day was ahead of the first machine's, in the middle of the run.
         drift: Nanoseconds that this grew by in a second.
-        uncertain: Nanoseconds to either side; None where no messages went both ways, and the time of day was believed.
+        uncertain: Nanoseconds to either side; None if no messages went both ways, and the time of day was believed.
         messages: How many were compared.
         middle: When ``ahead`` is meant, by its own clock.
     """
@@ -52,8 +52,9 @@ class ClockFit:
 
 @dataclass
 class _ClockPair:
-    """What messages say of how far the second of two clocks is ahead of the first: in one direction that it is no more,
-    in the other that it is no less. Each with its time, in seconds from the middle of the run."""
+    """The bounds from messages on how far the second of two clocks is ahead of the first: upper bounds in one
+    direction, lower bounds in the other. Each with its time, in seconds from the middle of the run.
+    """
 
     no_more: list[tuple[float, float]] = field(default_factory=list)
     no_less: list[tuple[float, float]] = field(default_factory=list)
@@ -64,7 +65,7 @@ class _ClockPair:
         return least, min(ahead - drift * at for at, ahead in self.no_more)
 
     def drift(self, known: float) -> float:
-        """What is to be added to a drift that is known, by the line through the middles of stretches of time."""
+        """The correction to a known drift, by the line through the middles of intervals."""
         stretches: dict[int, _ClockPair] = defaultdict(_ClockPair)
         for at, ahead in self.no_more:
             stretches[int(at // STRETCH_SECONDS)].no_more.append((at, ahead))
@@ -136,7 +137,7 @@ def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int,
 
 
 def on_one_clock(trace: Trace, clock: ClockFit) -> Trace:
-    """The same with all times by the first machine's clock."""
+    """The traces with all times by the first machine's clock."""
     to = clock.corrected
     calls = [
         replace(

@@ -1,7 +1,7 @@
-"""What stands out in where the time went: who is slow, which link is, what waits for what, and what would help.
+"""Findings in a breakdown: slow agents, slow links, long waits, and advice.
 
-Each finding is a sentence with its figures, and a sentence of advice that follows from it. What takes less than a few
-percent of a step is not told: there is nothing to be gained from it.
+Each finding is a sentence with its figures, and a sentence of advice that follows from it. Causes of less than a few
+percent of a step are not reported, because removing them gains little.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from .message_matching import Flow
 from .traces import Trace, names_of
 
 SLOWER = 1.15
-"""Who computes so many times as long as the others is told of."""
+"""An agent that computes so many times as long as the others is reported."""
 RARE = 2.0
-"""A step that takes an agent so many times as long as it usually does is told of, if there are not many."""
+"""A step of an agent that takes so many times its usual time is reported, if such steps are few."""
 SLOW_LINK = 0.6
-"""An edge that carries less than this part of what the others carry is told of."""
+"""An edge with less than this part of the others' rate is reported."""
 WORTH = 0.03
-"""Less of a step than that is not told of."""
+"""A smaller part of a step is not reported."""
 MUCH = 0.15
 """More of a step than that is much."""
 LARGE_BYTES = 1 << 16
-"""Of a message that says how fast an edge is."""
+"""The size of a message from which its rate is used."""
 SMALL_BYTES = 1 << 14
-"""Of a message that costs its bookkeeping, and not its bytes."""
+"""The size up to which a message costs its overhead, and not its bytes."""
 LEAST_MESSAGES = 3
-"""From which a rate is taken."""
+"""The number of messages from which a rate is computed."""
 
 
 @dataclass(frozen=True)
 class Typical:
-    """A step of one agent, on the average.
+    """The average step of one agent.
 
     Attributes:
-        rank, host: Whose.
+        rank, host: The agent.
         name: The rank, and whether the agent had been restarted.
-        steps: Of how many it is.
+        steps: The number of steps in the average.
         length: Seconds.
         into: Seconds, by kind.
-        blamed: Seconds of waiting for others, by whom.
+        blamed: Seconds of waiting for others, by agent.
         usual: Seconds that it works in a step, computing and summing: the median.
     """
 
@@ -59,13 +59,13 @@ class Typical:
 
 @dataclass(frozen=True)
 class EdgeStatistics:
-    """An edge of the network, and what it carries.
+    """An edge of the network, and its throughput.
 
     Attributes:
         source, destination: Ranks.
-        hosts: Theirs.
-        rate: Bytes in a second, of a large message; of the fastest tenth of them.
-        messages: How many there were.
+        hosts: Their machines.
+        rate: Bytes per second of large messages: of the fastest tenth of them.
+        messages: The number of messages.
     """
 
     source: int
@@ -77,7 +77,7 @@ class EdgeStatistics:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that stands out, what would help, and which part of a step is to be gained."""
+    """A finding with its advice, and the part of a step that the advice may gain."""
 
     what: str
     advice: str
@@ -157,7 +157,7 @@ def size_of(limit: int) -> str:
 def findings(
     traces: Sequence[Trace], shares: Sequence[Share], typicals: Sequence[Typical], edges: Sequence[EdgeStatistics]
 ) -> list[Finding]:
-    """All that stands out, what costs most first."""
+    """All findings, the most expensive first."""
     if not typicals:
         return []
     found = [*_stragglers(typicals), *_rare(traces, shares, typicals), *_slow_links(typicals, edges)]
@@ -169,7 +169,7 @@ def findings(
 
 
 def _of_the_run(finding: Finding) -> Finding:
-    """The same, where no steps are known."""
+    """The finding with the whole run instead of a step, for runs without known steps."""
     what = finding.what
     for of_a_step in ("of a step", "of each step", "in a step"):
         what = what.replace(of_a_step, of_a_step[:3] + "the run")
@@ -262,13 +262,13 @@ def _slow_links(typicals: Sequence[Typical], edges: Sequence[EdgeStatistics]) ->
 
 
 def _fast(rates: Sequence[float]) -> float:
-    """What a fast edge carries: more than three quarters of them do not."""
+    """The rate of a fast edge: more than three quarters of the edges are slower."""
     return quantiles(rates, n=4, method="inclusive")[-1] if len(rates) > 1 else max(rates, default=0.0)
 
 
 def _of_all(slow: Sequence[EdgeStatistics], edges: Sequence[EdgeStatistics]) -> str:
     """A machine, or else an agent, of which all edges are slow that lead away, or to it, or both, and no others; and
-    which of them. Empty where there is none."""
+    which of them. Empty if there is none."""
     by_host = [one.hosts for one in edges]
     by_rank = [(f"rank {one.source} ({one.hosts[0]})", f"rank {one.destination} ({one.hosts[1]})") for one in edges]
     for ends in (by_host, by_rank):
@@ -284,7 +284,7 @@ def _of_all(slow: Sequence[EdgeStatistics], edges: Sequence[EdgeStatistics]) -> 
 
 
 def _waits(typicals: Sequence[Typical], network: bool, in_order: bool, explained: bool) -> list[Finding]:
-    """What agents wait for, whoever is to blame."""
+    """The causes of waits, without regard to the blamed agents."""
     found = []
     parts = {kind: _mean(typicals, kind) for kind in KINDS}
     data = parts[DATA] + parts[TRANSFER]
@@ -347,7 +347,7 @@ def _all_is_well(typicals: Sequence[Typical]) -> Finding:
 
 
 def small_messages(flows: Sequence[Flow], steps: int) -> str:
-    """A word on many small messages; empty where there are few."""
+    """A report on many small messages; empty if there are few."""
     small = sum(flow.sent.nbytes < SMALL_BYTES and not flow.sent.coordinates for flow in flows)
     agents = len({flow.source for flow in flows}) or 1
     each = small / agents / max(1, steps)

@@ -1,8 +1,8 @@
-"""Who was there, and when: ``SHOAL_RECORD=folder`` makes every agent write down what it agrees on with the others.
+"""The membership log: ``SHOAL_RECORD=folder`` makes every agent record the membership changes that it agrees on.
 
-One file for each agent and each time that it was started, a JSON object a line, each written at once: what a killed
-agent has written stays, and when it died say the others. ``shoal report`` makes a picture of a folder.
-``membership_recorder.py`` is what writes.
+There is one file for each agent and each start of it, with a JSON object a line, each written at once. So the lines of
+a killed agent are kept, and the other agents record when it was lost. ``shoal report`` makes a picture of a folder.
+``membership_recorder.py`` writes the log.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class MembershipEvent:
     """One line.
 
     Attributes:
-        at: Seconds since 1970, of the machine of the agent.
-        rank: Who writes.
-        incarnation: How often it had been started again.
-        what: ``"came"``, ``"changed"`` (with whom it is) or ``"left"``.
-        lost, entered: Who, in a change.
-        alive: Who is there from then on, as this agent knows it.
+        at: Seconds since 1970, by the clock of the agent's machine.
+        rank: The writing agent.
+        incarnation: How often it had been restarted.
+        what: ``"came"``, ``"changed"`` (the membership) or ``"left"``.
+        lost, entered: The ranks, in a change.
+        alive: The members after the event, as this agent knows them.
     """
 
     at: float

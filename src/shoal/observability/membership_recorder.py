@@ -1,4 +1,4 @@
-"""Writes down, for an agent, what it agrees on with the others: the lines of ``membership_log.py``."""
+"""Records the membership changes that an agent agrees on: the lines of ``membership_log.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which message at its receiver is which at its sender: what travels from one agent's trace to another's."""
+"""Matches each received message with the sent one in another agent's trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Flow:
 
     Attributes:
         source, destination: Their places in the list of traces.
-        sent, received: What each saw; times are each by its own clock.
+        sent, received: The message as each agent recorded it; times are each by its own clock.
     """
 
     source: int
@@ -29,9 +29,9 @@ class Flow:
 
 
 def match(traces: Sequence[Trace]) -> list[Flow]:
-    """The messages that were sent in one of these traces and received in another, by when they were received.
+    """The messages that were sent in one of these traces and received in another, in the order of their arrival.
 
-    What comes on an edge comes in the order in which it was sent, also where a key is there more than once.
+    Messages on an edge arrive in the order in which they were sent, even if a key occurs more than once.
     """
     outgoing: dict[tuple[int, int, MessageKey], deque[tuple[int, TracedMessage]]] = defaultdict(deque)
     for number, trace in enumerate(traces):
@@ -48,12 +48,12 @@ def match(traces: Sequence[Trace]) -> list[Flow]:
 
 
 def members(trace: Trace) -> dict[MessageKey, tuple[tuple[str, int, int], ...]]:
-    """Of the messages of an agent that are of several small calls: which calls those are."""
+    """The fused calls of the messages of an agent that contain several."""
     return {key_of(call): call.of for call in trace.calls if is_fused(call) and call.of}
 
 
 def key_of(call: TracedCall) -> MessageKey:
-    """What the messages of its first stage are told by."""
+    """The key of the messages of a call's first stage."""
     if not call.of:
         return MessageKey(call.name, call.round, 0, 1)
     name, first, _ = call.of[0]

@@ -1,4 +1,4 @@
-"""Files of this user's alone, in directories that others may write to, too."""
+"""Files that only this user can access, in directories that others may write to, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 def open_own(path: Path) -> int:
     """An empty file of this user's at ``path``. In a directory that others may write to, such as ``/tmp``, its name may
-    be there already, as a link to a file that must not be overwritten or as a file that somebody else reads."""
+    exist already, as a link to a file that must not be overwritten or as a file that another user reads.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
         found = os.fstat(file)

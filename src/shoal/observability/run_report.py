@@ -1,4 +1,4 @@
-"""All that a folder of traces comes to: read, laid on one clock, matched, broken down, and what stands out."""
+"""The report of a folder of traces: read, aligned to one clock, matched, broken down, with the findings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .traces import Trace, TracedCall, TraceFolder
 
 @dataclass(frozen=True)
 class RunReport:
-    """Of one run.
+    """The report of one run.
 
     Attributes:
-        found: What is in the folder.
-        clocks: Of each trace.
-        traces, flows: All by one clock.
-        shares: Where the time went, by agent and step, the first step of each left out.
+        found: The content of the folder.
+        clocks: The clock of each trace.
+        traces, flows: Aligned to one clock.
+        shares: The use of time, by agent and step, without the first step of each.
     """
 
     found: TraceFolder
@@ -33,7 +33,7 @@ class RunReport:
 
     @staticmethod
     def of(folder: Path) -> RunReport:
-        """Of the traces in a folder.
+        """The report of the traces in a folder.
 
         Raises:
             FileNotFoundError, ValueError: See :func:`~.traces.read`.
@@ -52,12 +52,12 @@ class RunReport:
 
     @cached_property
     def links(self) -> list[EdgeStatistics]:
-        """What the edges of the network carry."""
+        """The throughput of the network's edges."""
         return findings.links(self.traces, self.flows)
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """What stands out."""
+        """The findings of the run."""
         return findings.findings(self.traces, self.shares, self.typical, self.links)
 
     @property
@@ -67,7 +67,7 @@ class RunReport:
 
     @property
     def optimizer(self) -> str:
-        """Whose steps they are."""
+        """The optimizer of the steps."""
         for one in self.traces:
             for name in (step.optimizer for step in one.steps if (step.number, step.start) in self._marked):
                 return name

@@ -27,20 +27,20 @@ log = logging.getLogger("shoal")
 SECONDS = 0.5
 """Between two summaries."""
 MOST_BYTES = 1 << 16
-"""Of a summary; what is longer is left out of it."""
+"""The limit of a summary; parts beyond it are left out."""
 MOST_EDGES = 256
 """Those on which most was sent."""
 WITHIN_SECONDS = 0.1
-"""For which an agent that just handles something is waited for. Then only who it is is said."""
+"""The limit of the wait for the engine's lock. After it, the status has only the agent's identity."""
 
 
 class StatusPublisher:
-    """Those of one agent, until :meth:`close`.
+    """Sends the status of one agent, until :meth:`close`.
 
     Args:
-        agent: Which.
-        path: Where its launcher listens.
-        seconds: Between two of them.
+        agent: The agent.
+        path: The socket of its launcher.
+        seconds: Seconds between two messages.
 
     Raises:
         OSError: Nobody of this user listens there.
@@ -76,7 +76,7 @@ class StatusPublisher:
                 return
 
     def _push(self, leaves: bool = False) -> None:
-        """Send one, if there is room for it; never again where nobody reads any more."""
+        """Send one message if there is room for it; stop for ever if the launcher has closed the socket."""
         if self._sock is None:
             return
         try:
@@ -86,13 +86,13 @@ class StatusPublisher:
         except OSError:  # the launcher does not look on any more
             self._sock.close()
             self._sock = None
-        except Exception:  # a fault of ours, which is no reason to end a run
+        except Exception:  # an error of the publisher must not end a run
             log.exception("rank %d tells its launcher nothing more", self._agent.rank)
             self._sock.close()
             self._sock = None
 
     def summary(self) -> dict[str, Any]:
-        """What is said now."""
+        """The current status message."""
         engine = self._agent.engine
         said = engine.router.describe(WITHIN_SECONDS) | {"attempt": self._agent.launch.attempt}
         said.pop("here", None)
@@ -106,14 +106,14 @@ class StatusPublisher:
 
 
 class _StepTime:
-    """How long steps take: from the ends of the last ones that were seen."""
+    """Measures the duration of steps, from the ends of the last observed ones."""
 
     def __init__(self) -> None:
         self._count, self._ended = 0, 0.0
         self._seconds: float | None = None
 
     def of(self, steps: dict[str, int], ago: float | None) -> dict[str, Any]:
-        """How many steps there are, and the seconds of one; None where that is not known."""
+        """How many steps there are, and the seconds of one; None if that is not known."""
         count = max(steps.values(), default=0)
         if ago is not None and count > self._count:
             ended = time.monotonic() - ago
@@ -124,7 +124,7 @@ class _StepTime:
 
 
 def _in_bounds(said: dict[str, Any]) -> bytes:
-    """As it is sent; without what may be long where it would be too long."""
+    """The form that is sent; if it is too long, without its long parts."""
     data = json.dumps(said, separators=(",", ":")).encode()
     for name in ("sent", "measured", "waiting"):
         if len(data) <= MOST_BYTES:

@@ -1,12 +1,12 @@
-"""What each agent did and when, as a picture: ``SHOAL_TIMELINE=dir`` makes every agent write a Chrome trace.
+"""The timeline of each agent: ``SHOAL_TIMELINE=dir`` makes every agent write a Chrome trace.
 
 The file ``dir/shoal-rank<r>.json`` opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing. It has a row
 for each operation name, with a bar from submission to end that holds the sums and the messages; a row for each thread
-that waited; and a row for each tensor name that the user's own activities are filed under.
+that waited; and a row for each tensor name of the user's own activities.
 
-The engine's threads only queue what they saw; a thread of the timeline turns it into text and writes it, a few times a
-second, so that a killed process leaves all but its last moments. The format is a JSON array with one event a line: a
-reader of traces takes one that is cut off, and a clean shutdown closes it, so that any JSON parser takes it too.
+The engine's threads only queue events. A thread of the timeline formats and writes them a few times a second, so a
+killed process loses only its last moments. The format is a JSON array with one event a line. Trace viewers accept a
+truncated array, and a clean shutdown closes it, so that any JSON parser accepts it too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .trace_writer import Activity, TraceWriter
 log = logging.getLogger("shoal")
 
 WRITE_SECONDS = 0.25
-"""How often the queue is written; a killed process loses at most what happened since."""
+"""How often the queue is written; a killed process loses at most the events since the last time."""
 AT_ONCE = 100
 """Entries that are written before other threads have their turn: less than half a millisecond of work."""
 QUEUE_LIMIT = 1 << 15
@@ -149,7 +149,7 @@ class Timeline:
         queue = self._queue
         with deferred, self._writing:
             try:
-                while queue:  # writing to the file lets others have the interpreter
+                while queue:  # writing to the file releases the interpreter's lock
                     self._writer.write([queue.popleft() for _ in range(min(len(queue), AT_ONCE))])
             except Exception as error:  # which must not end an exchange
                 self._stop()
@@ -173,7 +173,7 @@ def _attach(agent: Agent) -> None:
 
 
 def _path(directory: Path, agent: Agent) -> Path:
-    """A later ``init`` of one process, and a restart by the launcher, do not write over what came before."""
+    """A path that no earlier ``init`` of this process, and no earlier start of this agent, has used."""
     stem = f"shoal-rank{agent.rank}"
     if agent.launch.attempt:
         stem += f"-restart{agent.launch.attempt}"
@@ -186,11 +186,11 @@ def _path(directory: Path, agent: Agent) -> Path:
 
 
 def start(agent: Agent, path: Path) -> None:
-    """Begin a trace of an agent in the midst of its run.
+    """Begin a trace of a running agent.
 
     Raises:
         ValueError: There is one already.
-        OSError: It cannot be written there.
+        OSError: The file cannot be written.
     """
     there = _timelines.get(agent.engine)
     if there is not None:

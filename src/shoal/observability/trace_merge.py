@@ -1,8 +1,8 @@
 """One Chrome trace of a whole run: the traces of its agents on one clock, and an arrow for each message.
 
-An arrow begins in the bar of the operation at the sender, where the message was posted, and ends in that at the
-receiver, where it came, or where that bar begins, if the message was there before. A viewer shows it when either is
-selected. What belongs to no bar, as the words of process groups that meet, or what came too late, has no arrow.
+An arrow begins in the operation's bar at the sender, when the message was posted. It ends in the operation's bar at the
+receiver, when the message arrived, or at the begin of that bar if the message arrived before. A viewer shows it when
+either bar is selected. Messages without a bar, as of the rendezvous of process groups, or late messages, have no arrow.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def merge(traces: Sequence[Trace], clocks: Sequence[ClockFit], flows: Sequence[F
     """Write it. Times begin with the first of all.
 
     Args:
-        traces: As they were read.
-        clocks: Of each.
+        traces: The traces, unchanged since they were read.
+        clocks: The clock of each.
         flows: Between them, by these clocks.
-        path: Where to; the folder must be there.
+        path: The file to write; its folder must exist.
 
     Returns:
         How many arrows there are.
@@ -52,7 +52,7 @@ def merge(traces: Sequence[Trace], clocks: Sequence[ClockFit], flows: Sequence[F
             arrows += bool(ends)
             for event in ends:
                 file.write(_line(event))
-        # The last line has no comma, so it is one that says nothing.
+        # The last line has no comma, so it is an empty event.
         file.write(json.dumps({"name": "shoal", "ph": "M", "pid": 0, "tid": 0, "args": {"agents": len(traces)}}))
         file.write("\n]\n")
     return arrows
@@ -63,7 +63,7 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def _moved(event: dict[str, Any], number: int, trace: Trace, clock: ClockFit, begins: int) -> dict[str, Any]:
-    """An event as one of several agents': a rank may be there twice, so that processes are numbered anew."""
+    """An event for the merged trace. A rank may occur twice, so processes get new numbers."""
     event["pid"] = number
     if event["ph"] == "M":
         if event["name"] == "process_name":
@@ -88,15 +88,15 @@ def _in_bar(message: TracedMessage, bars: _Bars) -> tuple[int, int] | None:
     """The row of a message's own bar, and when it is there; just before the end at the latest, since a viewer ends a
     bar before it begins or ends an arrow."""
     whole = message.key._replace(stage=0)
-    for key in (whole, whole._replace(calls=1)):  # who has not joined the same calls has a bar for the first of them
+    for key in (whole, whole._replace(calls=1)):  # an agent that fused other calls has a bar for the first of them
         row, start, end = bars.get(key, _NONE)
-        if message.at <= end:  # else it came when that had failed
+        if message.at <= end:  # else it arrived after the call had failed
             return row, max(start, min(message.at, end - 1))
     return None
 
 
 def _arrow(flow: Flow, traces: Sequence[Trace], bars: Sequence[_Bars], begins: int) -> list[dict[str, Any]]:
-    """Its two ends; none where one of them would be in no bar."""
+    """The two ends of a message's arrow; empty if one of them is in no bar."""
     sent, received = _in_bar(flow.sent, bars[flow.source]), _in_bar(flow.received, bars[flow.destination])
     if sent is None or received is None:
         return []

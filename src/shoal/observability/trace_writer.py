@@ -1,7 +1,5 @@
-"""Turns what an agent does into the lines of a Chrome trace.
-
-It runs beside training, under the interpreter's one lock, ten times for each step and each call: so what is equal in
-many lines is made once, and numbers are put between pieces of text that are there already.
+"""Turns the events of an agent into the lines of a Chrome trace. It runs beside training, under the interpreter's lock,
+ten times for each step and each call. So the common text of many lines is made once, and numbers are inserted into it.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ log = logging.getLogger("shoal")
 ROW_LIMIT = 1000
 """Rows of one kind; later names share one, since a script that invents a name a step would fill memory with rows."""
 STEPS, MEASURED, WAITS, ACTIVITIES, EXCHANGE = KINDS = ("steps", "measured", "waits", "activities", "exchange")
-"""What rows are of, from the top."""
+"""The kinds of rows, from the top."""
 _WAYS = {"sent": "to", "received": "from", "arrived": "all from"}
 OTHERS = "other names"
 
 
 class Activity(NamedTuple):
-    """Something the user began (``name`` given) or ended."""
+    """An activity that the user began (``name`` given) or ended."""
 
     tensor: str
     name: str | None
@@ -43,12 +41,12 @@ class Activity(NamedTuple):
 
 
 class _TraceRows:
-    """The rows of one name: bars on one row must nest, so what overlaps goes to a further one.
+    """The rows of one name: bars on one row must nest, so overlapping bars go to further rows.
 
     Attributes:
-        at: Of each row, what its lines have between their phase and their time.
-        quoted: What is shown of the name.
-        unlike: What they are called is not the name, or not of all that is there.
+        at: Of each row, the text of its lines between their phase and their time.
+        quoted: The shown form of the name.
+        unlike: The title is not the name, or not the name of all bars.
     """
 
     __slots__ = ("at", "kind", "quoted", "taken", "title", "unlike")
@@ -70,10 +68,9 @@ class TraceWriter:
     """The file of one agent. One thread at a time uses it.
 
     Args:
-        rank: Whose.
-        path: Where.
-        about: What else its head says, for whoever puts several together.
-
+        rank: The rank of the agent.
+        path: The path of the file.
+        about: More data for its header, for tools that merge traces.
     """
 
     def __init__(self, rank: int, path: Path, **about: Any) -> None:
@@ -83,7 +80,7 @@ class TraceWriter:
         self._number = 0  # of rows
         self._names: Counter[str] = Counter()  # that have rows, by kind
         self._in_flight: dict[tuple[str, int], tuple[str, _TraceRows, int]] = {}
-        self._since: dict[tuple[str, int], int] = {}  # the last word of a process group, of what is in flight
+        self._since: dict[tuple[str, int], int] = {}  # the last event of a process group for each operation in flight
         self._quoted: dict[str, str] = {}
         self._lines: list[str] = []
         self._line_of: dict[str, Callable[[Fields], None]] = {
@@ -108,7 +105,7 @@ class TraceWriter:
         host = socket.gethostname()
         self._metadata("process_name", 0, name=f"agent {rank} on {host}")
         self._metadata("process_sort_index", 0, sort_index=rank)
-        # Viewers skip this one; it lets traces of machines whose clocks begin at different boots be laid side by side.
+        # Viewers ignore this event; it allows to align traces of machines whose clocks begin at different boots.
         clock = {"perf_counter_ns": time.perf_counter_ns(), "unix_time_ns": time.time_ns()}
         self._metadata("shoal", 0, version=__version__, rank=rank, host=host, **clock, **about)
         self._flush("[\n")
@@ -192,7 +189,7 @@ class TraceWriter:
             of += keys(decode_fused_name(name))
         for one in of:
             found = self._in_flight.get(one)
-            if found is not None:  # else it failed meanwhile, and the bar would stick out
+            if found is not None:  # else it has failed since, and the bar would extend beyond it
                 self._lines.append(f'{{"ph":"X",{found[0]}{times}{{"round":{one[1]}}}}}')
 
     def _asked(self, fields: Fields) -> None:
@@ -220,7 +217,7 @@ class TraceWriter:
         fused = name.startswith(PREFIX)
         if found is not None:
             at, rows, _ = found
-        else:  # it came before its call, or after it
+        else:  # it arrived before its call, or after it
             rows = self._of(EXCHANGE, FUSED if fused else name)
             at = self._at(rows, 0)
         more = f',"stage":{stage}' if stage else ""
@@ -274,7 +271,7 @@ class TraceWriter:
     def _measured(self, fields: Fields) -> None:
         event = Event(*fields)
         at, name = self._at(self._of(MEASURED, event.name), 0), json.dumps(event.name)
-        if event.detail != "{}":  # a graph has no place for what is no number
+        if event.detail != "{}":  # a graph cannot show a value that is no number
             self._lines.append(f'{{"ph":"C",{at}{_us(event.end)},"name":{name},"args":{event.detail}}}')
 
     def _lost(self, fields: Fields) -> None:
@@ -293,7 +290,7 @@ class TraceWriter:
     # Rows
 
     def _of(self, kind: str, name: str) -> _TraceRows:
-        """The rows of a name, or those that it shares."""
+        """The rows of a name, or the shared rows."""
         rows = self._rows.get((kind, name))
         if rows is not None:
             return rows

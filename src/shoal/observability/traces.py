@@ -1,7 +1,7 @@
-"""Reads the traces of a run's agents again: what each did, and when, as values.
+"""Reads the traces of a run's agents: their events and times, as values.
 
-A trace is read line by line, since that of a killed agent ends in the middle of one. What is in a folder may be of
-several runs; those that belong together say so in their heads.
+A trace is read line by line, because a killed agent's trace ends in the middle of a line. A folder may have traces of
+several runs; the header of a trace identifies its run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _TO, _FROM, _ALL = "to ", "from ", "all from "
 
 
 class MessageKey(NamedTuple):
-    """What a message is told from all others by, on its edge.
+    """The key that distinguishes a message from all others on its edge.
 
     Attributes:
-        name: Of the operation; of several small calls that travel together, of the first of them.
-        round, stage: Of it.
-        calls: Of how many calls it is.
+        name: The name of the operation; for several fused calls, of the first one.
+        round, stage: The round and stage of the operation.
+        calls: The number of fused calls.
     """
 
     name: str
@@ -35,16 +35,16 @@ class MessageKey(NamedTuple):
 
 
 class TracedMessage(NamedTuple):
-    """One message, as one of its two agents saw it. Times are nanoseconds of that agent's clock.
+    """One message, as recorded by one of its two agents. Times are nanoseconds of that agent's clock.
 
     Attributes:
         peer: The other agent.
-        key: Which one.
-        nbytes: Its tensor's.
-        at: When it was sent, or its header came.
-        arrived: When its last byte came, where it came in pieces.
+        key: The key of the message.
+        nbytes: The bytes of its tensor.
+        at: When it was sent, or when its header arrived.
+        arrived: When its last byte arrived, if it arrived in pieces.
         row: The row of the trace that it is on.
-        coordinates: It moved no tensor.
+        coordinates: The message moved no tensor.
     """
 
     peer: int
@@ -57,13 +57,13 @@ class TracedMessage(NamedTuple):
 
 
 class TracedTransfer(NamedTuple):
-    """What a process group moved for one stage of an operation.
+    """The transfer by a process group for one stage of an operation.
 
     Attributes:
-        stage: Which.
-        among: The ranks that took part; empty where all did.
-        asked: When this agent had come so far.
-        ordered, moved: When all had agreed on its turn, and when it was over; None where that never came.
+        stage: The number of the stage.
+        among: The ranks that took part; empty if all did.
+        asked: When this agent requested it.
+        ordered, moved: When all had agreed on its turn, and when it ended; None if that never happened.
     """
 
     stage: int
@@ -75,15 +75,15 @@ class TracedTransfer(NamedTuple):
 
 @dataclass
 class TracedCall:
-    """One operation, from its submission to its end; None where it has none.
+    """One operation, from its submission to its end; None if it has none.
 
     Attributes:
-        operation, name, round: Which.
+        operation, name, round: The call.
         start, end: When.
-        inside: When this agent computed on it: copied its tensor, or summed.
-        moves: What a process group moved of it, if one did.
-        error: Why it failed; empty where it did not.
-        of: Where it is of several small calls, which: names, first rounds, and how many rounds.
+        inside: The intervals in which this agent copied its tensor, or summed.
+        moves: The transfers by a process group, if any.
+        error: The reason of its failure; empty if it did not fail.
+        of: The fused calls, if any: names, first rounds, and numbers of rounds.
         row: The row of the trace that it is on.
     """
 
@@ -119,7 +119,7 @@ class TracedStep(NamedTuple):
 
 
 class TracedMetric(NamedTuple):
-    """A number that the script has measured: this agent's, and the mean of all; None where it was not finite."""
+    """A number that the script has measured: this agent's, and the mean of all; None if it was not finite."""
 
     name: str
     own: float | None
@@ -138,19 +138,19 @@ class TracedLoss(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one agent did. Times are nanoseconds since 1970 by its machine's clock.
+    """The events of one agent. Times are nanoseconds since 1970 by its machine's clock.
 
     Attributes:
         path: Its file.
-        rank, size: Whose it is, of how many agents.
+        rank, size: The agent, and the number of agents.
         host: Its machine's name.
-        boot: Its machine's clock: all with the same value share it.
-        run: What all agents of a run have in common; empty in a trace that does not say.
-        incarnation: How often the agent had been started again.
-        shift: What has been added to the times of the file, which count from the boot of the machine.
-        calls, waits, steps, measured, sent, received, losses: What happened, each in the order in which it ended.
+        boot: Identifies its machine's clock: all traces with the same value share it.
+        run: Identifies the run, on all agents; empty in a trace without it.
+        incarnation: How often the agent had been restarted.
+        shift: The offset that was added to the times of the file, which count from the boot of the machine.
+        calls, waits, steps, measured, sent, received, losses: The events, in the order in which they ended.
         torn: The file ends in the middle: the agent was killed, or still runs.
-        start, end: Of all that is in it.
+        start, end: The first and the last time in it.
     """
 
     path: Path
@@ -179,12 +179,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class TraceFolder:
-    """What is in a folder.
+    """The content of a folder.
 
     Attributes:
-        traces: Of one run, by rank and incarnation.
-        others: Those of other runs.
-        skipped: Files that are no traces of Shoal's, each with why.
+        traces: The traces of one run, by rank and incarnation.
+        others: Traces of other runs.
+        skipped: Files that are no traces of Shoal, each with the reason.
     """
 
     traces: list[Trace]
@@ -228,8 +228,9 @@ def read(folder: Path) -> TraceFolder:
 
 
 def _runs(traces: list[Trace]) -> list[list[Trace]]:
-    """Those that belong together. An agent that came later may know the run by another name, since rank 0 came again,
-    too: it belongs to the run in which it was there."""
+    """The traces of each run. An agent that joined later may know the run by another name, because rank 0 restarted,
+    too: it belongs to the run in which it was a member.
+    """
     runs: dict[str, list[Trace]] = defaultdict(list)
     for one in traces:
         runs[one.run].append(one)
@@ -277,7 +278,7 @@ def read_one(path: Path) -> Trace:
     """One trace.
 
     Raises:
-        ValueError, KeyError, TypeError: It is none.
+        ValueError, KeyError, TypeError: The file is no trace.
     """
     reader = _TraceReader(path)
     for event in lines_of(path):
@@ -297,7 +298,7 @@ class _TraceReader:
         self._rows: dict[int, tuple[str, str]] = {}  # kind and name
         self._open: dict[int, TracedCall] = {}
         self._last: dict[int, TracedCall] = {}  # that ended on a row
-        self._coming: dict[tuple[int, MessageKey], int] = {}  # its place in what was received
+        self._coming: dict[tuple[int, MessageKey], int] = {}  # its index in the received messages
 
     @property
     def trace(self) -> Trace:
@@ -391,7 +392,7 @@ class _TraceReader:
 
 
 def names_of(traces: Sequence[Trace]) -> list[str]:
-    """What a report calls the agent of each trace of a run: its rank, and whether it had been restarted."""
+    """The names in a report for the agents of a run's traces: rank, and whether it had been restarted."""
     found, before = [], Counter[int]()
     for one in traces:
         times = before[one.rank]

@@ -1,9 +1,9 @@
-"""Which way an all-reduce takes, by the size of the tensor and the number of agents.
+"""The algorithm of an all-reduce, by the size of the tensor and the number of agents.
 
-Two agents send each other the whole tensor: one hop, and no more bytes than any other way takes. More have owners of
-its numbers (``reduce_scatter.py``), few where a message costs more than its bytes and as many as there are agents where
-it costs less: c messages' time is that of their bytes with the square root of the bytes over what a message costs.
-Where several agents of each of several machines share its NIC, large tensors go machine by machine.
+Two agents send each other the whole tensor: one hop, and as few bytes as any other algorithm. More have owners of its
+numbers (``reduce_scatter.py``), few where a message costs more than its bytes and as many as there are agents where it
+costs less: c messages' time is that of their bytes with the square root of the bytes over what a message costs. Where
+several agents of each of several machines share its NIC, large tensors go machine by machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BY_MACHINES_BYTES = 1 << 18
 
 
 def owners_of(agent: Agent, group: Sequence[int], nbytes: int) -> Sequence[int]:
-    """Who owns a share of a tensor: ranks of the group, the same for all, spread over it."""
+    """The owners of the shares of a tensor: ranks of the group, equal on all agents and spread over the group."""
     size = len(group)
     if agent.engine.backend is not None:  # all go through as many stages
         return group
@@ -56,9 +56,9 @@ def reduced(
     """The reduction of the tensors of a group, on each of it.
 
     Args:
-        zero_copy: Others read ``tensor`` where it lies, where they can.
-        layout: Of the tensors that are joined in it, where it is of several.
-        owned: ``tensor`` is nobody else's, and may become the result.
+        zero_copy: Others read ``tensor`` in place, where they can.
+        layout: Digest of the joined tensors, if it is made of several.
+        owned: ``tensor`` has no other user, and may become the result.
     """
     if uses_backend(agent, tensor, group):
         return (yield from reduced_by_backend(agent, operation, tensor, how, tuple(group), out, layout, owned))
@@ -93,7 +93,7 @@ def _with_each_other(
     out: torch.Tensor | None,
     layout: int,
 ) -> Steps[torch.Tensor]:
-    """Everybody has everybody's tensor, and reduces it all."""
+    """Every agent receives every agent's tensor, and reduces all of it."""
     shape, total = tuple(tensor.shape), published.data.numel()
     others = [rank for rank in group if rank != agent.rank]
     sends = [Send(rank, published, 0, total, shape) for rank in others]

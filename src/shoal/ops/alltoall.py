@@ -29,18 +29,18 @@ def neighbor_alltoall(
 
     Args:
         tensor: ``[len(ranks), ...]``: row k goes to ``ranks[k]``. Any dtype; rows of equal shape on both sides.
-        ranks: With whom: any ranks, each once. Both agents of a link name each other.
-        name: What calls are matched by; unnamed calls match by their order.
+        ranks: The ranks to exchange rows with: any ranks, each once. Both agents of a link name each other.
+        name: Matches the calls of different agents; unnamed calls match by their order.
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
 
     Returns:
-        The same shape: row k is what ``ranks[k]`` sent to this agent.
+        A tensor of the same shape: row k is the row that ``ranks[k]`` sent to this agent.
 
     Raises:
-        ValueError: Not a row for each rank, or ranks that are not others.
+        ValueError: The number of rows differs from the number of ranks, or a rank is not another agent's.
         Mismatch: A neighbour sends rows of another shape or dtype.
-        PeerLost: Agents are gone. With ``on_loss="continue"`` only where one of ``ranks`` is.
-        DeadlineExceeded: They did not come in time.
+        PeerLost: Agents are gone. With ``on_loss="continue"`` only if one of ``ranks`` is.
+        DeadlineExceeded: Agents did not call in time.
     """
     return submit(current(OP), tensor, ranks, name, timeout=timeout).wait()
 
@@ -56,12 +56,12 @@ def submit(
     everybody: bool = False,
     layout: int = 0,
 ) -> Handle[torch.Tensor]:
-    """Begin it, for the public function and the algorithms.
+    """Start the exchange, for the public function and the algorithms.
 
     Args:
-        own_for_lost: The row of a rank that is gone is what this agent had for it; else that is an error.
+        own_for_lost: The row of a lost rank is this agent's own row for it; else a lost rank is an error.
         everybody: All agents call it, each with its own.
-        layout: Of what the rows are made of; all agents must have the same.
+        layout: Digest of the composition of the rows; all agents must have the same.
     """
     tensor = check_gatherable(OP, tensor)
     order = as_ranks(OP, "ranks", ranks, agent.rank, agent.size)
@@ -108,15 +108,15 @@ def alltoall_nonblocking(
     Args:
         tensor: Any dtype, at least one dimension; all but the first are equal on all agents.
         splits: How many rows go to each agent, in the order of ranks; equally many, if not given.
-        name: What calls are matched by; unnamed calls match by their order.
+        name: Matches the calls of different agents; unnamed calls match by their order.
         group: Among these ranks only; as for :func:`~shoal.allreduce`.
         timeout: Seconds until the deadline.
 
     Returns:
-        A handle of the rows of all, in the order of ranks, and how many have come from each.
+        A handle of the rows of all, in the order of ranks, and the number of rows from each.
 
     Raises:
-        ValueError: The splits do not say of every row where it goes.
+        ValueError: The splits do not cover every row.
         Mismatch: Agents' tensors differ in more than their first dimension.
     """
     op, agent = "alltoall", current("alltoall")

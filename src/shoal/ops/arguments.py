@@ -1,4 +1,4 @@
-"""What every operation does with its arguments before it begins: names, dtypes, results, reading the payloads."""
+"""Processing of arguments that all operations share: names, dtypes, results, reading the payloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..topology._validate import as_int
 from ..transport.wire import DTYPES, MOVABLE, Message, Payload
 
 LAYOUT = "list of tensors (their number, shapes or dtypes)"
-"""What agents disagree on whose groups differ."""
+"""The subject of the mismatch if agents' groups differ."""
 WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -38,7 +38,7 @@ def check_dense(op: str, tensor: object) -> torch.Tensor:
     """A tensor whose numbers lie in one block of memory of this process.
 
     Raises:
-        TypeError: It is no tensor, or has no such block; the message says what to give instead.
+        TypeError: It is no tensor, or has no such block; the message names an alternative.
     """
     if type(tensor) not in _PLAIN:
         _refuse_other_kinds(op, tensor)
@@ -89,7 +89,7 @@ def _wrong_dtype(op: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -
 
 
 def detached(tensor: object) -> object:
-    """The same without a graph, for callers that give it back a gradient, or that never had one to give."""
+    """The tensor without a graph, for callers that compute the gradient themselves, or that need none."""
     return tensor.detach() if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) else tensor
 
 
@@ -144,7 +144,7 @@ def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: to
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that every thread may write to, also if it was made in inference mode."""
+    """The same memory as a tensor that every thread may write to, even if it was made in inference mode."""
     if not tensor.is_inference():
         return tensor.detach()
     with torch.inference_mode(False):
@@ -160,7 +160,9 @@ class Internal(str):
 
 
 def channel_name(op: str, name: str | None) -> str:
-    """What an operation is matched by: the caller's name, or the order of unnamed calls of its kind."""
+    """The key that matches an operation: the caller's name, or the kind of operation for unnamed calls, which match in
+    order.
+    """
     if name is None:
         return f"~{op}"
     if isinstance(name, Internal):
@@ -173,7 +175,7 @@ def channel_name(op: str, name: str | None) -> str:
 
 
 def split_name(op: str, self_weight: float | str | None, name: str | None) -> tuple[float | None, str | None]:
-    """The weight and the name of a call: a string in the place of the weight is the name, as in the BlueFog paper."""
+    """The weight and the name of a call: a string given as the weight is the name, as in the BlueFog paper."""
     if not isinstance(self_weight, str):
         return self_weight, name
     if name is not None:
@@ -182,8 +184,9 @@ def split_name(op: str, self_weight: float | str | None, name: str | None) -> tu
 
 
 class Result:
-    """Where a result goes: ``out``, or memory from the pool, or with ``on_device`` of the device that ``like`` is on.
-    ``flat`` is what the sum is written to."""
+    """The destination of a result: ``out``, or memory from the pool, or with ``on_device`` memory of the device of
+    ``like``. ``flat`` is what the sum is written to.
+    """
 
     def __init__(
         self,
@@ -227,13 +230,13 @@ def put(result: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def rotated(sends: Iterable[Send], agent: Agent) -> list[Send]:
-    """Serve rank + 1 first, then rank + 2, ...: so that not everybody sends to rank 0 first."""
+    """Serve rank + 1 first, then rank + 2, ...: so that not all agents send to rank 0 first."""
     rank, size = agent.rank, agent.size
     return sorted(sends, key=lambda send: (send.destination - rank) % size)
 
 
 def payload(arrived: Arrived, source: int) -> Payload:
-    """What a source has sent, in memory of the CPU."""
+    """The payload from a source, in CPU memory."""
     found = arrived[source].payload
     assert found is not None, "every DATA message has a payload once it is matched"
     return found if found.data.device.type == "cpu" else Payload(found.data.cpu(), found.available)

@@ -1,7 +1,7 @@
-"""Collectives of an engine that carries tensors, in the place of exchanges that each edge would have to agree on.
+"""Collectives of a backend that moves tensors, instead of exchanges on whose every edge agents would have to agree.
 
-Small tensors are gathered, and reduced here in the same order as ever: with the same bits as by links. A large sum is
-the engine's own, which takes it in an order of its own, the same on all agents; that is what such an engine is good at.
+Small tensors are gathered and reduced here in the usual order, with the same bits as over links. The backend sums large
+tensors itself, in an order of its own that is the same on all agents, because it is fast at that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .arguments import LAYOUT, Result
 from .reduction_order import places_by_machine
 
 GATHERED_BYTES = 1 << 16
-"""What an agent receives at most where all get all tensors."""
+"""The most that an agent receives if all agents get all tensors."""
 
 
 def uses_backend(agent: Agent, tensor: torch.Tensor, group: Sequence[int]) -> bool:
@@ -31,7 +31,7 @@ def uses_backend(agent: Agent, tensor: torch.Tensor, group: Sequence[int]) -> bo
 
 
 def members(agent: Agent, operation: Operation, group: Sequence[int]) -> tuple[int, ...]:
-    """Who takes part in an exchange of a group, as :class:`~shoal.operations.operation.BackendRequest` has it."""
+    """The ranks of a group's exchange, in the format of :class:`~shoal.operations.operation.BackendRequest`."""
     everybody = len(group) == len(operation.left_of(range(agent.size)))
     return () if everybody else tuple(group)
 
@@ -54,7 +54,7 @@ def reduced_by_backend(
     result = Result(agent, out, tensor, shape)
     what = _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
     among = members(agent, operation, group)
-    if operation.recovery is not None:  # it may begin anew, and needs what it began with
+    if operation.recovery is not None:  # it may restart, and needs its input
         tensor, owned = agent.engine.publisher.publish(operation, tensor).data.view(shape), False
     others = [rank for rank in group if rank != agent.rank]
     if tensor.nbytes * len(others) <= GATHERED_BYTES:
@@ -65,7 +65,7 @@ def reduced_by_backend(
         parts = places_by_machine(agent, group, tensor.dtype)
         yield from reduce(result.flat, how, data, group.index(agent.rank), payloads, parts)
         return result.finish()
-    # The engine works in place; not where the caller would see a part of it, should that be all that comes.
+    # The backend works in place: use a copy if the caller could otherwise see a partial result.
     data = result.flat if out is None else pool.empty((result.flat.numel(),), tensor.dtype)
     if owned:
         data = tensor.view(-1)
@@ -114,7 +114,7 @@ def broadcast_by_backend(
 
 
 def _what(what: str, layout: int) -> str:
-    """What has to be the same on all, for people, and all of it."""
+    """A readable description of all that must be equal on all agents."""
     return f"{what}; {LAYOUT} {layout:08x}" if layout else what
 
 

@@ -1,6 +1,6 @@
 """Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
 
-Which way an all-reduce takes depends on its size (``allreduce_choice.py``); the order of the sum does not
+The algorithm of an all-reduce depends on its size (``allreduce_choice.py``); the order of the sum does not
 (``reduction_order.py``), so every agent has the same bits.
 """
 
@@ -59,12 +59,12 @@ def allreduce(
     Args:
         tensor: Any supported dtype for sum, min, max and product (min and max not complex); floating or complex for
             the average. Equal shape and dtype on all agents. It is not changed.
-        average: Average (True) or sum (False); ``op`` says the same and more.
+        average: Average (True) or sum (False); ``op`` has more choices.
         is_hierarchical_local: Over the agents of this machine only.
-        name: What calls are matched by.
-        op: ``"average"``, ``"sum"``, ``"min"``, ``"max"`` or ``"product"``, in place of ``average``.
+        name: Matches the calls of different agents; unnamed calls match by their order.
+        op: ``"average"``, ``"sum"``, ``"min"``, ``"max"`` or ``"product"``, instead of ``average``.
         out: Takes the result; it may be ``tensor`` itself.
-        group: Over these ranks only, which are those that call it: a list, or a process group of ``torch.distributed``.
+        group: Over these ranks only, and only they call it: a list, or a process group of ``torch.distributed``.
         timeout: Seconds until the deadline.
 
     Returns:
@@ -88,7 +88,7 @@ def allreduce_nonblocking(
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce` without waiting.
 
-    Small tensors that are submitted one after another, and reduced in the same way, travel together.
+    Small tensors that are submitted one after another, and reduced in the same way, are sent together.
     """
     how, agent, among, members = _reduction_of(average, op, is_hierarchical_local, group)
     return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout, fusible=True)
@@ -97,7 +97,7 @@ def allreduce_nonblocking(
 def _reduction_of(
     average: bool, op: str | None, is_hierarchical_local: bool, group: Group | None
 ) -> tuple[str, Agent, Sequence[int] | None, CallerGroup]:
-    """How the arguments of a call reduce, among whom, and who calls it."""
+    """The reduction that the arguments of a call request, the ranks it reduces over, and its callers."""
     agent = current("allreduce")
     how = op if op is not None else ("average" if average else "sum")
     if is_hierarchical_local and group is not None:
@@ -122,19 +122,19 @@ def submit_allreduce(
     owned: bool = False,
     fusible: bool = False,
 ) -> Handle[torch.Tensor]:
-    """Begin an all-reduce, for the public functions and the optimizers.
+    """Start an all-reduce, for the public functions and the optimizers.
 
     Args:
-        agent: Whose tensor.
+        agent: The calling agent.
         tensor, name, out, timeout: As for :func:`allreduce`; ``how`` is its ``op``.
-        among: Over these ranks, of which this agent is one; all if not given. All agents call it, each with those that
-            call it with the same.
-        members: Who calls it.
-        zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
-        op: What it is called.
-        layout: Of the tensors that are joined in it, where it is of several.
-        owned: ``tensor`` is nobody else's, and may become the result.
-        fusible: A small tensor may wait for others, to travel with them.
+        among: Over these ranks, which include this agent; all if not given. All agents call it, and the ranks of
+            ``among`` all pass the same ``among``.
+        members: The callers.
+        zero_copy: Others read ``tensor`` in place, where they can: see :meth:`Publisher.publish`.
+        op: The name of the operation in errors.
+        layout: Digest of the joined tensors, if it is made of several.
+        owned: ``tensor`` has no other user, and may become the result.
+        fusible: A small tensor may wait for others, to be sent with them.
     """
     given = tensor if out is None else detached(tensor)
     tensor = check_tensor(f"allreduce with op {how}", given, reducible(how))
@@ -155,7 +155,7 @@ def submit_allreduce(
 
     kind = f"{op} ({how}{'' if among is None else ', within the machine'})"
     channel, named = members.channel(op, name), name is not None
-    # Of some only there are several results, and who has ended need not have the one that another lacks.
+    # With ``among`` there are several results, and a finished agent may not have the one that another lacks.
     taken = take if among is None and members is ALL else None
     begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
     if goes_with_others:
@@ -211,7 +211,9 @@ def allreduce_nonblocking_(
 
 
 def _memory_of(op: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Where an operation in place writes to: not a part of a graph, unless it warns. A parameter has none to lose."""
+    """The memory to which an in-place operation writes: the tensor without its graph, with a warning if it has one. A
+    parameter has no graph to lose.
+    """
     out = check_dense(op, tensor).detach()
     if tensor.grad_fn is not None:
         warn_of_lost_graph(op)
@@ -229,15 +231,15 @@ def broadcast(
 ) -> torch.Tensor:
     """The tensor of ``root_rank``, on every agent.
 
-    It travels along a binomial tree: ``ceil(log2(n))`` steps, and each agent sends to as many others at most. The
+    It is sent along a binomial tree: ``ceil(log2(n))`` steps, and each agent sends to as many others at most. The
     result is detached; :func:`shoal.autograd.broadcast` has a gradient.
 
     Args:
-        tensor: Any dtype. On the other agents it only says shape and dtype, which must be those of the root's.
-        root_rank: Whose tensor; the same on all agents.
-        name: What calls are matched by.
+        tensor: Any dtype. On the other agents it only gives shape and dtype, which must equal the root's.
+        root_rank: The rank whose tensor is sent; the same on all agents.
+        name: Matches the calls of different agents; unnamed calls match by their order.
         out: Takes the result; it may be ``tensor`` itself.
-        group: Among these ranks only, the root one of them; as for :func:`allreduce`.
+        group: Among these ranks only, which include the root; as for :func:`allreduce`.
         timeout: Seconds until the deadline.
     """
     return broadcast_nonblocking(tensor, root_rank, name, out=out, group=group, timeout=timeout).wait()
@@ -359,8 +361,8 @@ def allgather(
 
     Args:
         tensor: Any dtype, at least one dimension. The first dimension may differ between agents, the others not.
-        name: What calls are matched by.
-        group: Of these ranks only; as for :func:`allreduce`.
+        name: Matches the calls of different agents; unnamed calls match by their order.
+        group: The tensors of these ranks only; as for :func:`allreduce`.
         timeout: Seconds until the deadline.
     """
     return allgather_nonblocking(tensor, name, group=group, timeout=timeout).wait()
@@ -393,14 +395,14 @@ def gather_by_rank(
     timeout: float | None = None,
     by_links: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """What each agent that is there has, by rank, ascending: for calls of Shoal's own. All get the same.
+    """The tensors of all present agents, by rank, ascending: for Shoal's internal calls. All agents get the same.
 
     Args:
         tensor: Any dtype, at least one dimension; shapes may differ between agents.
-        name: What calls are matched by.
-        group: Of these ranks only.
+        name: Matches the calls of different agents; unnamed calls match by their order.
+        group: The tensors of these ranks only.
         timeout: Seconds until the deadline.
-        by_links: Not by what carries tensors, if something does.
+        by_links: Over links, even if there is a backend.
     """
     agent = current("allgather")
     members = caller_group("allgather", group, agent)
@@ -419,7 +421,7 @@ def gather_by_rank(
 def parts_of_all(
     agent: Agent, operation: Operation, tensor: torch.Tensor, *, by_links: bool = False
 ) -> Steps[list[tuple[int, Message]]]:
-    """The messages of all agents, by rank, with this one's own among them; ``by_links``: whatever carries tensors."""
+    """The messages of all agents, by rank, including this agent's own; ``by_links``: whatever carries tensors."""
     published = agent.engine.publisher.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
     group = operation.callers(agent.size)

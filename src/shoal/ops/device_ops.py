@@ -31,7 +31,7 @@ def average(
     Args:
         published: This agent's tensor.
         out: Takes the result; a new tensor of ``shape`` if not given.
-        arrived: What each neighbour has sent, by ascending rank.
+        arrived: The tensors of the neighbours, by ascending rank.
         weights: One for each of them.
     """
     payloads = [(rank, message.payload) for rank, message in arrived if message.payload is not None]
@@ -45,7 +45,7 @@ def average(
     queued = sums.queued()
     try:
         yield from await_future(queued)
-    except GeneratorExit:  # it was given up: who waits for it here would stand still with the device
+    except GeneratorExit:  # it was abandoned: waiting here would block with the device
         with suppress(RuntimeError):  # an error of the device, which then does nothing more
             published.caller.after(sums.stream)  # the memory that it uses is the caller's only after it
         raise

@@ -1,7 +1,7 @@
-"""Tensors that travel as a compressor's messages between machines, and as they are within one.
+"""Tensors that are sent as a compressor's messages between machines, and as they are within a machine.
 
-Whichever way a tensor has come, it is the same numbers: those that a receiver makes of the message. Within a machine
-they are read where they lie, which costs less than decoding, unless ``SHOAL_COMPRESS_LOCALLY`` is 1.
+Both ways give the same numbers: the ones that a receiver decodes from the message. Within a machine they are read in
+place, which costs less than decoding, unless ``SHOAL_COMPRESS_LOCALLY`` is 1.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..transport.wire import Message, Payload
 from .arguments import check_tensor, detached
 
 DrawsOf = Callable[[int], Draws]
-"""What the agent of a rank draws for this message."""
+"""The random draws of the agent of a rank for this message."""
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What one agent sends in one call.
+    """The data that one agent sends in one call.
 
     Attributes:
-        compressor: What made it of a tensor.
-        numbers: What everybody makes of it, this agent, too: the tensor's shape and dtype, on the CPU.
-        message: uint8 ``[nbytes]``, or fewer, where the compressor varies.
-        draws: What each agent draws for its own.
-        rest: What it leaves out of the tensor, flat, where that is to be added to the result; else None.
+        compressor: The compressor that encoded the tensor.
+        numbers: The decoded numbers, equal on all agents, including this one: the tensor's shape and dtype, on the CPU.
+        message: uint8 ``[nbytes]``, or fewer, if the compressor's length varies.
+        draws: The random draws of each agent for its message.
+        rest: The part of the tensor that the message leaves out, flat, if it is to be added to the result; else None.
     """
 
     compressor: Compressor
@@ -69,13 +69,14 @@ class Encoded:
 
     @property
     def digest(self) -> int:
-        """Of all that has to be the same on both sides of an edge."""
+        """A digest of the data that must be equal on both sides of an edge."""
         name = name_of(self.compressor)
         return zlib.crc32(f"{name} {list(self.numbers.shape)} {self.numbers.dtype}".encode())
 
     def published(self, engine: Engine, operation: Operation, sends: Sequence[Send]) -> list[Send]:
-        """The same sends: of the message to agents that are far, of the numbers to the others. Each of the two is
-        copied to where others can read it only if one of them does."""
+        """The sends with their data: the message for agents on other machines, the numbers for the rest. Each of the
+        two is copied to shared memory only if an agent reads it.
+        """
         far = [engine.is_far(send.destination) for send in sends]
         numbers = None if all(far) else engine.publisher.publish(operation, self.numbers)
         message = engine.publisher.publish(operation, self.message) if any(far) else None
@@ -93,10 +94,10 @@ class Encoded:
     def decoded(
         self, operation: Operation, agent: Agent, arrived: Sequence[tuple[int, Message]]
     ) -> Generator[str, Arrived, list[Payload]]:
-        """The numbers of others, once all of their messages is here.
+        """The numbers of other agents, once their messages are complete.
 
         Raises:
-            Mismatch: Such a message is sent by nobody; it says by whom it was, and what is wrong with it.
+            Mismatch: A message is malformed; the error names its sender and the fault.
         """
         payloads = [self._payload(operation, agent, source, message) for source, message in arrived]
         yield from complete(payloads)
@@ -134,15 +135,15 @@ class Encoded:
 
 
 def name_of(compressor: Compressor) -> str:
-    """The same for equal ones on all agents."""
+    """A name that is the same for equal compressors on all agents."""
     return repr(compressor) if is_dataclass(compressor) else type(compressor).__qualname__  # others have addresses
 
 
 def check_compression(op: str, tensor: object, compressor: object) -> Compressor:
-    """What a call gives as ``compression``.
+    """Check the argument ``compression`` of a call.
 
     Raises:
-        TypeError: This is no compressor, or has no wire format; or no tensor of a dtype that it encodes.
+        TypeError: It is no compressor, or has no wire format; or the tensor's dtype cannot be encoded.
     """
     if not isinstance(compressor, Compressor) or not compressor.encodes:
         what = (
@@ -162,7 +163,7 @@ def encoded_for(operation: Operation, tensor: torch.Tensor, compressor: Compress
 
 
 def encoded_by_call(op: str, tensor: torch.Tensor, compressor: object, rank: int) -> Callable[[Operation], Encoded]:
-    """That, made once, however often the call begins. Raises as :func:`check_compression`."""
+    """Returns the encoded tensor, made once even if the call restarts. Raises as :func:`check_compression`."""
     checked, made = check_compression(op, tensor, compressor), list[Encoded]()
 
     def encoded(operation: Operation) -> Encoded:

@@ -1,6 +1,6 @@
 """The mean over all agents in messages of a compressor: a reduce-scatter and an all-gather, each compressed.
 
-Every agent has the same bits: the mean of each share is what the message of the one agent says that has summed it.
+Every agent has the same bits, because all decode the mean of a share from the message of the one agent that summed it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .reduce_scatter import shares
 
 @dataclass
 class Rest:
-    """What an agent's messages have left out, to be added to the next ones (error feedback).
+    """The numbers that an agent's messages have left out, to be added to the next ones (error feedback).
 
     Attributes:
-        sent: Of its own numbers, ``[numel]``; None where nothing has been sent.
-        mean: Of the mean of its share, ``[share]``; None where there is none.
+        sent: From its own numbers, ``[numel]``; None if nothing has been sent.
+        mean: From the mean of its share, ``[share]``; None if there is none.
     """
 
     sent: torch.Tensor | None = None
@@ -40,19 +40,19 @@ class Rest:
 def submit_encoded_mean(
     agent: Agent, flat: torch.Tensor, compressor: Compressor, name: str, rest: Rest | None = None, layout: int = 0
 ) -> Handle[torch.Tensor]:
-    """Begin the mean of a flat tensor over all agents; it takes the result, and must not be touched until then.
+    """Start the mean of a flat tensor over all agents; the tensor takes the result, and must not be touched until then.
 
     Each agent compresses its part of every share, sums its own share of all, in rank order, and compresses the mean.
     After Gan et al. 2021, arXiv:2107.01499 (ByteGrad); with ``rest`` after Tang et al. 2019, arXiv:1905.05957
-    (DoubleSqueeze): what a message leaves out is added to the next, of the parts and of the mean.
+    (DoubleSqueeze): the error of a message is added to the next, for the parts and for the mean.
 
     Args:
-        agent: Whose tensor.
+        agent: The calling agent.
         flat: ``[numel]``, of a dtype that compressors encode.
         compressor: With a wire format.
-        name: What calls are matched by.
-        rest: What the messages before have left out; it is changed when the result is there.
-        layout: A digest of what the tensor is made of; all agents must have the same.
+        name: Matches the calls of different agents.
+        rest: The errors of the earlier messages; updated when the result is available.
+        layout: A digest of the composition of the tensor; all agents must have the same.
     """
     seed = zlib.crc32(name.encode())
 
@@ -78,7 +78,7 @@ def _mean(
     cut, position = shares(flat.numel(), len(group)), group.index(agent.rank)
     (start, stop), last = cut[position], len(group)
 
-    def draws(rank: int, part: int) -> Redrawn:  # of what an agent sends in a round, the mean coming last
+    def draws(rank: int, part: int) -> Redrawn:  # of the messages of an agent in a round; the mean is the last
         return Redrawn(seed, operation.round * (last + 1) + part, rank)
 
     def decoded(data: torch.Tensor, rank: int, part: int, numel: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _mean(
 def _exchanged(
     agent: Agent, operation: Operation, group: list[int], data: torch.Tensor, cut: list[tuple[int, int]], same: str
 ) -> Steps[dict[int, Payload]]:
-    """Send each of the others its piece of the data; theirs, once all is there."""
+    """Send each of the others its piece of the data; returns theirs, once all have arrived."""
     published = agent.engine.publisher.publish(operation, data)
     sends = [
         Send(rank, published, low, high, (high - low,))

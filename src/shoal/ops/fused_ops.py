@@ -1,8 +1,9 @@
-"""What may be fused, and how: operations that differ in nothing but their tensors are one over all of these, joined.
+"""The operations that can be fused, and how: calls that differ only in their tensors become one over the joined
+tensors.
 
-The sum of a number does not depend on its neighbours in memory, so each tensor has the bits that it has by itself. Who
-sends what to whom, in which stage, is as it is for each of them by itself, so that an agent that fuses gets on with one
-that does not (``operations/fusion.py``).
+The sum of a number does not depend on its neighbours in memory, so each tensor has the same bits as by itself. Senders,
+receivers and stages are the same as for a single call, so an agent that fuses works with one that does not
+(``operations/fusion.py``).
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from .arguments import Result, payload, put, rotated
 from .reduce_scatter import reduced_by_owners
 
 MOST_BYTES = PUBLISH_BYTES
-"""Of a tensor that may go together with others: it lies in its message, and an all-reduce of it has one owner, for
+"""The limit of a tensor that may be fused: it is sent inside its message, and its all-reduce has one owner, for
 which it must stay below 32 KiB. ``benchmarks/fusion.py`` measures what fusing gains, and what larger ones would."""
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """A tensor costs its bookkeeping, and not its bytes: it travels inside a message."""
+    """A tensor costs its bookkeeping, and not its bytes: it is sent inside a message."""
     return tensor.is_cpu and 0 < tensor.numel() * tensor.element_size() <= MOST_BYTES
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """As it is now, for what begins later; of the same shape."""
+    """A copy of the current values, of the same shape, for an operation that begins later."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -42,8 +43,8 @@ class NeighborFamily:
     """The weighted averages of one round, whose edges both of their ends know.
 
     Attributes:
-        digest: Of what both ends must agree on.
-        confirmed: Each end has to say that it knows of the edge.
+        digest: The digest of the data on which both ends must agree.
+        confirmed: Each end has to confirm the edge.
     """
 
     agent: Agent = field(compare=False, repr=False)
@@ -57,7 +58,7 @@ class NeighborFamily:
 
 @dataclass(frozen=True)
 class DiscoveryFamily:
-    """Pure pushes to the same ranks, or pure pulls from them: one discovery tells of all who names whom.
+    """Pure pushes to the same ranks, or pure pulls from them: one discovery serves all of them.
 
     Attributes:
         form: ``"push"`` or ``"pull"``.
@@ -140,9 +141,9 @@ class HierarchicalFamily:
     its mean, exchanges it with the first of others, and sends the result to the rest of the machine.
 
     Attributes:
-        mixing: Of machines.
-        digest: Of the machine topology.
-        confirmed: Each end of an edge between machines has to say that it knows of it.
+        mixing: The mixing of machines.
+        digest: The digest of the machine topology.
+        confirmed: Each end of an edge between machines has to confirm it.
     """
 
     agent: Agent = field(compare=False, repr=False)
@@ -166,7 +167,7 @@ class HierarchicalFamily:
     def _averaged(self, operation: Operation, published: Published, shape: tuple[int, ...]) -> Steps[torch.Tensor]:
         agent, mixing, group = self.agent, self.mixing, self.agent.local_ranks
         publisher, total, dtype = agent.engine.publisher, published.data.numel(), published.data.dtype
-        # The weights of all agents of a machine are the same; only those of the first are used.
+        # All agents of a machine have the same weights; only the first agent's are used.
         here = self.digest ^ zlib.crc32(repr(mixing).encode())
         what = "machine topology, or weights within the machine"
         if agent.rank != group[0]:
@@ -203,8 +204,9 @@ class HierarchicalFamily:
 
 
 def split_joined(joined: torch.Tensor, parts: list[FusionSpec]) -> list[torch.Tensor | Exception]:
-    """The results of several in one, each where its caller wants it; or why its ``out`` does not take it, which is
-    nothing to the others."""
+    """The results of several operations in one, each in its caller's place; or an error for each whose ``out`` does not
+    fit, which does not affect the others.
+    """
     results = torch.split(joined, [one.flat.numel() for one in parts])
     return [_placed(one, result.view(one.shape)) for one, result in zip(parts, results, strict=True)]
 

@@ -70,7 +70,7 @@ def grouped_allreduce(
 
     Args:
         tensors: As of single calls, of any shapes; as many, of the same shapes and dtypes in the same order, on all
-            agents. Those of a dtype travel as one.
+            agents. Tensors of one dtype are sent as one.
         average, name, op, group, timeout: As of a single call.
         out: Take the results, one for each tensor.
 
@@ -244,10 +244,10 @@ def grouped_broadcast_nonblocking(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, *, group: Group | None = None, timeout: float | None = None
 ) -> list[torch.Tensor]:
-    """:func:`~shoal.allgather` of several tensors at once, of whatever dtypes.
+    """:func:`~shoal.allgather` of several tensors at once, of any dtypes.
 
     Args:
-        tensors: As of single calls: their first dimensions may differ between agents, the others not.
+        tensors: As for single calls: their first dimensions may differ between agents, the others not.
         name, group, timeout: As of a single call.
 
     Returns:
@@ -274,7 +274,7 @@ def grouped_allgather_nonblocking(
     mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(one) for one in bundle.tensors)])
 
     def parts(operation: Operation, rank: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """What an agent has sent: how many rows of each, and their bytes."""
+        """The data of one agent: for each tensor the number of rows, and the bytes."""
         head = 8 * len(says)
         told = data[:head].clone().view(torch.int64).tolist() if len(data) >= head else []
         sizes = [rows * width for rows, width in zip(told[1:], row, strict=False)]
@@ -302,10 +302,10 @@ def grouped_allgather_nonblocking(
 
 
 class _Bundle:
-    """The tensors of a call, and where their results go.
+    """The tensors of a call, and the destinations of their results.
 
     Attributes:
-        digest: Of all that must be the same on all agents.
+        digest: Of the properties that must be equal on all agents.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class _Bundle:
         return HandleOfMany(handles, finish, partial(self._explain, operation))
 
     def _explain(self, operation: Operation, error: Mismatch) -> str:
-        """Which tensor differs from that of an agent that the error names; else what the tensors are here."""
+        """The tensor that differs from another agent's in the error; else a description of the tensors here."""
         differs = self._layouts.difference(operation, self._layout, error.ranks)
         if differs:
             return differs

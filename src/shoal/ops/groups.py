@@ -1,7 +1,7 @@
-"""``group=``: who calls an operation, if not all agents do.
+"""``group=``: the callers of an operation, if not all agents.
 
-Calls of a group are matched among its members alone, so groups that share members, and calls of all, do not meet even
-under one name. Who is no member calls nothing, and need not know.
+Calls of a group are matched among its members alone. So they do not match calls of other groups that share members, or
+calls of all agents, even under the same name. Agents outside the group make no call, and need not know of it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..topology._validate import as_int
 from .arguments import channel_name
 
 Group: TypeAlias = "Sequence[int] | dist.ProcessGroup"
-"""Ranks, in any order, or a process group of ``torch.distributed`` whose processes have the ranks that agents have."""
+"""Ranks, in any order, or a process group of ``torch.distributed`` whose ranks are the agents' ranks."""
 _LISTED = 8
 """Ranks that the name of a group's calls lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallerGroup:
-    """Who calls an operation.
+    """The callers of an operation.
 
     Attributes:
         ranks: Ascending; None for all agents.
@@ -34,7 +34,7 @@ class CallerGroup:
     ranks: tuple[int, ...] | None = None
 
     def channel(self, op: str, name: str | None) -> str:
-        """What a call is matched by."""
+        """The key that matches a call."""
         channel = channel_name(op, name)
         return channel if self.ranks is None else f"{channel} of {_told(self.ranks)}"
 
@@ -45,7 +45,7 @@ class CallerGroup:
             raise ValueError(f"{op}: {argument} names ranks {beyond}, and its group is ranks {list(self.ranks or ())}")
 
     def rest(self, size: int) -> tuple[int, ...]:
-        """Those of ``size`` agents that do not call it."""
+        """The ranks of ``size`` agents that do not call it."""
         return () if self.ranks is None else tuple(rank for rank in range(size) if rank not in self.ranks)
 
 
@@ -53,10 +53,11 @@ ALL = CallerGroup()
 
 
 def caller_group(op: str, group: Group | None, agent: Agent) -> CallerGroup:
-    """Who calls an operation, by its ``group`` argument.
+    """The callers of an operation, from its ``group`` argument.
 
     Raises:
-        TypeError, ValueError: It names what is no rank, or not this agent; or processes have other ranks than agents.
+        TypeError, ValueError: It has an invalid rank, or lacks this agent; or ranks of processes differ from ranks of
+            agents.
     """
     if group is None:
         return ALL

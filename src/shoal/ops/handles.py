@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class HandleOfMany(Handle[T]):
-    """The promise of what several operations come to.
+    """The future result of several operations.
 
     Args:
-        handles: Of the operations, at least one.
-        finish: Makes the result of theirs; called once, by whoever asks first.
-        explain: What else to say where agents disagree.
+        handles: Handles of the operations, at least one.
+        finish: Computes the result from theirs; called once, by the first caller that needs it.
+        explain: More text for the error if agents disagree.
     """
 
     __slots__ = ("_explain", "_finish", "_handles", "_lock", "_made")
@@ -45,7 +45,7 @@ class HandleOfMany(Handle[T]):
             try:
                 found.append(handle.wait(None if until is None else max(0.0, until - clock.monotonic())))
             except Exception as error:
-                if not handle.poll():  # it goes on; only this wait has been long enough
+                if not handle.poll():  # the operation continues; only this wait has timed out
                     raise
                 self._give_up(error)
                 if type(error) is Mismatch and self._explain is not None:
@@ -57,7 +57,7 @@ class HandleOfMany(Handle[T]):
         return self._result  # type: ignore[return-value]
 
     def _give_up(self, error: BaseException) -> None:
-        """End the rest, of which nobody else may know: where lists differ, so may the dtypes in them."""
+        """End the remaining operations, which other agents may not have: if the lists differ, so may their dtypes."""
         for handle in self._handles:
             if not handle.poll():
                 self._driver.give_up(handle, error)

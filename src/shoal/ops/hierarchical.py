@@ -28,7 +28,7 @@ from .reduce_scatter import allgather_shares, reduce_scatter, shape_digest
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9
-"""Stages behind those of any mean within a machine."""
+"""Numbers of stages after all stages of a mean within a machine."""
 
 
 def hierarchical_neighbor_allreduce(
@@ -47,7 +47,7 @@ def hierarchical_neighbor_allreduce(
 
     Without weights over the static machine topology (``set_machine_topology``); with all three weights over the
     machines that they name. ``y = self_weight mean + sum src_machine_weights[m] s_m mean_m``, where ``mean`` is the
-    mean over the agents of a machine, and ``s_m`` what machine m gives as its ``dst_machine_weights`` for this one.
+    mean over the agents of a machine, and ``s_m`` the weight in ``dst_machine_weights`` of machine m for this one.
 
     Args:
         tensor: As for :func:`~shoal.neighbor_allreduce`; equal shape and dtype on all agents.
@@ -56,10 +56,10 @@ def hierarchical_neighbor_allreduce(
         src_machine_weights: ``{source machine: weight}``, by machine rank.
         dst_machine_weights: ``{destination machine: weight}``, or a list for weights of 1.
         enable_topo_check: Confirm on each edge that both sides know of it.
-        compression: Between machines, a :mod:`message <shoal.compression>` of each agent's share of the mean travels in
-            its place; what it leaves out stays with the machine, as in :func:`~shoal.neighbor_allreduce`. Within a
-            machine nothing is compressed. The same on all agents.
-        name: What calls are matched by.
+        compression: Between machines, a :mod:`message <shoal.compression>` is sent instead of each agent's share of the
+            mean. The part that a message leaves out stays with the machine, as in :func:`~shoal.neighbor_allreduce`.
+            Within a machine nothing is compressed. The same on all agents.
+        name: Matches the calls of different agents; unnamed calls match by their order.
         out: Takes the result; it may be ``tensor`` itself.
         timeout: Seconds until the deadline.
 
@@ -93,7 +93,7 @@ def hierarchical_neighbor_allreduce_nonblocking(
 ) -> Handle[torch.Tensor]:
     """:func:`hierarchical_neighbor_allreduce` without waiting.
 
-    Small tensors that are submitted one after another, of calls with the same weights, travel together.
+    Small tensors that are submitted one after another, of calls with the same weights, are sent together.
     """
     agent = current(OP)
     self_weight, name = split_name(OP, self_weight, name)
@@ -126,13 +126,13 @@ def submit(
     fusible: bool = False,
     layout: int = 0,
 ) -> Handle[torch.Tensor]:
-    """Begin an average between machines with a round as it is; as :func:`shoal.ops.neighbor.submit`.
+    """Start an average between machines over a given round; as :func:`shoal.ops.neighbor.submit`.
 
     Args:
         mixing: The round as this agent's machine knows it; None: the static machine topology.
-        compressor: Of what leaves the machine.
-        fusible: A small tensor may wait for others of the same round, to travel with them.
-        layout: A digest of what the tensor is made of, where it is of several; all agents must have the same.
+        compressor: For the messages between machines.
+        fusible: A small tensor may wait for others of the same round, to be sent with them.
+        layout: A digest of the joined tensors, if it is made of several; all agents must have the same.
     """
     tensor = check_tensor(OP, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -173,10 +173,10 @@ def machine_mixing(
     sources: Mapping[int, float] | None,
     destinations: Mapping[int, float] | Iterable[int] | None,
 ) -> Mixing | None:
-    """The round that the arguments of a call describe, checked; None where it is the static machine topology's.
+    """The round that the arguments of a call describe, checked; None if it is the static machine topology's.
 
     Raises:
-        TypeError, ValueError: They are incomplete, or name what is no machine or no weight.
+        TypeError, ValueError: The weights are incomplete, or name an invalid machine or weight.
     """
     if self_weight is None and sources is None and destinations is None:
         return None
@@ -244,12 +244,12 @@ def _mixed(
     checked: bool = False,
     stage: int | None = None,
 ) -> Steps[torch.Tensor]:
-    """The weighted average of what this agent and its like on the other machines have, flat.
+    """The weighted average of the flat tensors of this agent and its counterparts on the other machines.
 
     Args:
-        speakers: The rank that speaks for each machine.
-        digest: Of what has to be the same on all of them.
-        what: The topology, in words, where it is one that all have.
+        speakers: The rank that represents each machine.
+        digest: Of the data that must be equal on all of them.
+        what: A description of the topology, if all agents share it.
     """
     engine, total = agent.engine, mean.numel()
     encoded = None if compressor is None else encoded_for(operation, mean.view(-1), compressor, agent.rank)
@@ -293,8 +293,8 @@ def _by_leaders(
     out: torch.Tensor | None,
     layout: int,
 ) -> Steps[torch.Tensor]:
-    """The same where agents are gone, and machines have no counterparts any more: the first agent of each machine
-    exchanges that machine's mean, whole. A machine of which nobody is left is gone as an agent of a topology would be.
+    """The same if agents are lost and machines have no counterparts any more: the first agent of each machine exchanges
+    the machine's whole mean. A machine without agents is treated as a lost agent of a topology.
     """
     engine, machines = agent.engine, agent.machines
     groups = [operation.left_of(machines.ranks(machine)) for machine in range(machines.count)]

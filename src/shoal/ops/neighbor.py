@@ -1,13 +1,13 @@
-"""Partial averaging and gathering with neighbours: the operations that everything else in Shoal stands on.
+"""Partial averaging and gathering with neighbours: the operations on which the rest of Shoal builds.
 
 ``neighbor_allreduce`` computes equation 10 of the BlueFog paper (arXiv:2111.04287),
 
     x_i  <-  w_ii x_i + sum over sources j of r_ij s_ij x_j,
 
-where the receiver i gives the r_ij and the sender j the s_ij. How a round ends depends on who knows of an edge. On the
-static topology both sides do, and in push-pull both name each other: a message for each edge, and nothing else. In pure
-push only the sender knows, in pure pull only the receiver: :func:`~shoal.engine.discovery.discover` tells the other
-side.
+where the receiver i gives the r_ij and the sender j the s_ij. The messages of a round depend on which side of an edge
+knows of it. On the static topology both sides do, and in push-pull both name each other: one message for each edge. In
+pure push only the sender knows, in pure pull only the receiver: :func:`~shoal.engine.discovery.discover` informs the
+other side.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from .robust import Robust, check_neighbours
 OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
 _FORMS = {"static": 0, "push within": 1}
-"""The forms whose edges are those of the static topology, which both sides must then agree on."""
+"""The forms with the edges of the static topology, on which both sides must then agree."""
 _MAY_BE_SILENT = 2
-"""Beside :data:`_FORMS`: who expects a tensor from each does not take silence for one of zeros."""
+"""Beside :data:`_FORMS`: a receiver that expects a tensor from each source does not treat a silent one as zeros."""
 _IN_STAGES = ("push", "pull", "pull within")
-"""The forms in which agents tell each other first who sends to whom."""
+"""The forms that begin with sender discovery."""
 
 
 def neighbor_allreduce(
@@ -90,10 +90,10 @@ def neighbor_allreduce(
 
     Sources and destinations may be any ranks, also beyond the static topology.
 
-    Messages for each agent: one for each edge; in push-pull a few bytes more that confirm it. In pure push and pure
-    pull sender discovery comes first, ``ceil(log2(n))`` small messages. With ``enable_topo_check=False`` the caller
-    vouches for the edges: push-pull does not confirm, and pure push and pull stay within the static topology, where
-    each neighbour gets the tensor or a header that says "nothing this round", without it.
+    Messages of each agent: one for each edge; in push-pull a few more bytes that confirm it. In pure push and pure pull
+    sender discovery comes first, ``ceil(log2(n))`` small messages. With ``enable_topo_check=False`` the caller vouches
+    for the edges: push-pull does not confirm, and pure push and pull stay within the static topology, where each
+    neighbour gets the tensor or only a header that announces no tensor in this round.
 
     Args:
         tensor: float16, bfloat16, float32, float64 or complex, any shape, any strides; equal shape and dtype on all
@@ -105,18 +105,18 @@ def neighbor_allreduce(
         src_weights: ``{source: r_ij}``.
         dst_weights: ``{destination: s_ji}``, or a list of destinations for weights of 1.
         enable_topo_check: Confirm on each edge that both sides know of it (see above).
-        robust: A rule in the place of the weighted average, for faulty neighbours: :class:`~shoal.FiniteOnly`, or with
+        robust: A rule that replaces the weighted average, for faulty neighbours: :class:`~shoal.FiniteOnly`, or with
             three neighbours in a round :class:`~shoal.ClippedGossip`, :class:`~shoal.TrimmedMean`. Agents' may differ.
-        compression: Between machines a :mod:`message <shoal.compression>` of it travels in the place of the tensor, and
-            the result is ``x_i - C(x_i) + w_ii C(x_i) + sum r_ij s_ij C(x_j)``: what a message leaves out stays with
-            its agent, so that weights whose columns sum to 1 keep the mean. Within a machine tensors are read where
-            they lie, with the same result bit for bit. Again and again over, a coarse compressor does not bring agents
-            to their mean: for that there is :class:`~shoal.algorithms.ChocoSGD`. The same on all agents.
-        name: What calls are matched by between agents. Unnamed calls match by their order.
+        compression: Between machines a :mod:`message <shoal.compression>` is sent instead of the tensor, and the result
+            is ``x_i - C(x_i) + w_ii C(x_i) + sum r_ij s_ij C(x_j)``: the part that a message leaves out stays with its
+            agent, so weights whose columns sum to 1 preserve the mean. Within a machine tensors are read in place, with
+            the same result bit for bit. Repeated calls with a coarse compressor do not bring agents to their mean; use
+            :class:`~shoal.algorithms.ChocoSGD` for that. The same on all agents.
+        name: Matches the calls of different agents. Unnamed calls match by their order.
         out: Takes the result; it may be ``tensor`` itself.
-        group: Among these ranks only, which are those that call it: a list, or a process group of
-            ``torch.distributed``. The static topology is then what it would be had the others gone (see
-            :class:`~shoal.topology.Without`); ranks that are given are of the group.
+        group: Among these ranks only, and only they call it: a list, or a process group of ``torch.distributed``. The
+            static topology is then used as if the others were lost (see :class:`~shoal.topology.Without`). Given ranks
+            must be in the group.
         timeout: Seconds until the deadline; ``SHOAL_TIMEOUT`` (300) if not given.
 
     Returns:
@@ -125,8 +125,8 @@ def neighbor_allreduce(
 
     Raises:
         TypeError, ValueError: The arguments are wrong; nothing has been sent (but in a push too few for ``robust``).
-        Mismatch: Agents disagree on shape, dtype, operation, topology, or on who sends to whom.
-        PeerLost, DeadlineExceeded: Agents are gone, or did not come in time.
+        Mismatch: Agents disagree on shape, dtype, operation, topology, or on senders and receivers.
+        PeerLost, DeadlineExceeded: Agents are gone, or did not call in time.
     """
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
@@ -166,8 +166,8 @@ def neighbor_allreduce_nonblocking(
     """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
 
     The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Small tensors
-    that are submitted one after another travel together: those on the static topology, and else those of calls with the
-    same weights.
+    that are submitted one after another are sent together: those on the static topology, and else those of calls with
+    the same weights.
     """
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
@@ -210,27 +210,27 @@ def submit(
     everybody: bool = True,
     members: CallerGroup = ALL,
 ) -> Handle[torch.Tensor]:
-    """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
+    """Start a weighted average over a given round, for the public functions, optimizers and algorithms.
 
     Args:
-        agent: Whose tensor.
+        agent: The calling agent.
         tensor, name, out, timeout: As for :func:`neighbor_allreduce`.
         mixing: The round as this agent knows it; None: the static topology.
-        form: Who gives the edges of ``mixing``: the source (``"push"``), the destination (``"pull"``), both
+        form: The side that knows the edges of ``mixing``: the source (``"push"``), the destination (``"pull"``), both
             (``"push-pull"``).
-        checked: As ``enable_topo_check``; False, where a schedule says the same to all agents.
-        zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
-        fusible: A small tensor may wait for others of the same round, to travel with them.
-        replan: The same round without agents that are gone, for one that begins when they are. If not given, what they
-            would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
+        checked: As ``enable_topo_check``; False if all agents follow the same schedule.
+        zero_copy: Others read ``tensor`` in place, where they can: see :meth:`Publisher.publish`.
+        fusible: A small tensor may wait for others of the same round, to be sent with them.
+        replan: Returns the same round without lost agents, for a call that begins after a loss. If not given, this
+            agent's own tensor takes the weights of the lost ones; on a directed graph that biases the mean.
         robust: As for :func:`neighbor_allreduce`.
-        encoded: How the tensor travels, and what of it, if not as it is.
-        speaks: Where agents may keep silent: this one does not. The tensor of one that does is zeros, and a header that
-            says so is all that it sends.
-        op: What it is called.
-        layout: Of the tensors that are joined in it, where it is of several.
-        everybody: All agents call it, whatever their edges; else only those that name each other, in push-pull.
-        members: Who calls it; on a round that is given, the ranks that it names are of them.
+        encoded: Makes the compressed form that is sent, if not the tensor itself.
+        speaks: Where agents may be silent: this agent is not. A silent agent sends only a header, and its tensor counts
+            as zeros.
+        op: The name of the operation in errors.
+        layout: Digest of the joined tensors, if it is made of several.
+        everybody: All agents call it, whatever their edges; else only agents that name each other, in push-pull.
+        members: The callers; they include the ranks of a given round.
     """
     tensor = check_tensor(op, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(op, out, tensor.shape, tensor.dtype)
@@ -287,7 +287,7 @@ def submit(
         if form not in _IN_STAGES:
             family = NeighborFamily(agent, known, _digest(form, static), checked and form == "push-pull")
         begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, family)
-    if form in _IN_STAGES:  # it cannot go on in the middle
+    if form in _IN_STAGES:  # it cannot continue in the middle
         return submit_to_all(agent.engine, op, channel, begins, timeout, named, among=among)
     return agent.engine.submit(op, channel, begins, timeout, named, on_loss=FailurePolicy.SKIP_MISSING, among=among)
 
@@ -299,7 +299,7 @@ def _digest(form: str, static: StaticTopology) -> int:
 def _among(
     agent: Agent, operation: Operation, form: str, static: StaticTopology, everybody: bool
 ) -> tuple[int, ...] | None:
-    """Who takes part in a round, as :class:`~shoal.operations.operation.BackendRequest` has it."""
+    """The ranks of a round, in the format of :class:`~shoal.operations.operation.BackendRequest`."""
     if form in ("push", "pull") or (form == "push-pull" and everybody):
         return () if operation.among is None else tuple(operation.callers(agent.size))
     return None if form == "push-pull" else static.members(operation.left_of(range(agent.size)))
@@ -311,10 +311,10 @@ def mixing_of(
     src_weights: Weights | None,
     dst_weights: Weights | Iterable[int] | None,
 ) -> tuple[Mixing | None, str]:
-    """The round that the arguments of a call describe, checked, and its form; None where it is the static topology's.
+    """The round that the arguments of a call describe, checked, and its form; None if it is the static topology's.
 
     Raises:
-        TypeError, ValueError: They are incomplete, or name what is no rank or no weight.
+        TypeError, ValueError: The weights are incomplete, or name an invalid rank or weight.
     """
     if self_weight is None and src_weights is None and dst_weights is None:
         return None, "static"
@@ -370,7 +370,7 @@ def mix_steps(
     given = tensor.new_empty(0) if silent else tensor
     plain = robust is None and encoded is None and engine.backend is None
     publish = partial(engine.publisher.publish, zero_copy=zero_copy, on_device=plain)
-    # Of what is encoded others may read only the message: that is known with the destinations.
+    # Of an encoded tensor others may read only the message, which is made when the destinations are known.
     published = (publish if encoded is None else engine.publisher.keep)(operation, given)
     own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
     shape, total = tuple(tensor.shape), own_data.numel()
@@ -417,8 +417,8 @@ def mix_steps(
     )
     own = mixing.self_weight
     if len(arrived) < len(sources) and form != "push within":
-        # What an agent that is gone has not sent weighs here what it would have there; but what it would have given
-        # away is lost.
+        # The weights of lost sources are added to this agent's own weight; but the values that they would have sent are
+        # lost.
         own += sum(weight for rank, weight in sources.items() if rank not in arrived)
     there = [rank for rank in sources if rank in arrived and not arrived[rank].nothing]  # ascending, as in every Mixing
     weights = [sources[rank] * arrived[rank].scale for rank in there]

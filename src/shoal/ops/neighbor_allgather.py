@@ -26,7 +26,7 @@ def neighbor_allgather(
 
     Args:
         tensor: Any dtype, at least one dimension. The first dimension may differ between agents, the others not.
-        name: What calls are matched by.
+        name: Matches the calls of different agents; unnamed calls match by their order.
         src_ranks: With ``dst_ranks``: the ranks to receive from, any ranks; the result is in the order given here.
         dst_ranks: With ``src_ranks``: the ranks to send to.
         enable_topo_check: Confirm on each edge that both sides know of it.

@@ -1,4 +1,4 @@
-"""Whole models, optimizer states and plain objects: brought to one state on all agents, exactly."""
+"""Exact synchronization of whole models, optimizer states and plain objects over all agents."""
 
 from __future__ import annotations
 
@@ -38,29 +38,30 @@ def broadcast_object(
 
     Plain are None, bool, int, float (NaN and -0.0 too), complex, str, bytes, bytearray, torch's dtype, device and Size,
     and list, tuple, set, frozenset, dict, OrderedDict and Counter of plain data: what the ``state_dict`` of a model, an
-    optimizer or a learning rate's schedule holds. A tensor of any dtype arrives on the CPU, also where the root's is on
-    an accelerator, a Parameter as one. Tensors that are one in memory (tied weights) arrive as one; other views of
-    one memory arrive apart. A tensor's own attributes and its ``grad`` stay behind.
+    optimizer or a learning rate's schedule holds. A tensor of any dtype arrives on the CPU, even if the root's is on an
+    accelerator, a Parameter as one. Tensors that are one in memory (tied weights) arrive as one; other views of one
+    memory arrive apart. A tensor's own attributes and its ``grad`` stay behind.
 
-    It is written as JSON, and tensors as their numbers. Nothing is unpickled, and no agent makes room for more than
-    really came.
+    Plain data is sent as JSON, and tensors as their numbers. No data is unpickled, and no agent allocates more memory
+    than the received message needs.
 
     Args:
-        value: The object; what the other agents pass is ignored.
-        root_rank: Whose object; the same on all agents.
-        name: What calls are matched by.
+        value: The object; ignored on the other agents.
+        root_rank: The rank whose object is sent; the same on all agents.
+        name: Matches the calls of different agents; unnamed calls match by their order.
         trusted: Send any object that ``torch.save`` can pickle. To read it **runs code that the root's message names**,
-            with the rights of this process: set it only where every agent may do here whatever it likes, and set it on
-            all agents. Where only some set it, the root and those that differ from it raise Mismatch; who has not set
-            it unpickles nothing.
-        group: Among these ranks only, the root one of them: a list, or a process group of ``torch.distributed``.
+            with the rights of this process: set it only if every agent is trusted to run any code here, and set it on
+            all agents. If only some set it, the root and the agents that differ from it raise Mismatch. An agent that
+            has not set it unpickles nothing.
+        group: Among these ranks only, which include the root: a list, or a process group of ``torch.distributed``.
         timeout: Seconds until the deadline.
 
     Raises:
-        TypeError: At the root: something in the object is not plain (the message says what and where), such as an
-            instance of a subclass, a sparse or quantized tensor. Nothing is sent; pass what others can make it of.
+        TypeError: At the root: a part of the object is not plain (the message names it and its place), such as an
+            instance of a subclass, a sparse or quantized tensor. Nothing is sent; pass data from which the others can
+            rebuild it.
         ValueError: At the root: more than 100 objects in each other, or one in itself; NaN or a tensor as a key.
-        Mismatch: Agents name other roots, or only some set ``trusted``; or what came is not what a root sends.
+        Mismatch: Agents name other roots, or only some set ``trusted``; or the received message is malformed.
     """
     agent = current("broadcast_object")
     root_rank, members = as_root("broadcast_object", root_rank, agent), caller_group("broadcast_object", group, agent)
@@ -128,7 +129,7 @@ def broadcast_parameters(
 ) -> None:
     """Give every agent the root's values, in place.
 
-    Small tensors of one dtype travel together, so many small tensors cost what :func:`grouped_broadcast` costs. Names
+    Small tensors of one dtype are sent together, so many small tensors cost what :func:`grouped_broadcast` costs. Names
     of one memory (tied weights) are one tensor, exchanged once. If some share a part of their memory on any agent, all
     are exchanged one after the other. Of a ``DTensor`` the part that lies here is exchanged, among counterparts
     (``init(mesh=)``).
@@ -136,7 +137,7 @@ def broadcast_parameters(
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or a dict or list of
             tensors; the same names, shapes and ties on all agents.
-        root_rank: Whose values.
+        root_rank: The rank whose values are sent.
         group: Among these ranks only, the root one of them; as for :func:`broadcast_object`.
         timeout: Seconds until the deadline of each exchange.
 
@@ -227,7 +228,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _overlap(tensors: list[torch.Tensor]) -> bool:
     """Whether two of them share memory."""
-    ends: dict[int, int] = {}  # of what lies before, by storage
+    ends: dict[int, int] = {}  # of the preceding views, by storage
     for storage, (begin, end) in sorted((one.untyped_storage().data_ptr(), _span(one)) for one in tensors):
         if begin < ends.get(storage, 0):
             return True
@@ -258,7 +259,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _agree(op: str, said: list[str], overlap: bool, group: Group | None, timeout: float | None) -> bool:
-    """Whether tensors overlap on any agent, the same on all.
+    """Whether tensors overlap on any agent; the same result on all.
 
     Raises:
         Mismatch: The agents have different tensors; without it some would wait for the others.
@@ -274,7 +275,7 @@ def _agree(op: str, said: list[str], overlap: bool, group: Group | None, timeout
     texts = {rank: one.numpy().tobytes().decode().split("\n") for rank, one in found.items()}
     first = min(texts)
     other = next((rank for rank, lines in texts.items() if lines != texts[first]), None)
-    if other is None:  # who had others is gone, and perhaps who had tensors that overlap
+    if other is None:  # the agent that differed is lost, and perhaps the one whose tensors overlap
         return True
     mine = [line for line in texts[first] if line not in texts[other]]
     theirs = [line for line in texts[other] if line not in texts[first]]
@@ -294,7 +295,7 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: An optimizer over the same parameters on all agents. State that it has and the root lacks is dropped.
-        root_rank: Whose state.
+        root_rank: The rank whose state is sent.
         timeout: Seconds until the deadline.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -310,7 +311,7 @@ def broadcast_optimizer_state(
 def InferSourceFromDestinationRanks(
     dst_ranks: Iterable[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], torch.Tensor]:
-    """The ranks that send to this agent, given those that it sends to. All agents call it.
+    """The ranks that send to this agent, given the ranks that it sends to. All agents call it.
 
     Args:
         dst_ranks: Distinct ranks of other agents.
@@ -330,7 +331,9 @@ def InferSourceFromDestinationRanks(
 def InferDestinationFromSourceRanks(
     src_ranks: Iterable[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], torch.Tensor]:
-    """The ranks that this agent sends to, given those that send to it. See :func:`InferSourceFromDestinationRanks`."""
+    """The ranks that this agent sends to, given the ranks that send to it. See
+    :func:`InferSourceFromDestinationRanks`.
+    """
     return _infer("InferDestinationFromSourceRanks", "src_ranks", src_ranks, construct_adjacency_matrix)
 
 
@@ -339,7 +342,7 @@ def _infer(op: str, argument: str, ranks: Iterable[int], construct: bool) -> lis
     given = as_ranks(op, argument, ranks, agent.rank, agent.size)
     row = torch.zeros(agent.size)
     row[list(given)] = 1.0
-    rows = torch.zeros(agent.size, agent.size)  # an agent that is gone names nobody
+    rows = torch.zeros(agent.size, agent.size)  # a lost agent has no edges
     for rank, theirs in gather_by_rank(row, Internal(op)).items():
         rows[rank] = theirs
     sends = rows if argument == "dst_ranks" else rows.T  # sends[i, j]: i sends to j

@@ -22,13 +22,13 @@ def pair_gossip(
 ) -> torch.Tensor:
     """Average with one other agent; only the two take part. The result is detached.
 
-    Both agents of the pair call it with each other's rank. Calls are counted for each pair by itself.
+    Both agents of the pair call it with each other's rank. Calls are counted for each pair separately.
 
     Args:
         tensor: As for :func:`neighbor_allreduce`.
         target_rank: The other agent.
         self_weight, pair_weight: ``self_weight x + pair_weight x_other``; the mean of the two if neither is given.
-        name: What calls are matched by.
+        name: Matches the calls of the two agents; unnamed calls match by their order.
         timeout: Seconds until the deadline.
     """
     return pair_gossip_nonblocking(tensor, target_rank, self_weight, pair_weight, name, timeout=timeout).wait()

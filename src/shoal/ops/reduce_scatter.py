@@ -1,9 +1,9 @@
 """Each number is reduced by one agent, its owner: all send it there, and the owner sends the result to all.
 
 With one owner a tensor takes 2 (n - 1) messages, which is the least that there can be, and two hops. With as many
-owners as agents each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in
-2 n (n - 1) messages: a reduce-scatter and an all-gather. ``allreduce_choice.py`` says how many there are. Owners take
-the terms of a sum in one order (``reduction_order.py``), so the bits do not depend on who they are.
+owners as agents each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in 2 n
+(n - 1) messages: a reduce-scatter and an all-gather. ``allreduce_choice.py`` chooses their number. Owners take the
+terms of a sum in one order (``reduction_order.py``), so the bits do not depend on the choice of owners.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ def reduced_by_owners(
     owners: Sequence[int],
     layout: int,
 ) -> Steps[tuple[Published | None, Arrived]]:
-    """The reduction of what each agent of ``group`` published: this agent's share, if it has one, and the others'.
+    """The reduction of the published tensors of all agents of ``group``: this agent's share, if it has one, and the
+    others'.
 
     Args:
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         owners: Ranks of the group, ascending; each owns a share, as :func:`shares` cuts them.
-        layout: Of the tensors that are joined in it, where it is of several.
+        layout: Digest of the joined tensors, if it is made of several.
     """
     alone = len(owners) == 1
     digest = layout if alone else layout or shape_digest(shape)
     digest_of = LAYOUT if alone or layout else "shape"
     sends = terms_for(agent, published, shape, owners)
     if agent.rank not in owners:
-        # One stage: the owners are in the first of their two when they get what is sent here.
+        # One stage: the owners receive these messages in the first of their two stages.
         arrived = yield Exchange(
             sends,
             owners,
@@ -92,7 +93,7 @@ def reduced_by_owners(
 
 
 def terms_for(agent: Agent, published: Published, shape: tuple[int, ...], owners: Sequence[int]) -> list[Send]:
-    """What the owners get of a tensor of this agent."""
+    """The sends of this agent's tensor to the owners."""
     total = published.data.numel()
     if len(owners) == 1:
         return [Send(owner, published, 0, total, shape) for owner in owners if owner != agent.rank]
@@ -106,7 +107,7 @@ def terms_for(agent: Agent, published: Published, shape: tuple[int, ...], owners
 def share_of(
     agent: Agent, operation: Operation, own: torch.Tensor, how: str, group: Sequence[int], arrived: Arrived
 ) -> Steps[Published]:
-    """The reduction of what has come and this agent's ``own``, where others can read it."""
+    """The reduction of the received payloads and this agent's ``own``, in memory that others can read."""
     share = agent.engine.publisher.room(operation, own.numel(), own.dtype)
     payloads = [payload(arrived, rank) for rank in group if rank != agent.rank]
     parts = places_by_machine(agent, group, own.dtype)
@@ -150,17 +151,18 @@ def reduced_by_machines(
     out: torch.Tensor,
     layout: int,
 ) -> Steps[None]:
-    """Fill ``out`` (flat) with the reduction of what the agents of several machines published, machine by machine.
+    """Fill ``out`` (flat) with the reduction of the published tensors of agents on several machines, machine by
+    machine.
 
-    Within its machine each agent reduces a share, and then a share of that with those that stand where it does on the
-    other M machines: through the NIC of a machine pass 2 (M - 1) / M of a tensor each way, however many agents are
-    behind it. With an owner for each agent it would be as many times that.
+    Within its machine each agent reduces a share, and then a share of that share with its counterparts on the other
+    machines. With M machines, 2 (M - 1) / M of a tensor passes each way through the NIC of a machine, for any number of
+    agents on it. With an owner for each agent it would be that number times as much.
 
     Args:
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         here: The ranks on this machine.
-        alike: Those that stand where this one does on each machine, in the order of machines.
-        layout: Of the tensors that are joined in it, where it is of several.
+        alike: The counterparts of this agent, one on each machine, in the order of machines.
+        layout: Digest of the joined tensors, if it is made of several.
     """
     folded = "sum" if how == "average" else how
     share = yield from reduce_scatter(agent, operation, published, shape, folded, here, layout)

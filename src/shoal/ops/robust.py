@@ -1,8 +1,8 @@
-"""What an agent makes of its neighbours' tensors where it does not trust them all.
+"""Robust rules that replace the average of neighbours' tensors if an agent does not trust all neighbours.
 
-A plain average is moved anywhere by one neighbour that sends nonsense: NaN after an overflow, numbers from broken
-memory, or lies. Each rule here bounds what one neighbour can do. They cost more than an average, and what they end at
-is not the mean where honest agents differ much: take the weakest that serves.
+One faulty neighbour can move a plain average anywhere: NaN after an overflow, numbers from broken memory, or lies. Each
+rule here bounds the influence of one neighbour. The rules cost more than an average, and their result is not the mean
+if honest agents differ much: choose the weakest sufficient rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Term = tuple[int, torch.Tensor, float]
 """A neighbour's rank, its tensor (flat) and its weight."""
 _named: set[tuple[int, int]] = set()
 _warned: set[tuple[int, Robust]] = set()
-"""The agents and rules of which the log has said that too few neighbours are left."""
+"""The agents and rules with a logged warning that too few neighbours are left."""
 
 
 class Robust(ABC):
@@ -43,7 +43,7 @@ class Robust(ABC):
     ) -> None:
         """Write to ``out`` what agent ``rank`` makes of its own tensor and those of its neighbours.
 
-        Tensors that are not finite are left out, their weight goes to its own, and the log names who sent them, once.
+        Tensors that are not finite are left out, their weight is added to its own, and the log names the senders once.
         """
         finite = []
         for source, tensor, weight in terms:
@@ -58,14 +58,14 @@ class Robust(ABC):
 
     @abstractmethod
     def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
-        """The same, of tensors that are finite but for ``own``."""
+        """As :meth:`combine`, for tensors that are finite, except possibly ``own``."""
 
 
 @dataclass(frozen=True)
 class FiniteOnly(Robust):
-    """The weighted average of what is finite: no neighbour's NaN or infinity spreads.
+    """The weighted average of the finite tensors: no neighbour's NaN or infinity spreads.
 
-    The weight of what is left out goes to this agent's own tensor.
+    This agent's own tensor takes the weights of the tensors left out.
     """
 
     def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
@@ -77,18 +77,18 @@ class ClippedGossip(Robust):
     """Self-centred clipping: ``x_i <- sum_j w_ij (x_i + clip(x_j - x_i, radius))`` (He, Karimireddy, Jaggi, "Byzantine-
     robust decentralized learning via ClippedGossip", 2022).
 
-    However far from its own a neighbour's tensor is, it moves this agent by its weight times ``radius`` at most. Who is
-    nearer counts as in the plain average, bit for bit.
+    A neighbour's tensor at any distance moves this agent by at most its weight times ``radius``. A nearer tensor counts
+    as in the plain average, bit for bit.
 
     Args:
-        radius: In the norm of a tensor; what honest neighbours are apart. If not given, it is set anew in each round
-            for each tensor: the distance of the nearest but ``tolerated``, to which those farther away are clipped.
+        radius: In the norm of a tensor: the distance between honest neighbours. If not given, it is computed in each
+            round for each tensor: the largest distance after the ``tolerated`` largest are removed.
         tolerated: How many neighbours of one agent may send nonsense, if ``radius`` is not given. An agent then needs
-            ``2 tolerated + 1`` neighbours in a round: of fewer, the honest ones need not be the majority, and equal
+            ``2 tolerated + 1`` neighbours in a round: with fewer, the honest ones may not be the majority, and equal
             neighbours can make the radius 0, so that agents stop at different values.
 
     Raises:
-        ValueError: ``radius`` is negative, or no number; ``tolerated`` is not 1 or more.
+        ValueError: ``radius`` is negative or no number, or ``tolerated`` is less than 1.
     """
 
     radius: float | None = None
@@ -119,12 +119,12 @@ class ClippedGossip(Robust):
 
 @dataclass(frozen=True)
 class TrimmedMean(Robust):
-    """In each coordinate the mean of what is left without the ``count`` largest and the ``count`` smallest numbers
-    (Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning", 2018), this agent's own among them.
+    """In each coordinate the mean without the ``count`` largest and the ``count`` smallest numbers, including this
+    agent's own (Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning", 2018).
 
-    All count alike: the weights of the topology say only who takes part. An agent needs ``2 count + 1`` neighbours in a
-    round: of fewer, the honest ones need not be the majority, and with two neighbours the median of three can keep
-    agents at different values. Where losses leave an agent fewer, as many are trimmed as leave one.
+    All count alike: the weights of the topology only select the participants. An agent needs ``2 count + 1`` neighbours
+    in a round: with fewer, the honest ones may not be the majority, and with two neighbours the median of three can
+    keep agents at different values. If losses leave an agent fewer, it trims as many as leave at least one number.
 
     Args:
         count: How many neighbours of one agent may send nonsense.
@@ -157,16 +157,16 @@ class TrimmedMean(Robust):
 
 
 def check_neighbours(agent: Agent, rule: Robust, neighbours: Sequence[int], *, whole: bool) -> None:
-    """Refuse a rule whose agent has too few neighbours in a round; where losses may be why, warn once and go on.
+    """Refuse a rule whose agent has too few neighbours in a round; if losses may be the cause, warn once and continue.
 
     Args:
         agent: The agent that averages.
         rule: Its rule.
-        neighbours: The ranks whose tensors it takes. With none there is nothing to tell apart, and no error.
-        whole: They are those of a topology of all agents, which is too small whoever is lost.
+        neighbours: The ranks whose tensors it takes. Without neighbours there is no error.
+        whole: They are the neighbours in a topology of all agents, which is too small even without losses.
 
     Raises:
-        ValueError: They are fewer than the rule needs, and that is not for a loss under ``on_loss="continue"``.
+        ValueError: They are fewer than the rule needs, and the cause is not a loss under ``on_loss="continue"``.
     """
     if not 0 < len(neighbours) < rule.neighbours_needed:
         return

@@ -1,11 +1,12 @@
-"""Plain data and tensors as bytes: what :func:`shoal.broadcast_object` sends. Nothing is unpickled.
+"""Plain data and tensors as bytes: the format of :func:`shoal.broadcast_object`. Nothing is unpickled.
 
 A message is the length of a text, the text, and the bytes of the tensors one after the other. The text is JSON: None,
-booleans, strings, whole numbers up to 64 bits and finite floats are themselves; anything else is a list that begins
-with what it is, ``["tuple", 1, 2]``. A tensor that is there twice (tied weights) is written once and arrives once.
+booleans, strings, whole numbers up to 64 bits and finite floats are themselves. Any other value is a list that begins
+with its type, ``["tuple", 1, 2]``. A tensor that occurs twice (tied weights) is written once and arrives once.
 
-:func:`read` trusts nobody. It makes only what it names itself, a tensor only where all of its bytes are there, and
-nothing whose size the bytes merely claim. What it makes of a message that it accepts, :func:`write` would write.
+:func:`read` trusts no sender. It makes only types that it names itself, and a tensor only if all of its bytes have
+arrived; it allocates nothing by a size that the message merely claims. For a message that it accepts, :func:`write`
+would write the result in the same form.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from ..transport.wire import MAX_DIMENSIONS
 
 MOST_DEPTH = 100
-"""How deep objects may lie in each other."""
+"""The limit of the nesting of objects."""
 _MOST_OF_ONE_HASH = 64
 """Keys that are made to have one hash take a time that grows with the square of their number."""
 _LENGTH = struct.Struct("<Q")
@@ -47,8 +48,8 @@ def write(value: object, name: str = "value") -> torch.Tensor:
     """An object as bytes: uint8, one dimension, on the CPU.
 
     Raises:
-        TypeError: Something in it is no plain data; the message says what and where: ``value['a'][3] is a Foo``.
-        ValueError: It is too deep, or contains itself.
+        TypeError: A part of it is no plain data; the message names it and its place: ``value['a'][3] is a Foo``.
+        ValueError: The data is nested too deeply, or contains itself.
     """
     writer = _DataWriter(name)
     text = json.dumps(writer.said(value), separators=(",", ":"), allow_nan=False).encode("ascii")
@@ -65,7 +66,7 @@ def write(value: object, name: str = "value") -> torch.Tensor:
 
 
 def read(message: torch.Tensor) -> Any:
-    """What :func:`write` was given; tensors on the CPU, in memory of their own.
+    """The value that :func:`write` was given; tensors on the CPU, in memory of their own.
 
     Raises:
         NotPlain: The bytes are something else.
@@ -105,7 +106,7 @@ class _DataWriter:
         self.tensors: list[torch.Tensor] = []
         self._known: dict[Hashable, int] = {}
         self._name = name
-        # The way to what is being written: put into words only for an error.
+        # The path to the value that is being written: formatted only for an error.
         self._way: list[tuple[str, object]] = [("", None)] * (MOST_DEPTH + 1)
 
     def said(self, value: Any, depth: int = 0) -> Any:
@@ -141,7 +142,7 @@ class _DataWriter:
             yield self.said(one, depth + 1)
 
     def _beside(self, value: dict[Any, Any], depth: int) -> Iterator[Any]:
-        """What a module keeps beside the tensors of its state: the versions of its classes."""
+        """The metadata of a module's state beside its tensors: the versions of its classes."""
         if isinstance(value, OrderedDict):
             beside = vars(value)
             if beside.keys() - {"_metadata"}:
@@ -162,7 +163,7 @@ class _DataWriter:
         if place in self._known:
             return ["same", self._known[place]]
         self._known[place] = len(self.tensors)
-        # As it lies in memory, where that has no holes: what is quick to go through stays so.
+        # In the order of its memory, if that has no gaps, so that fast traversal stays fast.
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         dense = tensor.permute(order)
         if tensor.is_contiguous() or not dense.is_contiguous():
@@ -263,7 +264,7 @@ def _has_nan(key: Any) -> bool:
 
 
 class _DataReader:
-    """Makes objects of what JSON said, and tensors of the bytes that follow."""
+    """Makes objects from the JSON text, and tensors from the bytes that follow."""
 
     def __init__(self, message: torch.Tensor, at: int) -> None:
         self.at = at
@@ -314,7 +315,7 @@ class _DataReader:
         # Keys and values in turn, as they were written: that is the order of the tensors.
         pairs = [self.value(one, depth) for one in rest]
         _check_keys(kind, pairs[::2])
-        # Not by update: a Counter counts what it is given.
+        # Not by update(), because a Counter counts its arguments.
         for key, one in zip(pairs[::2], pairs[1::2], strict=True):
             found[key] = one
         return found

@@ -1,4 +1,4 @@
-"""A tensor of which each of some agents holds a share, put together again on all of them."""
+"""Assembles a tensor on several agents, of which each holds a share."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def submit_shares(
     name: str,
     layout: int = 0,
 ) -> Handle[torch.Tensor]:
-    """Begin to put the shares of some agents into a tensor, which must not be touched until they are there.
+    """Start to copy the shares of several agents into a tensor, which must not be touched until the call has ended.
 
     Args:
-        agent: One of them.
-        share: Its own, flat.
-        whole: Flat, of the same dtype; it keeps what it has where an agent is lost before it has sent its share.
+        agent: The calling agent, one of them.
+        share: The agent's own share, flat.
+        whole: Flat, of the same dtype; it keeps its old values for an agent that is lost before it sent its share.
         cut: ``{rank: (start, stop)}``, the same on all of them.
-        name: What calls are matched by.
-        layout: Of the tensors that are joined in it; all agents must have the same.
+        name: Matches the calls of different agents.
+        layout: Digest of the joined tensors; all agents must have the same.
     """
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The point at which all that are there let in who waits, and hand over what it needs."""
+"""The point at which all present agents admit joining agents, and send them the state they need."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ CRC_BYTES = 4
 
 
 def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
-    """Let in the agents that have asked one of those that are there. All call it; all get the same ranks, ascending.
+    """Admit the agents that have asked any present agent. All present agents call it; all get the same ranks,
+    ascending.
 
-    They are agents as all others when it returns.
+    The admitted agents are full members when it returns.
     """
     asking = torch.tensor([len(agent.engine.rejoin.asking())])
     asks = gather_by_rank(asking, Internal("entry: who asks"), timeout=timeout, by_links=True)
@@ -48,9 +49,10 @@ def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
 
 
 def _quiesce(agent: Agent, backend: CollectiveBackend, timeout: float | None) -> None:
-    """What moves tensors has rounds of all in the background, and those that enter know of none that is under way. All
-    scripts are here now, so none of them waits for a round; those that somebody has begun come to their end, and no
-    other begins before all have let in the same agents."""
+    """The backend runs collective rounds in the background, and joining agents know of none in progress. All scripts
+    are in this call now, so none of them waits for a round. Rounds that an agent has begun are finished, and no other
+    begins before all have admitted the same agents.
+    """
     engine, name = agent.engine, "entry: how far all are"
     with engine.lock:
         begun = backend.quiesce()
@@ -93,7 +95,7 @@ def _let_in(agent: Agent, timeout: float | None) -> tuple[int, ...]:
 
 
 def _add(found: dict[int, JoiningPeer], begun: dict[str, int], rank: int, text: bytes, operation: Operation) -> None:
-    """What one agent knows of those who ask, and how far it is."""
+    """Add the joining agents that one agent knows, and its round counts."""
     try:
         said = json.loads(text)
         counts = parsed_counts(said["begun"])
@@ -111,19 +113,19 @@ def _add(found: dict[int, JoiningPeer], begun: dict[str, int], rank: int, text: 
 
 
 def hand_over(agent: Agent, state: Callable[[], Any] | None, timeout: float | None = None) -> Any:
-    """Give those that have entered the state of one of those that were there before. All call it.
+    """Send each admitted agent the state of an agent that was present before. All call it.
 
     Args:
         agent: The caller.
-        state: Makes it, of plain data and tensors; None where this agent needs it.
+        state: Makes the state, of plain data and tensors; None if this agent needs it.
         timeout: Seconds that each wait may take.
 
     Returns:
-        The state, where this agent needed it, and else None.
+        The state if this agent needed it, else None.
 
     Raises:
-        PeerLost: Nobody is left who has it.
-        ShoalError: It could not be made, or what came is not what was sent.
+        PeerLost: No agent that has the state is left.
+        ShoalError: The state could not be made, or was received damaged.
     """
     found: Any = None
     needs, came = state is None, None
@@ -153,8 +155,9 @@ def _giver(agent: Agent, needy: int, givers: list[int]) -> int:
 def _sent(
     agent: Agent, giver_of: Mapping[int, int], written: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
-    """Send each who needs it the state of its giver, ``written`` here; what has come, or None where nothing was to, or
-    who should have sent it was lost."""
+    """Send each admitted agent the state of its donor, ``written`` here. Returns the received state; None if this agent
+    receives none, or if the donor was lost.
+    """
     rank = agent.rank
     takers = [other for other, giver in giver_of.items() if giver == rank]
 
@@ -178,7 +181,7 @@ def _sent(
 def _written(state: Callable[[], Any]) -> torch.Tensor:
     try:
         data = safe_serialization.write({"state": state()})
-    except Exception as error:  # who waits for it has to hear of that
+    except Exception as error:  # the agents that wait for it have to be notified
         data = safe_serialization.write({"error": f"{type(error).__name__}: {error}"})
     checksum = crc32(data.numpy()).to_bytes(CRC_BYTES, "little")  # type: ignore[arg-type]
     return torch.cat([torch.frombuffer(bytearray(checksum), dtype=torch.uint8), data])

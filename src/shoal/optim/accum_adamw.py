@@ -29,10 +29,10 @@ class AccumAdamW(torch.optim.Optimizer):
 
     Args:
         params: As of any optimizer of torch.
-        lr: The step; what is right for data-parallel training with as many processes.
-        accumulate: s, 1 or more: as many as there are agents.
-        betas: How much of the first and of the second moment stays after one step.
-        eps: What is added to the root of the second moment.
+        lr: The step; as in data-parallel training with as many processes.
+        accumulate: s, 1 or more: usually the number of agents.
+        betas: The parts of the first and of the second moment that remain after one step.
+        eps: Added to the root of the second moment.
         weight_decay: Times ``lr``, the part of a parameter that a step takes away.
 
     State of each parameter: ``exp_avg``, ``exp_avg_sq`` and ``sum`` (b), as the parameter, and ``step``, a float32
@@ -61,7 +61,7 @@ class AccumAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A step with the gradients that are there, and what the moments take in of them."""
+        """A step with the present gradients, which also updates the moments."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

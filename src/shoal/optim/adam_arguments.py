@@ -1,10 +1,10 @@
-"""The numbers that all of Shoal's Adams take."""
+"""Checks of the arguments that all of Shoal's Adams share."""
 
 from __future__ import annotations
 
 
 def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raise ValueError for one that is out of its range, or no number."""
+    """Raise ValueError for an argument that is out of its range or no number."""
     if not lr >= 0:
         raise ValueError(f"lr={lr}: pass 0 or more")
     if not all(0 <= beta < 1 for beta in betas):

@@ -1,4 +1,4 @@
-"""Hears when the gradients of a bucket are there, while the backward pass goes on."""
+"""Detects that the gradients of a bucket are complete, during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BucketGradients:
     """Calls ``ready(number)`` when all parameters of a bucket have their gradients.
 
     Args:
-        ready: Runs in the thread of the backward pass, for the agent that made this.
+        ready: Runs in the thread of the backward pass, for the agent that created this object.
     """
 
     def __init__(self, ready: Callable[[int], None]) -> None:
@@ -35,13 +35,14 @@ class BucketGradients:
         return self._armed
 
     def arm(self, buckets: Sequence[Bucket], active: Sequence[int]) -> None:
-        """The gradients of the backward pass to come are those of the step. Raises what went wrong in one before.
+        """Use the gradients of the next backward pass for the step. Raises the error of an earlier pass, if any.
 
-        Where other parameters are trainable than at the last forward pass, and no bucket has left, it begins anew.
+        If other parameters are trainable than at the last forward pass, and no bucket has been sent, the count
+        restarts.
 
         Args:
-            buckets: All that there are.
-            active: The numbers of those that are exchanged in this step.
+            buckets: All buckets.
+            active: The numbers of the buckets that are exchanged in this step.
         """
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -59,16 +60,16 @@ class BucketGradients:
             self._hooks[param] = add_gradient_listener(param, self)
 
     def late(self) -> list[int]:
-        """The buckets that have not been ready, in order: the step goes on without what they still lack."""
+        """The incomplete buckets, in order: the step continues without the missing gradients."""
         found = list(self._missing)
         self._missing, self._armed = {}, False
         return found
 
     def came(self, param: torch.Tensor) -> None:
-        """A hook's word that a parameter has its gradient.
+        """Called by a hook: a parameter has its gradient.
 
-        What is wrong waits for the step, or the next forward pass: torch never gives back the parameters, and so the
-        memory that they lie in, whose gradients were still to come when a hook of a backward pass raised.
+        An error is kept for the step, or for the next forward pass. If a hook raised during a backward pass, torch
+        would never release the parameters without gradients, or their memory.
         """
         if not self._armed or self._failed is not None:
             return

@@ -1,6 +1,5 @@
-"""Counts backward passes: where several go before an exchange, or before a step, all agents must agree which is last.
-
-Not forward passes, of which an evaluation or a generator's own pass may add more on one agent than on another.
+"""Counts backward passes: if several precede an exchange or a step, all agents must agree which is the last. Forward
+passes do not count, because an evaluation or a generator's own pass may add more on one agent than on another.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class BackwardCounter:
         return max(self._of.values(), default=0)
 
     def watch(self, params: Mapping[torch.nn.Parameter, str]) -> None:
-        """Hear of the gradients of these, those that are learnt; of those that were not, it is looked at again."""
+        """Add hooks to the trainable parameters; frozen ones are checked again at the next call."""
         if params is not self._watched:
             self._watched, self._frozen = params, [param for param in params if param not in self._hooks]
         if not self._frozen:
@@ -50,14 +49,16 @@ class BackwardCounter:
             self._frozen = [param for param in self._frozen if param not in self._hooks]
 
     def begin_step(self) -> int:
-        """Begin a step; how many passes there have been, with its own. What its closure does counts no further."""
+        """Begin a step. Returns the number of passes, including the step's own. Passes in its closure are not
+        counted.
+        """
         self.stepping = True
         self._before += max(1, self._since_step)
         self._of.clear()
         return self._before
 
     def end_step(self, exchanged: bool) -> None:
-        """End a step; ``exchanged``: the count begins anew."""
+        """End a step; after an exchange (``exchanged``) the count restarts at 0."""
         self.stepping = False
         if exchanged:
             self._before = 0

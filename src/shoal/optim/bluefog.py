@@ -22,10 +22,10 @@ _ATC, _AWC, _PARALLEL = GradientDescent(1.0), GradientDescent(1.0, atc=False), P
 
 
 class WindowOptimizer(DecentralizedOptimizer):
-    """An optimizer that exchanges through windows, with what BlueFog's has besides.
+    """An optimizer that exchanges through windows, with the additional methods of BlueFog's.
 
     Attributes:
-        force_barrier: All agents meet at the beginning of each step; False, unless it is set.
+        force_barrier: All agents meet at the beginning of each step; False by default.
     """
 
     _force_barrier = False
@@ -45,8 +45,8 @@ class WindowOptimizer(DecentralizedOptimizer):
     def unregister_window(self) -> None:
         """Free the windows. All agents call it together, as they made them together.
 
-        What is under way arrives first; what lies in the windows then is not taken in. The next exchange makes windows
-        anew, in the topology that is set by then.
+        Pending transfers arrive first; their data in the windows is discarded. The next exchange creates windows again,
+        in the topology that is set at that time.
         """
         self._strategy.changed()
 
@@ -73,9 +73,9 @@ def DistributedAdaptWithCombineOptimizer(
     num_steps_per_communication: int = 1,
     **options: Any,
 ) -> DecentralizedOptimizer:
-    """Adapt with combine: ``x+ = W x - lr g(x)``, equation 22; the exchange goes on during forward and backward.
+    """Adapt with combine: ``x+ = W x - lr g(x)``, equation 22; the exchange runs during forward and backward.
 
-    The local step is taken from W x, and so weight decay is of W x.
+    The local step starts from W x, so weight decay applies to W x.
     """
     options |= {"communication_type": communication_type, "num_steps_per_communication": num_steps_per_communication}
     return DecentralizedOptimizer(optimizer, model, _AWC, **options)
@@ -124,7 +124,7 @@ def DistributedWinPutOptimizer(
     **options: Any,
 ) -> WindowOptimizer:
     """Asynchronous adapt with combine: put the parameters into the neighbours' windows while the model computes, then
-    average with what the neighbours have put, whenever that was, and take the local step.
+    average with the parameters that neighbours have put at any time, and take the local step.
 
     Read at each exchange: ``dst_weights``. ``close()`` frees the windows, and so does ``unregister_window()``.
     """
@@ -139,7 +139,7 @@ def DistributedPullGetOptimizer(
     window_prefix: str | None = None,
     **options: Any,
 ) -> WindowOptimizer:
-    """The same by getting: fetch the neighbours' parameters while the model computes.
+    """As :func:`DistributedWinPutOptimizer`, but by fetching the neighbours' parameters while the model computes.
 
     Read at each exchange: ``src_weights``.
     """
@@ -154,7 +154,7 @@ def DistributedPushSumOptimizer(
     window_prefix: str | None = None,
     **options: Any,
 ) -> WindowOptimizer:
-    """Asynchronous stochastic gradient push, for directed graphs: no mass is lost, whoever is slow.
+    """Asynchronous stochastic gradient push, for directed graphs: no mass is lost, even if agents are slow.
 
     Read at each exchange: ``self_weight`` and ``dst_weights``, which must sum to 1; equal shares if they are not set.
     """
@@ -174,16 +174,19 @@ def DistributedADPSGDOptimizer(
     **options: Any,
 ) -> WindowOptimizer:
     """Asynchronous averages of two agents at a time (AD-PSGD: Lian et al. 2018, arXiv:1710.06952), over any undirected
-    graph: each step an agent averages with a neighbour drawn at random, which a thread of that one answers, so that a
-    slow agent slows nobody. While the model computes the parameters travel, and are what the gradient is taken at; the
-    local step is added to what has become of them. Averaging keeps the mean of all, to rounding.
+    graph.
+
+    In each step an agent averages with a random neighbour, and a thread of that neighbour replies, so a slow agent does
+    not slow the others. The parameters are sent while the model computes the gradient at them. The local step is then
+    added to the averaged parameters. Averaging keeps the mean of all agents, to rounding.
 
     Args:
-        compression: Messages travel as a compressor's, of what is new against what the two agents told each other last;
-            a fine one, such as ``MinMaxUInt8()``. Each agent then has two copies of the parameters for each neighbour.
-        staleness: How many averages others may begin with an agent between two of its forward passes; of those that
-            would be more nothing comes, and who began them goes on alone. None: any number.
-        seed: Of the choice of neighbours.
+        compression: Messages are compressed differences from the last values that the two agents exchanged. Use a fine
+            compressor, such as ``MinMaxUInt8()``. Each agent then keeps two copies of the parameters for each
+            neighbour.
+        staleness: How many averages others may begin with an agent between two of its forward passes. The agent refuses
+            more, and the requesting agents continue alone. None: any number.
+        seed: The seed of the choice of neighbours.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
     return WindowOptimizer(

@@ -1,7 +1,7 @@
-"""The exchanges of one optimizer: what lies where, what all agents agree on first, and what every kind of exchange has.
+"""The exchanges of one optimizer: the layout of its parameters, the initial agreement, and the base of all exchanges.
 
-Of each optimizer one thing travels: its parameters, in step with the neighbours or through windows, or its gradients.
-So it has one :class:`BucketExchange`, and what a step is (``strategies.py``) says when the flight starts and finishes.
+Each optimizer exchanges one kind of data: its parameters, in step with the neighbours or through windows, or its
+gradients. So it has one :class:`BucketExchange`; its strategy (``strategies.py``) starts and finishes the exchange.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ _MOST_SEEN = 64
 
 
 class BucketExchange(ABC):
-    """Exchanges what an optimizer exchanges, round after round: a round starts with what there is, and finishes with
-    what has come of it.
+    """Exchanges the parameters or gradients of an optimizer in rounds: a round starts with the present values, and its
+    end stores the result.
 
     Args:
-        params: The parameters with their names, in the model's order; asked for anew after :meth:`changed`.
-        name: What the exchanges are matched by.
-        bucket_bytes: How much goes into one message.
-        settings: How it exchanges, read when a round starts.
-        schedule: Where the weights come from, if not from the settings.
+        params: The parameters with their names, in the model's order; requested again after :meth:`changed`.
+        name: Matches the exchanges of different agents.
+        bucket_bytes: The size of one message.
+        settings: The kind of exchange, read when a round starts.
+        schedule: The source of the weights, if not the settings.
 
     Attributes:
         rounds: Exchanges that have begun.
-        in_step: A round of this agent is one of its neighbours', too.
-        keeps_equal: Models that are equal stay so; it is checked that they are, before the first exchange.
-        counts: The settings that say how it exchanges.
-        grouped: The caller has said what goes together, and nothing else does.
-        does_without: What an algorithm needs of W, by name, that this kind of exchange does not need.
-        present: While agents are joined (``join.py``), how many have still batches, and how many are there: [2].
-        balance: Looks at the weights of each round, where no schedule gives them.
-        default: The schedule of averages with neighbours, where neither the caller nor the script gives weights.
-        mixed: The optimizer's state that travels beside the parameters, if any does.
-        buckets: The parameters, once :meth:`prepare` has been called: in the order in which their gradients come, the
-            last layers' first; one vector of all in the model's order. Those that were frozen from the beginning are
-            in none.
-        active: The numbers of the buckets that are exchanged in this round: those with trainable parameters.
-        digest: Of the parameters in the active buckets, and where they are remembered of which are trainable; 0 where
-            all have been trainable from the beginning.
+        in_step: Rounds are synchronous with the neighbours' rounds.
+        keeps_equal: Equal models stay equal; before the first exchange it is checked that they are equal.
+        counts: The settings that affect the exchange.
+        grouped: The caller has fixed the groups, and other parameters are not joined with them.
+        does_without: The names of conditions on W that this kind of exchange does not need.
+        present: While agents are joined (``join.py``), the numbers of agents with batches and of present agents: [2].
+        balance: Checks the weights of each round, if no schedule gives them.
+        default: The schedule of averages with neighbours, if neither the caller nor the script gives weights.
+        mixed: The optimizer's state that is averaged beside the parameters, if any.
+        buckets: The parameters, once :meth:`prepare` has been called: in the order in which their gradients are
+            computed, the last layers first; a single vector of all is in the model's order. Parameters frozen from the
+            beginning are in no bucket.
+        active: The numbers of the buckets that are exchanged in this round: buckets with trainable parameters.
+        digest: The digest of the parameters in the active buckets, and with ``remembers`` also of the trainable flags;
+            0 if all have been trainable from the beginning.
         trainable: A byte for each parameter, 1 where it requires gradients in this round.
         sharing: The parameters that share memory.
-        remembers: Somebody keeps a vector for each bucket: buckets stay as they are, and all are active.
+        remembers: An algorithm keeps a vector for each bucket: buckets stay as they are, and all are active.
     """
 
     splits: ClassVar[bool] = True
-    """A bucket of which some parameters are frozen now goes on without these."""
+    """A bucket with newly frozen parameters continues without these."""
     in_step: ClassVar[bool] = True
     keeps_equal: ClassVar[bool] = False
     counts: ClassVar[frozenset[str]] = frozenset()
@@ -91,14 +91,12 @@ class BucketExchange(ABC):
         self._layout: list[list[str]] = []
         self._groups: list[list[str]] = []
         self._trainable = b""
-        self._seen: dict[
-            bytes, tuple[list[int], int]
-        ] = {}  # which buckets are active, and their digest, by what learns
+        self._seen: dict[bytes, tuple[list[int], int]] = {}  # the active buckets and their digest, by trainable flags
         self._has_changed = self._may_differ = False
         self._params, self._name, self._bucket_bytes, self._schedule = params, name, bucket_bytes, schedule
         self._laid_out = False
         self.grouped = False
-        self.agreed = False  # with all other agents on what is exchanged
+        self.agreed = False  # with all other agents on the exchanged data
         self._beside: list[list[StateBucket]] = []
         self._without_state: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
@@ -111,11 +109,11 @@ class BucketExchange(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to exchange what there is now."""
+        """Begin to exchange the present values."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for what has been started, and take it in. Nothing happens if nothing is under way."""
+        """Wait for the started exchange and store its result. Without one it does nothing."""
 
     def exchange(self) -> None:
         """Start and finish."""
@@ -124,14 +122,14 @@ class BucketExchange(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the started exchange."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Wait for what is under way, since the neighbours do, and leave everything as it is."""
+        """Wait for the started exchange, because the neighbours do, and leave everything as it is."""
 
     def settle(self) -> None:  # noqa: B027 - only some have something to do then
-        """All agents have ended: take in what is still on its way, if exchanges are not in step."""
+        """All agents have ended: add the messages in transit, if exchanges are not in step."""
 
     def met(self) -> None:  # noqa: B027 - only some have something to do then
         """Agents have entered the run; all call it."""
@@ -142,11 +140,12 @@ class BucketExchange(ABC):
     def after_local_step(self) -> None:  # noqa: B027 - only some have something to do then
         """The wrapped optimizer has changed the parameters."""
 
-    # What lies where
+    # Layout
 
     def prepare(self) -> None:
-        """Have the parameters lie in the buckets, wherever they have been put since, and find which buckets are active.
-        Once before each round, and before the first one together with all agents: they compare their models."""
+        """Move the parameters into the buckets, if they have been moved since, and find the active buckets. Once before
+        each round, and before the first one together with all agents: they compare their models.
+        """
         if self.under_way:
             return
         now = self.trainable()
@@ -181,7 +180,7 @@ class BucketExchange(ABC):
         return Bucket(params, any(not set(group).isdisjoint(params) for group in self._shared))
 
     def _look_for_sharing(self, moved: list[Bucket]) -> None:
-        """Parameters have been put elsewhere: where that is memory of others, too, leave them there."""
+        """Parameters have been moved: leave them in place if other tensors share their memory."""
         shared = {one for group in self.sharing() for one in group}
         for bucket in moved:
             if not shared.isdisjoint(bucket.of):
@@ -200,7 +199,7 @@ class BucketExchange(ABC):
             ]
             layout = self.layout
             # An agent that rejoined was given the layout that others still have from the beginning. Where vectors are
-            # remembered the layout never changes, so that it does not tell the two apart.
+            # remembered the layout never changes, so it does not distinguish the two.
             whole = all(now) and (self.remembers or not (self._has_changed or self._layout))
             # Vectors that are remembered are exchanged whole: only the flags show that parameters of them are frozen.
             flags = zlib.crc32(now) if self.remembers else 0
@@ -250,7 +249,9 @@ class BucketExchange(ABC):
         return [[called[param] for param in bucket.params] for bucket in self.buckets]
 
     def lay_out_as(self, layout: list[list[str]]) -> None:
-        """From now on these parameters lie together, since somebody remembers them so; others come behind."""
+        """Put these parameters together in buckets, because other agents remember them so; other parameters come
+        behind.
+        """
         if layout != self.layout:
             self._forget()
         self._layout = layout
@@ -261,15 +262,16 @@ class BucketExchange(ABC):
 
     @property
     def layout_to_keep(self) -> list[list[str]]:
-        """The buckets, for :meth:`lay_out_as` of another flight. Empty where they would come out the same, and where
-        somebody else remembers them."""
+        """The buckets, for :meth:`lay_out_as` of another exchange. Empty if the default layout is the same, or if an
+        algorithm remembers the buckets.
+        """
         if self.remembers:
             return []
         held = sum(len(bucket.params) for bucket in self.buckets)
         return self.layout if self._laid_out and (self._has_changed or held < len(self._params())) else self._layout
 
     def go_on_with(self, layout: list[list[str]]) -> None:
-        """Have the buckets of a state that is loaded, as :attr:`layout_to_keep` gave them."""
+        """Use the buckets of a loaded state, as :attr:`layout_to_keep` gave them."""
         if layout != self.layout_to_keep:
             self.lay_out_as(layout)
 
@@ -288,7 +290,7 @@ class BucketExchange(ABC):
         return found
 
     def _agree(self) -> None:
-        """Compare with all agents what is to be exchanged."""
+        """Compare with all agents the data to be exchanged."""
         agent = current("optim")
         if agent.size == 1:
             return
@@ -311,12 +313,12 @@ class BucketExchange(ABC):
             equalize_frozen(self._params(), self._name)
 
     def changed(self) -> None:
-        """The optimizer has got other parameters: they are laid out anew before the next round."""
+        """The optimizer has other parameters: they are laid out again before the next round."""
         self.abandon()
         self._without_state = self._states_of_our_own()
         self.agreed = False
         if self._laid_out and not self.remembers:
-            self._layout = []  # all agents begin anew, also those that went on with a layout
+            self._layout = []  # all agents start again, also agents that continued with a layout
         self._forget()
 
     def close(self) -> None:
@@ -333,17 +335,19 @@ class BucketExchange(ABC):
     # State
 
     def state(self) -> dict[str, Any]:
-        """What has to be saved beside the parameters and the optimizer's state."""
+        """The data to be saved beside the parameters and the optimizer's state."""
         found = self._states_of_our_own()
         return {"mixed": found} if any(found.values()) else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave; the parameters and the optimizer's state have been loaded."""
+        """Continue from the data of :meth:`state`; the parameters and the optimizer's state have been loaded."""
         self._without_state = dict(state.get("mixed", {}))
         self._lay_out_states()
 
     def _lay_out_states(self) -> None:
-        """Beside the buckets of parameters: without a word to other agents, who need not load when this one does."""
+        """Lay out the mixed state beside the buckets of parameters. Without messages: other agents may not load at the
+        same time.
+        """
         mixed, saved = self.mixed, self._without_state
         self._beside = [
             [StateBucket(bucket, mixed, key, self._params(), saved.get(key, {})) for key in mixed.keys]
@@ -356,8 +360,8 @@ class BucketExchange(ABC):
         }
 
     def _states_of_our_own(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By key and parameter, the averages of what this agent's optimizer has no state of."""
-        found = {key: dict(states) for key, states in self._without_state.items()}  # of those in no bucket
+        """By key and parameter, the averages of state that this agent's optimizer does not have."""
+        found = {key: dict(states) for key, states in self._without_state.items()}  # of parameters in no bucket
         for states in itertools.chain.from_iterable(self._beside):
             found.setdefault(states.kind, {}).update(states.of_its_own())
         return found

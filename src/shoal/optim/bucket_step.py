@@ -1,4 +1,4 @@
-"""A part of a model that an algorithm steps: the parameters of a bucket, and what the algorithm remembers of them."""
+"""A part of a model that an algorithm steps: the parameters of a bucket, and the algorithm's memory of them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MovedBy = Callable[["BucketStep", torch.Tensor], torch.Tensor]
 
 
 class BucketStep:
-    """Steps one bucket by an algorithm, with what the wrapped optimizer moves by in the place of the gradient.
+    """Steps one bucket by an algorithm, which takes the wrapped optimizer's update as its gradient.
 
     Args:
-        bucket: Of the parameters.
+        bucket: The bucket of parameters.
         algorithm: Its equation.
         mix: The exchange of this part.
-        rates: Of the wrapped optimizer.
-        name: Whose parameters they are, for errors.
+        rates: The learning rates of the wrapped optimizer.
+        name: The owner of the parameters, for errors.
 
     Attributes:
-        x: What the algorithm has of them, ``[numel]``; they begin there.
+        x: The algorithm's values of the parameters, ``[numel]``, which are their initial values.
         mix: The exchange.
     """
 
@@ -42,7 +42,7 @@ class BucketStep:
         return self.x if self._state is None else self._algorithm.estimate(self.x, self._state)
 
     def check(self) -> None:
-        """Raise ValueError where the model is no longer what the algorithm has begun with."""
+        """Raise ValueError if the model is no longer the one that the algorithm began with."""
         flat = self.bucket.flat
         if (self.x.dtype, self.x.device, len(self.x)) != (flat.dtype, flat.device, self.bucket.numel):
             raise ValueError(
@@ -75,7 +75,7 @@ class BucketStep:
         self._rates.exchanged()
 
     def settle(self) -> None:
-        """Have the parameters where the algorithm's answer is."""
+        """Set the parameters to the algorithm's estimate."""
         self.bucket.put(self.estimate)
 
     def _per_rate(self, moved: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:

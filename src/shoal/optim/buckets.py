@@ -2,15 +2,15 @@
 
 Each parameter stays the tensor it was, with its shape and strides; its data lie in a bucket. The bucket lies in memory
 that neighbours read, so what is exchanged is not copied first: while neighbours read the parameters here, the average
-is written to a second bucket, to which the parameters then move. Where they are many and small it is copied back
-instead, which is one call and not one for each.
+is written to a second bucket, to which the parameters then move. If the parameters are many and small, the average is
+copied back instead, in one call instead of one for each.
 
-Parameters of which only a part lies here (``DTensor``) stay where they are: who has sharded them reads that memory
-himself (FSDP gathers from it), so their parts are copied into the bucket before a round and out of it afterwards. So
-are parameters that share memory with other tensors (``memory_sharing.py``).
+Sharded parameters (``DTensor``) stay in place, because the sharding library reads that memory itself (FSDP gathers from
+it). So their local parts are copied into the bucket before a round and out of it afterwards. The same holds for
+parameters that share memory with other tensors (``memory_sharing.py``).
 
-What is done for each parameter in a step is done in C, as far as it goes: a thousand calls of Python's cost as much as
-the step of the wrapped optimizer.
+Work for each parameter in a step runs in C where possible: a thousand Python calls cost as much as the step of the
+wrapped optimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Places = list[tuple[torch.Size, tuple[int, ...] | None]]
 
 
 def checked_bucket_bytes(bucket_bytes: int | None, overlap: str | None) -> int:
-    """The size of a bucket that an optimizer is asked for.
+    """The checked argument ``bucket_bytes`` of an optimizer, or its default.
 
     Raises:
         ValueError: It is no whole number of bytes.
@@ -78,22 +78,22 @@ class _Memory:
 
     @cached_property
     def addresses(self) -> list[int]:
-        """Where each part begins."""
+        """The address of each part."""
         return [view.data_ptr() for view in self.views]
 
 
 class Bucket:
-    """Some parameters of one dtype on one device: plain tensors, or the parts of sharded ones that lie here.
+    """Some parameters of one dtype on one device: plain tensors, or the local parts of sharded ones.
 
     Args:
-        params: Them.
-        stays: They stay in their own memory, and are copied into the bucket and out of it.
+        params: The parameters.
+        stays: The parameters stay in their own memory, and are copied into the bucket and out of it.
 
     Attributes:
-        params: In the order in which they lie.
-        of: The parameters that they belong to: themselves, but for state of the optimizer.
-        kind: What they are of these; empty for the parameters themselves.
-        numel: How many numbers they are here.
+        params: In the order of their memory.
+        of: The parameters that they belong to: themselves, or, for optimizer state, its parameters.
+        kind: The kind of optimizer state; empty for the parameters themselves.
+        numel: The number of local elements.
     """
 
     kind = ""
@@ -103,13 +103,13 @@ class Bucket:
         self._stays = stays or any(map(is_sharded, params))
         tensors = self._tensors()
         self.numel = sum(one.numel() for one in tensors)
-        # All agents', and for good: what lies where must not depend on what one of them does to a parameter later.
+        # Equal on all agents and fixed: the layout must not depend on later changes of one agent to a parameter.
         self._places: _Places = [(one.shape, one.stride() if is_dense(one) else None) for one in tensors]
         self._moves = not self._stays and sum(one.nbytes for one in tensors) > MOVED_BYTES * len(params)
-        # Where the average is copied a view of another shape of the same memory is as good as what was there.
+        # If the average is copied, a view of the same memory in another shape is equivalent.
         self._size = _shape if self._moves else _nbytes
         self._sizes = [self._size(one) for one in tensors]
-        self._has_empty = not all(one.numel() for one in tensors)  # whose addresses say nothing
+        self._has_empty = not all(one.numel() for one in tensors)  # whose addresses mean nothing
         self._spare: _Memory | None = None
         self._mean: _Memory | None = None
         self._versions: list[int] | None = None
@@ -123,12 +123,12 @@ class Bucket:
         return self._here.flat
 
     def put(self, numbers: Tensor) -> None:
-        """The parameters are these numbers from here on, ``[numel]``."""
+        """Set the parameters to these numbers, ``[numel]``."""
         self.flat.copy_(numbers)
         self.written()
 
     def written(self) -> None:
-        """Somebody has written the parameters' new values to :attr:`flat`."""
+        """Notes that new values of the parameters have been written to :attr:`flat`."""
         if self._stays:
             self._copy_out(self._here)
 
@@ -138,11 +138,11 @@ class Bucket:
         return self._stays
 
     def stay(self) -> None:
-        """From here on the parameters stay in their own memory, where somebody has put them."""
+        """Keep the parameters in their own memory, where other code has put them."""
         self._stays, self._moves = True, False
 
     def _tensors(self) -> Sequence[Tensor]:
-        """What of the parameters lies here."""
+        """The local tensors of the parameters."""
         return locals_of(self.params) if self._stays else self.params
 
     def _copy_out(self, memory: _Memory) -> None:
@@ -180,7 +180,7 @@ class Bucket:
         return any(one.shape != shape or (one.dtype, one.device) != as_before for one, (shape, _) in pairs)
 
     def adopt(self) -> None:
-        """Take in again what somebody has put elsewhere, as ``param.data = ...`` and ``module.to(...)`` do."""
+        """Move the parameters into the bucket again, after ``param.data = ...`` or ``module.to(...)`` moved them."""
         if self._stays:
             self._move_in()
         if self._stays or self.in_place:
@@ -193,13 +193,13 @@ class Bucket:
     # While their average is under way
 
     def guard(self, guarded: bool) -> None:
-        """From here on the parameters must not change; ``guarded``: :meth:`changed` is to say whether they have."""
+        """The parameters must not change after this call; with ``guarded``, :meth:`changed` reports changes."""
         tensors = self._tensors()
         self._versions = list(map(_version, tensors)) if guarded else None
         self._guarded = list(map(Tensor.data_ptr, tensors)) if self._stays else self._here.addresses
 
     def changed(self) -> list[int]:
-        """Which parameters have changed since :meth:`guard`, in place or by ``param.data = ...``."""
+        """The parameters that have changed since :meth:`guard`, in place or by ``param.data = ...``."""
         versions = self._versions
         if versions is None:
             return []
@@ -225,7 +225,7 @@ class Bucket:
         return self._spare
 
     def take_result(self) -> None:
-        """The parameters' data are from here on what has been written to :meth:`room_for_result`."""
+        """Set the parameters' data to the numbers in :meth:`room_for_result`."""
         if self._stays:
             self._copy_out(self._room)
             return
@@ -237,7 +237,9 @@ class Bucket:
             param.data = view
 
     def leave(self) -> None:
-        """Move to other memory: somebody may still read where the parameters are, and they are about to change."""
+        """Move to other memory, because agents may still read the present memory and the parameters are about to
+        change.
+        """
         self._spare = self._versions = None
         self._here = self._memory()
         self._move_in()
@@ -245,7 +247,7 @@ class Bucket:
     # Gradients
 
     def gather_gradients(self) -> Tensor:
-        """The gradients, flat, in the room for the result; zeros where there is none."""
+        """The gradients, flat, in the room for the result; zeros if there is none."""
         views, grads = [], []
         for param, view in zip(self.params, self._room.views, strict=True):
             grad = param.grad
@@ -261,15 +263,17 @@ class Bucket:
         return self._room.flat
 
     def room_for_mean(self) -> Tensor:
-        """Where the mean of the gradients may go while others read them where :meth:`gather_gradients` put them,
-        ``[numel]``. Nobody else reads it."""
+        """Memory for the mean of the gradients, ``[numel]``, while others read the gradients from
+        :meth:`gather_gradients`. No other agent reads it.
+        """
         if self._mean is None:
             self._mean = _Memory(torch.empty_like(self.flat), self._places)
         return self._mean.flat
 
     def spread_gradients(self, mean: Tensor) -> None:
-        """The gradients are what is in the room for the mean, or for the result. A parameter without a gradient gets
-        one, also where it was frozen meanwhile: the other agents take this step, too."""
+        """Set the gradients to the numbers in the room for the mean, or for the result. A parameter without a gradient
+        gets one, even if it has been frozen since: the other agents take this step, too.
+        """
         memory = self._mean if self._mean is not None and mean is self._mean.flat else self._room
         views, grads = [], []
         for param, view in zip(self.params, memory.views, strict=True):
@@ -291,10 +295,10 @@ def into_buckets(
     """Buckets of at most ``nbytes`` each (or of one larger parameter), in the order given.
 
     Args:
-        params: What goes into buckets.
-        nbytes: Of each.
-        shared: Parameters that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them. They come into
-            one bucket, which leaves when all of them have been stepped.
+        params: The parameters to put into buckets.
+        nbytes: The limit of each bucket.
+        shared: Parameters that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them. They are put
+            into one bucket, which is sent when all of them have been stepped.
     """
     params = dict.fromkeys(params)
     together = {one: group for group in shared for one in group}

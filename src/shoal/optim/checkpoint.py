@@ -1,8 +1,8 @@
-"""Save a decentralized run and go on with it: every agent has a model of its own, so every agent's state is kept.
+"""Save a decentralized run and resume it: every agent has a model of its own, so every agent's state is kept.
 
-A :class:`Checkpoint` names what belongs to a run. It writes one file for each agent, and a manifest when all of them
-are there: without it the files do not count. So whenever a process is killed, the last checkpoint that was complete is
-still the one that is found. The same object goes into ``torch.distributed.checkpoint``, under keys that name the agent.
+A :class:`Checkpoint` names the parts of a run. It writes one file for each agent, and a manifest when all files are
+complete; without a manifest the files do not count. So at any time a process is killed, the last complete checkpoint is
+the one that is found. The same object works in ``torch.distributed.checkpoint``, under keys that name the agent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stateful(Protocol):
 
 
 class Checkpoint:
-    """What belongs to a run, saved and loaded together, each agent's own.
+    """The parts of a run, saved and loaded together, separately for each agent.
 
     With ``torch.distributed.checkpoint``::
 
@@ -57,9 +57,9 @@ class Checkpoint:
         dcp.save(state, checkpoint_id=folder)
         dcp.load(state, checkpoint_id=folder)
 
-    That keeps one copy of what has one key, whichever agent's. Therefore the keys name the agent and the number of
-    agents (``training.agent1of4.model.0.weight``). To load with another number of agents fails at a key that is
-    missing, before anything is changed. To change the number, load with the old one and call :meth:`save`; then
+    ``torch.distributed.checkpoint`` keeps one copy for each key, from any agent. Therefore the keys name the agent and
+    the number of agents (``training.agent1of4.model.0.weight``). Loading with another number of agents fails at a
+    missing key, before anything is changed. To change the number, load with the old one and call :meth:`save`; then
     :meth:`load` with the new one and ``start="consensus"``.
 
     Args:
@@ -81,10 +81,10 @@ class Checkpoint:
             if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
                 raise TypeError(f"checkpoint: {name} is a {type(part).__name__}, which has no state to save and load")
             self._parts[name] = part
-        # Models are loaded first: an optimizer may keep something that goes with their values.
+        # Models are loaded first, because an optimizer may keep data that belongs to their values.
         self._parts = dict(sorted(self._parts.items(), key=lambda item: not isinstance(item[1], torch.nn.Module)))
 
-    # Files of our own
+    # Files of Checkpoint.save
 
     @overload
     def save(
@@ -103,26 +103,26 @@ class Checkpoint:
 
         If one agent cannot write, none has saved, and all raise.
 
-        Agents that were started again (``shoal run --on-failure restart``) or join (``--join``) enter here:
-        :meth:`load` gives them the state of an agent that is there, and returns ``step``.
+        Restarted agents (``shoal run --on-failure restart``) and joining ones (``--join``) are admitted here: their
+        :meth:`load` gives them the state of a present agent, and returns ``step``.
 
         Args:
-            folder: On a disk that all machines share, or each machine's own if the ranks stay where they are. None:
-                nothing is written, and agents that were started again enter all the same.
-            step: What :meth:`load` returns, 0 or more; the same on all agents.
-            keep: How many checkpoints to keep, those that were saved last; None keeps all.
+            folder: On a disk that all machines share, or each machine's own if ranks stay on their machines. None:
+                nothing is written, but restarted agents are admitted.
+            step: Returned by :meth:`load`, 0 or more; the same on all agents.
+            keep: How many of the latest checkpoints to keep; None keeps all.
             timeout: Seconds that each wait for the other agents may take.
 
         Returns:
-            The checkpoint's own folder, ``<folder>/000007-step-700`` for the seventh save; None where none is written.
+            The checkpoint's own folder, ``<folder>/000007-step-700`` for the seventh save; None if none is written.
 
-        With ``on_loss="continue"`` it is of the agents that are there, numbered in the order of their ranks: it loads
+        With ``on_loss="continue"`` it contains the surviving agents, numbered in the order of their ranks: it loads
         into as many agents, or with ``start="consensus"`` into any number.
 
         Raises:
             ValueError: ``step`` is negative, or ``keep`` less than 1.
-            ShoalError: An agent could not; it names the ranks and the reasons. A state that is not made of tensors,
-                numbers, strings and collections of these is one: it would not be loaded again.
+            ShoalError: An agent could not save; the error names the ranks and the reasons. One reason is a state of
+                other objects than tensors, numbers, strings and their collections, because it could not be loaded.
         """
         agent = current("Checkpoint.save")
         _check_that_agents_are_whole("Checkpoint.save")
@@ -143,7 +143,7 @@ class Checkpoint:
                 part.met()
 
     def _handed_over(self, step: int) -> dict[str, Any]:
-        """What an agent needs that enters now."""
+        """The state for an agent that is admitted now."""
         states = {}
         for name, part in self._parts.items():
             if not isinstance(part, _RandomState):  # agents that draw alike would be of little use to each other
@@ -152,7 +152,7 @@ class Checkpoint:
         return {"step": step, "parts": states}
 
     def _enter(self, timeout: float | None) -> int:
-        """Go on where the others save next, with the state of one of them."""
+        """Join at the others' next save, with the state of one of them."""
         agent = current("Checkpoint.load")
         entry = agent.engine.rejoin
         entry.wait(entry.rejoin_seconds if timeout is None else timeout, agent.engine.stalls.after)
@@ -174,7 +174,7 @@ class Checkpoint:
     def _save_among(
         self, there: tuple[int, ...], folder: Path, step: int, keep: int | None, timeout: float | None
     ) -> Path | None:
-        """A checkpoint of these agents, numbered in this order; None where one of them was lost meanwhile."""
+        """A checkpoint of these agents, numbered in this order; None if one of them was lost during the save."""
         agent, place = current("Checkpoint.save"), None
         first, number = there[0], there.index(agent.rank)
         try:
@@ -218,28 +218,28 @@ class Checkpoint:
         missing_ok: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Go on where :meth:`save` was called. All agents call it.
+        """Resume at the state of a :meth:`save`. All agents call it.
 
-        What was saved and is not a part here is left out. Nothing is loaded unless all agents could read; where one
-        cannot, or a file is not what was written (its checksum says so), a warning names the file, and the checkpoint
-        saved before it is loaded (of that ``step``, if one is given).
+        Saved parts that this checkpoint does not name are ignored. Nothing is loaded unless all agents could read. If
+        one cannot, or the checksum of a file is wrong, a warning names the file, and the previous checkpoint is loaded
+        (of that ``step``, if one is given).
 
-        A job that the launcher has begun again, since none of its agents was left, may have lost some before, and its
-        last checkpoint be of fewer. Then all begin at the mean of these, as with ``start="consensus"``, with a warning.
+        If all agents failed and the launcher restarted the job, its last checkpoint may have fewer agents than the job.
+        Then all begin at the mean of the saved agents, as with ``start="consensus"``, with a warning.
 
-        An agent that was started again while the others went on (``shoal run --on-failure restart``) reads no file: it
-        waits until the others call :meth:`save`, for up to ``SHOAL_ENTRY_TIMEOUT`` seconds, enters there, and has the
-        state of an agent near it, its memory of the algorithm's begun anew. Until then it exchanges with nobody.
+        An agent that is restarted while the others run (``shoal run --on-failure restart``) reads no file. It waits
+        until the others call :meth:`save`, for up to ``SHOAL_ENTRY_TIMEOUT`` seconds, and is admitted there. It gets
+        the state of a nearby agent; the algorithm's memory is reset. Until then it exchanges with no agent.
 
         Args:
             folder: The one given to :meth:`save`; None: there are no files.
-            step: Which; None for the one that was saved last.
+            step: The step to load; None for the latest checkpoint.
             start: ``"own"``: each agent's own state, bit for bit. ``"consensus"``: the same state on all agents, with
-                any number of them. What has fractions (parameters, running means, momentum) is the mean over the agents
-                that were saved, summed in float64, over those that have it; equal learning rates stay what they are.
-                All else (counters, the rounds of the optimizer) is agent 0's. Generators stay as they are, since
-                agents that draw alike would be of little use to each other. Every machine must have all files.
-            missing_ok: Return 0, and change nothing, where nothing complete was saved yet.
+                any number of them. Fractional values (parameters, running means, momentum) are the mean over the saved
+                agents that have them, summed in float64; equal learning rates are unchanged. All other values
+                (counters, the rounds of the optimizer) are agent 0's. Generators are not loaded, because agents with
+                equal random numbers would be of little use to each other. Every machine must have all files.
+            missing_ok: Return 0, and change nothing, if there is no complete checkpoint yet.
             timeout: Seconds that each wait for the other agents may take.
 
         Returns:
@@ -286,7 +286,7 @@ class Checkpoint:
     def _read(
         self, place: Path, manifest: Manifest, start: str, there: tuple[int, ...], timeout: float | None
     ) -> tuple[_Failures, dict[str, Any] | None]:
-        """What each agent loads of one checkpoint, by part; and who could not read it."""
+        """The state that each agent loads from one checkpoint, by part; and the agents that could not read it."""
         agent = current("Checkpoint.load")
         if start == "own" and manifest.agents not in (agent.size, len(there)):
             raise ValueError(
@@ -315,8 +315,8 @@ class Checkpoint:
     def state_dict(self) -> dict[str, Any]:
         """For ``torch.distributed.checkpoint``: one entry, which names this agent.
 
-        Each tensor of a model has a key. Any other part is one object, in a tuple, which is not taken apart: where an
-        optimizer has not stepped yet there are no tensors to read its momentum into, and it would be left out silently.
+        Each tensor of a model has a key. Any other part is one object, in a tuple, which is not taken apart: an
+        optimizer that has not stepped yet has no tensors to read its momentum into, and it would be left out silently.
         Where replicas have several processes (``init(mesh=)``) the parts of a model's sharded tensors are put together
         by their key, and what each process has beside them is under a key that names the process.
         """
@@ -337,7 +337,7 @@ class Checkpoint:
         """Take what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: It is another agent's, or of another number of agents.
+            ValueError: The state is another agent's, or of another number of agents.
         """
         key, own = _key(), _key_of_process()
         if not {key, own} & set(state_dict):
@@ -374,7 +374,9 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _check_that_agents_are_whole(what: str) -> None:
-    """Checkpoints of one's own are complete when all agents' are, and counterparts know nothing of the others."""
+    """Refuse replicas of several processes: an agent's own checkpoint is complete only with the files of all
+    processes.
+    """
     if current(what).launch.beside:
         raise ValueError(
             f"{what}: an agent is one process of a replica here (init(mesh=)), and a checkpoint is complete when all "
@@ -384,7 +386,7 @@ def _check_that_agents_are_whole(what: str) -> None:
 
 
 def _initial_state(start: str, place: Path, manifest: Manifest, there: int) -> str:
-    """``start``, or the mean, where this job has been begun again and had lost agents when this was saved."""
+    """``start``, or the mean, if this job was restarted and had lost agents when this was saved."""
     agent = current("Checkpoint.load")
     fewer = manifest.size == agent.size and manifest.agents not in (agent.size, there)
     if start != "own" or not fewer or not agent.launch.attempt:
@@ -430,7 +432,7 @@ def _key() -> str:
 
 
 def _key_of_process() -> str:
-    """The agent's key where it is one process; else it says which of all."""
+    """The agent's key if it is one process; else also the number of the process among all."""
     launch = current("Checkpoint").launch
     return f"{_key()}-process{launch.ranks[launch.rank]}of{launch.processes}" if launch.beside else _key()
 
@@ -439,7 +441,9 @@ def _key_of_process() -> str:
 
 
 def _named(name: Any) -> str:
-    """A checkpoint's name that another agent says. It becomes a path, below which files are written and removed."""
+    """The name of a checkpoint, as another agent sent it. It is checked, because it becomes a path below which files
+    are written and removed.
+    """
     if not is_name(name):
         raise ShoalError(f"checkpoint: another agent says {name!r}, which is no checkpoint's name")
     return str(name)
@@ -451,7 +455,7 @@ def _present_agents(timeout: float | None) -> tuple[int, ...]:
 
 
 def _gather_from_all(rank: int, name: str, ask: Callable[[], T], timeout: float | None) -> T:
-    """What ``ask`` gives on one rank, on all agents; an error there is raised on all, too."""
+    """The result of ``ask`` on one rank, for all agents; an error there is raised on all, too."""
     answer: dict[str, Any] = {}
     failure = None
     if current().rank == rank:
@@ -474,7 +478,9 @@ class _Failures(dict[int, str]):
 
 
 def _all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[_Failures, T | None]:
-    """Whether all agents could, and what this one made. An agent that could not holds nobody up until a deadline."""
+    """The agents that failed, and this agent's result. A failed agent does not make the others wait until a
+    deadline.
+    """
     made, said = None, ""
     try:
         made = attempt()

@@ -1,8 +1,7 @@
-"""The folder that checkpoints are in: which are complete, which is the last, and files that are whole or not there.
-
-``<folder>/000007-step-700/agent-3.pt`` is what agent 3 wrote in the seventh save. ``manifest.json`` beside it is
-written when all agents' files are on the disk, and removed before any of them is: it alone makes the checkpoint count.
-It has a checksum of each file, and of itself: they find what a disk has spoiled, and are no signature.
+"""The folder of checkpoints: the complete ones, the latest one, and atomically written files.
+``<folder>/000007-step-700/agent-3.pt`` is the file of agent 3 in the seventh save. ``manifest.json`` beside it is
+written when all agents' files are on the disk, and removed before any of them is: only a checkpoint with a manifest
+counts. It has a checksum of each file, and of itself: they detect damage by a disk, and are no signature.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a complete checkpoint: its step, and how many agents wrote it."""
+    """The data of a complete checkpoint: its step, and the number of agents that wrote it."""
 
     step: int
     agents: int
@@ -81,9 +80,10 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
 
 
 def remove_all_but(folder: Path, names: Collection[str]) -> None:
-    """All agents do it: they may have a disk each, or one together, where others may have begun the next one.
+    """Remove older checkpoints. All agents call it: each may have its own disk, or they share one, where others may
+    have begun the next checkpoint.
 
-    One whose manifest is there, and cannot be read, is left to whoever wants to mend it.
+    A checkpoint with an unreadable manifest is kept, so that users can repair it.
     """
     begun = _begun(folder)
     last = max((number for number, place in begun if place.name in names), default=0)
@@ -103,7 +103,7 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
         try:
             with path.open("wb") as file:
                 torch.save(states, file)
-        except RuntimeError as error:  # what the system said is only its context
+        except RuntimeError as error:  # the system's error is only its context
             raise _of_the_system(error) from None
         try:
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -118,7 +118,7 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
 
 
 def _of_the_system(error: BaseException) -> BaseException:
-    """What was the matter, where torch says where in its code it noticed: a full disk, say."""
+    """The operating system's error behind an error of torch, such as a full disk; else the error itself."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError):
@@ -130,19 +130,19 @@ def _of_the_system(error: BaseException) -> BaseException:
 def withdraw(place: Path, rank: int) -> None:
     """Take back what one agent has written of a checkpoint that is not to be."""
     path = _file_of(place, rank)
-    if (place / _MANIFEST).exists():  # it counts: whoever said so was lost before the others heard of it
+    if (place / _MANIFEST).exists():  # it counts: the agent that wrote it was lost before the others learned of it
         return
     with suppress(OSError):  # it never was there
         for one in (path, _partial(path)):
             one.unlink(missing_ok=True)
-        place.rmdir()  # unless those of others are there
+        place.rmdir()  # unless it has files of others
 
 
 def read_states(place: Path, rank: int, manifest: Manifest, mmap: bool = False) -> dict[str, Any]:
-    """One agent's file: plain data and tensors only, nothing that could run code. Mapped, a tensor costs no memory.
+    """One agent's file: plain data and tensors only, so no code runs. With ``mmap`` a tensor costs no memory.
 
     Raises:
-        Damaged: It is not what was written.
+        Damaged: The file differs from the one that was written.
     """
     path = _file_of(place, rank)
     if manifest.checksums and _crc(path) != manifest.checksums[rank]:
@@ -180,7 +180,7 @@ def _begun(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _manifest_of(place: Path) -> Manifest | None:
-    """None where there is none, and, with a warning, where it cannot be read."""
+    """None if there is none, and, with a warning, where it cannot be read."""
     path = place / _MANIFEST
     try:
         content = json.loads(path.read_text())

@@ -1,11 +1,11 @@
-"""What ``compression=`` makes of an optimizer: the algorithm that is sound for a compressor, and how far it mixes.
+"""The algorithm for ``compression=``: one that is sound for a compressor, and its mixing rate ``gamma``.
 
-A compressor by itself is no way to average: what it leaves out of every message has to be said by later ones. CHOCO-SGD
-does that on a topology that stays, DeepSqueeze on one that changes. Both go ``gamma`` of the way to the neighbours. Too
-far, and errors feed on each other; not far enough, and agents stay apart. On digits CHOCO-SGD did best, or next to
-it, with ``gamma`` the share of a message that arrives; with twice as much top-k diverged there, and with that much top
-1% did so after ten epochs of CIFAR-10. So where a message says less than half, and of some vectors far less than that,
-it is half of the share. DeepSqueeze adds up what messages leave out, and did best with a third.
+A compressor alone does not average: the parts that a message leaves out have to be sent later. CHOCO-SGD does that on a
+static topology, DeepSqueeze on a changing one. Both move by the factor ``gamma`` towards the neighbours. Too large, and
+errors amplify each other; too small, and agents stay apart. On digits CHOCO-SGD was best, or next to it, with ``gamma``
+the share of a message that arrives. With twice as much top-k diverged there, and with that much top 1% did after ten
+epochs of CIFAR-10. So if a message carries less than half, and of some vectors far less, ``gamma`` is half of the
+share. DeepSqueeze accumulates the parts left out, and was best with a third.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .factory import ATC, PARALLEL
 LEAST = 0.005
 """Less of a message than this is too little to average by: agents would train each for itself."""
 COARSE = 0.5
-"""Of messages that say less than this, and may say much less, the errors feed on each other where agents go as far."""
+"""If messages keep less than this share, and of some vectors much less, errors amplify with a full ``gamma``."""
 FINE = 0.99
-"""What a message leaves out is so little that adding it to the next one does no harm."""
+"""From this share on, adding a message's error to the next message does no harm."""
 _MOST_NUMBERS = 1 << 20
 log = logging.getLogger("shoal")
 
@@ -38,21 +38,21 @@ log = logging.getLogger("shoal")
 def compressing(
     algorithm: Algorithm, compressor: Compressor | None, topology: nx.Graph | Schedule | None, numbers: int
 ) -> Algorithm:
-    """Adapt, then combine, with compressed messages; the algorithm itself without a compressor, or where gradients are
-    averaged, whose flight compresses.
+    """Adapt, then combine, with compressed messages; the algorithm itself without a compressor, or for averaged
+    gradients, which the exchange compresses.
 
-    An unbiased compressor that may send more error than message is shrunk until it does not.
+    An unbiased compressor whose error may exceed its message is scaled down until it does not.
 
     Args:
-        algorithm: What was asked for.
-        compressor: Of its messages.
-        topology: A schedule of more than one round asks for an algorithm that keeps nothing of its neighbours.
-        numbers: How many parameters there are.
+        algorithm: The requested algorithm.
+        compressor: The compressor of its messages.
+        topology: A schedule of more than one round needs an algorithm that stores nothing of its neighbours.
+        numbers: The number of parameters.
 
     Raises:
-        TypeError: This is no compressor.
-        ValueError: The algorithm does neither adapt, then combine, nor average gradients; or so little is left in a
-            message that agents would not come together.
+        TypeError: ``compressor`` is no compressor.
+        ValueError: The algorithm is neither adapt, then combine, nor the average of gradients; or a message keeps so
+            little that agents would not converge to each other.
     """
     if compressor is None:
         return algorithm
@@ -100,7 +100,7 @@ def _shrunk(compressor: Compressor) -> Compressor:
 
 
 def feeds_back(compressor: Compressor, numbers: int) -> bool:
-    """What messages leave out of a mean is to be added to the next ones: with all but fine and unbiased compressors."""
+    """Whether the error of a mean's message is added to the next one: for all but fine and unbiased compressors."""
     return not compressor.unbiased and share_kept(compressor, numbers) < FINE
 
 

@@ -1,4 +1,4 @@
-"""The topology of an optimizer that is given none."""
+"""The default topology of an optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def given(topology: nx.Graph | Schedule | str | None) -> nx.Graph | Schedule | N
     """The topology of an optimizer that is given one.
 
     Raises:
-        ValueError: It is another string than "static".
+        ValueError: The topology is another string than "static".
     """
     if isinstance(topology, str) and topology != STATIC:
         raise ValueError(f'topology={topology!r}: give a graph, a schedule or "static", or leave it out')
@@ -40,17 +40,17 @@ def one_peer() -> AgentSchedule:
 
 
 def topology_of(algorithm: Algorithm, dimension: int, unchecked: str | Iterable[str], *, static: bool) -> Schedule:
-    """The topology of an algorithm that is given none: the one that the script has set, or else the first that the
-    algorithm accepts of the one-peer exponential graph, the exponential, the symmetric exponential, and the chain.
+    """The default topology of an algorithm: the one that the script has set, else the first that the algorithm accepts
+    of the one-peer exponential graph, the exponential, the symmetric exponential, and the chain.
 
     Args:
-        algorithm: One of agents, or of machines, whose topology the script must have set.
-        dimension: How many parameters an agent has.
+        algorithm: An algorithm of agents, or of machines, whose topology the script must have set.
+        dimension: The number of parameters of an agent.
         unchecked: The names of conditions that the topology need not fulfil.
-        static: The static topology, also where the script has set none.
+        static: Use the static topology, even if the script has set none.
 
     Raises:
-        ValueError: There is none of the machines; or ``unchecked`` names a condition that there is not.
+        ValueError: No machine topology is set, or ``unchecked`` names an unknown condition.
     """
     agent = current("optimizer.step")
     exponential = static_topology(algorithm)

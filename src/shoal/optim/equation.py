@@ -25,27 +25,27 @@ from .strategies import DuringBackward, StepStrategy
 
 
 class Equation(StepStrategy):
-    """A step of an algorithm, with what the wrapped optimizer moves by in the place of the gradient.
+    """A step of an algorithm, which takes the wrapped optimizer's update as its gradient.
 
-    The algorithm sees ``grad(x) = (x - what the wrapped optimizer makes of x) / c`` and has ``c`` times its ``lr``, c
-    being the wrapped optimizer's learning rate as a multiple of its first. So its own ``lr`` is 1 where the wrapped
-    optimizer's is to count, what it remembers follows a schedule as the equation says, and with SGD the iterates are
-    those of the equation with the learning rate of the moment. Where the rates of groups follow schedules of their own
-    c is one number for each parameter. Without an ``lr``, of the groups or of the algorithm, c is 1.
+    The algorithm gets ``grad(x) = (x - the wrapped optimizer's result from x) / c`` and has ``c`` times its ``lr``,
+    where c is the wrapped optimizer's learning rate as a multiple of its first. So its own ``lr`` is 1 if the wrapped
+    optimizer's rate is to count, its memory follows a schedule as in the equation, and with SGD the iterates are those
+    of the equation with the current learning rate. If the rates of groups follow schedules of their own, c is one
+    number for each parameter. Without an ``lr``, of the groups or of the algorithm, c is 1.
 
-    Local steps between two exchanges add up; the rate is that of the last. While it is zero nothing can be seen of the
-    gradients, and they count as zero.
+    Local steps between two exchanges add up; the rate is that of the last. While the rate is zero the gradients cannot
+    be observed, and count as zero.
 
-    One that takes its gradient at other points than its own ``x`` needs a closure. One that is separable has a part for
-    each bucket; else there is one. Parameters that are added have parts of their own, which begin when they come; and
-    who goes on from a state has its parts, whatever ``overlap`` and ``bucket_bytes`` are now.
+    An algorithm with gradients at other points than its own ``x`` needs a closure. A separable algorithm has a part for
+    each bucket; others have one part. Added parameters have parts of their own, which begin when they are added. After
+    a state is loaded, the parts are those of the state, for any ``overlap`` and ``bucket_bytes``.
 
     Args:
         bucket_exchange: The parameters.
         local: The local step.
         algorithm: Its equation.
         topology: A graph or a schedule, which has been checked; the default if there is none.
-        name: What the exchanges are matched by.
+        name: Matches the exchanges of different agents.
         unchecked: Conditions that the default topology need not fulfil.
     """
 
@@ -66,7 +66,7 @@ class Equation(StepStrategy):
         self._mix: Exchange | None = None
         self._parts: list[BucketStep] = []
         self._layout: list[list[str]] = []  # of the parts
-        self._saved: list[Mapping[str, Any]] = []  # what the parts go on with
+        self._saved: list[Mapping[str, Any]] = []  # from which the parts continue
 
     def step(self, due: bool) -> None:
         parts, local = self._begin(), self._local
@@ -113,7 +113,7 @@ class Equation(StepStrategy):
 
     @property
     def _elsewhere(self) -> bool:
-        """The gradient of a step is not taken where the model is, which has the algorithm's answer."""
+        """The gradient of a step is not taken at the model's parameters, which are the algorithm's estimate."""
         return not self._algorithm.one_gradient or any(part.estimate is not part.x for part in self._parts)
 
     def _begin(self) -> list[BucketStep]:
@@ -196,7 +196,7 @@ class Equation(StepStrategy):
 
 
 class EquationDuringBackward(DuringBackward, Equation):
-    """The same, part by part: a part steps while the gradients in front of it are computed.
+    """The same equation, part by part: a part steps while the gradients of earlier layers are computed.
 
     The wrapped optimizer steps in the thread of the backward pass, and the algorithm in one for each part, which waits
     for the neighbours. When :meth:`step` returns there are none.
@@ -234,7 +234,7 @@ class EquationDuringBackward(DuringBackward, Equation):
         self._await()
         failed, self._failed = self._failed, {}
         if failed:
-            # The others have taken their step; what those that failed have moved by is added to their next.
+            # The other parts have taken their step; the updates of failed parts are added to their next step.
             for number, part in enumerate(self._parts):
                 if number not in failed:
                     part.settle()
@@ -242,7 +242,7 @@ class EquationDuringBackward(DuringBackward, Equation):
         self._end(self._parts)
 
     def _await(self) -> None:
-        """Wait for all parts under way. Each ends by the deadline of what it exchanges."""
+        """Wait for all parts in progress. Each ends by the deadline of its exchange."""
         while self._under_way:
             self._under_way[-1].join()  # a signal may end this, and then it is still in the list
             self._under_way.pop()
@@ -258,6 +258,6 @@ class EquationDuringBackward(DuringBackward, Equation):
 
 
 def _moved(part: BucketStep, at: torch.Tensor) -> torch.Tensor:
-    """How far the wrapped optimizer has moved from where the model was."""
+    """The change of the model by the wrapped optimizer."""
     part.bucket.adopt()
     return at - part.bucket.flat

@@ -1,6 +1,6 @@
-"""What serves an optimizer as it is asked for: the strategy of its algorithm, its weights, the state that goes along.
+"""Builds the components of an optimizer: the strategy of its algorithm, its weights, the state that is averaged.
 
-What cannot go together is refused here, with the remedy.
+Combinations that cannot work are refused here, with the remedy.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ _BY_BUCKETS: dict[Algorithm, tuple[type[StepStrategy], type[StepStrategy] | None
     GradientDescent(1.0, atc=False): (AdaptWithCombine, None),
     PARALLEL: (AverageGradients, AverageGradientsDuringBackward),
 }
-"""What a step of the common algorithms is, and what it is with overlap="backward"."""
+"""The strategies of the common algorithms, without and with overlap="backward"."""
 
 
 def by_buckets(algorithm: Algorithm) -> tuple[type[StepStrategy], type[StepStrategy] | None] | None:
-    """What a step of a common algorithm is, bucket by bucket, and with overlap="backward"; None of any other."""
+    """The strategies of a common algorithm by buckets, without and with overlap="backward"; None for any other
+    algorithm.
+    """
     known = isinstance(algorithm, GradientDescent | ParallelGradientDescent)  # others may have no hash
     return _BY_BUCKETS.get(algorithm) if known else None
 
@@ -56,7 +58,9 @@ def strategy_of(
     name: str,
     unchecked: str | Iterable[str],
 ) -> StepStrategy:
-    """What a step is: an algorithm's own text, or for the common ones one that overlaps and copies less."""
+    """The strategy of an algorithm: its own equation, or for the common ones a strategy that overlaps and copies
+    less.
+    """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"an algorithm of shoal.algorithms is wanted, not {algorithm!r}")
     if overlap not in (None, "backward"):
@@ -92,7 +96,7 @@ def mixed_of(
     algorithm: Algorithm,
     bucket_exchange: type[BucketExchange],
 ) -> MixedState | None:
-    """The state of the optimizer that travels beside the parameters, if any does."""
+    """The state of the optimizer that is averaged beside the parameters, if any."""
     if algorithm != PARALLEL:
         check_second_iterates(optimizer, keys, algorithm, bool(bucket_exchange.in_step and by_buckets(algorithm)))
     if keys is None:

@@ -1,7 +1,7 @@
-"""Which parameters travel together, where the caller says so: in a number of groups, or in groups of his own.
+"""Groups of parameters that are sent together, if the caller sets them: a number of groups, or explicit groups.
 
-In the place of ``bucket_bytes``, which says how large they are. Each group is one message of each dtype, and holds
-nothing else; what no group names goes in buckets of the usual size.
+They replace ``bucket_bytes``, which sets a size. Each group is one message of each dtype, and contains no other
+parameters. Parameters in no group are put into buckets of the usual size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Named = Mapping[torch.nn.Parameter, str]
 
 
 def by_count(params: Named, num_groups: object) -> Layout:
-    """That many groups of about equal bytes, in the order in which gradients come: the last layers' first.
+    """The given number of groups of about equal bytes, in the order in which gradients are computed: the last layers
+    first.
 
     Raises:
         ValueError: ``num_groups`` is no number of groups: 1 or more, and not more than there are parameters.
@@ -46,7 +47,7 @@ def as_given(params: Named, groups: object) -> Layout:
     """Groups of parameters, or of their names.
 
     Raises:
-        TypeError, ValueError: They are no lists of these parameters, or have one twice.
+        TypeError, ValueError: The groups are no lists of these parameters, or have one twice.
     """
     called = {name: param for param, name in params.items()}
     found: list[list[torch.nn.Parameter]] = []

@@ -1,5 +1,5 @@
-"""What a model tells of its passes: that a forward pass begins, and that a parameter has its gradient. Nobody is kept
-alive by it.
+"""Hooks of a model that report the begin of a forward pass, and each parameter's gradient. They keep no object
+alive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PassListener(Protocol):
 
 
 class BeforeForward:
-    """A forward pre-hook of a model. A copy of the model, by ``deepcopy`` or from a file, has one that does nothing."""
+    """A forward pre-hook of a model. In a copy of the model, by ``deepcopy`` or from a file, it does nothing."""
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: PassListener | None = None) -> None:
         _leave_uncompiled()

@@ -1,4 +1,4 @@
-"""The local step: the wrapped optimizer's, with a GradScaler's word on whether the gradients are any good."""
+"""The local step of the wrapped optimizer, and a GradScaler's check whether the gradients are finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InnerStep:
         scaled: The gradients are a GradScaler's.
         overflowed: The GradScaler has found that this agent's gradients are not all finite.
         closure: Evaluates the loss and the gradients at the model's parameters, if the user has given one.
-        loss: What the closure returned last.
+        loss: The last result of the closure.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -38,7 +38,7 @@ class InnerStep:
                 self.loss = self.closure()
 
     def unscale(self, params: Iterable[torch.nn.Parameter], found_inf: Any, scale: torch.Tensor | None) -> None:
-        """Take a GradScaler's word, and divide by what it has multiplied the loss by, unless the user has done so."""
+        """Use a GradScaler's result, and divide the gradients by its scale, unless the user has done so."""
         self.scaled = found_inf is not None
         self.overflowed = found_inf is not None and bool(found_inf.item())
         if scale is None or self.overflowed:
@@ -48,7 +48,7 @@ class InnerStep:
                 local(param.grad).div_(scale.to(param.grad.device))
 
     def __call__(self, params: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Step with some parameters, or all; not at all where the gradients have overflowed."""
+        """Step with some parameters, or all; not at all if the gradients have overflowed."""
         if self.overflowed:
             return
         if params is None:

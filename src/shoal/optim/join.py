@@ -1,8 +1,8 @@
-"""Agents with different numbers of batches: who has none left takes part until nobody has.
+"""Agents with different numbers of batches: an agent without batches takes part until no agent has one.
 
-In a round an agent without batches exchanges its parameters as they are, so that its neighbours' averages have the
-weights that they should, and its own model goes on towards theirs. Where gradients are averaged it counts as nobody:
-the mean is over the agents that have batches, and all take the step.
+In a round an agent without batches exchanges its unchanged parameters, so its neighbours' averages keep their weights,
+and its own model moves towards theirs. If gradients are averaged it does not count: the mean is over the agents that
+have batches, and all take the step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .bucket_exchange import BucketExchange
 from .strategies import StepStrategy
 
 _PAUSE_SECONDS = 0.002
-"""Between two rounds of an agent that only passes on what comes to it."""
+"""Seconds between two rounds of an agent that only forwards received data."""
 
 
 class Join:
-    """Counts who is still there, one small all-reduce with each round, in its shadow.
+    """Counts the remaining agents, by one small all-reduce that overlaps each round.
 
     Args:
         bucket_exchange: The parameters.
-        strategy: What a round is.
-        name: What the counts are matched by.
+        strategy: The steps of a round.
+        name: Matches the counts of different agents.
     """
 
     def __init__(self, bucket_exchange: BucketExchange, strategy: StepStrategy, name: str) -> None:
@@ -54,7 +54,7 @@ class Join:
             self._bucket_exchange.present = None
 
     def follow(self) -> None:
-        """Take part without batches until nobody has any."""
+        """Take part without batches until no agent has any."""
         if self._bucket_exchange.under_way:
             raise RuntimeError(
                 f"{self._name}: the batches ended between a forward pass and step(), with an exchange under way; leave "
@@ -81,5 +81,5 @@ class Join:
         self._bucket_exchange.settle()
 
     def _count(self, one: float) -> Handle[torch.Tensor]:
-        # Who is there is counted with them, or agents that hear of a loss at different moments would not stay equal.
+        # Present agents are counted too, or agents that learn of a loss at different moments would not stay equal.
         return allreduce_nonblocking(torch.tensor([one, 1.0]), average=False, name=f"{self._name}.present")

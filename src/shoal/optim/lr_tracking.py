@@ -1,4 +1,4 @@
-"""How long the wrapped optimizer's steps are, where its learning rate says so: for what remembers them in a unit."""
+"""The step lengths of the wrapped optimizer, from its learning rates: for memory that is kept in units of a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LearningRates:
             self._first = [one or rate for one, rate in zip(self._first or now, now, strict=True)]
 
     def _now(self, params: Sequence[torch.nn.Parameter]) -> list[float]:
-        """The rate of each parameter, found anew where a group's rate or its parameters have changed."""
+        """The rate of each parameter, recomputed when a group's rate or parameters have changed."""
         groups = [(_number(group.get("lr")), group["params"]) for group in self._optimizer.param_groups]
         key = [(rate, list(map(id, those))) for rate, those in groups]
         if key != self._key:
@@ -48,7 +48,7 @@ class LearningRates:
         return self._found
 
     def multiples(self, bucket: Bucket) -> float | torch.Tensor:
-        """Of the last local step with a rate that was not zero since :meth:`exchanged`; zero if there was none.
+        """The rates of the last local step with a nonzero rate since :meth:`exchanged`; zero if there was none.
 
         One number, or one for each of the bucket's, ``[numel]``.
         """
@@ -72,5 +72,5 @@ class LearningRates:
 
 
 def _number(rate: Any) -> float:
-    """The rate as a number; 1 for what is no number, such as None where an optimizer finds its rate by itself."""
+    """The rate as a number; 1 if it is none, such as None in an optimizer that finds its rate by itself."""
     return float(rate) if isinstance(rate, int | float | torch.Tensor) else 1.0

@@ -1,4 +1,4 @@
-"""Algorithms of machines: what ``communication_type=hierarchical_neighbor_allreduce`` makes of one of agents."""
+"""Algorithms of machines, made from algorithms of agents for ``communication_type=hierarchical_neighbor_allreduce``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .weight_checks import schedule_of
 
 
 def of_machines(algorithm: Algorithm) -> OfMachines:
-    """The same between the machines that there are.
+    """The same algorithm between the present machines.
 
     Raises:
-        ValueError: They have different numbers of agents; or the algorithm is not separable.
+        ValueError: The machines have different numbers of agents, or the algorithm is not separable.
     """
     agent = current("DecentralizedOptimizer")
     if not agent.machines.homogeneous:

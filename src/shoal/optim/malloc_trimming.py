@@ -1,8 +1,8 @@
-"""Freed memory stays with the process: the gradients of a step lie where those of the step before did.
+"""Keeps freed memory in the process: the gradients of a step reuse the memory of the previous step.
 
 glibc gives a large block back to the kernel as soon as it is freed, or when up to 64 MB lie free at the end of its
 heap. In a loop that frees its gradients after each step the kernel maps and clears all their pages again and again: 50
-of 175 ms where there are 200 MB of them. What stays instead is used again, as torch keeps the memory of a GPU.
+of 175 ms where there are 200 MB of them. Memory that is kept is used again, as torch keeps the memory of a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # malloc.h
 _NEVER = -1
 _ONE_BLOCK = 1 << 30
 _ONE_BLOCK_BEFORE_2_35 = 1 << 25
-"""The largest block in bytes that comes from the heap; an older glibc refuses more than this."""
+"""The largest block in bytes that is taken from the heap; an older glibc refuses more than this."""
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed, for the whole process, unless the environment says how it is to be tuned.
+    """Make glibc keep freed memory, for the whole process, unless the environment tunes it.
 
     Returns:
         Whether it does.
@@ -35,8 +35,8 @@ def keep_freed_memory() -> bool:
 
 @cache
 def keep_what_threads_free() -> bool:
-    """The same for threads that come and go: they have no heaps of their own any more, which glibc gives back to the
-    kernel as soon as all in them is free, whatever it has been told of the first one.
+    """The same for short-lived threads: they get no heaps of their own any more. glibc would return such a heap to the
+    kernel as soon as it is all free, despite the setting for the main heap.
 
     Returns:
         Whether it does.

@@ -14,7 +14,7 @@ from ..ops.grouped import grouped_allreduce_nonblocking, in_batches
 from ..runtime.agent import current
 
 DISTANCE = "consensus distance"
-"""What whoever looks on is told it is."""
+"""The name of the distance for observers."""
 
 
 def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -25,7 +25,7 @@ def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def means(tensors: list[torch.Tensor], name: str, timeout: float | None = None) -> list[torch.Tensor]:
-    """The average of each over all agents. Small ones of one dtype travel together."""
+    """The average of each over all agents. Small tensors of one dtype are sent together."""
 
     def start(batch: list[int], name: Internal) -> Callable[[], list[torch.Tensor]]:
         if len(batch) > 1:
@@ -44,7 +44,7 @@ def means(tensors: list[torch.Tensor], name: str, timeout: float | None = None) 
 
 @contextmanager
 def _put_back(model: torch.nn.Module) -> Iterator[None]:
-    """After the block the model's tensors lie where they lay, also where it was converted meanwhile."""
+    """Restore the memory of the model's tensors after the block, even if the model was converted within it."""
     params = [(param, param.data) for param in model.parameters() if not is_sharded(param)]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:

@@ -1,4 +1,4 @@
-"""Parameters whose memory somebody else uses, too: they must stay where they are when buckets are made."""
+"""Parameters whose memory other tensors use, too: they must stay in place when buckets are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sharing(models: Sequence[torch.nn.Module], params: Iterable[Param]) -> list[
 
     Args:
         models: Their parameters and buffers are compared.
-        params: Those that are asked about, in the models' order.
+        params: The parameters to be checked, in the models' order.
 
     Returns:
         Lists of parameters that overlap each other or the same buffer; one in shared memory (``share_memory()``) is a
@@ -44,7 +44,7 @@ def sharing(models: Sequence[torch.nn.Module], params: Iterable[Param]) -> list[
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those of one storage that overlap another, together."""
+    """The tensors of one storage that overlap another one, in groups."""
     groups: list[list[torch.Tensor]] = []
     end = 0
     for begin, stop, one in sorted(((*_span(one), one) for one in tensors), key=lambda item: item[:2]):

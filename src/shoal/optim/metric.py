@@ -1,6 +1,5 @@
-"""How training goes: on rank 0, on the mean, and on the agent where it goes worst.
-
-Rank 0 alone says little about agents that each have a model and data of their own.
+"""Training metrics: of rank 0, of the mean, and of the worst agent. Rank 0 alone shows little about agents that each
+have a model and data of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Logger = Any
-"""What takes numbers by their names: of other packages, none of which is needed."""
+"""Loggers of numbers by name: classes of other packages, none of which is required."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,10 @@ class Metric:
     """One number of all agents.
 
     Attributes:
-        values: By rank; NaN of an agent that is gone.
+        values: By rank; NaN for a lost agent.
         mean: Weighted, if weights were given.
-        worst_rank: Whose value is the worst, of the agents that are there; the first of equals, and of those that are
-            not a number.
+        worst_rank: The present agent with the worst value; the first of equal ones, and of values that are not a
+            number.
     """
 
     values: tuple[float, ...]
@@ -50,7 +49,9 @@ class Metric:
 
 
 class Metrics(Mapping[str, Metric]):
-    """What :func:`metrics` found: ``found["loss"].mean``. ``str`` gives a line for each, and ``rich.print`` a table."""
+    """The result of :func:`metrics`: ``found["loss"].mean``. ``str`` gives a line for each, and ``rich.print`` a
+    table.
+    """
 
     def __init__(self, of: Mapping[str, Metric], ranks: Iterable[int]) -> None:
         self._of = dict(of)
@@ -75,9 +76,9 @@ class Metrics(Mapping[str, Metric]):
         """Give all numbers to a logger: of each name ``name/mean``, ``name/worst``, and ``name/agent0`` and so on.
 
         Args:
-            to: What has ``add_scalar`` (a ``SummaryWriter`` of TensorBoard), or else ``log_metrics`` (the module
-                ``mlflow``, a logger of Lightning's), or else ``log`` (a run of Weights & Biases, a tracker of
-                Accelerate's). None, as on agents that have none, for nothing.
+            to: An object with ``add_scalar`` (a ``SummaryWriter`` of TensorBoard), or else ``log_metrics`` (the module
+                ``mlflow``, a logger of Lightning), or else ``log`` (a run of Weights & Biases, a tracker of
+                Accelerate). None, as on agents without a logger, does nothing.
             step: The number of the step.
 
         Raises:
@@ -88,7 +89,7 @@ class Metrics(Mapping[str, Metric]):
         numbers: dict[str, float] = {}
         for name, one in self.items():
             numbers |= {f"{name}/mean": one.mean, f"{name}/worst": one.worst}
-            numbers |= {f"{name}/agent{rank}": one.values[rank] for rank in self._ranks}  # those that are gone: nothing
+            numbers |= {f"{name}/agent{rank}": one.values[rank] for rank in self._ranks}  # lost agents have no value
         if hasattr(to, "add_scalar"):
             for name, number in numbers.items():
                 to.add_scalar(name, number, step)
@@ -119,7 +120,7 @@ def metrics(
 ) -> Metrics:
     """Each number on rank 0, its mean over the agents, and the worst, the same on every agent. All agents call it.
 
-    One small message from each agent to each, however many numbers. ::
+    One small message from each agent to each, for any number of values. ::
 
         found = shoal.metrics({"loss": loss, "accuracy": accuracy}, worst={"accuracy": min})
         if shoal.rank() == 0:
@@ -127,15 +128,15 @@ def metrics(
 
     Args:
         values: This agent's numbers, or tensors of one element; the same names on all agents, in any order.
-        worst: For each name the built-in ``max`` (the largest is the worst, as of a loss; also if nothing is said) or
-            ``min`` (as of an accuracy). A value that is not a number is worse than any.
-        weight: How much this agent counts in the means: with the number of samples that its values are means of, they
-            are the means over all samples.
+        worst: For each name the built-in ``max`` (the default: the largest is the worst, as for a loss) or ``min`` (as
+            for an accuracy). A value that is not a number is worse than any.
+        weight: The weight of this agent in the means: give the number of samples of its values, and the means are over
+            all samples.
         timeout: Seconds until the deadline.
 
     Raises:
         ValueError: ``worst`` names something else, or gives neither ``max`` nor ``min``; ``weight`` is not positive.
-        Mismatch: Agents give different names, or differ in what is worst.
+        Mismatch: Agents give different names, or different ``worst``.
     """
     ways: dict[str, Callable[..., Any]] = dict.fromkeys(values, max) | dict(worst or {})
     wrong = [name for name, way in ways.items() if name not in values or (way is not max and way is not min)]
@@ -174,7 +175,7 @@ def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest:
 
 
 class _MetricReport(NamedTuple):
-    """What an agent says: names (and which way is worse), their numbers in that order, and how much it counts."""
+    """The report of an agent: names (with the direction of the worst), their numbers in that order, and its weight."""
 
     told: list[str]
     numbers: list[float]
@@ -182,7 +183,7 @@ class _MetricReport(NamedTuple):
 
 
 def _exchange(own: _MetricReport, timeout: float | None) -> dict[int, _MetricReport]:
-    """What all agents say, by rank. The names go along as bytes, one a float, so that one message is all."""
+    """The reports of all agents, by rank. The names are sent as bytes, one a float, so that one message suffices."""
     mine = torch.tensor(
         [len(own.numbers), own.weight, *own.numbers, *"\0".join(own.told).encode()], dtype=torch.float64
     )

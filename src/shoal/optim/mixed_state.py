@@ -1,8 +1,8 @@
-"""State of the wrapped optimizer that travels beside the parameters, such as Adam's second moments.
+"""State of the wrapped optimizer that is averaged beside the parameters, such as Adam's second moments.
 
 Each kind of state has a bucket beside each bucket of parameters, laid out like it, so that all agents' messages agree
-whatever states an agent happens to have. Where it has none, since it has had no gradient for a parameter yet, the
-bucket has a tensor of its own: zeros, with which optimizers begin, and then what the neighbours' averages make of them.
+for any states that an agent has. If an agent has no state, because a parameter has had no gradient yet, the bucket has
+a tensor of its own: zeros, as optimizers begin with, and later the neighbours' averages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECOND_MOMENTS: dict[type[torch.optim.Optimizer], str] = {
 
 
 def second_moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The state whose root an optimizer of torch divides by; empty for those that divide by nothing of the kind."""
+    """The state whose root an optimizer of torch divides by; empty for optimizers without such a division."""
     found = next((key for kind, key in _SECOND_MOMENTS.items() if isinstance(optimizer, kind)), None)
     if found is None:
         return ()
@@ -61,12 +61,12 @@ def check_second_iterates(
 
     Args:
         optimizer: The wrapped one.
-        keys: Which state of it is averaged.
-        what: The algorithm, for the error.
+        keys: The names of the averaged state.
+        what: The algorithm's name, for the error.
         can_mix: State of an optimizer can be averaged beside it.
 
     Raises:
-        ValueError: It is one, and its z would stay each agent's own.
+        ValueError: It is schedule-free, and its z would not be averaged.
     """
     kind = type(optimizer).__name__
     if current("DecentralizedOptimizer").size == 1 or not any("train_mode" in one for one in optimizer.param_groups):
@@ -84,15 +84,15 @@ def check_second_iterates(
 
 
 class MixedState:
-    """Which state of which optimizer is averaged.
+    """The averaged state of one optimizer.
 
     Args:
         optimizer: The wrapped one.
-        keys: What it calls them, such as ``("exp_avg_sq",)``.
+        keys: Their names in the optimizer, such as ``("exp_avg_sq",)``.
 
     Raises:
         TypeError: ``keys`` are no names.
-        ValueError: What the optimizer divides by is left out, and something else is not.
+        ValueError: The state that the optimizer divides by is left out, but other state is given.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
@@ -110,10 +110,10 @@ class MixedState:
         self._confirmed = False
 
     def confirm(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Once there has been a step: the optimizer keeps what is to be mixed.
+        """Check after a step that the optimizer keeps the state that is to be averaged.
 
         Raises:
-            ValueError: It keeps nothing of a parameter that has a gradient.
+            ValueError: It keeps no such state for a parameter that has a gradient.
         """
         if self._confirmed:
             return
@@ -134,10 +134,10 @@ class MixedState:
         return all(state.get(param, none).get(key) is tensor for param, tensor in pairs)
 
     def of(self, param: torch.nn.Parameter, key: str, called: str) -> torch.Tensor | None:
-        """The state of a parameter; None where it has not been stepped yet.
+        """The state of a parameter; None if it has not been stepped yet.
 
         Raises:
-            ValueError: The optimizer keeps no such state, or none that is a tensor like the parameter.
+            ValueError: The optimizer keeps no such state, or it is no tensor like the parameter.
         """
         state = self._optimizer.state.get(param)
         found = (state or {}).get(key)
@@ -166,10 +166,10 @@ class StateBucket(Bucket):
 
     Args:
         beside: The bucket of parameters.
-        mixed: Where the state is found.
-        key: Which.
-        names: What the parameters are called.
-        saved: By name, what there is of those that the optimizer has no state of.
+        mixed: The source of the state.
+        key: The name of the state.
+        names: The names of the parameters.
+        saved: By name, saved state of parameters for which the optimizer has none.
     """
 
     def __init__(
@@ -190,7 +190,9 @@ class StateBucket(Bucket):
                 local(own).copy_(saved[self._names[number]])
 
     def adopt(self) -> None:
-        """Take in the state that the optimizer has now. What came before it had any is added to what it begins with."""
+        """Use the optimizer's state as it is now. State averaged before the optimizer had any is added to its initial
+        state.
+        """
         if not self._own and self._mixed.are(self.params, self.of, self.kind) and self.in_place:
             return
         for number, param in enumerate(self.of):
@@ -204,7 +206,7 @@ class StateBucket(Bucket):
         super().adopt()
 
     def of_its_own(self) -> dict[str, torch.Tensor]:
-        """What there is of those parameters of which the optimizer has no state, if it is anything; by name."""
+        """The nonzero state of parameters for which the optimizer has none; by name."""
         return {self._names[number]: local(own).clone() for number, own in self._own.items() if local(own).any()}
 
 

@@ -1,4 +1,4 @@
-"""Adam for short messages: agents average its momentum and not their gradients, once its second moment stays."""
+"""Adam for short messages: agents average its momentum instead of their gradients, once its second moment is fixed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .adam_arguments import check_adam
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Adam that after some steps keeps its second moment, so that what agents average may be compressed to one bit.
+    """Adam that fixes its second moment after some steps, so that the averaged momentum may be compressed to one bit.
 
         adam = shoal.OneBitAdam(model.parameters(), lr=1e-3, warmup=500)
         optimizer = shoal.DistributedGradientAllreduceOptimizer(adam, model, compression=shoal.compression.Sign())
 
-    The square of a gradient that has gone through a coarse message is of little use, and the second moment hardly
-    changes after the first part of a training. So for ``warmup`` steps this is Adam, on the mean of gradients that
-    travel whole: ``m+ = b1 m + (1 - b1) g``, ``v+ = b2 v + (1 - b2) g^2``. After step T = ``warmup`` v stays, each
-    agent computes ``b1 m + (1 - b1) g`` from its own gradient, and ``m+`` is the mean of these, compressed, with what
-    messages leave out added to the next. The step is ``lr m+ / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)``, where t
-    counts on (Tang et al. 2021, arXiv:2102.02888; with eight bits, whose rest is not added, it is QAdam of BAGUA, Gan
-    et al. 2021, arXiv:2107.01499).
+    The square of a coarsely compressed gradient is of little use, and the second moment hardly changes after the first
+    part of a training. So for ``warmup`` steps this is Adam, on the mean of uncompressed gradients:
+    ``m+ = b1 m + (1 - b1) g``, ``v+ = b2 v + (1 - b2) g^2``. After step T = ``warmup`` v is fixed, each agent computes
+    ``b1 m + (1 - b1) g`` from its own gradient, and ``m+`` is the compressed mean of these, where the error of a
+    message is added to the next. The step is ``lr m+ / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)``, where t counts on
+    (Tang et al. 2021, arXiv:2102.02888; with eight bits, whose rest is not added, it is QAdam of BAGUA, Gan et al.
+    2021, arXiv:2107.01499).
 
     A number that had no gradient during the warm-up, as an embedding of a rare word, takes the square of the first mean
     that is not zero for its second moment. Alone, or with another way to exchange, it steps with its own gradients.
@@ -31,9 +31,10 @@ class OneBitAdam(torch.optim.Optimizer):
     Args:
         params: As of any optimizer of torch.
         lr: The step.
-        warmup: How many steps are Adam's, 1 or more: about an eighth of all, and past that of a learning rate.
-        betas: How much of the first and of the second moment stays.
-        eps: What is added to the root of the second moment.
+        warmup: The number of Adam's steps, 1 or more: about an eighth of all, and more than the warm-up of the learning
+            rate.
+        betas: The parts of the first and of the second moment that remain after one step.
+        eps: Added to the root of the second moment.
         weight_decay: Times the parameter is added to its gradient.
 
     Raises:

@@ -1,7 +1,7 @@
 """A decentralized optimizer around any torch optimizer: the user's loop, the user's local step, and an exchange.
 
-The optimizer that is wrapped is not rebuilt and keeps its state; a step of ours is its step, before or after an average
-with the neighbours. When the exchange begins and where its result goes is what strategies differ in
+The wrapped optimizer is not rebuilt and keeps its state; a decentralized step is its step, before or after an average
+with the neighbours. Strategies differ in the begin of the exchange and the use of its result
 (:class:`~shoal.optim.strategies.StepStrategy`).
 """
 
@@ -50,9 +50,9 @@ _DEFAULTS = Settings()
 
 
 class DecentralizedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose agents average as they go.
+    """A torch optimizer whose agents average during training.
 
-    It stands for the optimizer that it wraps, with the same ``param_groups``, ``state`` and hooks, so learning-rate
+    It replaces the optimizer that it wraps, with the same ``param_groups``, ``state`` and hooks, so learning-rate
     schedulers, gradient clipping and ``GradScaler`` work on it. All agents call ``step()`` equally often. Between steps
     the attributes of :class:`~shoal.optim.Settings` may be set; they hold for the round that begins at the next forward
     pass (adapt with combine) or step.
@@ -60,51 +60,49 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: Any torch optimizer but LBFGS; its state is kept.
         model: The module, or modules, whose parameters it has.
-        algorithm: What a step is, from :mod:`shoal.algorithms`. ``GradientDescent(1.0)`` adapts, then combines, and
-            with ``atc=False`` adapts with combine; ``ParallelGradientDescent(1.0)`` averages gradients, before the
-            wrapped optimizer sees them. Any other takes what the wrapped optimizer moves by for its gradient, so its
-            own ``lr`` is a factor to that: 1 as a rule.
-        compression: What messages are compressed by: one of :mod:`shoal.compression`. For adapt, then combine,
-            CHOCO-SGD takes the place of the algorithm, or DeepSqueeze where the topology is a schedule that changes,
-            with a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. Averaged gradients
-            are compressed on the way to the mean and back; what messages of a coarse compressor leave out is added to
-            the next.
+        algorithm: The equation of a step, from :mod:`shoal.algorithms`. ``GradientDescent(1.0)`` adapts, then combines,
+            and with ``atc=False`` adapts with combine; ``ParallelGradientDescent(1.0)`` averages gradients, before the
+            wrapped optimizer sees them. Any other takes the wrapped optimizer's update as its gradient, so its own
+            ``lr`` is a factor of that: usually 1.
+        compression: The compressor of messages: one of :mod:`shoal.compression`. For adapt, then combine, CHOCO-SGD
+            replaces the algorithm, or DeepSqueeze if the topology is a schedule that changes, with a ``gamma`` that
+            suits the compressor; ``optimizer.algorithm`` is the chosen one. Averaged gradients are compressed on the
+            way to the mean and back; the errors of a coarse compressor's messages are added to the next.
         topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
             given: the attributes' weights, else the static topology that the script has set, else one peer at a time
-            (:class:`shoal.topology.OnePeerExponential`), or where the algorithm needs another, the first that it
-            accepts of the exponential graph, the symmetric exponential graph and the chain. ``"static"``: the static
-            topology, also where the script has set none.
-        overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
-            and ``step()`` waits; of any algorithm that is ``separable``. Not with gradient clipping, a closure or a
-            GradScaler, which need all gradients first.
-        bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
-        num_groups: In how many messages of about equal size, in the place of ``bucket_bytes``.
-        groups: Which parameters go together, and with nothing else: lists of them, or of their names. One message for
-            each list, and dtype in it; what no list names goes as ``bucket_bytes`` says.
-        name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
-            none is given, the n-th optimizer without a name of one agent goes with the n-th of every other.
+            (:class:`shoal.topology.OnePeerExponential`), or if the algorithm needs another, the first that it accepts
+            of the exponential graph, the symmetric exponential graph and the chain. ``"static"``: the static topology,
+            even if the script has set none.
+        overlap: ``"backward"``: buckets are stepped and sent during the backward pass, as soon as their gradients are
+            complete, and ``step()`` waits; for any algorithm that is ``separable``. Not with gradient clipping, a
+            closure or a GradScaler, which need all gradients first.
+        bucket_bytes: The size of one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
+        num_groups: The number of messages of about equal size, instead of ``bucket_bytes``.
+        groups: Parameters that are sent together, and without others: lists of them, or of their names. One message for
+            each list, and dtype in it; ``bucket_bytes`` applies to parameters in no list.
+        name: Matches the exchanges of different agents; the same on all agents, different for each optimizer of an
+            agent. By default the n-th optimizer without a name of one agent matches the n-th of every other.
         mix_state: State of the wrapped optimizer that is averaged beside the parameters, in the same rounds with the
-            same weights: ``("exp_avg_sq",)`` for Adam. Each is as many bytes as the parameters. If none is given,
-            none; for Adam and its like with a warning, which an empty tuple leaves out.
-        bucket_exchange: How parameters travel: in step with the neighbours, or through windows
-        (``window_exchange.py``). unchecked: The names of conditions that W need not fulfil, for who knows better
-        (``"doubly stochastic"``). settings: The attributes to begin with.
-        ``communication_type=CommunicationType.hierarchical_neighbor_allreduce``
-            averages between machines, whose topology ``topology`` is then. Adapt, then combine, and adapt with combine
-            average the machines' means; another algorithm, which must be separable, or ``compression``, becomes one of
-            machines (:class:`shoal.algorithms.OfMachines`).
+            same weights: ``("exp_avg_sq",)`` for Adam. Each is as many bytes as the parameters. By default none is
+            averaged; for Adam and similar optimizers with a warning, which an empty tuple avoids.
+        bucket_exchange: The kind of exchange: in step with the neighbours, or through windows (``window_exchange.py``).
+        unchecked: The names of conditions that W need not fulfil (``"doubly stochastic"``), for experts.
+        settings: The initial attributes. ``communication_type=CommunicationType.hierarchical_neighbor_allreduce``
+            averages between machines; ``topology`` is then the topology of the machines. Adapt, then combine, and adapt
+            with combine average the machines' means; another algorithm, which must be separable, or ``compression``,
+            becomes one of machines (:class:`shoal.algorithms.OfMachines`).
 
-    A topology that is not what the algorithm needs is refused, as its error says. Of weights from elsewhere, the
-    static topology's of the common algorithms or those set by hand, there is a warning, once.
+    A topology that does not meet the algorithm's needs is refused with an error. Other weights, such as the static
+    topology's of the common algorithms or weights set by hand, cause one warning.
 
     Raises:
         TypeError: ``optimizer``, ``model`` or ``algorithm`` is not one.
         ValueError: LBFGS; a parameter that is not in the model, or that another wrapper has; a topology of another
-            size, or that the algorithm cannot converge on; an overlap, or a size of buckets, that there is not.
+            size, or on which the algorithm cannot converge; an invalid overlap or bucket size.
         Mismatch: At a step, if agents' models differ, or they have frozen different parameters; it names one.
     """
 
-    _step_supports_amp_scaling = True  # else GradScaler would leave out step() on an agent whose neighbours wait for it
+    _step_supports_amp_scaling = True  # else GradScaler would skip step() on an agent whose neighbours wait for it
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         unchecked: str | Iterable[str] = (),
         **settings: Any,
     ) -> None:
-        # Optimizer.__init__ would make groups, state and hooks of its own; they are the wrapped optimizer's.
+        # Optimizer.__init__ would make new groups, state and hooks; the wrapped optimizer's are used instead.
         self._inner = _checked(optimizer)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
@@ -194,7 +192,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._hook = self._models[0].register_forward_pre_hook(BeforeForward(self._models[0], self))
 
     def _check_needs(self, topology: nx.Graph | Schedule | None, name: str, unchecked: str | Iterable[str]) -> None:
-        """Of a topology that is given, now; else the flight looks at the weights of each round."""
+        """Check a given topology now; otherwise the exchange checks the weights of each round."""
         algorithm, what = self._algorithm, type(self._algorithm).__name__
         if topology is not None:
             dimension = sum(param.numel() for param in self._names())
@@ -214,7 +212,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm that says what a step is."""
+        """The algorithm that defines a step."""
         return self._algorithm
 
     @property
@@ -313,13 +311,13 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The local step and this round's exchange, in the order that the algorithm says.
+        """The local step and this round's exchange, in the order of the algorithm.
 
-        Where the gradients of a ``GradScaler`` overflowed, the local step is left out and the exchange is not: the
+        If the gradients of a ``GradScaler`` overflowed, the local step is skipped but the exchange is not: the
         neighbours wait for it.
 
         Args:
-            closure: Evaluates the model and its gradients once more, before all else.
+            closure: Evaluates the model and its gradients again, before everything else.
         """
         engine, began = current("optimizer.step").engine, time.perf_counter_ns()
         engine.rejoin.check_inside("optimizer.step")
@@ -349,18 +347,18 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop over batches of which agents have different numbers; all agents enter it.
+        """A context around a loop over batches, of which agents have different numbers; all agents enter it.
 
-        An agent that leaves the loop goes on to take part in the others' rounds until nobody has a batch: with its
-        parameters as they are, so that they go on towards its neighbours'. Where gradients are averaged it counts as
-        nobody: the mean is over the agents that have batches. Asynchronous optimizers pass on what comes to them until
-        all have ended, and then take in what is still on its way.
+        An agent that leaves the loop takes part in the others' rounds until no agent has a batch: with its unchanged
+        parameters, so that they move towards its neighbours'. If gradients are averaged it does not count: the mean is
+        over the agents that have batches. Asynchronous optimizers forward received data until all have ended, and then
+        add the messages in transit.
 
         Raises:
-            ValueError: The weights of each round are set by hand, or a setting is set inside; nobody could go on with
-                them. Give a ``topology``. Or a step of the algorithm is one of all agents, and those without batches
-                could not take part. Or another optimizer has joined the loop: agents without batches would wait in one
-                while others wait in the other.
+            ValueError: The weights of each round are set by hand, or a setting is set inside, so agents without batches
+                could not use them; give a ``topology``. Or a step of the algorithm needs all agents, and agents without
+                batches could not take part. Or another optimizer has joined the loop: agents without batches would wait
+                in one while others wait in the other.
             RuntimeError: The loop was left between a forward pass and its step.
         """
         if _joined.get():
@@ -391,7 +389,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @property
     def _alone(self) -> bool:
-        """There is nobody to exchange with. An algorithm's own equation holds all the same, and is stepped."""
+        """There is no other agent to exchange with. An algorithm's own equation is still stepped."""
         return current("optimizer.step").size == 1 and not isinstance(self._strategy, Equation)
 
     def _is_enough(self, passes: int) -> bool:
@@ -399,7 +397,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         return passes >= self._settings.num_steps_per_communication or self._strategy.at_every_step
 
     def _count_passes(self) -> None:
-        """Count them where one of several is the last: also with parameters that are learnt only now."""
+        """Count backward passes if an exchange follows several of them: also with parameters that are learnt only
+        now.
+        """
         if self._settings.num_steps_per_communication > 1:
             self._passes.watch(self._names())
 
@@ -441,13 +441,13 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         return {**self._inner.state_dict(), "shoal": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken. The state of a plain optimizer of the same kind is taken, too.
+        """Resume from a :meth:`state_dict`. The state of a plain optimizer of the same kind is accepted, too.
 
         Load the model first. With windows all agents call it together.
 
         Raises:
-            ValueError: It is of another number of agents, or of another agent, whose part of an algorithm's state or of
-                the mass of push-sum would be there twice.
+            ValueError: The state is of another number of agents. Or it is of another agent, whose part of an
+                algorithm's state or of the mass of push-sum would then exist twice.
         """
         state = dict(state_dict)
         own = state.pop("shoal", {})
@@ -466,21 +466,23 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._strategy.load_state(kept)
 
     def hand_over(self) -> dict[str, Any]:
-        """The state for an agent that enters the run, to :meth:`take_over`. What is in windows is not in it: all make
-        them anew in :meth:`met`."""
+        """The state for :meth:`take_over` of a joining agent. It contains no windows: all agents create them again in
+        :meth:`met`.
+        """
         way = self._strategy.state() if self._bucket_exchange.in_step else {}
         own = {"rounds": self._bucket_exchange.rounds, "passes": self._passes.kept, "way": way}
         own["layout"] = self._bucket_exchange.layout_to_keep
         return {"state": {**self._inner.state_dict(), "shoal": own}, "agreed": self._bucket_exchange.agreed}
 
     def take_over(self, handed_over: Mapping[str, Any]) -> None:
-        """Go on with what another agent's :meth:`hand_over` gave, from the round that all come to next. What that agent
-        had agreed on with the others holds for this one; its memory of an algorithm is begun anew there, by all."""
+        """Continue with the state from another agent's :meth:`hand_over`, at the next round of all agents. That agent's
+        agreements with the others hold for this one; all agents reset the algorithm's memory.
+        """
         self.load_state_dict(handed_over["state"])
         self._bucket_exchange.agreed = bool(handed_over["agreed"])
 
     def met(self) -> None:
-        """Agents have entered, and taken over what they need. All call it, those that entered, too."""
+        """Agents have been admitted, and have taken over their state. All agents call it, including the new ones."""
         with torch.no_grad():
             self._bucket_exchange.met()
 

@@ -28,9 +28,9 @@ from .settings import Settings
 from .window_exchange import WindowExchange
 
 _LOOK_AGAIN, _LONGEST_PAUSE = 0.0005, 0.004
-"""Seconds. A slot does not call out when something arrives in it; who waits for that looks from time to time."""
+"""Seconds. A slot sends no notification when data arrives in it, so a waiting thread polls it."""
 LEAST = 0.9
-"""What a message must keep of normally distributed numbers."""
+"""The share of normally distributed numbers that a message must keep."""
 _MANY = 1 << 16
 
 
@@ -39,9 +39,9 @@ class _PendingAverage:
     """An average that this agent has begun.
 
     Attributes:
-        peer: With whom.
-        said: What that one takes its parameters for, ``[numel]``.
-        answers: How often it had answered before.
+        peer: The other agent.
+        said: This agent's parameters as that agent decodes them, ``[numel]``.
+        answers: The number of its earlier replies.
     """
 
     peer: int
@@ -62,12 +62,12 @@ class _PairAverage(NamedTuple):
 
 
 class _PairwiseBucket:
-    """A bucket's parameters as they are averaged, beside those that the model has.
+    """A bucket's parameters for averaging, beside the model's parameters.
 
     Attributes:
         u: The parameters, ``[numel]``: with all local steps, and all averages so far.
-        before: What the model's were when they were last the same.
-        common: By neighbour and who begins, what both have said last, in the mean: what is new against it travels
+        before: The model's parameters at the last transfer to or from ``u``.
+        common: By neighbour and initiator, the mean of the last values of both: differences from it are sent
             compressed.
     """
 
@@ -79,24 +79,26 @@ class _PairwiseBucket:
         self.asked: _PendingAverage | None = None
         numel, dtype = bucket.numel, bucket.flat.dtype
         length, of = (numel, dtype) if compressor is None else (compressor.nbytes(numel, dtype), torch.uint8)
-        nothing = current("AD-PSGD").engine.arena.empty((length + 1,), of).zero_()  # where it lies for both
+        nothing = current("AD-PSGD").engine.arena.empty((length + 1,), of).zero_()  # in memory that both can read
         for slot in self.slots:
             ops.win_create(nothing, slot, zero_init=True)
 
     def encode(self, pair: _PairAverage, draws: Redrawn) -> tuple[torch.Tensor, torch.Tensor]:
-        """The message for a neighbour, with a one behind it, and what it makes of it."""
+        """The message for a neighbour, with a one appended, and its decoded values."""
         message = self.u if self.compressor is None else self.compressor.encode(self.u - self._common(pair), draws)
         message = torch.cat([message, message.new_ones(1)])
         return message, self.decode(pair, message, draws)
 
     def decode(self, pair: _PairAverage, message: torch.Tensor, draws: Redrawn) -> torch.Tensor:
-        """What a neighbour has said, or this agent to it."""
+        """The decoded message of a neighbour, or of this agent to it."""
         if self.compressor is None:
             return message[:-1]
         return self._common(pair) + self.compressor.decode(message[:-1], self.bucket.numel, self.u.dtype, draws)
 
     def average(self, pair: _PairAverage, own: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Half of the way to each other, by what both have said: what one goes, the other goes back, to the bit."""
+        """Move half of the way to each other, by the decoded values of both: the two moves are opposite, bit for
+        bit.
+        """
         self.u += (theirs - own) / 2
         if self.compressor is not None:
             self.common[pair] = (own + theirs) / 2
@@ -105,7 +107,7 @@ class _PairwiseBucket:
         return self.common.setdefault(pair, torch.zeros_like(self.u))
 
     def take_from_model(self) -> None:
-        """What the model's parameters have moved by: a local step, or what the user did to them."""
+        """Add the change of the model's parameters: a local step, or a change by the user."""
         flat = self.bucket.flat
         if not torch.equal(flat, self.before):
             self.u += flat - self.before
@@ -119,20 +121,19 @@ class _PairwiseBucket:
 class PairwiseExchange(WindowExchange):
     """Each round an agent averages with one of its neighbours, drawn at random (Lian et al. 2018, arXiv:1710.06952).
 
-    It tells the neighbour what its parameters are when the forward pass begins; a thread of the neighbour's answers
-    what that one's are, and goes half of the way to what it was told; when the answer is there this agent goes half of
-    the way to that. So both move by the same, the mean of all stays, and since differences are added nobody has to keep
-    still meanwhile: the graph may be any undirected one, where AD-PSGD as it was written needs one of two sides.
+    It sends its parameters to the neighbour when the forward pass begins. A thread of the neighbour replies with that
+    agent's parameters, and moves half of the way to the received ones. When the reply arrives, this agent moves half of
+    the way to it. So both move by the same amount, and the mean of all is kept. Differences are added, so parameters
+    may change during an average: the graph may be any undirected one, while AD-PSGD as published needs a bipartite one.
 
-    With a compressor what travels is what is new against the mean of what the two have told each other last, of which
-    each keeps a copy for each neighbour: messages say less and less as agents come together.
+    With a compressor, messages are differences from the mean of the last values that the two exchanged. Each keeps a
+    copy of that mean for each neighbour. The differences shrink as agents converge.
 
     Attributes:
-        compressor: Of the messages, or None.
-        staleness: How many averages others may begin with this agent between the forward pass whose gradient it takes
-            and the next one. To those that would be more it says no: were they to wait, agents might wait in a circle.
-            None: any number.
-        seed: Of the choice of neighbours.
+        compressor: The compressor of the messages, or None.
+        staleness: How many averages others may begin with this agent between the forward pass of its gradient and the
+            next one. It refuses more, because agents that wait could deadlock. None: any number.
+        seed: The seed of the choice of neighbours.
     """
 
     counts: ClassVar[frozenset[str]] = frozenset()
@@ -147,7 +148,7 @@ class PairwiseExchange(WindowExchange):
 
         Raises:
             TypeError: This is no compressor, or has no wire format.
-            ValueError: It leaves too much out; or ``staleness`` is no count.
+            ValueError: The compressor leaves too much out, or ``staleness`` is no count.
         """
         if compressor is not None and not (isinstance(compressor, Compressor) and compressor.encodes):
             raise TypeError(f"compression={compressor!r} is no compressor with a wire format; take MinMaxUInt8()")
@@ -209,14 +210,14 @@ class PairwiseExchange(WindowExchange):
         return ops.win_put_nonblocking(message, pairs.slots.requests, dst_weights=[peer])
 
     def _drawn(self, name: str) -> int | None:
-        """With whom: the same for all buckets of a round; None where nobody is left."""
+        """The neighbour of a round: the same for all buckets; None if no neighbour is left."""
         agent = current("AD-PSGD")
         window = windows_of(agent).get("win_put", self._pairs[name].slots.requests)
         there = [rank for rank in window.there(window.destinations) if rank not in self._silent]
         return random.Random(f"{self.seed} {agent.rank} {self.rounds}").choice(there) if there else None
 
     def wait(self) -> None:
-        """Until all that were asked have answered."""
+        """Wait for all replies."""
         deadline = time.monotonic() + current("AD-PSGD").engine.timeout
         try:
             super().wait()
@@ -234,7 +235,7 @@ class PairwiseExchange(WindowExchange):
                 pairs.asked = None
 
     def _forget_asked(self) -> None:
-        """Who has not answered is not asked again: its answer, if it still came, would be taken for another."""
+        """Send no more requests to agents that have not replied: a late reply would be taken for another."""
         for pairs in self._pairs.values():
             if pairs.asked is not None:
                 self._silent.add(pairs.asked.peer)
@@ -246,7 +247,7 @@ class PairwiseExchange(WindowExchange):
         looks = 0
         while answers.slots()[asked.peer].puts == asked.answers:
             if asked.peer not in window.there([asked.peer]):
-                return  # it is gone, and so is its half
+                return  # the peer is lost, and its half of the average with it
             self._raise_of_answering()
             looks += 1
             if looks % 64 == 0:
@@ -283,7 +284,7 @@ class PairwiseExchange(WindowExchange):
     # Averages that others begin
 
     def _answer_all(self) -> None:
-        """Until told to stop, answer whoever asks."""
+        """Reply to requests until stopped."""
         try:
             pause = _LOOK_AGAIN
             while not self._stop.wait(pause):
@@ -293,7 +294,7 @@ class PairwiseExchange(WindowExchange):
             self._error = error
 
     def _answer(self, pairs: _PairwiseBucket) -> bool:
-        """Whether anybody had asked."""
+        """Reply to pending requests. Returns whether there were any."""
         found = False
         asks, rank = named(pairs.slots.requests), current("AD-PSGD").rank
         for peer, slot in asks.slots().items():
@@ -314,13 +315,13 @@ class PairwiseExchange(WindowExchange):
                     self._answered += 1
             try:
                 ops.win_put(answer, pairs.slots.replies, dst_weights=[peer])
-            except PeerLost as error:  # who asked is gone; others are answered
+            except PeerLost as error:  # the requesting agent is lost; others still get replies
                 if not current("AD-PSGD").engine.agreement.active:
                     self._error = error
         return found
 
     def _draws(self, sender: int, receiver: int, number: int) -> Redrawn:
-        """Of the number-th message that one agent sends another, as they both count."""
+        """The draws for the n-th message of one agent to another, as both count them."""
         return Redrawn(self.seed * 1_000_003 + receiver, number, sender)
 
     def _raise_of_answering(self) -> None:
@@ -328,7 +329,7 @@ class PairwiseExchange(WindowExchange):
             error, self._error = self._error, None
             raise error
 
-    # What lies where
+    # Layout
 
     def _forget_pairs(self) -> None:
         self._stop.set()

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has, what they are called, and which decentralized optimizer has claimed them."""
+"""The parameters of an optimizer, their names, and the decentralized optimizer that has claimed them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..runtime.agent import current
 from .memory_sharing import sharing
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
-"""By parameter: a weak reference to the optimizer of ours that has it. Not on the parameter, which may be saved."""
+"""By parameter: a weak reference to its decentralized optimizer. Not on the parameter, which may be saved."""
 _END = object()
 _requires_grad, _grad = attrgetter("requires_grad"), attrgetter("grad")
 
@@ -89,17 +89,16 @@ class Names:
     def look(self) -> None:
         """Compare the models' modules and parameters with those of the last call, before each step.
 
-        Warns of parameters that require gradients and that no decentralized optimizer has: at the first call, and
-        after a change.
+        Warns of trainable parameters that no decentralized optimizer has: at the first call, and after a change.
 
         Raises:
-            RuntimeError: A model has another parameter in the place of one of these.
+            RuntimeError: A model has replaced one of these parameters.
         """
         if self._looked and self._are_as_remembered():
             return
         now = dict(self._all())
         there = set(now.values())
-        # FSDP2 puts the whole parameter in the place of its shards for a pass.
+        # FSDP2 replaces the shards by the whole parameter for a pass.
         replaced = [
             name for param, name in self._names.items() if param not in there and name in now and not is_sharded(param)
         ]
@@ -121,12 +120,12 @@ class Names:
             )
 
     def sharing(self) -> list[list[torch.nn.Parameter]]:
-        """Those that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them."""
+        """The parameters that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them."""
         return sharing(self._models, self._names)
 
     @property
     def trainable(self) -> dict[torch.nn.Parameter, str]:
-        """Those that require gradients now."""
+        """The parameters that require gradients now."""
         return {param: name for param, name in self._names.items() if param.requires_grad}
 
     def refresh(self) -> None:
@@ -162,7 +161,7 @@ class Names:
         not zero."""
         flags = self.are_trainable()
         if 0 not in flags or all(map(is_, map(_grad, compress(self._names, map(not_, flags))), repeat(None))):
-            return  # no Python code for each: every step asks
+            return  # no Python code for each parameter, because every step calls this
         left = [param for param in compress(self._names, map(not_, flags)) if param.grad is not None]
         lost = [self._names[param] for param in left if _is_not_zero(param.grad)]
         for param in left:
@@ -227,8 +226,8 @@ def check_that_models_agree(
     shared: Sequence[Sequence[torch.nn.Parameter]] = (),
     group: Group | None = None,
 ) -> None:
-    """Compare names, shapes, dtypes, the order in memory, which part of the whole it is, whether it requires gradients,
-    which ones share memory, and what travels beside each parameter with all agents, or with those of a group.
+    """Compare the models of all agents, or of a group: names, shapes, dtypes, memory layout, sharding, trainable flags,
+    shared memory, and the state that is averaged beside each parameter.
 
     Raises:
         Mismatch: Two agents' models differ; it names the first parameter that does.

@@ -1,4 +1,6 @@
-"""What the next exchange of an optimizer is: the attributes that a user sets, or a schedule, read at one moment."""
+"""The definition of an optimizer's next exchange: the attributes that a user sets, or a schedule, read at one
+moment.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ Weights = Mapping[int, float]
 
 
 class CommunicationType(Enum):
-    """How an optimizer exchanges."""
+    """The kind of exchange of an optimizer."""
 
     neighbor_allreduce = "neighbor.allreduce"
     hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"
@@ -40,18 +42,18 @@ BY_HAND = ("self_weight", "src_weights", "dst_weights", "src_machine_weights", "
 
 @dataclass
 class Settings:
-    """The attributes of an optimizer that say how it exchanges. None of the weights: the optimizer's topology.
+    """The attributes of an optimizer that define its exchange. Without weights the optimizer's topology applies.
 
     Attributes:
-        self_weight: w_ii of this agent (``self_weights``, as the paper writes it, is the same).
+        self_weight: w_ii of this agent (``self_weights``, as in the paper, is the same).
         src_weights: ``{source: weight}``, pull.
         dst_weights: ``{destination: weight}``, or destinations: push.
         src_machine_weights, dst_machine_weights: The same between machines.
         enable_topo_check: Confirm that both ends of an edge know of it.
-        communication_type: Which operation averages.
+        communication_type: The operation that averages.
         num_steps_per_communication: Backward passes between two exchanges.
-        robust: A rule in the place of the weighted average, as for :func:`shoal.neighbor_allreduce`; for adapt, then
-            combine, and adapt with combine. It sees each bucket by itself.
+        robust: A rule that replaces the weighted average, as for :func:`shoal.neighbor_allreduce`; for adapt, then
+            combine, and adapt with combine. It is applied to each bucket separately.
     """
 
     self_weight: float | None = None
@@ -70,10 +72,10 @@ class Settings:
         return [name for name in BY_HAND if getattr(self, name) is not None]
 
     def set(self, name: str, value: Any) -> None:
-        """Set one, checked.
+        """Check and set one attribute.
 
         Raises:
-            TypeError, ValueError: It is not what it must be.
+            TypeError, ValueError: The value is invalid.
         """
         if name == "communication_type" and not isinstance(value, CommunicationType):
             raise TypeError(f"communication_type must be a shoal.CommunicationType, not {value!r}")
@@ -103,15 +105,15 @@ class Settings:
     def next_round(
         self, schedule: AgentSchedule | None, number: int, default: AgentSchedule | None = None
     ) -> ExchangeRound:
-        """What the next exchange is, as the settings are now.
+        """The next exchange, by the present settings.
 
         Args:
-            schedule: The schedule that the weights come from, of agents or, where machines average, of machines.
-            number: Its round.
-            default: The schedule of averages with neighbours where neither the settings nor the script give weights.
+            schedule: The schedule of the weights, of agents or, if machines average, of machines.
+            number: The number of the round.
+            default: The schedule of averages with neighbours, if neither the settings nor the script give weights.
 
         Raises:
-            TypeError, ValueError: The weights that are set by hand are incomplete, or name what there is not.
+            TypeError, ValueError: The weights set by hand are incomplete, or name unknown ranks.
         """
         agent, kind = current("optim"), self.communication_type
         mixing, form = None, "push-pull"
@@ -144,14 +146,14 @@ class ExchangeRound:
     """One exchange of all buckets of an optimizer.
 
     Attributes:
-        agent: Who exchanges.
+        agent: The exchanging agent.
         number: The number of the round, from 0 on.
-        kind: Which operation averages.
+        kind: The operation that averages.
         mixing: Its weights; None for the static topology's.
-        form: Who gives its edges, as for :func:`shoal.ops.neighbor.submit`.
+        form: The side that knows its edges, as for :func:`shoal.ops.neighbor.submit`.
         checked: Confirm that both ends of an edge know of it.
-        replan: The weights without agents that are gone, where a schedule gives them.
-        robust: A rule in the place of the weighted average.
+        replan: Returns the weights without lost agents, if a schedule gives them.
+        robust: A rule that replaces the weighted average.
     """
 
     agent: Agent
@@ -189,14 +191,14 @@ class ExchangeRound:
     def start(
         self, tensor: torch.Tensor, out: torch.Tensor, name: str, fusible: bool = True, layout: int = 0
     ) -> Handle[torch.Tensor] | None:
-        """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged.
+        """Start the exchange of a flat tensor; its result will be in ``out``. None if nothing is exchanged.
 
-        The tensor must not change until then: it is read where it lies, if others can read there.
+        The tensor must not change until then: others read it in place, if they can.
 
         Args:
             tensor, out: ``[numel]``.
-            name: What the exchange is matched by.
-            fusible: A small tensor may travel with others.
+            name: Matches the exchange of different agents.
+            fusible: A small tensor may be fused with others.
             layout: A digest of the parameters that are exchanged; neighbours must have the same.
         """
         if self.kind is CommunicationType.empty:

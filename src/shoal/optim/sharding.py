@@ -1,7 +1,6 @@
-"""Models that are sharded over the processes of a replica: which of them can be averaged, and why others cannot.
-
-Agents average what lies at the same place of each replica, number by number. So a shard may travel like a whole
-parameter, as long as nothing else averages between replicas, and all processes of a replica treat their parts alike.
+"""Models that are sharded over the processes of a replica: conditions under which they can be averaged. Agents average
+the numbers at the same position of each replica. So a shard may be exchanged like a whole parameter, if no other code
+averages between replicas and all processes of a replica treat their parts alike.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Named = Mapping[torch.nn.Parameter, str]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse one that shares its work with other processes, which are agents with models of their own.
+    """Refuse an optimizer that shares its work with other processes, because these are agents with models of their own.
 
     Raises:
         ValueError: It is a ``ZeroRedundancyOptimizer``.
@@ -42,19 +41,19 @@ def check_sharding(
     in_step: bool,
     overlap: str | None,
 ) -> None:
-    """Refuse what would not be sound for these parameters.
+    """Refuse combinations that are not sound for these parameters.
 
     Args:
-        params: Those that are averaged, with their names.
-        models: Whose they are.
-        algorithm: What a step is.
-        compression: What messages are compressed by.
-        in_step: Whether an exchange of this agent is one of its neighbours', too.
+        params: The averaged parameters, with their names.
+        models: The models of these parameters.
+        algorithm: The algorithm of a step.
+        compression: The compressor of messages.
+        in_step: Whether exchanges are synchronous with the neighbours'.
         overlap: Whether buckets step during the backward pass.
 
     Raises:
-        ValueError: A parameter lies on processes that this agent averages with, or as parts of a sum; or processes of a
-            replica would treat what they share each in its own way.
+        ValueError: A parameter is sharded over processes that this agent averages with, or stored as partial sums; or
+            the processes of a replica would treat shared parameters differently.
     """
     agent = current("DecentralizedOptimizer")
     _check_that_nothing_is_flat(models)
@@ -103,7 +102,7 @@ def check_robust(params: Named) -> None:
 
 
 def copies(params: Named) -> Iterator[torch.nn.Parameter]:
-    """Those that several processes of a replica have, where others are sharded."""
+    """The parameters that several processes of a replica have copies of, if others are sharded."""
     if not any(is_sharded(param) and len(processes(param)) > 1 for param in params):
         return
     yield from (param for param in params if not is_sharded(param) or is_copied(param))

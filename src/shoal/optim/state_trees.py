@@ -1,4 +1,4 @@
-"""States of models and optimizers are dicts, lists and tuples within each other: to make one of several agents'."""
+"""Merges the states of several agents' models and optimizers, which are nested dicts, lists and tuples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def mean_state(states: Sequence[Any], path: str) -> Any:
-    """The mean over agents where there is one, and else the first agent's.
+    """The mean over agents for values that have one, else the first agent's.
 
     Floating-point and complex tensors, and numbers with a fraction, are summed in float64 in the order given, over
     those agents that have them; where all have the same, it stays that. Integers, of whatever kind, are counters: the
@@ -44,7 +44,7 @@ def in_own_memory(state: Any) -> Any:
 
 
 def _joined(states: Sequence[Any], leaf: Callable[[Sequence[Any], str], Any], path: str) -> Any:
-    """One tree of several that are alike; ``leaf`` makes one of what they have at one place."""
+    """One tree from several that are alike; ``leaf`` merges the values at one position."""
     states = [one for one in states if one is not None] or [None]
     first = states[0]
     if any(_kind(one) is not _kind(first) for one in states):
@@ -52,7 +52,7 @@ def _joined(states: Sequence[Any], leaf: Callable[[Sequence[Any], str], Any], pa
             f"{path}: the agents have different things there, {', '.join(type(s).__name__ for s in states)}"
         )
     if isinstance(first, Mapping):
-        made: Any = copy.copy(first)  # what a model's state_dict has beside its items is kept
+        made: Any = copy.copy(first)  # keeps the attributes of a model's state_dict
         for key in dict.fromkeys(key for one in states for key in one):
             made[key] = _joined([one[key] for one in states if key in one], leaf, f"{path}.{key}")
         return made

@@ -1,4 +1,4 @@
-"""What a step of a decentralized optimizer is: when it exchanges what, around the local step."""
+"""The steps of a decentralized optimizer: the order of exchange and local step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .sync_exchange import GradientExchange, SyncExchange
 
 
 class StepStrategy(ABC):
-    """What a step is.
+    """A step of the optimizer.
 
     Args:
-        bucket_exchange: What it exchanges with.
+        bucket_exchange: The exchange of the parameters or gradients.
         local: The local step.
     """
 
@@ -49,7 +49,7 @@ class StepStrategy(ABC):
         self._bucket_exchange.after_local_step()
 
     def check_that_it_can_follow(self) -> None:  # noqa: B027 - most can
-        """Raise ValueError if an agent that has no batch left cannot take part in the others' rounds."""
+        """Raise ValueError if an agent without batches cannot take part in the others' rounds."""
 
     def follow(self) -> None:
         """Take part in a round as an agent that has no batch left: with its parameters as they are."""
@@ -64,7 +64,7 @@ class StepStrategy(ABC):
         self._bucket_exchange.close()
 
     def state(self) -> dict[str, Any]:
-        """What has to be saved beside the parameters."""
+        """The data to be saved beside the parameters."""
         return self._bucket_exchange.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -84,10 +84,11 @@ class AdaptThenCombine(StepStrategy):
 
 
 class AdaptWithCombine(StepStrategy):
-    """The average of what the forward pass begins with, under way until the step, and then the local step.
+    """The average of the parameters at the begin of the forward pass, which runs until the step, and then the local
+    step.
 
-    The gradient is at x, and the wrapped optimizer steps from W x: what it reads of the parameters, as weight decay
-    does, is of W x, where :class:`~shoal.algorithms.GradientDescent` as an equation has x.
+    The gradient is at x, and the wrapped optimizer steps from W x: so weight decay and other terms in the parameters
+    use W x, where :class:`~shoal.algorithms.GradientDescent` as an equation has x.
     """
 
     equation = "x+ = W x - lr g(x)"
@@ -106,9 +107,9 @@ class AdaptWithCombine(StepStrategy):
 
 
 class AverageGradients(StepStrategy):
-    """The mean of all agents' gradients, and then the local step. Those that overflowed on an agent count as zero.
+    """The mean of all agents' gradients, and then the local step. Gradients that overflowed on an agent count as zero.
 
-    A step with an agent's own gradients would take its model away from the others' for good, so there is none.
+    No step uses an agent's own gradients alone, because its model would differ from the others' for ever.
     """
 
     equation = "x+ = x - lr mean(g)"
@@ -124,14 +125,15 @@ class AverageGradients(StepStrategy):
         self._local.with_mean_gradients()
 
     def follow(self) -> None:
-        """Zeros, and the step with the others' mean, so that all models stay equal."""
+        """Exchange zeros, and step with the others' mean, so that all models stay equal."""
         self._bucket_exchange.exchange(zeros=True)
         self._local.with_mean_gradients()
 
 
 class AverageMomenta(AverageGradients):
-    """The same with :class:`~shoal.optim.one_bit_adam.OneBitAdam`: once its second moment stays, its momentum travels
-    in the gradient's place, and before that gradients travel whole."""
+    """The same with :class:`~shoal.optim.one_bit_adam.OneBitAdam`: once its second moment is fixed, its momentum is
+    averaged instead of the gradient; before that, gradients are not compressed.
+    """
 
     equation = "x+ = x - lr mean(m) / sqrt(v)"
 
@@ -203,7 +205,9 @@ class DuringBackward(StepStrategy):
 
 
 class AdaptThenCombineDuringBackward(DuringBackward, AdaptThenCombine):
-    """The same equation, bucket by bucket: a bucket steps and leaves while the gradients before it are computed."""
+    """The same equation, bucket by bucket: a bucket steps and is sent while the gradients of earlier layers are
+    computed.
+    """
 
     def _leave(self, number: int) -> None:
         self._local(self._bucket_exchange.buckets[number].params)

@@ -21,11 +21,11 @@ from .settings import BY_HAND, CommunicationType, ExchangeRound, Settings
 from .sharding import check_robust
 
 _MARKER = -1
-"""The number of what is sent in the place of buckets where all parameters are frozen."""
+"""The number of the marker that replaces buckets if all parameters are frozen."""
 
 
 class SyncExchange(BucketExchange):
-    """Each bucket is an operation of its own. A subclass says which, and what becomes of its result."""
+    """Each bucket is an operation of its own. A subclass chooses the operation and uses its result."""
 
     def __init__(
         self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
@@ -44,7 +44,7 @@ class SyncExchange(BucketExchange):
             self._begin(number)
 
     def start_bucket(self, number: int) -> None:
-        """Start with one bucket; the others of the round follow, each once."""
+        """Start with one bucket; the caller starts the other buckets of the round later, each once."""
         self.buckets[number].adopt()
         self._begin(number)
 
@@ -53,8 +53,9 @@ class SyncExchange(BucketExchange):
         """Begin the operation of a bucket."""
 
     def _numbers(self) -> list[int]:
-        """Of the buckets of a round. Where all parameters are frozen it is one number all the same, so that an agent
-        on which they are not does not wait for nothing."""
+        """The numbers of the buckets of a round. If all parameters are frozen it is one marker, so that agents on which
+        they are not do not wait in vain.
+        """
         return self.active or [_MARKER]
 
     def _bucket(self, number: int) -> Bucket:
@@ -65,8 +66,9 @@ class SyncExchange(BucketExchange):
         return self._marker
 
     def _position(self, number: int) -> int:
-        """Of a bucket among those of the round, by which its operations are named: the first is there on all agents,
-        which then find that they exchange different parameters."""
+        """The index of a bucket in the round, by which its operations are named. The first one exists on all agents, so
+        they detect in it that they exchange different parameters.
+        """
         return 0 if number == _MARKER else self.active.index(number)
 
     def wait(self) -> None:
@@ -78,7 +80,7 @@ class SyncExchange(BucketExchange):
         self._results()
 
     def _results(self) -> list[Bucket]:
-        """Wait for what has been under way: the buckets that have a result in their room for it."""
+        """Wait for the started operations. Returns the buckets with a result in their room for it."""
         handles, self._handles = self._handles, {}
         handle: Handle[torch.Tensor] | None = None
         try:
@@ -110,7 +112,7 @@ class ParameterExchange(SyncExchange):
     def exchange(self) -> None:
         self.prepare()
         for number in self._numbers():
-            self._begin(number, guarded=False)  # nobody comes in between
+            self._begin(number, guarded=False)  # no other thread intervenes
         self.finish()
 
     def _begin(self, number: int, *, guarded: bool = True) -> None:
@@ -132,7 +134,7 @@ class ParameterExchange(SyncExchange):
             bucket.guard(guarded)
             room, fusible = bucket.room_for_result(), not self.grouped
             self._handles[bucket] = self._round.start(bucket.flat, room, name, fusible, self.digest)
-        # Rounds of a schedule that are left out with communication_type=empty come later.
+        # With communication_type=empty, skipped rounds of a schedule are used later.
         self.rounds += first and self._round.kind is not CommunicationType.empty
 
     def finish(self) -> None:
@@ -154,10 +156,10 @@ class ParameterExchange(SyncExchange):
 
 
 class GradientExchange(SyncExchange):
-    """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero, as all may.
+    """Every gradient becomes the mean over all agents; a missing gradient counts as zero, even if all agents lack it.
 
     Attributes:
-        whole: The rounds to come are not compressed.
+        whole: Later rounds are not compressed.
     """
 
     keeps_equal: ClassVar[bool] = True
@@ -173,11 +175,11 @@ class GradientExchange(SyncExchange):
         self._means: dict[Bucket, torch.Tensor] = {}  # where they are to be, of this round
 
     def compress(self, compressor: Compressor, feedback: bool) -> None:
-        """From now on gradients travel as its messages; ``feedback``: what these leave out is added to the next."""
+        """Send gradients as a compressor's messages; ``feedback``: the error of a message is added to the next."""
         self._compressor, self._feedback = compressor, feedback
 
     def exchange(self, *, zeros: bool = False) -> None:
-        """Start and finish; ``zeros``: with zeros in the place of this agent's gradients."""
+        """Start and finish; ``zeros``: send zeros instead of this agent's gradients."""
         self.prepare()
         for number in self._numbers():
             self._begin(number, zeros=zeros)

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer are exchanged: those that require gradients. All agents must have the same."""
+"""The exchanged parameters of an optimizer: the trainable ones. All agents must have the same."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .params import checksums_by_rank
 
 
 def digest_of(layout: Iterable[Iterable[str]]) -> int:
-    """A digest of what is exchanged: the names of the parameters of each bucket. Never 0, which stands for all."""
+    """A digest of the exchanged parameters: their names in each bucket. Never 0, which stands for all."""
     return zlib.crc32("\n".join("\t".join(names) for names in layout).encode()) or 1
 
 
 def equalize_frozen(params: Mapping[torch.nn.Parameter, str], name: str) -> None:
-    """Average the frozen parameters that differ between agents, over all agents. All agents call it together: no
-    exchange of theirs would bring these together. Instances of subclasses of tensors, such as quantized
-    weights, are left as they are.
+    """Average the frozen parameters that differ between agents, over all agents. All agents call it together, because
+    exchanges do not include frozen parameters. Instances of subclasses of tensors, such as quantized weights, are left
+    as they are.
 
     Args:
-        params: All that the optimizer has, with their names; the same ones are frozen on all agents.
-        name: What the comparison is matched by.
+        params: All parameters of the optimizer, with their names; the same ones are frozen on all agents.
+        name: Matches the comparisons of different agents.
 
     Raises:
-        Mismatch: One that differs has an integer dtype, of which there is no average; it names the parameter.
+        Mismatch: A parameter that differs has an integer dtype, which has no average; the error names it.
     """
     frozen = {called: param for param, called in params.items() if not param.requires_grad and _is_plain(param)}
     if not frozen:
@@ -59,9 +59,9 @@ def explained(error: Mismatch, operation: Operation, params: Mapping[torch.nn.Pa
     Asks the agents that the error names, and then all, for up to a second each; those whose exchange failed answer.
 
     Args:
-        error: Of the exchange.
+        error: The error of the exchange.
         operation: The exchange.
-        params: All that the optimizer has, with their names.
+        params: All parameters of the optimizer, with their names.
         now: A byte for each of them, 1 where it was trainable.
     """
     agent, names = current("optim"), list(params.values())
@@ -87,7 +87,7 @@ _KINDS = ("frozen", "trainable")
 
 
 def difference_text(called: str, frozen_on: int, trainable_on: int) -> str:
-    """Which parameter differs, and what to do."""
+    """The parameter that differs, and the remedy."""
     return f"The parameter {called!r} is frozen on rank {frozen_on} and trainable on rank {trainable_on}: {_REMEDY}"
 
 

@@ -1,11 +1,11 @@
 """Whether neighbours that exchange through windows have the same trainable parameters.
 
-Agents that exchange in step see it in the messages of a round (``trainable.py``). Through windows nobody waits for
-anybody, so each agent declares a change to its out-neighbours, in a small window of its own. A declaration says which
-round is the first with other trainable parameters. A receiver compares it with its own set of the same round, once it
-has begun a later one. Until then the receiver may still make the same change.
+Agents that exchange in step see it in the messages of a round (``trainable.py``). Exchanges through windows do not wait
+for other agents, so each agent declares a change to its out-neighbours, in a small window of its own. A declaration
+gives the first round with other trainable parameters. A receiver compares it with its own set of the same round, once
+it has begun a later one. Until then the receiver may still make the same change.
 
-An agent that finds a difference tells its own out-neighbours before it raises, so that they raise the same error.
+An agent that finds a difference notifies its own out-neighbours before it raises, so that they raise the same error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..windows.window import named
 from .trainable import difference_text
 
 _ROUNDS = 64
-"""Changes that an agent remembers of its own."""
+"""The number of its own changes that an agent remembers."""
 _LOOK_AGAIN = 0.001
 """Seconds between two looks of an agent that waits for its neighbours' declarations."""
 
@@ -34,7 +34,7 @@ Round = tuple[int, int]
 
 
 class _Declared(NamedTuple):
-    """What an agent says: its set of trainable parameters from a round on, or a difference that it has found."""
+    """A declaration of an agent: its set of trainable parameters from a round on, or a difference that it has found."""
 
     round: Round
     different: int
@@ -57,9 +57,9 @@ class TrainableWindow:
     """The declarations of one agent. All neighbours make it together.
 
     Args:
-        name: Of the window.
-        optimizer: What errors call the exchange.
-        names: Of all parameters.
+        name: The name of the window.
+        optimizer: The name of the exchange in errors.
+        names: The names of all parameters.
         trainable: A byte for each of them, 1 where it is trainable; all agents have agreed on it.
     """
 
@@ -87,11 +87,11 @@ class TrainableWindow:
 
     def await_neighbours(self, number: int, trainable: bytes) -> None:
         """Declare that a round is to begin with these parameters, and wait until all in-neighbours declare the same.
-        For a change that they have to make together, as a window is created for it.
+        For a change that they have to make together, because it creates a window.
 
         Raises:
-            Mismatch: A neighbour has gone on without this change.
-            DeadlineExceeded: A neighbour has not come to this round.
+            Mismatch: A neighbour has continued without this change.
+            DeadlineExceeded: A neighbour has not reached this round.
         """
         agent, now = current("optim"), (self._era, number)
         self._declare(now, trainable)
@@ -137,7 +137,7 @@ class TrainableWindow:
             ops.win_put(what.as_tensor(), self._name, dst_weights=to)
 
     def _look(self, now: Round) -> None:
-        """Raise Mismatch where a neighbour's set of a round before ``now`` is another than that of this agent."""
+        """Raise Mismatch if a neighbour's set of a round before ``now`` is another than that of this agent."""
         window = named(self._name)
         for rank, slot in window.slots().items():
             if slot.puts != self._puts.get(rank, 0):
@@ -154,7 +154,7 @@ class TrainableWindow:
                 self._raise(self._difference(rank, said_before, mine))
 
     def _own_in(self, number: Round) -> bytes | None:
-        """What was trainable here in a round; None where that is forgotten."""
+        """The trainable parameters here in a round; None if they are no longer stored."""
         return next((flags for since, flags in reversed(self._own) if since <= number), None)
 
     def _difference(self, rank: int, said: _Declared, mine: bytes) -> _Declared:

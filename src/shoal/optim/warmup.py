@@ -26,7 +26,7 @@ class Warmup(torch.optim.lr_scheduler.LinearLR):
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[500])
 
     or ``ChainedScheduler([warmup, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)])``. ``state_dict()`` and
-    ``load_state_dict()`` resume it. The rate that is loaded is the one that was saved, whatever the number of agents.
+    ``load_state_dict()`` resume it. The loaded rate is the saved one, for any number of agents.
 
     Args:
         optimizer: A decentralized one, or any other.

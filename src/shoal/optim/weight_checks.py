@@ -1,8 +1,9 @@
-"""Is what an optimizer averages with what its algorithm needs? A schedule that is not is refused, all else warned of.
+"""Checks of an optimizer's weights against its algorithm's needs. An unsuitable schedule is refused; others cause a
+warning.
 
-What is known of W depends on where it comes from. Of the static topology every agent knows all. Weights that are set by
-hand are gathered once, when all agents begin their first exchange together, so that W of that round is known; of later
-rounds an agent knows what it has set itself: its row where it pulls, its column where it pushes.
+The knowledge of W depends on its source. Every agent knows the whole static topology. Weights that are set by hand are
+gathered once, when all agents begin their first exchange together, so W of that round is known. Of later rounds an
+agent knows only the weights that it has set itself: its row where it pulls, its column where it pushes.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from ..topology.schedule import Static
 from .settings import CommunicationType, Settings
 
 _REPEATS = 8
-"""Rounds after which equal weights count as those of every round. One-peer rounds take turns, and differ sooner."""
+"""Rounds after which equal weights count as constant. One-peer rounds take turns, and differ sooner."""
 _OWN, _FROM, _TO, _UNKNOWN = range(4)
-"""What a line of an agent's weights is: its own, that of a source, that of a destination; or it has no such weights."""
+"""The kind of a line of an agent's weights: its own, a source's, a destination's; or it has no such weights."""
 
 
 class WeightChecks:
-    """Says once if an optimizer averages with weights that its algorithm does not stand.
+    """Warns once if an optimizer averages with weights that are unsuitable for its algorithm.
 
     Args:
-        who: The optimizer's name and its algorithm, for the warning.
-        needs: What the algorithm needs, without what the user has waived.
+        who: The names of the optimizer and its algorithm, for the warning.
+        needs: The algorithm's needs, without those the user has waived.
     """
 
     def __init__(self, who: str, needs: Iterable[Need]) -> None:
         self._who, self._needs = who, tuple(needs)
         self._seen: StaticTopology | None = None
         self._said = not self._needs
-        self._first: Static | None = None  # W of the first round, of weights by hand, while rank 0 repeats its own
+        self._first: Static | None = None  # W of the first round, of weights set by hand, while rank 0 repeats its own
         self._own: torch.Tensor | None = None
         self._rounds = 0
 
     def begin(self, settings: Settings, name: str) -> None:
-        """The first exchange is about to begin on all agents: look at the weights that are set by hand, of all."""
+        """The first exchange is about to begin on all agents: check all agents' weights that are set by hand."""
         own = _lines(settings)
         lines = allgather(own, name=f"{name}.weights")
         if self._wants_doubly and current("optim").rank == 0 and not bool((lines[:, 0] == _UNKNOWN).any()):
@@ -97,7 +98,7 @@ class WeightChecks:
         self._tell(self._needs, schedule_of(static))
 
     def look_at_scales(self, setting: str, weights: object) -> None:
-        """What is put into or got from windows is weighed when it is averaged, not before."""
+        """Warn of weights that scale data put into or got from windows, because the average weighs it again."""
         if self._said or not self._wants_doubly or not isinstance(weights, Mapping):
             return
         scaled = [f"{weight:g} for rank {rank}" for rank, weight in weights.items() if abs(weight - 1) > TOLERANCE]
@@ -123,7 +124,7 @@ class WeightChecks:
         given = sources if row else destinations
         scaled = isinstance(destinations, Mapping) and any(abs(one - 1) > TOLERANCE for one in destinations.values())
         if row and scaled:
-            return  # the others may scale as well, by what only they know
+            return  # the others may scale as well, by weights that only they know
         weights = list(given.values()) if isinstance(given, Mapping) else [1.0] * len(list(given or ()))  # type: ignore[call-overload]
         total = float(own) + sum(float(one) for one in weights)
         if abs(total - 1) > TOLERANCE:
@@ -159,7 +160,9 @@ def schedule_of(static: StaticTopology) -> Static:
 
 
 def _lines(settings: Settings) -> torch.Tensor:
-    """This agent's weights in the round that begins, float64 [k, 5]: kind of line, agent, other, weight, by hand."""
+    """This agent's weights in the round that begins, float64 [k, 5]: kind of line, agent, other, weight, set by
+    hand.
+    """
     agent = current("optim")
     here = agent.rank
     if settings.communication_type is not CommunicationType.neighbor_allreduce:
@@ -177,7 +180,7 @@ def _lines(settings: Settings) -> torch.Tensor:
         if not all(0 <= line[2] < agent.size for line in lines):
             raise ValueError
         return torch.tensor(lines, dtype=torch.float64)
-    except (TypeError, ValueError, AttributeError):  # the exchange will say what is wrong with them
+    except (TypeError, ValueError, AttributeError):  # the exchange will raise the error
         return torch.tensor([[_UNKNOWN, here, here, 0.0, 0.0]], dtype=torch.float64)
 
 
@@ -192,7 +195,7 @@ def _matrix(lines: np.ndarray) -> np.ndarray | None:
     pulls[here[sources], other[sources]] = weight[sources]
     scales[other[destinations], here[destinations]] = weight[destinations]
     pulling, pushing = (np.isin(np.arange(size), here[which]) for which in (sources, destinations))
-    # A source that names nobody scales nothing, and an agent that names no source takes what is sent to it.
+    # A source without named ranks scales nothing, and an agent without named sources takes all tensors sent to it.
     scales[:, ~pushing] = np.where(np.isnan(pulls[:, ~pushing]), np.nan, 1.0)
     pulls[~pulling] = np.where(np.isnan(scales[~pulling]), np.nan, 1.0)
     if (np.isnan(pulls) != np.isnan(scales)).any():

@@ -1,6 +1,7 @@
-"""Exchanges of an optimizer through one-sided windows: nobody waits for anybody.
+"""Exchanges of an optimizer through one-sided windows, without waiting for other agents.
 
-Where losses are outlived, each goes on with the neighbours that are left; when agents enter, windows are made anew.
+If losses are survived, each agent continues with the remaining neighbours. When agents are admitted, windows are
+created again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from .trainable_window import TrainableWindow
 
 
 class WindowExchange(BucketExchange, ABC):
-    """Each bucket is a window. A subclass says what is moved at the start, and what becomes of it at the end."""
+    """Each bucket is a window. A subclass defines the transfer at the start, and the use of the received data at the
+    end.
+    """
 
     splits: ClassVar[bool] = False  # windows are made by all neighbours together, and stay
     in_step: ClassVar[bool] = False
@@ -60,7 +63,7 @@ class WindowExchange(BucketExchange, ABC):
         if self._moves is None:
             return
         self.abandon()
-        self.prepare()  # the parameters may have been put elsewhere meanwhile
+        self.prepare()  # the parameters may have been moved since
         self._take_all(self._active_windows())
 
     def exchange(self) -> None:
@@ -82,7 +85,7 @@ class WindowExchange(BucketExchange, ABC):
             bucket.written()
 
     def settle(self) -> None:
-        """All agents have ended: take in what is still in the windows. They call it together."""
+        """All agents have ended: add the data that is still in the windows. They call it together."""
         barrier(f"{self._name}.settled")
         self.prepare()
         self._take_all(self._windows_of_buckets())
@@ -112,8 +115,9 @@ class WindowExchange(BucketExchange, ABC):
             self._moves = None
 
     def prepare(self) -> None:
-        """As it is; the first time windows are made with all neighbours. So are those of parameters that are trainable
-        for the first time."""
+        """As in the base class. The first call creates windows with all neighbours, and later calls create them for
+        parameters that have become trainable.
+        """
         super().prepare()
         if self.under_way:
             return
@@ -129,8 +133,9 @@ class WindowExchange(BucketExchange, ABC):
             self._windows.append(name)
 
     def met(self) -> None:
-        """Agents have entered. All agents call it together, and those that entered: what is on its way is taken in, and
-        windows are made anew with all neighbours before the next round."""
+        """Agents have been admitted. All agents call it together, including the new ones: data in transit is added, and
+        windows are created again with all neighbours before the next round.
+        """
         self.abandon()
         barrier(f"{self._name}.met")
         if self._windows:
@@ -141,7 +146,7 @@ class WindowExchange(BucketExchange, ABC):
         self.agreed = False
 
     def changed(self) -> None:
-        """As it is; all agents call it together, since windows are made anew with all neighbours."""
+        """As in the base class. All agents call it together, because windows are created again with all neighbours."""
         if self._windows:
             self.abandon()
             barrier(f"{self._name}.changed")
@@ -164,7 +169,7 @@ class WindowExchange(BucketExchange, ABC):
         return list(zip(self.buckets, self._windows, strict=True))
 
     def _active_windows(self) -> list[tuple[Bucket, str]]:
-        """Without those of frozen parameters. Neighbours go on with what they have of these."""
+        """The windows without those of frozen parameters. Neighbours keep their last values of these."""
         return [(self.buckets[number], self._windows[number]) for number in self.active]
 
     def _register(self, bucket: Bucket, name: str) -> None:
@@ -172,7 +177,7 @@ class WindowExchange(BucketExchange, ABC):
 
     @abstractmethod
     def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
-        """Begin to put, get or accumulate a bucket; None where it is to wait for another round."""
+        """Begin to put, get or accumulate a bucket; None if it is to wait for another round."""
 
     def _take(self, bucket: Bucket, name: str) -> None:
         ops.win_update(name)
@@ -193,7 +198,7 @@ def _to_those_there(name: str, weights: Any, move: Callable[[Any], Handle[bool]]
 
 
 class PutExchange(WindowExchange):
-    """Put the parameters into the neighbours' windows; average with what has been put into one's own."""
+    """Put the parameters into the neighbours' windows; average with the parameters that neighbours have put here."""
 
     counts = frozenset(("dst_weights",))
 
@@ -217,19 +222,19 @@ class GetExchange(WindowExchange):
 
 
 FLOOR = 0.25
-"""Below this associated weight an agent keeps what it has until more has come.
+"""Below this associated weight an agent keeps its mass until more has arrived.
 
-An agent that is faster than its neighbours would give away share after share; a local step, divided by the little that
-is left, would then throw it far off.
+An agent that is faster than its neighbours would send share after share; a local step, divided by the small weight that
+is left, would then move it far away.
 """
 
 
 class PushSumExchange(WindowExchange):
     """Stochastic gradient push through windows (Assran et al. 2019, arXiv:1811.10792).
 
-    Beside the parameters ``z`` each bucket has ``u`` and the associated weight ``p``: ``u`` takes the local step that
-    ``z`` has taken, a share of ``u`` and ``p`` goes to each neighbour, and what has come is added: ``z = u / p``. What
-    the user does to ``z`` between steps is done to ``u`` in the same proportion.
+    Beside the parameters ``z`` each bucket has ``u`` and the associated weight ``p``: ``u`` takes the local step of
+    ``z``, a share of ``u`` and ``p`` is sent to each neighbour, and received shares are added: ``z = u / p``. Changes
+    by the user to ``z`` between steps are applied to ``u`` in the same proportion.
     """
 
     counts = frozenset(("self_weight", "dst_weights"))
@@ -256,8 +261,9 @@ class PushSumExchange(WindowExchange):
             u.copy_(saved["u"])
 
     def state(self) -> dict[str, Any]:
-        """Each bucket's mass and its weight, with all that was in the windows. All agents call it together: what is
-        under way then is in nobody's state, or in two."""
+        """Each bucket's mass and its weight, with all data in the windows. All agents call it together: data in transit
+        would otherwise be in no agent's state, or in two.
+        """
         if not self._windows:
             return dict(self._saved)
         self.settle()
@@ -269,7 +275,9 @@ class PushSumExchange(WindowExchange):
         return found
 
     def _number(self, window: str) -> str:
-        """The number of a window's bucket, by which it is saved: the optimizer that goes on may have another name."""
+        """The number of a window's bucket, the key of its saved state: the optimizer that loads it may have another
+        name.
+        """
         return window.removeprefix(f"{self._name}.")
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -322,7 +330,7 @@ class PushSumExchange(WindowExchange):
         return _to_those_there(name, given, accumulate)
 
     def _wait_for_more(self, name: str) -> None:
-        """Raise after the deadline: who sends nothing does not notice otherwise that its neighbours have ended."""
+        """Raise after the deadline: an agent that sends nothing would not notice that its neighbours have ended."""
         agent = current("push-sum")
         windows_of(agent).get("win_accumulate", name).check_neighbours("win_accumulate")
         now = time.monotonic()

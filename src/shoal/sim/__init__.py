@@ -1,8 +1,8 @@
-"""Fleets that no one machine can hold: what thousands of agents would compute, as the rows of one tensor.
+"""Fleets that are too large for one machine: the computations of thousands of agents, as the rows of one tensor.
 
-:class:`StackedFleet` runs an algorithm on all of them (:class:`StackedMix` has its verbs), with :func:`per_agent` and
-:func:`loss_of` for gradients and :class:`StackedModel` for neural networks. :class:`Pace` is the clock of a run: how
-long its steps would take on a :class:`shoal.netmodel.Network`.
+:class:`StackedFleet` runs an algorithm on all of them (:class:`StackedMix` has its operations), with :func:`per_agent`
+and :func:`loss_of` for gradients and :class:`StackedModel` for neural networks. :class:`Pace` is the clock of a run:
+the time of its steps on a :class:`shoal.netmodel.Network`.
 """
 
 from .._lazy_import import public_names as _public_names

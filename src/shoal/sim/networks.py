@@ -1,9 +1,9 @@
 """Neural networks in a stacked fleet: the parameters of n copies of a module as the rows of one tensor, and back.
 
 A row holds the parameters that are trained, one after the other in the order of ``named_parameters``; a tensor that is
-used in two places is there once. All else that a module has is the same for all agents and never changes: parameters
-that need no gradient, and buffers. A layer that changes its buffers while it trains is therefore refused, and so is one
-that draws random numbers of its own, which two runs, or a simulated and a real agent, could not draw alike.
+used in two places occurs once. The rest of a module is the same for all agents and never changes: parameters that need
+no gradient, and buffers. Two kinds of layers are therefore refused: layers that change their buffers during training,
+and layers that draw random numbers, because two runs, or a simulated and a real agent, would draw different ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StackedModel:
 
     Raises:
         ValueError: The module has nothing to train, parameters of several dtypes or devices, or a layer that cannot be
-            had in a stacked fleet; the message says why, and what to use instead.
+            had in a stacked fleet; the message has the reason, and an alternative.
     """
 
     def __init__(self, module: nn.Module, size: int, *, seed: int | None = None) -> None:
@@ -53,7 +53,7 @@ class StackedModel:
         self.start = flat.repeat(size, 1) if seed is None else _drawn(self._template, size, seed)
 
     def outputs(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """What every agent's network makes of its inputs, without gradients.
+        """The outputs of every agent's network, without gradients.
 
         Args:
             x: Parameters, ``[n, d]``.
@@ -81,11 +81,11 @@ def loss_of(module: nn.Module, criterion: Criterion) -> Loss:
     """The loss of one agent's network, for :func:`shoal.sim.per_agent` and :func:`shoal.algorithms.own`.
 
     Args:
-        module: As for :class:`StackedModel`, in the mode (``train`` or ``eval``) in which it is to be used.
+        module: As for :class:`StackedModel`, in the mode (``train`` or ``eval``) of its use.
         criterion: Such as :func:`torch.nn.functional.cross_entropy`.
 
     Returns:
-        ``loss(x, inputs, targets)``: ``x`` is ``[d]``, the others ``[samples, ...]``. Threads may share it.
+        ``loss(x, inputs, targets)``: ``x`` is ``[d]``, the others ``[samples, ...]``. The function is thread-safe.
 
     Raises:
         ValueError: As for :class:`StackedModel`.

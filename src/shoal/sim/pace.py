@@ -1,8 +1,8 @@
-"""The clock of a stacked run: how long its steps would take on a network, from what the algorithm really sent in them.
+"""The clock of a stacked run: the time of its steps on a network, from the algorithm's actual messages.
 
-Playing every step of a long run would take longer than the run. So some periods are played for each way in which a
-step communicates, and the others are taken to go on like the later ones of them. Where agents are alike that is exact.
-Where some are slower than others, they drift apart and meet each other's traffic, and no two periods are the same.
+Simulating every step of a long run would take longer than the run. So some periods are simulated for each communication
+pattern of a step, and the others are assumed to repeat the later ones. If agents are alike that is exact. If some are
+slower, agents drift apart and their traffic interferes differently in every period.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _EQUAL = 1e-9
 
 
 class ExchangeTraffic(NamedTuple):
-    """What a step told the network of one exchange: to whom, and how much.
+    """The traffic of one exchange of a step: its destinations, and the bytes.
 
     Attributes:
-        to: the neighbours of the round, everybody, or those on the agent's machine.
-        nbytes: of a message to a neighbour, the largest if they differ; of what is averaged.
+        to: the neighbours of the round, all agents, or the agents of the same machine.
+        nbytes: of a message to a neighbour, the largest if they differ; or of the averaged tensor.
     """
 
     to: Literal["neighbours", "all", "machine"]
@@ -48,23 +48,23 @@ class _Taken(NamedTuple):
     @classmethod
     def of(cls, played: Floats) -> _Taken:
         """From what the rounds of some periods added, [periods, rounds]."""
-        # The last ones meet no traffic of those that would follow.
+        # The last ones meet no traffic of later ones.
         kept = played[: len(played) - max(1, len(played) // 4)]
         return cls(kept.ravel().tolist(), kept[len(kept) // 2 :].mean(axis=0).tolist())
 
 
 class Pace:
-    """The clock of a stacked run: what its steps would take on a network.
+    """The clock of a stacked run: the time of its steps on a network.
 
-    An agent computes, and then makes its exchanges one after the other, each when what it needs of the one before has
-    come. An average of all is :func:`~shoal.netmodel.direct_allreduce`, as Shoal's own is, up to 256 agents, and
-    :func:`~shoal.netmodel.tree_allreduce` above.
+    An agent computes, and then makes its exchanges one after the other, each when it has received the messages that it
+    needs from the one before. An average of all is :func:`~shoal.netmodel.direct_allreduce`, as Shoal's own is, up to
+    256 agents, and :func:`~shoal.netmodel.tree_allreduce` above.
 
     Args:
         network: of as many agents as the schedule.
-        schedule: who exchanges with whom in which round.
+        schedule: the edges of each round.
         compute: seconds that an agent computes in a step, one number or [n].
-        agents_per_machine: who averages with whom within a machine.
+        agents_per_machine: the number of agents that average within a machine.
 
     Raises:
         ValueError: another number of agents, or times that are negative or not finite.
@@ -83,7 +83,7 @@ class Pace:
         self._taken: dict[tuple[ExchangeTraffic, ...], _Taken] = {}
 
     def seconds(self, round: int, said: tuple[ExchangeTraffic, ...]) -> float:
-        """What a step adds to the time of the run.
+        """The time of a step, to be added to the run's.
 
         Args:
             round: the number of the step.

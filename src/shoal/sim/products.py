@@ -1,11 +1,11 @@
 """``W x`` of a whole fleet: the fastest way to multiply ``[n, d]`` by the mixing matrix of a round.
 
-Three ways. Where all agents do alike (rings, exponential graphs, one peer at a time), W is a few shifted slices of x
-with one weight each. Where each averages with one other, at equal terms everywhere (pairs, hypercubes), it is x and its
-rows in another order. All others take a sparse product, which is several times slower. What takes more than one pass
-goes block by block on a CPU, so that a block stays in the cache from the first term to the last. Terms that all weigh
-one over a whole number are summed, and the sum is divided, as between agents (:mod:`shoal.arithmetic`); but not in
-16 bits, which have no room for the sum.
+There are three methods. If all agents act alike (rings, exponential graphs, one peer at a time), the product is a few
+shifted slices of x with one weight each. If each agent averages with one other, with the same weights everywhere
+(pairs, hypercubes), it is x and its rows in another order. All other cases use a sparse product, which is several times
+slower. Products of more than one pass run block by block on a CPU, so that a block stays in the cache from the first
+term to the last. Terms with a common weight of one over a whole number are summed, and the sum is divided, as between
+agents (:mod:`shoal.arithmetic`); but not in 16 bits, which cannot hold the sum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LITTLE = (torch.float16, torch.bfloat16)
 
 
 def product(weights: RoundWeights, form: Form, dtype: torch.dtype, device: torch.device) -> Product:
-    """How to multiply by W of a round, or by its row- or column-stochastic form, tensors of this kind."""
+    """A function that multiplies tensors of this kind by W of a round, or by its row- or column-stochastic form."""
     shares = weights.shares_of(form) or _find_shares(weights, getattr(weights, form))
     if shares is not None and len(shares) <= _MOST_HOPS:
         terms = [(hop, share) for hop, share in shares.items() if share] or [(0, 0.0)]
@@ -73,7 +73,7 @@ def _find_shares(weights: RoundWeights, values: Weights) -> Shares | None:
 
 
 def _find_partners(weights: RoundWeights, values: Weights) -> tuple[Ranks, float] | None:
-    """Whom each agent averages with (itself, if with nobody), and at which share, if that is the same everywhere."""
+    """The partner of each agent (itself, if it has none), and the share, if that is the same everywhere."""
     others = ~weights.own
     here, shares = weights.destination[others], values[others]
     if not len(here) or (np.diff(here) == 0).any() or np.ptp(shares):
@@ -107,9 +107,9 @@ def _divide_shifted(out: torch.Tensor, x: torch.Tensor, hops: list[int], divisor
 
 
 def _as_averages(terms: list[Term]) -> list[Term] | None:
-    """Two or three terms as averages, one after the other, of what there is and one more, which saves a pass.
+    """Two or three terms as successive averages of the result so far and one more term, which saves a pass.
 
-    Three only if two of them weigh the same: then numbers that are exact in binary stay so.
+    Three only if two of them have the same weight: then numbers that are exact in binary stay exact.
     """
     if len(terms) not in (2, 3) or abs(sum(share for _, share in terms) - 1) > 1e-15:
         return None
@@ -142,7 +142,7 @@ def _pieces(
 ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Rows of ``out``, and for each hop the rows of x that belong to them."""
     size = len(x)
-    # Between two of these no term goes around the end of x.
+    # Between two of these no term wraps around the end of x.
     breaks = sorted({0, size, *hops})
     for first, last in pairwise(breaks):
         for begin, end in _blocks(x, first, last) if in_blocks else [(first, last)]:

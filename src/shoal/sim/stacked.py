@@ -33,13 +33,13 @@ _LEAST_POOL = 1 << 28
 
 
 class StackedMix(Mix):
-    """The verbs of :class:`~shoal.algorithms.Mix` on rows.
+    """The operations of :class:`~shoal.algorithms.Mix` on rows.
 
     Args:
         topology: A graph with its weights, or a schedule.
-        seed: Of the algorithm's random numbers.
-        agents_per_machine: Who is together in the group ``"machine"``: the first so many ranks, and so on.
-        pace: Tells :attr:`seconds`.
+        seed: The seed of the algorithm's random numbers.
+        agents_per_machine: The size of a group ``"machine"``: consecutive ranks from 0 on.
+        pace: Computes :attr:`seconds`.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StackedMix(Mix):
         return self._once((name, device), lambda: torch.from_numpy(make()).to(device))
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Something that depends on the round's edges only, made when it is first asked for."""
+        """A value that depends only on the round's edges, computed at its first use."""
         key = self._rounds.schedule.in_period(self.round), key
         if key not in self._kept:
             most = _KEPT_WITHOUT_PERIOD if self._rounds.schedule.period is None else _KEPT
@@ -180,8 +180,8 @@ class StackedFleet:
     """Simulated agents, all in one process.
 
     Args:
-        topology: A graph with its weights, or a schedule; it says how many agents there are.
-        seed: Of all random numbers of a run.
+        topology: A graph with its weights, or a schedule; it sets the number of agents.
+        seed: The seed of all random numbers of a run.
         agents_per_machine: For algorithms that average within a machine.
     """
 
@@ -210,23 +210,23 @@ class StackedFleet:
 
         Args:
             algorithm: From :mod:`shoal.algorithms`, or your own.
-            x: Where the agents begin: ``[n, d]``, or ``[d]`` for all the same.
-            gradient: ``[n, d]`` to ``[n, d]``, row i the gradient of agent i at its own row: a function, or what
-                :func:`~shoal.sim.per_agent` makes of one agent's loss.
+            x: The agents' initial values: ``[n, d]``, or ``[d]`` if all are equal.
+            gradient: ``[n, d]`` to ``[n, d]``, row i the gradient of agent i at its own row: a function, or the result
+                of :func:`~shoal.sim.per_agent` for one agent's loss.
             steps: How many.
             measure: Takes the estimates ``[n, d]``, gives ``{name: figure}``; recorded before the first step, every
                 ``every`` steps, and after the last.
             every: How often to record.
             progress: Show a bar on stderr, if that is a terminal or a notebook.
-            resume: A run of this fleet to go on with.
-            network: Of as many agents: the records tell what the steps would have taken on it, as ``seconds``. See
-                :class:`~shoal.sim.pace.Pace` for what it takes into account.
+            resume: A run of this fleet to continue.
+            network: A network of as many agents: the records then have the time of the steps on it, as ``seconds``.
+                :class:`~shoal.sim.pace.Pace` describes the model.
             compute: Seconds that an agent computes in a step on that network: one number, or one for each agent, [n].
             unchecked: The names of conditions that are not checked (:func:`shoal.algorithms.check`).
 
         Raises:
-            ValueError: A shape, or a mixing that is not what the algorithm needs; the message says which condition
-                fails and what to use instead.
+            ValueError: A shape is wrong, or the mixing does not meet the algorithm's needs; the message names the
+                failed condition and an alternative.
         """
         check(type(algorithm).__name__, algorithm.needs, self.topology, dimension=x.shape[-1], unchecked=unchecked)
         pace = None if network is None else Pace(network, self.topology, compute, self.agents_per_machine)

@@ -1,8 +1,8 @@
-"""Who talks to whom, and with what weights: graphs, time-varying schedules, mixing matrices, drawing.
+"""Communication topologies and their weights: graphs, time-varying schedules, mixing matrices, drawing.
 
-Two conventions run through all of it. ``W[i, j]`` of a mixing matrix is what agent i multiplies x_j by; a networkx edge
-(j, i) points from source to destination and carries that same number, so ``A[source, destination]`` is W transposed.
-This package needs numpy and networkx only, and knows nothing of the rest of Shoal.
+Two conventions hold everywhere. ``W[i, j]`` of a mixing matrix is the factor of x_j on agent i. A networkx edge (j, i)
+points from source to destination and carries the same number, so ``A[source, destination]`` is W transposed. This
+package needs numpy and networkx only, and imports nothing else of Shoal.
 """
 
 from .._lazy_import import public_names as _public_names

@@ -83,7 +83,7 @@ def symmetric(size: int, first: ArrayLike, second: ArrayLike, weight: ArrayLike)
 
 
 def one_peer(sources: Ranks, share: float = 0.5) -> Edges:
-    """Agent i takes `share` of ``sources[i]`` and keeps the rest; one that hears only itself keeps everything.
+    """Agent i takes `share` of ``sources[i]`` and keeps the rest; an agent whose source is itself keeps everything.
 
     Args:
         sources: a permutation of the ranks, int64 [n].

@@ -1,4 +1,4 @@
-"""Hops from one agent to the others along edges."""
+"""The number of hops from one agent to the others along edges."""
 
 from __future__ import annotations
 

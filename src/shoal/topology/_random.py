@@ -1,7 +1,7 @@
-"""Random numbers that are a function of a seed and a round, so that agents draw the same without a word between them.
+"""Random numbers as a function of a seed and a round, so that agents draw the same ones without communication.
 
-Only the raw output of numpy's Philox generator is used, which numpy keeps the same for ever; what it makes of it
-(``permutation``, ``integers``) may change from release to release, and agents with different ones would disagree.
+Only the raw output of numpy's Philox generator is used, which numpy guarantees for ever. Numbers derived from it
+(``permutation``, ``integers``) may change from release to release, and agents with different releases would disagree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks that all of Shoal shares: what is a rank, a size or a weight, and graphs whose nodes are 0 to n - 1.
+"""Checks that all of Shoal shares: of ranks, sizes, weights, and graphs whose nodes are 0 to n - 1.
 
-Each returns the plain value that the caller goes on with, or raises with what was wrong, what was expected, and what to
-do. A wrong type is a ``TypeError``, a wrong value a ``ValueError``.
+Each returns the plain value for the caller, or raises an error with the problem, the expectation and the remedy. A
+wrong type is a ``TypeError``, a wrong value a ``ValueError``.
 """
 
 from __future__ import annotations

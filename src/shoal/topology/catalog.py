@@ -1,5 +1,5 @@
-"""Every topology by name: what makes it, what it promises, and for how many agents. The command line, the docs and the
-property tests read this list, so that a topology that is entered here is drawn, compared, documented and tested.
+"""Every topology by name: its constructor, its guarantees, and its numbers of agents. The command line, the docs and
+the property tests read this list, so that a topology that is entered here is drawn, compared, documented and tested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Topology:
         name: as it is written on the command line, such as ``one-peer-exponential``.
         make: ``make(size, **options)``, a graph or a schedule. Options are plain numbers with defaults.
         summary: one line on what it is.
-        source: the paper, or where it is from.
+        source: the paper, or another source.
         symmetric: every round's W equals its transpose.
         doubly: every round's W has row and column sums of one.
         exact: promises the exact mean after one period (for the sizes that `refuses` lets through).

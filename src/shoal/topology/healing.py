@@ -1,19 +1,18 @@
-"""What is left of a topology when agents are gone.
+"""The repair of a topology after the loss of agents.
 
 The naive repair gives the weight of each edge to a lost agent back to the agent at its other end. On a directed graph
-that biases the mean, and where the lost agent held the graph together (a star's centre) it falls apart. So those who
-were heard through a lost agent are heard directly: with S the agents that are left and D those that are gone,
+that biases the mean, and where the lost agent held the graph together (a star's centre) it falls apart. So sources
+behind a lost agent become direct sources: with S the surviving agents and D the lost ones,
 
     W'  =  W_SS  +  W_SD (I - W_DD)^-1 W_DS,
 
 the stochastic complement of W (Meyer, "Stochastic complementation, uncoupling Markov chains, and the theory of nearly
-reducible systems", SIAM Review 31, 1989). Rows that sum to one still do, columns too, symmetric stays symmetric, what
-was connected in a round is connected, and a round of pairs is one of pairs.
+reducible systems", SIAM Review 31, 1989). Rows that sum to one still do, columns too, symmetric stays symmetric, agents
+connected in a round stay connected, and a round of pairs stays one.
 
-A path over several rounds is another matter: an agent that exchanges with lost agents only, one in each round, would be
-alone. So the survivors' union graph over the period is looked at as well, and :mod:`~shoal.topology.links` joins its
-parts by exchanges of idle agents. Families that plan over rounds say for themselves how they go on
-(:meth:`Schedule.among`).
+Paths over several rounds need more: an agent that exchanges only with lost agents, one in each round, would be alone.
+So the survivors' union graph over the period is checked as well, and :mod:`~shoal.topology.links` joins its parts by
+exchanges of idle agents. Families that plan over several rounds define their own repair (:meth:`Schedule.among`).
 """
 
 from __future__ import annotations
@@ -28,24 +27,23 @@ from .links import Links
 from .schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
 
 _ALONE = 1e-12
-"""An agent whose self weight is so near one hears nobody whom others could hear through it."""
+"""An agent whose self weight is so near one has no sources that others could reach through it."""
 
 
 class Without(EdgeSchedule):
-    """A topology without some of its agents: those who heard each other through them do so directly.
+    """A topology without some of its agents: agents that were connected through them are connected directly.
 
-    Ranks keep their values. Who is gone has a self weight of one and no edges. It is the same on every agent, whatever
-    the order in which agents were lost.
+    Ranks keep their values. A lost agent has a self weight of one and no edges. The result is the same on every agent,
+    for any order of the losses.
 
-    Survivors that were connected over the rounds of a period stay so. Where leaving out the lost agents alone would
+    Survivors that were connected over the rounds of a period stay so. If leaving out the lost agents alone would
     separate them, idle agents of different parts exchange in pairs, with weights of 1/2. If that is not enough, rounds
     of such pairs are added to the period (:mod:`~shoal.topology.links`).
 
-    The Base-(k+1) graphs, the hyper-hypercube and the one-peer hypercube become a Base-(k+1) graph of the agents that
-    are left, which is exact for any number; in Ring-Star by delegates the next agent of a group takes a lost delegate's
-    place.
+    The Base-(k+1) graphs, the hyper-hypercube and the one-peer hypercube become a Base-(k+1) graph of the surviving
+    agents, which is exact for any number; in Ring-Star by delegates the next agent of a group replaces a lost delegate.
 
-    >>> ring = [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]  # agent 2 hears agent 1, and that hears agent 0
+    >>> ring = [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]  # agent 2 receives from 1, and 1 from 0
     >>> Without(ring, [1]).matrix(0)
     array([[0.5, 0. , 0.5],
            [0. , 1. , 0. ],
@@ -57,10 +55,10 @@ class Without(EdgeSchedule):
 
     Attributes:
         whole: the topology of all agents.
-        gone: those it is without, ascending.
+        gone: the lost ranks, ascending.
 
     Raises:
-        TypeError, ValueError: no topology, or what is no rank of it.
+        TypeError, ValueError: no topology, or an invalid rank of it.
     """
 
     whole: Schedule
@@ -97,7 +95,7 @@ class Without(EdgeSchedule):
 
 
 def _eliminated(size: int, edges: Edges, gone: tuple[int, ...]) -> Edges:
-    """The edges of a round without the agents that are gone, but for an edge of weight one from each to itself."""
+    """The edges of a round without lost agents, except for an edge of weight one from each to itself."""
     destination, source, weight = edges
     lost = np.zeros(size, dtype=bool)
     lost[list(gone)] = True
@@ -113,7 +111,7 @@ def _eliminated(size: int, edges: Edges, gone: tuple[int, ...]) -> Edges:
 
 
 def _through(destination: Ranks, source: Ranks, weight: Weights, gone: tuple[int, ...]) -> tuple[Ranks, Ranks, Weights]:
-    """The edges that replace those from and to the agents that are gone, which are taken out one by one."""
+    """The edges that replace edges from and to lost agents, which are removed one by one."""
     agents = np.unique(np.concatenate([destination, source]))
     matrix = np.zeros((len(agents), len(agents)))
     matrix[np.searchsorted(agents, destination), np.searchsorted(agents, source)] = weight
@@ -128,7 +126,7 @@ def _through(destination: Ranks, source: Ranks, weight: Weights, gone: tuple[int
         if abs(others) > _ALONE:
             to, of = np.flatnonzero(hearers), np.flatnonzero(heard)
             matrix[np.ix_(to, of)] += np.outer(hearers[to], heard[of]) / others
-        else:  # there is nobody to hear in its place; its share is its hearers' own
+        else:  # no source replaces it; its share goes to its destinations' self weights
             matrix[np.diag_indices_from(matrix)] += hearers
     to, of = np.nonzero(matrix)
     return agents[to], agents[of], matrix[to, of]

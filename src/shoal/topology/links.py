@@ -1,10 +1,10 @@
-"""Exchanges that join the survivors of a schedule that falls apart when some of its agents are left out.
+"""Exchanges that join the survivors of a schedule that is disconnected without its lost agents.
 
 Leaving an agent out keeps each round connected (:mod:`~shoal.topology.healing`), but not a path that enters the agent
 in one round and leaves it in a later one. In CECA's pairs all partners of an agent, one in each round, may be lost; it
 would then be alone for ever. The rule here is the same on all agents:
 
-1. The parts are the strongly connected components of the survivors' union graph over the rounds that are looked at.
+1. The parts are the strongly connected components of the survivors' union graph over the analysed rounds.
 2. In each round, idle survivors of different parts exchange in pairs, with weights of 1/2. A round of one peer stays
    one, and row sums, column sums and symmetry are kept.
 3. While parts are left, a round is appended in which all are idle but for such pairs.
@@ -42,7 +42,7 @@ class Links:
 
     Args:
         whole: The schedule of all agents.
-        period: That of the rounds of the survivors; None if they never repeat.
+        period: The period of the survivors' rounds; None if they never repeat.
         left: The survivors' ranks, ascending.
         healed: The edges of a round of the survivors, in which lost agents have only an edge to themselves.
 
@@ -118,9 +118,9 @@ def parts_of(size: int, rounds: int, edges: RoundEdges, left: Sequence[int]) -> 
 
     Args:
         size: Number of agents n.
-        rounds: How many rounds, from 0 on. Those after the first ones that connect all of ``left`` are not asked for.
+        rounds: How many rounds, from 0 on. Rounds after all of ``left`` are connected are not read.
         edges: The edges of a round.
-        left: The agents of which to know it, at least one.
+        left: The agents to be labelled, at least one.
 
     Returns:
         A label of each agent, equal for agents of one component, int64 [n].
@@ -149,11 +149,11 @@ def separates(whole: Schedule, healed: Schedule, gone: Sequence[int]) -> bool:
 
     Args:
         whole: The schedule of all agents.
-        healed: That of the survivors.
+        healed: The schedule of the survivors.
         gone: The ranks of the lost agents.
     """
     left = [rank for rank in range(whole.size) if rank not in gone]
-    # Appended rounds lie between those that Links has looked at.
+    # Appended rounds are between the rounds that Links has analysed.
     if len(left) < 2 or _count(_parts(healed, left, 2 * LOOKED_AT), left) == 1:
         return False
     everyone = range(whole.size)
@@ -176,17 +176,17 @@ def _nobody(size: int) -> tuple[Ranks, Ranks, NDArray[np.float64]]:
 def _pairs(
     ranks: Iterable[int], joined: NDArray[np.int64], before: NDArray[np.int64], parts: NDArray[np.int64]
 ) -> Pairs:
-    """Pairs of agents, each in one at most: first those that join parts, then those of different parts.
+    """Pairs of agents, each in one at most: first pairs that join parts, then pairs of different parts.
 
     Args:
         ranks: The agents that may exchange, in the order in which they choose.
-        joined: The label of each agent's part, where some have been joined, int64 [n].
+        joined: The label of each agent's part, after some have been joined, int64 [n].
         before: The label of its part before the loss.
         parts: The label of its part after the loss.
     """
     free, found, joined = list(ranks), [], joined.copy()
     for labels in (joined, parts):
-        # For each label before the loss all that wait have one label; an agent of another one takes the first of them.
+        # For each label before the loss all waiting agents have one label; an agent of another one takes the first.
         waiting: defaultdict[int, deque[int]] = defaultdict(deque)
         for rank in free:
             others = waiting[int(before[rank])]

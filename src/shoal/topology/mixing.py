@@ -1,8 +1,8 @@
-"""One agent's view of one round: its own share, whom it listens to and how much, whom it sends to and how scaled.
+"""One agent's view of one round: its self weight, its sources with weights, and its destinations with scales.
 
 Every synchronous neighbour operation is described by one :class:`Mixing`, whether its weights come from a static graph
-or from the arguments of a call. It is checked when it is made and cannot change afterwards, so that everything below
-may take its ranks and weights for granted, use it as the key of a cache, and read plain tuples.
+or from the arguments of a call. It is checked when it is made and cannot change afterwards, so that all other code may
+rely on its ranks and weights, use it as the key of a cache, and read plain tuples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .weights import GetRecvWeights, as_matrix
 
 @dataclass(frozen=True, init=False, repr=False)
 class Mixing:
-    """What agent i does in one round of averaging, equation 10 of the BlueFog paper (arXiv:2111.04287)::
+    """The part of agent i in one round of averaging, equation 10 of the BlueFog paper (arXiv:2111.04287)::
 
         x_i  <-  self_weight x_i  +  sum over sources j of  r_ij s_ij x_j
 
@@ -67,7 +67,7 @@ class Mixing:
         rank = _as_rank(rank, size, "rank")
         receive = _as_weights(sources, rank, size, "source")
         send = _as_weights(destinations, rank, size, "destination")
-        # One update of __dict__ in place of eight object.__setattr__: this is built anew in every dynamic call.
+        # One update of __dict__ instead of eight object.__setattr__: every dynamic call builds one.
         self.__dict__.update(
             rank=rank,
             self_weight=as_weight(self_weight, "self_weight"),
@@ -112,7 +112,9 @@ class Mixing:
         return cls(rank, self_weight, row, destinations, size=len(matrix))
 
     def without(self, gone: Iterable[int]) -> Mixing:
-        """The same without some ranks: nothing goes to them, and what they would have sent weighs in the own."""
+        """The same without some ranks: no messages go to them, and their weights as sources are added to the self
+        weight.
+        """
         lost = set(gone)
         if lost.isdisjoint(self.source_ranks) and lost.isdisjoint(self.destination_ranks):
             return self
@@ -122,7 +124,7 @@ class Mixing:
         return Mixing(self.rank, own, sources, destinations)
 
     def rotated_destinations(self, size: int) -> tuple[int, ...]:
-        """The destinations in the order rank + 1, rank + 2, ... modulo `size`, so that not everybody begins with 0.
+        """The destinations in the order rank + 1, rank + 2, ... modulo `size`, so that not all agents begin with 0.
 
         Raises:
             ValueError: a destination, or this agent, is not below `size`.

@@ -1,9 +1,8 @@
-"""Topologies that change from round to round: the small interface that all of them share, and the clock that runs one.
+"""Topologies that change from round to round: their common interface, and the clock that runs one.
 
-A :class:`Schedule` answers one question: what does agent `rank` do in round `round`? It is a value without memory, so
-that any agent can ask about any round and about any other agent; random ones draw from a seed and the number of the
-round. A static graph is the schedule that always says the same. What moves is a :class:`Clock`, which each agent has
-for itself and saves with its state.
+A :class:`Schedule` gives the mixing of agent `rank` in round `round`. It is a value without state, so any agent can
+query any round and any other agent; random schedules draw from a seed and the number of the round. A static graph is a
+constant schedule. The round is in a :class:`Clock`, which each agent has for itself and saves with its state.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ class Schedule(ABC):
 
     @abstractmethod
     def mixing(self, round: int, rank: int) -> Mixing:
-        """What agent `rank` does in a round: pull form, ``r_ij = W[i, j]`` and s = 1, both sides of each edge known."""
+        """The mixing of agent `rank` in a round: pull form, ``r_ij = W[i, j]`` and s = 1, both sides of each edge
+        known.
+        """
 
     def edges(self, round: int) -> Edges:
         """The round of all agents at once."""
@@ -55,17 +56,19 @@ class Schedule(ABC):
         return Edges(destination, source, np.array([weight for _, weight in flat], dtype=np.float64))
 
     def hop_shares(self, round: int) -> dict[int, float] | None:
-        """A round in which all agents do alike: agent i takes ``shares[hop]`` of the agent `hop` ranks behind it.
+        """The shares of a round in which all agents act alike: agent i takes ``shares[hop]`` of the agent `hop` ranks
+        behind it.
 
-        A schedule that knows says so without its edges, of which there are millions. None if it does not know, though
-        the edges may be so; hops are 0 to n - 1, and 0 is the agent itself.
+        They avoid the arrays of edges, which may be millions. None if the schedule does not know, although the edges
+        may be so; hops are 0 to n - 1, and 0 is the agent itself.
         """
         return None
 
     def among(self, left: Sequence[int]) -> Schedule | None:
-        """A plan of its own for the agents that are left, where it has a better one than :class:`Without` makes of it.
+        """The schedule's own plan for the surviving agents, if it is better than :class:`Without`.
 
-        For one that promises what is lost when an agent is merely left out, as the exact mean after a period.
+        For schedules with a guarantee that ends when an agent is merely left out, such as the exact mean after a
+        period.
 
         Args:
             left: ranks, ascending, at least one.
@@ -117,10 +120,10 @@ class Schedule(ABC):
 
 
 class EdgeSchedule(Schedule):
-    """A schedule that is known a whole round at a time, and from which every agent reads off its own part.
+    """A schedule that is defined by whole rounds, from which every agent reads its own part.
 
-    A subclass defines :meth:`_edges`; sends, receives and the arrays of all agents then cannot disagree. The rounds
-    that were asked for last are kept, as agents of one process ask for the same ones.
+    A subclass defines :meth:`_edges`; sends, receives and the arrays of all agents then cannot disagree. The last
+    requested rounds are cached, because agents of one process request the same ones.
     """
 
     @abstractmethod
@@ -183,7 +186,7 @@ class Static(EdgeSchedule):
 
 
 AnyTopology: TypeAlias = "nx.Graph | Schedule | ArrayLike"
-"""A graph with its weights, a schedule, or a mixing matrix W, [n, n]: what the analysis takes."""
+"""A graph with its weights, a schedule, or a mixing matrix W, [n, n]: the arguments of the analysis."""
 
 
 def as_schedule(topology: AnyTopology) -> Schedule:
@@ -216,7 +219,7 @@ class Clock:
         return mixing
 
     def state_dict(self) -> dict[str, int | str]:
-        """What :meth:`load_state_dict` needs: the round, and which schedule it is a round of."""
+        """The data for :meth:`load_state_dict`: the round, and the identity of its schedule."""
         return {"round": self.round, "schedule": self.schedule.describe()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
@@ -234,7 +237,7 @@ class Clock:
 
 
 def _is_graph(given: object) -> bool:
-    """Whether it is a graph, or nothing that could be a matrix, so that the message speaks of graphs."""
+    """Whether it is a graph, or cannot be a matrix, so that the error message is about graphs."""
     return isinstance(given, nx.Graph) or np.ndim(given) == 0  # type: ignore[arg-type]
 
 

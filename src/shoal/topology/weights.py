@@ -1,7 +1,7 @@
-"""Mixing weights: how much of each neighbour an agent takes, for any graph, and what a choice of weights guarantees.
+"""Mixing weights: the weight of each neighbour, for any graph, and the guarantees of a choice of weights.
 
-Entry ``W[i, j]`` of a mixing matrix is what agent i multiplies x_j by, so a round of averaging is ``x = W @ x``. The
-same number sits on the networkx edge ``(j, i)``, which points the way the data flows; networkx's own adjacency matrix
+Entry ``W[i, j]`` of a mixing matrix is the factor of x_j on agent i, so a round of averaging is ``x = W @ x``. The same
+number is on the networkx edge ``(j, i)``, which points the way the data flows; networkx's own adjacency matrix
 ``A[source, destination]`` is therefore the transpose of W. Weights are classified and never changed: equation 8 of the
 BlueFog paper (Ying et al., arXiv:2111.04287) allows any real number on an edge, negative and above one included.
 """
@@ -27,10 +27,10 @@ scaled by 0.999 in every round is gone after a few thousand of them.
 
 @dataclass(frozen=True)
 class Stochasticity:
-    """What a mixing matrix W preserves. `row` and `column` speak of sums only; see also `nonnegative`.
+    """The properties that a mixing matrix W preserves. `row` and `column` are about sums only; see also `nonnegative`.
 
     Attributes:
-        row: every row sums to one, W 1 = 1, a pull matrix: agents that agree go on agreeing.
+        row: every row sums to one, W 1 = 1, a pull matrix: agents that agree keep agreeing.
         column: every column sums to one, 1^T W = 1^T, a push matrix: the sum over the agents is kept.
         symmetric: W = W^T.
         nonnegative: no weight is negative. With it, `row` and `column` are what is called row- and column-stochastic.

@@ -1,4 +1,4 @@
-"""Accepts connections for one agent: opens its listeners, and keeps connections until they have proved themselves."""
+"""Accepts connections for one agent: opens its listeners, and keeps connections until they are authenticated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Acceptor:
 
     Args:
         poller: The agent's.
-        make: Makes a connection of an accepted socket: one between machines where the second argument is true.
+        make: Makes a connection of an accepted socket: one between machines if the second argument is true.
 
     Attributes:
         unauthenticated: The connections that have not proved themselves yet.
@@ -93,7 +93,7 @@ class Acceptor:
         self.unauthenticated.add(connection, origin)
 
     def has_ended(self, connection: Incoming) -> bool:
-        """A connection has ended; False where it had proved itself before."""
+        """A connection has ended; False if it was authenticated before."""
         if not self.unauthenticated.remove(connection):
             return False
         self.rejected += 1
@@ -110,7 +110,7 @@ class Acceptor:
         return min(self.unauthenticated.oldest + GREETING_SECONDS, self._listeners.next_check)
 
     def descriptors(self) -> list[int]:
-        """What a forked child must close, without those of connections."""
+        """The descriptors that a forked child must close, without those of connections."""
         return self._listeners.descriptors()
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Addresses of this machine: that of an interface, and the one by which other machines reach it. IPv4 and IPv6."""
+"""Addresses of this machine: the address of an interface, and the one by which other machines reach it. IPv4 and
+IPv6.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _NAME_BYTES = 15
 _LINK_LOCAL = 0x20
 _NOT_USABLE = 0x40 | 0x08  # not yet known to be the only one of its kind on the link, or known not to be
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that nobody has, but the way to which begins like that to the rest of the world."""
+"""Addresses that no machine has, with the same route as to the rest of the world."""
 
 
 def numeric(text: str) -> str:
@@ -35,19 +37,19 @@ def is_loopback(address: str) -> bool:
 
 
 def text_of(name: tuple[str, int] | tuple[str, int, int, int]) -> str:
-    """The address in what a socket calls its own or the other end, with its interface where it holds there only."""
+    """The address in a socket's own name or its peer's, with the interface if the address is valid only there."""
     address, scope = str(name[0]).partition("%")[0], name[3] if len(name) == 4 else 0
     return f"{address}%{socket.if_indextoname(scope)}" if scope else address
 
 
 def resolved(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:
-    """The family of a numeric address, and what a socket of it binds or connects to."""
+    """The family of a numeric address, and the value with which a socket binds or connects to it."""
     family, _, _, _, name = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
     return family, name  # type: ignore[return-value]
 
 
 def interface_address(interface: str, prefer_ipv6: bool = False) -> str:
-    """An address of an interface given by name, or the address itself where one of this machine is given.
+    """An address of an interface given by name, or the address itself, if the name is an address of this machine.
 
     Raises:
         ValueError: There is no such interface, it has no address, or this machine has no such address.
@@ -105,7 +107,9 @@ def reachable_address(rendezvous: str, reached: Iterable[str]) -> str:
 
 
 def own_form(address: str) -> str:
-    """How this machine writes an address of its own, as interfaces have other names elsewhere; empty if it is none."""
+    """This machine's form of one of its addresses, because interfaces have other names elsewhere; empty if it is not
+    its own.
+    """
     bare = address.partition("%")[0]
     if ipaddress.ip_address(bare).is_link_local and ":" in bare:
         wanted = ipaddress.ip_address(bare)
@@ -134,7 +138,7 @@ def _towards(host: str) -> str:
 
 
 def _addresses_of(name: str) -> Iterator[str]:
-    """IPv4 first; of IPv6 those that hold beyond the link first."""
+    """The addresses of an interface: IPv4 first, then IPv6, where addresses valid beyond the link come first."""
     raw = name.encode()
     if not 0 < len(raw) <= _NAME_BYTES:
         return
@@ -165,15 +169,15 @@ def _names() -> str:
 
 
 def ports_of_environment() -> tuple[str, str]:
-    """What sets the ports that agents listen on, and its value; empty where it is not set."""
+    """The variable that sets the ports of agents' listeners, and its value; empty if it is not set."""
     return "SHOAL_PORTS", os.environ.get("SHOAL_PORTS", "")
 
 
 def parse_ports(where: str, text: str) -> range:
-    """The ports that a setting names: one, or ``FIRST-LAST``; 0, any that is free, where it is empty.
+    """The ports that a setting names: one, or ``FIRST-LAST``; 0, for any free port, if the text is empty.
 
     Raises:
-        ValueError: It names none.
+        ValueError: The text names no ports.
     """
     if not text:
         return range(1)

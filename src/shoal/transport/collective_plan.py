@@ -1,4 +1,4 @@
-"""What a process group is to move: the tensors of one stage of an operation on this agent."""
+"""The transfers of a process group for one stage of an operation on this agent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Transfers = list[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What all members of a group do at once, in the place of sends that each edge would have to agree on.
+    """An operation of all members of a group, instead of sends on which each edge would have to agree.
 
     Attributes:
-        kind: ``"allreduce"`` or ``"broadcast"``, which engines have; or ``"gather"``: each gets what all have, by sends
-            and receives.
-        data: Flat; its result takes its place.
-        members: Who does it, ascending.
-        into: Of a gather: where the data of each of the others goes.
-        how: Of an all-reduce: ``"sum"``, ``"product"``, ``"min"`` or ``"max"``.
-        root: Of a broadcast.
+        kind: ``"allreduce"`` or ``"broadcast"``, which backends have; or ``"gather"``: each gets the data of all, by
+            sends and receives.
+        data: Flat; the result overwrites it.
+        members: The members, ascending.
+        into: Of a gather: the destination of each other member's data.
+        how: The reduction of an all-reduce: ``"sum"``, ``"product"``, ``"min"`` or ``"max"``.
+        root: The root of a broadcast.
     """
 
     kind: str
@@ -32,17 +32,18 @@ class Collective:
     into: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def nbytes(self, rank: int) -> int:
-        """What an agent sends at least: of an all-reduce by a reduce-scatter and an all-gather, of a broadcast along a
-        tree."""
+        """The least number of bytes that an agent sends: of an all-reduce by a reduce-scatter and an all-gather, of a
+        broadcast along a tree.
+        """
         others = len(self.members) - 1
         if self.kind == "allreduce":
             return 2 * self.data.nbytes * others // len(self.members)
         return self.data.nbytes * others if self.kind == "gather" or rank == self.root else 0
 
     def goes_with(self, other: Collective) -> bool:
-        """Both may be one, with their data one behind the other, and the result is the same.
+        """Whether both may be fused, with their data concatenated, with the same result.
 
-        What travels together depends on time; how an engine sums a number may depend on its place.
+        Fusion depends on timing, and a backend's sum of a number may depend on the number's position.
         """
         exact = self.kind == "broadcast" or self.how in ("min", "max") or not self.data.is_floating_point()
         alike = (self.kind, self.how, self.root, self.data.dtype)
@@ -51,13 +52,13 @@ class Collective:
 
 @dataclass(eq=False, slots=True)
 class CollectivePlan:
-    """What one agent sends and receives at once.
+    """The sends and receives of one agent that run together.
 
     Attributes:
-        members: Who takes part, ascending.
-        sends, receives: ``[(rank, flat tensor)]``, at most one for each rank. What is sent must not change, and what is
-            received belongs to nobody else, until it is over.
-        collective: In their place.
+        members: The members, ascending.
+        sends, receives: ``[(rank, flat tensor)]``, at most one for each rank. Until the end, sent tensors must not
+            change, and received ones have no other user.
+        collective: The collective that replaces them.
     """
 
     members: tuple[int, ...]
@@ -67,24 +68,24 @@ class CollectivePlan:
 
     @property
     def others(self) -> set[int]:
-        """Whom it goes to and comes from."""
+        """The ranks of its sends and receives."""
         if self.collective is not None:
             return set(self.members)
         return {rank for rank, _ in self.sends} | {rank for rank, _ in self.receives}
 
 
 Step = CollectivePlan | None
-"""Of the one order: None stands for what this agent has no part in."""
+"""A step of the common order: None if this agent has no part in it."""
 
 
 def runs(steps: Sequence[tuple[bool, Step]]) -> list[list[CollectivePlan]]:
-    """What may be moved together: sends and receives that follow each other, and collectives that go with each other.
+    """Groups of steps that may be moved together: successive sends and receives, and collectives that can be fused.
 
-    Where this agent has no part in something, that ends a run as it does on those that have: what goes together must be
-    the same on both sides of an edge.
+    A step in which this agent has no part ends a run as it does on its members, because the groups must be the same on
+    both sides of an edge.
 
     Args:
-        steps: Each with whether it is a collective.
+        steps: Each with a flag whether it is a collective.
     """
     found: list[list[CollectivePlan]] = [[]]
     before: tuple[bool, Step] | None = None

@@ -1,13 +1,13 @@
-"""How two agents make sure of each other when one connects: same version, same job, both know the job's secret.
+"""The handshake between two agents on a new connection: same version, same job, both know the job's secret.
 
-The accepting side speaks first, with a fresh nonce; the connecting side proves that it knows the secret without showing
-it, and then the accepting side proves the same. A recording of one handshake opens no other connection. Both then have
-two keys that nobody else has and no other connection: one for what is said in each direction. They seal what follows,
-see ``sealing``; they do not hide it. Where a connection takes the place of one that was cut, the accepting side also
-says how much has come before (``resuming``). One that only asks is answered with a number, and ends (``asking``).
+The accepting side sends a fresh nonce; the connecting side proves that it knows the secret without showing it, and then
+the accepting side proves the same. A recording of one handshake opens no other connection. Both then share two keys
+that no other agent and no other connection has, one for each direction. The keys authenticate later messages
+(``message_auth.py``); they do not encrypt them. If a connection replaces a cut one, the accepting side also sends the
+number of units that had arrived (``retransmit.py``). A probe is answered with a number, and ends (``peer_probe.py``).
 
-A *reversed* connection carries messages from the accepting agent to the connecting one (``reversing``). Its keys have
-labels of their own, so that no message of a connection of one kind passes on one of the other kind.
+A *reversed* connection carries messages from the accepting agent to the connecting one (``reverse_connections.py``).
+Its keys have labels of their own, so that no message of a connection of one kind is valid on the other kind.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _ANSWER = struct.Struct("<IIIIB16s32s")
 _WELCOME = struct.Struct("<Q32s")
 HELLO_SIZE, ANSWER_SIZE, WELCOME_SIZE = _HELLO.size, _ANSWER.size, _WELCOME.size
 REFUSED = bytes(WELCOME_SIZE)
-"""Instead of a welcome, to who could not prove who he is."""
+"""Instead of a welcome, to an agent that failed to authenticate."""
 SHUT_OUT = (1 << 64) - 1
-"""Instead of a count in a welcome, to an agent that counts as lost: it must not think that it is the others who are."""
+"""Instead of a count in a welcome, to an agent that counts as lost, so that it does not regard the others as lost."""
 REPLACED = (1 << 64) - 2
-"""Instead of a count in a welcome: the process that was looked for has ended, and a restarted agent has its port."""
+"""Instead of a count in a welcome: the expected process has ended, and a restarted agent has its port."""
 MESSAGES, QUESTION, REVERSED = range(3)
-"""The purposes of a connection: messages from the connecting agent, a question (``asking``), messages to it."""
+"""The purposes of a connection: messages from the connecting agent, a probe, messages to it."""
 
 
 class _Ends(NamedTuple):
     source: int
-    incarnation: int  # how often that agent has been started again
+    incarnation: int  # how often that agent has been restarted
     destination: int
     expected: int  # the incarnation of the destination that the source means
     purpose: int
@@ -48,9 +48,9 @@ def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, ends: _Ends, 
 
 
 class Keys(NamedTuple):
-    """Of one connection, each for what is said in one direction."""
+    """The keys of one connection, one for each direction."""
 
-    messages: bytes  # by the side that sends messages: the one that has connected, unless the connection is reversed
+    messages: bytes  # for the sender of messages: the connecting side, unless the connection is reversed
     goodbye: bytes  # by the other side
 
     @classmethod
@@ -59,8 +59,9 @@ class Keys(NamedTuple):
 
 
 class Accepting:
-    """The side that listens. Once :meth:`check` has passed: ``keys``, the ``incarnation`` of the other agent, the one
-    that it ``expected`` here, and the ``purpose`` of the connection."""
+    """The side that listens. After :meth:`check` it has the ``keys``, the ``incarnation`` of the other agent, the
+    incarnation that the other agent ``expected`` here, and the ``purpose`` of the connection.
+    """
 
     keys: Keys
     incarnation: int
@@ -74,7 +75,8 @@ class Accepting:
     def check(self, answer: bytes) -> int:
         """The rank that connects.
 
-        Raises :class:`ProtocolError` for who does not know the secret."""
+        Raises :class:`ProtocolError` if it does not know the secret.
+        """
         if len(answer) != ANSWER_SIZE:
             raise ProtocolError(f"an answer of {len(answer)} bytes")
         source, incarnation, destination, expected, purpose, nonce, proof = _ANSWER.unpack(answer)
@@ -96,8 +98,9 @@ class Accepting:
         return self.expected != self._own_incarnation
 
     def welcome(self, had: int = 0) -> bytes:
-        """What to say to who has passed; ``had``: how many units of what it sends had come over another connection,
-        or the answer to who only asks."""
+        """The answer to an authenticated agent; ``had``: how many of its units had arrived over another connection, or
+        the answer to a probe.
+        """
         return _WELCOME.pack(had, _proof(self._secret, b"accept", self.hello, self._nonce, self._ends, had))
 
 
@@ -132,7 +135,7 @@ class Connecting:
         return _ANSWER.pack(*self._ends, nonce, proof)
 
     def check(self, welcome: bytes) -> int:
-        """How many units of what was sent had come over another connection, or the answer."""
+        """How many units of this agent had arrived over another connection, or the answer to a probe."""
         if welcome == REFUSED:
             raise ProtocolError(
                 "it refuses this agent: the secret, the certificate or what was said at the rendezvous is not its own "

@@ -1,8 +1,8 @@
 """The protocol of all transports: the operations of a link, and its notifications to the agent that owns it.
 
-A link is one-way: from this agent to one peer. Replies travel over the peer's link to this agent. So agents need not
-agree on which of them connects, and messages keep their order in each direction, which is all that matching needs. If a
-firewall lets connections through in one direction only, the peer opens the connection (``reverse_connections.py``).
+A link is one-way: from this agent to one peer. Replies are sent over the peer's link to this agent. So agents need not
+agree which of them connects, and messages keep their order in each direction, as matching needs. If a firewall allows
+connections in one direction only, the peer opens the connection (``reverse_connections.py``).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Receiver(Protocol):
 
         Args:
             final: No earlier message of it can still arrive, as at the end of its stream.
-            certain: Its process has ended, or it closed the connection itself; else the network may have failed.
+            certain: The peer's process has ended, or the peer closed the connection; else the network may have failed.
         """
 
     def on_cut(self, peer: int, cause: str) -> None:
@@ -149,6 +149,6 @@ class Link(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued."""
+        """No message is queued."""
 
     def close(self) -> None: ...

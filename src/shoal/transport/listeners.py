@@ -1,10 +1,10 @@
 """Rate-limited listeners, with separate accept queues for agents of the job.
 
 A connection attempt costs a stranger nothing, so it must not cost the agent much. A :class:`RateLimitedListener` is
-polled for a small share of the time and not polled for the rest. Meanwhile connections queue in the kernel, and a flood
-would keep that queue full. So agents of the job have queues of their own: on one machine a socket that only this user
-can reach; on the network a second listener at the same port, to which the kernel assigns connections from known
-addresses. If a system has neither, all share one queue, and agents retry.
+polled for a small share of the time only. In the rest of the time connections queue in the kernel, and a flood would
+keep that queue full. So agents of the job have queues of their own: on one machine a socket that only this user can
+reach; on the network a second listener at the same port, to which the kernel assigns connections from known addresses.
+If a system has neither, all share one queue, and agents retry.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .poller import Poller
 log = logging.getLogger("shoal")
 
 A_TURN = 16
-"""So many are let in before others, and the sums, have their turn."""
+"""The number of connections that are accepted before other listeners, and the sums, have their turn."""
 SHARE = 0.03
-"""Of the agent's time, for those who come to one listener."""
+"""The share of the agent's time for one listener's connections."""
 AT_ONCE_SECONDS = 0.05
 """Time that may be taken at once after a quiet second: some hundreds of agents, that all connect at the beginning."""
 MOST_SECONDS = 0.005
-"""Of that, what one who comes can cost, whose connection takes a tenth of a millisecond to make. What is more is not
-its doing: Python collects garbage in the middle of it, which takes a second where torch is imported."""
+"""The most that one connection is charged, which takes a tenth of a millisecond to accept. More time is not
+its fault: Python may collect garbage within it, which takes a second if torch is imported."""
 PAUSE_SECONDS = 0.05
-"""For which nobody is let in where no descriptor is left."""
+"""The pause of accepting when no descriptor is left."""
 BACKLOG = 1024
 _SO_ATTACH_REUSEPORT_CBPF = 51
 _MOST_INSTRUCTIONS = 4096
@@ -65,9 +65,7 @@ class RateLimitedListener:
     def _on_event(self, _events: int) -> None:
         began = clock.monotonic()
         self._credit = min(AT_ONCE_SECONDS, self._credit + SHARE * (began - self._counted))
-        computed = (
-            clock.thread_time()
-        )  # a process that is stopped meanwhile, for minutes maybe, has spent no time on it
+        computed = clock.thread_time()  # thread time, because the process may be stopped for minutes in between
         came, enough = self._take_turn()
         pause = 0.0 if enough else PAUSE_SECONDS
         self._credit -= min(clock.thread_time() - computed, came * MOST_SECONDS)
@@ -129,7 +127,7 @@ class Listeners:
             self.open(sock, let_in)
 
     def check(self, now: float) -> None:
-        """Poll again those that are due."""
+        """Poll the listeners again that are due."""
         for listener in self._open:
             listener.check(now)
 

@@ -1,11 +1,11 @@
-"""How an agent knows that what comes is what was sent: whole, unchanged, in order, and from who proved who he is.
+"""Integrity and authentication of received data: complete, unchanged, in order, and from an authenticated sender.
 
-What comes over a network is sealed with a key of that connection and that direction, which the handshake yields: a
-count and the bytes of a packet go through a keyed hash, so nothing can be changed, left out, inserted, repeated or
-turned around by who does not know the job's secret. The bytes of large tensors follow their packets, in which is what
-their chunks must come to: a SHA-256 where the secret was given to the agents. Where rank 0 made it up, whoever is in
-the middle can have read it in the store, so there sums find accidents, at a tenth of the price; and inside TLS there is
-nothing left to find. Between processes of one machine nobody is in the middle: a CRC finds bytes that were spoiled.
+Network packets are sealed with a key of the connection and the direction, which the handshake yields: a keyed hash
+covers a counter and the bytes of a packet. So an attacker without the job's secret cannot change, omit, insert, repeat
+or reflect packets. The bytes of large tensors follow their packets, which contain the checksums of their chunks:
+SHA-256 if the secret was given to the agents. If rank 0 generated the secret, an attacker on the network can have read
+it in the store, so fast checksums only detect accidents, at a tenth of the cost. Inside TLS no checksum is needed.
+Between processes of one machine there is no attacker on the path: a CRC detects damaged bytes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ _COUNT = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 _COLUMNS = 512
 _LONG = 1 << 9
-"""Packets of more bytes go through SHA-256 first, which processors have instructions for."""
+"""Packets of more bytes are hashed with SHA-256 first, for which processors have instructions."""
 
 
 class CorruptMessage(ProtocolError):
-    """What came is not what was sent. It may be, if it is sent once more."""
+    """The received data differs from the sent data. A retransmission may be correct."""
 
 
 Check = Callable[[memoryview], str]
-"""What the bytes of one chunk come to."""
+"""A checksum of one chunk."""
 
 
 def sums(chunk: memoryview) -> str:
     """A :data:`Check` against accidents, at the speed of memory: a CRC of the sums along the rows and along the columns
-    of a table of 64-bit words. One flipped bit changes one of each, and what would change none has four corners."""
+    of a table of 64-bit words. One flipped bit changes one sum of each, and only errors at four corners of a rectangle
+    can change none.
+    """
     words = np.frombuffer(chunk, np.uint64, len(chunk) // 8)
     table = words[: len(words) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
     crc = zlib.crc32(table.sum(0))
@@ -48,30 +50,30 @@ def sums(chunk: memoryview) -> str:
 
 
 def strong(chunk: memoryview) -> str:
-    """A :data:`Check` against whoever means to change it."""
+    """A :data:`Check` against deliberate changes."""
     return hashlib.sha256(chunk).hexdigest()
 
 
 def unchecked(chunk: memoryview) -> str:
-    """A :data:`Check` that finds nothing, inside what checks itself."""
+    """A :data:`Check` that detects nothing, for transports with their own integrity check."""
     return ""
 
 
 class Seal(Protocol):
-    """Of the packets that go one way over one connection."""
+    """The seal of the packets in one direction of one connection."""
 
     size: int
     """Bytes that it adds to a packet, in front."""
 
     def close(self, packet: bytes) -> bytes:
-        """The packet behind its seal."""
+        """The packet with its seal in front."""
 
     def open(self, sealed: memoryview) -> memoryview:
-        """The packet, if it is what was closed. Raises :class:`ProtocolError`."""
+        """The packet, if its seal is valid. Raises :class:`ProtocolError`."""
 
 
 class MacSeal:
-    """A keyed hash over how many packets came before and the packet."""
+    """A keyed hash over the number of earlier packets and the packet."""
 
     size = SEAL_SIZE
 

@@ -32,11 +32,11 @@ CHUNK_BYTES = 1 << 20
 READ_BYTES = PACKET_BYTES + (1 << 10)
 """Room for one packet, its length and its seal."""
 TURN_BYTES = 1 << 20
-"""How much is read from one connection before the others, and the sums, have their turn."""
+"""The bytes that are read from one connection before the others, and the sums, have their turn."""
 WAKE_BYTES = 1 << 16
-"""So much of a tensor comes before the reader is woken: at each packet it would take the core from who computes."""
+"""The bytes of a tensor that arrive before the reader is woken: waking at each packet would take a core from others."""
 _LENGTH = struct.Struct("<II")
-"""Of a packet, and once more with all bits turned, so that a wrong one is noticed before more is waited for."""
+"""The length of a packet, and its complement, so that a wrong length is detected before the packet is awaited."""
 _ALL_BITS = (1 << 32) - 1
 
 
@@ -54,7 +54,7 @@ OPEN = Guard(None, sums)
 class _OutgoingTensor:
     token: int
     rest: memoryview
-    start: int  # where in what was published
+    start: int  # the offset in the published tensor
     keep: Published
 
 
@@ -157,7 +157,7 @@ class NetworkLink(Outgoing):
         self._want_write(False)
 
     def _send_some(self) -> bool:
-        """Hand queued bytes to the system; False if it took only a part, and so has no room now."""
+        """Hand queued bytes to the system; False if the socket took only a part, so its buffer is full."""
         sent = self.sock.sendmsg(self._sending)
         while sent:
             first = self._sending[0]
@@ -229,8 +229,8 @@ class _Arriving:
     memory: memoryview
     at: int = 0
     begin: int = 0  # of the chunk that is coming
-    rest: int = 0  # bytes of it that are still to come
-    expected: str = ""  # what it must come to
+    rest: int = 0  # its bytes that have not arrived
+    expected: str = ""  # the expected checksum
 
 
 def _bytes_of(data: torch.Tensor) -> memoryview:
@@ -268,7 +268,7 @@ class NetworkIncoming(Incoming):
         self._announced = Quota("tensors that are announced and have not come")
         self._nbytes, self._alone = 0, True  # of that packet, and whether it is a single frame
         self._had = ReceivedOffset()
-        self._chunk: _Arriving | None = None  # the one whose chunk follows
+        self._chunk: _Arriving | None = None  # the tensor whose chunk follows
         self._wakes_at = 1
 
     @classmethod
@@ -283,7 +283,7 @@ class NetworkIncoming(Incoming):
         return incoming
 
     def give_to(self, link: NetworkLink, keys: Keys, welcome: bytes) -> None:
-        """Let a link send over this reverse connection from now on."""
+        """Hand the socket over to a link, which sends over this reverse connection."""
         sock, self.sock = self.sock, detached(self.sock, self._poller)
         link.take_over(sock, keys, self._tls)
         sock.send(welcome)
@@ -302,7 +302,7 @@ class NetworkIncoming(Incoming):
         self._receiver = before._receiver
         self._frames, self._had = before._frames, before._had
         self._arriving, self._announced = before._arriving, before._announced
-        if before._chunk is not None:  # it comes once more
+        if before._chunk is not None:  # it is sent again
             before._chunk.at, before._chunk.rest = before._chunk.begin, 0
 
     def _is_private(self) -> bool:
@@ -331,7 +331,9 @@ class NetworkIncoming(Incoming):
         """Within a chunk, wake for no less than ``WAKE_BYTES`` or its end; else for any byte."""
         wakes_at = 1 if self._chunk is None else min(self._chunk.rest, WAKE_BYTES)
         if self._tls is not None:
-            wakes_at = max(1, wakes_at - RECORD_BYTES)  # so much of it may have come already, and wait for the rest
+            wakes_at = max(
+                1, wakes_at - RECORD_BYTES
+            )  # so much of a record may have arrived already, and wait for its rest
         if wakes_at != self._wakes_at and self.sock.fileno() >= 0:
             self._wakes_at = wakes_at
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
@@ -353,7 +355,7 @@ class NetworkIncoming(Incoming):
                 self._parse()
             else:
                 self._advance(chunk, nbytes)
-            if nbytes < len(room) and self._tls is None:  # that was all; and what comes meanwhile is an event
+            if nbytes < len(room) and self._tls is None:  # that was all; later data is a new event
                 return
 
     def _advance(self, one: _Arriving, nbytes: int) -> None:
@@ -436,7 +438,7 @@ class NetworkIncoming(Incoming):
 
 
 def goes_on(connection: Incoming, before: Incoming) -> bool:
-    """Whether a connection replaces one that was cut; this side may notice the cut late."""
+    """Whether a connection replaces a cut one; this side may detect the cut late."""
     if not isinstance(connection, NetworkIncoming) or not isinstance(before, NetworkIncoming):
         return False
     connection.go_on_from(before)

@@ -1,4 +1,4 @@
-"""Where an agent runs and where it listens, as others must know it."""
+"""The location and the listeners of an agent, as other agents need them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRANSPORTS = ("threads", "shared_memory", "network")
 
 @dataclass(frozen=True)
 class PeerId:
-    """Where an agent runs: what decides which transports can reach it."""
+    """The location of an agent, which determines the transports that can reach it."""
 
     rank: int
     host: str
@@ -26,7 +26,7 @@ class PeerId:
     pid: int
     started: int
     incarnation: int = 0
-    """How often this agent has been started again."""
+    """How often this agent has been restarted."""
     pid_namespace: int = 0
     """In which ``pid`` is the number of its process."""
 
@@ -42,14 +42,14 @@ class PeerId:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an agent listens; empty where it does not."""
+    """The addresses of an agent's listeners; empty without a listener."""
 
     inbox: str = ""
     unix: str = ""
     host: str = ""
     port: int = 0
     listener: int = -1
-    """The descriptor of its process by which those of its user on its machine find the socket that is for them."""
+    """The descriptor of its process by which agents of its user on its machine find the socket that is for them."""
 
 
 _process = clock.random_hex(16)
@@ -119,11 +119,11 @@ def choose_transports(mine: PeerId, places: list[PeerId], forced: str = "") -> l
 def address_for_listening(
     mine: PeerId, places: list[PeerId], interface: str, rendezvous: str, reached: list[str]
 ) -> str:
-    """Where an agent listens for others that share no memory with it.
+    """The address of an agent's listener for other agents that share no memory with it.
 
     Args:
-        mine, places: Its place, and those of all by rank.
-        interface: An interface or address of this machine, as ``SHOAL_INTERFACE``; empty where none is given.
+        mine, places: The location of the agent, and the locations of all by rank.
+        interface: An interface or address of this machine, as ``SHOAL_INTERFACE``; empty if none is given.
         rendezvous, reached: As for :meth:`~.router.Router.listen`.
     """
     if interface:

@@ -1,9 +1,8 @@
-"""Asking an agent that counts as lost, should it be there all the same, what became of it.
+"""Probes agents that count as lost, to learn whether they are alive and in which state.
 
-A network that fell apart may be whole again without anybody's noticing: who counts as lost is sent nothing. So now and
-then somebody has to ask. That is a handshake and no more: what the other side has to say is a number, in the place
-where an agent that connects to stay is told how much of what it sent has come. The other side keeps nothing of it, and
-neither side takes the end of it for anybody's loss.
+A partition may heal without any agent's noticing, because no messages are sent to lost agents. So agents probe them
+from time to time. A probe is only a handshake: the answer is a number, in the field that tells a permanent connection
+how many of its units have arrived. The other side stores nothing for it, and neither side regards its end as a loss.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from .sockets import Outgoing
 
 
 class PeerProbe:
-    """The questions of one agent, one at a time. Nothing waits for an answer, and an error is none."""
+    """The probes of one agent, one at a time. No call waits for an answer, and an error means no answer."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._question: Outgoing | None = None
 
     def ask(self, peer: int, answered: Callable[[int], None]) -> None:
-        """Ask a peer in another process; ``answered`` is called with what it says, by whoever drives."""
+        """Probe a peer in another process; the driving thread calls ``answered`` with the answer."""
         self.cancel()
         try:
             self._question = self._router.outgoing(peer, NullReceiver(), asks=True)
@@ -37,12 +36,12 @@ class PeerProbe:
         return bool(self.descriptors())
 
     def cancel(self) -> None:
-        """Want no answer any more."""
+        """Ignore the answer of the current probe."""
         if self._question is not None:
             self._question.close()
             self._question = None
 
     def descriptors(self) -> list[int]:
-        """What a forked child must close."""
+        """The descriptors that a forked child must close."""
         sock = None if self._question is None else self._question.sock
         return [] if sock is None or sock.fileno() < 0 else [sock.fileno()]

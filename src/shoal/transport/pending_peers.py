@@ -83,7 +83,7 @@ class PendingPeers:
         return [one for one in self._waiting if (one.peer, one.incarnation) == (rank, incarnation)]
 
     def admit(self, connection: Incoming) -> None:
-        """It is a member from now on; its buffered messages follow with :meth:`open`."""
+        """The agent becomes a member; its buffered messages follow with :meth:`open`."""
         self._let_in.append((connection, self._waiting.pop(connection)))
 
     def open(self, receiver: Receiver) -> None:

@@ -1,16 +1,16 @@
-"""Tensors that travel by ``torch.distributed``: process groups of Gloo, MPI, UCC or NCCL, fed in one order.
+"""Tensors that are sent by ``torch.distributed``: process groups of Gloo, MPI, UCC or NCCL, used in one order.
 
-Such an engine pairs the first send of an agent to another with the first receive there, whatever they are for, and a
-collective with whatever collective the others are in; a message that is longer than the memory it is received into
-ends the process. So nothing may be given to it that not all have agreed on, and all must give it the same in the same
-order: that is what ``coordination/`` is for. Here it is only done: one thread of an agent takes what is to be moved,
-starts it, waits for it, and says that it is over.
+Such a backend pairs the first send of one agent to another with the first receive there, for any operation, and a
+collective with any collective that the others run. A message that is longer than the receiver's memory ends the
+process. So all agents must agree on each transfer, and start the transfers in the same order: ``coordination/`` decides
+that order. This module only executes it: one thread of an agent takes each transfer, starts it, waits for it, and
+reports its end.
 
-Small tensors that one agent sends to another one behind the other go as one, and so do small all-reduces: both sides
-have the same list, and so cut it in the same way.
+Successive small tensors from one agent to another are joined, and so are small all-reduces: both sides have the same
+list, so they join them in the same way.
 
-Tags are not used: not every engine has them. A process group cannot be told to stop, but Gloo closes all its
-connections when one receive has waited too long, and so it is stopped here.
+Tags are not used, because not every backend has them. A process group has no call that stops it. But Gloo closes all
+its connections when one receive times out, which is used here to stop it.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ BACKENDS = {
 """Engines of ``torch.distributed``, and why Shoal cannot make process groups of some."""
 MADE_HERE = ("gloo", "ucc")
 SMALL_BYTES = 1 << 16
-"""Tensors up to this size go together with others."""
+"""Tensors up to this size are joined with others."""
 TOGETHER_BYTES = 1 << 22
-"""So many bytes of them at most."""
+"""The limit of joined bytes."""
 CONNECT_SECONDS, MOST_DOUBLINGS = 2.0, 5
-"""In which all members of a group must have connected, once all are ready to; else all try again, for twice as long.
-Nothing ends a try before: an agent that leaves waits for it."""
+"""Seconds in which all members of a group must connect, once all are ready; else all try again, for twice as long.
+An attempt cannot be ended earlier: an agent that shuts down waits for it."""
 _OF_GLOO = 5
-"""Gloo waits for so many times its time-out until a connection is there."""
+"""Gloo waits for so many times its time-out until a connection is open."""
 PATIENCE = datetime.timedelta(hours=1)
-"""How long an engine waits: deadlines are Shoal's own, and one of an engine's would end all that is under way."""
+"""The time-out of a backend: Shoal has its own deadlines, and a backend's would end all of its transfers."""
 ABANDON_AFTER = 3.0
-"""Seconds after which a thread that was to stop is left behind. Gloo closes connections at once, and tells all that
-wait for them, but for whoever waits for a message of which a part has come when its sender died: that thread waits for
-as long as :data:`PATIENCE`, or until the process ends. Nothing wakes it."""
+"""Seconds after which a stopping thread is abandoned. Gloo closes connections at once and fails all waits on
+them, except for a message of which a part had arrived when its sender died: that thread waits for
+as long as :data:`PATIENCE`, or until the process ends. It cannot be woken."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _TO_STOP = 0x5EA
-"""The tag of the receive that is given up to stop a group."""
+"""The tag of the receive whose time-out stops a group."""
 REDUCED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
-"""The dtypes whose reductions are an engine's as they are Shoal's; 16-bit numbers are summed in float32 here."""
+"""The dtypes whose reductions by a backend equal Shoal's; 16-bit numbers are summed in float32 here."""
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
@@ -89,17 +89,17 @@ def available() -> list[str]:
 
 
 class ProcessGroups:
-    """The process groups of one agent, and the thread that feeds them.
+    """The process groups of one agent, and the thread that uses them.
 
     Args:
-        rank: Whose.
+        rank: The rank of this agent.
         backend: One of :data:`BACKENDS`.
-        address: Where Gloo listens.
-        store: Makes what the members of a group find each other by.
-        give_up: Ends the waiting for them.
-        finished: Told, by the thread, what has been moved.
-        failed: Told why nothing moves any more.
-        given: A group of the script's own, and its ranks, used where these take part.
+        address: The address of Gloo's listener.
+        store: Makes the store by which the members of a group find each other.
+        give_up: Ends the waits for other members.
+        finished: Called by the thread with the ended transfers.
+        failed: Called with the error that ended all transfers.
+        given: A group of the script's own, and its ranks, used for transfers of these members.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class ProcessGroups:
         self._thread.start()  # now: once memory has run out, Python waits for ever for a thread to begin
 
     def move(self, group: Ranks, steps: Sequence[tuple[bool, Step]]) -> None:
-        """Move this next.
+        """Queue these steps.
 
         Args:
-            group: Who is there; all of them are told the same.
-            steps: In one order for all; each with whether it is a collective.
+            group: The present ranks; all of them queue the same steps.
+            steps: In one order for all; each with a flag whether it is a collective.
         """
         self.then(partial(self._move, group, runs(steps)))
 
     def then(self, what: Callable[[], None]) -> None:
-        """Have the thread call something when all that was to be moved before has been."""
+        """Call a function in the thread, after all earlier transfers."""
         self._queue.put(what)
 
     def stop(self) -> None:
@@ -159,12 +159,12 @@ class ProcessGroups:
             if self._thread.is_alive():
                 log.warning("rank %d leaves a thread behind, which waits in %s for ever", self._rank, self._backend)
                 self._thread.name = f"abandoned to {self._backend}"
-                return  # with its group, whose end would wait, too
+                return  # keep its group as well, whose end would block, too
         self._groups.clear()
         self._given = None
 
     def _abort(self, ranks: Ranks, group: Group) -> None:
-        """Make all that waits in a group give up."""
+        """Abort all waits in a group."""
         if self._backend != "gloo":
             group.abort()
             return
@@ -255,7 +255,7 @@ class ProcessGroups:
         return known[0]
 
     def _connect(self, ranks: Ranks, store: Store) -> Group:
-        """Make a group, with all its members at once: where one of them is stopped meanwhile, all begin again."""
+        """Make a group, with all its members together: if one of them is stopped during that, all try again."""
         place, group = ranks.index(self._rank), None
         for again in count():
             store.all_say(f"ready {again}", True)

@@ -1,4 +1,6 @@
-"""The processes of other agents on this machine: each says when it ends, also where a child keeps its sockets open."""
+"""Watches the processes of other agents on this machine: it detects their ends, even if a child keeps their sockets
+open.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from .poller import Poller
 
 
 class ProcessWatch:
-    """Those that are watched, by rank; ``on_end`` is told when one has ended."""
+    """The watched processes, by rank; ``on_end`` is called when one has ended."""
 
     def __init__(self, poller: Poller, on_end: Callable[[int], None]) -> None:
         self._poller = poller
@@ -18,7 +20,7 @@ class ProcessWatch:
         self._pidfds: dict[int, int] = {}
 
     def watch(self, place: PeerId) -> None:
-        """Watch the process of an agent, where it is one that this process can see."""
+        """Watch the process of an agent, if this process can see it."""
         if place.pid_namespace != pid_namespace():
             return
         try:

@@ -1,6 +1,6 @@
-"""What is known of the protocol without a message: its version, and the error that ends a connection.
+"""The version of the protocol, and the error that ends a connection.
 
-Nothing here imports torch: a handshake needs none, and who only asks or makes certificates goes without.
+This module does not import torch, because a handshake, a status query and the making of certificates need none.
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ connect."""
 
 
 class ProtocolError(Exception):
-    """The bytes that came are no message of ours."""
+    """The received bytes are no valid message."""

@@ -12,19 +12,19 @@ import resource
 from .wire import Message, ProtocolError, Where
 
 MESSAGES = 1 << 15
-"""Of one peer that are kept until this agent comes to them, and as many tensors that it has announced, and questions.
+"""Messages of one peer that are kept until this agent needs them; also its announced tensors, and its questions.
 
-A neighbour may be ahead by all that its script has in flight: three bursts of ten thousand nonblocking calls fit. It
+A neighbour may be ahead by all calls that its script has in flight: three bursts of ten thousand calls fit. It
 asks once for each call in flight. Each tensor may be a mapping, of which Linux gives a process 65,530."""
 MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 KEPT_BYTES = MACHINE_BYTES // 2
-"""Of tensors of one peer that are here before this agent comes to them, and as much of those that are announced.
+"""Bytes of tensors of one peer that arrived before this agent needs them, and as many bytes of announced ones.
 
-A neighbour may be two rounds ahead with its whole model under each name. It has that memory itself until this agent has
-taken them up; and this one has a model and a result of that size, which with these would be more than a machine has."""
+A neighbour may be two rounds ahead with its whole model under each name. It keeps that memory itself until this agent
+has read it. This agent has a model and a result of that size, which with these would exceed the machine's memory."""
 SEGMENTS = 1 << 14
-"""Memory files of one peer that are mapped: one for each of its tensors of more than 256 KiB that are under way at a
-time, and of each its peer has a descriptor open, of which a process has some thousands."""
+"""Memory files of one peer that are mapped: one for each of its tensors of more than 256 KiB in transit at a
+time. The peer has a descriptor open for each, of which a process has some thousands."""
 
 
 def descriptor_limit() -> int:

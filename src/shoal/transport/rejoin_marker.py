@@ -1,8 +1,7 @@
-"""An agent that waits to be let in shows it to its launcher, which need not have told it how: by a memory file of this
-name among its descriptors.
+"""The marker by which a launcher sees that an agent waits to rejoin: a memory file of this name among its descriptors.
 
-A launcher needs that to know whether anybody is left whom others could come back to, where all that live were started
-again. Nothing here imports torch, which launchers do without.
+A launcher needs it after restarts, to know whether any live agent is a member that could admit others. The agent needs
+no connection to the launcher for it. This module does not import torch, because launchers do not.
 """
 
 from __future__ import annotations
@@ -15,33 +14,33 @@ _NAME = "shoal-outside"
 
 
 class RejoinMarker:
-    """It is shown from :meth:`show` to :meth:`take_down`, and by nobody whose process has ended."""
+    """The marker is visible from :meth:`show` to :meth:`hide`, and never for an ended process."""
 
     def __init__(self) -> None:
         self._shown: list[int] = []
 
     def show(self) -> None:
-        """Until it is taken down."""
+        """Make the marker visible until :meth:`hide`."""
         self._shown.append(os.memfd_create(_NAME))
 
     def hide(self) -> None:
-        """For any thread; a second call does nothing."""
+        """Remove the marker, from any thread; a second call does nothing."""
         with contextlib.suppress(IndexError):
             os.close(self._shown.pop())
 
     def descriptors(self) -> list[int]:
-        """What a forked child must close."""
+        """The descriptors that a forked child must close."""
         return list(self._shown)
 
 
 def is_marked(pid: int) -> bool:
-    """Whether a process of this user shows the sign. False where that cannot be seen, or it has ended."""
+    """Whether a process of this user has the marker. False if its descriptors cannot be read, or it has ended."""
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 if os.readlink(entry) == f"/memfd:{_NAME} (deleted)":  # noqa: PTH115 - no path
                     return True
-            except FileNotFoundError:  # closed meanwhile
+            except FileNotFoundError:  # closed since
                 continue
     except OSError:
         pass

@@ -17,9 +17,9 @@ from .protocol import ProtocolError
 T = TypeVar("T")
 SAY_AFTER_UNITS = 64
 SAY_AFTER_BYTES = 1 << 22
-"""How much comes before the receiver says so: until then the sender keeps it."""
+"""Units and bytes after which the receiver acknowledges; until then the sender keeps them."""
 MOST_SPOILED = 3
-"""Times in a row, without a unit that is as it was sent between them: then that is no accident."""
+"""Corrupted units in a row, without a correct one between them: more is no accident."""
 
 
 class ConnectionCut(ProtocolError):
@@ -27,8 +27,8 @@ class ConnectionCut(ProtocolError):
 
 
 def is_connection_cut(error: Exception) -> bool:
-    """Whether an error may only mean that the connection is gone. A connection that is silent for too long does not
-    count: its host is gone.
+    """Whether an error may mean only that the connection is gone. A connection that is silent for too long does not
+    count, because its host is gone.
     """
     return isinstance(error, ConnectionCut | ConnectionResetError | ConnectionAbortedError | BrokenPipeError) or (
         isinstance(error, OSError) and error.errno == errno.ENOTCONN
@@ -41,7 +41,7 @@ class SendBuffer(Generic[T]):
     def __init__(self) -> None:
         self._acknowledged = 0
         self._kept: deque[T] = deque()
-        self._again: deque[T] = deque()  # of those before a cut, what is to be sent once more
+        self._again: deque[T] = deque()  # units from before a cut that are to be sent again
 
     def keep(self, unit: T) -> None:
         """A unit is being sent."""
@@ -69,7 +69,7 @@ class SendBuffer(Generic[T]):
 
     @property
     def idle(self) -> bool:
-        """Nothing has to be sent again."""
+        """No unit has to be sent again."""
         return not self._again
 
     def clear(self) -> None:

@@ -1,13 +1,14 @@
-"""Peers that this agent cannot connect to, as a firewall on the way refuses it, or drops the request.
+"""Connections from peers that this agent cannot connect to, because a firewall refuses or drops its requests.
 
-Each agent opens the connection for its own messages. Where that fails at first contact, the peer is asked to open a
-*reversed* connection: the peer connects and proves itself as ever, and this agent sends over that connection. The
-request goes over a connection that the peer has opened for its own messages. Where there is none, other agents pass it
-on. After a cut the peer is asked again; what had come is known on both sides (``retransmit.py``).
+Each agent opens the connection for its own messages. If that fails at first contact, the peer is requested to open a
+*reversed* connection: the peer connects and authenticates as usual, and this agent sends over that connection. The
+request uses a connection that the peer has opened for its own messages. Without one, other agents forward it. After a
+cut the peer is requested again; both sides know which units had arrived (``retransmit.py``).
 
-Where neither direction opens a connection, the peer counts as lost after :data:`CLOSED_SECONDS`, with the address, the
-port and the reason. That is a statement about the network: the kernel of a living machine answers a request to connect
-whatever its processes do. A peer that was connected once is not given up so: an outage may pass.
+If neither direction opens a connection, the peer counts as lost after :data:`CLOSED_SECONDS`, with the address, the
+port and the reason. The cause is then the network: the kernel of a running machine answers connection requests
+independently of its processes. A peer that was connected before does not become lost in this way, because an outage may
+pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .retransmit import ConnectionCut
 from .sockets import Incoming, Outgoing
 
 ASK_SECONDS = 1.0
-"""So long a connection may take before the peer is asked to open it, and between two requests."""
+"""The time a connection may take before the peer is requested to open it, and between two requests."""
 SOON_SECONDS = 0.25
 """So long it may take where the peer has connected to this agent."""
 CLOSED_SECONDS = 12.0
@@ -46,7 +47,7 @@ class _Attempts:
 
 
 class ReverseConnectionHost(Protocol):
-    """What this needs of the agent's router."""
+    """The interface to the agent's router."""
 
     rank: int
     links: dict[int, Link]
@@ -93,7 +94,7 @@ class ReverseConnections:
         return peer in self._attempts
 
     def is_refused(self, peer: int) -> bool:
-        """The last attempt was refused: nobody listens there, or a firewall says so."""
+        """The last attempt was refused: there is no listener, or a firewall refuses."""
         one = self._attempts.get(peer)
         return one is not None and one.limit == REFUSED_SECONDS
 
@@ -126,14 +127,14 @@ class ReverseConnections:
             self.due = min(self.due, one.ask_at)
 
     def forget(self, peer: int) -> None:
-        """The peer is gone."""
+        """The peer is lost, or has shut down."""
         self._attempts.pop(peer, None)
         link = self._opening.pop(peer, None)
         if link is not None:
             link.close()
 
     def problem_with(self, peer: int) -> str:
-        """Why there is no connection to a peer, empty where there is one, or none is needed."""
+        """Why there is no connection to a peer, empty if there is one, or none is needed."""
         one, link = self._attempts.get(peer), self._agent.links.get(peer)
         if one is None or not isinstance(link, NetworkLink) or self._is_settled(link):
             return ""
@@ -145,7 +146,8 @@ class ReverseConnections:
 
     def closed_at(self, peer: int) -> float:
         """When both directions count as closed, as ``clock.monotonic()``, if no connection opens until then; infinity
-        where one is open, or the last attempt was refused: the peer may be started again, at another port."""
+        if one is open, or the last attempt was refused: the peer may be started again, at another port.
+        """
         one, link = self._attempts.get(peer), self._agent.links.get(peer)
         if one is None or not isinstance(link, NetworkLink) or self._is_settled(link) or self.is_refused(peer):
             return float("inf")
@@ -175,10 +177,11 @@ class ReverseConnections:
         self.due = min((one.ask_at for one in self._attempts.values()), default=float("inf"))
 
     def send_over(self, connection: Incoming, peer: int, greeting: Accepting) -> None:
-        """A peer has opened a reversed connection. Where this agent has one of its own by now, it is not needed.
+        """Use a reversed connection that a peer has opened. It is not needed if this agent has a connection of its own
+        by now.
 
         Raises:
-            ConnectionCut: It is not; or it is of a process of that rank that is not the one which this agent knows.
+            ConnectionCut: It is not needed; or it comes from another process of that rank than the known one.
         """
         link = self._agent.links.get(peer)
         wanted = isinstance(link, NetworkLink) and (link.is_reversed or not link.open)
@@ -191,13 +194,13 @@ class ReverseConnections:
     # For messages to this agent
 
     def connect_back(self, peer: int) -> None:
-        """Open a reversed connection to a peer, which has asked for it."""
+        """Open a reversed connection to a peer, on its request."""
         before = self._opening.get(peer)
         if (before is not None and before.sock.fileno() >= 0) or not self._agent.may_open_for(peer):
             return
         try:
             link = self._opening[peer] = self._agent.outgoing(peer, NullReceiver(), purpose=REVERSED)
-        except OSError:  # it asks again
+        except OSError:  # the peer repeats its request
             return
         link.on_reversed = self._opened
 
@@ -207,7 +210,7 @@ class ReverseConnections:
         self._agent.hear_over(link)
 
     def descriptors(self) -> list[int]:
-        """What a forked child must close."""
+        """The descriptors that a forked child must close."""
         return [fd for fd in (link.sock.fileno() for link in self._opening.values()) if fd >= 0]
 
     def close(self) -> None:

@@ -36,11 +36,11 @@ from .tls import Certificates
 log = logging.getLogger("shoal")
 
 CONNECTIONS = 2
-"""Of one agent to another, at most: its link, and that once more where it was cut while it began."""
+"""The limit from one agent to another: its link, and its replacement if the link was cut during the handshake."""
 AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
 """The first pause before a link that was cut is tried again, and the longest."""
 LOUD = 15
-"""The try after which that is logged: it has taken a second."""
+"""The attempt after which the retries are logged: they have taken a second."""
 
 
 class Router:
@@ -66,12 +66,12 @@ class Router:
         self._forced = ""
         self.acceptor = Acceptor(poller, self._make_incoming)
         self._pending_peers = PendingPeers()
-        self.outside = False  # this agent waits to enter itself: nobody is let in before
+        self.outside = False  # this agent waits to be admitted itself: it admits no agent before
         self._leaving = False
         self._again: dict[int, float] = {}  # when links that were cut are tried again
         self._tries: dict[int, int] = {}
-        self._shut_out: set[int] = set()  # those that were lost
-        self._cut_off: dict[int, Incoming] = {}  # what agents sent came there, until it was cut
+        self._shut_out: set[int] = set()  # lost agents
+        self._cut_off: dict[int, Incoming] = {}  # the last connection from each agent, until it was cut
         self._answer: Callable[[int, int], int] = lambda rank, incarnation: 0
         self._ask_others: Callable[[int], None] = lambda peer: None
         self.reversing = ReverseConnections(self)
@@ -102,16 +102,16 @@ class Router:
         reached: list[str],
         ports: range = range(1),
     ) -> Endpoint:
-        """Open the listeners that this agent needs, and no more.
+        """Open only the listeners that this agent needs.
 
         ``reached`` are the addresses from which the agents, by rank, have reached the rendezvous; empty if unknown.
-        ``ports`` are those to listen on for agents of other machines; 0 is one that the system picks.
+        ``ports`` are the ports of the listener for agents of other machines; for 0 the system picks a port.
         """
         self._places = places
         self._forced = forced
         self._kinds = choose_transports(self.place, places, forced)
         others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank and kind}
-        if not all(self._kinds):  # who joins comes from where the rendezvous can be reached
+        if not all(self._kinds):  # a joining agent connects from a place that reaches the rendezvous
             others.add(forced or "shared_memory")
             if interface or not is_loopback(reached[self.rank] or rendezvous):
                 others.add("network")
@@ -207,7 +207,7 @@ class Router:
                 if error.errno not in tcp.UNREACHABLE or peer not in self.reversing:
                     raise
                 self.reversing.unreachable(peer, error)
-                sock = tcp.unconnected(self.address_of(peer)[0])  # the first reading says so
+                sock = tcp.unconnected(self.address_of(peer)[0])  # the first read raises the error
         return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation, place.incarnation, purpose)
 
     def address_of(self, peer: int) -> tuple[str, int]:
@@ -270,14 +270,14 @@ class Router:
         return self._kinds[peer] == "network" and not self._leaving and peer not in self._shut_out
 
     def hear_over(self, link: network_link.NetworkLink) -> None:
-        """A reverse connection is open: its peer sends over it from now on."""
+        """Receive from a peer over an open reversed connection."""
         incarnation = self._places[link.peer].incarnation
         connection = network_link.NetworkIncoming.over(link, incarnation, self.poller, self._receiver, self._pool)
         self._attend_to(connection)
         try:
             self._introduce(connection)
             connection.say_count()
-        except (OSError, ProtocolError):  # it asks again
+        except (OSError, ProtocolError):  # the peer connects again
             connection.close()
             self._forget(connection)
 
@@ -344,7 +344,7 @@ class Router:
         if connection in self.incoming.get(connection.peer, ()):
             self.incoming[connection.peer].remove(connection)
 
-    # Those who enter
+    # Joining agents
 
     def begin_pending(self) -> None:
         """This agent waits to rejoin. Messages of others are buffered until then."""
@@ -446,7 +446,7 @@ class Router:
         return self._endpoints[peer].inbox
 
     def retire_memory(self) -> None:
-        """Notify all peers of our memory files that are gone."""
+        """Notify all peers of this agent's freed memory files."""
         while self.arena.retired:
             ident = self.arena.retired.pop()
             for link in self.links.values():

@@ -9,9 +9,9 @@ an acknowledgement cost more than its bytes.
 Rejected: named shared memory (``/dev/shm`` fills up, names clash and outlive a killed process); a ring buffer for each
 pair (memory and copies grow with the degree); ``process_vm_readv`` (needs ptrace rights in containers).
 
-The sockets are SOCK_SEQPACKET: a packet is whole or absent, also if its sender is killed, and descriptors of new memory
-files travel with it. No name stays in the file system. The kernel gives the peer's uid, and a connection of another
-user is closed unread, if it can be made at all (``listeners.py``).
+The sockets are SOCK_SEQPACKET: a packet is whole or absent, even if its sender is killed, and it carries the
+descriptors of new memory files. No name stays in the file system. The kernel gives the peer's uid, and a connection of
+another user is closed unread, if it can be made at all (``listeners.py``).
 """
 
 from __future__ import annotations
@@ -145,14 +145,14 @@ class SharedMemoryIncoming(Incoming):
     def _hear_question(self, heard: bytes) -> None:
         if heard != status_socket.QUESTION:
             return
-        with contextlib.suppress(BlockingIOError):  # who asks does not read
+        with contextlib.suppress(BlockingIOError):  # the querying process does not read
             for packet in status_socket.here.answer():
                 self.sock.send(packet)
         raise ConnectionCut("it has only asked")
 
     def read(self) -> None:
         nbytes = len(self._buffer)
-        while nbytes >= MANY_BYTES:  # after a shorter packet there is rarely another, and the poller would say so
+        while nbytes >= MANY_BYTES:  # after a shorter packet there is rarely another, and the poller would report it
             nbytes, ancillary, flags, _ = self.sock.recvmsg_into([self._buffer], 64, _CLOSE)
             descriptors = _descriptors(ancillary)
             if not nbytes:

@@ -1,7 +1,7 @@
-"""Memory that other processes can read where it lies, and memory that is used again.
+"""Memory that other processes can read in place, and memory that is reused.
 
 An :class:`Arena` hands out :class:`Region` objects from memory files (``memfd_create``). A memory file has no name, so
-nothing is left behind when its owner is killed, and nobody can open it who was not given its descriptor. It is sealed
+nothing is left behind when its owner is killed, and only processes with its descriptor can open it. It is sealed
 against shrinking (a reader would get SIGBUS) and its pages are reserved when it is made, so running out of memory is an
 exception here rather than a signal there.
 
@@ -45,7 +45,7 @@ HUGE_PAGE = 1 << 21
 MOST_OF_DEVICE = 1 << 44
 """Bytes of one piece of a device's memory: more than any has."""
 LATELY = 2.0
-"""Seconds: a size that was asked for within them is in use."""
+"""Seconds: a size requested within them is in use."""
 MADV_POPULATE_WRITE = 23
 F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1, 2, 4
 
@@ -71,7 +71,7 @@ def _populate(area: mmap.mmap, size: int) -> None:
     code = ctypes.get_errno()
     if code in (errno.ENOMEM, errno.EFAULT):
         raise _no_memory(size)
-    # A kernel before 5.14 does not know the call; its pages come when they are touched.
+    # A kernel before 5.14 lacks the call; its pages are allocated when they are touched.
 
 
 def _no_memory(size: int) -> MemoryError:
@@ -98,14 +98,14 @@ class Segment:
         self.data = torch.frombuffer(self.area, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give up the descriptor; the pages go when the last tensor over them is gone, here and at the readers."""
+        """Close the descriptor; the pages are freed when the last tensor over them is gone, here and at the readers."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Region:
-    """A piece of an arena. It does not change hands until every reader has said that it is done."""
+    """A part of an arena. It is not reused until every reader has released it."""
 
     __slots__ = ("data", "nbytes", "offset", "segment", "size")
 
@@ -130,8 +130,9 @@ class _HandedOut(weakref.ref[Any]):
 
 
 class _Returns(ABC, Generic[T]):
-    """What comes back to be used again, from anywhere: also from the garbage collector, which may come in the middle of
-    handing out, while the lock is held. So nothing that comes back waits for the lock; who hands out sorts in first.
+    """Items that are returned for reuse, from any place: also from the garbage collector, which may run during a
+    hand-out, while the lock is held. So a return never waits for the lock; the next hand-out sorts the returned items
+    in first.
     """
 
     def __init__(self) -> None:
@@ -146,7 +147,7 @@ class _Returns(ABC, Generic[T]):
         self.tidy()
 
     def tidy(self) -> None:
-        """Make what has come back free for others, unless somebody is at it."""
+        """Make returned items available, unless another thread does."""
         if not (self._ended or self._returned):
             return
         with deferred:
@@ -157,14 +158,15 @@ class _Returns(ABC, Generic[T]):
                     self._lock.release()
 
     def _hand_out(self, owner: object, item: T) -> None:
-        """It comes back when ``owner`` is gone, which is no place for code of ours: an interrupt there would be lost,
-        and what it interrupts undone. So the callback is one of C, and tells only which has ended."""
+        """The item returns when ``owner`` is gone. No Python code may run at that time: an interrupt in it would be
+        lost, and the interrupted work undone. So the callback is a C function, which only records the ended owner.
+        """
         one = _HandedOut(owner, self._ended.append)
         one.item = item
         self._handed_out[id(one)] = one
 
     def _sort_in(self) -> None:
-        """Make what has come back free for others; under the lock."""
+        """Make returned items available; under the lock."""
         while self._ended:
             one = self._ended.popleft()
             del self._handed_out[id(one)]
@@ -180,9 +182,9 @@ class Arena(_Returns[Region]):
     """This agent's memory that others read. ``allocate`` and ``release`` may be called from any thread.
 
     Args:
-        keep: So many bytes of large regions that nobody uses are kept.
-        make: Makes its memory, of a number and a size: files if not given.
-        beside: Another arena of this agent's, with which it shares the numbers of their memory.
+        keep: The bytes of unused large regions that are kept.
+        make: Makes its memory from a number and a size; memory files if not given.
+        beside: Another arena of this agent, with which it shares the numbering of memory.
     """
 
     def __init__(
@@ -198,9 +200,11 @@ class Arena(_Returns[Region]):
         self._keep = keep
         self._free_large = 0
         self._idents: Iterator[int] = itertools.count(1) if beside is None else beside._idents
-        self._slabs: dict[int, tuple[Memory, int]] = {}  # by size: one that is cut into regions, and up to where
+        self._slabs: dict[
+            int, tuple[Memory, int]
+        ] = {}  # by size: the memory being cut into regions, and the offset so far
         self._of_tensors: dict[int, Region] = {}
-        # Memory that readers may forget; the router tells them.
+        # Memory that readers may unmap; the router notifies them.
         self.retired: list[int] = [] if beside is None else beside.retired
         self.closed = False
 
@@ -247,7 +251,7 @@ class Arena(_Returns[Region]):
         return next(self._idents)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor in a region of its own, which comes back when the tensor is gone."""
+        """An uninitialised contiguous tensor in a region of its own, which returns when the tensor is gone."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
@@ -266,7 +270,7 @@ class Arena(_Returns[Region]):
         return self._of_tensors.get(tensor.data_ptr())
 
     def _trim(self, wanted: int) -> None:
-        """Give back large regions that nobody uses before taking more, so that changing sizes do not pile up."""
+        """Free large unused regions before taking more, so that regions of changing sizes do not pile up."""
         for size, regions in list(self._free.items()):
             if size <= SMALL:
                 continue
@@ -303,7 +307,7 @@ class PeerMemory:
         self._descriptors: dict[int, int] = {}
 
     def add(self, ident: int, fd: int, lockable: bool = False) -> None:
-        """Map a descriptor that came with a message, and close it, unless its file is to be locked."""
+        """Map a descriptor that was received with a message, and close it, unless its file is to be locked."""
         try:
             self._check_number(ident)
             if lockable and len(self._descriptors) >= quotas.descriptor_limit():
@@ -332,8 +336,9 @@ class PeerMemory:
             raise ProtocolError(f"it has passed its budget of {quotas.SEGMENTS:,} memory files that are shared")
 
     def add_of_device(self, ident: int, fd: int, size: int) -> None:
-        """Map memory of a device, and close its descriptor. Where that cannot be, whoever wants it hears of it: its
-        numbers are those of a meta tensor."""
+        """Map memory of a device, and close its descriptor. If that fails, its tensors are meta tensors, and using them
+        raises.
+        """
         try:
             self._check_number(ident)
             if size > MOST_OF_DEVICE:
@@ -376,16 +381,16 @@ class PeerMemory:
 
 
 class ResultPool(_Returns[tuple[mmap.mmap, int]]):
-    """Tensors over memory that is used again once the last tensor over it is gone.
+    """Tensors over memory that is reused once the last tensor over it is gone.
 
-    What is free beyond ``keep`` bytes is given back, first that of sizes that nobody has asked for lately. Of sizes in
-    use none gives way to another: where they take turns, each would find that the other had just been preferred.
+    Free memory beyond ``keep`` bytes is returned to the system, first memory of sizes not requested lately. No size in
+    use is evicted for another: with alternating sizes, each would always evict the other.
     """
 
     def __init__(self, keep: int = 1 << 28) -> None:
         super().__init__()
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
-        self._asked_for: dict[int, float] = {}  # sizes, and when; the one that was not for longest first
+        self._asked_for: dict[int, float] = {}  # sizes and times, the least recent first
         self._free_bytes = 0
         self._keep = keep
 
@@ -425,7 +430,7 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
             self._free_bytes += size
 
     def _trim(self, room: int) -> None:
-        """Give back what is free of sizes that are not asked for any more, until so many bytes are left."""
+        """Free memory of sizes that are no longer requested, until ``room`` bytes are left."""
         until = clock.monotonic() - LATELY
         for size, when in list(self._asked_for.items()):
             if when > until or self._free_bytes <= room:

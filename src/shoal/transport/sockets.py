@@ -1,10 +1,10 @@
-"""What the two kinds of socket connection share: who connects to whom, the handshake, and how an end shows.
+"""The common part of the two kinds of socket connection: direction, handshake, and detection of the end.
 
-An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. The sender of the
-messages opens the connection, or the receiver does where the sender cannot (``reverse_connections.py``). Messages that
-are queued together make a packet, which is sealed when it is sent. One over a network is made again where it is cut
-(``retransmit.py``). Subclasses say how packets and tensors become bytes on
-their kind of socket. Everything is non-blocking and driven by the agent's poll loop.
+An :class:`Outgoing` connection only sends messages; an :class:`Incoming` one only receives them. The sender of the
+messages opens the connection, or the receiver does if the sender cannot (``reverse_connections.py``). Messages that are
+queued together make a packet, which is sealed when it is sent. A network connection is made again after a cut
+(``retransmit.py``). Subclasses define how packets and tensors become bytes on their kind of socket. All sockets are
+non-blocking and driven by the agent's poll loop.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from .retransmit import ConnectionCut, is_connection_cut
 from .wire import PACKET_BYTES, Message, ProtocolError, encode
 
 SAID = struct.Struct("<7sQi128s")
-"""What an agent says to those that connected to it, and to nobody else. When it leaves: goodbye, the rank that it had
-lost, and the cause. Over a network, also how many units have come, and the request to open a reversed connection."""
+"""A control message to the peer that opened a connection. At shutdown: goodbye, the rank that this agent had
+lost, and the cause. Over a network, also the number of arrived units, and the request for a reversed connection."""
 GOODBYE, HAD, CONNECT = b"goodbye", b"has had", b"connect"
 log = logging.getLogger("shoal")
 
 NO_DESCRIPTOR = -1
 GREETING_SECONDS = 10.0
-"""A connection that has not proved itself after this long is closed."""
+"""A connection that is not authenticated after this time is closed."""
 SHORT_SECONDS = 1.0
-"""A connection that was cut before is made again after a pause, one that has lasted longer at once."""
+"""A cut connection that lasted less than this is made again after a pause, a longer one at once."""
 
 
 def hear(sock: socket.socket, nbytes: int) -> bytes:
-    """What has come of the next ``nbytes`` of a handshake."""
+    """The received part of the next ``nbytes`` of a handshake."""
     try:
         data = sock.recv(nbytes)
     except BlockingIOError:
@@ -63,7 +63,7 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def detached(sock: socket.socket, poller: Poller) -> socket.socket:
-    """A closed socket, to take the place of one whose connection another object goes on with."""
+    """A closed socket that replaces a socket whose connection another object takes over."""
     poller.remove(sock.fileno())
     closed = socket.socket()
     closed.close()
@@ -83,7 +83,7 @@ class Outgoing:
 
     transport = ""
     seal_of: Callable[[bytes], Seal]
-    """Makes what seals one direction, from its key."""
+    """Makes the seal of one direction from its key."""
     resumes = False
     """It is made again where it is cut."""
 
@@ -94,16 +94,16 @@ class Outgoing:
         self.sock = sock
         self.open = False
         self.on_cut: Callable[[Outgoing, str, bool], None] | None = None  # sees to it that it is tried again; at once?
-        self.on_answer: Callable[[int], None] = lambda answer: None  # where it only asks
+        self.on_answer: Callable[[int], None] = lambda answer: None  # for a probe
         self.on_reversed: Callable[[Outgoing], None] = lambda link: None  # for a reversed connection, when it is open
         self.on_request: Callable[[int], None] = lambda peer: None  # the peer asks for a reversed connection
         self.may_be_refused: Callable[[int], bool] = lambda peer: False  # a refusal may be a firewall's
         self.problem: Exception | None = None  # of the attempt that failed last
         self.is_reversed = False  # the peer has opened the connection
-        self._awaits_count = False  # of units that have come, the last part of a reversed handshake
+        self._awaits_count = False  # the count of arrived units, the last part of a reversed handshake
         self._since = 0.0  # when it was opened last
-        self._left = False  # the peer has said goodbye
-        self._cut_by = ""  # what has cut it after it was open
+        self._left = False  # the peer has sent its shutdown message
+        self._cut_by = ""  # the cause of a cut after it was open
         self._greeting = greeting
         self._hello = b""
         self._answered = False
@@ -113,11 +113,11 @@ class Outgoing:
         self._events = READ
         self._frames: list[bytes] = []
         self._size = 0
-        self._packets: deque[tuple[bytes, int]] = deque()  # each with a descriptor that goes along, or none
+        self._packets: deque[tuple[bytes, int]] = deque()  # each with a descriptor to send, or none
         poller.add(sock.fileno(), self._on_event)
 
     def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
-        """Once more, over another connection, after this one was cut. What is queued waits for it."""
+        """Continue over another connection, after this one was cut. Queued messages wait for it."""
         self.sock.close()
         self.sock, self._greeting = sock, greeting
         self._hello, self._answered, self._heard, self._events = b"", False, b"", READ
@@ -125,7 +125,7 @@ class Outgoing:
         self._poller.add(sock.fileno(), self._on_event)
 
     def take_over(self, sock: socket.socket, keys: Keys) -> None:
-        """Go on over a connection that the peer has opened, once it has said how much had come before."""
+        """Continue over a connection that the peer has opened, once it has sent the number of arrived units."""
         if self.open:
             self.open, self._cut_by = False, "the peer has opened another one"
         if self.sock.fileno() >= 0:
@@ -150,11 +150,13 @@ class Outgoing:
         self._size += len(frame)
 
     def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
-        """Say in the message where its tensor is."""
+        """Set the location of its tensor in the message."""
         raise AssertionError("a kind of connection says where tensors are")
 
     def _pack(self) -> None:
-        """What is queued so far is a packet; it is sealed when it is sent, in that order and with the key of then."""
+        """Make a packet of the queued messages; it is sealed when it is sent, in that order and with the key of that
+        time.
+        """
         if self._frames:
             self._packets.append((b"".join(self._frames), NO_DESCRIPTOR))
             self._frames.clear()
@@ -176,7 +178,7 @@ class Outgoing:
             self._hear_last_words()
         if self.open:
             may_pass = self.resumes and not self._left and is_connection_cut(error)
-        else:  # one that was there before does not come into a flood: who does not answer then is gone
+        else:  # a reconnection does not meet a flood: a peer that does not answer then is gone
             may_pass = is_connection_cut(error) if self._cut_by else self._is_passing(error)
         self.problem = error
         if may_pass and self.on_cut is not None:
@@ -186,13 +188,14 @@ class Outgoing:
             self._poller.remove(self.sock.fileno())  # and not closed: without a socket a link counts as done with
             self.on_cut(self, cause, lasted)
         elif self._cut_by and isinstance(error, ConnectionRefusedError):
-            self.fail(self._cut_by, certain=True)  # and nobody listens there any more: its process has ended
+            self.fail(self._cut_by, certain=True)  # and there is no listener any more: its process has ended
         else:
             self.fail(cause, isinstance(error, ProtocolError))
 
     def _is_passing(self, error: Exception) -> bool:
-        """Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is
-        refused."""
+        """Whether an error of a connection that is not open yet may also come from a flooded listener. Without a
+        listener the connection is refused.
+        """
         return is_connection_cut(error) or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
 
     def _greet(self) -> None:
@@ -207,7 +210,7 @@ class Outgoing:
             try:
                 self.sock.send(self._greeting.answer(self._hello))
             except OSError:
-                self._whole(WELCOME_SIZE)  # it may have said why, before it ended the connection
+                self._whole(WELCOME_SIZE)  # it may have sent the reason before it ended the connection
                 raise
             self._answered = True
             return
@@ -241,7 +244,7 @@ class Outgoing:
             self._begin(count)
 
     def _begin(self, had: int) -> None:
-        """The handshake is over, and so many units had come over other connections."""
+        """The handshake is over, and ``had`` units have arrived over other connections."""
         self._go_on_after(had)
         self.open, self._since = True, clock.monotonic()
         if self._cut_by:
@@ -250,14 +253,14 @@ class Outgoing:
 
     @property
     def has_been_open(self) -> bool:
-        """The peer has heard of it, also where it was cut since."""
+        """The connection has been open before, even if it was cut since."""
         return self._since > 0.0
 
     def _go_on_after(self, had: int) -> None:
-        """So many units of what was sent have come over another connection."""
+        """``had`` units have arrived over other connections."""
 
     def _whole(self, nbytes: int) -> bytes:
-        """The next part of the handshake, once all of it has come."""
+        """The next part of the handshake, once it is complete."""
         self._heard += hear(self.sock, nbytes - len(self._heard))
         if len(self._heard) < nbytes:
             return b""
@@ -265,7 +268,7 @@ class Outgoing:
         return heard
 
     def _is_private(self) -> bool:
-        """Whether the handshake may go on: where it is encrypted, once that has been agreed on."""
+        """Whether the handshake may continue: an encrypted connection must have finished its TLS handshake."""
         return True
 
     def _on_open_event(self, events: int) -> None:
@@ -274,7 +277,7 @@ class Outgoing:
         self.flush()
 
     def _listen(self) -> bool:
-        """Hear what the peer says here, which is always of one size. Whether it said something."""
+        """Read a control message of the peer, which has a fixed size. Returns whether any bytes arrived."""
         size = self._goodbye.size + SAID.size
         try:
             said = self.sock.recv(size - len(self._heard))
@@ -299,12 +302,12 @@ class Outgoing:
         return True
 
     def _on_had(self, count: int) -> None:
-        """So many units of what was sent have come."""
+        """``count`` units have arrived."""
         raise ProtocolError("it counts what comes to it without being asked")
 
     def _hear_last_words(self) -> None:
-        """It may have said goodbye, which says for whom it leaves, before it broke the connection."""
-        for _ in range(2):  # that it did not read our last words may be said first
+        """Read a shutdown message, which names the rank for which the peer leaves, from before the connection broke."""
+        for _ in range(2):  # the error of our unread last message may come first
             with contextlib.suppress(OSError, ProtocolError):
                 while self._listen():
                     pass
@@ -323,7 +326,7 @@ class Outgoing:
         raise AssertionError("a kind of connection says what it has still to send")
 
     def fail(self, cause: str, certain: bool = False) -> None:
-        """Close; ``certain``: by what the peer did, an orderly end or nonsense, which no network makes up."""
+        """Close; ``certain``: the peer caused it, by an orderly end or malformed data, which no network produces."""
         if self.sock.fileno() >= 0:
             if self.open:
                 self._hear_last_words()
@@ -343,7 +346,7 @@ def _refuse_reversed(connection: Incoming, peer: int, greeting: Accepting) -> No
 
 
 class Incoming:
-    """The accepting side: it learns who connects, and then reads messages."""
+    """The accepting side: it identifies the connecting agent, and then reads messages."""
 
     seal_of: Callable[[bytes], Seal]
     """As for :class:`Outgoing`."""
@@ -378,7 +381,7 @@ class Incoming:
         poller.add(sock.fileno(), self.on_event)
 
     def on_event(self, _events: int = 0) -> None:
-        """Something came, or the end of it."""
+        """Data arrived, or the end of the connection."""
         if self.sock.fileno() < 0:
             return
         try:
@@ -437,7 +440,7 @@ class Incoming:
 
     @property
     def had(self) -> int:
-        """How many units have come, over other connections before."""
+        """How many units have arrived over earlier connections."""
         return 0
 
     def _is_private(self) -> bool:
@@ -445,17 +448,19 @@ class Incoming:
         return True
 
     def _hear_question(self, heard: bytes) -> None:
-        """What came is less than an agent says: who has only a question, and may ask it, is answered."""
+        """The received data is shorter than an agent's answer: reply to a status query, if it is allowed."""
 
     def _check_identity(self, peer: int) -> None:
-        """Raise :class:`ProtocolError` if it has shown that it is somebody else."""
+        """Raise :class:`ProtocolError` if the peer has authenticated as another agent."""
 
     def read(self) -> None:
-        """Read what is there and hand it to the receiver. Raises when the connection ended or speaks nonsense."""
+        """Read the available data and pass it to the receiver. Raises when the connection ended or the data is
+        malformed.
+        """
         raise AssertionError("a kind of connection says how it reads")
 
     def deliver_to(self, receiver: Receiver) -> None:
-        """Who is told of what comes from now on."""
+        """Set the receiver of later messages."""
         self._receiver = receiver
 
     def say_goodbye(self, lost: int, cause: str) -> None:
@@ -466,7 +471,7 @@ class Incoming:
             self._say(GOODBYE, lost=lost, cause=cause)
 
     def ask_to_connect(self) -> None:
-        """Ask the peer to open a reversed connection, for what this agent has to send to it."""
+        """Request the peer to open a reversed connection for messages of this agent."""
         try:
             self._say(CONNECT)
         except (OSError, ConnectionCut) as error:
@@ -482,7 +487,9 @@ class Incoming:
             raise ConnectionCut("it does not hear what is said to it")
 
     def fail(self, cause: str, certain: bool = False) -> None:
-        """Close; the loss of an unauthenticated connection is nobody's loss. ``certain``: as for :class:`Outgoing`."""
+        """Close; the end of an unauthenticated connection is no loss of an agent. ``certain``: as for
+        :class:`Outgoing`.
+        """
         if self.sock.fileno() < 0:
             return
         self.close()

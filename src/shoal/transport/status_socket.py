@@ -1,14 +1,14 @@
-"""What another shell of this user may ask the agents of a process, and how: `shoal status`.
+"""The status query of ``shoal status``: the request of another process of this user to the agents of a process.
 
-It does not know the job's secret, so it does not come in: it connects to the Unix socket that only this user can reach
-(``listeners.py``), which it finds through ``/proc/<pid>/fd``; the kernel tells each side the user of the other; and in
-the place where an agent would prove that it knows the secret it says one word. The answer is what the agents of that
-process do, in JSON, and the end of the connection. Nothing else can be said or done that way.
+The querying process does not know the job's secret, so it cannot authenticate as an agent. It connects to the Unix
+socket that only this user can reach (``listeners.py``), which it finds through ``/proc/<pid>/fd``; the kernel gives
+each side the user of the other. In place of the proof of the secret it sends one request. The answer is the status of
+that process's agents, in JSON, and then the connection ends. No other request is possible.
 
-Whoever asks has a place among those that have not proved who they are, as many as there are and for as long as any
-(``unauthenticated.py``), and what is said is made anew only now and then: a flood of questions costs what a flood of
-connections does. An agent has such a socket for the others of its machine anyway. Where there are none, one agent of a
-process opens it for all of them, as threads or alone; when that one leaves, another does.
+A status query counts as an unauthenticated connection, with the same limits of number and time
+(``unauthenticated.py``), and the answer is computed only now and then: a flood of queries costs as much as a flood of
+connections. An agent has such a socket for the other agents of its machine anyway. If there are none, one agent of a
+process opens it for all agents of that process; when that one leaves, another does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 17
 BUSY_SECONDS = 0.1
 """For which it is waited for agents of this process that just handle something, all together."""
 KEEP_SECONDS = 0.1
-"""For which an answer is given again to whoever else asks."""
+"""The time for which an answer is reused for other queries."""
 
 
 class StatusProvider(Protocol):
@@ -42,11 +42,11 @@ class StatusProvider(Protocol):
         """Let them, if the system allows."""
 
     def describe(self, within: float) -> dict[str, Any]:
-        """What it does; where it does not find the time for that in so many seconds, who it is. From any thread."""
+        """The status; if the agent has no time for it within so many seconds, its identity only. From any thread."""
 
 
 class StatusSocket:
-    """The agents of this process, and what was last said of them."""
+    """The agents of this process, and their last status."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class StatusSocket:
             self._ensure_listener()
 
     def leave(self, agent: StatusProvider) -> None:
-        """It is about to close what it has; nothing if it is not there."""
+        """Remove an agent that is about to close; ignored if it is not registered."""
         with self._lock:
             if agent in self._agents:
                 self._agents.remove(agent)
@@ -74,7 +74,7 @@ class StatusSocket:
             self._agents[0].open_private_listener()
 
     def answer(self) -> list[bytes]:
-        """What the agents of this process do, in packets. For who has asked, by the thread that drives one of them."""
+        """The status of the agents of this process, in packets. Called by the thread that drives one of them."""
         with self._lock:
             now = clock.monotonic()
             if now >= self._until:
@@ -85,7 +85,7 @@ class StatusSocket:
             return self._said
 
     def restart_in_child(self) -> None:
-        """A forked child has no agent; its copies of their sockets are closed where they are."""
+        """A forked child has no agent; its copies of their sockets are closed elsewhere."""
         self.__init__()  # type: ignore[misc]
 
 

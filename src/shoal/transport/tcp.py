@@ -1,4 +1,4 @@
-"""TCP sockets between machines: how they listen and connect, and after how long a silent host is given up."""
+"""TCP sockets between machines: listening, connecting, and the detection of silent hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEAD_HOST_SECONDS = 20
 SYN_COUNT = 3
 """How often a request to connect is repeated: it is given up after 15 s, or 19 on a kernel that begins more evenly."""
 UNSENT_BYTES = 1 << 17
-"""How much the system queues unsent: a small message waits behind no more than this of a large one."""
+"""The bytes that the system queues unsent: a small message waits behind at most this part of a large one."""
 UNREACHABLE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM})
 """Errors of an attempt to connect that a firewall may cause, or an outage that passes."""
 
@@ -57,25 +57,25 @@ def start_connecting(address: str, port: int) -> socket.socket:
         pass
     except BaseException as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
-            return sock  # no port of our own is free, as in a flood from here: the first reading says so
+            return sock  # no local port is free, as in a flood from here: the first read raises the error
         sock.close()
         raise
     return sock
 
 
 def unconnected(address: str) -> socket.socket:
-    """A socket whose first reading says that it is not connected."""
+    """A socket whose first read raises that it is not connected."""
     sock = socket.socket(resolved(address, 0)[0], socket.SOCK_STREAM)
     sock.setblocking(False)
     return sock
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small messages; a host that vanished without a word is noticed after ``DEAD_HOST_SECONDS``.
+    """No delay for small messages; a host that vanished silently is detected after ``DEAD_HOST_SECONDS``.
 
-    The side that only listens notices it, by probes that a living host answers whatever its processes do. There is no
-    ``TCP_USER_TIMEOUT`` on the side that sends: it would also give up an agent that is stopped, or busy for so long,
-    and that a deadline is there for.
+    The receiving side detects it, by probes that a running host answers independently of its processes. The sending
+    side sets no ``TCP_USER_TIMEOUT``: it would also end the connection to an agent that is stopped or busy for so long,
+    for which deadlines exist.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -15,7 +15,7 @@ _inboxes: weakref.WeakValueDictionary[str, ThreadInbox] = weakref.WeakValueDicti
 
 
 class ThreadInbox:
-    """Where the threads of this process leave messages for one agent."""
+    """The queue of messages from threads of this process to one agent."""
 
     def __init__(self, rank: int, poller: Poller) -> None:
         self.address = clock.random_hex(16)
@@ -25,11 +25,11 @@ class ThreadInbox:
         self._messages: deque[tuple[int, Message | tuple[int, str]]] = deque()
         self._writers: list[ThreadInbox] = []
         self._closed = False
-        self.last_word = -1, ""  # whom the owner had lost when it left, and the cause
+        self.last_word = -1, ""  # the rank that the owner had lost when it left, and the cause
         _inboxes[self.address] = self
 
     def put(self, source: int, message: Message | tuple[int, str]) -> bool:
-        """Leave a message, or the last word of ``source``, which has left. False when the owner of the inbox has."""
+        """Add a message, or the shutdown notice of ``source``. False if the owner of the inbox has shut down."""
         with self._lock:
             if self._closed:
                 return False
@@ -38,7 +38,7 @@ class ThreadInbox:
         return True
 
     def expect(self, writer: ThreadInbox) -> None:
-        """Remember who writes here, to tell it when the owner leaves."""
+        """Remember an agent that writes here, to notify it when the owner leaves."""
         with self._lock:
             self._writers.append(writer)
 
@@ -60,7 +60,7 @@ class ThreadInbox:
 
 
 class ThreadLink:
-    """To another thread of this process."""
+    """A link to another thread of this process."""
 
     transport = "threads"
     idle = True

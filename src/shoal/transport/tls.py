@@ -1,9 +1,9 @@
-"""TLS 1.3 between machines, where both sides show a certificate that is for one rank. By Python's own ``ssl``.
+"""TLS 1.3 between machines, in which both sides show a certificate for one rank. By Python's own ``ssl``.
 
-A connection begins in the clear with the greeting of the side that listens; then comes TLS, and all else inside it. The
-certificates lie in one folder: ``ca.crt``, whom to believe; ``rank-N.crt`` and ``rank-N.key``, who one is; and
-``revoked.crl``, whom not to believe any more, if it is there. A certificate for rank N has the DNS name
-``rank-N.shoal``.
+A connection begins unencrypted with the greeting of the listening side; then TLS begins, and all later data is inside
+it. The certificates are in one folder: ``ca.crt``, the trusted authority; ``rank-N.crt`` and ``rank-N.key``, the
+agent's certificate and key; and, optionally, ``revoked.crl``, the revoked certificates. A certificate for rank N has
+the DNS name ``rank-N.shoal``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .retransmit import ConnectionCut
 
 AUTHORITY, REVOKED = "ca.crt", "revoked.crl"
 RECORD_BYTES = 1 << 15
-"""More than the largest record, with all that is around it: so much may have come and not be readable yet."""
+"""More than the largest record with its overhead: so much may have arrived and not be readable yet."""
 
 
 def host_name(rank: int) -> str:
@@ -28,11 +28,11 @@ def host_name(rank: int) -> str:
 
 
 class Certificates:
-    """Those of one agent.
+    """The certificates of one agent.
 
     Args:
-        folder: Where they lie.
-        rank: Whose.
+        folder: The folder with the files.
+        rank: The rank of the agent.
 
     Raises:
         ValueError: One is missing, cannot be read, or does not belong to its key; the message names it.
@@ -48,7 +48,7 @@ class Certificates:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         if side == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # nobody comes back to a connection
+            context.num_tickets = 0  # no session is resumed
         own, key = folder / f"rank-{rank}.crt", folder / f"rank-{rank}.key"
         doing = f"read {folder / AUTHORITY}"
         try:
@@ -72,12 +72,12 @@ class Certificates:
         return str(self._accepting.get_ca_certs()[0]["notAfter"])
 
     def accept(self, sock: socket.socket) -> Encrypted:
-        """Begin TLS with who has connected."""
-        sock.getpeername()  # of one that has gone again: to wrap it would fail, and leave it open
+        """Begin TLS with a connecting peer."""
+        sock.getpeername()  # raises if the peer has disconnected: wrapping would fail and leave the socket open
         return Encrypted(self._accepting.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
     def connect(self, sock: socket.socket, peer: int) -> Encrypted:
-        """Begin TLS with who must be rank ``peer``."""
+        """Begin TLS with a peer that must be rank ``peer``."""
         sock.getpeername()
         return Encrypted(
             self._connecting.wrap_socket(sock, server_hostname=host_name(peer), do_handshake_on_connect=False)
@@ -85,10 +85,10 @@ class Certificates:
 
 
 def certificates_of(rank: int) -> Certificates | None:
-    """What ``SHOAL_TLS`` and ``SHOAL_CERTIFICATES`` say; None where there is to be no TLS.
+    """The certificates from ``SHOAL_TLS`` and ``SHOAL_CERTIFICATES``; None without TLS.
 
     Raises:
-        ValueError: They make no sense, or as for :class:`Certificates`.
+        ValueError: The variables are invalid, or as for :class:`Certificates`.
     """
     text, folder = os.environ.get("SHOAL_TLS", ""), os.environ.get("SHOAL_CERTIFICATES", "")
     if text not in ("", "off", "on"):
@@ -101,9 +101,9 @@ def certificates_of(rank: int) -> Certificates | None:
 
 
 class Encrypted:
-    """A socket of ours with TLS on it: the calls of a non-blocking one, as links use them.
+    """A socket with TLS, with the methods of a non-blocking socket that links use.
 
-    What ``ssl`` says in other words is said in a socket's: :class:`BlockingIOError` where there is nothing to do yet.
+    Errors of ``ssl`` become those of a socket: :class:`BlockingIOError` if a call would block.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -111,7 +111,9 @@ class Encrypted:
         self.ready = False
 
     def shake_hands(self) -> bool:
-        """Go on with TLS's handshake; whether it is over. Raises :class:`ProtocolError` for who is not believed."""
+        """Continue TLS's handshake; returns whether it is complete. Raises :class:`ProtocolError` if the peer is not
+        trusted.
+        """
         if not self.ready:
             try:
                 self._sock.do_handshake()
@@ -133,7 +135,7 @@ class Encrypted:
 
     @property
     def pending(self) -> int:
-        """Bytes that have come and are decrypted: nobody is woken for them."""
+        """Bytes that are received and decrypted, for which no event occurs."""
         return self._sock.pending()
 
     def recv(self, nbytes: int) -> bytes:
@@ -159,7 +161,7 @@ class Encrypted:
             raise BrokenPipeError(str(_explained(error))) from None
 
     def sendmsg(self, buffers: Iterable[memoryview]) -> int:
-        """Send the first of them, or as much of it as goes; call again with what is left."""
+        """Send the first buffer, or a part of it; call again with the rest."""
         return self.send(next(iter(buffers)))
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
@@ -173,7 +175,7 @@ class Encrypted:
 
 
 def _explained(error: ssl.SSLError) -> ProtocolError:
-    """What the other side found is in an alert, which may come when this side's handshake is over."""
+    """The error for a TLS alert with the other side's finding, which may arrive after this side's handshake."""
     reason = error.reason or str(error)
     found = reason.partition("ALERT_")[2].replace("_", " ").lower()
     return ProtocolError(f"it refuses this agent's certificate: {found}" if found else f"TLS failed: {reason}")

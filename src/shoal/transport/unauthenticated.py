@@ -1,9 +1,9 @@
-"""Who wants to come in: connections that have not proved themselves, and how many there may be.
+"""Unauthenticated connections, and the limits of their number.
 
-Whoever can reach a listener can connect to it, and say nothing. So each origin (an address; on one machine, a process)
-has a few places. Who comes when they are full takes that of the oldest there, unless it has only just come; then the
-new one is closed. A flood from one address takes no place at others, and an agent that comes from the same address, and
-is closed, too, tries again until it gets in (``Router._cut``).
+Any process that can reach a listener can connect to it, and send nothing. So each origin (an address; on one machine, a
+process) has a few slots. If they are full, a new connection replaces the oldest one, unless that one is very recent;
+then the new one is closed. A flood from one address takes no slots of others. An agent at the same address whose
+connection is closed, too, retries until it succeeds (``Router._cut``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Unauthenticated:
         self._known[origin] += 1
 
     def has_room(self, origin: str, now: float) -> bool:
-        """Whether one more from there may come, for which the oldest may have to go."""
+        """Whether one more connection from an origin may be added; the oldest may be closed for it."""
         here = self._at.get(origin, {})
         if origin in self._known:
             if len(here) < KNOWN_ROOM + self._known[origin]:
@@ -64,7 +64,7 @@ class Unauthenticated:
         self._at.setdefault(origin, {})[connection] = None
 
     def remove(self, connection: Incoming) -> bool:
-        """False where it is none of them."""
+        """Remove a connection. False if it is not among these."""
         origin = self._origins.pop(connection, None)
         if origin is None:
             return False
@@ -75,11 +75,11 @@ class Unauthenticated:
 
     @property
     def oldest(self) -> float:
-        """When the one came that has waited for longest; infinity if there are none."""
+        """The arrival time of the oldest connection; infinity if there are none."""
         return next((connection.since for connection in self._origins), float("inf"))
 
     def forget(self, before: float) -> None:
-        """Close those that came before a time."""
+        """Close the connections that arrived before a time."""
         for connection in self:
             if connection.since > before:
                 return

@@ -1,6 +1,6 @@
-"""Unix sockets between processes of one user: the kernel says at each end whose the other is.
+"""Unix sockets between processes of one user: the kernel identifies the user of each end to the other.
 
-Nothing here imports torch: whoever only asks agents what they do needs none.
+This module does not import torch, because status queries need none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str) -> socket.socket:
-    """Without waiting: where there is no room, the first reading says that it is not connected.
+    """Connect without waiting: if the queue is full, the first read raises that it is not connected.
 
     ``name`` begins with a zero byte, or is a path.
     """

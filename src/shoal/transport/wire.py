@@ -26,7 +26,7 @@ class Kind(IntEnum):
     DATA = 1  # a tensor of a round; its payload is inline, in shared memory, or follows in chunks
     CHUNK = 2  # part of the payload of an earlier DATA (network only)
     DONE = 3  # the receiver has read the payload named by the token and needs it no more
-    REFUSE = 4  # the receiver will not take the DATA named by the token, and says why
+    REFUSE = 4  # the receiver does not accept the DATA named by the token, with the reason
     ASK = 5  # "I wait for your part of this round: will it come?"
     DENY = 6  # the answer to ASK when it will not
     NOTICE = 7  # an agent died or left; passed on from neighbour to neighbour
@@ -36,13 +36,13 @@ class Kind(IntEnum):
 
 
 class Where(IntEnum):
-    """Where the payload of a DATA message is."""
+    """The location of the payload of a DATA message."""
 
     NOWHERE = 0
     INLINE = 1
     SHARED = 2
     STREAM = 3
-    CARRIED = 4  # it travels over another engine, when all have agreed
+    CARRIED = 4  # a backend sends it, when all have agreed
 
 
 DTYPES: tuple[torch.dtype, ...] = (
@@ -79,28 +79,28 @@ with warnings.catch_warnings():
     torch.empty(0, dtype=torch.complex32)
 
 WANTS_REPLY = 1
-"""Flag of a DATA message: answer DONE, also where no memory has to be given back."""
+"""Flag of a DATA message: answer DONE, even if no memory has to be released."""
 LOCKABLE = 4
 """Flag of a SEGMENT: the receiver will lock bytes of the file, and keeps its descriptor."""
 DIED = 2
-"""Flag of a NOTICE: the agent died (else it left in good order). Of a REFUSE: because the agent ``digest`` is lost."""
+"""Flag of a NOTICE: the agent died (else it shut down). Of a REFUSE: because the agent ``digest`` is lost."""
 SILENT = 16
-"""Flag of a NOTICE: the agent has not answered for too long, and may be there all the same."""
+"""Flag of a NOTICE: the agent has not answered for too long, and may still be alive."""
 HERE = 32
-"""Flag of an ASK: only whether its receiver has come to the stage, of which nothing comes by a link. Of a DENY: it has.
+"""Flag of an ASK: only whether its receiver has reached the stage, which uses no link. Of a DENY: it has reached it.
 """
 AGAIN = 64
-"""Flag of a DATA message: it was to be carried by another engine, and comes by a link in its place, perhaps once more.
+"""Flag of a DATA message: it is sent over a link instead of a backend, perhaps for the second time.
 """
 CONFIRM = 128
 """Flag of a DATA message: answer it when it is known to have been expected; each of several tensors in it by its name.
 """
 COMMON = 256
-"""Flag of a DATA message: it says who sends to whom, and of several operations at once the same for each of them."""
+"""Flag of a DATA message: it is sender discovery, and for several fused operations the same for each of them."""
 ON_DEVICE = 512
 """Flag of a DATA message: its sender's tensor is not on the CPU. Of a SEGMENT: memory of a device, ``nbytes`` of it."""
 CERTAIN = 8
-"""Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
+"""Flag of a NOTICE: its process has ended, or it reports so itself; else a connection has, perhaps by the network."""
 
 
 @dataclass(slots=True)
@@ -153,11 +153,11 @@ class Message:
     tail: bytes = field(default=b"", repr=False)
     """The encoded variable part, once it has been encoded: the same for all destinations of one tensor."""
     part_of: Parts | None = None
-    """Here, of one that came in another, which is answered with the last of its parts."""
+    """Local: the fused message that contained this one, which is answered with the last of its parts."""
 
     @property
     def nothing(self) -> bool:
-        """It announces that no tensor is sent in this round: a header whose scale is NaN."""
+        """The message announces that no tensor is sent in this round: a header whose scale is NaN."""
         return self.scale != self.scale
 
 
@@ -173,7 +173,7 @@ PREFIX = _LENGTH.size
 PACKET_BYTES = 1 << 16
 """Messages queued together share packets of up to this size."""
 _LONG = 256
-"""Texts of so many bytes are not kept: they come once, as the names of fused operations."""
+"""Texts of so many bytes are not cached: they occur once, as the names of fused operations."""
 
 
 def encode(message: Message) -> bytes:
@@ -271,12 +271,12 @@ def _dimensions(ndim: int) -> struct.Struct:
 
 @lru_cache(1024)
 def _extent(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor, or -1 when there is none of that shape."""
+    """Bytes of a tensor, or -1 for an impossible shape."""
     return math.prod(shape) * dtype.itemsize if min(shape, default=0) >= 0 else -1
 
 
 def inline_payload(dtype: torch.dtype, body: bytearray) -> Payload:
-    """A payload over bytes that came inside the message."""
+    """A payload over bytes inside the message."""
     if not body:
         return Payload(torch.empty(0, dtype=dtype), 0)
     data = torch.frombuffer(body, dtype=dtype)

@@ -1,7 +1,7 @@
-"""BlueFog's functions on windows: each finds the window of a name and calls the method that does it.
+"""BlueFog's functions on windows: each finds the window of a name and calls the corresponding method.
 
-Their docstrings say where they differ from the method; what the arguments mean, and what is raised, is said there. All
-raise KeyError where this agent has no window of the name.
+Their docstrings list only the differences from the method, which documents arguments and errors. All raise KeyError if
+this agent has no window of the name.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def win_get(
     """:meth:`Window.get <shoal.windows.Window.get>`. True, when all slots are filled.
 
     Args:
-        tensor: May be left out (``win_get("name")``, as BlueFog has it); the paper writes ``win_get(tensor, "name")``,
-            and the tensor then says nothing.
+        tensor: May be left out, as in BlueFog: ``win_get("name")``. The paper writes ``win_get(tensor, "name")``; the
+            tensor is then ignored.
     """
     name, src_weights, require_mutex = _of_a_get(tensor, name, src_weights, require_mutex)
     named(name, op="win_get").get(src_weights, require_mutex=require_mutex, timeout=timeout)
@@ -143,7 +143,7 @@ def _of_a_get(
     src_weights: Weights | Iterable[int] | None,
     require_mutex: bool,
 ) -> tuple[str, Weights | Iterable[int] | None, bool]:
-    """Name, weights and mutex, whether or not a tensor is in front of them."""
+    """Name, weights and mutex, with or without a tensor before them."""
     if isinstance(tensor, str):
         if isinstance(src_weights, bool):  # win_get(name, src_weights, require_mutex), as BlueFog has it
             require_mutex, src_weights = src_weights, None
@@ -175,8 +175,9 @@ def win_update(
     src_weights: Mapping[int, float] | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """:meth:`Window.update <shoal.windows.Window.update>`, whose ``src_weights``, the paper's word, BlueFog calls
-    ``neighbor_weights``."""
+    """:meth:`Window.update <shoal.windows.Window.update>`. Its argument ``src_weights``, as in the paper, is
+    ``neighbor_weights`` in BlueFog.
+    """
     if src_weights is not None and neighbor_weights is not None:
         raise ValueError("win_update: neighbor_weights and src_weights are two words for one thing; give one")
     return named(name, op="win_update").update(
@@ -190,14 +191,14 @@ def win_update(
 
 
 def win_update_then_collect(name: str, require_mutex: bool = True, *, timeout: float | None = None) -> torch.Tensor:
-    """As :meth:`Window.collect <shoal.windows.Window.collect>`; if not told otherwise, with this agent's own mutex."""
+    """As :meth:`Window.collect <shoal.windows.Window.collect>`, but by default with this agent's own mutex."""
     return named(name, op="win_update_then_collect").collect(require_mutex=require_mutex, timeout=timeout)
 
 
 def win_mutex(
     name: str, for_self: bool = False, ranks: Iterable[int] | None = None, *, timeout: float | None = None
 ) -> AbstractContextManager[None]:
-    """:meth:`Window.mutex <shoal.windows.Window.mutex>`: a ``with`` block in which one has mutexes of a window."""
+    """:meth:`Window.mutex <shoal.windows.Window.mutex>`: a ``with`` block that holds mutexes of a window."""
     return named(name, op="win_mutex").mutex(ranks, for_self=for_self, timeout=timeout)
 
 

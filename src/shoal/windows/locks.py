@@ -3,15 +3,15 @@
 A lock in shared memory itself would stay locked for ever when its holder is killed. A byte-range lock on an open file
 description does not, costs a microsecond, and needs no memory. It has four gaps that are closed here:
 
-- It does not exclude two threads that use one description, so what this process holds is kept besides.
+- It does not exclude two threads that use one description, so this process also keeps a set of the bytes it holds.
 - It is lost when the description is closed, which therefore waits for the last holder.
-- It cannot wait until a deadline, so it is tried again and again, more and more rarely.
-- It has no queue, so an agent that takes a lock in a loop could keep others from it for seconds. Whoever waits holds a
-  lock on one more byte, its place in the queue: far behind the file, at an offset that is the time of its arrival. The
-  lock is for the waiter before which no other place is held. Whoever does not wait yet looks for places first: not
-  each time, as that would cost as much as the lock, but once in ``_UNSEEN`` times and in ``_UNSEEN_SECONDS``. A place
-  is free when its holder is killed, as any lock. One whose holder is stopped does not keep the others: where the lock
-  stays free for ``_PATIENCE`` the next one takes it.
+- It cannot wait until a deadline, so it is retried at increasing intervals.
+- It has no queue, so an agent that takes a lock in a loop could keep others from it for seconds. A waiter holds a lock
+  on one more byte, its place in the queue: far behind the file, at an offset that is the time of its arrival. The
+  waiter with the first place gets the lock. An agent that does not wait yet checks for places first: once in
+  ``_UNSEEN`` times and in ``_UNSEEN_SECONDS``, because a check costs as much as the lock. The kernel frees the place of
+  a killed process, as any lock. A stopped process does not block the queue: if the lock stays free for ``_PATIENCE``,
+  the next waiter takes it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _TRIES = 20
 """Attempts in a row before the first pause: most locks are held for microseconds."""
 _SHORTEST, _LONGEST = 20e-6, 1e-3
 _PATIENCE = 0.1
-"""Seconds: whoever does not take a free lock for so long, in its turn, is stopped."""
+"""Seconds: a waiter that does not take a free lock for so long, in its turn, counts as stopped."""
 _UNSEEN, _UNSEEN_SECONDS = 8, 1e-3
-"""So often, and for so long, a lock may be taken without a look at the queue: nobody is passed more often than that."""
+"""How often, and for how long, a lock may be taken without a check of the queue: the limit of overtaking a waiter."""
 _SHARE = 1 / 32
-"""A pause is this share of the time that was waited: what is free is noticed late by no more."""
+"""A pause is this share of the time waited so far, which bounds the delay of noticing a free lock."""
 
 
 class Busy(Exception):
     """The lock was not free until the deadline.
 
     Attributes:
-        keeper: The rank that had it, where that is known.
+        keeper: The rank that had it, if known.
     """
 
     def __init__(self, keeper: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Busy(Exception):
 
 
 class Freed(Exception):
-    """What the locks are for has been given up."""
+    """The memory that the locks protect has been freed."""
 
 
 class _Waiter:
@@ -67,7 +67,7 @@ class _Waiter:
         self.arrived = max(1, clock.monotonic_ns() // 1000 % _PLACES)
         self.place = 0  # in the queue of all processes; 0: none yet
         self.is_first = False  # in that queue
-        self.free_since = 0.0  # the lock, while it is somebody else's turn; 0.0: it is not free
+        self.free_since = 0.0  # the lock, while it is another waiter's turn; 0.0: it is not free
 
 
 def _request(kind: int, start: int, length: int) -> bytes:
@@ -93,9 +93,9 @@ class ByteLocks:
     """Exclusive locks on single bytes of the file behind a descriptor, for all threads of this agent."""
 
     def __init__(self, fd: int) -> None:
-        # A description of our own: locks belong to descriptions, and a descriptor that was sent shares its sender's.
+        # A separate description: locks belong to descriptions, and a received descriptor shares its sender's.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        # Also keeps the descriptor open while a thread is about to use its number, which could be somebody else's then.
+        # Also keeps the descriptor open while a thread is about to use its number, which might be reused.
         self._guard = threading.Lock()
         self._held: set[int] = set()
         self._bytes: dict[int, _Byte] = {}
@@ -108,7 +108,7 @@ class ByteLocks:
         return found
 
     def try_acquire(self, byte: int) -> bool:
-        """Take a lock if it is free, also before those that wait: whoever only tries has no place among them.
+        """Take a lock if it is free, even before waiters: the queue does not apply to attempts without waiting.
 
         Raises:
             Freed: The locks have been closed.
@@ -167,7 +167,7 @@ class ByteLocks:
                 raise Freed
             one = self._bytes.get(byte) or self._of(byte)
             if one.unseen < _UNSEEN and not one.waiters and byte not in self._held and clock.monotonic() < one.looks_at:
-                one.unseen += 1  # nobody is looked for: this is all that a lock costs where nobody else wants it
+                one.unseen += 1  # without a check of the queue: the whole cost of an uncontended lock
                 try:
                     fcntl.fcntl(self._fd, F_OFD_SETLK, one.lock)
                     self._held.add(byte)
@@ -207,13 +207,13 @@ class ByteLocks:
             clock.sleep(min(_LONGEST, max(_SHORTEST, (now - since) * _SHARE)))
 
     def _take_in_turn(self, byte: int, one: _Byte, waiter: _Waiter) -> bool:
-        """Take the lock where nobody waits for longer: no thread of this process, and no other process."""
+        """Take the lock if it is this waiter's turn among the threads of this process and the other processes."""
         if self._closed:
             raise Freed
-        leads = one.waiters[0] is waiter  # those of this process
+        leads = one.waiters[0] is waiter  # among the waiters of this process
         if leads and not waiter.place:
             place = waiter.arrived
-            while not self._lock(_request(fcntl.F_WRLCK, one.queue + place, 1)):  # two have come at one time
+            while not self._lock(_request(fcntl.F_WRLCK, one.queue + place, 1)):  # two have arrived at the same time
                 place += 1
             waiter.place = place
         if leads and not waiter.is_first:
@@ -238,7 +238,7 @@ class ByteLocks:
         return self._fd
 
     def close(self) -> None:
-        """Grant no lock any more, and give up the description once nothing is held."""
+        """Grant no more locks, and close the description once no lock is held."""
         with self._guard:
             self._closed = True
             self._close_if_unused()

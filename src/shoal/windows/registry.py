@@ -1,4 +1,4 @@
-"""All windows of one agent: making and freeing them, and finding the one that a neighbour means."""
+"""All windows of one agent: creating them, freeing them, and lookup by name for its neighbours."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .worker import Worker
 
 T = TypeVar("T")
 _STOP_SECONDS = 5.0
-"""In which a call that has been told that its window is gone ends."""
+"""Seconds in which a call ends after its window has been freed."""
 _LONGEST_POLL = 60.0
-"""Whoever drives looks at the clock at least so often, in seconds, also if nobody wakes it."""
+"""The driving thread checks the clock at least so often, in seconds, also if it is not woken."""
 _here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
 
 
 class _CallWait(NamedTuple):
-    """What a thread may have to wait for."""
+    """A wait of a thread for other ranks."""
 
     ranks: Callable[[], Sequence[int]]
-    call: tuple[str, ...]  # what, and on which window
+    call: tuple[str, ...]  # the operation, and its window
     since: float
 
 
@@ -47,7 +47,7 @@ class WindowCall(Operation):
     __slots__ = ("_waiting_for", "_window")
 
     def __init__(self, op: str, window: str, deadline: float, waiting_for: Callable[[], list[int]]) -> None:
-        super().__init__(op, "~window", 0, deadline - clock.monotonic())  # its own events come when it is made
+        super().__init__(op, "~window", 0, deadline - clock.monotonic())  # its events are emitted when the call is made
         self.deadline = deadline
         self._window = window
         self._waiting_for = waiting_for
@@ -57,19 +57,19 @@ class WindowCall(Operation):
 
     @property
     def waiting_for(self) -> list[int]:
-        """Whom the call waits for that has its turn."""
+        """The ranks that the worker's current call waits for."""
         return self._waiting_for()
 
 
 class Windows:
-    """The windows of one agent, and the service that its neighbours find at it."""
+    """The windows of one agent, and the service that serves its neighbours' requests."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.engine = agent.engine
         self.with_p = False
-        self._lost: dict[int, PeerLost] = {}  # by thread: what its last call that moved a tensor missed, if it did
-        self._because: dict[int, int] = {}  # of agents that have left since another was lost: whom
+        self._lost: dict[int, PeerLost] = {}  # by thread: the loss that its last call that moved a tensor met, if any
+        self._because: dict[int, int] = {}  # by agent that has left because of a loss: the lost rank
         self._requests = Requests(self, self.engine)
         self._windows: dict[str, WindowPart] = {}
         self._segments: dict[str, Segment] = {}
@@ -145,7 +145,7 @@ class Windows:
             published = self.engine.publisher.publish(operation, torch.tensor(told))
             sends = [Send(rank, published, 0, len(told), (len(told),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
-            for rank, message in arrived.items():  # who is lost meanwhile has sent nothing, and is one that is gone
+            for rank, message in arrived.items():  # an agent lost since then has sent nothing
                 assert message.payload is not None
                 self._open(window, rank, static.graph, message.payload.data.tolist())
             return True
@@ -162,7 +162,7 @@ class Windows:
             raise
 
     def _open(self, window: WindowPart, rank: int, graph: nx.DiGraph, told: list[int]) -> None:
-        """Find the way to the memory of a neighbour."""
+        """Find or map the memory of a neighbour on this machine."""
         ident, own_ident, own_offset, code, *shape = told
         mine = window.memory.layout
         if (tuple(shape), DTYPES[code]) != (mine.shape, mine.dtype):
@@ -173,7 +173,7 @@ class Windows:
             )
         router = self.engine.router
         kind = router.transport_to(rank)
-        # A neighbour that needed nobody else may have freed its window by now: what is sent to it then, it refuses.
+        # A neighbour with no other neighbours may have freed its window by now: it refuses later messages.
         if kind == "threads":
             memory = _here.get((router.inbox_of(rank), window.name, window.number))
             if memory is not None:
@@ -191,7 +191,7 @@ class Windows:
             window.map(rank, WindowMemory(layout, data, ByteLocks(fd), flat))
 
     def free(self, name: str | None) -> bool:
-        """Free one window, or all. Neighbours that go on writing to it get an error."""
+        """Free one window, or all. Neighbours that write to it afterwards get an error."""
         with self.engine.lock:
             for one in self.names if name is None else [name]:
                 window, segment = self._windows.pop(one), self._segments.pop(one)
@@ -199,12 +199,12 @@ class Windows:
                 self.engine.arena.retired.append(segment.ident)
                 segment.close()
                 self._requests.forget_window(window, channel_of(one))
-            self.engine.poller.wake()  # whoever drives has refusals to send
+            self.engine.poller.wake()  # the driving thread has refusals to send
         return True
 
     @property
     def cause(self) -> int | None:
-        """Whose loss is the reason where this agent gives up a window now; itself where it ends with windows open."""
+        """The rank whose loss makes this agent free a window now; its own rank if it shuts down with windows open."""
         for error in (self.engine.ended, *list(self._lost.values())):
             for rank in error.ranks if error is not None else ():
                 if rank >= 0:
@@ -245,7 +245,9 @@ class Windows:
 
     @contextmanager
     def waiting(self, ranks: Callable[[], Sequence[int]], *call: str) -> Iterator[None]:
-        """The calling thread may have to wait for these; in which call, if no operation of the engine's does it."""
+        """Note that the calling thread may have to wait for these ranks; ``call`` names the call, unless an operation
+        of the engine does.
+        """
         me = threading.get_ident()
         before = self._waiting.get(me)
         since = clock.monotonic()
@@ -269,9 +271,11 @@ class Windows:
         return [(f"{one.call[0]} {one.call[1]!r}", sorted(one.ranks()), one.since) for one in found]
 
     def _end_overdue(self, now: float) -> None:
-        """End the calls whose turn has not come in time: a call before them waits for somebody, perhaps for ever."""
+        """Fail the calls whose deadline passes before their turn: an earlier call waits for other agents, perhaps for
+        ever.
+        """
         for call in [call for call in self._queue if now >= call.deadline]:
-            ranks, seconds = call.waiting_for, round(call.timeout, 2)  # it is a moment shorter than what was given
+            ranks, seconds = call.waiting_for, round(call.timeout, 2)  # it is slightly shorter than the given timeout
             self.engine.finish(
                 self._queue.pop(call),
                 None,
@@ -284,7 +288,7 @@ class Windows:
             )
         self._due = min((call.deadline for call in self._queue), default=float("inf"))
 
-    # What the engine tells
+    # Callbacks of the engine
 
     def serve(self, source: int, message: Message) -> None:
         self._requests.serve(source, message)
@@ -314,7 +318,7 @@ class Windows:
     def close(self, deadline: float) -> None:
         ended = self._worker is None or self._worker.end(deadline)
         self._closing = True
-        self.free(None)  # what waits for a lock hears of it
+        self.free(None)  # calls that wait for a lock raise
         if self._worker is not None and not ended:
             gone = NotInitialized("this agent has shut down while a call of its on a window was under way")
             with self.engine.lock:

@@ -1,7 +1,7 @@
-"""What an owner does for neighbours on other machines: the same as they would do on its memory if they could reach it.
+"""The owner's service for neighbours on other machines: the same operations as direct writers do on its memory.
 
-It runs in whatever thread drives the exchange, so it never waits: what finds a lock taken is tried again a millisecond
-later, in the order of its coming.
+It runs in the thread that drives the exchange, so it never waits: a request that finds a lock taken is retried a
+millisecond later, in order of arrival.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOW = {how.value: how for how in WriteKind}
 
 
 class ServedWindows(Protocol):
-    """What requests need of the windows of their agent."""
+    """The interface to the windows of the agent that requests need."""
 
     @property
     def with_p(self) -> bool:
@@ -36,7 +36,7 @@ class ServedWindows(Protocol):
 
     @property
     def cause(self) -> int | None:
-        """Whose loss is the reason where this agent gives up a window now; itself where it ends with windows open."""
+        """The rank whose loss makes this agent free a window now; its own rank if it shuts down with windows open."""
 
     def find(self, channel: str) -> WindowPart | None:
         """The window that a message is for."""
@@ -52,7 +52,7 @@ class Requests:
         self._holders: dict[str, int] = {}  # the mutexes that agents of other machines have
 
     def serve(self, source: int, message: Message) -> None:
-        """A request. It waits until all of its tensor is here, and for those before it from the same agent."""
+        """Handle a request. It waits for its complete tensor, and for earlier requests of the same agent."""
         payload = message.payload
         if payload is not None and not payload.complete:
             payload.on_more = partial(self.serve_complete, source, message)
@@ -63,7 +63,7 @@ class Requests:
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
-        """A short switch interval until the answers are on their way."""
+        """A short switch interval until the answers are sent."""
         with short_switch_interval():
             yield
             self._engine.sender.flush()
@@ -83,7 +83,7 @@ class Requests:
             self.again()
 
     def again(self) -> bool:
-        """Try what waits. Returns whether something has to be tried again by and by."""
+        """Retry the waiting requests. Returns whether one has to be retried later."""
         if not self._waiting:
             return False
         with self._serving():
@@ -108,7 +108,7 @@ class Requests:
         return busy
 
     def _try(self, source: int, message: Message) -> bool:
-        """Do what is asked for. False if a lock is taken."""
+        """Perform a request. False if a lock is taken."""
         window = self._owner.find(message.name)
         if window is None or window.number != message.digest:
             self._refuse_freed(source, message, "has freed this window, or never made it")
@@ -153,7 +153,7 @@ class Requests:
         return True
 
     def _unlock(self, source: int, message: Message) -> None:
-        """It is done with a mutex, or does not wait for it any more."""
+        """The source releases a mutex, or stops waiting for it."""
         self._engine.sender.acknowledge(source, message)
         key = source, message.name
         self._waiting = deque(one for one in self._waiting if (one[0], one[1].name) != key or one[1].op != LOCK)
@@ -165,7 +165,7 @@ class Requests:
             self._again()
 
     def forget(self, rank: int) -> None:
-        """An agent is gone: free what it held, drop what it wanted."""
+        """An agent is gone: release its mutexes and drop its requests."""
         self._waiting = deque(one for one in self._waiting if one[0] != rank)
         for name in [name for name, holder in self._holders.items() if holder == rank]:
             del self._holders[name]
@@ -174,7 +174,7 @@ class Requests:
                 window.memory.locks.release(MUTEX)
 
     def forget_window(self, window: WindowPart, name: str) -> None:
-        """A window is freed: whoever wants something of it is told so."""
+        """A window is freed: refuse all requests that wait for it."""
         if self._holders.pop(name, None) is not None:
             window.memory.locks.release(MUTEX)
         with short_switch_interval():

@@ -16,9 +16,9 @@ SECONDS = 0.0005
 
 
 class _SwitchInterval:
-    """The process has one, which belongs to the user, and several agents that may serve at the same time.
+    """The process's switch interval, which belongs to the user; several agents may serve at the same time.
 
-    Whoever finds another one than the short one that was set here finds what the user has set meanwhile.
+    If the current value is not the short one that was set here, the user has changed it since.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _SwitchInterval:
                 self._put_back()
 
     def after_fork(self) -> None:
-        """None of the threads that were inside, or held the lock, is there in the child."""
+        """The child has none of the threads that were inside or held the lock."""
         self._lock = threading.Lock()
         if self._inside:
             self._put_back()
@@ -51,7 +51,7 @@ class _SwitchInterval:
 
     def _put_back(self) -> None:
         if sys.getswitchinterval() == self._short:
-            # It is kept in whole microseconds, cut off: what was read would lose one each time, often, if set as it is.
+            # Python truncates to whole microseconds: setting the value that was read would often lose one each time.
             sys.setswitchinterval(self._users + 0.5e-6)
 
 
@@ -61,10 +61,10 @@ os.register_at_fork(after_in_child=_interval.after_fork)
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Switch threads more often meanwhile.
+    """Switch threads more often within the block.
 
-    Threads may be inside at the same time, and one may be inside twice. The last one out puts back what the user had
-    set, or leaves what the user has set meanwhile.
+    Several threads may be inside at the same time, and one may be inside twice. The last one to leave restores the
+    user's value, or keeps a value that the user has set since.
     """
     _interval.shorten()
     try:

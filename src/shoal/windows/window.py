@@ -2,24 +2,22 @@
 
 Each agent registers a tensor under a name. It then has, for each in-neighbour j, a *slot* of that shape, which j writes
 (``put``, ``accumulate``) or which it fills itself from j's tensor (``get``); ``update`` averages its own tensor with
-its slots. Nothing waits for anybody, so a slow agent slows nobody down (Ying et al. 2021, arXiv:2111.04287, sections
-III-C and IV-C)::
+its slots. No call waits for another agent's call, so a slow agent does not slow the others down (Ying et al. 2021,
+arXiv:2111.04287, sections III-C and IV-C)::
 
-    with shoal.windows.create(x, "x") as window:
-        window.put()  # x into the slots that the out-neighbours have for this agent
-        window.update()  # x becomes its average with what lies in this agent's slots
-        shoal.barrier()  # nobody writes to the window any more
+    with shoal.windows.create(x, "x") as window: window.put()  # x into this agent's slots at its out-neighbours
+        window.update()  # x becomes its average with this agent's slots shoal.barrier()  # no agent writes to the
+        window any more
 
-What is promised. A write to a slot, and each slot's reading in an update, is one step: no reader sees half of one, also
-when its writer is killed, and no two mix, with or without a mutex. An accumulate loses nothing to another one, and
-``collect`` takes out exactly what it adds. An update over several slots is not one step: between two slots something
-may arrive. Writes of one agent to one slot take effect in the order of the calls. A call that ended in
+Guarantees. A write to a slot is atomic, and so is the read of a slot in an update: no reader sees a partial write, even
+if the writer is killed, and no two writes mix, with or without a mutex. Concurrent accumulates lose no update, and
+``collect`` removes exactly the values that it adds. An update over several slots is not atomic: writes may arrive
+between two slots. Writes of one agent to one slot take effect in the order of the calls. A call that ended in
 :class:`~shoal.DeadlineExceeded` or :class:`~shoal.PeerLost` may have taken effect, and is never repeated.
 
-Where the registered tensor lives. A tensor made by :func:`shoal.empty` is itself what neighbours get: they see what is
-written to it at once (and, while you write to it with your own operations, half of it). Of any other tensor the window
-keeps a copy, which this agent's calls of ``create``, ``put``, ``accumulate`` and ``update`` renew: neighbours see what
-was in it then.
+Location of the registered tensor. Neighbours read a tensor made by :func:`shoal.empty` in place: they see changes at
+once, and may see partial ones while you write to it with your own operations. Of any other tensor the window keeps a
+copy, which neighbours read. This agent's calls of ``create``, ``put``, ``accumulate`` and ``update`` renew the copy.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ T = TypeVar("T")
 Weights = Mapping[int, float]
 _NUMBERS = tuple(dtype for dtype in DTYPES if dtype != torch.bool)
 _calls = count()
-"""Tells the calls of this process apart for who listens to their events."""
-# What the calls are called in errors and traces; the neighbours' side knows them by the same names.
+"""Distinguishes the calls of this process for listeners to their events."""
+# Names of the calls in errors and traces, and in requests to neighbours.
 _PUT, _ACCUMULATE, _GET = WriteKind.PUT.value, WriteKind.ACCUMULATE.value, WriteKind.GET.value
 
 
@@ -61,13 +59,13 @@ def create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout:
 
     Args:
         tensor: Any dtype but bool, any shape; equal shape and dtype on all neighbours. The window keeps it, and
-            ``update`` and ``collect`` write to it. See the module for where it lives.
+            ``update`` and ``collect`` write to it. The module's docstring describes its location.
         name: One window of a name at a time.
         zero_init: The slots begin as zeros; else each begins as a copy of this agent's own tensor.
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
 
     Raises:
-        TypeError, ValueError: The tensor or the name cannot be one; or this agent has a window of that name.
+        TypeError, ValueError: The tensor or the name is not valid, or this agent has a window of that name.
         Mismatch: A neighbour registers another shape or dtype, or has another topology.
 
     The neighbours are those of the topology that is set now; :func:`~shoal.set_topology` does nothing while there is a
@@ -100,7 +98,7 @@ def named(name: str, *, op: str = "windows.named") -> Window:
     """This agent's window of that name.
 
     Raises:
-        KeyError: There is none; the error says which there are.
+        KeyError: There is none; the error lists the existing names.
     """
     windows = windows_of(current(op))
     return Window(windows, windows.get(op, name))
@@ -112,7 +110,7 @@ def names() -> list[str]:
 
 
 def turn_on_associated_p() -> None:
-    """From now on each window of this agent carries a scalar p that moves as its tensor does, for push-sum.
+    """Give each window of this agent a scalar p that moves as its tensor does, for push-sum.
 
     An agent's own p begins as 1 and those in its slots as 0. ``put`` and ``accumulate`` send ``w p`` beside
     ``w tensor`` and multiply p by ``self_weight``; ``update`` gives it the same weights. ``x / window.p`` is then the
@@ -122,20 +120,20 @@ def turn_on_associated_p() -> None:
 
 
 def turn_off_associated_p() -> None:
-    """Leave associated weights as they are from now on."""
+    """Stop changing associated weights; they keep their values."""
     windows_of(current("windows.turn_off_associated_p")).with_p = False
 
 
 class Window:
     """A window of an agent, from :func:`create`, for any thread of that agent. A ``with`` block frees it at its end.
 
-    What is common to the calls:
+    Common arguments and behaviour of the calls:
 
     - ``dst_weights`` and ``src_weights`` are ``{rank: w}``, or ranks for weights of 1; all neighbours if not given.
       They must be neighbours in the topology of the window. Whole numbers for a window of whole numbers.
-    - With ``on_loss="continue"`` all neighbours are those that are left, and :meth:`update` by the topology gives the
-      weight of a lost one to the own tensor. Who is lost in the midst of a call is left out.
-    - ``require_mutex``: hold the :meth:`mutex` of each agent whose memory is written to, or read from, meanwhile.
+    - With ``on_loss="continue"`` "all neighbours" means the surviving ones, and :meth:`update` by the topology gives
+      the weight of a lost neighbour to the agent's own tensor. A neighbour that is lost during a call is left out.
+    - ``require_mutex``: hold the :meth:`mutex` of each agent whose memory is written or read, during that access.
     - ``timeout``: seconds until :class:`~shoal.DeadlineExceeded`; ``SHOAL_TIMEOUT`` if not given.
     - The forms called ``_nonblocking`` return a handle, and run one after the other in the order of the calls.
 
@@ -155,7 +153,7 @@ class Window:
 
     @property
     def name(self) -> str:
-        """What it is called, on all agents."""
+        """The window's name, equal on all agents."""
         return self._part.name
 
     @property
@@ -316,15 +314,14 @@ class Window:
         require_mutex: bool = False,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """``self_weight x + sum of src_weights[j] slot_j``: the tensor averaged with what the slots hold.
+        """``self_weight x + sum of src_weights[j] slot_j``: the average of the tensor with the slots.
 
         Args:
             self_weight, src_weights: Both, or neither for the weights of the topology, or uniform ones. A subset of the
                 in-neighbours leaves the others out. Whole numbers for a window of whole numbers.
             reset: Empty the slots that were summed (all, if no weights are given), in the same step that reads each.
-            clone: Leave the registered tensor as it is and return a new one. The associated weight is updated all the
-                same.
-            require_mutex: Hold this agent's own mutex meanwhile.
+            clone: Leave the registered tensor as it is and return a new one. The associated weight is still updated.
+            require_mutex: Hold this agent's own mutex during the update.
             timeout: See :class:`Window`.
 
         Returns:
@@ -353,10 +350,10 @@ class Window:
         return _describe_window(self._windows, op, part.name, move)
 
     def collect(self, *, require_mutex: bool = False, timeout: float | None = None) -> torch.Tensor:
-        """Add all slots to the registered tensor, in place, and empty them; nothing that arrives meanwhile is lost.
+        """Add all slots to the registered tensor, in place, and empty them; concurrent writes are not lost.
 
         Args:
-            require_mutex: Hold this agent's own mutex meanwhile; not needed for the sum to be right.
+            require_mutex: Hold this agent's own mutex during the call; the sum is correct without it.
             timeout: See :class:`Window`.
         """
         op, part = "win_update_then_collect", self._open("win_update_then_collect")
@@ -368,17 +365,17 @@ class Window:
     def mutex(
         self, ranks: Iterable[int] | None = None, *, for_self: bool = False, timeout: float | None = None
     ) -> Iterator[None]:
-        """Hold mutexes of the window; each agent has one, and it excludes everybody.
+        """Hold mutexes of the window; each agent has one, and only one thread of one agent can hold it.
 
         Args:
             ranks: Neighbours whose mutexes are wanted; the out-neighbours if not given. They are taken in ascending
                 order, so that agents that want several do not wait in a circle.
-            for_self: This agent's own mutex, and nobody else's; ``ranks`` say nothing then.
+            for_self: Only this agent's own mutex; ``ranks`` is then ignored.
             timeout: See :class:`Window`.
 
-        A thread that holds a mutex may take it again. One whose holder is killed is free at once. Take all that you
-        need in one call: who holds one and asks for another, also through ``require_mutex=True``, may wait in a circle
-        with others until the deadline.
+        A thread that holds a mutex may take it again. A mutex is free as soon as its holder is killed. Take all mutexes
+        that you need in one call: an agent that holds one and requests another, also by ``require_mutex=True``, may
+        deadlock with others until the deadline.
         """
         op, part = "win_mutex", self._open("win_mutex")
         rank, size = self._windows.engine.rank, self._windows.engine.size
@@ -402,7 +399,7 @@ class Window:
                 with deferred:
                     taken.close()
 
-    # What has come
+    # State of the slots
 
     def version(self) -> dict[int, int]:
         """For each in-neighbour, how often its slot has been put to or got since the last :meth:`update`."""
@@ -410,11 +407,11 @@ class Window:
         return {source: part.version(source) for source in part.sources}
 
     def slots(self) -> dict[int, SlotState]:
-        """For each in-neighbour, what has happened to its slot: puts, gets and accumulates, and its age in seconds."""
+        """For each in-neighbour, the counts of puts, gets and accumulates on its slot, and its age in seconds."""
         part = self._open("win_slots")
         return {source: part.memory.state(source) for source in part.sources}
 
-    # What the calls share
+    # Helpers of the calls
 
     def _open(self, op: str) -> WindowPart:
         """The window, if it has not been freed."""
@@ -475,7 +472,7 @@ class Window:
 
 
 def _describe_window(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
-    """Do it, and tell whoever listens to the agent's events when it began and how it ended."""
+    """Run a call, and report its begin and end to the listeners for the agent's events."""
     with deferred, span(op, name, "call"):
         events = windows.engine.events
         if not events.active:

@@ -1,12 +1,12 @@
-"""The memory of one window: what its owner and its neighbours see of it, and the only ways to change it.
+"""The memory of one window: the layout that its owner and its neighbours see, and the only ways to change it.
 
-For each in-neighbour there are two slots and a number of writes, whose last bit says which of them counts. Whoever
-writes fills the other slot, with the counts, the associated weight and the time beside it, and then counts the write,
-all under the lock of the edge. So a reader sees one whole write or the one before it, also when the writer is killed on
-the way; the kernel then frees the lock. A slot may be marked as empty: zeros that nobody had to write.
+Each in-neighbour has two slots and a number of writes, whose last bit selects the valid slot. A writer fills the other
+slot, with the counts, the associated weight and the time beside it, and then increments the number of writes, all under
+the lock of the edge. So a reader sees either the complete write or the previous one, even if the writer is killed
+halfway; the kernel then frees the lock. A slot may be marked as empty: zeros that need not be written.
 
-The order of locks is: mutexes (by rank), then the owner's tensor, then edges (ascending). Who holds an edge waits for
-no other window, so nobody waits in a circle.
+The order of locks is: mutexes (by rank), then the owner's tensor, then edges (ascending). A thread that holds an edge
+waits for no other window, so no cycle of waits can arise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .locks import Busy, ByteLocks, Freed
 MUTEX, OWN, EDGES = 0, 1, 2
 """The bytes that are locked: the users' mutex, the owner's tensor, and from EDGES on one for each in-neighbour."""
 _OWNER = -1
-"""The owner of the memory, where somebody's rank is meant."""
+"""Stands for the owner of the memory instead of a rank."""
 _PAGE = 4096
 _EDGE_BYTES = 256
 _META_BYTES = 64
@@ -37,7 +37,7 @@ _P, _PUTS, _GETS, _ACCUMULATES, _EMPTY, _WHEN = range(6)
 
 
 class WriteKind(Enum):
-    """What a write does to a slot."""
+    """The effect of a write on a slot."""
 
     PUT = "win_put"
     ACCUMULATE = "win_accumulate"
@@ -46,12 +46,12 @@ class WriteKind(Enum):
 
 @dataclass(frozen=True)
 class SlotState:
-    """What has happened to the slot of one in-neighbour.
+    """The history of the slot of one in-neighbour.
 
     Attributes:
-        puts, gets, accumulates: how many there have been since the window was made.
+        puts, gets, accumulates: their numbers since the window was made.
         age: seconds since the last of them; since the window was made if there was none.
-        p: the associated weight of what lies in it.
+        p: the associated weight in the slot.
     """
 
     puts: int
@@ -63,7 +63,7 @@ class SlotState:
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """Where everything is in the memory of a window.
+    """The layout of the memory of a window.
 
     Attributes:
         shape, dtype: of the tensor.
@@ -101,7 +101,7 @@ class WindowMemory:
 
     Args:
         data: uint8, at least ``layout.nbytes``; zeros when it is new.
-        own: the owner's tensor, flat, where it is not in ``data``.
+        own: the owner's tensor, flat, if it is not in ``data``.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class WindowMemory:
             self._describe(edge, 0, 0.0, (0, 0, 0), value is None)
 
     def free(self, cause: int | None) -> None:
-        """From now on neighbours that come are told that the window is gone, and whose loss is the cause, if one is."""
+        """Mark the window as freed, and record the rank whose loss is the cause, if any. Neighbours' later accesses
+        fail.
+        """
         self._flags[_CAUSE] = 0 if cause is None else cause + 1
         self._flags[_FREED] = 1
 
@@ -168,7 +170,7 @@ class WindowMemory:
         return True
 
     def acquire(self, byte: int, who: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
-        """Take a lock for an agent, waiting until ``deadline``; ``check`` is called meanwhile.
+        """Take a lock for an agent, waiting until ``deadline``; ``check`` is called between attempts.
 
         Raises:
             Busy: Another agent or thread had it all the time.
@@ -187,7 +189,7 @@ class WindowMemory:
         self._sign(byte, who)
 
     def _sign(self, byte: int, who: int) -> None:
-        """Say who has a lock that was just taken, or give it back if what it protects is gone."""
+        """Record the holder of a lock that was just taken, or release it if the window has been freed."""
         if self.freed:
             self.locks.release(byte)
             raise Freed
@@ -210,7 +212,9 @@ class WindowMemory:
                 self.locks.release(byte)
 
     def _keeper(self, byte: int, who: int) -> int | None:
-        """Who else has a lock: the last that took it, or for an edge the agent at its other end. None: the owner."""
+        """The other holder of a lock: the last agent that took it, or for an edge the agent at its other end. None: the
+        owner.
+        """
         if byte < EDGES:
             return int(self._flags[_KEEPERS + byte])
         source = self.layout.sources[byte - EDGES]
@@ -244,7 +248,7 @@ class WindowMemory:
             self.locks.release(byte)
 
     def try_write(self, how: WriteKind, source: int, tensor: torch.Tensor, weight: float, p: float | None) -> bool:
-        """The same, if the slot is not locked right now. Returns whether it was done."""
+        """As :meth:`write`, if the slot is not locked right now. Returns whether it was written."""
         byte = EDGES + self._edge[source]
         if not self.try_acquire(byte, source):
             return False
@@ -302,10 +306,9 @@ class WindowMemory:
     ) -> tuple[float, dict[int, SlotState]]:
         """``out = own_weight * own + sum of weight * slot``, all flat, and empty the slots of ``reset``.
 
-        With ``publish`` the owner's tensor in this memory becomes the same as ``out``.
-
-        Each slot is read, and emptied, in one step that no write comes between. Returns the sum of the associated
-        weights, each times its weight, and what had happened to the slots by then.
+        With ``publish`` the owner's tensor in this memory becomes the same as ``out``. Each slot is read and emptied
+        atomically with respect to writes. Returns the sum of the associated weights, each times its weight, and the
+        states of the slots at that time.
         """
         edges = sorted({self._edge[source] for source in (*weights, *reset)})
         with self.hold([EDGES + edge for edge in edges], _OWNER, deadline, check):
@@ -332,7 +335,7 @@ class WindowMemory:
             return p, seen
 
     def state(self, source: int) -> SlotState:
-        """What has happened to a slot. Taken without its lock: good for looking, or for who holds the lock."""
+        """The state of a slot. Read without its lock: for monitoring, or for the holder of the lock."""
         edge = self._edge[source]
         writes = -1
         while writes != int(self._index[edge][_WRITES]):  # while it is copied, two writes may pass

@@ -1,7 +1,7 @@
 """One agent's part in a window: its own memory, and the way to the memory of each neighbour.
 
-On one machine a neighbour's memory is mapped and written to directly, so that its owner need not do anything, not even
-run. Between machines the owner's exchange does on request what a direct writer would do, under the same locks.
+On one machine a neighbour's memory is mapped and written to directly, so its owner need not do anything, not even run.
+Between machines the owner's exchange performs on request the steps of a direct writer, under the same locks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .window_memory import MUTEX, OWN, SlotState, WindowMemory, WriteKind
 
 LOCK, UNLOCK = "win_lock", "win_unlock"
 PREFIX = "~window"
-"""The word by which requests for windows are told from other messages."""
+"""The prefix that distinguishes requests for windows from other messages."""
 
 
 def channel_of(name: str) -> str:
-    """What requests for a window are matched by."""
+    """The message name that identifies requests for a window."""
     return f"{PREFIX} {name}"
 
 
@@ -42,25 +42,27 @@ def name_of(channel: str) -> str:
 
 
 class WindowOwner(Protocol):
-    """What a window needs of the windows of its agent."""
+    """The interface to an agent's windows that one window needs."""
 
     @property
     def with_p(self) -> bool:
         """Calls carry the associated weight."""
 
     def waiting(self, ranks: Callable[[], Sequence[int]], *call: str) -> AbstractContextManager[None]:
-        """The calling thread may have to wait for these; in which call, if no operation of the engine's does it."""
+        """Note that the calling thread may have to wait for these ranks; ``call`` names the call, unless an operation
+        of the engine does.
+        """
 
     def missed(self, error: PeerLost | None) -> None:
-        """This thread's last call that moved a tensor ended with this; None where it missed nobody."""
+        """Record the loss with which this thread's last call that moved a tensor ended; None if there was none."""
 
     def cause_of(self, rank: int) -> int | None:
-        """Why an agent has left: the one that it had missed, if it said so."""
+        """The rank whose loss made an agent leave, if that agent named one."""
 
 
 @dataclass(slots=True)
 class _HeldLock:
-    """A mutex that this agent has: which of its threads, how often, and in whose memory (None: on another machine)."""
+    """A mutex that this agent holds: its thread, its count, and the memory it is in (None: on another machine)."""
 
     thread: int
     times: int
@@ -73,11 +75,11 @@ class WindowPart:
     Args:
         tensor: The registered tensor.
         memory: This agent's memory of it.
-        in_place: ``tensor`` is what neighbours get, where it lies; else a copy is, which each call renews.
-        mixing: The topology when it was made: default weights, and who may write and read.
+        in_place: Neighbours read ``tensor`` in place; else they read a copy, which each call renews.
+        mixing: The topology when it was made: default weights, and the agents that may write and read.
 
     Attributes:
-        number: Which window of this name it is, the same on all agents; tells it from one that was freed before.
+        number: Distinguishes this window from freed ones of the same name; equal on all agents.
     """
 
     def __init__(
@@ -106,18 +108,18 @@ class WindowPart:
         self._held: dict[int, _HeldLock] = {}
         self._mapped: list[WindowMemory] = []  # of processes of this machine
         self._closed = False
-        self._gone: set[int] = set()  # since it was made; who has come back has no part in it
+        self._gone: set[int] = set()  # since it was made; a rejoined agent has no part in it
 
     def lose(self, rank: int) -> None:
         """An agent is gone."""
         self._gone.add(rank)
 
     def there(self, ranks: Iterable[int]) -> list[int]:
-        """Without those that are gone, where the others go on without them; who has come back has no part in it."""
+        """The given ranks, without lost agents whose loss is survived; a rejoined agent has no part in this window."""
         return [rank for rank in ranks if not self._goes_on_without(rank)]
 
     def need(self, op: str, ranks: Iterable[int]) -> None:
-        """Raise where one is gone that the caller has named, and that it would go on without."""
+        """Raise if one of the ranks, which the caller has named, is lost, even if its loss would be survived."""
         for rank in filter(self._goes_on_without, ranks):
             self._check(op, rank)
 
@@ -145,7 +147,8 @@ class WindowPart:
     ) -> bool:
         """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent.
 
-        Where losses are outlived, who is lost meanwhile has got it or not, and is nobody's concern.
+        If losses are survived, a neighbour that is lost during the call may have received the tensor or not, without an
+        error.
         """
         with self._my_turn(deadline, how.value):
             self._publish_own(deadline, how.value)
@@ -206,7 +209,7 @@ class WindowPart:
 
     @contextmanager
     def _or_go_on_without(self, rank: int) -> Iterator[None]:
-        """Of what is between this agent and another: nothing comes of it where that is lost, and others go on."""
+        """Ignore the loss of a rank within the block, if losses are survived."""
         try:
             yield
         except PeerLost:
@@ -274,14 +277,14 @@ class WindowPart:
     def check_neighbours(self, op: str) -> None:
         """Raise if a neighbour is gone, or has freed this window, without moving anything.
 
-        A neighbour that is lost raises nothing where the others go on without it.
+        A lost neighbour raises no error if losses are survived.
         """
         deadline = clock.monotonic() + self._engine.timeout
         for rank in self.there(sorted({*self.sources, *self.destinations})):
-            with self._or_go_on_without(rank):  # it may be lost while it is asked
+            with self._or_go_on_without(rank):  # it may be lost during the check
                 self._check(op, rank)
                 memory = self.direct.get(rank)
-                if memory is None:  # who asks for its mutex is told
+                if memory is None:  # a request for its mutex fails if the window is freed
                     with self.mutex([rank], deadline, op):
                         pass
                 elif memory.freed:
@@ -299,7 +302,7 @@ class WindowPart:
 
     @contextmanager
     def _my_turn(self, deadline: float, op: str) -> Iterator[None]:
-        """No other thread of this agent moves the registered tensor, or its associated weight, meanwhile."""
+        """Exclude other threads of this agent from the registered tensor and its associated weight."""
         me = self._engine.rank
         with self._explained(op, me, deadline, "the registered tensor"):
             if not acquire_with_deadline(self._turn, deadline):
@@ -311,7 +314,7 @@ class WindowPart:
 
     @contextmanager
     def _own(self, deadline: float, op: str) -> Iterator[None]:
-        """Nobody gets the registered tensor meanwhile."""
+        """Lock the registered tensor against gets."""
         me = self._engine.rank
         with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline, partial(self._check, op, me)):
             yield
@@ -375,7 +378,7 @@ class WindowPart:
     def _ask(
         self, op: str, weights: Mapping[int, float], tensor: torch.Tensor | None, share: float | None, deadline: float
     ) -> Handle[dict[int, torch.Tensor]]:
-        """Have the owners do it. The result is what each answered: a tensor, flat, for a get."""
+        """Send a request to the owners. The result is each owner's reply: a flat tensor for a get."""
         engine = self._engine
         for rank in weights:
             self._check(op, rank)
@@ -413,13 +416,13 @@ class WindowPart:
         return engine.submit(op, channel_of(self.name), steps, rest, alone=False, one_sided=True)
 
     def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Wait for what the owners answer."""
+        """Wait for the replies of the owners."""
         with self._owner.waiting(lambda: handle.operation.waiting_for):
             try:
                 return handle.wait()
             except (Mismatch, PeerLost) as error:
                 for rank in sorted(set(error.ranks) - {self._engine.rank}):
-                    self._check(handle.operation.op, rank)  # it may know better who is the first to be missed
+                    self._check(handle.operation.op, rank)  # it may know the first lost agent
                 if isinstance(error, PeerLost):
                     self._owner.missed(error)
                 raise
@@ -427,7 +430,7 @@ class WindowPart:
     # Errors
 
     def _check(self, op: str, rank: int) -> None:
-        """Raise if a call cannot, or can no longer, be done with the memory of an agent."""
+        """Raise if a call cannot, or can no longer, use the memory of an agent."""
         engine = self._engine
         ended = engine.reason_against(one_sided=True)
         if ended is not None:
@@ -443,8 +446,7 @@ class WindowPart:
             raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
 
     def _cause_of(self, rank: int, otherwise: int | None) -> int | None:
-        """The rank that is missed where another, which has left or freed its window, is needed: the first to be gone,
-        for whose loss the others went."""
+        """The first rank whose loss made another agent leave or free its window; ``otherwise`` if unknown."""
         memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
         cause = memory.cause if memory is not None else None
         if cause is None or cause == rank:
@@ -464,7 +466,7 @@ class WindowPart:
 
     @contextmanager
     def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
-        """Say in the field's terms what went wrong with somebody's memory."""
+        """Convert errors of the locks to errors that name the call, the window and the rank."""
         try:
             with self._owner.waiting(lambda: (rank,), op, self.name):
                 yield
@@ -482,7 +484,7 @@ class WindowPart:
             raise self._freed_by(op, self._engine.rank if self._closed else rank) from None
 
     def _freed_by(self, op: str, rank: int) -> ShoalError:
-        """What it means that a window is gone: its owner has freed it; or it did not go on without another, or ends."""
+        """The error for a freed window: its owner freed it, did not continue without a lost agent, or shuts down."""
         me, ended = self._engine.rank, self._engine.ended
         cause = self._cause_of(rank, ended.ranks[0] if ended is not None and ended.ranks else None)
         if cause == me == rank:
@@ -496,12 +498,12 @@ class WindowPart:
     # The memory
 
     def map(self, rank: int, memory: WindowMemory) -> None:
-        """Reach a neighbour's memory directly, from another process."""
+        """Use a neighbour's memory directly, from another process."""
         self._mapped.append(memory)
         self.direct[rank] = memory
 
     def close(self, cause: int | None = None) -> None:
-        """Give up the memory; neighbours that come are told so, and whose loss is the cause, if one is."""
+        """Free the memory; later calls of neighbours fail, and name ``cause`` as the lost rank if it is given."""
         self.memory.free(cause)
         self._closed = True
         for memory in (self.memory, *self._mapped):

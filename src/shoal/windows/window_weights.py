@@ -1,4 +1,4 @@
-"""The weights of calls on windows, as they are given, checked."""
+"""Checks of the weights of calls on windows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def weights_of(
     """The checked weights, ranks ascending. Only neighbours in the topology of the window may be named.
 
     Args:
-        windows: Those of the agent.
-        given: ``{rank: weight}``, or ranks for weights of 1; all neighbours that are there if None.
-        what: What the argument is called.
+        windows: The windows of the agent.
+        given: ``{rank: weight}``, or ranks for weights of 1; all present neighbours if None.
+        what: The name of the argument, for errors.
     """
     if given is None:
         return dict.fromkeys(window.there(neighbours), 1)
@@ -42,7 +42,7 @@ def weights_of(
 
 
 def weight_of(op: str, window: WindowPart, weight: float, what: str) -> float:
-    """A finite number; a whole one for a window of whole numbers."""
+    """Check a weight: finite, and whole for a window of whole numbers."""
     number = as_weight(weight, f"{op} {window.name!r}, {what},")
     dtype = window.tensor.dtype
     if dtype.is_floating_point or dtype.is_complex:

@@ -1,4 +1,4 @@
-"""Runs an agent's nonblocking window calls, one after the other."""
+"""The thread that runs an agent's nonblocking window calls one after the other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from .._signals import SLICE, deferred
 
 
 class Worker:
-    """A thread for them.
-
-    A daemon: an interpreter that ends waits for all other threads, before an agent could say that it leaves.
+    """A thread for window calls. It is a daemon, because the interpreter joins all other threads at exit, before the
+    agent could leave.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,7 +22,7 @@ class Worker:
 
     @property
     def ident(self) -> int:
-        """Of its thread."""
+        """The identifier of its thread."""
         return self._thread.ident or 0
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -31,8 +30,9 @@ class Worker:
         self._calls.put(call)
 
     def end(self, deadline: float) -> bool:
-        """Take no more calls, and wait for those that there are; False if they are not done by the deadline, or a
-        signal came meanwhile."""
+        """Take no more calls, and wait for the submitted ones; False if they have not ended by the deadline, or if a
+        signal has arrived.
+        """
         self._calls.put(None)
         while self._thread.is_alive() and clock.monotonic() < deadline and not deferred.pending:
             self._thread.join(min(SLICE, max(0.0, deadline - clock.monotonic())))

@@ -2,8 +2,8 @@
 
     import shoal.compat.bagua as bagua  # was: import bagua.torch_api as bagua
 
-As BAGUA does, importing this gives every module of torch ``with_bagua``. docs/bagua.md has the list, and what is
-different.
+As BAGUA does, importing this gives every module of torch ``with_bagua``. docs/bagua.md has the list and the
+differences.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ def with_bagua(
     process_group: None = None,
     do_flatten: bool = True,
 ) -> torch.nn.Module:
-    """Have the agents train together: from now on a step of these optimizers is one of all agents.
+    """Make the agents train together: each step of these optimizers becomes a step of all agents.
 
-    Parameters, buffers and optimizer state become those of rank 0. The optimizers stay what is stepped, in the user's
-    loop as it is; called again it takes another algorithm in the place of the one before.
+    Parameters, buffers and optimizer state become those of rank 0. The user's loop steps the same optimizers as before.
+    A second call replaces the algorithm.
 
     Args:
-        model: Whose parameters the optimizers have.
-        optimizers: Of torch, each with parameters of its own.
+        model: The model whose parameters the optimizers have.
+        optimizers: Optimizers of torch, each with parameters of its own.
         algorithm: One of :mod:`shoal.compat.bagua.algorithms`.
-        process_group: All agents; there is no other.
-        do_flatten: Ignored: parameters lie together in a few large tensors always.
+        process_group: None: only all agents together are supported.
+        do_flatten: Ignored: parameters are always stored in a few large tensors.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: What is given is no algorithm, or no optimizers.
-        ValueError: A process group; parameters that the model says are to be left out; an algorithm that so many agents
-            cannot run.
+        TypeError: An argument is no algorithm, or is no list of optimizers.
+        ValueError: A process group is given; the model names parameters to leave out; or the algorithm does not support
+            this number of agents.
     """
     if process_group is not None:
         raise ValueError("with_bagua: there is no process_group but all agents; leave it out")

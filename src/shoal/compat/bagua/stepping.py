@@ -1,4 +1,4 @@
-"""The user's own optimizer, whose step has become one of all agents."""
+"""The user's own optimizer, whose step becomes a step of all agents."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 
 Closure = Callable[[], float]
 _SCALERS = ("found_inf", "grad_scale")
-"""What a GradScaler sets for a step."""
+"""The attributes that a GradScaler sets for a step."""
 
 
 class Stepping:
-    """``optimizer.step()`` goes through the decentralized optimizer around it, until :meth:`close`.
+    """Redirects ``optimizer.step()`` to the decentralized optimizer around it, until :meth:`close`.
 
     Args:
-        optimizer: The user's.
-        model: Whose parameters it has.
-        algorithm: What the decentralized optimizer is made from.
+        optimizer: The user's optimizer.
+        model: The model whose parameters it has.
+        algorithm: The algorithm of the decentralized optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, algorithm: Algorithm) -> None:
@@ -37,10 +37,10 @@ class Stepping:
         def step(_optimizer: torch.optim.Optimizer, closure: Closure | None = None) -> Any:
             return self._step(closure)
 
-        # A method, since learning-rate schedulers take it apart; one that has been there looks for its marks.
+        # A method, because learning-rate schedulers unwrap it; a scheduler made earlier checks for its marks on it.
         vars(step).update(getattr(self._local, "__dict__", {}))
         self._method = MethodType(step, optimizer)
-        # Else a GradScaler would leave out the step of an agent whose neighbours wait for it.
+        # Otherwise a GradScaler would skip the step of an agent whose neighbours wait for it.
         vars(optimizer).update(step=self._method, _step_supports_amp_scaling=True)
 
     def _step(self, closure: Closure | None) -> Any:
@@ -72,7 +72,7 @@ class Stepping:
     def close(self) -> None:
         """The optimizer steps by itself again."""
         self._around.close()
-        self._passes_on = True  # a scheduler may have our method inside its own
+        self._passes_on = True  # a scheduler may have wrapped this method
         held = vars(self._optimizer)
         held.pop("_step_supports_amp_scaling", None)
         if held.get("step") is self._method:

@@ -1,4 +1,4 @@
-"""BlueFog's package, so that only the word before its dots changes in a script.
+"""BlueFog's package layout, so that a script changes only the package in its imports.
 
     import shoal.compat.bluefog.torch as bf  # was: import bluefog.torch as bf
     from shoal.compat.bluefog.common import topology_util  # was: from bluefog.common import topology_util

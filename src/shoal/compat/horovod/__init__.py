@@ -2,7 +2,7 @@
 
     import shoal.compat.horovod as hvd  # was: import horovod.torch as hvd
 
-docs/horovod.md has the list, and what is different.
+docs/horovod.md has the list and the differences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is there, and what moves their tensors, in Horovod's words."""
+"""The present agents and their backend, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet] | str | None = No
 
     Args:
         comm: All agents; there is no other.
-        process_sets: Those that are in use from the beginning. Others may be added, with ``"dynamic"`` or without.
+        process_sets: The initial process sets. Others may be added, with ``"dynamic"`` or without.
     """
     if comm is not None:
         raise ValueError("init: there is no communicator but that of all agents; leave comm out, and see process_sets")
@@ -71,7 +71,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """There is no NCCL: tensors travel from and to the processor's memory."""
+    """There is no NCCL: tensors are sent from and to the processor's memory."""
     return 0
 
 
@@ -86,10 +86,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Nothing is built for CUDA."""
+    """False: no part of Shoal is built for CUDA."""
     return False
 
 
 def rocm_built() -> bool:
-    """Nothing is built for ROCm."""
+    """False: no part of Shoal is built for ROCm."""
     return False

@@ -1,6 +1,7 @@
-"""Horovod's operations without waiting: what ends in ``_async``, and what waits for them.
+"""Horovod's asynchronous operations: the functions that end in ``_async``, and the waits for their handles.
 
-Each is one of Shoal's operations; around it go factors and forms of a tensor, and the note for those that join.
+Each calls one of Shoal's operations. It adds Horovod's factors and tensor formats, and announces the call to agents
+that have joined.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def then(handle: Handle[Any], finish: Callable[[Any], T]) -> Handle[T]:
-    """A handle of what is made of another one's result."""
+    """A handle of a function of another handle's result."""
     return HandleOfMany([handle], lambda found: finish(found[0]))
 
 
@@ -84,7 +85,7 @@ def reduce_many(
 def _as_shoals(
     how: ScaledReduction, tensors: Tensors, process_set: ProcessSet
 ) -> tuple[str, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Shoal's word for a reduction, and what is done with its result."""
+    """Shoal's name of a reduction, and the function to apply to its result."""
     if how.op is Average and any(one.dtype not in WEIGHABLE for one in tensors):
         return "sum", lambda total: _mean(total, process_set.size(), how.after)
     return how.word, None if how.after == 1.0 else lambda found: scaled(found, how.after)
@@ -304,7 +305,7 @@ def grouped_reducescatter_async(
 
 
 def scattered(called: str, tensors: Tensors, op: int, before: float, after: float) -> ScaledReduction:
-    """What the arguments of a call that scatters rows ask for, and that its tensors have rows.
+    """The reduction of a call that scatters rows, after a check that its tensors have rows.
 
     Raises:
         InvalidArgument: The op is Adasum, which Horovod does not scatter either.
@@ -321,16 +322,16 @@ def scattered(called: str, tensors: Tensors, op: int, before: float, after: floa
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> SparseHandle:
-    """The sum or the average of sparse tensors, as a sparse tensor; their entries may lie at different places.
+    """The sum or the average of sparse tensors, as a sparse tensor; their entries may have different indices.
 
     Args:
         tensor: ``torch.sparse_coo``; the same shape and dtype on all.
-        name: What calls are matched by.
+        name: Matches the calls of different agents.
         op: ``Average`` or ``Sum``.
-        process_set: Over these agents, which call it.
+        process_set: The agents, all of which call it.
 
     Returns:
-        A handle, whose result is also that of calling it, as Horovod's. The result is coalesced.
+        A handle. Calling it returns its result, as in Horovod. The result is coalesced.
 
     Raises:
         TypeError: The tensor is not sparse.

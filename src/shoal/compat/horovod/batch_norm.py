@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
         return found
 
     def _share(self) -> float:
-        """What of the running statistics is new."""
+        """The share of the new batch in the running statistics."""
         if self.momentum is not None:
             return float(self.momentum)
         return 1.0 / float(self.num_batches_tracked or 1)

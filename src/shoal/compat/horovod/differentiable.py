@@ -1,7 +1,5 @@
-"""Horovod's operations that wait, which gradients go through.
-
-The gradient of an operation is one of all agents, too: where this agent's tensor requires a gradient, so must the
-others', or it would wait for them.
+"""Horovod's synchronous, differentiable operations. The gradient of an operation is an operation of all agents, too: if
+this agent's tensor requires a gradient, so must the others', or it would wait for them.
 
 The factors are Horovod's. With n agents the gradients of ``allgather`` and ``broadcast`` are 1/n of the derivative of
 the sum of all agents' losses. Those of ``reducescatter`` are n times it. ``allreduce`` and ``alltoall`` have the
@@ -37,14 +35,14 @@ from .reduce_options import Average, Compression, ScaledReduction, Sum, compress
 
 
 def _through(tensors: Tensors, there: Linear, back: Linear) -> list[torch.Tensor]:
-    """Do it, with a way back for gradients where there are any."""
+    """Run the operation, with a backward pass if a tensor requires gradients."""
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors):
         return there(list(tensors))
     return apply_linear(list(tensors), there, back)
 
 
 def _through_compressed(tensors: Tensors, compression: Any, there: Linear, back: Linear) -> list[torch.Tensor]:
-    """The same of tensors that travel in another form."""
+    """The same for tensors that are sent in another form."""
     sent, contexts = compressed(compression, tensors)
     found = _through(sent, there, back)
     return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
@@ -67,16 +65,16 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The average of all agents' tensors, or what ``op`` says; a new tensor.
+    """The average of all agents' tensors, or the reduction ``op``; a new tensor.
 
     Args:
-        tensor: The same shape and dtype on all. An average of integers loses what is behind its point.
-        average: The sum where it is False; ``op`` says the same and more.
-        name: What calls are matched by; unnamed calls match by their order.
-        compression: In what form it travels.
+        tensor: The same shape and dtype on all. An average of integers loses its fractional part.
+        average: False for the sum; ``op`` has more choices.
+        name: Matches the calls of different agents; unnamed calls match by their order.
+        compression: The form in which the tensor is sent.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
-        prescale_factor, postscale_factor: What tensors are multiplied by before, and the result after.
-        process_set: Over these agents, which call it.
+        prescale_factor, postscale_factor: The factors of the tensors before the reduction, and of the result.
+        process_set: The agents, all of which call it.
 
     The gradient is the all-reduce of the gradients with the same ``op`` and factors, of an average or a sum.
     """
@@ -214,17 +212,17 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each agent, and have what all have sent this one, in rank order.
+    """Send rows to each agent, and receive the rows that all have sent this one, in rank order.
 
     Args:
         tensor: Its rows go to the agents in the order of ranks.
-        splits: How many go to each; equally many if not given.
+        splits: The number of rows for each; equally many if not given.
         name, process_set: As of :func:`allreduce`.
 
     Returns:
-        The rows that came; where ``splits`` are given with a tensor of how many from each.
+        The received rows; if ``splits`` are given, also a tensor with the number of rows from each.
 
-    The gradient of each row goes back to who has sent it.
+    The gradient of each row is sent back to its sender.
     """
     came: list[int] = []
 

@@ -1,7 +1,7 @@
-"""The gradients of one optimizer, averaged over the agents while the backward pass goes on.
+"""The gradients of one optimizer, averaged over the agents during the backward pass.
 
-Parameters go in groups: a group leaves when all of its gradients are there, and is copied then, so the gradients are
-the script's own until :meth:`Gradients.synchronize` puts the averages in their place.
+Parameters are grouped. A group is copied and sent when all of its gradients are complete, so the script's gradients
+stay unchanged until :meth:`Gradients.synchronize` replaces them with the averages.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Param = torch.nn.Parameter
 
 
 class Gradients:
-    """Of one optimizer.
+    """The averaged gradients of one optimizer.
 
     Args:
-        optimizer: Whose parameters'.
-        named: Their names.
-        compression: In what form they travel.
-        passes: After how many backward passes they leave.
-        how: What becomes of them.
-        groups: How many groups, or which.
+        optimizer: The optimizer of the parameters.
+        named: The names of the parameters.
+        compression: The form in which gradients are sent.
+        passes: The number of backward passes after which they are sent.
+        how: The reduction.
+        groups: The number of groups, or the groups.
         process_set: The agents.
     """
 
@@ -93,12 +93,13 @@ class Gradients:
 
     @property
     def under_way(self) -> bool:
-        """Some have left, and have not been synchronized."""
+        """Some groups have been sent, and have not been synchronized."""
         return bool(self._under_way)
 
     def came(self, param: torch.Tensor) -> None:
-        """A hook's word that a parameter has its gradient. What is wrong waits for the step: an error inside a backward
-        pass would keep the parameters in memory for good."""
+        """Called by a hook: a parameter has its gradient. Errors are kept for the step, because an error inside a
+        backward pass would keep the parameters in memory for ever.
+        """
         self._is_synchronized = False
         if self._failed is not None:
             return
@@ -140,7 +141,7 @@ class Gradients:
         self._under_way[number] = handle, contexts
 
     def synchronize(self) -> None:
-        """Put the averages in the gradients' place; those that have not left do so now. Once for each step."""
+        """Replace the gradients by the averages, after sending the remaining groups. Once for each step."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
@@ -200,7 +201,7 @@ class Gradients:
 
 
 def _laid_out(learnt: Mapping[Param, str], groups: int | Sequence[Sequence[Param]] | None) -> list[list[Param]]:
-    """Which parameters go together: in the order in which gradients come, the last layers' first."""
+    """The groups of parameters: in the order in which gradients are computed, the last layers first."""
     called = {name: param for param, name in learnt.items()}
     found: list[list[Param]] = []
     if isinstance(groups, int):

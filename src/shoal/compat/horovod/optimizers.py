@@ -1,4 +1,4 @@
-"""An optimizer of the script's, whose steps take the average of all agents' gradients."""
+"""An optimizer of the script, whose steps use the average of all agents' gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GRADIENTS = "_shoal_gradients"
 
 
 class Distributed(torch.optim.Optimizer):
-    """What :func:`DistributedOptimizer` adds to the class of an optimizer."""
+    """The methods that :func:`DistributedOptimizer` adds to the class of an optimizer."""
 
     def synchronize(self) -> None:
         """Wait for the averages, and put them in the gradients' place: to clip them, or to look at them, before
@@ -47,7 +47,7 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A GradScaler asks for this before it looks at the gradients: it has to see those that all agents have, or one
+        # A GradScaler reads this before it checks the gradients: it has to see the gradients of all agents, or one
         # would leave out a step that the others take.
         if vars(self).get("_shoal_synchronizes", True):
             _wrapped_class(self).synchronize()
@@ -66,28 +66,28 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Have the steps of an optimizer take the average of all agents' gradients. All agents call it.
+    """Make the steps of an optimizer use the average of all agents' gradients. All agents call it.
 
-    It is the optimizer that was given, with its state, its hooks and its schedulers; its class becomes a subclass
-    of what it was. Groups of parameters leave during the backward pass, as soon as their gradients are there.
+    The result is the given optimizer, with its state, its hooks and its schedulers; its class becomes a subclass of the
+    former one. Groups of gradients are sent during the backward pass, as soon as they are complete.
 
     Args:
-        optimizer: Any of torch but LBFGS.
-        named_parameters: ``model.named_parameters()``, for messages; all that the optimizer has.
-        compression: In what form gradients travel.
-        backward_passes_per_step: Whose gradients add up before they travel.
+        optimizer: Any optimizer of torch except LBFGS.
+        named_parameters: ``model.named_parameters()``, for messages; all parameters of the optimizer.
+        compression: The form in which gradients are sent.
+        backward_passes_per_step: The number of backward passes whose gradients are added before they are sent.
         op: ``Average`` or ``Sum``.
-        gradient_predivide_factor: With ``Average``, what gradients are divided by before they are added up, and the sum
-            multiplied by.
-        num_groups: In how many groups of about equal size parameters travel; of 4 MiB if not given.
-        groups: The same, or which parameters travel together; those in no list go as if there were none.
-        sparse_as_dense: Ignored: sparse gradients travel dense, and are sparse again before the step, as with True in
+        gradient_predivide_factor: With ``Average``, gradients are divided by it before they are added, and the sum is
+            multiplied by it.
+        num_groups: The number of groups of about equal size; groups of 4 MiB if not given.
+        groups: The same, or lists of parameters that are sent together; other parameters are grouped by default.
+        sparse_as_dense: Ignored: sparse gradients are sent dense, and are sparse again before the step, as with True in
             Horovod.
-        process_set: The agents; the others step by themselves.
+        process_set: The agents; other agents step alone.
 
     Raises:
-        TypeError, ValueError: What is given is no such optimizer, or an option is none.
-        Mismatch: The agents' parameters differ; it names the first that does.
+        TypeError, ValueError: ``optimizer`` is no such optimizer, or an option is invalid.
+        Mismatch: The agents' parameters differ; the error names the first one.
     """
     called = "DistributedOptimizer"
     if not isinstance(optimizer, torch.optim.Optimizer):

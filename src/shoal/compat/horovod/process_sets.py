@@ -1,4 +1,4 @@
-"""Process sets: some of the agents, which all have agreed on."""
+"""Process sets: subsets of the agents, on which all have agreed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Ranks = tuple[int, ...]
 
 
 class ProcessSet:
-    """Some of the agents, to be given as ``process_set=`` once :func:`add_process_set` or ``init`` has had it.
+    """A subset of the agents, to be given as ``process_set=`` after :func:`add_process_set` or ``init`` has registered
+    it.
 
     Args:
-        ranks: Which; in any order, each once.
+        ranks: The ranks of the agents; in any order, each once.
 
     Attributes:
-        process_set_id: Its number; None while it is not in use.
+        process_set_id: Its number; None while it is not registered.
     """
 
     process_set_id: int | None = None
@@ -40,7 +41,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Which agents, ascending."""
+        """The ranks of the agents, ascending."""
         return list(self._ranks)
 
     @property
@@ -57,7 +58,7 @@ class ProcessSet:
         return current("ProcessSet.included()").rank in self.ranks
 
     def rank(self) -> int:
-        """This agent's place among them; -1 for one that is none."""
+        """This agent's index in the set; -1 if it is no member."""
         here = current("ProcessSet.rank()").rank
         return self.ranks.index(here) if here in self.ranks else -1
 
@@ -90,15 +91,15 @@ _sets: weakref.WeakKeyDictionary[Engine, dict[int, Ranks]] = weakref.WeakKeyDict
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Have a set in use from now on. All agents call it, members or not, with the same.
+    """Register a set. All agents call it, members or not, with the same ranks.
 
     Raises:
-        ValueError: It names what is no rank, or there is one of these ranks.
-        Mismatch: Agents name others.
+        ValueError: It has an invalid rank, or a set of these ranks exists.
+        Mismatch: Agents give different ranks.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     agent, ranks = current("add_process_set"), tuple(made.ranks)
-    _agree("add_process_set", ranks)  # first of all: what is wrong with them is so for all then
+    _agree("add_process_set", ranks)  # first of all, so that errors of the ranks are raised on all agents
     beyond = [rank for rank in ranks if not 0 <= rank < agent.size]
     if beyond:
         raise ValueError(f"add_process_set: there are no ranks {beyond}; there are {agent.size} agents")
@@ -117,13 +118,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Have a set no more in use. All agents call it, with the same.
+    """Unregister a set. All agents call it, with the same set.
 
     Returns:
-        Whether it was there; the one of all agents stays.
+        Whether it was registered; the set of all agents stays.
 
     Raises:
-        Mismatch: Agents name others.
+        Mismatch: Agents give different sets.
     """
     there = _sets.setdefault(current("remove_process_set").engine, {})
     number = process_set.process_set_id
@@ -138,8 +139,8 @@ def group_of(called: str, process_set: ProcessSet) -> Group | None:
     """The ``group=`` of a call.
 
     Raises:
-        TypeError: It is no process set.
-        ValueError: It is not in use.
+        TypeError: The argument is no process set.
+        ValueError: The set is not registered.
     """
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{called}: process_set must be a ProcessSet, not {process_set!r}")

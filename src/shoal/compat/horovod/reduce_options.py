@@ -1,4 +1,4 @@
-"""How an all-reduce reduces, and in what form a tensor travels, as Horovod's arguments say it."""
+"""The reduction of an all-reduce, and the form in which a tensor is sent, from Horovod's arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InvalidArgument(HorovodInternalError, ValueError):
 
 
 class ReduceOp(IntEnum):
-    """What becomes of the tensors of all agents."""
+    """The reductions of the tensors of all agents."""
 
     AVERAGE = 0
     SUM = 1
@@ -38,12 +38,12 @@ Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
 @dataclass(frozen=True)
 class ScaledReduction:
-    """How an all-reduce reduces.
+    """The reduction of an all-reduce, with factors.
 
     Attributes:
-        op: What of.
-        before: What each tensor is multiplied by first.
-        after: What the result is multiplied by.
+        op: The reduction.
+        before: The factor of each tensor before the reduction.
+        after: The factor of the result.
     """
 
     op: ReduceOp
@@ -59,10 +59,10 @@ class ScaledReduction:
 def parse_reduction(
     called: str, average: bool | None, op: int | None, before: float = 1.0, after: float = 1.0
 ) -> ScaledReduction:
-    """What the arguments of a call ask for.
+    """The reduction from the arguments of a call.
 
     Raises:
-        ValueError: They say two things, or what there is not.
+        ValueError: The arguments are contradictory or unknown.
     """
     given = op if op is not None else (Average if average is None or average else Sum)
     try:
@@ -92,7 +92,7 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class Compressor:
-    """In what form a tensor travels: :meth:`compress` gives it with what :meth:`decompress` has to know."""
+    """The form in which a tensor is sent: :meth:`compress` gives it with what :meth:`decompress` has to know."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -104,7 +104,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """As it is."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -142,6 +142,6 @@ def listed(called: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def compressed(compression: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
-    """In the form in which they travel, with what is needed to undo it."""
+    """The tensors in the form in which they are sent, with the data to undo it."""
     pairs = [compression.compress(one) for one in tensors]
     return [one for one, _ in pairs], [ctx for _, ctx in pairs]

@@ -1,4 +1,4 @@
-"""Models, optimizers and objects, brought to one state on all agents."""
+"""Synchronization of models, optimizers and objects over all agents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """The object of ``root_rank`` on every agent: plain data and tensors, as :func:`shoal.broadcast_object` has it."""
+    """The object of ``root_rank`` on every agent: plain data and tensors, as for :func:`shoal.broadcast_object`."""
     return objects.broadcast_object(obj, root_rank, name, group=group_of("broadcast_object", process_set))
 
 
@@ -37,7 +37,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     """The objects of all agents, by rank: of the same kinds as those of :func:`broadcast_object`.
 
     Raises:
-        TypeError: Something in the object is not plain; nothing is sent.
+        TypeError: A part of the object is not plain data; nothing is sent.
     """
     group = group_of("allgather_object", process_set)
     try:

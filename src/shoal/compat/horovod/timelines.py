@@ -1,4 +1,4 @@
-"""A trace of each agent, from one moment to another."""
+"""A trace of each agent, between two calls."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from ...runtime.agent import current
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what this agent does to a file from now on: rank 0 to ``file_path``, rank r to ``name.rank<r>.json`` beside
-    it.
+    """Start to write this agent's trace to a file: rank 0 to ``file_path``, rank r to ``name.rank<r>.json`` beside it.
 
     Args:
-        file_path: ``name.json``; the folder must be there.
+        file_path: ``name.json``; the folder must exist.
         mark_cycles: Ignored: there are no cycles.
 
     Raises:

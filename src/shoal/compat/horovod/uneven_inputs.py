@@ -1,10 +1,11 @@
-"""Agents that have run out of data, and go on to take part in what the others call, until all have.
+"""Agents that have run out of data take part in the others' operations until all have run out.
 
-An agent in :func:`join` cannot know what the others call: they tell it, once they have heard that it has joined. What
-they had in flight when they heard of it they tell first. It then makes the same calls, with what changes no sum. All
-that is said between two agents comes in order, but for what is long, so each says how much it has told.
+An agent in :func:`join` cannot know the others' calls. Once the others have learned that it has joined, they announce
+their calls to it: first the calls in flight at that time. It then makes the same calls, with tensors that do not change
+the results. Messages between two agents arrive in order, except for long ones. So each state message contains the
+number of announced calls.
 
-While nobody has joined nothing is sent for it: each agent notes the calls that it has in flight.
+While no agent has joined, no messages are sent for this: each agent records its calls in flight.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from ...transport.wire import MOVABLE, Kind, Message, ProtocolError
 WORD = "~horovod"
 _CALL, _STATE = "call", "state"
 _MOST_BYTES = 1 << 24
-"""Of what one agent says at once: a list of a hundred thousand tensors has fewer."""
+"""The limit of one message: a list of a hundred thousand tensors has fewer."""
 _REDUCES, _GATHERS = ("allreduce", "grouped_allreduce"), ("allgather", "grouped_allgather")
 
 
 class AnnouncedCall(NamedTuple):
-    """What an agent calls, as another one may have to.
+    """A call of one agent, which a joined agent may have to make as well.
 
     Attributes:
-        called: Which operation.
-        how: Of an all-reduce, Shoal's ``op``.
+        called: The operation.
+        how: Shoal's ``op`` of an all-reduce.
         name: The caller's name for it.
-        channel, round: What it is matched by.
+        channel, round: The key that matches it.
         tensors: The shape and the dtype's number of each.
     """
 
@@ -60,12 +61,12 @@ class AnnouncedCall(NamedTuple):
 
 
 class JoinState(NamedTuple):
-    """What an agent says of its joins.
+    """The state of an agent's joins.
 
     Attributes:
         joined: How often it has called :func:`join`.
-        heard: How many of the other's calls of it it has heard of.
-        told: How many calls it has told the other since then.
+        heard: The number of the receiver's calls of :func:`join` that it knows.
+        told: The number of calls that it has announced to the receiver since then.
     """
 
     joined: int
@@ -74,12 +75,12 @@ class JoinState(NamedTuple):
 
 
 class JoinCoordinator(MinimalService):
-    """The part of one agent. What has no lock of its own is used under the engine's."""
+    """The part of one agent. Data without a lock of its own is used under the engine's."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._in_flight: deque[AnnouncedCall] = deque()
-        self._joined: dict[int, JoinState] = {}  # what the others have said last
+        self._joined: dict[int, JoinState] = {}  # the last state of each other agent
         self._told: dict[int, int] = {}
         self._heard: dict[int, int] = {}
         self._calls = 0  # that its script has made since the last join
@@ -87,12 +88,12 @@ class JoinCoordinator(MinimalService):
         self._since = 0.0
         self._news: queue.SimpleQueue[AnnouncedCall | None] = queue.SimpleQueue()
 
-    # What this agent calls
+    # Calls of this agent
 
     def calls(
         self, called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], made: Handle[Any]
     ) -> None:
-        """This agent has begun an operation of all."""
+        """This agent has started an operation of all agents."""
         operation = made.operation
         said = [(list(one.shape), MOVABLE.index(one.dtype)) for one in tensors]
         call = AnnouncedCall(called, how, name, operation.name, operation.round, said)
@@ -122,7 +123,7 @@ class JoinCoordinator(MinimalService):
         message, text = Message(Kind.DATA, what, WORD), json.dumps(said).encode()
         send_alone(self._engine.publisher, self._engine.sender, rank, message, as_tensor(text), background=True)
 
-    # What others say
+    # Messages of others
 
     def serve(self, source: int, message: Message) -> None:
         when_complete(message, partial(self._hear, source, message))
@@ -165,7 +166,7 @@ class JoinCoordinator(MinimalService):
     # A join
 
     def _missing(self) -> list[int]:
-        """Who has not joined, or has more to tell."""
+        """The ranks that have not joined, or whose announced calls have not all arrived."""
         engine, found = self._engine, []
         for rank in engine.membership.view.alive:
             state = self._joined.get(rank, JoinState(0, 0, 0))
@@ -238,7 +239,7 @@ class JoinCoordinator(MinimalService):
 
 
 def _identities(call: AnnouncedCall) -> list[torch.Tensor]:
-    """What changes nothing for the others: zeros, no rows, and what is least or greatest."""
+    """Tensors that do not change the others' results: zeros, no rows, or the least or greatest value."""
     found = []
     for shape, number in call.tensors:
         dtype, sizes = MOVABLE[number], [int(one) for one in shape]
@@ -266,7 +267,7 @@ _of: weakref.WeakKeyDictionary[Engine, JoinCoordinator] = weakref.WeakKeyDiction
 
 
 def attach() -> None:
-    """From now on others may join. All agents call it, and nobody goes on before all have."""
+    """Enable :func:`join`. All agents call it, and none continues before all have."""
     engine = current("init").engine
     if engine in _of:
         return
@@ -277,28 +278,28 @@ def attach() -> None:
 
 
 def note(called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], made: Handle[Any]) -> None:
-    """The agent has begun an operation of all, in which agents may take part that have joined."""
+    """Record that the agent has started an operation of all agents, which joined agents may have to follow."""
     joining = _of.get(current(called).engine)
     if joining is not None:
         joining.calls(called, how, name, tensors, made)
 
 
 def join(device: int = -1) -> int:
-    """Say that this agent has no more data, and take part in what the others call until all have said so.
+    """Announce that this agent has no more data, and take part in the others' operations until all have joined.
 
-    In their all-reduces it has zeros (of Min, Max and Product what changes nothing), and an average is over all agents,
-    with those that have joined; to an all-gather it has no rows. All else that they call meanwhile ends in an error.
+    In their all-reduces it has zeros (for Min, Max and Product a neutral value), and an average is over all agents,
+    including joined ones; in an all-gather it has no rows. Other operations raise an error.
 
     Args:
         device: Ignored.
 
     Returns:
-        The rank that joined last: of those that have called most, the last.
+        The rank that joined last: among the agents with the most calls, the last one.
 
     Raises:
-        ValueError: Others call what an agent that has joined takes no part in.
+        ValueError: Others call an operation that a joined agent cannot take part in.
         PeerLost: An agent is gone.
-        DeadlineExceeded: Nothing was heard of those that have not joined.
+        DeadlineExceeded: Agents that have not joined sent nothing.
     """
     joining = _of.get(current("join").engine)
     if joining is None:

@@ -4,7 +4,8 @@
 
     trainer = L.Trainer(strategy=ShoalStrategy(), accelerator="cpu", devices=1)
 
-``shoal run -n 4 train.py`` starts it, or torchrun. docs/lightning.md says what works, and what is refused and why.
+``shoal run -n 4 train.py`` starts it, or torchrun. docs/lightning.md lists the supported features, and the refused ones
+with reasons.
 """
 
 from ..requirements import not_installed

@@ -1,4 +1,4 @@
-"""What Lightning's two strategies, the Trainer's and Fabric's, have in common: the device, where all agents meet."""
+"""The common part of the two strategies, for Lightning's Trainer and for Fabric: the device, and the collectives."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class BaseStrategy:
         return collectives.stacked(tensor, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all agents say so, or any of them."""
+        """Whether the decision is True on all agents, or on any of them."""
         return bool(collectives.reduced(torch.tensor(int(decision)), "min" if all else "max"))

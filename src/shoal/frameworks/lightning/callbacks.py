@@ -1,4 +1,4 @@
-"""What a Trainer with agents is told between its steps: how far they are apart, and whether they watch one number."""
+"""Callbacks for a Trainer with agents: the distance between agents, and a check that they monitor the same number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConsensusDistance(Callback):
     be monitored like any other metric.
 
     Args:
-        name: What it is logged as.
+        name: The name in the log.
     """
 
     def __init__(self, name: str = "consensus_distance") -> None:
@@ -45,7 +45,7 @@ class SameNumbers(Callback):
         self._check(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Of what a module logs at the end of an epoch, which is later than this class sees it."""
+        """Check the numbers that a module logged at the end of an epoch, after this callback had run there."""
         self._check(trainer)
 
     def _check(self, trainer: Any) -> None:

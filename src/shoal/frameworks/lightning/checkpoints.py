@@ -27,9 +27,9 @@ from ..random_state import RandomState
 
 log = logging.getLogger("shoal")
 KEY = "shoal"
-"""What a checkpoint says of its folder: how many agents there were, and which save it was."""
+"""The entry of a checkpoint about its folder: the number of agents, and the identity of the save."""
 RANDOM = "shoal_random_state"
-"""What is added to a checkpoint that is loaded: the state of this agent's generators."""
+"""The entry that is added to a loaded checkpoint: the state of this agent's generators."""
 _OPTIMIZERS = "optimizer_states"
 _OWN = ("lr_schedulers", "loops")
 KEPT = 2
@@ -60,7 +60,7 @@ def save_own(
     """Write this agent's own state beside a checkpoint's file. All agents call it.
 
     Args:
-        checkpoint: What Lightning saves, with this agent's own optimizers.
+        checkpoint: The checkpoint that Lightning saves, with this agent's own optimizers.
         model: This agent's own ``state_dict``.
         path: The checkpoint's file.
         precision: Under which name the precision plugin's state is in it.
@@ -94,8 +94,8 @@ def save_own(
 
 
 def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """The checkpoint to go on with: with this agent's own state, where as many agents saved it as there are now; else
-    with the mean of all. All agents call it.
+    """The checkpoint to resume from: with this agent's own state if the number of agents is the same as at the save,
+    else with the mean of all. All agents call it.
 
     Raises:
         ShoalError: The folder beside the file is of another save.

@@ -1,4 +1,4 @@
-"""What Lightning and torchmetrics ask of all processes, through Shoal."""
+"""The collectives for Lightning and torchmetrics, through Shoal."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def reduced(value: Any, how: Any, group: Any = None) -> Any:
-    """The mean, sum, maximum, minimum or product over the agents, for a tensor or a number; the same bits on all.
+    """The mean, sum, maximum, minimum or product over the agents, of a tensor or a number; the same bits on all.
 
-    A mean of whole numbers has a fraction. One number travels as bits, and may be NaN.
+    A mean of whole numbers has a fraction. A single number is sent as bits, and may be NaN.
 
     Raises:
         ValueError: Another operation.
@@ -75,7 +75,7 @@ def broadcast(value: Any, source: int) -> Any:
     """An object of one agent: plain data, tensors and paths.
 
     Raises:
-        TypeError: At the source: something else, which nobody would unpickle.
+        TypeError: At the source: another object, which receivers would not unpickle.
     """
     path = isinstance(value, Path)
     said: list[Any] = [path, str(value) if path else value]

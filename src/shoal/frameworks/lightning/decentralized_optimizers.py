@@ -1,4 +1,4 @@
-"""How Lightning's optimizers become Shoal's."""
+"""Conversion of Lightning's optimizers to Shoal's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ...optim.optimizer import DecentralizedOptimizer
 
 Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, torch.nn.Module], DecentralizedOptimizer]
-"""What makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
+"""Makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
 
 
 def one_peer_at_a_time(
@@ -22,7 +22,7 @@ def one_peer_at_a_time(
 
     Args:
         optimizer: Lightning's.
-        module: Whose parameters it has.
+        module: The module whose parameters it has.
         dealt_out: Lightning deals the samples out, so agents' data do not differ: Adam's moments need not be averaged,
             and nothing is to warn of that.
     """
@@ -30,8 +30,9 @@ def one_peer_at_a_time(
 
 
 def evaluate_first(optimizer: DecentralizedOptimizer) -> None:
-    """Call the closure that Lightning gives to ``step()``, which has the forward and backward pass in it, before the
-    step: for what counts backward passes, or is under way when the step comes."""
+    """Call the closure that Lightning passes to ``step()``, which contains the forward and backward pass, before the
+    step: for optimizers that count backward passes, or exchange during them.
+    """
     step = optimizer.step
 
     def stepped(closure: Callable[[], Any] | None = None) -> Any:

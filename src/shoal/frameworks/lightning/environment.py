@@ -1,4 +1,4 @@
-"""Who a process is, in Lightning's words: what Lightning would else read from a launcher's variables."""
+"""The rank and size of a process for Lightning, instead of a launcher's variables."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class ShoalEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Nothing is for Lightning to start."""
+        """True: Lightning starts no processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Of a process group, which there is none."""
+        """The address of a process group, of which there is none."""
         raise RuntimeError("ShoalStrategy opens no process group, so there is no main address")
 
     @property
     def main_port(self) -> int:
-        """Of a process group, which there is none."""
+        """The port of a process group, of which there is none."""
         raise RuntimeError("ShoalStrategy opens no process group, so there is no main port")
 
     @staticmethod

@@ -34,18 +34,18 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
     """``Fabric(strategy=ShoalFabricStrategy(), accelerator="cpu", devices=1)``: each process is an agent with a model
     of its own, which averages with a neighbour in every optimizer step.
 
-    It makes this process an agent (:func:`shoal.init`), where it is none yet, and opens no process group.
+    It makes this process an agent (:func:`shoal.init`) if it is none yet, and opens no process group.
     ``fabric.setup(model, optimizer)`` gives all agents rank 0's weights, and a decentralized optimizer;
-    ``setup_dataloaders`` deals the samples out. ``fabric.save`` writes the mean model, and each agent's own state
-    beside it; ``fabric.load`` goes on with each agent's own.
+    ``setup_dataloaders`` distributes the samples. ``fabric.save`` writes the mean model, and each agent's own state
+    beside it; ``fabric.load`` loads each agent's own state.
 
     Args:
-        wrapper: Makes an optimizer decentralized, of it and the module; as of :class:`ShoalStrategy`.
+        wrapper: Makes a decentralized optimizer from an optimizer and the module; as for :class:`ShoalStrategy`.
         checkpoint_io: Lightning's plugin that writes the checkpoint's file, at rank 0.
 
     Raises:
-        ValueError: The agents are threads, or go on without those that are lost; or by Fabric, another device than the
-            CPU, and an optimizer that is set up before its model.
+        ValueError: The agents are threads, or survive losses (``on_loss="continue"``). Fabric raises it for another
+            device than the CPU, and for an optimizer that is set up before its model.
     """
 
     def __init__(self, wrapper: Wrapper | None = None, *, checkpoint_io: Any = None) -> None:
@@ -64,7 +64,7 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
         module.to(self.root_device)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """As it is, with rank 0's weights."""
+        """The unwrapped module, with rank 0's weights."""
         state = module.state_dict()
         broadcast_parameters({name: one for name, one in state.items() if isinstance(one, torch.Tensor)}, 0)
         self._modules.append(module)
@@ -74,7 +74,7 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
         """Decentralized.
 
         Raises:
-            ValueError: Its model has not been set up.
+            ValueError: The optimizer's model has not been set up.
         """
         if isinstance(optimizer, DecentralizedOptimizer):
             return optimizer

@@ -1,4 +1,4 @@
-"""The mean of all agents' models in the place of this agent's own, for as long as Lightning evaluates."""
+"""Replaces this agent's model by the mean of all agents' models while Lightning evaluates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MeanModel:
         """Average, and put the mean in place. All agents call it."""
         if self.is_in_place:
             return
-        # Lightning evaluates in inference mode, whose tensors could not be written to afterwards.
+        # Lightning evaluates in inference mode, and tensors made in it could not be written to afterwards.
         with torch.inference_mode(False), torch.no_grad():
             tensors = averaged(self._module)
             self._others = means(tensors, "lightning.mean")
@@ -47,7 +47,7 @@ class MeanModel:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Inside, the module holds this agent's own values, also where the mean is in place otherwise."""
+        """A context in which the module holds this agent's own values, even while the mean is otherwise in place."""
         if self.is_in_place:
             self._exchange()
         try:

@@ -1,4 +1,4 @@
-"""torchmetrics over agents: its metrics ask torch.distributed whether they are one of several, and hear that not."""
+"""torchmetrics over agents: its metrics query torch.distributed, which reports a single process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .collectives import gather_all
 
 
 def several() -> bool:
-    """What a metric asks before it synchronises."""
+    """Reports several processes to a metric before it synchronises."""
     return True
 
 
 def synchronise(module: torch.nn.Module) -> None:
-    """Have the metrics of a module, those that are not told otherwise, compute over all agents."""
+    """Make the metrics of a module compute over all agents, unless they have a synchronisation of their own."""
     for one in module.modules():
         if isinstance(one, Metric) and one.dist_sync_fn is None:
             one.dist_sync_fn = gather_all

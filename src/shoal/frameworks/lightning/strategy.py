@@ -1,4 +1,4 @@
-"""The strategy: what Lightning's Trainer asks of several processes, answered by agents of Shoal."""
+"""The strategy: the functions that Lightning's Trainer needs of several processes, by agents of Shoal."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ T = TypeVar("T")
 class ShoalStrategy(BaseStrategy, ParallelStrategy):
     """Each process is an agent with a model of its own, which averages with a neighbour in every optimizer step.
 
-    It makes this process an agent (:func:`shoal.init`), where it is none yet, and opens no process group. All agents
-    begin with rank 0's weights. What is validated, tested, predicted with and saved is the mean of all agents' models;
-    after ``fit`` the module holds this agent's own (``with shoal.consensus(module)`` has the mean).
+    It makes this process an agent (:func:`shoal.init`) if it is none yet, and opens no process group. All agents begin
+    with rank 0's weights. Validation, tests, predictions and checkpoints use the mean of all agents' models; after
+    ``fit`` the module holds this agent's own (``with shoal.consensus(module)`` has the mean).
 
     Args:
-        wrapper: Makes an optimizer decentralized, of it and the module: any of Shoal's wrappers, or a function around
-            one. If none is given, adapt, then combine, with one neighbour of the exponential graph at a time. What
-            ``configure_optimizers`` returns decentralized already stays as it is.
+        wrapper: Makes a decentralized optimizer from an optimizer and the module: any of Shoal's wrappers, or a
+            function around one. The default is adapt, then combine, with one neighbour of the exponential graph at a
+            time. Decentralized optimizers from ``configure_optimizers`` are not wrapped again.
         checkpoint_io: Lightning's plugin that writes the checkpoint's file, at rank 0.
-        precision_plugin: Lightning's plugin for precision; as a rule ``Trainer(precision=)`` says it.
+        precision_plugin: Lightning's plugin for precision; usually set by ``Trainer(precision=)``.
 
     Raises:
-        ValueError: The agents are threads, or go on without those that are lost; and by the Trainer, what
-            ``docs/lightning.md`` lists as refused.
+        ValueError: The agents are threads, or survive losses (``on_loss="continue"``). The Trainer raises it for the
+            features that ``docs/lightning.md`` lists as refused.
     """
 
     strategy_name = "shoal"
@@ -72,7 +72,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         )
         rank_zero_only.rank = self.global_rank
 
-    # What the Trainer sets
+    # Settings of the Trainer
 
     @property
     def num_nodes(self) -> int:
@@ -126,7 +126,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As Lightning's, decentralized; schedules go on with the ``param_groups`` that both have."""
+        """As Lightning's, decentralized; schedulers keep working because both optimizers share ``param_groups``."""
         if not self._own_loaded:
             state = self.lightning_module.state_dict()
             broadcast_parameters({name: one for name, one in state.items() if isinstance(one, torch.Tensor)}, 0)
@@ -151,7 +151,9 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         return made
 
     def process_dataloader(self, dataloader: T) -> T:
-        """As it is; its order is that of the epoch that comes, also where workers begin before Lightning says which."""
+        """The unchanged loader; its order is the next epoch's, even if its workers start before Lightning sets the
+        epoch.
+        """
         _set_sampler_epoch(dataloader, self._trainer.fit_loop.epoch_progress.current.processed)
         return dataloader
 
@@ -163,7 +165,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         decentralized, self._decentralized = self._decentralized, []
         interrupted = self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
         for one in decentralized:
-            # What is under way fails again where an agent is lost, of which the Trainer has been told.
+            # A pending exchange fails again if an agent is lost, which the Trainer already knows.
             with contextlib.suppress(ShoalError) if interrupted else contextlib.nullcontext():
                 one.close()
         super().teardown()
@@ -282,5 +284,5 @@ class _Hooks(SameNumbers):
         super().on_train_epoch_start(trainer, pl_module)
         loop = trainer.fit_loop
         if not loop.is_resuming and not loop.epoch_loop.restarting and trainer.current_epoch > 0:
-            # Lightning has begun to iterate, for the rest of an epoch that had no batch left, and will begin again.
+            # Lightning has started to iterate over the rest of an epoch without batches, and will start again.
             self._strategy._restore_random()

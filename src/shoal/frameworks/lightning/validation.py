@@ -1,4 +1,4 @@
-"""What a Trainer may be asked for that agents with a model each cannot do, and why."""
+"""Features of a Trainer that agents with separate models cannot support, with the reasons."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_batches(counts: list[int | None]) -> None:
 
 
 def check_optimizer(optimizer: DecentralizedOptimizer, trainer: Any) -> None:
-    """Raise ValueError for what a decentralized optimizer cannot do in Lightning's loop."""
+    """Raise ValueError for options that a decentralized optimizer cannot support in Lightning's loop."""
     several = trainer.accumulate_grad_batches != 1
     if optimizer.overlaps_backward and several:
         raise ValueError(

@@ -24,7 +24,7 @@ NONCE, PROOF, SEAL = 32, 32, 16
 MOST_BYTES = (1 << 16) + 1024
 """Of a message."""
 MOST_WAITING = 1 << 19
-"""Bytes that may lie ready; what comes then is dropped."""
+"""The limit of buffered bytes; later messages are dropped."""
 PROVING_SECONDS = 10.0
 """How long a proof may take, and connecting."""
 AGAIN_SECONDS = 2.0
@@ -38,7 +38,7 @@ _COUNT = struct.Struct(">Q")
 
 
 class StatusSink(Protocol):
-    """Who is told."""
+    """The receiver of the status messages."""
 
     def take(self, summary: dict[str, Any]) -> None: ...
 
@@ -63,7 +63,7 @@ class _Sealed:
 
 
 class _FramedStream:
-    """A connection of messages, each with its length before it. Nothing in it waits."""
+    """A connection of messages, each with its length before it. No method waits."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -72,14 +72,14 @@ class _FramedStream:
         sock.setblocking(False)
 
     def put(self, message: bytes) -> bool:
-        """Have it sent; False where there is no room."""
+        """Queue a message to be sent; False if there is no room."""
         if len(self.out) + len(message) > MOST_WAITING:
             return False
         self.out += _LENGTH.pack(len(message)) + message
         return True
 
     def write(self) -> None:
-        """As much as there is room for. OSError where the connection is over."""
+        """Send as much as there is room for. OSError if the connection is closed."""
         while self.out:
             try:
                 del self.out[: self.sock.send(self.out)]
@@ -87,7 +87,9 @@ class _FramedStream:
                 return
 
     def hear(self) -> list[bytes]:
-        """What has come whole. OSError or ValueError where the connection is over, or speaks nonsense."""
+        """The completely received messages. OSError or ValueError if the connection is closed, or the data is
+        malformed.
+        """
         with contextlib.suppress(BlockingIOError):
             data = self.sock.recv(MOST_BYTES)
             if not data:
@@ -107,13 +109,13 @@ class _FramedStream:
 
 
 class StatusCollector:
-    """The first launcher's side: lets in the others, and hands on what they say.
+    """The first launcher's side: accepts the other launchers, and forwards their messages.
 
     Args:
-        listener: Where they come; closed with this.
-        secret: Of the job.
-        to: Who is told.
-        most: Launchers that may be connected; and as many again that have not proved anything.
+        listener: The socket on which they connect; closed with this.
+        secret: The secret of the job.
+        to: The receiver of the messages.
+        most: The limit of connected launchers; as many more connections may be unauthenticated.
     """
 
     def __init__(self, listener: socket.socket, secret: str, to: StatusSink, most: int) -> None:
@@ -145,7 +147,7 @@ class StatusCollector:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        for proved in (False, True):  # those who have proved nothing keep nobody out who has
+        for proved in (False, True):  # unauthenticated connections do not exclude authenticated ones
             known = [one for one in self._guests if (one.sealed is not None) == proved]
             if len(known) >= self._most:
                 self._end(known[0])
@@ -207,11 +209,11 @@ class _LauncherConnection:
 
 
 class StatusSender:
-    """Another launcher's side: what it is told goes to the first.
+    """Another launcher's side: forwards the status to the first launcher.
 
     Args:
-        address: Of the first launcher, as ``socket`` takes it; and its family.
-        secret: Of the job.
+        address: The address of the first launcher, in the format of ``socket``; and its family.
+        secret: The secret of the job.
     """
 
     def __init__(self, family: socket.AddressFamily, address: Any, secret: str) -> None:
@@ -224,7 +226,7 @@ class StatusSender:
         self._processes: dict[int, tuple[int, str, str]] = {}
         self._ended: dict[int, tuple[str, bool]] = {}
 
-    # What is to be told
+    # Status to send
 
     def take(self, summary: dict[str, Any]) -> None:
         self._say({"summary": summary})
@@ -329,7 +331,7 @@ class StatusSender:
         self._again = time.monotonic() + AGAIN_SECONDS
 
     def close(self) -> None:
-        """Say the last, for a moment, and hang up."""
+        """Send the final messages within a time limit, and disconnect."""
         if self._sealed is not None:
             self._tell()
         limit = time.monotonic() + LAST_SECONDS

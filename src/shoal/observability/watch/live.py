@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.5
 
 
 class EventSource(Protocol):
-    """What has a descriptor that can be read when it is to be called."""
+    """An object with a descriptor; it is called when the descriptor is readable."""
 
     def fileno(self) -> int: ...
 
@@ -33,26 +33,26 @@ class EventSource(Protocol):
 
 
 class ViewerSink(Protocol):
-    """Where it goes: the state of the run, or another launcher."""
+    """The receiver of observations: the state of the run, or another launcher."""
 
     def take(self, summary: dict[str, Any]) -> None:
-        """What an agent says."""
+        """Receive a status message of an agent."""
 
     def process(self, rank: int, pid: int, host: str, state: str) -> None:
-        """What the kernel says that its process does."""
+        """Receive the kernel's state of an agent's process."""
 
     def ended(self, rank: int, how: str, well: bool) -> None:
-        """How it ended."""
+        """An agent's process has ended."""
 
 
 @dataclass(frozen=True)
 class JoiningLaunchers:
-    """Other launchers of the job, for the one that shows it: those of other machines, and those that join.
+    """The job's other launchers, on other machines and joining ones, as seen by the launcher that shows the job.
 
     Attributes:
-        listener: Where they come.
-        secret: Of the job.
-        launchers: How many there may be.
+        listener: The socket on which they connect.
+        secret: The secret of the job.
+        launchers: The limit of their number.
     """
 
     listener: socket.socket
@@ -61,14 +61,14 @@ class JoiningLaunchers:
 
 
 class Watch:
-    """One launcher's, as a context: on leaving it nothing is left open.
+    """The watch of one launcher, as a context that closes all of its resources at the end.
 
     Args:
-        sink: Where what is seen goes.
-        agents: How many there are on this machine.
+        sink: The receiver of the observations.
+        agents: The number of agents on this machine.
 
     Raises:
-        OSError: There can be no socket on which agents are heard.
+        OSError: The socket for the agents' messages cannot be made.
     """
 
     def __init__(self, sink: ViewerSink, agents: int) -> None:
@@ -96,7 +96,7 @@ class Watch:
         self._changed()
 
     def _changed(self) -> None:
-        """Something is to be shown."""
+        """The shown state has changed."""
 
     def __enter__(self) -> Watch:
         return self
@@ -119,7 +119,7 @@ class Watch:
         return float("inf") if self._over else self._next()
 
     def serve(self) -> None:
-        """Do what can be done now, without waiting. What fails in it is said, and ends no run."""
+        """Do the pending work, without waiting. An error is printed, and does not end the job."""
         if self._over:
             return
         try:
@@ -151,10 +151,10 @@ class Watch:
                 self._sink.process(rank, pid, self._host, state)
         self._changed()
 
-    # What the launcher knows
+    # Events of the launcher
 
     def started(self, rank: int, pid: int) -> None:
-        """It has started an agent."""
+        """The launcher has started an agent."""
         self._pids[rank] = pid
         self._sink.process(rank, pid, self._host, "S")
         self._changed()
@@ -166,26 +166,26 @@ class Watch:
         self._changed()
 
     def begin_again(self, attempt: int) -> None:
-        """All of them are started once more."""
+        """All agents are restarted."""
 
     def end(self, how: str) -> None:
         """The run is over."""
 
     @property
     def address(self) -> str:
-        """Of the page; empty where another launcher shows it."""
+        """The address of the page; empty if another launcher shows it."""
         return ""
 
 
 class LocalViewer(Watch):
-    """That of the launcher that shows the run.
+    """The watch of the launcher that shows the run.
 
     Args:
-        size: How many agents there may be, on all machines.
-        agents: How many of them on this one.
-        title: What is shown above all.
-        port: Of the page; 0 takes a free one.
-        begins: How many agents the run begins with, on all machines; all that there may be, if not given.
+        size: The limit of the number of agents, on all machines.
+        agents: The number of agents on this machine.
+        title: The title of the page.
+        port: The port of the page; 0 takes a free one.
+        begins: The number of agents at the begin, on all machines; ``size`` if not given.
 
     Raises:
         OSError: The port is taken.
@@ -211,7 +211,7 @@ class LocalViewer(Watch):
         self._add(self._server, self._server.serve)
 
     def gather(self, others: JoiningLaunchers) -> None:
-        """Hear other launchers, in the place of those that were heard before. The listener is closed with this."""
+        """Receive the messages of other launchers, instead of the earlier ones. The listener is closed with this."""
         self._gather_no_more()
         if self._over:
             others.listener.close()
@@ -253,11 +253,11 @@ class LocalViewer(Watch):
 
 
 class RemoteViewer(Watch):
-    """That of a launcher that tells the first one.
+    """The watch of a launcher that reports to the first one.
 
     Args:
-        teller: Does.
-        agents: How many there are on this machine.
+        teller: Sends the reports.
+        agents: The number of agents on this machine.
     """
 
     def __init__(self, teller: StatusSender, agents: int) -> None:

@@ -25,11 +25,11 @@ SECOND = 1_000_000_000
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """All of it, as JSON has it: see :meth:`.RunState.as_json`, with ``frames`` besides.
+    """The states of a run, as JSON data: see :meth:`.RunState.as_json`, with ``frames`` added.
 
     Raises:
-        FileNotFoundError: There is neither a trace nor a record in the folder.
-        ValueError: What looks like one is none.
+        FileNotFoundError: The folder has neither a trace nor a membership log.
+        ValueError: A file is malformed.
     """
     of_traces, of_records = traces.are_there(folder), membership_log.are_there(folder)
     if not of_traces and not of_records:
@@ -184,7 +184,7 @@ class _TraceReplay:
                 told.add((rank, how))
                 found.append((self._since(at), f"rank {rank} {how}: {cause}", "bad" if how == "died" else ""))
         for rank, agents in self._of.items():
-            for agent in agents:  # who joins is started as if it came back
+            for agent in agents:  # a joining agent is started like a restarted one
                 text = f"rank {rank} is there, started again" if agent is not agents[0] else f"rank {rank} has joined"
                 if agent.trace.incarnation:
                     found.append((self._since(agent.trace.start), text, "good"))
@@ -194,7 +194,7 @@ class _TraceReplay:
 
 
 class _TracedAgent:
-    """One trace, as it is asked for by time."""
+    """The trace of one agent, for queries by time."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -224,7 +224,7 @@ class _TracedAgent:
         return Counter({peer: much[number] for peer, (much, number) in found.items() if number})
 
     def edges_at(self, at: int) -> set[int]:
-        """To whom the last exchange before had sent."""
+        """The destinations of the last exchange before a time."""
         last = bisect_right(self._between_at, at) - 1
         used = set()
         for k in range(last, -1, -1):
@@ -234,14 +234,14 @@ class _TracedAgent:
         return used
 
     def waits_at(self, at: int) -> traces.TracedWait | None:
-        """What a thread of it waits for."""
+        """The wait of one of its threads at a time."""
         for one in self._waits[: bisect_right(self._waits_at, at)][:-9:-1]:  # of several threads one may
             if one.end >= at:
                 return one
         return None
 
     def missing(self, wait: traces.TracedWait, at: int) -> list[int] | None:
-        """Whose messages came later; None where none came that the trace has."""
+        """The ranks whose messages arrived after a time; None if the trace has no message for it."""
         coming = self._coming.get((wait.name, wait.round))
         return None if coming is None else sorted({peer for peer, came in coming if came > at})
 
@@ -256,7 +256,7 @@ class _TracedAgent:
 
 
 class _LogReplay:
-    """A run of which it is only known who was there."""
+    """A run without traces, of which only the membership is known."""
 
     def __init__(self, entries: list[MembershipEvent]) -> None:
         self._entries = entries
@@ -281,7 +281,7 @@ class _LogReplay:
 
     def _rows(self, at: float) -> list[dict[str, Any]]:
         state, again = dict.fromkeys(range(self._size), ABSENT), dict.fromkeys(range(self._size), 0)
-        first: dict[int, int] = {}  # who joins is started as if it came back
+        first: dict[int, int] = {}  # a joining agent is started like a restarted one
         for one in self._entries:
             if round(one.at - self._begin, 2) > at:
                 break
@@ -304,7 +304,9 @@ def row_of(rank: int) -> dict[str, Any]:
 
 
 def _changes(entries: list[MembershipEvent]) -> list[tuple[float, str, str]]:
-    """What agents have agreed on, each once: when (seconds since 1970), what, and whether it is good."""
+    """The membership changes that agents have agreed on, each once: time (seconds since 1970), text, and whether it is
+    good.
+    """
     found = []
     told: set[tuple[tuple[int, ...], ...]] = set()
     for one in entries:

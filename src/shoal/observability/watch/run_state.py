@@ -14,9 +14,9 @@ from .series import BYTES, STEP_TIME, History
 from .status_message import NONSENSE, Number, StatusMessage
 
 SILENT_SECONDS = 2.0
-"""After which an agent that says nothing is said to be silent."""
+"""After this time without a message an agent counts as silent."""
 HISTORY_SECONDS = 1.0
-"""Between two points of what is no measurement of the script's."""
+"""Between two points of a series that is no measurement of the script."""
 MOST_EVENTS = 200
 MOST_EDGES = 2048
 STARTING, COMPUTING, WAITING, STOPPED, SILENT = "starting", "computing", "waiting", "stopped", "silent"
@@ -27,14 +27,14 @@ _PROCESS_STOPPED = ("T", "t")
 
 @dataclass
 class _AgentView:
-    """What is known of one.
+    """The known state of one agent.
 
     Attributes:
-        incarnation: How often it has been started again.
-        heard: When it spoke last, as ``time.monotonic()``; 0 where it never has.
-        said: Its last word, and its last of what it does.
-        process: The state of its process, the letter that the kernel gives it; empty where nobody sees it.
-        ended: How its process ended; and whether well.
+        incarnation: How often it has been restarted.
+        heard: The time of its last message, as ``time.monotonic()``; 0 if there was none.
+        said: Its last message, and its last message with its work.
+        process: The state of its process, as the kernel's letter; empty if no launcher observes it.
+        ended: How its process ended; and whether successfully.
         rates: Bytes per second, by destination.
     """
 
@@ -51,12 +51,12 @@ class _AgentView:
 
 
 class RunState:
-    """Of one run.
+    """The state of one run.
 
     Args:
-        size: How many agents there may be.
-        title: What it is.
-        begins: How many it begins with, on the first ranks; all, if not given. The others may join.
+        size: The limit of the number of agents.
+        title: The title of the run.
+        begins: The number of agents at the begin, on the first ranks; ``size`` if not given. The others may join.
     """
 
     def __init__(self, size: int, title: str, begins: int | None = None) -> None:
@@ -71,17 +71,17 @@ class RunState:
         self._ending: str | None = None
         self._drawn = 0.0
 
-    # What is told
+    # Incoming reports
 
     def take(self, summary: dict[str, Any]) -> None:
-        """An agent has said something. What is no summary is passed over."""
+        """Receive a status message. A malformed one is ignored."""
         try:
             said = StatusMessage.of(summary, self._size)
         except NONSENSE:
             return
         agent = self._agents[said.rank]
         if said.attempt != self._attempt or said.incarnation < agent.incarnation:
-            return  # what is left of one that has ended
+            return  # a late message of an ended agent
         now = time.monotonic()
         if said.incarnation > agent.incarnation:
             again = self._again(said.rank, said.incarnation)
@@ -112,11 +112,13 @@ class RunState:
         agent.known = said
 
     def _again(self, rank: int, incarnation: int) -> int:
-        """How often it was started again: who joins is started for the first time as if it came back."""
+        """How often an agent was restarted. The first start of a joining agent has incarnation 1, as a restart, and
+        does not count.
+        """
         return max(0, incarnation - (rank >= self._begins))
 
     def process(self, rank: int, pid: int, host: str, state: str) -> None:
-        """Its launcher sees the process of an agent: the letter that the kernel has for what it does."""
+        """A launcher observes the process of an agent: the kernel's letter for its state."""
         agent = self._agents.get(rank)
         if agent is not None:
             if pid != agent.pid and agent.ended:  # another has taken its place
@@ -124,18 +126,18 @@ class RunState:
             agent.pid, agent.host, agent.process = pid, host, state
 
     def ended(self, rank: int, how: str, well: bool) -> None:
-        """Its launcher has seen how a process ended. For the first time, or once more."""
+        """A launcher has observed how a process ended; repeated reports are ignored."""
         agent = self._agents.get(rank)
         if agent is not None and not agent.ended:
             agent.ended, agent.ended_well, agent.process = how, well, ""
             self.note(how, "" if well else "bad")
 
     def note(self, text: str, kind: str) -> None:
-        """Something happened: ``"bad"``, ``"good"``, or neither."""
+        """Add an event to the page: ``"bad"``, ``"good"``, or neither."""
         self._events.append((round(self._seconds, 1), text, kind))
 
     def begin_again(self, attempt: int) -> None:
-        """All agents are started anew."""
+        """All agents are restarted."""
         self._attempt = attempt
         self._agents = {rank: _AgentView() for rank in range(self._size)}
         self._lost.clear()
@@ -165,10 +167,10 @@ class RunState:
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began, 2)
 
-    # What is shown
+    # The page's data
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for a page. ``None`` where nobody knows."""
+        """The state for a page. ``None`` for unknown values."""
         now = time.monotonic()
         received: dict[int, float] = dict.fromkeys(self._agents, 0.0)
         total: dict[int, int] = dict.fromkeys(self._agents, 0)

@@ -49,7 +49,7 @@ class History:
             self._of.setdefault(name, Series()).add(point)
 
     def add_measured(self, name: str, times: int, point: Point) -> None:
-        """What all agents know: the first of them to say it counts."""
+        """Add a value that all agents know: the first report of it counts."""
         if times > self._times.get(name, 0):
             self._times[name] = times
             self.add(name, point)

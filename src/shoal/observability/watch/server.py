@@ -22,23 +22,23 @@ from typing import Any
 
 HOST = "127.0.0.1"
 OWN_NAMES = ("127.0.0.1", "localhost")
-"""What the host of a request may be called; at any port, as behind ``ssh -L``."""
+"""The allowed host names of a request; at any port, as behind ``ssh -L``."""
 MOST_ASKING, MOST_LOOKING = 16, 16
-"""Connections that have not asked yet, of which the oldest makes room; and pages that are open."""
+"""Limits of connections without a request, of which the oldest is closed; and of open pages."""
 ASKING_SECONDS = 5.0
-"""How long a request may take, or who does not read an answer."""
+"""The time limit of a request, and of a client that does not read an answer."""
 MOST_REQUEST = 1 << 13
 """Bytes of a request."""
 MOST_WAITING = 1 << 20
-"""Bytes that may lie ready for a page that does not read: then it has the next that there is room for."""
+"""Bytes that may be buffered for a page that does not read; it misses updates until there is room."""
 UPDATE_SECONDS = 0.25
 """Between two updates of a page."""
 SIGN_SECONDS = 5.0
-"""Between two signs of life, where nothing is new."""
+"""Between two keep-alive messages without news."""
 LAST_SECONDS = 0.5
-"""For which pages that are open may take what is said last."""
+"""The time in which open pages may receive the last state."""
 A_TURN = 16
-"""Connections that are taken before others have their turn."""
+"""Connections that are accepted before other work."""
 ASSETS = {
     "": ("index.html", "text/html; charset=utf-8"),
     "watch.css": ("watch.css", "text/css; charset=utf-8"),
@@ -46,7 +46,7 @@ ASSETS = {
     "picture.js": ("picture.js", "text/javascript; charset=utf-8"),
 }
 NEWS = "news"
-"""Where what is new is told."""
+"""The path of the update stream."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,11 +60,11 @@ _HEAD = (
 
 
 def path_of(request: bytes, token: str) -> str | None:
-    """What a request asks for, behind the token; None where it is none that is answered.
+    """The path of a request after the token; None if the request is not answered.
 
     Args:
-        request: Its head, to the empty line at least.
-        token: What it must know.
+        request: Its header, at least to the empty line.
+        token: The required token.
     """
     try:
         head, _, _ = request.partition(b"\r\n\r\n")
@@ -81,10 +81,10 @@ def path_of(request: bytes, token: str) -> str | None:
 
 
 class PageServer:
-    """The server, for whoever has a loop: call :meth:`serve` when :meth:`fileno` can be read, and when it is due.
+    """The server of the page. An event loop calls :meth:`serve` when :meth:`fileno` is readable, and when it is due.
 
     Args:
-        said: What a page is to show now, as JSON has it.
+        said: Returns the current data of the page, as JSON data.
         port: 0 takes a free one.
 
     Raises:
@@ -104,7 +104,7 @@ class PageServer:
 
     @property
     def address(self) -> str:
-        """Of the page; whoever knows it can look."""
+        """The address of the page, which contains the token."""
         return f"http://{HOST}:{self._listener.getsockname()[1]}/{self._token}/"
 
     @property
@@ -211,15 +211,15 @@ class PageServer:
         if one in self._connections:
             self._connections.remove(one)
             self._selector.unregister(one.sock)
-            with contextlib.suppress(OSError):  # what is not read would make the end a reset
+            with contextlib.suppress(OSError):  # unread data would turn the close into a reset
                 one.sock.recv(MOST_REQUEST)
             one.sock.close()
 
     def close(self) -> None:
-        """Tell the pages that are open how it ended, for a moment, and end."""
+        """Send the final state to open pages within a time limit, and close."""
         if self.is_looked_at:
             self._news = True
-            with contextlib.suppress(Exception):  # what is wrong with it was said; it must be closed all the same
+            with contextlib.suppress(Exception):  # its error was reported before; it must still be closed
                 self._update()
         limit = time.monotonic() + LAST_SECONDS
         while any(one.out for one in self._connections) and time.monotonic() < limit:
@@ -238,10 +238,10 @@ class _BrowserConnection:
     """One connection.
 
     Attributes:
-        out: What is to be written.
-        answered: It has asked.
-        looks: It is told what is new.
-        limit: When it ends.
+        out: The data to be written.
+        answered: Its request has been answered.
+        looks: It receives updates.
+        limit: The time at which it is closed.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -257,7 +257,7 @@ class _BrowserConnection:
         return b"\r\n\r\n" in self.request
 
     def hear(self) -> bool:
-        """Take what came; False where the connection is over."""
+        """Read the received data; False if the connection is closed."""
         try:
             data = self.sock.recv(MOST_REQUEST)
         except BlockingIOError:
@@ -273,7 +273,7 @@ class _BrowserConnection:
                 del self.out[: self.sock.send(self.out)]
             except BlockingIOError:
                 break
-        # A page that does not read has as long as who asks; one that does, for ever.
+        # A page that does not read has the time limit of a request; one that reads has none.
         waiting = bool(self.out) or not self.looks
         self.limit = min(self.limit, time.monotonic() + ASKING_SECONDS) if waiting else float("inf")
 

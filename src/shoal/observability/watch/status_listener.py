@@ -24,11 +24,11 @@ _A_TURN = 64
 
 
 class StatusListener:
-    """For whoever has a loop: call :meth:`read` when :meth:`fileno` can be read.
+    """The launcher's listener. An event loop calls :meth:`read` when :meth:`fileno` is readable.
 
     Args:
-        take: Is given what an agent says.
-        most: Connections that there may be; the oldest makes room.
+        take: Called with each agent's message.
+        most: The limit of connections; the oldest is closed to make room.
 
     Raises:
         OSError: The system allows no such socket.
@@ -46,7 +46,7 @@ class StatusListener:
 
     @property
     def path(self) -> str:
-        """Where agents find it."""
+        """The path of the socket, for agents."""
         return f"/proc/{os.getpid()}/fd/{self._name}"
 
     def fileno(self) -> int:

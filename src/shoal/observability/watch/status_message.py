@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
-"""What is raised of what is no summary."""
+"""The errors of a malformed summary."""
 _LONGEST = 400
 _MOST_RANKS, _MOST_EDGES, _MOST_NAMES = 64, 1024, 32
 Number = float | str
@@ -16,7 +16,7 @@ Number = float | str
 
 @dataclass(frozen=True)
 class MetricSample:
-    """One number that the script has measured, for the ``times``-th time: this agent's, and of all."""
+    """The ``times``-th measurement of a number by the script: this agent's value, and all agents' values."""
 
     times: int
     own: Number
@@ -26,20 +26,20 @@ class MetricSample:
 
 @dataclass(frozen=True)
 class WorkStatus:
-    """What an agent does, where it had the time to say so.
+    """The work of an agent, if it had the time to report it.
 
     Attributes:
-        waits_in: The call that it waits in for longest; empty where it waits for nobody.
+        waits_in: The call that it has waited in for longest; empty if it does not wait.
         waits_for: The ranks that it waits for.
-        waits_seconds: Since when.
-        stands_still: A thread of its script does nothing but wait.
-        lost, left: The ranks that it knows to be gone.
-        over: Why it can do nothing with others any more.
-        step, step_seconds: How many steps of training there were, and how long one takes.
-        measured: By name.
-        nbytes: That it has sent in all.
-        sent: The same by destination, of the edges that carry most.
-        edges: To whom its last exchange with neighbours has sent.
+        waits_seconds: The duration of the wait.
+        stands_still: A thread of its script is blocked in a call.
+        lost, left: The ranks that it knows as lost, or as shut down.
+        over: The reason why it cannot exchange with others any more.
+        step, step_seconds: The number of training steps, and the duration of one.
+        measured: The measurements, by name.
+        nbytes: The bytes that it has sent in all.
+        sent: The same by destination, only on the edges with the most bytes.
+        edges: The destinations of its last exchange with neighbours.
     """
 
     waits_in: str
@@ -62,10 +62,10 @@ class StatusMessage:
     """A summary.
 
     Attributes:
-        rank, size, incarnation, attempt: Whose.
-        pid, host: Where it is.
-        leaves: It has shut down.
-        work: None where it had no time for more.
+        rank, size, incarnation, attempt: The identity of the agent.
+        pid, host: Its process and its machine.
+        leaves: The agent has shut down.
+        work: None if it had no time for more.
     """
 
     rank: int
@@ -79,10 +79,10 @@ class StatusMessage:
 
     @staticmethod
     def of(said: dict[str, Any], size: int) -> StatusMessage:
-        """What JSON had, of an agent of a run of that many.
+        """The message from JSON data of an agent, in a run of ``size`` agents.
 
         Raises:
-            One of :data:`NONSENSE`: It is none.
+            One of :data:`NONSENSE`: The data is malformed.
         """
         rank = _rank(said["rank"], size)
         who = (rank, _count(said["size"]), _count(said["incarnation"]), _count(said["attempt"]), _count(said["pid"]))

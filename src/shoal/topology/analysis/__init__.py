@@ -1,1 +1,3 @@
-"""What a topology costs and gives: what its weights preserve, how fast agents agree, how old what they hear is."""
+"""Costs and properties of a topology: the guarantees of its weights, the speed of agreement, the age of
+contributions.
+"""

@@ -1,10 +1,10 @@
-"""How old a contribution is when it arrives: rounds from one agent to another, on average over all pairs.
+"""The age of a contribution when it arrives: rounds from one agent to another, on average over all pairs.
 
 On a static graph that is the number of hops, the average-age matrix H of the Ring-Star paper (Jameel et al. 2019, doi
 10.1007/978-3-030-43823-4_28, section 2.2). In a schedule it depends on the round in which the contribution leaves, and
-the age is the expected number of rounds until it first arrives, over the start. Looking back instead, from an agent
-in a given round to the newest it has of another, gives the same average over a period: both count the pairs of rounds
-in which something is on its way.
+the age is the expected number of rounds until it first arrives, over the start. Looking back instead, from an agent in
+a given round to the newest it has of another, gives the same average over a period: both count the pairs of rounds in
+which a contribution is in transit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORK = 300_000_000
 """Edges times 64 sources that may be visited: a few seconds. Starts are sampled if a whole period would cost more."""
 
 ALL_SOURCES = 1024
-"""Agents up to which contributions of every one of them are followed, and not those of a sample."""
+"""The number of agents up to which contributions of all of them are followed, instead of a sample's."""
 
 _SAMPLED_SOURCES = 32
 _SAMPLED_WALKS = 8
@@ -37,10 +37,10 @@ _SAMPLED_STARTS = 16
 
 @dataclass(frozen=True)
 class Age:
-    """Rounds that a contribution travels, over ordered pairs of different agents. ``str(age)`` is fit for a table.
+    """Rounds until a contribution arrives, over ordered pairs of different agents. ``str(age)`` is fit for a table.
 
     Attributes:
-        mean: over all pairs, and over all starts of a period; infinite if one never hears of another.
+        mean: over all pairs, and over all starts of a period; infinite if a contribution never reaches another agent.
         error: standard error of `mean` where sources or starts were sampled, 0.0 if it is exact, and infinite if
             `mean` is but a lower bound, because counting was given up.
         worst: the largest over those looked at; the diameter of a static graph.
@@ -59,7 +59,7 @@ class Age:
 
 
 def average_age(topology: AnyTopology) -> Age:
-    """The mean of :func:`age_matrix` off its diagonal, for any number of agents; 0 for one agent, who has no pair.
+    """The mean of :func:`age_matrix` off its diagonal, for any number of agents; 0 for a single agent.
 
     Exact where all agents are alike or at most :data:`ALL_SOURCES`, and the topology repeats; a sample otherwise.
 
@@ -146,10 +146,11 @@ def _further_starts(span: Span, first: _Summed) -> list[int]:
 
 
 class _Followed:
-    """For each round from `start` on, who has not heard yet: uint8 [n, sources], ones; until all have, or none will.
+    """For each round from `start` on, the pairs without a contribution yet: uint8 [n, sources], ones; until there are
+    none, or their number stays.
 
     Attributes:
-        left: pairs that have not heard at the end.
+        left: pairs without a contribution at the end.
         cost: edges and bits visited.
         gave_up: it ended because of the `limit` on the cost.
     """

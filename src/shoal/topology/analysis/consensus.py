@@ -1,14 +1,14 @@
 """How many rounds until agents agree: to a given error, or exactly.
 
 The consensus error of values x, float64 [n], is ``||x - mean|| / ||x_0 - mean||`` with mean the average of the start
-x_0, so it is 1 at first, and 0 when everybody has the average of what all began with. Unless a start is given, it is
-``numpy.random.default_rng(0).standard_normal(n)``: a fixed draw, because the worst start of each topology is another,
-and because a number that others should find again must not be an expectation over something.
+x_0, so it is 1 at first, and 0 when every agent has the average of all initial values. The default start is
+``numpy.random.default_rng(0).standard_normal(n)``: a fixed draw, because each topology has another worst start, and
+because a reproducible number must not be an expectation.
 
-Rounds are counted by running them as long as that is quick. Where it is not, the answer comes from powers of W, by
-eigenvalues or by squaring, and failing that it is the interval between what was run and what the spectral gap promises.
-CECA is run with its second buffer, without which it is not what it is, unless it is asked for as a schedule like any
-other: that is what training makes of it.
+Rounds are counted by running them if that is quick. Otherwise the answer comes from powers of W, by eigenvalues or by
+squaring. If neither is possible, it is the interval between the rounds that were run and the bound from the spectral
+gap. CECA is run with its second buffer, which it needs for exactness, unless it is requested as an ordinary schedule,
+as training uses it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LONGEST_LENGTH = 4096
 _NEVER = 1e-13
 _DROP = 1e-4
 _BEYOND = 1e100
-"""Times the error of the start, from where rounding alone lets nothing come back."""
+"""Times the initial error: above it, rounding alone prevents a return."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Rounds:
 
     Attributes:
         at_least: that many are needed.
-        at_most: that many are enough; None where no bound is known, or it never happens.
+        at_most: that many are enough; None if no bound is known, or it never happens.
         never: it never happens, however long one waits.
     """
 
@@ -61,7 +61,7 @@ class Rounds:
 
     @property
     def value(self) -> int | None:
-        """The exact number, None where it is not known."""
+        """The exact number, None if it is not known."""
         return self.at_least if self.at_least == self.at_most else None
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def _keeps_the_mean(span: Span) -> bool:
 
 
 def _values(span: Span, x: Vector) -> Iterator[Vector]:
-    """What agents have before the first round, after it, and so on; nothing more once it has taken too much work."""
+    """The values of the agents before the first round, after it, and so on, until the limit of work."""
     visited = 0
     for index in count():
         yield x
@@ -268,7 +268,7 @@ def _last(holds: Callable[[int], bool]) -> int:
 
 
 def _by_squaring(span: Span, error: float, start: Vector) -> Rounds:
-    """As P J = J P = J, powers of P - J are those of P without the part that everybody agrees on, which is 0 here."""
+    """As P J = J P = J, powers of P - J are those of P without the common part, which is 0 here."""
     powers = [span.matrix() - 1.0 / span.size]
     while np.linalg.norm(powers[-1] @ start) > error:
         if len(powers) > _MOST_SQUARINGS:

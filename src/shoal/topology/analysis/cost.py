@@ -1,10 +1,10 @@
-"""What a round costs: messages, handshakes and bytes, and seconds under the alpha-beta model.
+"""The costs of a round: messages, handshakes and bytes, and seconds under the alpha-beta model.
 
-A round of ``neighbor_allreduce`` puts one message on every edge. A NIC sends and receives at the same time,
-but one message after the other, so that an agent, or a machine of several agents on one NIC, with d messages to send
-or to receive is done after ``d (latency + bytes / bandwidth)`` seconds. The round lasts as long as it does for the
-busiest. Messages inside a machine do not pass the NIC and cost nothing here. `shoal.netmodel` knows links that differ,
-and operations that move fewer bytes than one message on every edge, such as an all-reduce.
+A round of ``neighbor_allreduce`` puts one message on every edge. A NIC sends and receives at the same time, but one
+message after the other, so that an agent, or a machine of several agents on one NIC, with d messages to send or to
+receive is done after ``d (latency + bytes / bandwidth)`` seconds. The round lasts as long as for the busiest agent.
+Messages inside a machine do not pass the NIC and cost nothing here. `shoal.netmodel` knows links that differ, and
+operations that move fewer bytes than one message on every edge, such as an all-reduce.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Traffic:
 
 
 def traffic(topology: AnyTopology, *, nbytes: float, agents_per_machine: int = 1) -> Traffic:
-    """What a round puts on the network.
+    """The traffic of a round on the network.
 
     Args:
         topology: a graph, a mixing matrix, or a schedule.

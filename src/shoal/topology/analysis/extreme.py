@@ -1,8 +1,8 @@
 """The largest eigenvalue of a symmetric map that can only be applied: a true bound on it, and a stated error.
 
 A Rayleigh quotient ``v^T A v`` is never above the largest eigenvalue, whatever the vector, and some eigenvalue lies
-within the residual ``||A v - (v^T A v) v||`` of it. Both are computed from the vector in hand, not from the theory of
-the iteration, so that stopping early costs accuracy and never honesty.
+within the residual ``||A v - (v^T A v) v||`` of it. Both are computed from the current vector, not from the theory of
+the iteration, so the bounds hold even if the iteration stops early.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _FLOOR = 1e-13
 def largest_eigenvalue(
     apply: Callable[[Vector], Vector], size: int, edges: int, *, root: bool = False
 ) -> tuple[float, float]:
-    """A value at or below the largest eigenvalue, and the residual that goes with it; or the ``root`` of that value,
-    and what the residual means for the root.
+    """A value at or below the largest eigenvalue, and its residual; or the ``root`` of that value, and the
+    corresponding error of the root.
 
-    Where all eigenvalues are small so is every residual: only who is after the root itself goes on until the largest is
+    If all eigenvalues are small, so is every residual: only with ``root`` the iteration continues until the largest is
     found.
 
     Locally optimal conjugate gradients (Knyazev 2001, "Toward the Optimal Preconditioned Eigensolver", one vector and
@@ -40,7 +40,7 @@ def largest_eigenvalue(
     Args:
         apply: x -> A x for x float64 [size], A symmetric with eigenvalues in -1 to 1, or about.
         size: of the vectors.
-        edges: what one application costs.
+        edges: the cost of one application.
     """
     vector = _unit(np.random.default_rng(0).standard_normal(size))
     step: tuple[Vector, Vector] | None = None
@@ -71,7 +71,7 @@ def largest_eigenvalue(
         length = float(np.linalg.norm(moved))
         step = (moved / length, _combine(best[1:], images[1:]) / length) if length else None
         vector = _combine(best, span)
-        # The image follows by linearity; now and then it is computed anew, before rounding adds up.
+        # The image follows by linearity; it is recomputed now and then, before rounding adds up.
         scale = float(np.linalg.norm(vector))
         vector = vector / scale
         image = apply(vector) if count % _REFRESH == 0 else _combine(best, images) / scale

@@ -1,8 +1,8 @@
-"""Everything that one would ask of a topology before training on it, in one call: how fast agents agree, how old what
-they hear is, and what a round costs on a given network.
+"""A complete analysis of a topology before training on it, in one call: the speed of agreement, the age of
+contributions, and the costs of a round on a given network.
 
-:func:`analyse` collects what the modules beside it compute: `spectrum` (gaps and eigenvalues), `consensus` (rounds to
-an error), `age` (how old a contribution is when it arrives) and `cost` (messages, bytes, seconds).
+:func:`analyse` collects the results of the modules beside it: `spectrum` (gaps and eigenvalues), `consensus` (rounds to
+an error), `age` (the age of a contribution when it arrives) and `cost` (messages, bytes, seconds).
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ _MOST_OF_IT = 1e-2
 
 @dataclass(frozen=True)
 class Analysis:
-    """What :func:`analyse` found. ``str(...)`` of `gap`, `smallest_eigenvalue`, `rounds` and `age` is made for a table.
+    """The result of :func:`analyse`. ``str(...)`` of `gap`, `smallest_eigenvalue`, `rounds` and `age` is made for a
+    table.
 
     Attributes:
-        name: what the schedule says of itself.
+        name: the schedule's own description.
         size: number of agents n.
         period: rounds after which it repeats; None when it never does.
-        sampled_rounds: how many of its rounds were looked at, from round 0: the period, unless that is very long.
+        sampled_rounds: how many of its rounds were analysed, from round 0: the period, unless that is very long.
         agents_per_machine: as given.
         nbytes, latency, bandwidth: as given: bytes of a message, seconds, bytes per second.
         error: the consensus error of `rounds`, as given.
-        weights: what every one of the rounds preserves.
-        connected: in time every agent hears of every other.
+        weights: the properties that all rounds preserve.
+        connected: every agent's contributions reach every other in time.
         gap: ``1 - ||W_{p-1} ... W_0 - J||_2`` over `gap_rounds` rounds; the spectral gap of a static graph.
         gap_rounds: the period; without one, as many rounds as take the consensus error to a hundredth.
         smallest_eigenvalue: of a static symmetric W; None for other topologies.
         rounds: to bring the consensus error down to `error`.
         exact_length: rounds after which all hold the exact average; None if that never happens.
-        age: rounds that a contribution travels, on average over pairs of agents.
+        age: rounds until a contribution arrives, on average over pairs of agents.
         traffic: messages and bytes, of all and at the busiest agent and NIC.
         round_seconds: one round under the alpha-beta model, on average.
-        notes: what a user should know before taking it, as sentences.
+        notes: notes for users of the topology, as sentences.
     """
 
     name: str

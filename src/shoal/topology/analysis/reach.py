@@ -1,7 +1,7 @@
-"""Who hears of whom, and after how many rounds: information spreading along edges, without the weights.
+"""The spread of information along edges, without weights: which agents it reaches, and after how many rounds.
 
-An agent keeps what it has heard, and passes on all of it in each message. An edge whose weight is zero carries a
-message that counts nothing, and so is no edge here.
+An agent keeps all information that it has received, and sends all of it in each message. An edge whose weight is zero
+carries a message without effect, so it is no edge here.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ def union(span: Span) -> tuple[Ranks, Ranks]:
 
 
 def is_connected(span: Span) -> bool:
-    """Whether, as the rounds repeat, every agent comes to hear of every other."""
+    """Whether, as the rounds repeat, every agent's information reaches every other."""
     source, destination = union(span)
     forth = Neighbours(span.size, source, destination)
     if (forth.hops_from(0) < 0).any():
         return False
     if span.stochasticity.doubly and span.stochasticity.nonnegative:
-        # What flows into a set of agents then flows out of it as well, so that a way there implies a way back.
+        # The flow into a set of agents then equals the flow out of it, so a path to it implies a path back.
         return True
     return bool((Neighbours(span.size, destination, source).hops_from(0) >= 0).all())
 
 
 def spread(span: Span, first: int, sources: Ranks) -> Iterator[Bits]:
-    """Who has heard of each source before round `first`, before the next one, and so on without end.
+    """The agents that information from each source has reached before round `first`, before the next one, and so on
+    without end.
 
     Yields:
         bits, uint64 [n, words], bit ``k % 64`` of word ``k // 64`` for ``sources[k]``; one array, changed in place.

@@ -1,8 +1,9 @@
-"""The rounds of a topology that an analysis looks at, as sparse operators that are applied and never written out.
+"""The rounds of a topology for an analysis, as sparse operators that are applied and never stored as matrices.
 
-A periodic topology is known from one period, a random one only from a sample of its rounds. Nothing here, or in what
-builds on it, holds a round of more than :data:`EDGE_LIMIT` edges or a matrix of more than :data:`DENSE_LIMIT` agents:
-100,000 agents of a sparse graph are analysed in the memory of a laptop, and a dense graph of as many is refused.
+A periodic topology is known from one period, a random one only from a sample of its rounds. The code here, and the code
+that uses it, never stores a round of more than :data:`EDGE_LIMIT` edges or a matrix of more than :data:`DENSE_LIMIT`
+agents: 100,000 agents of a sparse graph are analysed in the memory of a laptop, and a dense graph of as many is
+refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SAMPLED_ROUNDS = 64
 """Rounds looked at of a topology that never repeats."""
 
 LONGEST_PERIOD = 4096
-"""Rounds looked at of one that repeats, at most."""
+"""The most rounds that are analysed of a schedule that repeats."""
 
 
 class RoundMap:
@@ -72,11 +73,11 @@ class RoundMap:
 
     @cached_property
     def stochasticity(self) -> Stochasticity:
-        """What W preserves, to :data:`~shoal.topology.weights.TOLERANCE`."""
+        """The properties that W preserves, to :data:`~shoal.topology.weights.TOLERANCE`."""
         return self.classified(TOLERANCE)
 
     def classified(self, tolerance: float) -> Stochasticity:
-        """What W preserves, with an absolute tolerance for sums and entries."""
+        """The properties that W preserves, with an absolute tolerance for sums and entries."""
         destination, source, weight = self.weighty
         rows, columns = _summed(destination, weight, self.size), _summed(source, weight, self.size)
         return Stochasticity(
@@ -170,7 +171,7 @@ class Span:
 
     @cached_property
     def stochasticity(self) -> Stochasticity:
-        """What all of the rounds preserve."""
+        """The properties that all of the rounds preserve."""
         return _common(round.stochasticity for round in self.rounds)
 
     def apply(self, x: Vector) -> Vector:
@@ -190,11 +191,12 @@ class Span:
 
 
 def classify(topology: AnyTopology, *, tolerance: float = TOLERANCE) -> Stochasticity:
-    """What a mixing matrix preserves: that of a graph, a matrix W itself, or all of those of a schedule.
+    """The properties that a mixing matrix preserves: the matrix of a graph, a matrix W itself, or all matrices of a
+    schedule.
 
     Args:
-        topology: a graph with its weights, a matrix [n, n], or a schedule, of which every round of a period counts, or
-            of one that never repeats the first :data:`SAMPLED_ROUNDS`.
+        topology: a graph with its weights, a matrix [n, n], or a schedule. All rounds of its period count; if it never
+            repeats, the first :data:`SAMPLED_ROUNDS` count.
         tolerance: absolute, on each row and column sum and on each entry; see
             :data:`~shoal.topology.weights.TOLERANCE`.
 
@@ -233,6 +235,6 @@ def _at_least(schedule: Schedule, round: int) -> int:
         return _at_least(schedule.between, round) * _at_least(schedule.inside, round)
     if type(schedule).mixing is EdgeSchedule.mixing:
         return schedule.size
-    # The least of a few tells a dense round from one with a few busy agents, such as a star.
+    # The least of a few distinguishes a dense round from one with a few busy agents, such as a star.
     some = {0, schedule.size // 2, schedule.size - 1}
     return schedule.size * min(len(schedule.mixing(round, rank).source_ranks) + 1 for rank in some)

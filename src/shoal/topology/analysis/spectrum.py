@@ -1,8 +1,8 @@
-"""Spectral gaps and eigenvalues of topologies of any size, each with what is known of its error.
+"""Spectral gaps and eigenvalues of topologies of any size, each with a bound of its error.
 
-Three ways, the first that applies: a Fourier transform if all agents see the same around them (`symmetry`), a dense
-decomposition up to :data:`~shoal.topology.analysis.span.DENSE_LIMIT` agents, and otherwise an iteration that only
-multiplies by sparse matrices (`extreme`).
+Three methods, of which the first applicable one is used: a Fourier transform if all agents have the same surroundings
+(`symmetry`), a dense decomposition up to :data:`~shoal.topology.analysis.span.DENSE_LIMIT` agents, and otherwise an
+iteration that only multiplies by sparse matrices (`extreme`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _EPS = float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with what is known of its error. ``float(estimate)`` is its value, ``str(estimate)`` fit for a table.
+    """A number with a bound of its error. ``float(estimate)`` is its value, ``str(estimate)`` fits a table.
 
     Attributes:
-        value: the number. For a gap that was found by iteration the truth is at most this.
-        error: how far the truth may be from it: rounding, or the residual of an iteration. One as large as `value`
-            says that the truth is below `value`, and no more.
+        value: the number. For a gap found by iteration, the true value is at most this.
+        error: how far the true value may be from it: rounding, or the residual of an iteration. An error as large as
+            `value` means only that the true value is below `value`.
         method: how it was found: ``"fourier"``, ``"dense"`` or ``"iterative"``.
     """
 
@@ -50,9 +50,9 @@ class Estimate:
 def spectral_gap(topology: AnyTopology, round: int = 0) -> Estimate:
     """``1 - ||W - J||_2`` of one round, with J the averaging matrix ``1 1^T / n``.
 
-    A doubly stochastic W multiplies the distance from consensus by at most ``1 - gap``: one is exact averaging, zero a
-    guarantee of nothing, as on a graph that is not connected. For weights whose rows or columns do not sum to one the
-    gap may be negative and guarantees nothing; :func:`~shoal.topology.classify` tells them apart.
+    A doubly stochastic W multiplies the distance from consensus by at most ``1 - gap``: one is exact averaging, zero no
+    guarantee, as on a graph that is not connected. For weights whose rows or columns do not sum to one the gap may be
+    negative and guarantees nothing; :func:`~shoal.topology.classify` distinguishes them.
 
     Args:
         topology: a graph with its weights, a mixing matrix, or a schedule.
@@ -136,7 +136,7 @@ def _check_round(round: int) -> int:
 
 
 def fourier_error(span: Span) -> float:
-    """What rounding may do to the eigenvalues of a span that come from a Fourier transform."""
+    """A bound of the rounding errors of a span's eigenvalues from a Fourier transform."""
     return 8 * _EPS * len(span) * (1.0 + log2(span.size))
 
 

@@ -1,10 +1,10 @@
-"""Topologies in which every agent sees the same around it, found rather than declared, and their exact eigenvalues.
+"""Detects topologies in which every agent has the same surroundings, and computes their exact eigenvalues.
 
 Ranks are read as coordinates on a torus of some shape (n itself, rows and columns, bits, ...). If the weight between
 two agents depends only on the difference of their coordinates, W is a convolution, and the Fourier transform of one of
 its columns has all its eigenvalues: for rings and exponential graphs in one dimension (circulant matrices), for tori in
 two, for hypercubes in log2 n. All rounds of a span then have the same eigenvectors, so that products of matrices are
-products of numbers. And what one agent sees, all do: one source is enough to know every distance.
+products of numbers. All agents are equivalent: one source suffices for every distance.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Invariance:
     span: Span
 
     def eigenvalues(self, round: int) -> NDArray[np.complex128]:
-        """Of one round, complex128 [n]; number k belongs to the k-th Fourier mode, number 0 to agreement."""
+        """The eigenvalues of one round, complex128 [n]; number k belongs to the k-th Fourier mode, number 0 to
+        agreement.
+        """
         edges = self.span[round].weighty
         column = np.zeros(prod(self.shape))
         first = edges.source == 0
@@ -78,7 +80,7 @@ def _is_regular(round: RoundMap) -> bool:
 
 
 class _SymmetricRows:
-    """A round in which everybody hears equally many, as arrays [n, heard]."""
+    """A round in which all agents have equally many sources, as arrays [n, sources]."""
 
     def __init__(self, round: RoundMap) -> None:
         edges: Edges = round.weighty

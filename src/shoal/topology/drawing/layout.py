@@ -1,8 +1,7 @@
-"""Where the agents of a picture stand, and how the lines between them bend so that none runs over a third agent.
-
-The place of an agent follows from the edges: what looks the same from every rank stands on a circle, a grid or torus in
-rows and columns, a hypercube as one, a tree in layers; and where machines are named, each is a small circle of its own.
-Pure geometry, in units of about half a picture's width; `pictures` puts it on paper.
+"""The positions of the agents in a picture, and the curvature of lines so that none crosses a third agent. The
+positions follow from the edges: graphs that look the same from every rank are circles, a grid or torus has rows and
+columns, a hypercube is drawn as one, a tree in layers; if machines are named, each is a small circle. Only geometry, in
+units of about half a picture's width; `pictures` draws it.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class AgentLayout:
 
     @cached_property
     def machine_of(self) -> dict[int, int]:
-        """Which machine an agent is on; all are on one if none were named."""
+        """The machine of an agent; all agents are on one machine if none were named."""
         if not self.machines:
             return dict.fromkeys(range(len(self.places)), 0)
         return {rank: k for k, machine in enumerate(self.machines) for rank in machine.ranks}
@@ -119,7 +118,7 @@ class AgentLayout:
         if not len(others):
             return 0.0
         (x0, y0), (x1, y1) = self.places[source], self.places[destination]
-        # On the right of the way from source to destination lies the outside of the picture, or its centre.
+        # Right of the line from source to destination is the outside of the picture, or its centre.
         outwards = 1.0 if (x0 + x1) * (y1 - y0) >= (y0 + y1) * (x1 - x0) else -1.0
         side = -outwards if self.machines else outwards
         bends = [side * bend for bend in _BENDS]
@@ -250,7 +249,7 @@ _HYPERCUBE_AXES: dict[int, list[Point]] = {
     2: [(1.0, 0.0), (0.0, 1.0)],
     3: [(1.0, 0.0), (0.0, 1.0), (0.45, 0.38)],
     4: [(cos(pi * (k - 1.5) / 4), sin(pi * (k - 1.5) / 4)) for k in range(4)],
-    # Found by search: no line comes near a third agent.
+    # Found by search: no line is near a third agent.
     5: [(0.55, 0.72), (0.44, 0.32), (-0.35, 0.19), (-0.20, 1.50), (-1.62, 0.07)],
 }
 

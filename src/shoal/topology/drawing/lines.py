@@ -1,7 +1,6 @@
-"""The lines of a picture: which edges of a round are drawn as one, with how many heads, how thick and how bent.
-
-Two agents that exchange get one line for both ways, and two machines one line in place of all those between them, if
-every agent of the one sends to every agent of the other. Values only; `pictures` draws them.
+"""The lines of a picture: which edges of a round are drawn as one, with how many heads, how thick and how bent. Two
+agents that exchange get one line for both directions. Two machines get a single line if every agent of one sends to
+every agent of the other. Values only; `pictures` draws them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ MOST = 4000
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn for an edge, for the two of an exchange, or for all between two machines.
+    """The line for an edge, for the two edges of an exchange, or for all edges between two machines.
 
     Attributes:
         source, destination: agents; machines for a bundle.
         bundle: every agent of a machine sends to every agent of another.
-        mutual: it stands for both ways.
+        mutual: it represents both directions.
         between: the ends are on different machines.
         bend: curvature, see :meth:`Layout.bend`.
         share: its weight as a part of the largest, 0 to 1.
-        negative: its weight is.
+        negative: its weight is negative.
     """
 
     source: int
@@ -62,7 +61,7 @@ def lines_of(layout: AgentLayout, weights: Weights) -> list[Line]:
     """All lines of a round.
 
     Raises:
-        ValueError: so many agents and lines that nobody could tell them apart.
+        ValueError: too many agents and lines to be distinguishable.
     """
     heaviest = max(map(abs, weights.values()), default=0.0) or 1.0
     bundles = layout.bundles(weights)

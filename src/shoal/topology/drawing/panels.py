@@ -1,6 +1,5 @@
-"""How the panels of a figure share its width: how many stand in a row, how large each is, and the room for titles.
-
-Sizes are inches on paper. Only arithmetic; `pictures` hands it to matplotlib.
+"""The layout of a figure's panels: how many are in a row, the size of each, and the space for titles. Sizes are inches
+on paper. Only arithmetic; `pictures` passes it to matplotlib.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Sheet:
     Attributes:
         rows, columns: of the grid.
         width, height: inches, of the whole.
-        above: inches above each row, for the titles.
+        above: inches above each row, reserved for titles.
         gap: inches between two columns.
     """
 
@@ -35,7 +34,7 @@ class Sheet:
     gap: float
 
     def spacing(self) -> dict[str, float]:
-        """The same for matplotlib's ``GridSpec``."""
+        """The sizes for matplotlib's ``GridSpec``."""
         panel_width = (self.width + self.gap) / self.columns - self.gap
         panel_height = self.height / self.rows - self.above
         return {

@@ -53,12 +53,12 @@ def draw(
     Where every edge has an edge back, edges are plain lines. Otherwise an arrow with one head is an edge from source to
     destination, one with two heads an edge each way. Width grows with the weight; a negative weight is dashed. Edges
     between machines are orange, and one thick line stands for all of them where every agent of a machine sends to every
-    agent of another. Self loops are left out: everybody keeps a share.
+    agent of another. Self loops are not drawn, because every agent has one.
 
     Args:
         graph: nodes 0 to n - 1.
         ax: axes to draw into.
-        title: stands above the picture.
+        title: text above the picture.
         agents_per_machine: ranks 0 to k - 1 are drawn together as the first machine, and so on.
         layout: ``auto`` (by the shape of the graph), ``circle``, ``grid``, ``hypercube`` or ``tree``.
 
@@ -67,7 +67,7 @@ def draw(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: machines that are not full, an unknown layout or one that does not fit, or too many edges to see.
+        ValueError: machines that are not full, an unknown or unsuitable layout, or too many edges to see.
     """
     _require_matplotlib()
     digraph = as_digraph(graph)
@@ -125,17 +125,17 @@ def draw_schedule(
     agents_per_machine: int | None = None,
     layout: str = "auto",
 ) -> Figure:
-    """A figure of a topology: a static one in one panel, one that changes with a panel for each round.
+    """A figure of a topology: one panel for a static topology, a panel for each round of a schedule.
 
     Args:
         topology: a graph or a schedule.
-        rounds: how many; by default all of a period of up to 8, the first 6 of a longer one, and 4 of one without.
+        rounds: how many; by default all of a period of up to 8, the first 6 of a longer one, and 4 without a period.
         width: inches. By default a paper's column (3.3) for one or two panels and its text (6.9) for more.
-        agents_per_machine, layout: as for :func:`draw`. The places are those that suit all rounds of the period.
+        agents_per_machine, layout: as for :func:`draw`. The positions suit all rounds of the period.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: fewer than one round, and what :func:`draw` raises.
+        ValueError: fewer than one round, and as for :func:`draw`.
     """
     _require_matplotlib()
     schedule = as_schedule(topology)

@@ -26,7 +26,7 @@ Exchanges = tuple[Ranks, Ranks, NDArray[np.float64]]
 """Pairs of agents and the weight of the exchange between the two, three arrays [pairs]."""
 
 Plan = list[list[Exchanges]]
-"""A list of rounds; nobody is in two of the exchanges that a round lists."""
+"""A list of rounds; no agent is in two exchanges of a round."""
 
 
 class _Planned(EdgeSchedule):

@@ -1,9 +1,10 @@
 """CECA: the exact average of any number of agents in ceil(log2 n) rounds of one message each, with a second buffer.
 
-No product of ceil(log2 n) one-peer mixing matrices is the exact average unless n is a power of two. CECA gets there
+No product of ceil(log2 n) one-peer mixing matrices is the exact average unless n is a power of two. CECA reaches it
 because an agent keeps two vectors, the mean over a window of agents with its own value in it, and the mean without it,
-and sends the one or the other. When the windows have k others in them, hearing the neighbour k or k + 1 further on
-makes them windows of 2k or 2k + 1 others; reading the binary digits of n - 1 from the top, they end with all n - 1.
+and sends one of the two. When the windows have k others in them, receiving from the neighbour k or k + 1 further on
+makes them windows of 2k or 2k + 1 others. The rounds follow the binary digits of n - 1 from the top, so the windows end
+with all n - 1.
 
 Ding, Jin, Ying, Yuan, Yin 2023, "DSGD-CECA: Decentralized SGD with Communication-Optimal Exact Consensus Algorithm",
 arXiv:2306.00256.
@@ -26,11 +27,12 @@ from .one_peer import odd
 
 @dataclass(frozen=True)
 class CecaState:
-    """What an agent holds between two rounds: arrays or tensors of one shape and floating dtype.
+    """The state of an agent between two rounds: arrays or tensors of one shape and floating dtype.
 
     Attributes:
         mean: over the window, the agent's own value among them; after the last round the exact mean of all.
-        others: over the window without its own value. Anything finite before the first round, as it counts nothing.
+        others: over the window without its own value. Any finite value before the first round, because its weight is
+            zero.
     """
 
     mean: Any
@@ -39,7 +41,7 @@ class CecaState:
 
 @dataclass(frozen=True)
 class CecaStep:
-    """What everybody does in one round.
+    """The step of every agent in one round.
 
     Attributes:
         window: k, the others in the window before the round.
@@ -52,20 +54,20 @@ class CecaStep:
 
     @property
     def kept_of_mean(self) -> float:
-        """What share of ``mean`` stays; the rest is what was heard."""
+        """The share of ``mean`` that is kept; the rest is the received vector's."""
         return 0.5 if self.doubles_up else (self.window + 1) / (2 * self.window + 1)
 
     @property
     def kept_of_others(self) -> float:
-        """What share of ``others`` stays; the rest is what was heard."""
+        """The share of ``others`` that is kept; the rest is the received vector's."""
         return self.window / (2 * self.window + 1) if self.doubles_up else 0.5
 
     def message(self, held: CecaState) -> Any:
-        """What to send."""
+        """The vector to send."""
         return held.mean if self.doubles_up else held.others
 
     def update(self, held: CecaState, heard: Any) -> CecaState:
-        """What to hold when `heard` has come."""
+        """The new state, from the received vector `heard`."""
         return CecaState(
             self.kept_of_mean * held.mean + (1 - self.kept_of_mean) * heard,
             self.kept_of_others * held.others + (1 - self.kept_of_others) * heard,
@@ -73,10 +75,10 @@ class CecaStep:
 
 
 class _Ceca(EdgeSchedule):
-    """The part that does not depend on who hears whom.
+    """The part that does not depend on the edges.
 
     Attributes:
-        steps: what is done in each round of a period.
+        steps: the steps of a period, one for each round.
     """
 
     _title: str
@@ -88,10 +90,10 @@ class _Ceca(EdgeSchedule):
 
     @abstractmethod
     def sources(self, round: int) -> Ranks:
-        """Whom each agent hears in a round, int64 [n]; a world of one hears itself."""
+        """The source of each agent in a round, int64 [n]; a single agent is its own source."""
 
     def start(self, value: Any) -> CecaState:
-        """What to hold before the first round of a period, for one agent's value."""
+        """The state before the first round of a period, for one agent's value."""
         return CecaState(value, value)
 
     def average(self, values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
@@ -137,11 +139,11 @@ class _Ceca(EdgeSchedule):
 
 
 class Ceca(_Ceca):
-    """CECA with two ports: in a round an agent sends to one and hears from another, any number of agents.
+    """CECA with two ports: in a round an agent sends to one agent and receives from another, for any number of agents.
 
-    As a schedule like any other, which is what training makes of it, it is who hears whom and with which weight the
-    means are updated: doubly stochastic, and exact after a period if n is a power of two only. For another n, W agrees
-    step by step: six agents need 16 rounds to 1e-3, not 3. The exact mean takes the second buffer::
+    Used as an ordinary schedule, as in training, it gives the edges and the weights with which the means are updated:
+    doubly stochastic, and exact after a period only if n is a power of two. For other n, agents agree gradually: six
+    agents need 16 rounds to 1e-3, not 3. The exact mean needs the second buffer::
 
         held = ceca.start(x)
         for round, step in enumerate(ceca.steps):

@@ -1,4 +1,4 @@
-"""Static graphs in which every agent sees the same around it: rings and exponential graphs, for any number of agents.
+"""Static graphs in which every agent has the same surroundings: rings and exponential graphs, for any number of agents.
 
 The same graphs as :func:`~shoal.topology.RingGraph` and its relatives make, without a networkx graph in between, so
 that 100,000 agents take a fraction of a second. Such a matrix has its eigenvalues by one Fourier transform of its hops.
@@ -19,8 +19,8 @@ class Circulant(EdgeSchedule):
 
     Args:
         size: number of agents, at least 1.
-        shares: {hop: weight}; hops count modulo `size`, those that fall together add up, and 0 is the agent itself.
-            An iterable of hops gives those that differ, and the agent itself, equal weights.
+        shares: {hop: weight}; hops count modulo `size`, equal hops add up, and 0 is the agent itself. An iterable of
+            hops gives equal weights to the different hops and to the agent itself.
         description: the line that :meth:`describe` gives; by default it lists the shares.
 
     Attributes:

@@ -1,8 +1,9 @@
-"""D-Cliques: fully connected groups whose data together look like everybody's, and a few edges between the groups.
+"""D-Cliques: fully connected groups whose joint data are distributed like all agents' data, and a few edges between the
+groups.
 
-Where the agents' labels differ, an average over neighbours of the same kind teaches nothing. So agents are put into
-cliques in which all labels are there in nearly the global proportions, and an average inside a clique is nearly as good
-as one over everybody.
+If the agents' labels differ, an average over neighbours with the same labels is of no use. So agents are put into
+cliques that have all labels in nearly the global proportions, and an average inside a clique is nearly as good as one
+over all agents.
 
 Bellet, Kermarrec, Lavoie 2021, "D-Cliques: Compensating for Data Heterogeneity with Topology in Decentralized Federated
 Learning", arXiv:2104.07365.
@@ -31,7 +32,7 @@ def DCliquesGraph(
 ) -> nx.DiGraph:
     """Cliques and edges between them, with Metropolis-Hastings weights.
 
-    An edge between two cliques ends at the agents of each that have the fewest such edges so far. How many there are:
+    An edge between two cliques ends at the agents of each that have the fewest such edges so far. The number of edges:
     ``ring`` has one between each clique and the next; ``full`` one between any two cliques; ``small-world`` connects a
     clique with those 2**i and 2**i + 1 ahead and behind on a ring of cliques, i = 0, 1, ..., O(log n) edges a clique.
 
@@ -39,7 +40,7 @@ def DCliquesGraph(
         size: number of agents, at least 1.
         clique_size: the most agents of one clique; cliques differ by one at most.
         between: ``ring``, ``small-world`` or ``full``.
-        cliques: who is in which; by default consecutive ranks. :func:`label_cliques` finds good ones.
+        cliques: the ranks of each clique; by default consecutive ranks. :func:`label_cliques` finds good ones.
 
     Raises:
         ValueError: `cliques` does not name every rank exactly once, or `between` is none of the three.
@@ -63,13 +64,14 @@ def DCliquesGraph(
 
 
 def label_cliques(labels: ArrayLike, clique_size: int = 10, seed: int = 0, tries: int = 1000) -> Cliques:
-    """Cliques whose labels are distributed nearly as everybody's: greedy swaps, as in the paper's algorithm 2.
+    """Cliques whose labels are distributed nearly like all agents': greedy swaps, as in the paper's algorithm 2.
 
     From random cliques on, two of them are drawn, and of all exchanges of one agent for another between the two the
     best is made, if it lowers the sum of their :func:`skew` (the paper makes any that does).
 
     Args:
-        labels: how many examples of each label an agent has, [n, labels], not negative and some for everybody.
+        labels: how many examples of each label an agent has, [n, labels], not negative, and at least one for every
+            agent.
         clique_size: the most agents of one clique; cliques differ by one at most.
         seed: 0 to 2**64 - 1, the same on every agent.
         tries: how many times two cliques are drawn.
@@ -90,7 +92,7 @@ def label_cliques(labels: ArrayLike, clique_size: int = 10, seed: int = 0, tries
 
 
 def skew(labels: ArrayLike, clique: Sequence[int]) -> float:
-    """How far a clique's distribution of labels is from everybody's: the sum over labels of |p_C - p|, 0 to 2."""
+    """How far a clique's distribution of labels is from the global one: the sum over labels of |p_C - p|, 0 to 2."""
     shares = _as_shares(labels)
     return float(np.abs(shares[list(clique)].mean(axis=0) - shares.mean(axis=0)).sum())
 

@@ -1,8 +1,8 @@
 """Schedules made of schedules: one inside every machine and one between machines, several by turns, and every H rounds.
 
 Agents are numbered machine by machine, as launchers number them: with L on a machine, agent ``m * L + l`` is number `l`
-on machine `m`. So a schedule of machines and one of the agents on a machine make one of all agents, whose mixing matrix
-is the Kronecker product of theirs.
+on machine `m`. So a schedule of machines and a schedule of the agents on a machine make a schedule of all agents, whose
+mixing matrix is the Kronecker product of theirs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AllReduce(EdgeSchedule):
 
 
 class Idle(EdgeSchedule):
-    """Nobody hears anybody, ``W = I``: what agents do inside a machine while only machines speak, and the reverse.
+    """No messages, ``W = I``: for agents inside a machine while only machines exchange, and the reverse.
 
     Args:
         size: number of agents, at least 1.
@@ -95,12 +95,14 @@ class Kronecker(EdgeSchedule):
 
 
 def between_machines(schedule: Schedule, agents_per_machine: int) -> Kronecker:
-    """The agents with the same number on each machine run a schedule of machines; inside, nobody speaks."""
+    """The agents with the same number on each machine run a schedule of machines; there are no messages inside
+    machines.
+    """
     return Kronecker(schedule, Idle(check_size(agents_per_machine, "agents_per_machine")))
 
 
 def inside_machines(schedule: Schedule, machines: int) -> Kronecker:
-    """Every machine runs a schedule among its agents; machines do not speak."""
+    """Every machine runs a schedule among its agents; there are no messages between machines."""
     return Kronecker(Idle(check_size(machines, "machines")), schedule)
 
 

@@ -1,7 +1,7 @@
 """Time-varying one-peer schedules: in each round an agent sends to one neighbour, so a round costs one message.
 
 Each function returns an endless generator for one agent, which yields ``(send_ranks, receive_ranks)``, two lists, round
-after round; agents that step their generators together agree on who talks to whom. The names and sequences are those of
+after round; agents that step their generators together agree on the edges. The names and sequences are those of
 BlueFog's ``topology_util``. Arguments are checked when the function is called, not when the generator first runs.
 """
 
@@ -16,7 +16,7 @@ from .._validate import as_digraph, as_int, check_rank, check_size
 from .graphs import powers_below
 
 Round = tuple[list[int], list[int]]
-"""Whom one agent sends to and whom it receives from in one round, each in ascending order of rank."""
+"""The destinations and the sources of one agent in one round, each in ascending order of rank."""
 
 
 def GetDynamicOnePeerSendRecvRanks(topo: nx.DiGraph, self_rank: int) -> Iterator[Round]:
@@ -47,7 +47,7 @@ def GetExp2DynamicSendRecvMachineRanks(
     """One-peer exponential graph over machines: in round t to the machine ``2**(t mod ceil(log2(machines)))`` ahead.
 
     Yields machine ranks, for `hierarchical_neighbor_allreduce`; all agents of a machine get the same. With one machine
-    there is nobody to talk to and both lists are empty (BlueFog refuses it).
+    both lists are empty (BlueFog refuses it).
 
     Args:
         world_size: number of agents.
@@ -71,9 +71,9 @@ def GetExp2DynamicSendRecvMachineRanks(
 def GetInnerOuterRingDynamicSendRecvRanks(world_size: int, local_size: int, self_rank: int) -> Iterator[Round]:
     """Rings inside and between machines; one agent of each machine at a time has the machine's network link to itself.
 
-    In round t the agents with local rank ``t mod local_size`` form a ring from each machine to the next; those that
-    stay form a ring inside their machine. With one machine nobody goes out, and with one agent a machine nobody stays;
-    BlueFog has the outgoing agent send to itself in the first case and refuses the second.
+    In round t the agents with local rank ``t mod local_size`` form a ring from each machine to the next; the other
+    agents form a ring inside their machine. With one machine there is no outgoing agent, and with one agent a machine
+    there is no ring inside. In the first case BlueFog's outgoing agent sends to itself; it refuses the second.
 
     Args:
         world_size: number of agents.
@@ -81,19 +81,20 @@ def GetInnerOuterRingDynamicSendRecvRanks(world_size: int, local_size: int, self
         self_rank: this agent among all.
 
     Raises:
-        ValueError: machines of different sizes, or several machines of two agents. There the agent that stays has
-            nobody to talk to, and the two would never exchange anything.
+        ValueError: machines of different sizes, or several machines of two agents. There the agent that stays has no
+            partner, and the two would never exchange anything.
     """
     machines, self_rank = _check_inner_outer(world_size, local_size, self_rank)
     return _inner_outer(machines, local_size, self_rank, _ring_hops)
 
 
 def GetInnerOuterExpo2DynamicSendRecvRanks(world_size: int, local_size: int, self_rank: int) -> Iterator[Round]:
-    """As :func:`GetInnerOuterRingDynamicSendRecvRanks`, with one-peer exponential graphs in place of both rings.
+    """As :func:`GetInnerOuterRingDynamicSendRecvRanks`, with one-peer exponential graphs instead of both rings.
 
-    In round t the agents with local rank ``t mod local_size`` send to the machine ``2**(t mod a)`` ahead, the others to
-    the agent ``2**(t mod b)`` ahead among those that stay, where a and b count the powers of two below the number of
-    machines and of agents that stay. This is the "inner-outer exponential-2 graph" of the BlueFog paper's figure 11.
+    In round t the agents with local rank ``t mod local_size`` send to the machine ``2**(t mod a)`` ahead, the other
+    agents of a machine to the agent ``2**(t mod b)`` ahead among themselves, where a and b count the powers of two
+    below the number of machines and of these other agents. This is the "inner-outer exponential-2 graph" of the BlueFog
+    paper's figure 11.
 
     Args:
         world_size: number of agents.
@@ -115,7 +116,7 @@ def collect_rounds(generators: Sequence[Iterator[Round]], rounds: int) -> list[l
         rounds: how many.
 
     Raises:
-        ValueError: an agent sends to one that does not expect it, or expects one that does not send.
+        ValueError: an agent sends to another that does not expect it, or expects another that does not send.
     """
     collected: list[list[tuple[int, int]]] = []
     for t in range(as_int(rounds, "rounds")):
@@ -179,7 +180,7 @@ def _one_by_one_outside(
             hop = outer_hops[t % len(outer_hops)] * local_size
             yield [(self_rank + hop) % world_size], [(self_rank - hop) % world_size]
             continue
-        # Those that stay close ranks: positions count them without the one that is out.
+        # Positions inside a machine count its agents without the outgoing one.
         hop = inner_hops[t % len(inner_hops)]
         position = local_rank - (local_rank > outgoing)
         ahead, behind = (position + hop) % staying, (position - hop) % staying

@@ -1,7 +1,7 @@
 """EquiTopo: random shifts of the ranks, whose rate of consensus does not depend on the number of agents.
 
-A basis matrix ``A(u)`` has every agent take 1/n of itself and (n - 1)/n of the one `u` behind it. The static graphs are
-means of a few of them, the one-peer schedules draw a new one in each round.
+With a basis matrix ``A(u)`` every agent takes 1/n of itself and (n - 1)/n of the agent `u` behind it. The static graphs
+are means of a few of them, the one-peer schedules draw a new one in each round.
 
 Song, Li, Jin, Shi, Yan, Yin, Yuan 2022, "Communication-Efficient Topologies for Decentralized Learning with O(1)
 Consensus Rate", arXiv:2210.07881.
@@ -23,8 +23,8 @@ from .circulant import Circulant
 class DEquiStatic(Circulant):
     """The mean of `degree` basis matrices with random shifts: directed, doubly stochastic, the same in every round.
 
-    A draw whose graph is not connected is made again, from the same seed, until it is: with as few shifts as this, all
-    of them may share a factor with n.
+    A draw whose graph is not connected is repeated, from the same seed, until it is: all of such few shifts may share a
+    factor with n.
 
     Args:
         size: number of agents, at least 1.
@@ -32,7 +32,7 @@ class DEquiStatic(Circulant):
         seed: 0 to 2**64 - 1, the same on every agent.
 
     Attributes:
-        shifts: those that were drawn, in the order in which they were.
+        shifts: the drawn shifts, in the order of drawing.
     """
 
     _title = "D-EquiStatic"
@@ -93,7 +93,8 @@ class _EquiDyn(EdgeSchedule):
 
 
 class ODEquiDyn(_EquiDyn):
-    """One peer, directed: in a round everybody hears the agent `u` behind it, u drawn for all from 1 to n - 1.
+    """One peer, directed: in a round every agent receives from the agent `u` behind it, u drawn for all from 1 to n -
+    1.
 
     Args:
         size: number of agents, at least 1.
@@ -114,7 +115,7 @@ class ODEquiDyn(_EquiDyn):
 class OUEquiDyn(_EquiDyn):
     """One peer, in pairs: from a random rank on, each that is still free takes the one `u` ahead if that is free too.
 
-    Who finds nobody stays out of the round. Symmetric.
+    An agent without a free partner stays out of the round. Symmetric.
 
     Args:
         size: number of agents, at least 1.

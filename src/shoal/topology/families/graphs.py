@@ -1,7 +1,7 @@
 """The standard communication graphs, under the names that BlueFog gave them, and questions to ask of a graph.
 
 Each constructor returns a ``networkx.DiGraph`` over the ranks 0 to n - 1. An edge (j, i) points the way the data flows,
-from source j to destination i, and its attribute ``weight`` is ``W[i, j]``, what agent i multiplies x_j by. Every agent
+from source j to destination i, and its attribute ``weight`` is ``W[i, j]``, the factor of x_j on agent i. Every agent
 has a self loop, its own share. All of them are doubly stochastic, so that agents agree on the plain average.
 """
 

@@ -1,4 +1,5 @@
-"""BlueFog's inner-outer schedules: in each round one agent of every machine speaks to another machine, the rest inside.
+"""BlueFog's inner-outer schedules: in each round one agent of every machine sends to another machine, the others
+inside.
 
 So a machine's network link carries one message at a time, and no agent waits for another's. These are the sequences of
 :func:`~shoal.topology.GetInnerOuterRingDynamicSendRecvRanks` and its exponential relative, with equal weights, computed
@@ -56,7 +57,7 @@ class _InnerOuter(OnePeer):
         behind = (everyone - self._outside[round % len(self._outside)] * self.local) % self.size
         if self.local == 1:
             return behind
-        # Those that stay close ranks: positions count them without the one that is out.
+        # Positions inside a machine count its agents without the outgoing one.
         staying = self.local - 1
         position = (local - (local > outgoing) - self._inside[round % len(self._inside)]) % staying
         beside = everyone - local + position + (position >= outgoing)
@@ -69,8 +70,9 @@ class _InnerOuter(OnePeer):
 class InnerOuterRing(_InnerOuter):
     """Directed rings, inside every machine and between machines.
 
-    In round t the agents with local rank ``t mod L`` hear the machine before theirs, the others the agent before them
-    among those that stay. With one machine it is a ring inside, with one agent a machine a ring of machines.
+    In round t the agents with local rank ``t mod L`` receive from the machine before theirs, the other agents of a
+    machine from the agent before them among themselves. With one machine it is a ring inside, with one agent a machine
+    a ring of machines.
 
     Args:
         size: number of agents, at least 1.

@@ -13,10 +13,10 @@ from .one_peer import not_a_power_of_two
 
 
 class Torus(EdgeSchedule):
-    """Rows and columns that wrap around: everybody exchanges with the agents above, below, left and right of it.
+    """Rows and columns that wrap around: every agent exchanges with the agents above, below, left and right of it.
 
-    All weights are equal: 1/5 where these are four others. A side of two has the same agent on both hands, and a side
-    of one none, so that there they are fewer; a torus of 1 x n is a ring.
+    All weights are equal: 1/5 with four different neighbours. Along a side of two both neighbours are the same agent,
+    and a side of one has none, so there are fewer; a torus of 1 x n is a ring.
 
     Args:
         size: number of agents, at least 1.

@@ -1,7 +1,7 @@
 """MATCHA: a graph's matchings, each used in a round with a probability of its own, high where the graph is thin.
 
-A budget says which part of the edges may speak in an average round. Edges that hold the graph together get more of it
-than those with many ways around them, so that consensus suffers less than communication gains.
+A budget sets the average part of the edges that are active in a round. Edges that hold the graph together get more of
+it than edges with many paths around them, so communication falls more than the speed of consensus.
 
 Wang, Sahu, Yang, Joshi, Kar 2019, "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling",
 arXiv:1905.09435.
@@ -31,15 +31,16 @@ _STEPS = 100
 
 
 class Matcha(EdgeSchedule):
-    """MATCHA over a graph: ``W = I - alpha sum over the active matchings of L_j``, drawn anew in each round.
+    """MATCHA over a graph: ``W = I - alpha sum over the active matchings of L_j``, drawn in each round.
 
     Args:
         graph: undirected (or with every edge both ways) and connected, nodes 0 to n - 1, n at most 256; weights are not
             used.
         budget: the part of all matchings that is active on average, above 0 and up to 1.
         seed: 0 to 2**64 - 1, the same on every agent.
-        probabilities: of each matching, if they are known. They come out of floating-point eigenvectors, so agents on
-            machines of different kinds should not each compute them: let one do it, and hand `probabilities` to all.
+        probabilities: of each matching, if they are known. They result from floating-point eigenvectors, so agents on
+            machines of different kinds should not each compute them: let one compute `probabilities` and pass them to
+            all.
 
     Attributes:
         matchings: edges (first, second) in tuples.
@@ -49,7 +50,8 @@ class Matcha(EdgeSchedule):
         contraction: the norm of ``E[W^T W] - J``: the expected squared distance from consensus shrinks by it a round.
 
     Raises:
-        TypeError, ValueError: the graph is none, directed, not connected or too large, or an argument out of range.
+        TypeError, ValueError: `graph` is no graph, directed, not connected or too large, or an argument is out of
+            range.
     """
 
     period = None
@@ -152,7 +154,7 @@ def _check_probabilities(given: ArrayLike, matchings: tuple[Pairs, ...]) -> Arra
 
 
 def _laplacians(matchings: tuple[Pairs, ...], size: int) -> Array:
-    """That of each matching, [matchings, n, n]."""
+    """The Laplacian of each matching, [matchings, n, n]."""
     laplacians = np.zeros((len(matchings), size, size))
     for laplacian, matching in zip(laplacians, matchings, strict=True):
         first, second = np.array(matching, dtype=np.int64).T
@@ -188,7 +190,7 @@ def _project(point: Array, total: float) -> Array:
 
 
 def _minimise(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a convex function is smallest, by golden sections: to 1e-8 of the interval, with one value for each."""
+    """The minimum of a convex function, by golden sections: to 1e-8 of the interval, with one value for each."""
     keep = (sqrt(5) - 1) / 2
     left, right = high - keep * (high - low), low + keep * (high - low)
     at_left, at_right = function(left), function(right)

@@ -1,4 +1,5 @@
-"""A graph taken apart into matchings: sets of edges in which no agent occurs twice, so that all can be used at once.
+"""The decomposition of a graph into matchings: sets of edges in which no agent occurs twice, so that all can be used at
+once.
 
 It is an edge colouring, one colour a matching. By Vizing's theorem an agent of the highest degree d needs d of them and
 no graph needs more than d + 1; the construction of Misra and Gries (1992) gets by with that.

@@ -1,4 +1,4 @@
-"""Schedules in which an agent hears one other in a round, and so pays for one message whatever the number of agents.
+"""Schedules in which an agent receives from one other in a round, so the cost is one message for any number of agents.
 
 All of them give each of the two values the weight 1/2. A round is a permutation of the ranks, so sends, receives and
 weights balance by themselves.
@@ -19,21 +19,21 @@ from .base_graph import BaseGraph
 
 
 class OnePeer(EdgeSchedule):
-    """In a round, agent i and the one that it hears have equal weight; who hears itself stays out of the round.
+    """In a round, agent i and its source have equal weight; an agent that is its own source stays out of the round.
 
     A subclass defines :meth:`_sources`.
     """
 
     @abstractmethod
     def _sources(self, round: int) -> Ranks:
-        """Whom each agent hears in a round, which is below the period if there is one: a permutation, int64 [n]."""
+        """The source of each agent in a round, which is below the period if there is one: a permutation, int64 [n]."""
 
     def _edges(self, round: int) -> Edges:
         return one_peer(self._sources(round))
 
 
 class OnePeerExponential(OnePeer):
-    """In round t everybody sends to the agent ``2**(t mod ceil(log2 n))`` ahead.
+    """In round t every agent sends to the agent ``2**(t mod ceil(log2 n))`` ahead.
 
     Exact after one period if n is a power of two, and never otherwise (Ying et al. 2021, "Exponential Graph is Provably
     Efficient", arXiv:2110.13363, lemma 1 and remark 4). Directed and doubly stochastic.
@@ -63,7 +63,7 @@ class OnePeerExponential(OnePeer):
 class OnePeerHypercube(OnePeer):
     """In round t agents i and ``i XOR 2**(t mod log2 n)`` average: exact after log2 n rounds, and symmetric.
 
-    As every round is made of pairs, a pair in which one is gone can go on as two without a bias for the rest.
+    Every round consists of pairs, so if an agent is lost, its partner can continue alone without a bias for the rest.
 
     Args:
         size: number of agents, a power of two.
@@ -91,13 +91,14 @@ class OnePeerHypercube(OnePeer):
 
 
 class ShiftOne(OnePeer):
-    """BAGUA's default peer selection: two halves of the agents, paired anew in each round, shifted by one.
+    """BAGUA's default peer selection: two halves of the agents, paired in each round with a shift that grows by one.
 
-    In round t agent ``i < n/2`` averages with ``n/2 + (i + t) mod n/2``, so that after n/2 rounds each has met all of
-    the other half and nobody of its own (Gan et al. 2021, "BAGUA", arXiv:2107.01499; there it is called "shift_one").
+    In round t agent ``i < n/2`` averages with ``n/2 + (i + t) mod n/2``, so that after n/2 rounds each has met all
+    agents of the other half and none of its own (Gan et al. 2021, "BAGUA", arXiv:2107.01499; there it is called
+    "shift_one").
 
     Args:
-        size: number of agents, even; one agent alone is left alone.
+        size: number of agents, even; a single agent is idle.
 
     Raises:
         ValueError: `size` is odd.
@@ -122,10 +123,10 @@ class ShiftOne(OnePeer):
 
 
 class RandomMatchings(OnePeer):
-    """In every round all agents are paired at random, by a draw that all of them make from a shared seed.
+    """In every round all agents are paired at random, by a draw of each agent from a shared seed.
 
-    The expected squared distance from consensus shrinks by ``1 - n / (2 (n - 1))`` a round (n even), whatever n is: a
-    pair that averages loses half of what the two differ by. With an odd number one agent, drawn too, sits out.
+    The expected squared distance from consensus shrinks by ``1 - n / (2 (n - 1))`` a round (n even), for any n:
+    averaging removes half of a pair's difference. With an odd number one agent, drawn too, is idle.
 
     Args:
         size: number of agents, at least 1.
@@ -150,20 +151,20 @@ class RandomMatchings(OnePeer):
 
 
 class RingRandom(OnePeer):
-    """In every round each even rank averages with the odd one that is `h` ahead, or `h` behind: one draw for everybody.
+    """In every round each even rank averages with the odd rank `h` ahead, or `h` behind: one draw for all.
 
     The hop h is drawn from 1 and ``2**i + 1`` for i = 1, 2, ... as far as it is below n, and so is the direction. Hops
-    are odd, so an even rank, which is active, always meets an odd one, which is passive: no wait can go in a circle
+    are odd, so an even rank, which is active, always meets an odd one, which is passive: waits cannot form a cycle
     (Lian et al. 2018, "Asynchronous Decentralized Parallel SGD", arXiv:1710.06952, which the Ring-Star paper, Jameel et
-    al. 2019, compares with). The latter prints the hops as "2i + 1"; those would need O(n) rounds to reach everybody,
+    al. 2019, compares with). The latter prints the hops as "2i + 1"; those would need O(n) rounds to reach all agents,
     and 2**0 + 1 would be even.
 
     Args:
-        size: number of agents, even; one agent alone is left alone.
+        size: number of agents, even; a single agent is idle.
         seed: 0 to 2**64 - 1, the same on every agent.
 
     Attributes:
-        hops: those that are drawn from, ascending.
+        hops: the hops of the draw, ascending.
 
     Raises:
         ValueError: `size` is odd.

@@ -59,7 +59,7 @@ def gossip_pga(size: int, every: int = 8) -> EveryH:
 
 
 def base(peers: int) -> Callable[[int], BaseGraph]:
-    """What makes Base-(peers + 1) graphs."""
+    """The constructor of Base-(peers + 1) graphs."""
     return lambda size: BaseGraph(size, peers)
 
 

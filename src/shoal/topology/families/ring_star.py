@@ -1,7 +1,7 @@
 """Ring-Star: groups that average completely, and a ring of groups (Jameel et al., ECML-PKDD workshops 2019).
 
 "A ring of fully-connected meshes of workers" can be read in two ways, and both are here. The paper's delegates average
-their group and exchange the mean with the two beside them, after which everybody of a group holds the mean of three
+their group and exchange the mean with the two beside them, after which every agent of a group holds the mean of three
 groups. That is :class:`RingStar`, whose W is the Kronecker product of a ring of G groups and the mean over L agents; as
 the paper says, L = 1 gives a ring and L = V an all-reduce. :class:`RingStarDelegates` spends three rounds on the same,
 message by message. The other reading joins the meshes by single edges: :func:`GatewayRingGraph`.
@@ -126,7 +126,7 @@ class _Delegates(EdgeSchedule):
         return assemble(len(each), *ends, np.concatenate([share, own]))
 
     def among(self, left: Sequence[int]) -> Schedule:
-        """The same groups with whom they have left; the first of them is the delegate."""
+        """The same groups with their remaining agents; the first of each is the delegate."""
         group_of = np.repeat(np.arange(len(self._sizes)), self._sizes)
         return _Delegates(np.bincount(group_of[list(left)], minlength=len(self._sizes)).tolist())
 
@@ -181,10 +181,10 @@ def GatewayRingGraph(size: int, agents_per_machine: int | None = None) -> nx.DiG
 
 
 def group_size(size: int, agents_per_machine: int | None, allowed: Callable[[int], bool] = lambda local: True) -> int:
-    """How many agents a group has: as asked for, or by default the allowed divisor closest to the square root.
+    """The number of agents in a group: the given one, or by default the allowed divisor closest to the square root.
 
     Raises:
-        ValueError: it does not divide the number of agents, or nothing is allowed.
+        ValueError: it does not divide the number of agents, or no divisor is allowed.
     """
     size = check_size(size)
     if agents_per_machine is not None:

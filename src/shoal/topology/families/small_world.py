@@ -1,7 +1,7 @@
 """Small worlds: a ring of near neighbours, some of whose edges were moved to random agents far away.
 
-Agents that draw such a graph for themselves must all draw the same, whatever release of networkx they have. So the
-draws are made here, from the bits of Python's Mersenne Twister, which are the same in every release of Python.
+Agents that draw such a graph separately must all draw the same one, with any release of networkx. So the draws are made
+here, from the bits of Python's Mersenne Twister, which are the same in every release of Python.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _draw(size: int, degree: int, rewired: float, random: Random) -> nx.Graph:
 
 
 def _other_end(graph: nx.Graph, rank: int, random: Random) -> int | None:
-    """An agent that `rank` has no edge to; None if it has one to everybody."""
+    """An agent that `rank` has no edge to; None if it has edges to all."""
     size = len(graph)
     if graph.degree(rank) == size - 1:
         return None

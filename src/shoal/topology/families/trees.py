@@ -1,7 +1,7 @@
-"""Spanning trees: the fewest edges over which all agents still hear of each other, n - 1 of them.
+"""Spanning trees: the fewest edges that connect all agents, n - 1 of them.
 
-Averages over a tree are slow, but a tree has exactly one way from one agent to another, which is what RelaySGD (Vogels
-et al. 2021, arXiv:2110.04175) needs to relay sums without counting anyone twice. All have Metropolis-Hastings weights.
+Averages over a tree are slow, but a tree has exactly one path from one agent to another. RelaySGD (Vogels et al. 2021,
+arXiv:2110.04175) needs that to relay sums without counting an agent twice. All have Metropolis-Hastings weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BAGUA's algorithms, each in the module where BAGUA has it."""
+"""BAGUA's algorithms, in modules of the same names as BAGUA's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages at any pace: nobody waits for who is slow."""
+"""Asynchronous averages of models: no agent waits for a slow one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["AsyncModelAverageAlgorithm"]
 
 
 class AsyncModelAverageAlgorithm(Algorithm):
-    """Each step an agent averages with one of all others, drawn at random, at its own pace
+    """In each step an agent averages with a random other agent, asynchronously
     (:class:`shoal.DistributedADPSGDOptimizer`). The topology becomes the fully connected one.
 
     Args:
         peer_selection_mode: ``"all"``.
-        sync_interval_ms: Ignored: an average goes on beside each step's passes.
-        warmup_steps: The first steps average gradients instead, as ``GradientAllReduceAlgorithm`` does: in these
+        sync_interval_ms: Ignored: an average runs during each step's passes.
+        warmup_steps: The first steps average gradients instead, as ``GradientAllReduceAlgorithm`` does: in these steps
             agents wait for each other, and models stay equal.
-        compression: Messages travel as a compressor's, a fine one; BAGUA has none here.
+        compression: A fine compressor for the messages; BAGUA has none here.
 
     Raises:
-        ValueError: There is no such mode; ``warmup_steps`` is no whole number from 0 on.
+        ValueError: The mode is unknown, or ``warmup_steps`` is no whole number of at least 0.
     """
 
     def __init__(
@@ -53,16 +53,17 @@ class AsyncModelAverageAlgorithm(Algorithm):
         return DistributedADPSGDOptimizer(optimizer, model, compression=self._compression)
 
     def abort(self, model: torch.nn.Module) -> None:
-        """Wait until all agents have called this, and answer those that have not meanwhile; before an agent leaves.
+        """Wait until all agents have called this, and answer the others in the meantime; call it before an agent
+        leaves.
 
         Args:
-            model: The one that has been given to ``with_bagua``.
+            model: The model given to ``with_bagua``.
         """
         barrier()
 
     def resume(self, model: torch.nn.Module) -> None:
-        """Nothing to do: the next step goes on.
+        """Does nothing: the next step averages again.
 
         Args:
-            model: The one that has been given to ``with_bagua``.
+            model: The model given to ``with_bagua``.
         """

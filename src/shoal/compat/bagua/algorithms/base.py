@@ -1,4 +1,4 @@
-"""What one of BAGUA's algorithms is here: the decentralized optimizer that does the same."""
+"""The base of BAGUA's algorithms here: each makes the equivalent decentralized optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Algorithm(ABC):
     """One of BAGUA's algorithms.
 
     Attributes:
-        communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...
+        communication_interval: k: the algorithm communicates in steps 1, k + 1, 2 k + 1, ...
         warmup_steps: How many steps average gradients before it begins.
     """
 

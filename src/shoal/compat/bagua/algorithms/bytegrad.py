@@ -13,7 +13,8 @@ __all__ = ["ByteGradAlgorithm"]
 
 
 class ByteGradAlgorithm(GradientAllReduceAlgorithm):
-    """The same with eight bits for each number, on the way to the mean and back (Gan et al. 2021, arXiv:2107.01499).
+    """Averaged gradients with eight bits for each number, on the way to the mean and back (Gan et al. 2021,
+    arXiv:2107.01499).
 
     Args:
         hierarchical: True or not, all agents exchange with each other.

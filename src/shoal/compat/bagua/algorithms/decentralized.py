@@ -27,10 +27,10 @@ class DecentralizedAlgorithm(Algorithm):
     arXiv:2107.01499).
 
     Args:
-        hierarchical: Machines average as agents do: the mean of each machine's agents travels.
+        hierarchical: Machines average as agents do: the mean of each machine's agents is sent.
         peer_selection_mode: ``"all"``: the mean over all. ``"shift_one"``: with one other, of the other half, and with
             the next one of it the next time (:class:`shoal.topology.ShiftOne`); their number must be even.
-        communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...
+        communication_interval: k: the algorithm communicates in steps 1, k + 1, 2 k + 1, ...
 
     Raises:
         ValueError: There is no such mode or interval; in ``with_bagua``, where an odd number is to be paired.
@@ -62,13 +62,14 @@ class DecentralizedAlgorithm(Algorithm):
 
 
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """:class:`shoal.algorithms.LowPrecision` on a ring with weights of a third: what parameters change by travels in
+    """:class:`shoal.algorithms.LowPrecision` on a ring with weights of a third: the changes of parameters are sent in
     eight bits.
 
     Args:
         hierarchical: The ring is one of machines, of which each agent sends its share: inside, the agents' steps are
             averaged as they are. On one machine nothing is compressed then.
-        communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...; what was learnt between them adds up.
+        communication_interval: k: the algorithm communicates in steps 1, k + 1, 2 k + 1, ...; the updates between them
+            add up.
 
     Raises:
         ValueError: There is no such interval.

@@ -1,4 +1,4 @@
-"""Averaged gradients: what data-parallel training does."""
+"""Averaged gradients, as in data-parallel training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GradientAllReduceAlgorithm(Algorithm):
     """The mean of all agents' gradients, and then the local step.
 
     Args:
-        hierarchical: Ignored: how gradients travel depends on the machines, and the result does not.
+        hierarchical: Ignored: the path of gradients depends on the machines, but the result does not.
         average: True; for their sum multiply the learning rate by the number of agents.
     """
 

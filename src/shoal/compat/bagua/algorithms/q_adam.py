@@ -22,10 +22,10 @@ class QAdamOptimizer(OneBitAdam):
     Args:
         params: As of any optimizer of torch.
         lr: The step.
-        warmup_steps: How many steps are Adam's, on gradients that travel whole; then the second moment stays, and the
-            mean of momenta takes the place of that of gradients.
-        betas: How much of the first and of the second moment stays.
-        eps: What is added to the root of the second moment.
+        warmup_steps: The number of Adam's steps on uncompressed gradients; then the second moment is fixed, and momenta
+            are averaged instead of gradients.
+        betas: The parts of the first and of the second moment that remain after one step.
+        eps: Added to the root of the second moment.
         weight_decay: Times the parameter is added to its gradient.
     """
 
@@ -45,8 +45,8 @@ class QAdamAlgorithm(Algorithm):
     """Averaged gradients, and after the warm-up averaged momenta in eight bits (Gan et al. 2021, arXiv:2107.01499).
 
     Args:
-        q_adam_optimizer: The one that ``with_bagua`` is given.
-        hierarchical: True or not, all agents exchange with each other.
+        q_adam_optimizer: The optimizer given to ``with_bagua``.
+        hierarchical: Ignored: all agents exchange with each other.
     """
 
     def __init__(self, q_adam_optimizer: QAdamOptimizer, hierarchical: bool = True) -> None:

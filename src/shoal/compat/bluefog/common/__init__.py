@@ -1,3 +1,3 @@
-"""What BlueFog has beside its front ends."""
+"""BlueFog's package beside its front ends."""
 
 from . import topology_util as topology_util
