@@ -28,6 +28,12 @@ FOUND = {
         Weather(),
         (Fault("missing call", 0, 0),),
     ),
+    "init() raised PeerLost where another agent had left right after its own": Scenario(
+        19,
+        Program(4, "full", [Call(0, "average", 1, True, ({}, {}, {}, {}))], 1),
+        Weather(0.02, 0.9, 1 << 12),
+        (Fault("leaves", 0, 0),),
+    ),
 }
 """Runs that have found defects, and which."""
 
