@@ -10,6 +10,7 @@ import torch
 from shoal.operations.membership import Plan
 from shoal.ops import neighbor
 from shoal.runtime.agent import current
+from shoal.transport import status_socket
 from support.simulation.network import Weather
 from support.simulation.optimizers import STYLES, Style
 from support.simulation.programs import Call, Program
@@ -124,6 +125,15 @@ def test_a_wrong_average_after_a_return_is_found(monkeypatch: pytest.MonkeyPatch
     training = Training(3, "full", [Call(0, "static", 2, True, NOBODY)], 1)
     report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
     assert any("has the weights" in one or "not [" in one for one in report.problems), report.problems
+
+
+def test_agents_that_crash_leave_nothing_in_the_process() -> None:
+    scenario = next(
+        one for one in map(Scenario.draw, range(1000)) if any(fault.kind == "crash" for fault in one.faults)
+    )
+    before = list(status_socket.here._agents)
+    run(scenario)
+    assert status_socket.here._agents == before
 
 
 @pytest.mark.parametrize("what", FOUND)

@@ -19,7 +19,7 @@ from shoal.engine import engine as engines
 from shoal.rendezvous.launch import Launch
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import AgentContext, enter_context
-from shoal.transport import acceptor, listeners, router, shared_regions, tcp
+from shoal.transport import acceptor, listeners, router, shared_regions, status_socket, tcp
 from shoal.transport.peer_address import PeerId
 
 from .network import Network, Poller, Weather
@@ -85,6 +85,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(router, "local_peer_id", here)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
         put(shared_regions, "_populate", lambda *_: None)  # a few pages of each area are touched
+        put(status_socket, "here", status_socket.StatusSocket())  # agents that crash do not leave it
         put(acceptor, "listen_for", lambda *_: None)
         put(acceptor.Acceptor, "listen_here", lambda self: "")
         put(listeners, "listen_privately", lambda: None)
