@@ -291,6 +291,7 @@ def test_parameters_that_share_memory_go_on_to(fleet: Fleets, how: str) -> None:
 @pytest.mark.parametrize("way", ["atc", "gradients"])
 def test_what_shares_memory_steps_as_it_does_alone(fleet: Fleets, way: str) -> None:
     """With the same batches on all agents the models are those of one that nobody wraps."""
+    torch.manual_seed(0)  # from some starts this loss diverges at this rate
     start = Tied().state_dict()
 
     def run(wrapped: bool, overlap: str | None = None) -> Tensor:

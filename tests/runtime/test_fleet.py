@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -282,12 +283,14 @@ def test_a_fleet_leaves_no_threads_descriptors_or_memory(transport: str) -> None
     for _ in range(2):
         once(False)
         once(True)
+    gc.collect()  # exceptions hold frames, and frames tensors
     before = resident_bytes()
-    for _ in range(6):
+    for _ in range(12):
         once(False)
         once(True)
-    # Twelve fleets that kept their 2 MB arenas and results would hold well over 100 MB.
-    assert resident_bytes() - before < 40e6
+    gc.collect()
+    # 24 fleets that kept their 2 MB arenas and results would hold well over 200 MB; heaps of threads vary by 60.
+    assert resident_bytes() - before < 100e6
 
 
 def test_random_generators_belong_to_each_agent_if_it_makes_one(fleet: Fleets) -> None:

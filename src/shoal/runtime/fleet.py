@@ -114,6 +114,7 @@ class _FleetRun:
         self._store = store
         self._results: list[Any] = [None] * len(contexts)
         self._failure: BaseException | None = None
+        self._why = ""  # the reason that agents give for it when they leave
         self._inside: set[_FleetRun] = set()  # the runs that agents of this one have begun
         self._running = len(contexts)
         self._ended = threading.Event()  # all agents have ended, or one has failed
@@ -149,19 +150,19 @@ class _FleetRun:
         except BaseException as error:
             self._fail(rank, error)
         finally:
-            failed = self._failure is not None
-            leave(mine, "its fleet ended" if failed else "", died=failed)
+            # With the cause: a peer may learn of this before its own engine is aborted.
+            leave(mine, self._why, died=bool(self._why))
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         """End all agents because one failed, or their caller (None)."""
         with deferred, self._lock:
             if self._failure is not None:
                 return
-            self._failure = error
+            who = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
+            lost = PeerLost(f"{who} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
+            self._failure, self._why = error, f"its fleet ended: {lost}"
             inside = list(self._inside)
         self._ended.set()
-        who = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
-        lost = PeerLost(f"{who} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
         self._store.abort(lost)
         for other, one in enumerate(self._contexts):
             engine = one.engine
