@@ -27,7 +27,6 @@ class Report:
     left: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     never: set[int] = field(default_factory=set)
-    begun: set[tuple[int, int]] = field(default_factory=set)
     history: History = field(default_factory=History)
     seconds: float = 0.0
     steps: int = 0

@@ -144,7 +144,6 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
                     numbers = np.append(numbers, 1.0)
                 if fault == "other call":
                     call = replace(call, kind="broadcast")
-                report.begun.add((rank, call.number))
                 given = program.begin(call, rank, torch.from_numpy(numbers))
                 if what == "begin":
                     handles[call.number] = given
