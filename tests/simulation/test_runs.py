@@ -7,12 +7,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from shoal.operations.membership import Plan
 from shoal.ops import neighbor
+from shoal.runtime.agent import current
 from shoal.transport import status_socket
 from support.simulation.network import Weather
+from support.simulation.optimizers import STYLES, Style
 from support.simulation.programs import Call, Program
-from support.simulation.runs import Fault, Scenario, run, shrunk
+from support.simulation.runs import run, shrunk
+from support.simulation.scenarios import Fault, Scenario
+from support.simulation.training import Training
 
+NOBODY: tuple[dict[int, float], ...] = ({}, {}, {})
+"""Of three agents: to whom each sends, where the call does not ask."""
 FOUND = {
     "a root that only waits for confirmations passed no probe on": Scenario(
         1,
@@ -21,6 +28,12 @@ FOUND = {
         ),
         Weather(),
         (Fault("missing call", 0, 0),),
+    ),
+    "init() raised PeerLost where another agent had left right after its own": Scenario(
+        19,
+        Program(4, "full", [Call(0, "average", 1, True, ({}, {}, {}, {}))], 1),
+        Weather(0.02, 0.9, 1 << 12),
+        (Fault("leaves", 0, 0),),
     ),
 }
 """Runs that have found defects, and which."""
@@ -61,6 +74,57 @@ def test_seeds(first: int) -> None:
 def test_many_seeds(first: int) -> None:
     for seed in range(first, first + 1000):
         check(seed)
+
+
+def drawn(of: type[Program], with_kind: str, count: int) -> list[int]:
+    """The first seeds whose runs are of a kind of program, and have a call of a kind or a fault of it."""
+    found = []
+    for seed in range(10_000):
+        scenario = Scenario.draw(seed)
+        kinds = {one.kind for one in scenario.program.calls} | {one.kind for one in scenario.faults}
+        if type(scenario.program) is of and with_kind in kinds:
+            found.append(seed)
+            if len(found) == count:
+                break
+    return found
+
+
+@pytest.mark.parametrize("kind", ["returns", "joins", "optimizer"])
+def test_agents_enter_while_others_train(kind: str) -> None:
+    for seed in drawn(Training, kind, 3):
+        check(seed)
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_optimizers(style: Style) -> None:
+    calls = [Call(number, "optimizer", 3, True, NOBODY, style=style) for number in range(2)]
+    assert not run(Scenario(1, Program(3, "ring", calls, 1), Weather(), ())).problems
+
+
+def test_an_agent_that_comes_back_has_the_results_of_the_others() -> None:
+    """Its crash and its return are seen in the results of the calls."""
+    training = Training(3, "ring", [Call(0, "average", 2, True, NOBODY), Call(1, "static", 2, True, NOBODY)], 1)
+    report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
+    assert not report.problems
+    members = list(report.history.there.values())
+    assert [set(one.values()) for one in (members[0], members[-1])] == [{(0, 1, 2)}] * 2
+    assert {(0, 2)} in [set(one.values()) for one in members]
+    assert report.history.plans == dict.fromkeys(range(3), Plan((), 1))
+
+
+def test_a_wrong_average_after_a_return_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = neighbor.mix_steps
+
+    def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
+        result = yield from mix(*args, **kwargs)
+        if current().engine.agreement.now.entered:
+            result[0] += 0.25
+        return result
+
+    monkeypatch.setattr(neighbor, "mix_steps", wrong)
+    training = Training(3, "full", [Call(0, "static", 2, True, NOBODY)], 1)
+    report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
+    assert any("has the weights" in one or "not [" in one for one in report.problems), report.problems
 
 
 def test_agents_that_crash_leave_nothing_in_the_process() -> None:

@@ -25,7 +25,8 @@ from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend,
 from ..coordination.ordering import CAPACITY
 from ..engine.engine import Engine
 from ..engine.stalls import STALL_AFTER
-from ..errors import Mismatch, NotInitialized, ShoalError
+from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..operations.membership import NEEDED
 from ..operations.operation import Operation, Steps
 from ..rendezvous.bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
 from ..rendezvous.launch import BEGIN_WITH, LAUNCHER, Launch, current, join_address
@@ -303,7 +304,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 if on_loss == CONTINUE and met.is_private and launch.store_is_served:
                     meeting.store.set(DIRECTORY, met.written())
                 # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
-            _await_links(agent, deadline)
+            _await_all(agent, deadline)
         except AlreadyMet:
             agent = _rejoin(engine, launch, forced, per_machine, said, deadline, wanted)
     except BaseException:
@@ -384,6 +385,20 @@ def _await_links(agent: Agent, deadline: float) -> None:
 
     rest = max(1.0, deadline - clock.monotonic())
     submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False).wait()
+
+
+def _await_all(agent: Agent, deadline: float) -> None:
+    """Wait until all have come so far, as the last step of ``init``.
+
+    An agent that has shut down since has been through it, so all have come, and ``init`` succeeds on all agents: the
+    next operation that needs the agent raises :class:`PeerLost`.
+    """
+    try:
+        _await_links(agent, deadline)
+    except PeerLost as lost:
+        view = agent.engine.membership.view
+        if any(rank not in view.left and view.died.get(rank) != NEEDED for rank in lost.ranks):
+            raise
 
 
 def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:

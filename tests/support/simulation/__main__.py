@@ -17,7 +17,8 @@ def main() -> int:
         )
     import torch
 
-    from .runs import Scenario, run, shrunk
+    from .runs import run, shrunk
+    from .scenarios import Scenario
 
     parser = argparse.ArgumentParser(prog="python -m support.simulation")
     parser.add_argument("--seed", type=int, default=0)

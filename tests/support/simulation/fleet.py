@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import shoal.windows.worker  # noqa: F401 - all that is to be replaced has been imported
@@ -14,21 +17,26 @@ from shoal import clock
 from shoal._signals import deferred
 from shoal.engine import engine as engines
 from shoal.rendezvous.launch import Launch
-from shoal.rendezvous.store import ThreadStore
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import AgentContext, enter_context
-from shoal.transport import listeners, router, status_socket, tcp
+from shoal.transport import acceptor, listeners, router, shared_regions, status_socket, tcp
 from shoal.transport.peer_address import PeerId
 
 from .network import Network, Poller, Weather
 from .scheduler import Scheduler
+from .store import Store
 from .threads import namespace
 
-ROOMS = {
-    *("_signals", "coordination", "engine", "fault_tolerance", "operations", "ops", "rendezvous", "runtime"),
-    *("transport", "windows"),
-}
-"""Whose threads and clocks are simulated."""
+SECRET = "SHOAL_SECRET"
+
+
+@lru_cache(maxsize=1)
+def _with_threads(_count: int) -> list[tuple[ModuleType, str]]:
+    """The modules that use threads or queues, and what they call them; for so many loaded modules."""
+    core = [module for name, module in sys.modules.items() if name.startswith("shoal.")]
+    threads = [(module, "threading") for module in core if getattr(module, "threading", None) is threading]
+    queues = [(module, "SimpleQueue") for module in core if getattr(module, "SimpleQueue", None) is queue.SimpleQueue]
+    return threads + queues
 
 
 class Simulated:
@@ -38,6 +46,7 @@ class Simulated:
         self.scheduler = Scheduler(seed)
         self.network = Network(self.scheduler, weather or Weather())
         self.threading = namespace(self.scheduler)
+        self.store = Store(self.scheduler, self.network.address)
 
 
 @contextmanager
@@ -48,7 +57,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
 
     def here(rank: int, incarnation: int = 0) -> PeerId:
         return PeerId(
-            rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, incarnation
+            rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, 1, incarnation
         )
 
     replaced: list[tuple[Any, str, Any]] = []
@@ -57,14 +66,11 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
+    secret = os.environ.get(SECRET)
+    os.environ[SECRET] = "of a simulated job"  # without one no agent is let in later
     try:
-        for name, module in list(sys.modules.items()):
-            room = ([*name.split("."), ""])[1]
-            if name.startswith("shoal.") and room in ROOMS and module is not None:
-                if getattr(module, "threading", None) is threading:
-                    put(module, "threading", world.threading)
-                if getattr(module, "SimpleQueue", None) is queue.SimpleQueue:
-                    put(module, "SimpleQueue", world.threading.SimpleQueue)
+        for module, name in _with_threads(len(sys.modules)):
+            put(module, name, world.threading if name == "threading" else world.threading.SimpleQueue)
         put(clock, "monotonic", lambda: scheduler.now)
         put(clock, "monotonic_ns", lambda: int(scheduler.now * 1e9))
         put(clock, "perf_counter_ns", lambda: int(scheduler.now * 1e9))
@@ -74,11 +80,14 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(clock, "random_bytes", scheduler.chance.randbytes)
         put(clock, "uniform", scheduler.chance.uniform)
         put(deferred, "_main", -1)
+        put(bootstrap, "open_store", lambda *_: world.store)
         put(engines, "Poller", lambda: Poller(network))
         put(router, "local_peer_id", here)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
+        put(shared_regions, "_populate", lambda *_: None)  # a few pages of each area are touched
         put(status_socket, "here", status_socket.StatusSocket())  # agents that crash do not leave it
-        put(listeners, "listen_for", lambda *_: None)
+        put(acceptor, "listen_for", lambda *_: None)
+        put(acceptor.Acceptor, "listen_here", lambda self: "")
         put(listeners, "listen_privately", lambda: None)
         put(tcp, "listen", network.listen)
         put(tcp, "start_connecting", network.start_connecting)
@@ -88,33 +97,65 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     finally:
         for owner, name, value in reversed(replaced):
             setattr(owner, name, value)
+        os.environ.pop(SECRET)
+        if secret is not None:
+            os.environ[SECRET] = secret
 
 
 class Agents:
-    """The agents of one run, each with its program."""
+    """The agents of one run, each with its program.
 
-    def __init__(self, world: Simulated, size: int, timeout: float, on_loss: str) -> None:
+    Args:
+        begin_with: How many of them the run begins with; the others join.
+
+    Attributes:
+        contexts: One for each time that an agent was started.
+        done: Agents that have ended for good.
+        engines: Of the agents that have been through ``init()``, by rank.
+        starts: How often each agent was started.
+        loaded: Agents that have the state of the run, and can hand it over.
+        failed: The errors that ended agents.
+    """
+
+    def __init__(self, world: Simulated, size: int, timeout: float, on_loss: str, begin_with: int = 0) -> None:
         self.world, self.size, self.on_loss = world, size, on_loss
-        self.store = ThreadStore()
-        self.contexts = [
-            AgentContext(Launch(rank, size, "fleet", None, None, False, 0), self.store, timeout=timeout)
-            for rank in range(size)
-        ]
+        self.contexts: list[AgentContext] = []
         self.done: set[int] = set()
         self.engines: dict[int, Any] = {}
+        self.loaded: set[int] = set()
         self.failed: dict[int, BaseException] = {}
+        self._timeout, self._begin_with = timeout, begin_with
+        self.starts = [0] * size
+        self._program: Callable[[int], None] = lambda rank: None
 
     def start(self, program: Callable[[int], None]) -> None:
-        for rank in range(self.size):
-            self.world.scheduler.spawn(lambda rank=rank: self._live(rank, program), rank, f"agent-{rank}")
+        self._program = program
+        for rank in range(self._begin_with or self.size):
+            self.start_one(rank)
 
-    def _live(self, rank: int, program: Callable[[int], None]) -> None:
-        mine = self.contexts[rank]
+    def start_one(self, rank: int) -> None:
+        """Start an agent, again if its process has ended, or as one that joins."""
+        joins = int(0 < self._begin_with <= rank)
+        launch = Launch(
+            rank,
+            self.size,
+            "fleet",
+            store_is_served=True,
+            incarnation=self.starts[rank] + joins,
+            begin_with=self._begin_with,
+        )
+        self.starts[rank] += 1
+        self.world.scheduler.dead.discard(rank)
+        mine = AgentContext(launch, self.world.store, timeout=self._timeout)
+        self.contexts.append(mine)
+        self.world.scheduler.spawn(lambda: self._live(mine, rank), rank, f"agent-{rank}")
+
+    def _live(self, mine: AgentContext, rank: int) -> None:
         enter_context(mine)
         try:
             bootstrap.init(on_loss=self.on_loss)
             self.engines[rank] = mine.engine
-            program(rank)
+            self._program(rank)
         except Exception as error:
             self.failed[rank] = error
         finally:
@@ -125,11 +166,16 @@ class Agents:
                     self.failed.setdefault(rank, error)
                 self.done.add(rank)
 
-    def crash(self, rank: int) -> None:
-        """An agent's process ends at once."""
-        self.world.scheduler.dead.add(rank)
+    def crash(self, rank: int, seconds: float | None = None) -> None:
+        """An agent's process ends at once; it is started again after so many seconds, or never."""
+        self.world.scheduler.crash(rank)
         self.world.network.crash(rank)
-        self.done.add(rank)
+        self.engines.pop(rank, None)
+        self.loaded.discard(rank)
+        if seconds is None:
+            self.done.add(rank)
+        else:
+            self.world.scheduler.at(self.world.scheduler.now + seconds, lambda: self.start_one(rank))
 
     def run(self, seconds: float, most_steps: int = 400_000) -> None:
         self.world.scheduler.run(lambda: len(self.done) == self.size, 1000.0 + seconds, most_steps)
@@ -142,3 +188,4 @@ class Agents:
             if engine is not None:
                 with suppress(Exception):
                     engine.arena.close()
+                engine.rejoin.close(0.0)  # the memory file that tells the launcher that it waits

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[3] / "src"
-AGREEMENT = "fault_tolerance/agreement.py"
+AGREEMENT, REJOIN, RECOVERY = (f"fault_tolerance/{name}.py" for name in ("agreement", "rejoin", "recovery"))
 MUTATIONS = (
     ("resuming", "transport/retransmit.py", "        self._kept.extend(self._again)\n", ""),
     ("resuming", "transport/retransmit.py", "self._kept, self._again = deque(), self._kept", "self._kept = deque()"),
@@ -24,13 +24,13 @@ MUTATIONS = (
     ("fusion", "operations/fusion.py", "if fused is None and any(", "if fused is None and False and any("),
     (
         "agreement",
-        "fault_tolerance/agreement.py",
+        AGREEMENT,
         "if not self._gate.paused or self.missing:",
         "if not self._gate.paused:",
     ),
     (
         "agreement",
-        "fault_tolerance/agreement.py",
+        AGREEMENT,
         "begun[name] = max(count, begun.get(name, 0))",
         "begun[name] = count",
     ),
@@ -38,6 +38,14 @@ MUTATIONS = (
     ("agreement", AGREEMENT, "if min(keepers, default=-1) == self._rank:", "if False:"),
     ("failures", "fault_tolerance/failures.py", "return self._after_those_before(said)", "return said"),
     ("outbox", "operations/sender.py", "        del self._unacknowledged[token]\n", ""),
+    ("engine", RECOVERY, "        del stage.arrived[source]\n", "        pass\n"),
+    ("engine", RECOVERY, "    stage.missing.difference_update(gone)\n", ""),
+    ("rejoin", REJOIN, "        self._matcher.begin_at(begun)\n", ""),
+    ("rejoin", REJOIN, "            self._failures.forget(rank)\n", ""),
+    ("rejoin", AGREEMENT, "        self._missed.difference_update(ranks)\n", ""),
+    ("rejoin", AGREEMENT, "if late else self.now", "if False else self.now"),
+    ("rejoin", "ops/state_transfer.py", "begun[name] = max(count, begun.get(name, 0))", "begun[name] = count"),
+    ("rejoin", "transport/pending_peers.py", "            self._kept.append((source, message))\n", ""),
 )
 """What part, which file, what is replaced by what: once."""
 

@@ -70,6 +70,7 @@ class Socket:
     def setsockopt(self, level: int, option: int, value: Any) -> None:
         if (level, option) == (socket.SOL_SOCKET, socket.SO_RCVLOWAT):
             self.lowest = value
+            self.changed()
 
     def getsockname(self) -> tuple[str, int]:
         return self.name
@@ -147,7 +148,7 @@ class Socket:
 
     def changed(self) -> None:
         for poller in self.watchers:
-            poller.notice()
+            poller.notice(self.number)
 
     def fail(self, code: int) -> None:
         if self.error is None and not self.ended:
@@ -308,11 +309,12 @@ class _Nobody(Socket):
 
 
 class Poller:
-    """As ``transport/poller.py``, for these sockets."""
+    """As ``transport/poller.py``, for these sockets. It looks only at those that have changed since they were idle."""
 
     def __init__(self, network: Network) -> None:
         self._network, self._scheduler = network, network.scheduler
         self._watched: dict[int, tuple[Socket, Callable[[int], None], int]] = {}
+        self._changed: dict[int, None] = {}  # ordered, so that the same seed gives the same run
         self._woken = False
         self._asleep: Task | None = None
 
@@ -320,25 +322,40 @@ class Poller:
         sock = self._network.sockets[number]
         self._watched[number] = sock, callback, events
         sock.watchers.append(self)
-        self.notice()
+        self.notice(number)
 
     def modify(self, number: int, events: int) -> None:
         sock, callback, _ = self._watched[number]
         self._watched[number] = sock, callback, events
-        self.notice()
+        self.notice(number)
 
     def remove(self, number: int) -> None:
         found = self._watched.pop(number, None)
+        self._changed.pop(number, None)
         if found is not None:
             found[0].watchers.remove(self)
 
-    def notice(self) -> None:
+    def notice(self, number: int) -> None:
+        self._changed[number] = None
         if self._asleep is not None:
             self._scheduler.wake(self._asleep)
 
     def wake(self) -> None:
         self._woken = True
-        self.notice()
+        if self._asleep is not None:
+            self._scheduler.wake(self._asleep)
+
+    def _due(self) -> list[tuple[Callable[[int], None], int]]:
+        due = []
+        for number in list(self._changed):
+            if number in self._watched:
+                sock, callback, events = self._watched[number]
+                found = sock.ready() & (events | READ)
+                if found & events:
+                    due.append((callback, found))
+                    continue
+            del self._changed[number]  # until it changes again
+        return due
 
     def poll(self, timeout: float) -> list[tuple[Callable[[int], None], int]]:
         scheduler = self._scheduler
@@ -346,11 +363,7 @@ class Poller:
         if timeout > 0 and not self._woken and scheduler.chance.random() < 0.2:
             scheduler.yield_now()
         while True:
-            due = []
-            for sock, callback, events in list(self._watched.values()):
-                found = sock.ready() & (events | READ)
-                if found and (events & found):
-                    due.append((callback, found))
+            due = self._due()
             if due or self._woken or scheduler.now >= until:
                 self._woken = False
                 if len(due) > 1:

@@ -15,7 +15,11 @@ import numpy as np
 import torch
 
 import shoal
+from shoal import clock
 from shoal.compression import Identity
+
+from . import optimizers
+from .optimizers import STYLES, Style
 
 Array = Any
 SIZES = (1, 1, 2, 7, 300, 1100, 5000)
@@ -25,9 +29,10 @@ WEIGHTS = (0.25, 0.5, 0.75, 1.0, -0.5)
 KINDS = (
     *("static", "static", "push", "pull", "push-pull", "compressed", "grouped", "average", "sum", "max"),
     *("broadcast", "allgather", "neighbor_allgather", "barrier", "object", "group", "window"),
+    "optimizer",
 )
 FUSIBLE = ("static", "average", "sum", "push-pull")
-BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather"})
+BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather", "optimizer"})
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "exponential": shoal.ExponentialTwoGraph,
     "ring": shoal.RingGraph,
@@ -46,6 +51,7 @@ class Call:
     sends: tuple[dict[int, float], ...] = ()
     root: int = 0
     members: tuple[int, ...] = ()
+    style: Style = STYLES[0]
 
     @property
     def name(self) -> str:
@@ -53,7 +59,7 @@ class Call:
 
     def __str__(self) -> str:
         how = "" if self.blocking else ", nonblocking"
-        more = f" of ranks {list(self.members)}" if self.kind == "group" else ""
+        more = {"group": f" of ranks {list(self.members)}", "optimizer": f" ({self.style})"}.get(self.kind, "")
         return f"{self.name}: {self.kind}{more} of {self.elements} numbers{how}"
 
 
@@ -70,7 +76,7 @@ class Program:
     calls: list[Call]
     seed: int
     kinds: tuple[str, ...] = KINDS
-    weights: dict[int, float] = field(default_factory=dict)
+    _numbers: dict[tuple[int, int], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def draw(chance: random.Random, size: int, length: int, kinds: tuple[str, ...] = KINDS) -> Program:
@@ -85,7 +91,8 @@ class Program:
             small = kinds == FUSIBLE
             elements = chance.randint(1, 9) if small else LARGE if chance.random() < 0.02 else chance.choice(SIZES)
             blocking = kind in BLOCKING or chance.random() < (0.1 if small else 0.5)
-            calls.append(Call(number, kind, elements, blocking, sends, chance.randrange(size), members))
+            style = chance.choice(STYLES)
+            calls.append(Call(number, kind, elements, blocking, sends, chance.randrange(size), members, style))
         return Program(size, chance.choice(list(TOPOLOGIES)), calls, chance.randrange(1 << 30), kinds)
 
     def order(self, rank: int) -> list[tuple[str, Call]]:
@@ -111,12 +118,23 @@ class Program:
         return [*done, *(("wait", one) for one in waiting)]
 
     @cached_property
+    def graph(self) -> Any:
+        return TOPOLOGIES[self.topology](self.size)
+
+    @cached_property
     def sources(self) -> list[list[int]]:
-        graph = TOPOLOGIES[self.topology](self.size)
-        return [sorted(set(graph.predecessors(rank)) - {rank}) for rank in range(self.size)]
+        return [sorted(set(self.graph.predecessors(rank)) - {rank}) for rank in range(self.size)]
 
     def numbers(self, call: Call, rank: int) -> Array:
-        chance = np.random.default_rng((self.seed, call.number, rank))
+        """The tensor that an agent gives to a call. To be read only."""
+        key = call.number, rank
+        if key not in self._numbers:
+            chance = np.random.default_rng((self.seed, call.number, rank))
+            self._numbers[key] = chance.integers(-8, 9, call.elements).astype(np.float64)
+        return self._numbers[key]
+
+    def gradient(self, call: Call, rank: int, step: int) -> Array:
+        chance = np.random.default_rng((self.seed, call.number, rank, step))
         return chance.integers(-8, 9, call.elements).astype(np.float64)
 
     def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
@@ -144,6 +162,11 @@ class Program:
             return x[call.root]
         if kind == "allgather":
             return np.concatenate([x[one] for one in ranks])
+        if kind == "optimizer":
+            gradients = [
+                np.stack([self.gradient(call, one, step) for one in ranks]) for step in range(optimizers.STEPS)
+            ]
+            return optimizers.after(call.style, self.graph, np.stack([x[one] for one in ranks]), gradients)[rank]
         if kind == "neighbor_allgather":
             return np.concatenate([np.zeros(0), *(x[one] for one in self.sources[rank])])
         return np.zeros(0)
@@ -188,8 +211,21 @@ class Program:
             return shoal.broadcast_object(tensor.tolist(), call.root, name=name)
         if kind == "window":
             return _window(tensor, name)
+        if kind == "optimizer":
+            return self._optimize(call, rank, tensor)
         shoal.barrier(name=name)
         return torch.zeros(0)
+
+    def _optimize(self, call: Call, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        model = optimizers.Point(tensor)
+        optimizer = optimizers.optimizer_of(call.style, model, call.name)
+        try:
+            for step in range(optimizers.STEPS):
+                gradient = self.gradient(call, rank, step)
+                optimizers.take_step(optimizer, model, gradient, lambda: clock.sleep(0.0))
+            return model.x.detach().clone()
+        finally:
+            optimizer.close()
 
 
 def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 FOREVER = float("inf")
@@ -25,7 +26,9 @@ class Task:
     def __init__(self, scheduler: Scheduler, run: Callable[[], Any], agent: int, name: str, ident: int) -> None:
         self.agent, self.name, self.ident = agent, name, ident
         self.alive = True
+        self.killed = False  # with its process, and never runs again
         self.blocked = False
+        self.grad = True  # whether autograd records, which each thread has for itself
         self.waits = 0  # how often it has waited, so that a late timer is recognised
         self._scheduler = scheduler
         self._run = run
@@ -49,7 +52,7 @@ class Scheduler:
         now: Virtual time, in seconds.
         chance: All draws of the run come from it.
         slow: By agent: the longest pause before each of its steps, in seconds.
-        dead: Agents that have crashed: their tasks never run again.
+        dead: Agents that have crashed and have not been started again.
     """
 
     def __init__(self, seed: int) -> None:
@@ -62,7 +65,8 @@ class Scheduler:
         self.hub = getcurrent()
         self.current: Task | None = None
         self.tasks: list[Task] = []
-        self.on_step: list[Callable[[int], None]] = []
+        self._at_steps: list[tuple[int, int, Callable[[], None]]] = []
+        self._next_step = FOREVER
         self._ready: list[Task] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -78,6 +82,23 @@ class Scheduler:
         """Have something happen at a time."""
         self._count += 1
         heapq.heappush(self._timers, (when, self._count, call))
+
+    def at_step(self, step: int, call: Callable[[], None]) -> None:
+        """Have something happen before a step, or before the next one if that is over."""
+        self._count += 1
+        heapq.heappush(self._at_steps, (step, self._count, call))
+        self._next_step = self._at_steps[0][0]
+
+    def _happen(self) -> None:
+        while self._at_steps and self._at_steps[0][0] <= self.steps:
+            heapq.heappop(self._at_steps)[2]()
+        self._next_step = self._at_steps[0][0] if self._at_steps else FOREVER
+
+    def crash(self, agent: int) -> None:
+        """Its process ends: none of its tasks runs again."""
+        self.dead.add(agent)
+        for task in self.tasks:
+            task.killed = task.killed or task.agent == agent
 
     def wake(self, task: Task) -> None:
         if task.blocked:
@@ -130,21 +151,26 @@ class Scheduler:
             at = int(chance.random() * len(ready))
             ready[at], ready[-1] = ready[-1], ready[at]
             task = ready.pop()
-            if task.agent in self.dead or not task.alive:
+            if task.killed or not task.alive:
                 continue
             self.now += STEP * (1.0 + chance.random())
             self.steps += 1
-            for hook in self.on_step:
-                hook(self.steps)
+            if self.steps >= self._next_step:
+                self._happen()
+                if task.killed:
+                    continue
             if self.now > limit or self.steps > most_steps:
                 raise Stuck(f"it goes on after {self.steps:,} steps and {self.now - 1000.0:.1f} s of virtual time")
             self.current = task
+            torch.set_grad_enabled(task.grad)
             task.greenlet.switch()
+            task.grad = torch.is_grad_enabled()
             self.current = None
 
     def end(self) -> None:
         """End all that is left."""
         self.over = True
+        torch.set_grad_enabled(True)
         for task in self.tasks:
             if task.alive and task.greenlet:
                 task.greenlet.throw(GreenletExit)

@@ -1,0 +1,160 @@
+"""Compares what a run showed with the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import Mismatch, NotInitialized, PeerLost
+
+from .programs import Call
+from .scenarios import Scenario
+from .training import History
+
+SLACK = 30.0
+"""Seconds in which a run ends that waits for no deadline, beyond those of its partitions."""
+
+
+@dataclass
+class Report:
+    """What a run showed: for each call of each agent its result, or its error."""
+
+    scenario: Scenario
+    results: dict[tuple[int, int], Any] = field(default_factory=dict)
+    members: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    never: set[int] = field(default_factory=set)
+    history: History = field(default_factory=History)
+    seconds: float = 0.0
+    steps: int = 0
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        """The same for every run of the same seed."""
+        history = {(one.rank, one.start, one.step, one.call.number): one.result for one in self.history.entries}
+        said = {at: one.tobytes() if isinstance(one, np.ndarray) else str(one) for at, one in self.results.items()}
+        of_steps = {at: one.tobytes() if isinstance(one, np.ndarray) else str(one) for at, one in history.items()}
+        return self.steps, self.seconds, tuple(sorted(said.items())), tuple(sorted(of_steps.items()))
+
+
+def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[str]:
+    """What an agent has though nothing goes on. A result is kept until all have told that they have it, too.
+
+    Args:
+        rank: The agent.
+        engines: Of all agents.
+        failed: The names of its calls that have raised, of which tombstones stay.
+    """
+    engine = engines[rank]
+    matcher, sender, cache = engine.matcher, engine.sender, engine.result_cache
+    untold = {other: set(one.result_cache._untold) for other, one in engines.items()}
+    found = {
+        "operations": matcher.in_flight(),
+        "early messages": matcher._early,
+        "questions": matcher._asks,
+        "unanswered messages": sender._unacknowledged,
+        "tombstones": [key for key in matcher._tombstones if key[0] not in failed],
+        "results": [
+            key for key, one in cache.results.items() if any(key not in untold[other] for other in one.without)
+        ],
+    }
+    return [f"rank {rank} has {what} left: {one}" for what, one in found.items() if one]
+
+
+def check(report: Report, crashed: set[int]) -> None:
+    scenario, problems = report.scenario, report.problems
+    if problems:
+        return
+    waits = sum(one.seconds for one in scenario.faults if one.kind != "slow")
+    slow = any((one.kind == "slow" and one.seconds > 0.001) or one.kind == "missing call" for one in scenario.faults)
+    if report.seconds - 1000.0 > SLACK + waits and not slow:
+        problems.append(f"it took {report.seconds - 1000.0:.1f} s, though nothing had to wait")
+    problems += report.left
+    kinds = {one.kind for one in scenario.faults}
+    for call in scenario.program.calls:
+        _check_call(report, call, kinds, crashed)
+    if scenario.on_loss == "continue" and crashed:
+        left = tuple(rank for rank in range(scenario.program.size) if rank not in crashed)
+        for rank, members in report.members.items():
+            if rank not in crashed and members != left:
+                problems.append(f"rank {rank} counts {members} as alive, and {left} are")
+
+
+def _check_call(report: Report, call: Call, kinds: set[str], crashed: set[int]) -> None:
+    scenario, program = report.scenario, report.scenario.program
+    at = {one.rank for one in scenario.faults if one.at == call.number and one.kind in ("shape", "other call")}
+    missing = [one for one in scenario.faults if one.kind == "missing call"]
+    gone = {one.rank for one in scenario.faults if one.kind == "leaves"} | crashed
+    wrong, right = [], []
+    for rank in range(program.size):
+        found = report.results.get((rank, call.number))
+        if rank in crashed or (call.kind == "group" and rank not in call.members):
+            continue
+        if found is None:
+            if rank not in gone | report.never and not (
+                missing and (missing[0].rank, missing[0].at) == (rank, call.number)
+            ):
+                report.problems.append(f"{call}: nothing came of it on rank {rank}")
+        elif isinstance(found, Exception):
+            wrong.append(rank)
+            _check_error(report, call, rank, found, at or {one.rank for one in missing}, gone)
+        else:
+            right.append(rank)
+            if scenario.on_loss == "continue":
+                continue
+            if rank not in at and not alike(found, program.expected(call, rank)):
+                report.problems.append(f"{call}: rank {rank} has {found[:5]}, not {program.expected(call, rank)[:5]}")
+    if at and not wrong:
+        report.problems.append(f"{call}: rank {min(at)} called it wrongly, and nobody heard of it")
+    if scenario.on_loss == "continue":
+        _check_survived(report, call, right, crashed)
+    said = {
+        str(found)[str(found).find(f"rank {one} has left") :]
+        for one in gone - crashed
+        for rank in wrong
+        if isinstance(found := report.results[rank, call.number], PeerLost) and one in found.ranks
+    }
+    if len(said) > 1 and call.kind != "window":  # of which some calls are one-sided
+        report.problems.append(f"{call}: one event has several outcomes: {sorted(said)}")
+
+
+def _check_error(report: Report, call: Call, rank: int, error: Exception, at: set[int], gone: set[int]) -> None:
+    said = f"{call}: rank {rank} raised {type(error).__name__}: {error}"
+    if at:
+        fits = isinstance(error, Mismatch)
+        if "missing call" in {one.kind for one in report.scenario.faults}:  # it is missed until its agent has left
+            fits = fits or (isinstance(error, PeerLost) and bool(set(error.ranks) & at))
+    elif gone:
+        fits = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
+        fits = fits or (rank in gone and isinstance(error, NotInitialized))
+    else:  # a refusal that comes after a call has ended is raised by the next one
+        late = [
+            one.at for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number
+        ]
+        fits = isinstance(error, Mismatch) and any(f"'call {number}'" in str(error) for number in late)
+    if not fits:
+        report.problems.append(said)
+
+
+def _check_survived(report: Report, call: Call, right: list[int], crashed: set[int]) -> None:
+    """All that go on have the same average: of all agents, or of those that are left."""
+    program = report.scenario.program
+    everybody = tuple(range(program.size))
+    left = tuple(rank for rank in everybody if rank not in crashed)
+    found = {rank: report.results[rank, call.number] for rank in right if rank not in crashed}
+    fits = [
+        there
+        for there in {everybody, left}
+        if all(alike(one, program.expected(call, rank, there)) for rank, one in found.items())
+    ]
+    if found and not fits:
+        report.problems.append(f"{call}: the agents have different averages: { {r: v[:3] for r, v in found.items()} }")
+
+
+def alike(one: Any, other: Any) -> bool:
+    if one.shape != other.shape:
+        return False
+    return np.array_equal(one, other) or bool(np.allclose(one, other, rtol=1e-9, atol=1e-9))

@@ -1,0 +1,208 @@
+"""A script that goes on after losses: the same calls in each step, then ``Checkpoint.save``, where agents enter.
+
+Each tensor begins with the unit vector of its agent. So the result of an average begins with the weights it was made
+with, and that of a collective tells who took part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import shoal
+from shoal.operations.membership import Plan
+
+from . import optimizers
+from .fleet import Agents, Simulated
+from .programs import TOPOLOGIES, Array, Call, Program, as_array
+
+KINDS = (
+    *("average", "sum", "static", "static", "push-pull", "push", "pull"),
+    *("allgather", "neighbor_allgather", "broadcast", "object", "barrier", "optimizer"),
+)
+AFTER = 2
+"""Steps that follow once all agents are there and no fault is to come."""
+PAUSE = 0.05
+"""Seconds between steps until then: an agent that was started again needs some time to ask to enter."""
+MOST_STEPS = 1000
+
+
+@dataclass
+class Entry:
+    """One call of one agent at one step.
+
+    Attributes:
+        start: How often the agent had been started.
+        before, after: The agent's plan when it made the call and when the call had ended.
+        result: What it gave, or raised; None where the agent crashed before that.
+    """
+
+    rank: int
+    start: int
+    step: int
+    call: Call
+    before: Plan
+    after: Plan | None = None
+    result: Any = None
+
+
+@dataclass
+class History:
+    """What the agents of a run saw.
+
+    Attributes:
+        there: By step, and by rank and start: what each agent took for the members at its end.
+        reached: By rank and start: the last step that was begun, or one more where the agent has ended well.
+        steps: By rank: the number of steps that it ended with.
+        plans: By rank: its plan at the end.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    there: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    reached: dict[tuple[int, int], int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def agreed(self, rank: int, start: int, step: int) -> bool:
+        """Whether the agent went on to the next step: only with those that had ended this one, too.
+
+        What an agent has seen that crashed before may be seen by nobody else.
+        """
+        return self.reached.get((rank, start), -1) > step
+
+    def failed(self, rank: int) -> set[str]:
+        """The names of the calls that have raised on an agent."""
+        return {one.call.name for one in self.entries if one.rank == rank and isinstance(one.result, Exception)}
+
+
+@dataclass
+class Training(Program):
+    """The calls of one step; ``seed`` decides the numbers of each step and the order on each agent."""
+
+    @staticmethod
+    def draw(chance: random.Random, size: int, length: int, kinds: tuple[str, ...] = KINDS) -> Training:
+        drawn = Program.draw(chance, size, length, kinds)
+        return Training(size, drawn.topology, drawn.calls, drawn.seed, kinds)
+
+    def at(self, step: int, call: Call, rank: int, what: int = 0) -> Array:
+        """The tensor of an agent at a step: its unit vector, and small whole numbers; or what is drawn second."""
+        chance = np.random.default_rng((self.seed, call.number, rank, step, what))
+        numbers = chance.integers(-8, 9, call.elements).astype(np.float64)
+        return np.concatenate([np.eye(self.size)[rank] * (what == 0), numbers])
+
+    def at_all(self, step: int, call: Call, what: int = 0) -> Array:
+        return np.stack([self.at(step, call, rank, what) for rank in range(self.size)])
+
+
+class _Progress:
+    """How many steps all have been there; handed over to agents that enter."""
+
+    def __init__(self) -> None:
+        self.whole = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"whole": self.whole}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.whole = state["whole"]
+
+
+def live_training(
+    program: Training, world: Simulated, agents: Agents, history: History, over: Callable[[], bool]
+) -> Callable[[int], bool]:
+    """What an agent does, from ``init()`` to ``shutdown()``; ``over``: no fault is to come."""
+
+    def live(rank: int) -> bool:
+        shoal.set_topology(TOPOLOGIES[program.topology](program.size))
+        me = rank, agents.starts[rank]
+        one = _Agent(program, world, agents.engines[rank], history, *me)
+        progress = _Progress()
+        checkpoint = shoal.Checkpoint(progress=progress, **one.parts)
+        step = checkpoint.load(None, missing_ok=True)
+        agents.loaded.add(rank)
+        while progress.whole < AFTER:
+            history.reached[me] = step
+            one.take(step)
+            found = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
+            there = tuple(int(row[0]) for row in found)
+            history.there.setdefault(step, {})[me] = there
+            whole = len(there) == program.size and all(row[1] for row in found)
+            progress.whole = progress.whole + 1 if whole else 0
+            step += 1
+            checkpoint.save(None, step)
+            if not progress.whole:
+                world.scheduler.sleep(PAUSE)
+            assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {there}"
+        history.steps[rank] = history.reached[me] = step
+        history.plans[rank] = agents.engines[rank].agreement.now
+        return True
+
+    return live
+
+
+class _Agent:
+    """One agent's calls. Each optimizer of the program lasts for the whole training."""
+
+    def __init__(
+        self, program: Training, world: Simulated, engine: Any, history: History, rank: int, start: int
+    ) -> None:
+        self._program, self._world, self._engine, self._history = program, world, engine, history
+        self._rank, self._start = rank, start
+        self._models: dict[int, optimizers.Point] = {}
+        self._optimizers: dict[int, shoal.DecentralizedOptimizer] = {}
+        self.parts: dict[str, Any] = {}
+        for call in program.calls:
+            if call.kind == "optimizer":
+                model = optimizers.Point(torch.zeros(program.size + call.elements, dtype=torch.float64))
+                optimizer = optimizers.optimizer_of(call.style, model, call.name)
+                self._models[call.number], self._optimizers[call.number] = model, optimizer
+                self.parts |= {f"model{call.number}": model, f"optimizer{call.number}": optimizer}
+
+    def take(self, step: int) -> None:
+        """One step of training."""
+        handles: dict[int, tuple[Entry, Any]] = {}
+        for what, call in self._program.order(self._rank):
+            if what == "wait":
+                if call.number in handles:
+                    entry, handle = handles.pop(call.number)
+                    self._note(entry, handle.wait)
+                continue
+            entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
+            self._history.entries.append(entry)
+            if call.kind == "optimizer":
+                self._note(entry, partial(self._optimize, step, call))
+                continue
+            tensor = torch.from_numpy(self._program.at(step, call, self._rank))
+            try:
+                given = self._program.begin(call, self._rank, tensor)
+            except shoal.ShoalError as error:
+                self._end(entry, error)
+                continue
+            if what == "begin":
+                handles[call.number] = entry, given
+            else:
+                self._end(entry, as_array(given))
+
+    def _note(self, entry: Entry, call: Callable[[], Any]) -> None:
+        try:
+            result = as_array(call())
+        except shoal.ShoalError as error:
+            result = error
+        self._end(entry, result)
+
+    def _end(self, entry: Entry, result: Any) -> None:
+        entry.result, entry.after = result, self._engine.agreement.now
+
+    def _optimize(self, step: int, call: Call) -> torch.Tensor:
+        model = self._models[call.number]
+        with torch.no_grad():
+            model.x.copy_(torch.from_numpy(self._program.at(step, call, self._rank)))
+        gradient = self._program.at(step, call, self._rank, 1)
+        optimizers.take_step(self._optimizers[call.number], model, gradient, lambda: self._world.scheduler.sleep(0.0))
+        return model.x.detach().clone()

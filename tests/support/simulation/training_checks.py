@@ -1,0 +1,199 @@
+"""Compares what a training showed with the model: who took part in each call, and what it gave them.
+
+While no agent sees the plan change, a call is that of the plan's members. A call during which some do may be that of
+the members before or after, and an average may lack what lost agents have not sent: its weight is then the receiver's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import PeerLost
+
+from . import optimizers
+from .checks import SLACK, Report, alike
+from .optimizers import Style
+from .programs import Array
+from .training import Entry, Training
+
+STATIC = Style(adapts_first=True, one_peer=False)
+ROOTED = ("broadcast", "object")
+
+
+def check(report: Report, program: Training) -> None:
+    problems, history = report.problems, report.history
+    if problems:
+        return
+    everybody = tuple(range(program.size))
+    waits = sum(one.seconds for one in report.scenario.faults if one.kind != "slow")
+    slow = any(one.kind == "slow" and one.seconds > 0.001 for one in report.scenario.faults)
+    if report.seconds - 1000.0 > SLACK + waits and not slow:
+        problems.append(f"it took {report.seconds - 1000.0:.1f} s, though nothing had to wait")
+    problems += report.left
+    problems += [f"rank {rank} counts {ranks} as alive" for rank, ranks in report.members.items() if ranks != everybody]
+    if len(set(history.steps.values())) != 1 or len(history.steps) != program.size:
+        problems.append(f"the agents ended after different steps: {history.steps}")
+    if len(set(history.plans.values())) != 1 or any(plan.gone for plan in history.plans.values()):
+        problems.append(f"the agents ended with different plans: {history.plans}")
+    for step, there in history.there.items():
+        if len({ranks for me, ranks in there.items() if history.agreed(*me, step)}) > 1:
+            problems.append(f"step {step}: the agents have different members: {there}")
+    lost = {one.rank for one in report.scenario.faults if one.kind in ("returns", "joins")}
+    by_call: dict[tuple[int, int], list[Entry]] = {}
+    for entry in history.entries:
+        by_call.setdefault((entry.step, entry.call.number), []).append(entry)
+    for (step, _), entries in by_call.items():
+        agreed = [one for one in entries if history.agreed(one.rank, one.start, step)]
+        for problem in _Event(program, step, entries, agreed, lost).problems():
+            problems.append(f"step {step}, {entries[0].call}: {problem}")
+
+
+def _between(gone: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
+    """All sets between those that all plans are without and those that some are without, ascending."""
+    always = set(gone[0]).intersection(*gone)
+    sometimes = sorted(set().union(*gone) - always)
+    for count in range(len(sometimes) + 1):
+        for some in combinations(sometimes, count):
+            yield tuple(sorted(always | set(some)))
+
+
+class _Event:
+    """One call of all agents at one step.
+
+    Attributes:
+        ended: What came of it on the agents that all agree with.
+        plans: All that an agent had before or after it.
+        gone: The ranks that it may have been without: in one of these plans, or in one that came between.
+        calm: The plan was the same for all, and all agents that began have ended.
+    """
+
+    def __init__(self, program: Training, step: int, entries: list[Entry], agreed: list[Entry], lost: set[int]) -> None:
+        self.program, self.step, self.call, self.lost = program, step, entries[0].call, lost
+        self.entries = entries
+        self.ended = agreed
+        self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
+        self.calm = len(self.plans) == 1 and len(self.ended) == len(entries)
+        self.gone = list(_between([plan.gone for plan in self.plans]))
+        self.x = program.at_all(step, self.call)
+
+    def problems(self) -> Iterable[str]:
+        failed = [one for one in self.ended if isinstance(one.result, Exception)]
+        if failed:
+            yield from self._failures(failed)
+            return
+        kind = self.call.kind
+        if kind in ("average", "sum", "allgather"):
+            yield from self._collective()
+        elif kind in ("static", "push", "pull", "push-pull", "optimizer"):
+            for one in self.ended:
+                yield from self._average(one)
+        elif kind == "neighbor_allgather":
+            for one in self.ended:
+                yield from self._gathered(one)
+        elif kind in ROOTED:
+            for one in self.ended:
+                if not alike(one.result, self.x[self.call.root]):
+                    yield f"rank {one.rank} has {one.result[:8]}, and the root gave {self.x[self.call.root][:8]}"
+
+    def _failures(self, failed: list[Entry]) -> Iterable[str]:
+        root = self.call.root
+        for one in failed:
+            fits = self.call.kind in ROOTED and isinstance(one.result, PeerLost) and root in one.result.ranks
+            if not fits or not any(root in plan.gone for plan in self.plans):
+                yield f"rank {one.rank} raised {type(one.result).__name__}: {one.result}"
+        if len(failed) < len([one for one in self.ended if one.rank not in self.lost]):
+            yield f"ranks {[one.rank for one in failed]} of {[one.rank for one in self.ended]} raised"
+
+    def _collective(self) -> Iterable[str]:
+        """All have the same, of all that the plan names."""
+        size, results = self.program.size, [one.result for one in self.ended]
+        if any(not np.array_equal(one, results[0]) for one in results):
+            yield f"the agents have different results: {[one[:size] for one in results]}"
+            return
+        if not results:
+            return
+        found = results[0]
+        if self.call.kind == "allgather":
+            found = found.reshape(-1, self.x.shape[1])
+            took_part = tuple(int(rank) for rank in found[:, :size].argmax(1))
+            right = self.x[list(took_part)]
+        else:
+            took_part = tuple(int(rank) for rank in np.flatnonzero(found[:size]))
+            total = self.x[list(took_part)].sum(0)
+            right = total / len(took_part) if self.call.kind == "average" else total
+        if not alike(found, right):
+            yield f"the agents have {found[:8]}, not {right[:8]}, of ranks {took_part}"
+        if took_part not in map(self._members, self.gone):
+            yield f"ranks {took_part} took part, with the plans {sorted(self.plans)}"
+        if not set(took_part) <= {one.rank for one in self.entries}:
+            yield f"ranks {took_part} took part, and {[one.rank for one in self.entries]} called it"
+
+    def _members(self, gone: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.program.size) if rank not in gone)
+
+    def _average(self, one: Entry) -> Iterable[str]:
+        size, rank = self.program.size, one.rank
+        row = one.result[:size]
+        if self.call.kind == "optimizer":
+            gradients = self.program.at_all(self.step, self.call, 1)
+            right = optimizers.row_applied(self.call.style, row, rank, self.x, gradients)
+        else:
+            right = row @ self.x
+        if not alike(one.result, right):
+            yield f"rank {rank} has {one.result[:8]}, not {right[:8]}"
+        allowed = [row for gone in self.gone for row in self._rows(gone, rank)]
+        if not any(alike(row, other) for other in allowed):
+            yield f"rank {rank} has the weights {row}, and may have {sorted({tuple(map(float, a)) for a in allowed})}"
+
+    def _rows(self, gone: tuple[int, ...], rank: int) -> Iterable[Array]:
+        """The weights of an average, on one agent."""
+        whole = self._row(gone, rank)
+        yield whole
+        if self.calm:
+            return
+        missing = [other for other in self.lost if other != rank and whole[other]]
+        for count in range(1, len(missing) + 1):
+            for some in combinations(missing, count):
+                row = whole.copy()
+                for other in some:
+                    row[other] = 0.0
+                    row[rank] += self._weight_kept(other, rank, whole)
+                yield row
+
+    def _weight_kept(self, other: int, rank: int, whole: Array) -> float:
+        """What the receiver's own tensor gets of the weight of one that is missing."""
+        if self.call.kind == "push":
+            return 0.0
+        return self.call.sends[other][rank] if self.call.kind in ("pull", "push-pull") else float(whole[other])
+
+    def _row(self, gone: tuple[int, ...], rank: int) -> Array:
+        kind, call = self.call.kind, self.call
+        if kind == "optimizer":
+            return call.style.matrix(self.program.graph, self.step, gone)[rank]
+        if kind == "static":
+            return STATIC.matrix(self.program.graph, 0, gone)[rank]
+        row = np.zeros(self.program.size)
+        row[rank] = 0.5
+        for other, sends in enumerate(call.sends):
+            weight = sends.get(rank)
+            if weight is not None and other in gone:
+                row[rank] += 0.0 if kind == "push" else weight
+            elif weight is not None:
+                row[other] = weight**2 if kind == "push-pull" else weight
+        return row
+
+    def _gathered(self, one: Entry) -> Iterable[str]:
+        """The tensors of the neighbours that are there, by rank."""
+        found: Any = one.result.reshape(-1, self.x.shape[1])
+        ranks = {int(rank) for rank in found[:, : self.program.size].argmax(1)}
+        if not alike(found, self.x[sorted(ranks)]):
+            yield f"rank {one.rank} has other tensors than those of ranks {sorted(ranks)}"
+        for gone in self.gone:
+            sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, gone)[one.rank])) - {one.rank}
+            if ranks == sources or (not self.calm and ranks <= sources and sources - ranks <= self.lost):
+                return
+        yield f"rank {one.rank} has the tensors of ranks {sorted(ranks)}, with the plans {sorted(self.plans)}"
