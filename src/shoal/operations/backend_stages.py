@@ -1,4 +1,4 @@
-"""Stages whose tensors a backend moves: the messages that must be exchanged before, and their fate after a loss."""
+"""Stages whose tensors a backend moves: the messages that agents exchange first, and recovery after a loss."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class BackendStages:
         self._go_on = go_on
 
     def carry_with(self, backend: CollectiveBackend) -> None:
-        """Set the backend. Before the exchange starts."""
+        """Set the backend. Call it before the exchange starts."""
         self.backend = backend
 
     def carries(self, operation: Operation, exchange: Exchange) -> bool:
-        """The backend moves the tensors of an exchange: no agent was lost since it was planned."""
+        """Whether the backend moves the tensors of an exchange: only if no agent was lost since its plan was made."""
         known = operation.plan.attempt == self._gate.plan.attempt
         return self.backend is not None and exchange.carried is not None and known
 
@@ -65,7 +65,7 @@ class BackendStages:
             self.backend.ask(operation, stage)
 
     def moved(self, operation: Operation, stage: Stage) -> None:
-        """The backend has moved the tensors of a stage."""
+        """Record that the backend has moved the tensors of a stage."""
         stage.to_move, stage.transferred_with = False, set()
         for message in stage.arrived.values():
             if message.payload is not None:
@@ -75,15 +75,17 @@ class BackendStages:
             self._progress.notify()
 
     def leave(self, operation: Operation, stage: Stage) -> None:
-        """An operation has finished a stage, perhaps before its tensors were moved."""
+        """Withdraw the backend's request for a stage that an operation leaves, perhaps before its tensors were
+        moved.
+        """
         withdrawn = stage.to_move and self.backend is not None and self.backend.withdraw(operation, stage)
         if withdrawn and operation.error is not None:
             self.say_withdrawn(operation, stage)
 
     def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
-        """A stage fails here and its tensors do not move: notify the agents that would wait for them."""
+        """Notify the agents that would wait for the tensors of a stage, which fails here and will not be moved."""
         if self._gate.ended is not None or isinstance(operation.error, PeerLost):
-            return  # of which they hear anyway
+            return  # the shutdown message or the notice of the loss reaches them anyway
         carried, alive = stage.exchange.carried, self._membership.view.alive
         assert carried is not None
         ranks = stage.needs | stage.arrived.keys() if carried.among is None else set(carried.among or alive)
@@ -92,8 +94,9 @@ class BackendStages:
             self._sender.deny(rank, operation, stage.number, failure)
 
     def go_by_links(self) -> Iterator[Operation]:
-        """An agent was lost. Tensors in transit between survivors travel over links, unless they have been moved on all
-        of them; operations that restart use the backend again. Yields the stages that are complete.
+        """Redirect tensors in transit between survivors to links after a loss, unless all survivors have them already.
+
+        Operations that restart use the backend again. Yields the operations whose stages are complete.
         """
         if self.backend is None:
             return

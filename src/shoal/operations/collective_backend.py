@@ -12,47 +12,53 @@ from .operation import Operation, Stage
 
 
 class CollectiveBackend(Protocol):
-    """Used under the engine's lock, except for :meth:`begin`."""
+    """The interface of a backend. All methods are called under the engine's lock, except :meth:`begin` and
+    :meth:`stop`.
+    """
 
     @property
     def due(self) -> bool:
         """Whether :meth:`begin` has work to do."""
 
     def ask(self, operation: Operation, stage: Stage) -> None:
-        """All headers of a stage are exchanged and match: move its tensors as soon as all members have asked.
-        :meth:`~.backend_stages.BackendStages.moved` is called afterwards.
+        """Move the tensors of a stage, whose headers are exchanged and match, as soon as all members have asked.
+
+        The backend calls :meth:`~.backend_stages.BackendStages.moved` afterwards.
         """
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
-        """A stage has failed here, asked for or not. False if its tensors move all the same, since all members have
-        asked; else the others have to be notified.
+        """Withdraw a stage that has failed here, whether it was requested or not.
+
+        False if its tensors are moved nevertheless, because all members have requested it; otherwise the caller has to
+        notify the other agents.
         """
 
     def begin(self) -> None:
-        """Do the work that is due. Not under the lock, because it computes."""
+        """Do the work that is due. Called without the lock, because it computes."""
 
     def reset(self) -> None:
-        """The survivors have agreed on a loss: forget all requests and transfers."""
+        """Forget all requests and transfers: the survivors have agreed on a loss."""
 
     def quiesce(self, until: int = 0) -> int:
-        """Agents are about to enter, and transfers without them must be finished: begin no round from this number on,
-        and all earlier ones even without requests, because all others have begun them. Returns how many rounds are to
-        have begun.
+        """Finish the transfers of the current members before agents are admitted.
+
+        Begin no round with number ``until`` or above. Begin all earlier ones even without requests, because all other
+        agents have begun them. Returns the number of rounds that are to have begun.
         """
 
     @property
     def is_quiescent(self) -> bool:
-        """Those rounds have begun, and no transfer is in progress."""
+        """Whether those rounds have begun and no transfer is in progress."""
 
     def resume(self) -> None:
-        """No agent is about to enter any more."""
+        """Begin rounds again: no agent is about to be admitted any more."""
 
     def leave(self) -> None:
-        """This agent shuts down: the others must not wait for it."""
+        """Announce that this agent shuts down, so that the other agents do not wait for it."""
 
     @property
     def left(self) -> bool:
-        """The others know, and no transfer is in progress."""
+        """Whether the other agents know of the shutdown and no transfer is in progress."""
 
     def stop(self) -> None:
-        """End all transfers at once. Not under the lock."""
+        """End all transfers at once. Called without the lock."""

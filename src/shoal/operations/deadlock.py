@@ -1,28 +1,30 @@
-"""Finds agents that wait for each other in a circle, so that they need not wait for their deadlines.
+"""Detects agents that wait for each other in a cycle, so that they fail before their deadlines.
 
 The problem: rank 0 waits in one call for rank 1, which waits in another call for rank 0. Neither can make the call that
 the other waits for.
 
-How it works: edge chasing (Chandy, Misra and Haas 1983, "Distributed deadlock detection", the AND model). An agent
-whose only calling thread has waited for a second sends a probe to all ranks that it waits for. An agent that has not
-made the call in question passes the probe on to all ranks that it waits for, if its only calling thread waits as well.
-A probe that comes back to its first agent proves a circle. Each agent on the way of the probe waits until the next one
-makes a call, and the first one still waits. So none of them has moved since the probe passed it.
+The method is edge chasing (Chandy, Misra and Haas 1983, "Distributed deadlock detection", the AND model):
 
-The proof needs that nothing else can make the missing call. An agent drops the probe where it cannot know that:
+- An agent whose only calling thread has waited for a second sends a probe to all ranks that it waits for.
+- An agent that has not made the call in question passes the probe on to all ranks that it waits for, if its only
+  calling thread waits as well.
+- A probe that returns to its origin proves a cycle. Each agent on the probe's path waits until the next one makes a
+  call, and the origin still waits. So none of them has advanced since the probe passed it.
 
-- its process has another thread that could call Shoal: one of the script, or one that has called it before;
-- a callback or a listener could;
-- the call that waits has a shorter timeout than the agent's, so its caller is ready to go on without it;
-- a loss is being agreed on.
+The proof requires that nothing else can make the missing call. An agent drops the probe if it cannot rule that out:
 
-Then the deadlines remain. A process that computes drops the probe, too. So does one that waits in a call on a window,
-for a mutex for instance: such a call is matched with no call of another agent, so its wait has no edge in the graph. It
-has a deadline of its own.
+- its process has another thread that could call Shoal: a thread of the script, or one that has called Shoal before;
+- a callback or a listener could make the call;
+- the waiting call has a shorter timeout than the agent's, so its caller is prepared to continue without it;
+- the survivors are agreeing on a loss.
 
-The first agent fails its call and sends the verdict to the agent that waits for it, which passes the verdict on before
-it fails its own call. What an agent sends after that comes later, on the same link. So every call of the circle fails,
-with one error.
+In these cases only the deadlines remain. An agent that computes drops the probe as well. So does an agent that waits in
+a call on a window, such as a mutex: this call matches no call of another agent, so its wait has no edge in the graph.
+Such a call has a deadline of its own.
+
+The origin fails its call and sends the verdict to the agent that waits for it. Each agent passes the verdict on before
+it fails its own call. Its later messages use the same link, so they arrive after the verdict. So every call of the
+cycle fails, with the same error.
 """
 
 from __future__ import annotations
@@ -49,22 +51,22 @@ from .progress import Progress
 from .sender import Sender
 
 DEADLOCK = "~deadlock"
-"""The operation of a probe, which has the name, round and stage of what is waited for; and of a verdict."""
+"""The operation of probes and verdicts. A probe has the name, round and stage of the awaited message."""
 LOOK_AFTER = 1.0
-"""Seconds for which an operation has waited when its agent sends the first probe."""
+"""Seconds that an operation waits before its agent sends the first probe."""
 LONGEST_CIRCLE = 64
-"""Agents of a circle that is found."""
+"""The largest number of agents in a cycle that is detected."""
 _REMEMBERED = 1024
-"""Probes that an agent remembers, to pass each on once."""
+"""The number of probes that an agent remembers, to pass each on once."""
 _OWN_THREADS = re.compile(r"shoal-(\d+(-\w+)?|(watch|timeline)-\d+|rendezvous)")
-"""The names of threads of Shoal's that begin no operation another agent waits for."""
+"""The names of Shoal's own threads; these begin no operation that another agent waits for."""
 _FEEDERS = ("multiprocessing.queues", "multiprocessing.resource_sharer")
-"""Modules of the standard library whose threads call nothing of the script's. Those of a pool or a timer do."""
+"""Modules of the standard library whose threads call no code of the script, unlike the threads of a pool or a timer."""
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 class _WaitEdge(NamedTuple):
-    """An agent on the path of a probe, which waits in a call for the next one."""
+    """An agent on the path of a probe, and the call in which it waits for the next agent."""
 
     rank: int
     op: str
@@ -73,7 +75,7 @@ class _WaitEdge(NamedTuple):
 
 
 class Deadlocks:
-    """One agent's part in the search. Used under the engine's lock, by the driving thread.
+    """The deadlock detector of one agent. Used under the engine's lock, by the driving thread.
 
     Attributes:
         bystanders: Threads that are known not to call Shoal.
@@ -94,19 +96,19 @@ class Deadlocks:
         self._lifecycle, self._progress, self._events = lifecycle, progress, events
         self._timeout = timeout
         self._probes = 0
-        self._passed_on: OrderedDict[tuple[int, int], None] = OrderedDict()  # by first agent, and its number
+        self._passed_on: OrderedDict[tuple[int, int], None] = OrderedDict()  # by the probe's origin and number
 
     def look(self, operation: Operation) -> None:
-        """An operation has waited for a while: send a probe if the only calling thread waits for it."""
+        """Send a probe for an operation that has waited for a while, if the only calling thread waits for it."""
         if self._stuck_in() is operation:
             self._probes += 1
             self._send(operation, [], self._probes)
 
-    # When this agent can make no call
+    # Whether this agent is blocked
 
     def _stuck_in(self) -> Operation | None:
-        """The operation in which the only thread that could make a call of this agent waits; None if others could, or
-        if it may continue by itself.
+        """The operation in which the only thread that could make a call of this agent waits; None if other threads
+        could make a call, or if the operation may continue by itself.
         """
         handle = self._progress.awaited
         gate = self._lifecycle.gate
@@ -115,9 +117,10 @@ class Deadlocks:
         operation = handle.operation
         if operation.one_sided or operation.is_runnable or not operation.is_started or self._events.has_listeners:
             return None
-        if operation.timeout < self._timeout:  # whoever gives a call less time is ready to go on without it
+        if operation.timeout < self._timeout:  # the caller is prepared to continue without it
             return None
-        # Those of operations in flight, and those whose operation has ended while they have not returned yet.
+        # Two kinds of callbacks may still make a call: those that have not returned yet, and those of operations in
+        # flight.
         if self._lifecycle.callbacks.pending:
             return None
         if any(one.handle is not None and one.handle.has_callbacks for one in self._matcher.in_flight()):
@@ -140,7 +143,7 @@ class Deadlocks:
 
     def _send(self, operation: Operation, way: Sequence[_WaitEdge], number: int) -> None:
         """Probe all ranks that an operation waits for."""
-        stage = (operation.fused or operation).stage  # None where only confirmations are waited for
+        stage = (operation.fused or operation).stage  # None if it waits only for confirmations
         at = 0 if stage is None else stage.number
         here = _WaitEdge(self._rank, operation.op, operation.name, operation.round)
         text = json.dumps([*way, here])
@@ -150,7 +153,7 @@ class Deadlocks:
                 self._sender.say(rank, Message(Kind.ASK, DEADLOCK, *place, text=text))
 
     def serve(self, source: int, message: Message) -> None:
-        """Another agent waits for this one in a call, and perhaps others for it."""
+        """Handle a probe: another agent waits for this one in a call, and others may wait for that agent."""
         way = _read(message.text, source)
         first = way[0]
         operation = self._what_keeps(message)
@@ -162,7 +165,7 @@ class Deadlocks:
                 self._pronounce(way)
             return
         key = first.rank, message.token
-        on_its_way = any(one.rank == self._rank for one in way)  # a circle without the first: its agents find it
+        on_its_way = any(one.rank == self._rank for one in way)  # a cycle without the origin: its own agents detect it
         if on_its_way or key in self._passed_on or len(way) >= LONGEST_CIRCLE:
             return
         self._passed_on[key] = None
@@ -171,7 +174,9 @@ class Deadlocks:
         self._send(operation, way, message.token)
 
     def _what_keeps(self, message: Message) -> Operation | None:
-        """The operation that must end here before the awaited message can be sent; None if it is being sent."""
+        """The operation that must end here before the awaited message can be sent; None if nothing blocks that
+        message.
+        """
         if message.round >= self._matcher.begun(message.name):
             return self._stuck_in()
         operation = self._matcher.active(message.name, message.round)
@@ -182,33 +187,36 @@ class Deadlocks:
     # The verdict
 
     def _pronounce(self, circle: list[_WaitEdge]) -> None:
-        """A probe of this agent came back, so all agents on its path wait for each other."""
+        """Act on a probe of this agent that has returned: all agents on its path wait for each other."""
         self._condemn(circle, 0)
 
     def judge(self, source: int, message: Message) -> None:
-        """An agent that this one waits for has found a circle."""
+        """Handle a verdict: an agent that this one waits for has detected a cycle."""
         circle = _read(message.text)
         at = next((at for at, one in enumerate(circle) if one.rank == self._rank), 0)
         if at and circle[(at + 1) % len(circle)].rank == source:
             self._condemn(circle, at)
 
     def _condemn(self, circle: list[_WaitEdge], at: int) -> None:
-        """Fail this agent's call in a circle. The agent that waits for it is notified first, before any later message
-        of this agent's script, which may be the awaited one.
+        """Fail this agent's call in a cycle.
+
+        The agent that waits for it is notified first, before any later message of this agent's script: that message may
+        be the awaited one.
         """
         mine, before = circle[at], circle[at - 1].rank
         operation = self._matcher.active(mine.name, mine.round)
         if operation is None or operation.error is not None:
             return
-        if at != 1:  # the first knows
+        if at != 1:  # the origin knows
             self._sender.say(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
         ranks = tuple(sorted(one.rank for one in circle))
         self._lifecycle.fail(operation, Mismatch(f"{operation} on rank {self._rank}: {_explained(circle)}", ranks))
 
 
 def _is_of_a_library(thread: threading.Thread, frame: FrameType | None) -> bool:
-    """Whether an installed package started the thread, and it runs no code of the script now: the monitor of a progress
-    bar, or the feeder of a data loader.
+    """Whether an installed package started the thread, and the thread runs no code of the script now.
+
+    Examples are the monitor of a progress bar and the feeder of a data loader.
     """
     kind = type(thread)
     begins = getattr(thread, "_target", None) if kind.run is threading.Thread.run else kind.run
@@ -239,7 +247,7 @@ def _read(text: str, source: int | None = None) -> list[_WaitEdge]:
 
 
 def _explained(circle: list[_WaitEdge]) -> str:
-    """The circle in words, equal on all agents."""
+    """A description of the cycle, equal on all agents."""
     first = min(range(len(circle)), key=lambda at: circle[at].rank)
     waits = circle[first:] + circle[:first]
     said = [

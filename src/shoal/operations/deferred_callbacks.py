@@ -17,7 +17,7 @@ class Callbacks:
     """The callbacks of one agent. They are added under the engine's lock, and run without it.
 
     Attributes:
-        due: Function, argument and owner of each. Read after every call, so it is no property.
+        due: The function, argument and owner of each callback. A plain attribute, because it is read after every call.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Callbacks:
 
     @property
     def pending(self) -> bool:
-        """A callback is due or has not returned: it may still submit an operation."""
+        """Whether a callback is due or has not returned: it may still submit an operation."""
         return bool(self.due or self._running)
 
     def add(self, callback: Callable[[T], None], argument: T, what: object) -> None:
@@ -36,7 +36,7 @@ class Callbacks:
     def run(self) -> None:
         """Run the callbacks that are due. Exceptions are logged."""
         while self.due:
-            self._running.append(None)  # before it is taken out, or there is a moment in which it does not count
+            self._running.append(None)  # before popleft(), or `pending` would miss the callback for a moment
             try:
                 self._run_first()
             finally:
@@ -45,7 +45,7 @@ class Callbacks:
     def _run_first(self) -> None:
         try:
             callback, argument, what = self.due.popleft()
-        except IndexError:  # another thread of this agent was quicker
+        except IndexError:  # another thread of this agent has taken it
             return
         try:
             with undeferred:

@@ -1,4 +1,6 @@
-"""Agents that shut down while others still need them, which counts as a loss that all agents must learn."""
+"""Agents that shut down while other agents still need them: such a shutdown counts as a loss, and all agents must learn
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .submission_gate import SubmissionGate
 
 
 class DepartedPeerPolicy:
-    """Used under the engine's lock.
+    """Reports needed agents that have shut down. Used under the engine's lock.
 
     Attributes:
         survived: The loss of an agent does not end collective operations.
@@ -24,20 +26,22 @@ class DepartedPeerPolicy:
         self._on_missed: Callable[[int], None]
 
     def survive(self, on_missed: Callable[[int], None]) -> None:
-        """Losses are survived; ``on_missed`` is called when an agent is needed that has shut down."""
+        """Let losses be survived. ``on_missed`` is called with each needed agent that has shut down."""
         self.survived, self._on_missed = True, on_missed
 
     def lose_by(self, lose: Callable[[int], None]) -> None:
-        """``lose`` ends collective operations here and on all others, if a departed agent is needed."""
+        """Set ``lose``, which ends collective operations on all agents if a departed agent is needed."""
         self._lose = lose
 
     def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
-        """A one-sided operation needs lost agents, and ends; no other agent takes part in it."""
+        """The error of a one-sided operation that needs lost agents. The operation ends; no other agent takes part in
+        it.
+        """
         what = "; ".join(self._membership.describe(one) for one in ranks)
         return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
 
     def announce(self, ranks: Sequence[int]) -> None:
-        """Departed agents are needed by an operation that is not one-sided: notify all others."""
+        """Notify all other agents that an operation, which is not one-sided, needs departed agents."""
         if not self.survived:
             self._lose(ranks[0])
             return

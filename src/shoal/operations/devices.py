@@ -1,9 +1,8 @@
-"""An agent's work on a device: copies to memory that other agents can read, and sums, each in a stream of its own.
+"""An agent's work on a device: copies to memory that other agents can read, and sums, each in a separate stream.
 
-The host stays in charge between agents: a message is sent when its tensor is written, and memory is freed when it has
-been read, as on the CPU. So a killed agent leaves no stream waiting for its signal, and no sum reads a half-written
-tensor. The host does not block: a thread for each stream waits for its events (:class:`DeviceLane`), while callers
-continue.
+The host synchronizes the agents: it sends a message when the tensor is written, and frees memory when it has been read,
+as on the CPU. So a killed agent leaves no stream that waits for its signal, and no sum reads a half-written tensor. The
+host does not block: one thread for each stream waits for its events (:class:`DeviceLane`), while callers continue.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from .operation import Arrived, Operation
 log = logging.getLogger("shoal")
 
 FEWEST_BYTES = 1 << 14
-"""Tensors up to this size travel inside messages, by way of the CPU."""
+"""Bytes of a tensor up to which it is sent inside the message, through the CPU."""
 STOP_SECONDS = 5.0
-"""How long the end waits for a device that does not come to an end."""
+"""Seconds that :meth:`DeviceLane.close` waits for a device that does not finish its work."""
 Told = Callable[[BaseException | None], None]
 
 
 class DeviceFuture:
-    """Work in a lane. Operations wait for it: it is a :class:`~.future.Future`."""
+    """The work that is queued in a lane. Operations wait for it: it is a :class:`~.future.Future`."""
 
     def __init__(self, mark: Mark) -> None:
         self._mark = mark
@@ -44,13 +43,13 @@ class DeviceFuture:
 
     @property
     def done(self) -> bool:
-        """The work is done. Raises the device's error."""
+        """Whether the work is done. Raises the device's error."""
         if self._error is not None:
             raise self._error
         return self._ended
 
     def add_done_callback(self, then: Told) -> None:
-        """Call ``then`` with the error, if any, when it is done, or now if it is."""
+        """Call ``then`` with the error, if any, when the work is done, or now if it is done already."""
         with self._lock:
             if not self._ended:
                 self._told.append(then)
@@ -58,11 +57,11 @@ class DeviceFuture:
         then(self._error)
 
     def wait(self) -> None:
-        """Block until it is done; for the lane's thread."""
+        """Block until the work is done. Only the lane's thread calls it."""
         error = None
         try:
             self._mark.wait()
-        except Exception as caught:  # an error of the device: of anything that was queued there
+        except Exception as caught:  # an error of any work queued on the device
             error = caught
         with self._lock:
             self._error, self._ended = error, True
@@ -81,7 +80,7 @@ class DeviceLane:
         self._thread.start()
 
     def queued(self, stream: Stream | None = None) -> DeviceFuture:
-        """A future of all work queued so far, in its own stream by default."""
+        """A future of all work queued so far in ``stream``, by default in the lane's own stream."""
         one = DeviceFuture((stream or self.stream).mark())
         self._waiting.put(one)
         return one
@@ -96,7 +95,7 @@ class DeviceLane:
 
 
 class DeviceContext:
-    """A device, as an agent uses it."""
+    """The resources of one agent on one device: shared memory, and lanes for copies and sums."""
 
     def __init__(self, device: Device, rank: int, beside: Arena, staged: Callable[[], bool]) -> None:
         self.device = device
@@ -107,7 +106,7 @@ class DeviceContext:
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> PublishedOnDevice:
         """Queue a copy of a tensor to memory that others can read, in the caller's stream: work that the caller queues
-        afterwards may change the tensor. For agents of other machines a second copy is made in CPU memory.
+        afterwards may change the tensor. Agents of other machines need a second copy, in CPU memory.
         """
         caller = self.device.current()
         region = self.arena.allocate(tensor.nbytes)
@@ -118,7 +117,7 @@ class DeviceContext:
         if not self._staged():
             return PublishedOnDevice(data, region, lease, self, caller, self.copies.queued(caller))
         staging = self.device.staging(tensor.numel(), tensor.dtype)
-        self.copies.stream.after(caller)  # it takes long, and the caller need not wait for it
+        self.copies.stream.after(caller)  # the copy takes long, and the caller need not wait for it
         with self.copies.stream.working():
             staging.copy_(data, non_blocking=True)
         return PublishedOnDevice(data, region, lease, self, caller, self.copies.queued(), staging)
@@ -130,11 +129,11 @@ class DeviceContext:
 
 
 class PublishedOnDevice(Published):
-    """A tensor in device memory, which is written some time after it was published.
+    """A tensor in device memory. It is written some time after :meth:`DeviceContext.publish` has returned.
 
     Attributes:
-        place: Its device.
-        caller: The stream of its source, which also receives the average.
+        place: The device of the tensor.
+        caller: The caller's stream, in which the tensor was produced and which also receives the average.
     """
 
     __slots__ = ("_copied", "_staging", "caller", "place")
@@ -160,7 +159,7 @@ class PublishedOnDevice(Published):
         return self._staging
 
     def written(self) -> Generator[Future, Arrived, None]:
-        """Wait until others can read it."""
+        """Wait until other agents can read the tensor."""
         yield from await_future(self._copied)
 
 
@@ -168,9 +167,8 @@ class Devices:
     """The devices of an agent's tensors.
 
     Args:
-        rank: The agent's rank.
-        arena: Its memory on the CPU.
-        staged: Whether there are agents on other machines.
+        rank: The agent's rank. arena: The agent's shared memory on the CPU.
+        staged: Returns whether the job has agents on other machines.
 
     Attributes:
         wanted: Tensors are exchanged on their device, instead of through the CPU.
@@ -183,7 +181,7 @@ class Devices:
         self._places: dict[torch.device, DeviceContext | None] = {}
 
     def place_of(self, tensor: torch.Tensor) -> DeviceContext | None:
-        """The device on which a tensor is exchanged; None if it goes through the CPU."""
+        """The device on which a tensor is exchanged; None if it is exchanged through the CPU."""
         if not self.wanted or tensor.device.type == "cpu" or tensor.nbytes <= FEWEST_BYTES:
             return None
         with deferred, self._lock:

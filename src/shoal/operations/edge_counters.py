@@ -1,6 +1,6 @@
-"""Counts messages and bytes by edge, only while they are observed.
+"""Counts messages and bytes by edge, only while a monitor observes them.
 
-An edge is counted at its source. The destination receives the same, so once is enough.
+An edge is counted at its source only, because the destination receives the same bytes.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 
 NEIGHBOURS = ("neighbor", "hierarchical", "pair")
-"""What the operations between neighbours begin with."""
+"""Prefixes of the names of operations between neighbours."""
 
 
 class EdgeCounters:
     """The counters of one agent. Used under the engine's lock.
 
     Attributes:
-        counts: The counters are observed.
+        counts: Whether messages are counted.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class EdgeCounters:
         self.counts = counts
 
     def sent(self, op: str, name: str, round_: int, destination: int, nbytes: int) -> None:
-        """An operation has sent a tensor of this size."""
+        """Count a tensor of ``nbytes`` bytes that an operation has sent."""
         self._sent[destination] += nbytes
         if op.startswith(NEIGHBOURS):
             if self._last != (name, round_):

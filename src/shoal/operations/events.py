@@ -1,7 +1,7 @@
-"""Events of the engine for listeners: an operation was submitted, sent, received, summed, waited for.
+"""Engine events for listeners, such as a submitted operation, a sent or received message, a sum, or a wait.
 
 No event is built while there is no listener. Listeners run in the thread of the event and must be quick. Their
-exceptions are logged once and otherwise ignored, since they must not end an exchange.
+exceptions must not end an exchange: the first one is logged, the others are ignored.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ log = logging.getLogger("shoal")
 
 COORDINATION = "coordination"
 LONG_NS = 50_000
-"""Nanoseconds from which on it is told what a call does before its first message."""
+"""Nanoseconds of a call's work before its first message from which the work is an event (``prepared``)."""
 
 
 class Event(NamedTuple):
-    """One event. Times are ``clock.perf_counter_ns()``; ``end`` equals ``start`` if it took no time.
+    """One event. Times are ``clock.perf_counter_ns()``; ``end`` equals ``start`` if the event has no duration.
 
-    Fused calls are each ``submitted``, ``finished`` or ``failed``, and waited for. Their messages and their sum are one
-    event, whose :attr:`calls` names them.
+    Each fused call has its own ``submitted``, ``finished``, ``failed`` and ``waited`` events. Their messages and their
+    sum are one event, whose :attr:`calls` names them.
     """
 
     kind: str
-    """What happened:
+    """The kind of event:
 
-    - ``submitted``, ``finished``, ``failed``: a call began, or ended (why it failed is the ``detail``);
-    - ``prepared``: what it did before its first message took long, as copying a large tensor does;
-    - ``sent``, ``received``: a message of so many ``nbytes``, to or from ``peer``, in a ``stage`` of the operation; the
-      ``detail`` of one that is sent says where it is :data:`COORDINATION`, and no tensor;
-    - ``arrived``: the last byte of one that came in pieces, as between machines;
-    - ``summed``: what came was computed on, from ``start`` to ``end``;
-    - ``waited``: a thread, whose name is the ``detail``, stood still for it;
-    - ``asked``, ``ordered``, ``moved``: a process group was to move its tensors (among the ranks that the ``detail``
-      names, if not all); all agreed on when; it has;
-    - ``fused``, ``parted``: several calls began to travel as one, and do so no more;
-    - ``stepped``: an optimizer of that ``name`` ended its step number ``round``, and at ``start`` the one before;
-    - ``measured``: the script measured what the ``name`` says, the ``round``-th time; what it is here, and on the mean,
-      the ``detail`` says in JSON;
+    - ``submitted``, ``finished``, ``failed``: a call began or ended (``detail``: the error of a failed one);
+    - ``prepared``: the call's work before its first message took long, such as the copy of a large tensor;
+    - ``sent``, ``received``: a message of ``nbytes`` bytes, to or from ``peer``, in a ``stage`` of the operation;
+      the ``detail`` of a sent one is :data:`COORDINATION` if the message carries no tensor of the caller;
+    - ``arrived``: the last byte of a message that arrived in pieces, as between machines;
+    - ``summed``: the operation computed on the received tensors, from ``start`` to ``end``;
+    - ``waited``: a thread, whose name is the ``detail``, was blocked in the call;
+    - ``asked``, ``ordered``, ``moved``: a process group was requested to move the tensors (``detail``: the
+      participating ranks, if not all); all agents agreed on the order; the tensors were moved;
+    - ``fused``, ``parted``: several calls were fused; the fused operation ended;
+    - ``stepped``: the optimizer ``name`` ended its step number ``round``; the step before ended at ``start``;
+    - ``measured``: the script measured the metric ``name`` for the ``round``-th time; the ``detail`` has this agent's
+      value and the mean, in JSON;
     - ``lost``: an agent ``died`` or ``left`` (``operation``).
     """
     operation: str
@@ -59,7 +59,9 @@ class Event(NamedTuple):
 
     @property
     def calls(self) -> list[FusedRounds]:
-        """Its calls: names, the first round of each, and how many rounds. One call, unless calls are fused."""
+        """The calls of the event: for each, its name, its first round, and the number of rounds. One entry unless calls
+        are fused.
+        """
         return (
             list(decode_fused_name(self.name))
             if self.name.startswith(PREFIX)
@@ -69,7 +71,7 @@ class Event(NamedTuple):
 
 Listener = Callable[[Event], None]
 Fields = tuple[str, str, str, int, int, int, int, int, str, int]
-"""Those of an event, in their order."""
+"""The fields of an event, in their order."""
 
 
 class Recording(NamedTuple):
@@ -78,7 +80,7 @@ class Recording(NamedTuple):
     queue: deque[Fields]
     limit: int
     full: Callable[[], None]
-    """Called by whoever adds the event with which the queue has reached its limit."""
+    """Called by the thread that adds an event while the queue is at its limit or beyond."""
 
 
 class Events:
@@ -86,18 +88,18 @@ class Events:
 
     def __init__(self) -> None:
         self.active = False
-        """Whether anybody listens; ask before ``emit``."""
+        """Whether there is a listener or a recording; check it before ``emit``."""
         self._listeners: tuple[Listener, ...] = ()
         self._recordings: tuple[Recording, ...] = ()
         self._complained = False
 
     @property
     def has_listeners(self) -> bool:
-        """There are listeners, which may begin operations."""
+        """Whether there are listeners: a listener may begin operations."""
         return bool(self._listeners)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with every event from now on. Returns a function that ends it."""
+        """Call ``listener`` with every later event. Returns a function that ends the subscription."""
         self._listeners = (*self._listeners, listener)
         self.active = True
 
@@ -108,7 +110,9 @@ class Events:
         return unsubscribe
 
     def record(self, recording: Recording) -> Callable[[], None]:
-        """Queue every event from now on, at less than half the cost of a listener. Returns a function that ends it."""
+        """Queue every later event, at less than half the cost of a listener. Returns a function that ends the
+        recording.
+        """
         self._recordings = (*self._recordings, recording)
         self.active = True
 
@@ -131,8 +135,9 @@ class Events:
         stage: int = 0,
         end: int = 0,
     ) -> None:
-        """Notify the listeners. ``start`` is given for an event with a duration; it ends now if ``end`` is not given.
-        Call it only if there are listeners.
+        """Notify the listeners. Call it only if :attr:`active`.
+
+        ``start`` is given for an event with a duration. The event ends now if ``end`` is not given.
         """
         now = end or clock.perf_counter_ns()
         fields = kind, operation, name, round_, start or now, now, peer, nbytes, detail, stage

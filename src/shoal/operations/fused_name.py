@@ -1,4 +1,4 @@
-"""The members of a fused operation, encoded as its name: successive rounds of one name are one run."""
+"""The members of a fused operation, encoded as its name. Successive rounds of one name form one run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def encode_fused_name(runs: list[FusedRounds]) -> str:
     return PREFIX + json.dumps(runs, separators=(",", ":"))
 
 
-@lru_cache(32)  # a message that is kept or taken apart is looked at several times
+@lru_cache(32)  # the name of a kept or unpacked message is decoded several times
 def decode_fused_name(name: str) -> tuple[FusedRounds, ...]:
-    """The members of a fused operation by its name; empty if the name is malformed."""
+    """The members of a fused operation, decoded from its name; empty if the name is malformed."""
     try:
         said = json.loads(name[len(PREFIX) :])
         runs = tuple(FusedRounds(one, first, length, tuple(shape)) for one, first, length, shape in said)
     except (ValueError, TypeError, RecursionError):
         return ()
-    # First what they are made of: to multiply what is no number, or to go through it, may take all memory or time.
+    # Check the types first: a malformed size from a peer could make the product or a loop take all memory or time.
     return runs if all(map(_is_sound, runs)) and sum(run.length for run in runs) <= MOST_OPERATIONS else ()
 
 
@@ -61,5 +61,5 @@ def _is_sound(run: FusedRounds) -> bool:
 
 
 def keys(runs: Sequence[FusedRounds]) -> Iterator[tuple[str, int]]:
-    """The name and the round of each operation."""
+    """The name and the round of each member."""
     return ((run.name, round_) for run in runs for round_ in range(run.first, run.first + run.length))

@@ -1,4 +1,4 @@
-"""Several operations as one, and the tensors that neighbours have sent for them in other pieces."""
+"""A fused operation, and the tensors that neighbours have sent for it in other groupings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .matching import Channel
 from .operation import FusionSpec, Mover, Operation, Yields
 
 MOST_BYTES = 1 << 20
-"""Of a fused operation: beyond, bytes cost more than bookkeeping."""
+"""Bytes of a fused operation at most: for more bytes, their transfer costs more than the bookkeeping."""
 _LOOKED_THROUGH = 4 * MOST_OPERATIONS
 
 
@@ -32,7 +32,7 @@ class FusedMover(Protocol):
 
 @dataclass(slots=True)
 class Partial:
-    """Tensors that one source has sent for a stage of a fused operation, fused differently or not at all."""
+    """Tensors that one source has sent for a stage of a fused operation, grouped differently or not fused."""
 
     data: torch.Tensor
     like: Message
@@ -40,12 +40,12 @@ class Partial:
 
     @property
     def common(self) -> bool:
-        """The property that all members share."""
+        """Whether one payload stands for all members, as in a message of coordination."""
         return bool(self.like.flags & COMMON)
 
 
 class UnpackedMessage(NamedTuple):
-    """The fused message of a neighbour."""
+    """A fused message of a neighbour, and its source."""
 
     source: int
     message: Message
@@ -56,8 +56,8 @@ class FusedOperation(Operation):
 
     Attributes:
         had: Messages of earlier stages, kept because its members begin again after a split.
-        sent: The stages that have been sent, which the members need not repeat.
-        places: Where each tensor begins and ends.
+        sent: The stages that have been sent; the members do not send them again.
+        places: The start and the end of each member's tensor, in elements of the joined tensor.
     """
 
     __slots__ = ("channel", "had", "members", "mover", "partial", "places")
@@ -76,7 +76,7 @@ class FusedOperation(Operation):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its joined tensors."""
+        """Bytes of the joined tensors."""
         return self.places[self.members[-1]][1] * fusible(self.members[0]).flat.element_size()
 
     def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
@@ -105,20 +105,23 @@ def fusible(operation: Operation) -> FusionSpec:
 
 
 def _go_together(first: Operation, other: Operation) -> bool:
-    """Whether two operations may be fused, also after losses or entries between their submissions."""
+    """Whether two operations may be fused, also if agents were lost or admitted between their submissions."""
     planned_alike = not (first.excluded_ranks or other.excluded_ranks)
     return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
 
 
 def take_fusible(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
-    """Take out the first operation and those that may go with it, and say the name of what becomes of them; none where
-    all have failed meanwhile. In the order of their names: agents that submit the same in another order fuse alike."""
+    """Take the first operation out of the queue, with those that may be fused with it.
+
+    Returns the name of the fused operation and its members, which are empty if all operations have failed. The members
+    are sorted by name and round: agents that submit the same operations in another order form the same fused operation.
+    """
     members: list[Operation] = []
     passed: list[Operation] = []
     nbytes = length = 0
     while unbegun and len(members) < MOST_OPERATIONS and len(passed) < _LOOKED_THROUGH:
         operation = unbegun[0]
-        if operation.handle is None:  # it has failed meanwhile
+        if operation.handle is None:  # it has failed since
             unbegun.popleft()
             continue
         if members and not _go_together(members[0], operation):
@@ -137,7 +140,7 @@ def take_fusible(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
 
 
 def _follows(operation: Operation, before: Operation) -> bool:
-    """They are in one run."""
+    """Whether two operations are in one run."""
     next_round = operation.name == before.name and operation.round == before.round + 1
     return next_round and fusible(operation).shape == fusible(before).shape
 
@@ -155,7 +158,7 @@ def _runs_in(members: list[Operation]) -> list[FusedRounds]:
 def message_part(
     like: Message, name: str, round_: int, shape: tuple[int, ...], data: torch.Tensor, part_of: Parts | None = None
 ) -> Message:
-    """A message that says of one tensor what another said of several, or of several what others said of each."""
+    """Create the message of one member from a fused message, or the fused message from those of its members."""
     found = Message(
         Kind.DATA,
         like.op,

@@ -1,14 +1,17 @@
-"""Fuses small operations that are submitted together: one message to each neighbour, one sum.
+"""Fuses small operations that are submitted together, so that each neighbour receives one message and one sum is
+computed.
 
-A call of four kilobytes costs its bookkeeping, not its bytes. Operations that wait to begin when a thread drives, and
-that differ only in their tensors, therefore become a :class:`FusedOperation`: the tensors are joined, sent and summed
-as one, and split again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
+The cost of a call of four kilobytes is its bookkeeping, not its bytes. Operations that wait to begin when a thread
+drives, and that differ only in their tensors, therefore become a :class:`FusedOperation`. Their tensors are joined,
+sent and summed as one, and split again. The sum of an element does not depend on its neighbours in memory, so the
+results are bitwise the same.
 
 Agents do not have to agree on what is fused. The name of a fused operation lists its members. A message of a neighbour
 that has fused the same members is summed in place. Tensors of neighbours that have fused differently, or not at all,
-are copied to their place until all are there. If something does not match, or does not arrive for a while, the fused
-operation is split. Each member then begins by itself: it receives what has arrived for its stages, does not repeat
-sends, and follows the ordinary matching, probes, refusals and deadlines. So fusion needs no error handling of its own.
+are copied to their places until all have arrived. If something does not match, or does not arrive for a while, the
+fused operation is split. Each member then begins by itself: it receives what has arrived for its stages, does not
+repeat sends, and follows the ordinary matching, probes, refusals and deadlines. So fusion needs no error handling of
+its own.
 """
 
 from __future__ import annotations
@@ -35,13 +38,14 @@ from .sender import Sender
 
 MOST_UNREAD = 16
 MOST_UNREAD_BYTES = 4 * MOST_BYTES
-"""Of fused operations whose receivers have not taken them up; more are not fused."""
+"""Bytes of fused operations that receivers have not acknowledged. Above this limit, and above :data:`MOST_UNREAD`
+operations, no more are fused."""
 SPLIT_AFTER = 0.1
-"""Seconds after which a fused operation that waits is split, so that each of its members asks for itself."""
+"""Seconds after which a waiting fused operation is split, so that each of its members sends probes of its own."""
 
 
 class _Split(Exception):
-    """The reason why a fused operation ended whose members continue."""
+    """The reason for the end of a fused operation whose members continue."""
 
 
 class Fusion:
@@ -63,8 +67,8 @@ class Fusion:
         deliver: Callable[[int, Message], None],
     ) -> None:
         self._active: dict[str, FusedOperation] = {}
-        self._early: dict[tuple[str, int], list[UnpackedMessage]] = {}  # by the operations that are in them
-        self._coming: list[UnpackedMessage] = []  # to be unpacked once all of it is here
+        self._early: dict[tuple[str, int], list[UnpackedMessage]] = {}  # by name and round of each member
+        self._coming: list[UnpackedMessage] = []  # to be unpacked when they have arrived completely
         self._unread: dict[Channel, int] = {}  # bytes
         self._rank = rank
         self._lock = progress.lock
@@ -76,7 +80,7 @@ class Fusion:
         self._events = events
         self._deliver = deliver
 
-    # Going out
+    # Outgoing
 
     def begin(self) -> None:
         """Begin submitted operations, fused if possible. Takes the lock itself, because it computes."""
@@ -100,7 +104,7 @@ class Fusion:
         """Create one operation of several, unless it would have to be split at once."""
         self._unread = {one: nbytes for one, nbytes in self._unread.items() if one.unacknowledged}
         if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
-            return None  # receivers are behind: by itself each of them waits for its turn to send
+            return None  # receivers are behind: unfused, each operation defers its sends
         fused = FusedOperation(name, members, self)
         self._active[name] = fused
         if self._events.active:
@@ -113,8 +117,8 @@ class Fusion:
         return fused
 
     def proceed(self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        """Do what a fused operation asked for when it yielded."""
-        if fused.error is not None:  # it was split, or failed, meanwhile
+        """Handle the value that a fused operation has yielded, or its end."""
+        if fused.error is not None:  # it was split, or failed, while its generator ran
             drop_generator(fused)
             fused.release()
         elif item is MORE:
@@ -127,9 +131,9 @@ class Fusion:
                 self._conclude(operation, one, error)
 
     def _conclude(self, operation: Operation, result: Any, error: BaseException | None) -> None:
-        """End a member, or let it wait for the destinations of the fused operation."""
+        """End a member, or let it wait until the destinations of the fused operation have confirmed."""
         own = result if isinstance(result, Exception) else error
-        if operation.handle is None:  # it has failed meanwhile
+        if operation.handle is None:  # it has failed since
             return
         if own is None and operation.unconfirmed:
             self._lifecycle.await_confirmation(operation, result)
@@ -138,6 +142,7 @@ class Fusion:
 
     def _enter(self, fused: FusedOperation, exchange: Exchange) -> None:
         if fused.stage is not None:
+            # A split restarts the members at their first stage, so they need the messages of all earlier stages again.
             fused.had += [UnpackedMessage(source, message) for source, message in fused.stage.arrived.items()]
         number = fused.next_stage if exchange.stage is None else exchange.stage
         fused.next_stage = number + 1
@@ -151,7 +156,7 @@ class Fusion:
             fused.sent |= {number}
         if fused.channel.unacknowledged:
             self._unread[fused.channel] = fused.nbytes
-        if not stage.posted:  # somebody is gone: each member says so by its own name and round
+        if not stage.posted:  # an agent is lost: each member reports it by its own name and round
             self._split(fused)
         elif stage.complete:
             self._lifecycle.make_ready(fused)
@@ -159,7 +164,7 @@ class Fusion:
             self._progress.check_by(clock.monotonic() + SPLIT_AFTER)
 
     def _take_early(self, fused: FusedOperation, stage: int) -> None:
-        """Take messages that neighbours have sent for a stage of the members before it began."""
+        """Take messages that neighbours sent for a stage of the members before it began here."""
         for operation in fused.members:
             for received in self._came_early(operation, stage):
                 if received.message.name == fused.name:
@@ -191,8 +196,10 @@ class Fusion:
             operation.fused = None
 
     def _split(self, fused: FusedOperation) -> None:
-        """Let every member begin by itself. It receives the messages that have arrived, and does not repeat sends."""
+        """Let every member begin by itself. It receives the messages that have arrived, and does not send again."""
         stage = fused.stage
+        # Take the messages out before _end(), which acknowledges those it finds: their senders could then reuse the
+        # memory.
         had, fused.had = fused.had, []
         if stage is not None:
             had += [UnpackedMessage(source, message) for source, message in stage.arrived.items()]
@@ -200,8 +207,7 @@ class Fusion:
         partial, fused.partial = fused.partial, {}
         self._end(fused, _Split("each goes on by itself"))
         drop_generator(fused)
-        # What has come is put where the members will look for it: its sender may have left, which is nothing to
-        # somebody who has its tensor.
+        # Deliver the messages before the members begin: a member then does not need a sender that has shut down since.
         for received in had:
             self._unpack(received)
         for source, part in partial.items():
@@ -211,11 +217,12 @@ class Fusion:
                 self._deliver(source, message_part(part.like, one.name, one.round, shape, data))
         for operation in fused.members:
             if operation.handle is not None:
+                # A receiver that has matched the fused message would refuse the same tensor sent again.
                 operation.sent = fused.sent
                 self._lifecycle.begin(operation)
 
     def split_all(self) -> None:
-        """Split all fused operations, also those that have not begun."""
+        """Split all fused operations, and begin without fusion the operations that have not begun."""
         for fused in list(self._active.values()):
             if fused.stage is not None:
                 self._split(fused)
@@ -223,7 +230,7 @@ class Fusion:
             self._lifecycle.begin(self._lifecycle.unbegun.popleft())
 
     def split_those_without(self, rank: int) -> None:
-        """An agent has left: each operation that waits for it has to report that by itself."""
+        """Split the operations that wait for a lost or departed agent: each member has to report it by itself."""
         for fused in list(self._active.values()):
             if fused.stage is not None and rank in fused.stage.missing:
                 self._split(fused)
@@ -236,20 +243,22 @@ class Fusion:
             self._lifecycle.fail(operation, error)
 
     def give_up(self, error: BaseException) -> None:
-        """The members have failed; drop their shared state."""
+        """Drop the shared state of all fused operations; their members have failed."""
         for fused in list(self._active.values()):
             self._end(fused, error)
             drop_generator(fused)
 
     def give_up_early(self) -> None:
-        """Fused messages for operations that will not begin here: their senders may reuse the memory."""
+        """Acknowledge fused messages for operations that will not begin here, so that their senders may reuse the
+        memory.
+        """
         for received in self._all_early():
             self._matcher.release(*received)
             self._sender.acknowledge(*received)
         self._early.clear()
 
     def forget(self, rank: int) -> None:
-        """An agent is lost: drop its messages."""
+        """Drop the messages of a lost agent."""
         for received in self._all_early():
             if received.source == rank:
                 self._forget(received)
@@ -259,7 +268,7 @@ class Fusion:
         return list({id(one): one for several in self._early.values() for one in several}.values())
 
     def check(self, now: float) -> float:
-        """Split operations that have waited long enough. Returns when to check again."""
+        """Split operations that have waited for :data:`SPLIT_AFTER`. Returns when to check again."""
         following = float("inf")
         for fused in list(self._active.values()):
             if fused.stage is None or not fused.stage.missing:
@@ -271,7 +280,7 @@ class Fusion:
                 following = min(following, due)
         return following
 
-    # Coming in
+    # Incoming
 
     def came(self, source: int, message: Message) -> None:
         """Take a fused message of a neighbour."""
@@ -286,6 +295,7 @@ class Fusion:
         if not runs:
             self._sender.refuse(source, message, f"rank {self._rank} refused it: fused operations that do not add up")
             return
+        # A member that has begun takes early messages only when it enters a stage, which may not happen again.
         if fused is None and any(self._matcher.has_begun(*key) for key in keys(runs)):
             self._unpack(received)
             return
@@ -299,7 +309,8 @@ class Fusion:
         source, message = received
         stage = fused.stage
         assert stage is not None
-        # Where a part of it has come by itself, and is in its place, the whole must not be taken in besides.
+        # If a part of the message has arrived by itself and is in its place, taking the whole message would count it
+        # twice.
         other = message.stage != stage.number or source in fused.partial
         if other or disagreement(fused, stage, source, message, self._rank):
             self._split(fused)
@@ -308,13 +319,13 @@ class Fusion:
             self._lifecycle.accept(fused, stage, source, message)
 
     def put(self, operation: Operation, source: int, message: Message) -> None:
-        """A neighbour has sent by itself a tensor of a fused operation here."""
+        """Take a tensor that a neighbour has sent by itself for a member of a fused operation."""
         assert message.payload is not None
         fused: FusedOperation | None = operation.fused
         if _is_ahead(fused, message):
             self._matcher.keep(source, message)
             return
-        if not message.payload.complete and fused is not None:  # it cannot be put in its place yet
+        if not message.payload.complete and fused is not None:  # its place can only be filled at once
             self._split(fused)
         if message.payload.complete and self._place(operation, source, message, message.shape, message.payload.data):
             self._sender.acknowledge(source, message)
@@ -322,26 +333,29 @@ class Fusion:
             self._deliver(source, message)
 
     def begins(self, operation: Operation) -> None:
-        """An operation begins a stage by itself; fused messages that contain one for it have to be unpacked."""
+        """Unpack the fused messages for an operation that begins a stage by itself."""
         if self._early:
             for received in self._came_early(operation):
                 self._unpack(received)
 
     def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
-        """Yield the fused messages that contain one for an operation, or a stage of it. Handling may remove others."""
+        """Yield the early fused messages that contain an operation, up to a stage of it.
+
+        The caller has to remove each one; handling may remove others.
+        """
         key = operation.name, operation.round
         while several := [one for one in self._early.get(key, ()) if stage is None or one.message.stage <= stage]:
             yield several[0]
 
     def _more_came(self, received: UnpackedMessage) -> None:
-        """More of a message that is to be unpacked has arrived."""
+        """Unpack a fused message if the piece that has arrived was its last."""
         payload = received.message.payload
         if payload is not None and payload.complete:
             self._coming = [one for one in self._coming if one is not received]
             self._unpack(received)
 
     def is_coming(self, source: int, key: tuple[str, int]) -> bool:
-        """Whether a message for an operation is part of a fused message that has arrived only in part."""
+        """Whether a fused message with a part for an operation has arrived only in part."""
         return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
 
     def _unpack(self, received: UnpackedMessage) -> None:
@@ -355,10 +369,10 @@ class Fusion:
             self._coming.append(received)
             return
         runs = runs_of(message)
-        # Who wants to know whether what it sent was expected is told of each part.
+        # A sender that wants confirmation receives one for each part.
         parts = Parts(sum(run.length for run in runs)) if message.flags & CONFIRM else None
         at, common = 0, bool(message.flags & COMMON)
-        for_all = payload.data.clone() if common else None  # a copy for each might be more than there is memory
+        for_all = payload.data.clone() if common else None  # a copy for each member might exceed the memory
         for name, first, length, of_one in runs:
             shape = message.shape if common else of_one
             numel = math.prod(shape)
@@ -370,6 +384,8 @@ class Fusion:
                     if parts is not None:
                         self._sender.acknowledge(source, message_part(message, name, round_, shape, data, parts))
                 else:
+                    # The message may be kept after the acknowledgement, which lets the sender reuse the payload's
+                    # memory.
                     own = data.clone() if for_all is None else for_all
                     self._deliver(source, message_part(message, name, round_, shape, own, parts))
         if parts is None:
@@ -378,8 +394,9 @@ class Fusion:
     def _place(
         self, operation: Operation, source: int, message: Message, shape: tuple[int, ...], data: torch.Tensor
     ) -> bool:
-        """Copy a neighbour's tensor to its place in a fused operation. False if there is no such place; an operation in
-        which the tensor does not match is split.
+        """Copy a neighbour's tensor to its place in a fused operation.
+
+        False if there is no such place. If the tensor does not match, the fused operation is split.
         """
         fused: FusedOperation | None = operation.fused
         if fused is None or _is_ahead(fused, message):
@@ -388,6 +405,10 @@ class Fusion:
         assert stage is not None
         common = stage.exchange.coordinates
         wanted = (stage.exchange.dtype, shape) if common else (like.flat.dtype, like.shape)
+        # Each clause protects the joined tensor. A message of another stage, or of a source that has sent all, would be
+        # summed in the wrong stage. Op, digest, dtype, shape and layout must agree, as in disagreement(). "Nothing" has
+        # no data to copy. The joined message has one scale, and a second tensor of a member would count twice. A common
+        # payload stands for all members, so all must have sent the same one.
         fits = (
             message.stage == stage.number
             and source in stage.missing
@@ -410,7 +431,7 @@ class Fusion:
         return True
 
     def _count(self, fused: FusedOperation, stage: Stage, partial: Partial, operation: Operation, source: int) -> None:
-        """A tensor has been copied to its place; after the last one, the source is complete."""
+        """Record that a member's tensor is in its place. With the last one, the source's message is complete."""
         partial.here.add(operation)
         if len(partial.here) < len(fused.members):
             return
@@ -420,7 +441,7 @@ class Fusion:
             self._lifecycle.make_ready(fused)
 
     def _forget(self, received: UnpackedMessage) -> None:
-        """Remove a message from the list of early ones."""
+        """Remove a message from the early ones."""
         if not self._early:
             return
         kept = False

@@ -1,4 +1,4 @@
-"""What is done elsewhere, as on a device, and operations wait for."""
+"""The interface of work outside of an operation, such as on a device, for which operations wait."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Any, Protocol
 
 
 class Future(Protocol):
-    """What an operation waits for that yields it."""
+    """Work for which an operation waits when it yields it."""
 
     @property
     def done(self) -> bool:
-        """It is done. What went wrong is raised."""
+        """Whether the work is done. Raises its error."""
 
     def add_done_callback(self, then: Callable[[BaseException | None], None], /) -> None:
-        """Call ``then`` when it is done, or now if it is, with what went wrong. From any thread."""
+        """Call ``then`` with the error, if any, when the work is done, or now if it is done already. Call it from any
+        thread.
+        """
 
 
 def await_future(later: Future) -> Generator[Future, Any, None]:
-    """Wait until something is done."""
+    """Wait until the work of a future is done."""
     while not later.done:
         yield later

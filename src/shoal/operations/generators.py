@@ -1,4 +1,4 @@
-"""The generators that operations are made of, and those of them that wait for what is done elsewhere."""
+"""The generators of operations: how they are dropped, and how they wait for a future."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .progress import Progress
 
 
 def is_suspended(operation: Operation) -> bool:
-    """It has begun, and has not come to its end."""
+    """Whether an operation's generator has begun and has not ended."""
     return operation.generator is not None and getgeneratorstate(operation.generator) == GEN_SUSPENDED
 
 
 def drop_generator(operation: Operation) -> None:
-    """Drop the generator of an operation, which closes it unless a thread runs it; that thread closes it afterwards.
+    """Drop the generator of an operation. This closes it, unless a thread runs it; that thread closes it afterwards.
 
-    Never ``generator.close()`` here: another thread may run the generator, or begin to, and Python 3.11 has crashed in
-    that. The thread that runs a generator holds a reference, so only an idle generator ends here.
+    Never call ``generator.close()`` here: another thread may run the generator, or begin to, and Python 3.11 has
+    crashed in this case. The thread that runs a generator holds a reference, so only an idle generator ends here.
     """
     operation.generator = None
 
 
 class FutureWaiter:
-    """Has operations go on when what they wait for is done.
+    """Resumes operations when the futures that they wait for are done.
 
     Args:
-        progress: Of their agent.
-        fail: Ends one with an error.
-        goes_on: Takes one that can go on. Both are called with the lock.
+        progress: The progress engine of the agent.
+        fail: Ends an operation with an error. Called with the lock.
+        goes_on: Makes an operation ready to resume. Called with the lock.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class FutureWaiter:
         self._progress, self._fail, self._goes_on = progress, fail, goes_on
 
     def wait(self, operation: Operation, later: Future) -> None:
-        """An operation waits for something."""
+        """Let an operation wait for a future."""
         operation.waiting_more = True
         later.add_done_callback(partial(self._done, operation))
 
     def _done(self, operation: Operation, error: BaseException | None) -> None:
-        """From a thread of its own."""
+        """Resume or fail the operation. Called from the thread that completes the future."""
         with self._progress.lock:
             if error is None:
                 self._goes_on(operation)

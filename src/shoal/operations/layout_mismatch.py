@@ -1,6 +1,6 @@
-"""Which tensors calls of several have on this agent, so that an error can say where two lists differ.
+"""Keeps which tensors each call of several tensors has on this agent, so that an error can name the first difference.
 
-Agents compare digests of their lists. Only those whose call has failed ask each other for the lists.
+Agents compare digests of their lists. Only agents whose call has failed request the lists from each other.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from .progress import Progress
 from .sender import Sender
 
 TENSORS = "~tensors"
-"""The operation of a question for a list, and of its answer; they have the name and the round of what failed."""
+"""The operation of a request for a list, and of its answer. Both have the name and the round of the failed call."""
 KEPT = 128
-"""Calls of which the lists are kept, whatever became of them: another may fail long after this agent's has not."""
+"""The number of calls whose lists are kept, failed or not: another agent's call may fail long after this agent's has
+ended."""
 MOST_BYTES = 1 << 18
-"""Of a list that is told."""
+"""Characters of a list that is sent at most."""
 ANSWER_WITHIN = 1.0
-"""Seconds for which an error waits for what others have."""
+"""Seconds that an error waits for the lists of other agents."""
 _LONGEST = 200
-"""Characters of a tensor of another's that are shown."""
+"""Characters of another agent's tensor that are shown at most."""
 
 Layout = Sequence[tuple[tuple[int, ...], torch.dtype] | str]
-"""Shapes and dtypes, in the order of the call; a dimension of -1 may be any. Or what the caller says of each."""
+"""Shapes and dtypes, in the order of the call; a dimension of -1 may have any size. A string is the caller's
+description of a tensor."""
 
 
 class LayoutExchange:
-    """The lists of one agent, and what others have said of theirs."""
+    """The tensor lists of one agent, and the lists that other agents have sent."""
 
     def __init__(self, rank: int, membership: Membership, sender: Sender, progress: Progress) -> None:
         self._rank, self._membership, self._sender, self._progress = rank, membership, sender, progress
         self._kept: OrderedDict[Key, Layout] = OrderedDict()
-        self._asked_early: OrderedDict[tuple[int, Key], None] = OrderedDict()  # by whom, for what is not known here
-        self._heard: dict[tuple[int, Key], Message | None] = {}  # of those that are asked
+        self._asked_early: OrderedDict[tuple[int, Key], None] = OrderedDict()  # by rank and call, without a list yet
+        self._heard: dict[tuple[int, Key], Message | None] = {}  # answers, by rank and call
         self._answered: OrderedDict[tuple[int, Key], None] = OrderedDict()
 
     def keep(self, operation: Operation, layout: Layout) -> None:
-        """A call of several tensors begins."""
+        """Keep the list of a call of several tensors that begins."""
         key = operation.name, operation.round
         with deferred, self._progress.lock:
             self._kept[key] = layout
@@ -56,7 +58,7 @@ class LayoutExchange:
                 self._answer(question[0], key, layout)
 
     def difference(self, operation: Operation, layout: Layout, ranks: Sequence[int]) -> str:
-        """In words, the first tensor that one of some agents has otherwise than this one; empty if none is known.
+        """A description of the first tensor in which one of ``ranks`` differs from this agent; empty if none is known.
 
         Waits for their answers, for up to a second.
         """
@@ -67,8 +69,11 @@ class LayoutExchange:
         return ""
 
     def others(self, operation: Operation, ranks: Sequence[int], *, mutual: bool = False) -> dict[int, list[str]]:
-        """The lists of other agents, described, by rank: of those that answer within a second. ``mutual``: wait as long
-        for them to ask this agent, which may end soon after its error."""
+        """The described lists of those other agents that answer within a second, by rank.
+
+        ``mutual``: also wait, within this second, until they have requested this agent's list, because this agent may
+        end soon after its error.
+        """
         key = operation.name, operation.round
         with deferred, self._progress.lock:
             alive = self._membership.view.alive
@@ -91,16 +96,16 @@ class LayoutExchange:
             if answer is not None and answer.flags & HERE
         }
 
-    # Others ask. Under the engine's lock.
+    # Requests of other agents. Under the engine's lock.
 
     def answer(self, source: int, message: Message) -> None:
-        """Tell another what this agent's call has, once it is known."""
+        """Send another agent the list of this agent's call, once it is known."""
         key = message.name, message.round
         layout = self._kept.get(key)
         if layout is not None:
             self._answer(source, key, layout)
             return
-        self._asked_early[source, key] = None  # the thread that calls may be about to keep it
+        self._asked_early[source, key] = None  # the calling thread may be about to keep it
         if len(self._asked_early) > KEPT:
             self._asked_early.popitem(last=False)
 
@@ -114,14 +119,14 @@ class LayoutExchange:
             self._answered.popitem(last=False)
 
     def heard(self, source: int, message: Message) -> None:
-        """What another's call has."""
+        """Take another agent's answer."""
         one = source, (message.name, message.round)
         if one in self._heard:
             self._heard[one] = message
 
 
 def described(layout: Layout) -> list[str]:
-    """Each tensor in words."""
+    """A description of each tensor."""
     return [
         one
         if isinstance(one, str)

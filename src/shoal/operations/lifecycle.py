@@ -2,7 +2,8 @@
 
 An operation is a generator (``operation.py``). It is resumed when the messages of its stage have arrived, which
 ``matching.py`` decides. Only this module begins, resumes and ends operations: ``dispatch.py`` calls it for messages,
-``watchdog.py`` for deadlines, ``failures.py`` for lost agents. ``fusion.py`` overrides how fused ones proceed and fail.
+``watchdog.py`` for deadlines, ``failures.py`` for lost agents. ``fusion.py`` overrides how fused operations proceed and
+fail.
 """
 
 from __future__ import annotations
@@ -49,24 +50,24 @@ from .submission_gate import SubmissionGate, cannot_go_on
 T = TypeVar("T")
 
 ASK_AFTER = 0.02
-"""Seconds without a message after which its sender is asked whether it will come."""
+"""Seconds without a message after which this agent probes its sender."""
 
 
 class Lifecycle:
     """The lifecycle of all operations of one agent. Used under the engine's lock, unless a method takes it itself.
 
     Args:
-        prepare: Called before an operation enters a stage: unpacks messages for it that arrived fused.
-        planned: The plan of a round of a name, as all agents agreed, for an operation that may survive a loss.
-        on_ended: Called when an operation ends that restarts after a loss, with a copy of its result, or None.
+        prepare: Unpacks fused messages for an operation; called before it enters a stage.
+        planned: Returns the plan of a round of a name, on which all agents agreed; called for operations that may
+            survive a loss.
+        on_ended: Called at the end of an operation that restarts after a loss, with a copy of its result, or None.
 
     Attributes:
-        ready: Operations to resume, for the driving thread.
-        unbegun: Operations that may be fused and begin when a thread drives. Fusion takes them from here.
-        gate: Decides which operations may begin.
-        callbacks: Callbacks to run, for the driving thread.
-        departed_peers: Agents that have shut down although they are needed.
-        backend_stages: Stages whose tensors a backend moves.
+        ready: The operations that the driving thread resumes. unbegun: The operations that may be fused and begin when
+        a thread drives. Fusion takes them from here.
+        gate: Decides which operations may begin. callbacks: The callbacks that the driving thread runs. departed_peers:
+        Reports agents that have shut down although they are needed. backend_stages: Manages the stages whose tensors a
+        backend moves.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Lifecycle:
         self.departed_peers = DepartedPeerPolicy(rank, self.gate, sender, membership)
         self.backend_stages = BackendStages(rank, self.gate, progress, matcher, sender, membership, self.go_on)
 
-    # Beginning
+    # Begin
 
     def submit(
         self,
@@ -119,9 +120,9 @@ class Lifecycle:
         background: bool = False,
         among: Sequence[int] | None = None,
     ) -> Handle[T] | None:
-        """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
+        """Begin an operation; see :meth:`Engine.submit`. Takes the lock itself, and starts the generator without it.
 
-        None if it has to wait until the survivors have agreed on a loss.
+        None if the operation has to wait until the survivors have agreed on a loss.
         """
         with self._lock:
             gate = self.gate
@@ -145,13 +146,14 @@ class Lifecycle:
             operation.one_sided, operation.background, operation.among = one_sided, background, among
             self._progress.check_by(operation.deadline)
             if self._refused is not None and not (one_sided or background):
-                # A round nevertheless: the others make theirs, and it would pair with the next one here.
+                # The failed call still uses a round: the other agents make theirs, which would otherwise match the next
+                # call here.
                 refused, self._refused = self._refused, None
                 self.fail(operation, refused)
                 return handle
             if isinstance(steps, FusionSpec):
                 spoiled = self._publisher.problem(operation, steps.flat)
-                if spoiled is not None:  # it fails alone, and not what it would travel with
+                if spoiled is not None:  # it fails alone; fused, it would fail the others
                     self.fail(operation, spoiled)
                     return handle
                 operation.fusible = steps
@@ -167,15 +169,17 @@ class Lifecycle:
         return handle
 
     def begin(self, operation: Operation) -> None:
-        """Begin an operation that may be fused by itself. Also without the lock."""
+        """Begin, by itself, an operation that may be fused. Called with or without the lock."""
         fusible = operation.fusible
         assert fusible is not None
         if self._make(operation, fusible.alone):
             self.resume(operation, None)
 
     def _make(self, operation: Operation, begins: Callable[[Operation], Steps[Any]], past_first: bool = False) -> bool:
-        """Create the generator of an operation, advanced past its first exchange if that has ended. It computes. If it
-        fails the operation fails, since other agents must not wait for it.
+        """Create the generator of an operation; ``past_first`` advances it past its first exchange, which has been
+        sent.
+
+        It computes. An error fails the operation, so that other agents do not wait for it.
         """
         try:
             operation.generator = generator = begins(operation)
@@ -189,20 +193,20 @@ class Lifecycle:
             return False
         return True
 
-    # Going on
+    # Continue
 
     def make_ready(self, operation: Operation) -> None:
-        """Its stage is complete: the driving thread resumes it."""
+        """Queue an operation whose stage is complete; the driving thread resumes it."""
         self.ready.append(operation)
 
     def resume(self, operation: Operation, arrived: Arrived | None) -> None:
-        """Run an operation to its next exchange, without the lock because it may compute."""
-        if torch.is_inference_mode_enabled():  # a thread's; but what one thread makes here, another may go on with
+        """Run an operation to its next exchange. Without the lock, because it may compute."""
+        if torch.is_inference_mode_enabled():  # another thread may continue with these tensors
             with torch.inference_mode(False):
                 self.resume(operation, arrived)
             return
         generator = operation.generator
-        if generator is None:  # it was failed meanwhile
+        if generator is None:  # it has failed since
             return
         start = clock.perf_counter_ns() if self._events.active else 0
         item: Yields | None = None
@@ -220,10 +224,10 @@ class Lifecycle:
             with self._lock:
                 if operation.generator is generator:
                     operation.proceed(self, item, result, error)
-                else:  # it has begun anew or was failed meanwhile
+                else:  # it has restarted or failed while the generator ran
                     generator.close()
                     if operation.error is not None:
-                        operation.release()  # what the generator has published since it was failed
+                        operation.release()  # the generator may have published since the failure
         except BaseException as interrupt:
             with self._lock:
                 self.fail(operation, interrupt)
@@ -245,12 +249,12 @@ class Lifecycle:
                 self.resume(operation, None if stage is None else stage.arrived)
 
     def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        """Do what an operation asked for when it yielded."""
-        if operation.error is not None:  # it was failed meanwhile
+        """Handle the value that an operation has yielded, or its end."""
+        if operation.error is not None:  # it has failed since
             drop_generator(operation)
             operation.release()
         elif self.gate.paused and error is None and operation.restarts:
-            pass  # what becomes of it is about to be agreed on
+            pass  # the survivors are about to agree whether it restarts
         elif item is MORE:
             operation.waiting_more = True
         elif isinstance(item, Exchange):
@@ -263,18 +267,19 @@ class Lifecycle:
             self.settle(operation, result, error)
 
     def await_confirmation(self, operation: Operation, result: Any) -> None:
-        """It has its result, and ends when its destinations have confirmed its messages."""
+        """Keep the result of an operation until its destinations have confirmed its messages."""
         operation.outcome = (result,)
         self.leave_stage(operation)
-        # Without this check, the last one may have been before this wait began: a circle of such waits is never found.
+        # Without this check, the last one may precede this wait, and a cycle of such waits would never be detected.
         self._progress.check_by(clock.monotonic() + ASK_AFTER)
+        # A message for an operation that expects none is a mismatch: settle() refuses it and fails the operation.
         if self._matcher.has_late(operation):
             self.settle(operation, None, None)
 
     def _enter(self, operation: Operation, exchange: Exchange) -> None:
         """Begin a stage: take messages that arrived early, then send.
 
-        In this order, because an early message may not match; then nothing is sent that peers would have to refuse.
+        The order matters because an early message may not match. Then nothing is sent, and no peer has to refuse it.
         """
         if operation.stage is not None:
             self.leave_stage(operation)
@@ -288,12 +293,12 @@ class Lifecycle:
         operation.stage = stage
         operation.next_stage = number + 1
         for source, message in self._matcher.came_early(operation, number):
-            if message.where is not Where.CARRIED or stage.to_move:  # else it comes by a link, which is late
+            if message.where is not Where.CARRIED or stage.to_move:  # else the tensor follows over a link
                 self.take(operation, stage, source, message)
         view = self._membership.view
         sent = number in operation.sent
         needs = stage.missing if sent else stage.needs
-        # Who has left in good order after it sent its part of this stage wants nothing of it any more.
+        # An agent that has shut down after it sent its part of this stage is not needed any more.
         through = {rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()
         gone = sorted(rank for rank in needs if rank not in view.alive and rank not in through) if view.epoch else []
         if gone or self.gate.ended is not None:
@@ -322,14 +327,14 @@ class Lifecycle:
             self._progress.check_by(clock.monotonic() + ASK_AFTER)
 
     def go_on(self, operation: Operation, stage: Stage) -> None:
-        """A message of a stage has arrived or was sent: if it was the last, resume the operation."""
+        """Resume the operation if a message that has arrived, or was sent, was the last of its stage."""
         if stage.complete:
             self.make_ready(operation)
         else:
             self.backend_stages.ask_if_agreed(operation, stage)
 
     def leave_stage(self, operation: Operation) -> None:
-        """The operation has used the messages of its stage: their senders may free the memory."""
+        """Acknowledge the messages of a stage that the operation has used: their senders may free the memory."""
         stage = operation.stage
         if stage is None:
             return
@@ -340,7 +345,7 @@ class Lifecycle:
         operation.stage = None
 
     def send_deferred(self, channel: Channel) -> None:
-        """Send messages that waited until the receivers of a name had caught up."""
+        """Send the messages of a name that waited for its receivers."""
         if channel.deferred:
             for operation, stage in channel.sendable():
                 self._sender.post(channel, operation, stage)
@@ -348,15 +353,16 @@ class Lifecycle:
         self._matcher.tidy(channel)
 
     def move_by_links(self) -> None:
-        """An agent was lost: tensors that a backend was to move travel over links."""
+        """Redirect to links the tensors that a backend was to move, after the loss of an agent."""
         for operation in self.backend_stages.go_by_links():
+            # A second entry would resume the operation at its next stage, before that stage is complete.
             if operation not in self.ready:
                 self.make_ready(operation)
 
-    # What others say
+    # Messages of other agents
 
     def take(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
-        """Give a stage a message, if both agents agree on it."""
+        """Give a message to a stage if both agents agree on it; refuse it otherwise."""
         reason = disagreement(operation, stage, source, message, self._rank)
         if reason:
             self.fail(operation, self._refuse(source, message, reason))
@@ -364,7 +370,7 @@ class Lifecycle:
             self.accept(operation, stage, source, message)
 
     def accept(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
-        """Give a stage its message; the operation is notified when more of the payload has arrived."""
+        """Give a stage its message, and resume the operation when more of the payload arrives."""
         stage.take(source, message)
         carried = stage.exchange.carried
         if stage.to_move and carried is not None and carried.confirm:
@@ -379,7 +385,7 @@ class Lifecycle:
             self.make_ready(operation)
 
     def acknowledged(self, source: int, token: int) -> None:
-        """A receiver has read its message, or never will."""
+        """Handle an acknowledgement: a receiver has read a message, or never will."""
         found = self._sender.acknowledged(source, token)
         if found is None:
             return
@@ -389,13 +395,13 @@ class Lifecycle:
         self.send_deferred(channel)
 
     def confirmed_in_part(self, source: int, message: Message) -> None:
-        """A receiver expected one of several tensors that it was sent in one message."""
+        """Handle a confirmation: a receiver expected one of the tensors of a fused message."""
         operation = self._sender.confirmed_in_part(source, message)
         if operation is not None:
             self._end_if_confirmed(operation)
 
     def _end_if_confirmed(self, operation: Operation) -> None:
-        agreed_on = self.gate.paused and operation.restarts  # what becomes of it
+        agreed_on = self.gate.paused and operation.restarts  # the survivors agree whether it restarts
         if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
             outcome, operation.outcome = operation.outcome, None
             self.settle(operation, outcome[0], None)
@@ -410,8 +416,8 @@ class Lifecycle:
         return Mismatch(f"{what}: {reason}", (source, self._rank))
 
     def blame(self, source: int, name: str, error: ShoalError) -> None:
-        """A round that ended here did not match a peer: the operation that waits for it under the name raises, or else
-        the next call.
+        """Fail the operation that waits for a peer under a name, or else the next call: a round that ended here did not
+        match.
         """
         waiting = [operation for operation in self._matcher.under(name) if source in operation.waiting_for]
         for operation in waiting:
@@ -419,13 +425,13 @@ class Lifecycle:
         if not waiting:
             self._refused = error
 
-    # Ending
+    # End
 
     def settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
         """End an operation with a result or an error."""
         operation.error = error
         ended_well = error is None
-        late, asks = self._matcher.end(operation, error)  # first: what comes from here on must find the round ended
+        late, asks = self._matcher.end(operation, error)  # first: the steps below may cause messages for it
         self.leave_stage(operation)
         if operation.restarts:
             assert operation.recovery is not None
@@ -441,7 +447,7 @@ class Lifecycle:
         for number, source, _ in asks:
             self._sender.deny(source, operation, number, self._matcher.failure_of(operation))
         self.send_deferred(self._matcher.channel(operation))
-        handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
+        handle, operation.handle = operation.handle, None  # a reference cycle would keep the result until a collection
         assert handle is not None
         self.finish(handle, result, error)
         if operation.on_outcome is not None:
@@ -451,7 +457,7 @@ class Lifecycle:
             self._events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
 
     def fail(self, operation: Operation, error: BaseException) -> None:
-        """End an operation from outside, or all parts of a fused one."""
+        """End an operation from outside. A fused operation ends with all its members."""
         operation.fail(self, error)
 
     def end(self, operation: Operation, error: BaseException) -> None:
@@ -466,18 +472,19 @@ class Lifecycle:
             self.fail(operation, error)
 
     def close(self, error: ShoalError, died: bool) -> None:
-        """Accept no more operations, and end those that wait for other agents. Those that only wait for their turn to
-        send continue, unless this agent ``died``.
+        """Accept no more operations, and end those that wait for other agents.
+
+        Operations that only wait for their turn to send continue, unless this agent ``died``.
         """
         for operation in self._matcher.in_flight():
             if died or not self._matcher.channel(operation).defers(operation):
                 self.fail(operation, error)
         self.gate.refuse_all()
-        # What others have sent for calls that this agent never made. They wait for an answer, perhaps to leave as well.
+        # Senders of messages for calls that this agent never made wait for an answer, perhaps to shut down as well.
         for source, message in self._matcher.give_up_early():
             self._sender.acknowledge(source, message)
 
-    # Telling callers
+    # Handles
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
         """Set the outcome of a handle."""
@@ -485,18 +492,19 @@ class Lifecycle:
             self.callbacks.add(callback, handle, handle.operation)
         self._progress.notify()
 
-    # After a loss that the others outlive
+    # Restart after a loss
 
     def forget_before(self, operation: Operation, stage: int) -> None:
-        """Begin with a stage: messages for earlier stages, of another attempt, are dropped."""
+        """Begin with a stage. Messages for earlier stages belong to another attempt and are dropped."""
         operation.next_stage = stage
         for source, message in self._matcher.before(operation, stage):
             self._sender.acknowledge(source, message)
 
     def _begin_again(self, operation: Operation, recovery: Recovery) -> None:
-        """Create the generator of an operation again. Without the lock: it computes.
+        """Create the generator of an operation again. Without the lock, because it computes.
 
-        One that continues in its stage receives the messages of that stage once more; its first exchange is that stage.
+        An operation that continues in its stage passes its first exchange and receives the messages of that stage
+        again.
         """
         recovery.again = False
         stage = operation.stage

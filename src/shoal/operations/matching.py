@@ -1,7 +1,7 @@
-"""Matches messages with operations, and checks that the two agree.
+"""Matches messages with operations, and checks that the agents agree.
 
-A message names its operation by (name, round, stage). A round is the sender's count of calls under that name. So an
-agent that skips a call is noticed: its next message has a round that does not match. Messages that arrive before this
+A message names its operation by (name, round, stage). A round is the sender's count of calls under that name. So this
+agent notices a peer that skips a call: the round of its next message does not match. Messages that arrive before this
 agent makes the call are kept. A message for a call that has ended here without expecting it is refused.
 """
 
@@ -19,27 +19,28 @@ from ..transport.wire import HERE, ON_DEVICE, Message, Where
 from .operation import Operation, Stage, describe
 
 WINDOW, SMALL_WINDOW = 2, 256
-"""Rounds of one name that a receiver may be behind: of large tensors, and of ones that travel inside the message. Calls
-without a name share one, so of those only the rounds count that have ended here: the caller may have many in flight."""
+"""Rounds of one name that a receiver may be behind: for large tensors, and for tensors sent inside the message.
+
+Calls without a name share one name, and a caller may have many of them in flight. So of their rounds with large tensors
+only those that have ended here count."""
 LAST_STAGE = 1 << 16
-"""Above the number of any stage."""
+"""A number above that of any stage."""
 TOMBSTONES = 4096
 MAX_REASON = 1000
-"""Characters of why a round failed here, which those hear who wait for it."""
+"""Characters of a round's error that are sent to waiting agents."""
 
 Key = tuple[str, int]
 Ask = tuple[int, int, bool]
-"""Stage, who asks, and whether only if this agent has come to it."""
+"""A probe: the stage, the probing rank, and whether to answer only if this agent has reached the stage."""
 
 
 class RoundFailure(NamedTuple):
     """The reason why a round failed here.
 
     Attributes:
-        reason: As text; empty if it has not failed, or failed long ago.
-        own: The error is this agent's own, and the others do not have it.
-        about: The ranks that the error names.
-        leaving: This agent shuts down.
+        reason: The error as text; empty if the round has not failed, or failed long ago. own: Whether only this agent
+        has the error.
+        about: The ranks that the error names. leaving: Whether this agent shuts down.
     """
 
     reason: str = ""
@@ -52,12 +53,12 @@ NO_FAILURE = RoundFailure()
 
 
 class MatchResult(Enum):
-    """The fate of a message."""
+    """How a message relates to the rounds of this agent."""
 
     NOW = auto()  # it is for the current stage of an operation in flight
-    EARLY = auto()  # this agent is not there yet
-    LATE = auto()  # the operation expected it, and failed before it came
-    UNEXPECTED = auto()  # this agent has passed the point without expecting it
+    EARLY = auto()  # this agent has not reached the stage
+    LATE = auto()  # the operation failed before the message arrived
+    UNEXPECTED = auto()  # this agent has passed the stage without expecting it
 
 
 class Channel:
@@ -77,7 +78,7 @@ class Channel:
         return not (self.active or self.unacknowledged or self.deferred)
 
     def defer(self, operation: Operation, stage: Stage) -> None:
-        """Keep a stage until its receivers have caught up."""
+        """Keep a stage of an operation until its receivers have caught up."""
         self.deferred.append((operation, stage))
 
     def must_defer(self, operation: Operation, stage: Stage) -> bool:
@@ -85,17 +86,19 @@ class Channel:
         return bool(self.deferred and not operation.one_sided) or not self.may_send(operation, stage)
 
     def sendable(self) -> Iterator[tuple[Operation, Stage]]:
-        """Yield stages that may be sent now. Each is sent before the next is requested, which may be one too many."""
+        """Yield the stages that may be sent now. The caller sends each before it requests the next, which may be one
+        too many.
+        """
         waiting, self.deferred = self.deferred, deque()
         while waiting:
             operation, stage = waiting.popleft()
-            if operation.stage is not stage:  # it has ended meanwhile
+            if operation.stage is not stage:  # the operation has left the stage since
                 continue
             if self.may_send(operation, stage):
                 yield operation, stage
                 continue
             self.deferred.append((operation, stage))
-            if not operation.one_sided:  # those behind it have to wait for their turn
+            if not operation.one_sided:  # later stages wait for their turn
                 self.deferred.extend(waiting)
                 return
 
@@ -104,14 +107,14 @@ class Channel:
         if not self.unacknowledged or not stage.exchange.sends:
             return True
         large = any(send.published.region is not None for send in stage.exchange.sends)
-        if operation.one_sided:  # it waits for nobody but its own receivers
+        if operation.one_sided:  # it waits for its own receivers only
             return not large or all(self.unread.get(send.destination, 0) < WINDOW for send in stage.exchange.sends)
         if large and self.name[0] == "~":
             return sum(round_ not in self.active for round_ in self.unacknowledged) < WINDOW
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
 
     def defers(self, operation: Operation) -> bool:
-        """Whether a stage waits here for its turn to send."""
+        """Whether a stage of an operation waits for its turn to send."""
         return any(waiting is operation for waiting, _ in self.deferred)
 
     def sent(self, round_: int, receiver: int) -> None:
@@ -134,7 +137,8 @@ class Matcher:
     from one that has not made it yet.
 
     Attributes:
-        ended_last: Operation, name, round and time of the last operation that ended; no operation if none has.
+        ended_last: The operation, name, round and time of the last operation that ended; ``("", "", 0, 0.0)`` if none
+            has.
     """
 
     def __init__(self) -> None:
@@ -148,7 +152,9 @@ class Matcher:
         self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
-        """The next round of a name. ``alone`` refuses it while another of its kind is in flight."""
+        """Begin the next round of a name. ``alone``: raise ValueError while an operation of the same kind is in
+        flight.
+        """
         round_ = self._begun.get(name, 0)
         channel = self._channels.get(name)
         if channel is None:
@@ -164,21 +170,22 @@ class Matcher:
         return operation
 
     def begun(self, name: str) -> int:
-        """How many rounds of a name this agent has begun."""
+        """The number of rounds of a name that this agent has begun."""
         return self._begun.get(name, 0)
 
     @property
     def calls(self) -> int:
-        """How many rounds of all names this agent has begun."""
+        """The number of rounds of all names that this agent has begun."""
         return sum(self._begun.values())
 
     def all_begun(self) -> dict[str, int]:
-        """How many rounds of each name this agent has begun."""
+        """The number of rounds that this agent has begun, by name."""
         return dict(self._begun)
 
     def begin_at(self, begun: dict[str, int]) -> None:
-        """Continue at the others' counts: calls that this agent made in isolation are no rounds of theirs."""
+        """Continue at the other agents' counts. Calls that this agent made in isolation are no rounds of the job."""
         self._begun = dict(begun)
+        # The tombstone of a round in isolation would match a message for the job's round of the same number.
         self._tombstones.clear()
 
     def channel(self, operation: Operation) -> Channel:
@@ -198,11 +205,11 @@ class Matcher:
         return list(channel.active.values()) if channel else []
 
     def has_late(self, operation: Operation) -> bool:
-        """Messages have arrived for an operation that expects no more."""
+        """Whether messages have arrived for an operation that expects no more."""
         return bool(self._early.get((operation.name, operation.round)))
 
     def active(self, name: str, round_: int) -> Operation | None:
-        """An operation that is in flight."""
+        """The operation of a round; None if it is not in flight."""
         channel = self._channels.get(name)
         return channel.active.get(round_) if channel is not None else None
 
@@ -214,18 +221,18 @@ class Matcher:
         return operation is None or operation.is_started
 
     def has_news(self, operation: Operation) -> bool:
-        """Messages for an operation have arrived before it began."""
+        """Whether messages for an operation have arrived that it has not taken."""
         return (operation.name, operation.round) in self._early
 
     def match(self, message: Message) -> tuple[MatchResult, Operation | None]:
-        """The fate of a message or a probe, and its operation if that is in flight."""
+        """How a message or a probe relates to the rounds here, and its operation if that is in flight."""
         if message.round >= self._begun.get(message.name, 0):
             return MatchResult.EARLY, None
         operation = self.active(message.name, message.round)
         if operation is None:
             late = (message.name, message.round) in self._tombstones
             return (MatchResult.LATE if late else MatchResult.UNEXPECTED), None
-        if operation.outcome is not None:  # it has all that it wants, and waits only for others to confirm
+        if operation.outcome is not None:  # it has its result, and waits only for confirmations
             return MatchResult.UNEXPECTED, operation
         stage = operation.stage
         if stage is None or message.stage > stage.number:
@@ -237,12 +244,13 @@ class Matcher:
         key, place = (message.name, message.round), (message.stage, source)
         self.charge(source, message)
         before = self._early.setdefault(key, {}).pop(place, None)
+        # A repeated message replaces the first; without the release, its share of the quota would stay charged.
         if before is not None:
             self.release(source, before)
         self._early[key][place] = message
 
     def take_back(self, source: int, denial: Message) -> None:
-        """A peer withdraws its announcement for a stage that has not begun here."""
+        """Drop the announcement of a tensor that its sender has withdrawn, for a stage that has not begun here."""
         early = self._early.get((denial.name, denial.round), {})
         place = denial.stage, source
         if place in early and early[place].where is Where.CARRIED:
@@ -267,7 +275,7 @@ class Matcher:
         return source, message
 
     def forget(self, rank: int) -> None:
-        """An agent is lost: drop the messages that are kept for it."""
+        """Drop the messages and the probes of a lost agent."""
         for key in [key for key, early in self._early.items() if any(source == rank for _, source in early)]:
             early = {place: message for place, message in self._early.pop(key).items() if place[1] != rank}
             if early:
@@ -282,16 +290,17 @@ class Matcher:
     def keep_ask(self, source: int, message: Message) -> None:
         """Keep a probe until its stage begins. ProtocolError if it exceeds the quota."""
         key, ask = (message.name, message.round), (message.stage, source, bool(message.flags & HERE))
+        # A waiting agent repeats its probe. Charged each time, the repeats would exceed the quota of a correct agent.
         if ask not in self._asks.get(key, ()):
             self._asked[source].take(0)
             self._asks.setdefault(key, set()).add(ask)
 
     def is_waited_for(self) -> bool:
-        """Another agent waits for a call that this one has not made."""
+        """Whether another agent waits for a call that this agent has not made."""
         return any(round_ >= self._begun.get(name, 0) for name, round_ in self._asks)
 
     def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
-        """Yield the early messages of a stage that begins, without those that the caller's handling of one removes."""
+        """Yield the early messages of a stage that begins. The caller's handling of one may remove others."""
         early = self._early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
@@ -299,12 +308,14 @@ class Matcher:
                     yield self._out(key[1], early.pop(key))
 
     def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
-        """Take out the messages of stages that will never begin."""
+        """Take out the messages of an operation for stages before ``stage``, which will never begin."""
         early = self._early.get((operation.name, operation.round), {})
         return [self._out(key[1], early.pop(key)) for key in [key for key in early if key[0] < stage]]
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
-        """Take out the ranks that have probed a stage that begins."""
+        """Take out the probes of a stage that begins: yield each probing rank, and whether to answer only if the stage
+        is reached.
+        """
         asks = self._asks.get((operation.name, operation.round))
         if asks:
             for ask in [ask for ask in asks if ask[0] == stage.number]:
@@ -313,11 +324,11 @@ class Matcher:
                 yield ask[1:]
 
     def failure_of(self, what: Operation | Message) -> RoundFailure:
-        """The reason why a round failed here."""
+        """The reason why a round failed here; empty if it is not known."""
         return self._tombstones.get((what.name, what.round), NO_FAILURE)
 
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
-        """Close a round: return the messages and probes that no operation will take."""
+        """Close a round. Returns its messages and probes that no operation will take."""
         key = (operation.name, operation.round)
         self.ended_last = operation.op, operation.name, operation.round, clock.monotonic()
         self._channels[operation.name].active.pop(operation.round, None)
@@ -325,9 +336,10 @@ class Matcher:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
             about = error.ranks if isinstance(error, ShoalError) else ()
-            told = reason.encode(errors="replace").decode()  # it travels, whatever is in it
+            told = reason.encode(errors="replace").decode()  # encodable even with lone surrogates
             self._tombstones[key] = RoundFailure(told, own, about, isinstance(error, NotInitialized))
             if len(self._tombstones) > TOMBSTONES:
+                # A message for a forgotten round is refused as unexpected, where a tombstone makes it late.
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)
         asks = self._asks.pop(key, None)

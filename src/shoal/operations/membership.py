@@ -1,4 +1,6 @@
-"""The members of the job. The epoch changes with every change, and no code assumes that rank 0 is a member."""
+"""The members of the job. Each change of the membership has a new epoch, and no code assumes that rank 0 is a
+member.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +11,45 @@ from typing import NamedTuple
 NOT_YET = "it has not come yet"
 LEFT = "has left (it called shoal.shutdown(), or its script ended)"
 NEEDED = f"it {LEFT}, and is still needed"
-"""The cause of a loss where an agent left in good order. All agents give the same one, whoever noticed first."""
+"""The cause of a loss if an agent has shut down in order. It is the same on all agents, whichever noticed first."""
 UNEVEN = (
     "If it had fewer batches, deal out equally many with shoal.AgentSampler, or put the loop inside `with "
     "optimizer.join():`"
 )
-"""The usual reason of such a loss, and its remedy."""
+"""The usual reason for such a loss, and its remedy."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The members as this agent knows them at one epoch."""
+    """The membership as this agent knows it at one epoch."""
 
     epoch: int
     alive: tuple[int, ...]
     left: tuple[int, ...]
-    """Agents that said goodbye."""
+    """The agents that have sent a shutdown message."""
     died: dict[int, str]
-    """Agents that were lost without a word, each with how it showed; and those that have not come yet."""
+    """The agents that were lost without a shutdown message, each with the cause; also those that have not joined
+    yet."""
     out_of_reach: tuple[int, ...] = ()
-    """Those of them of which nobody knows that they have ended: they may go on elsewhere."""
+    """The lost agents whose end is not certain: they may still run in another partition."""
 
 
 class Plan(NamedTuple):
-    """The ranks that an operation excludes, as all members have agreed."""
+    """The ranks that an operation excludes, on which all members have agreed."""
 
     gone: tuple[int, ...] = ()
-    """The ranks that it is done without, ascending."""
+    """The excluded ranks, ascending."""
     entered: int = 0
-    """How many agents have entered since the run began, in the place of those that were lost or for the first time."""
+    """The number of agents admitted since the job began, as replacements of lost agents or for the first time."""
 
     @property
     def attempt(self) -> int:
-        """The number of losses so far, which grows with every loss."""
+        """The number of losses so far; it grows with every loss."""
         return len(self.gone) + self.entered
 
 
 WHOLE = Plan()
-"""With all."""
+"""The plan that excludes no rank."""
 
 
 class Departure(NamedTuple):
@@ -56,17 +59,19 @@ class Departure(NamedTuple):
     cause: str
     died: bool
     told_by: int
-    """The agent that noticed."""
+    """The agent that noticed the departure."""
     certain: bool = False
-    """Its process has ended, or it ended a connection itself; else the network between the two may be the cause."""
+    """Whether its process has ended, or it ended a connection itself; otherwise the network between both may be the
+    cause."""
     because: int = -1
-    """Where it left in good order: the agent that it had missed in a one-sided call, which is no loss to others."""
+    """For an orderly shutdown: the agent that it missed in a one-sided call, which is no loss for other agents; -1 if
+    none."""
     silent: bool = False
-    """It has not answered for too long, and may still be there."""
+    """Whether it has not answered for too long, and may still run."""
 
 
 class Membership:
-    """One agent's knowledge of the others. The engine changes it under its lock; any thread may read it."""
+    """One agent's knowledge of the membership. The engine changes it under its lock; any thread may read it."""
 
     def __init__(self, size: int) -> None:
         self.view = View(0, tuple(range(size)), (), {})
@@ -77,7 +82,7 @@ class Membership:
         self._watchers.append(watcher)
 
     def remove(self, rank: int, cause: str, died: bool, out_of_reach: bool = False) -> bool:
-        """Remove an agent, which may still run if it is only ``out_of_reach``; False if it was removed already."""
+        """Remove an agent. An agent that is only ``out_of_reach`` may still run. False if it was removed already."""
         old = self.view
         if rank not in old.alive:
             return False
@@ -90,7 +95,7 @@ class Membership:
         return True
 
     def add(self, rank: int) -> None:
-        """An agent has entered, in place of a lost one or for the first time."""
+        """Add an admitted agent, which replaces a lost one or joins for the first time."""
         old = self.view
         alive = tuple(sorted({*old.alive, rank}))
         left = tuple(other for other in old.left if other != rank)
@@ -99,13 +104,13 @@ class Membership:
         self._set(View(old.epoch + 1, alive, left, died, beyond))
 
     def begin_without(self, causes: dict[int, str]) -> None:
-        """These agents are not members and certainly run nowhere else; each with the reason."""
+        """Remove agents that are not members and certainly run nowhere else. ``causes`` has the reason for each."""
         old = self.view
         alive = tuple(rank for rank in old.alive if rank not in causes)
         self._set(View(old.epoch + 1, alive, old.left, {**old.died, **causes}, old.out_of_reach))
 
     def stand_alone(self, rank: int) -> None:
-        """This agent waits to rejoin and has no other members yet."""
+        """Make this agent the only member, while it waits to rejoin."""
         self._set(View(self.view.epoch + 1, (rank,), (), {}))
 
     def _set(self, view: View) -> None:
@@ -114,7 +119,7 @@ class Membership:
             watcher(view)
 
     def describe(self, rank: int) -> str:
-        """The fate of an agent, for an error message."""
+        """The state of an agent, for an error message."""
         if self.view.died.get(rank) == NOT_YET:
             return f"rank {rank} has not come yet"
         if rank in self.view.died:

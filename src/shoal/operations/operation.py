@@ -1,11 +1,11 @@
-"""The operation as the engine sees it: a generator that yields exchanges, and the handle its caller holds.
+"""The engine's view of an operation: a generator that yields exchanges, and the handle that its caller holds.
 
-An operation such as ``neighbor_allreduce`` is a generator. It yields an :class:`Exchange`: what to send to which ranks,
-and from which ranks to receive. It is resumed with the messages once all have arrived, computes, and yields the next
-exchange or returns its result. So an operation of several stages, such as an all-reduce, reads from top to bottom and
-blocks no other operation. The engine matches, times and fails all operations alike.
+An operation such as ``neighbor_allreduce`` is a generator. It yields an :class:`Exchange`: the messages to send, and
+the ranks to receive from. It is resumed with the messages once all have arrived, computes, and yields the next exchange
+or returns its result. So an operation of several stages, such as an all-reduce, reads from top to bottom and blocks no
+other operation. The engine matches, times and fails all operations alike.
 
-If a payload arrives in pieces, as on a network, the operation may compute on the pieces so far and yield :data:`MORE`.
+If a payload arrives in pieces, as on a network, the operation may compute on the first pieces and yield :data:`MORE`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .timeouts import parse_timeout
 T = TypeVar("T")
 
 MORE: Final = "more"
-"""Yielded by an operation that waits for more of the payloads it was given."""
+"""Yielded by an operation that waits for further pieces of its payloads."""
 
 NOTHING: Final = float("nan")
-"""The scale of a message that says "nothing this round" to a neighbour that expects a word."""
+"""The scale of a message without a tensor, which notifies an expecting neighbour that it gets none this round."""
 
 Arrived = dict[int, Message]
 """The messages of one exchange, by source."""
@@ -55,14 +55,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """States that the tensors of a stage may travel over a backend that needs one order of operations on all agents.
+    """States that a backend, which needs one order of operations on all agents, may move the tensors of a stage.
 
     Attributes:
-        among: The ranks that take part, ascending; empty for all members. Each of them reaches this stage. None: only
-            the ends of the edges do, and only they know which ranks these are.
+        among: The participating ranks, ascending; empty for all members. Each of them reaches this stage. None: only
+            the ends of the edges participate, and only they know their ranks.
         collective: A collective operation of the backend that replaces the sends.
-        what: The value that must be equal on all ranks, in words, if no message carries it.
-        confirm: Both ends know of the edge independently, so the receiver confirms that it expects the message.
+        what: A description of the value that must be equal on all ranks, if no message carries it.
+        confirm: Whether the receiver confirms that it expects the message, because both ends know the edge
+            independently.
     """
 
     among: tuple[int, ...] | None = ()
@@ -78,27 +79,28 @@ class Exchange:
     sends: Sequence[Send]
     sources: Sequence[int]
     dtype: torch.dtype | None = None
-    """The dtype that every source must send; None: any."""
+    """The dtype that every source must send; None for any."""
     shape: tuple[int, ...] | None = None
     checked: bool = False
-    """End the operation only when every destination has confirmed that it expected the message."""
+    """Whether the operation ends only when every destination has confirmed that it expected the message."""
     digest: int = 0
-    """Must be equal on both sides of an edge: a hash of the topology, the root, or other arguments that must agree."""
+    """A hash of the topology, the root, or other arguments, which must be equal on both sides of an edge."""
     digest_of: str = "topology"
     coordinates: bool = False
-    """It moves no tensor: agents exchange who sends to whom, or synchronize."""
+    """Whether it moves no tensor of the caller: agents only exchange the edges, or synchronize."""
     stage: int | None = None
-    """Its number within the operation, if agents pass different numbers of stages; else stages are counted."""
+    """The stage's number within the operation, if agents pass different numbers of stages; otherwise stages are
+    counted."""
     early: int = 0
-    """Messages are for a stage this many before: the receivers pass more stages."""
+    """Subtracted from the stage's number in its messages, because the receivers pass more stages."""
     carried: BackendRequest | None = None
-    """Allows a backend to move its tensors; None: only Shoal's links do."""
+    """Allows a backend to move the tensors; None for links only."""
     on_device: bool | None = None  # whether callers' tensors are on a device, if both sides must agree
 
 
 Yields = Exchange | Future | str
 Steps = Generator[Yields, Arrived, T]
-"""The generator of an operation: yields exchanges or futures, is sent the messages, returns the result."""
+"""The generator of an operation. It yields exchanges or futures, receives the messages, and returns the result."""
 
 
 @dataclass(slots=True)
@@ -110,35 +112,35 @@ class Stage:
     missing: set[int]
     arrived: Arrived
     posted: bool = False
-    to_move: bool = False  # a backend still has to move its tensors
-    asked_for: bool = False  # the backend has been asked to
+    to_move: bool = False  # whether a backend still has to move the tensors
+    asked_for: bool = False  # whether the backend has been requested to
     unconfirmed: set[int] = field(default_factory=set)  # receivers that have not confirmed
-    absent: set[int] = field(default_factory=set)  # members that the backend does not know to have reached it
+    absent: set[int] = field(default_factory=set)  # members that have not reached it, as far as the backend knows
     transferred_with: set[int] = field(default_factory=set)  # members of the transfer, once it has begun
     started: float = field(default_factory=lambda: clock.monotonic())
     asked: float = 0.0
     """When the missing agents were last probed."""
     behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """For missing agents: the ranks that they reported to wait for."""
+    """For each missing agent, the ranks that it has reported to wait for."""
 
     @property
     def needs(self) -> set[int]:
-        """The ranks that it still has to receive from or send to."""
+        """The ranks from which the stage still has to receive, and those to which it sends."""
         carried = self.exchange.carried if self.to_move else None
         others = carried.collective.members if carried is not None and carried.collective is not None else ()
         return self.missing | {send.destination for send in self.exchange.sends} | {*others}
 
     def expect_confirmation(self, rank: int) -> None:
-        """A receiver has to confirm that it expects the tensor that the backend will move."""
+        """Wait for a receiver's confirmation that it expects the tensor that the backend will move."""
         self.unconfirmed.add(rank)
 
     def confirmed_by(self, rank: int) -> None:
-        """An agent has reached this stage, or expects the tensor that the backend will move."""
+        """Record that an agent has reached this stage, or expects the tensor that the backend will move."""
         self.unconfirmed.discard(rank)
         self.absent.discard(rank)
 
     def goes_by_links(self) -> None:
-        """Announced tensors that the backend has not moved arrive over links instead."""
+        """Redirect announced tensors to links, if the backend has not moved them."""
         self.to_move = self.asked_for = False
         self.unconfirmed, self.absent, self.transferred_with = set(), set(), set()
         for source, message in list(self.arrived.items()):
@@ -150,7 +152,9 @@ class Stage:
         return any(send.destination == rank for send in self.exchange.sends)
 
     def will_send(self, rank: int, number: int) -> bool:
-        """Whether this stage sends to the rank, which then needs no notice that nothing comes for stage ``number``."""
+        """Whether this stage sends to ``rank``, which therefore needs no notice that stage ``number`` sends it
+        nothing.
+        """
         return number == self.number - self.exchange.early and self.sends_to(rank)
 
     @property
@@ -158,23 +162,24 @@ class Stage:
         return self.posted and not self.missing and not self.to_move
 
     def has_all_of(self, source: int) -> bool:
-        """Nothing more can arrive from a source."""
+        """Whether the message of a source has arrived completely."""
         message = self.arrived.get(source)
         return message is not None and (message.payload is None or message.payload.complete)
 
     def take(self, source: int, message: Message) -> None:
-        """Record that the message of a source has arrived, although parts of its payload may be missing."""
+        """Record the message of a source. Parts of its payload may still be missing."""
         self.missing.discard(source)
         self.arrived[source] = message
 
 
 class Family(Protocol):
-    """Operations that differ only in their tensors. Operations of equal families may be fused."""
+    """A family of operations that differ only in their tensors. Operations of equal families may be fused."""
 
     def together(self, operation: Operation, parts: list[FusionSpec], /) -> Steps[list[torch.Tensor | Exception]]:
         """The steps of several operations as one, over all tensors joined.
 
-        Stages, destinations and purposes must be those of each by itself: one agent may fuse what another runs singly.
+        Stages, destinations and purposes must equal those of each operation by itself, because another agent may not
+        fuse them.
         """
         ...
 
@@ -186,9 +191,9 @@ class FusionSpec:
     Attributes:
         flat: A copy of the caller's tensor, ``[numel]``.
         shape: The shape of the tensor.
-        out: The tensor that takes the result.
-        alone: The steps of the operation if it is not fused.
-        family: The operations that it may be fused with.
+        out: The tensor that receives the result.
+        alone: Creates the steps of the operation if it is not fused.
+        family: The family of operations that it may be fused with.
     """
 
     flat: torch.Tensor
@@ -211,7 +216,7 @@ class Mover(Protocol):
 
 
 class FailurePolicy(Enum):
-    """The fate of an operation that needs a lost agent, in a job whose survivors continue."""
+    """How an operation reacts to the loss of an agent that it needs, in a job whose survivors continue."""
 
     FAIL = auto()
     SKIP_MISSING = auto()  # continues without the missing messages; it has one exchange, whose edges are independent
@@ -223,12 +228,12 @@ class Recovery:
     """The state that an operation needs to survive the loss of an agent.
 
     Attributes:
-        steps: Creates its generator again.
-        on_loss: Whether it continues without the lost agent or restarts.
+        steps: Creates the generator of the operation again.
+        on_loss: Whether the operation continues without the lost agent or restarts.
         plan: The ranks that it excludes; equal on all agents.
         input: The tensor that it began with and its published copy; the caller may have changed the tensor since.
         result: The result of a restarting operation, from its arrival until all other agents have theirs.
-        again: Its generator has to be created again.
+        again: Whether its generator has to be created again.
         take: Computes its result from the result of another agent on which it has ended.
         copy: A copy of the result, for agents on which it may not have ended.
     """
@@ -244,14 +249,16 @@ class Recovery:
 
     @property
     def first_stage(self) -> int:
-        """Stages after a restart have other numbers, so that old messages are not mistaken for theirs."""
+        """The number of the first stage. It differs after a restart, so that old messages do not match the new
+        stages.
+        """
         return (self.plan.attempt & 0xFF) << 8 if self.on_loss is FailurePolicy.RETRY else 0
 
 
 class Operation:
     """One call, from its submission to its result.
 
-    Only its lifecycle writes its fields, and fusion those about fusion, under the engine's lock.
+    Only the lifecycle writes its fields, and fusion those about fusion, under the engine's lock.
     """
 
     __slots__ = (
@@ -299,29 +306,29 @@ class Operation:
         self.waiting_more = False
         self.stalled = False
         self.error: BaseException | None = None
-        self.fusible: FusionSpec | None = None  # what it is about, where it may go together with others
-        self.fused: Any = None  # the FusedOperation that it is a part of; only fusion makes one
+        self.fusible: FusionSpec | None = None  # set if it may be fused with others
+        self.fused: Any = None  # the FusedOperation of which it is a member; only fusion creates one
         self.recovery: Recovery | None = None  # None: a loss ends it
-        self.background = False  # it is nobody's call, and waits until somebody needs it
-        self.one_sided = False  # the others need not call anything for it
-        self.among: Sequence[int] | None = None  # who calls it, if not all
-        self.on_end: Callable[[Any], None] | None = None  # takes the result, before anything else happens
-        self.on_outcome: Callable[[Any, BaseException | None], None] | None = None  # is told how it ended
-        self.sent: frozenset[int] = frozenset()  # stages that have been sent, as a part of a fused operation
+        self.background = False  # internal to Shoal: no caller waits for it
+        self.one_sided = False  # the other agents make no matching call
+        self.among: Sequence[int] | None = None  # the ranks that call it, if not all
+        self.on_end: Callable[[Any], None] | None = None  # takes the result, before messages or callbacks
+        self.on_outcome: Callable[[Any, BaseException | None], None] | None = None  # takes the result or the error
+        self.sent: frozenset[int] = frozenset()  # stages that a fused operation has sent for it
 
     def __str__(self) -> str:
         return describe(self.op, self.name, self.round)
 
     def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        """Do what its generator asked for when it yielded."""
+        """Handle the value that its generator has yielded, or its end."""
         mover.proceed(self, item, result, error)
 
     def release(self) -> None:
-        """Free the memory that it published in; memory that other agents still read has leases of its own."""
+        """Free the memory of its published tensors. Memory that other agents still read has leases of its own."""
         for lease in self.leases:
             lease.release()
         self.leases = []
-        self.recovery = None  # it holds what it began with, and perhaps the result
+        self.recovery = None  # it holds the input, and perhaps the result
 
     def fail(self, mover: Mover, error: BaseException) -> None:
         """End the operation from outside."""
@@ -329,15 +336,15 @@ class Operation:
 
     @property
     def parts(self) -> Sequence[Operation]:
-        """The calls that it consists of: itself, or those that are fused in it."""
+        """The calls of the operation: itself, or the members of a fused one."""
         return (self,)
 
     def expect_confirmation(self, token: int, destination: int) -> None:
-        """A destination has to confirm that it expected the message with this token."""
+        """Wait for a destination's confirmation that it expected the message with this token."""
         self.unconfirmed[token] = destination
 
     def confirmed(self, token: int) -> None:
-        """A destination has answered the message with this token."""
+        """Record that a destination has answered the message with this token."""
         self.unconfirmed.pop(token, None)
 
     @property
@@ -356,7 +363,7 @@ class Operation:
         return self.recovery is not None and self.recovery.on_loss is FailurePolicy.RETRY
 
     def left_of(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those of ``ranks`` that its plan includes, in their order."""
+        """The ranks of ``ranks`` that its plan includes, in their order."""
         gone = self.excluded_ranks
         return [rank for rank in ranks if rank not in gone] if gone else ranks
 
@@ -366,7 +373,7 @@ class Operation:
 
     @property
     def waiting_for(self) -> list[int]:
-        """The ranks that block it."""
+        """The ranks of which it still needs a message, a payload, a confirmation or a transfer, ascending."""
         fused: Operation | None = self.fused
         if fused is not None:
             return fused.waiting_for
@@ -381,7 +388,7 @@ class Operation:
 
     @property
     def blocked_on(self) -> list[int]:
-        """The ranks that block it; a rank that reported to be waiting is replaced by those it waits for."""
+        """The ranks that block it. A rank that reported to be waiting is replaced by the ranks that it waits for."""
         part: Operation = self.fused or self
         behind = part.stage.behind if part.stage is not None else {}
         waiting = self.waiting_for
@@ -389,34 +396,34 @@ class Operation:
 
     @property
     def moves(self) -> bool:
-        """A backend has been asked to move its tensors and has not finished."""
+        """Whether a backend has been requested to move its tensors and has not finished."""
         stage = (self.fused or self).stage
         return stage is not None and stage.to_move and stage.asked_for
 
     @property
     def has_entered(self) -> bool:
-        """It has reached a stage, by itself or fused with others."""
+        """Whether it has reached a stage, by itself or fused with others."""
         part: Operation = self.fused or self
         return part.next_stage > 0
 
     @property
     def is_started(self) -> bool:
-        """It has begun, by itself or fused with others."""
+        """Whether it has begun, by itself or fused with others."""
         return self.generator is not None or self.fused is not None or self.outcome is not None
 
     @property
     def is_runnable(self) -> bool:
-        """It has all messages of its stage and waits for no agent."""
+        """Whether it has all messages of its stage and waits for no agent."""
         part: Operation = self.fused or self
         return part.stage is not None and part.stage.complete and not part.waiting_more
 
 
 INTERNAL: Final = "~shoal "
-"""Prefix of the names of calls that Shoal makes for a caller."""
+"""The prefix of the names of calls that Shoal makes for a caller."""
 
 
 def needed_by(ranks: Sequence[int], moves: bool) -> str:
-    """The ranks that a call waits for, as text for messages; ``moves`` is its :attr:`Operation.moves`."""
+    """The ranks that a call waits for, as text for messages; ``moves`` is the :attr:`Operation.moves` of the call."""
     return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved" * moves
 
 
@@ -425,7 +432,7 @@ SAME_CALLS = (
     "(shoal.AgentSampler), or else inside `with optimizer.join():`; and with equal counters behind calls in every k-th "
     'step, also after a restart (shoal.Checkpoint(state={"step": 0}) gives them to restarted agents)'
 )
-"""The remedy where agents wait in different calls."""
+"""The remedy if agents wait in different calls."""
 
 
 def describe(op: str, name: str, round_: int) -> str:
@@ -437,7 +444,7 @@ def describe(op: str, name: str, round_: int) -> str:
 
 
 class HandleDriver(Protocol):
-    """The interface through which a handle waits: the engine of its agent."""
+    """The interface by which a handle waits: the engine of its agent."""
 
     lock: RLock
 
@@ -460,15 +467,15 @@ class Handle(Generic[T]):
         self._callbacks: list[Callable[[Handle[T]], None]] = []
 
     def poll(self) -> bool:
-        """True once the result, or an error, is there. Never blocks."""
+        """Whether the result, or an error, is available. Never blocks."""
         return self.done
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result; blocks until it is there.
+        """Block until the operation ends, and return its result.
 
         Args:
-            timeout: Seconds to wait at most; 0 only looks. The operation's own deadline holds in any case; reaching
-                this one raises :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
+            timeout: Seconds to wait at most; 0 does not block. After them, :class:`~shoal.DeadlineExceeded` is raised
+                here and the operation stays in flight. The operation's own deadline holds in any case.
         """
         timeout = None if timeout is None else parse_timeout(timeout, 0.0, zero=True)
         if not self.done and not self._driver.wait_for(self, timeout):
@@ -482,10 +489,10 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def add_done_callback(self, callback: Callable[[Handle[T]], None]) -> None:
-        """Call ``callback(handle)`` when the operation ends, or now if it has.
+        """Call ``callback(handle)`` when the operation ends, or now if it has ended.
 
-        It runs in the thread that drives the exchange, for the agent that added it, and must be quick; what it raises
-        is logged.
+        The thread that drives the exchange runs the callback, for the agent that added it. The callback must be quick.
+        Its exceptions are logged.
         """
         context = contextvars.copy_context()
         with deferred, self._driver.lock:
@@ -496,11 +503,13 @@ class Handle(Generic[T]):
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether callbacks will run when it ends."""
+        """Whether callbacks will run when the operation ends."""
         return bool(self._callbacks)
 
     def end(self, result: T | None, error: BaseException | None) -> list[Callable[[Handle[T]], None]]:
-        """Set the result or the error. For the lifecycle, under the engine's lock; returns the callbacks to run."""
+        """Set the result or the error. Only the lifecycle calls it, under the engine's lock. Returns the callbacks to
+        run.
+        """
         self._result, self._error, self.done = result, error, True
         callbacks, self._callbacks = self._callbacks, []
         return callbacks

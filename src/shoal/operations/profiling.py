@@ -1,6 +1,6 @@
-"""Shows Shoal's work in ``torch.profiler`` under the names of the timeline: submit, sum, wait.
+"""Records Shoal's work in ``torch.profiler`` under the names of the timeline: submit, sum, wait.
 
-Without a profiler the only cost is a look at a flag of torch. A profiler follows the thread that started it: sums in
+Without a profiler the only cost is the check of a flag of torch. A profiler records the thread that started it. Sums in
 the progress thread are recorded with
 ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
 """
@@ -17,7 +17,7 @@ from .fused_name import PREFIX, decode_fused_name
 from .operation import INTERNAL, Arrived, Operation, Steps, Yields
 
 try:
-    from torch._C._profiler import _RecordFunctionFast as _Span  # a twentieth of what the public one takes
+    from torch._C._profiler import _RecordFunctionFast as _Span  # a twentieth of the cost of the public one
 except ImportError:
     _Span = torch.profiler.record_function  # type: ignore[assignment,misc]
 
@@ -25,7 +25,7 @@ _NOTHING = nullcontext()
 
 
 def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
-    """A span of the profiler's trace, if it records: ``shoal neighbor_allreduce layer1: sum``."""
+    """A span of the profiler's trace, if a profiler records: ``shoal neighbor_allreduce layer1: sum``."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
     if name.startswith(PREFIX):

@@ -1,9 +1,10 @@
-"""The progress engine of an agent: one thread at a time polls the sockets and resumes operations.
+"""The progress engine of an agent: one thread at a time drives, which means that it polls the sockets and resumes
+operations.
 
 A waiting caller drives by itself, so a small blocking operation involves no other thread. Otherwise the progress thread
-drives, so nonblocking operations advance while the caller computes. The progress thread pauses for a moment whenever a
-caller submits or drives, because the next call probably follows: a burst of submissions leaves in few packets, and two
-threads do not pass the interpreter lock back and forth for each of them.
+drives, so nonblocking operations advance while the caller computes. The progress thread pauses briefly whenever a
+caller submits or drives, because the next call probably follows. So a burst of submissions is sent in few packets, and
+two threads do not exchange the interpreter lock for each of them.
 """
 
 from __future__ import annotations
@@ -23,32 +24,36 @@ AFTER_DRIVING = 0.002
 AFTER_SUBMITTING = 0.0005
 """The same after a caller has submitted."""
 AFTER_SMALL = 0.002
-"""The same for what is small: more may follow, and what goes together is cheaper."""
+"""The same after the submission of a small operation: more may follow, and fusing them is cheaper."""
 AT_MOST = 0.02
-"""Seconds for which callers that submit and never wait can keep it away; and for which it sleeps while callers drive
-again and again, instead of looking twice in each ``AFTER_DRIVING`` whether they still do."""
+"""Seconds for which callers that submit and never wait can keep the progress thread from driving.
+
+Also its longest sleep while callers drive repeatedly; otherwise it checks twice in each ``AFTER_DRIVING``."""
 STOP_SECONDS = 5.0
-"""How long the end waits for another thread to stop driving; all that it could wait for has ended by then."""
+"""Seconds that :meth:`Progress.stop` waits for another thread to stop driving; all of its operations have ended by
+then."""
 AFTER_FAILING = 0.1
-"""Seconds after which the progress thread tries again where it could not drive."""
+"""Seconds after which the progress thread tries again if driving has failed."""
 FOREVER = float("inf")
 HELD_UP = 0.05
 """Seconds after which a poll counts as old: the thread waited for messages, or for the interpreter lock."""
 BACKLOG = 300
-"""Polls at most that take in what came meanwhile: more packets than a Unix socket holds."""
+"""Polls at most that take the backlog of messages: more packets than a Unix socket holds."""
 LONGEST = 1.0
-"""Seconds of one system call: a signal that comes just before it would not end it, and memory that somebody has let go
-of is taken in between two."""
+"""Seconds of one poll at most.
+
+A signal that arrives just before the system call does not end it, and released memory is only reclaimed between two
+polls."""
 
 
 class Driven(Protocol):
-    """The interface of a driven object."""
+    """The interface of the object that the progress engine drives."""
 
     def advance(self) -> None:
-        """Resume all operations that are ready, and hand their messages to the sockets. Without the lock."""
+        """Resume all operations that are ready, and pass their messages to the sockets. Without the lock."""
 
     def handle(self, due: list[tuple[Callable[[int], None], int]]) -> None:
-        """Take received messages. With the lock."""
+        """Handle received messages. With the lock."""
 
     def check(self, now: float) -> float:
         """Check deadlines. With the lock. Returns when to check again, as ``clock.monotonic()``."""
@@ -57,27 +62,29 @@ class Driven(Protocol):
         """Run callbacks. Without the lock."""
 
     def break_off(self, error: Exception) -> None:
-        """It cannot be driven any more: end operations that wait for it. With the lock."""
+        """End the operations that wait for this object, because it cannot be driven any more. With the lock."""
 
 
 class Progress:
-    """Turn-taking between callers and the progress thread. ``lock`` also guards the tables of the driven objects."""
+    """Lets callers and the progress thread take turns at driving. ``lock`` also guards the tables of the driven
+    object.
+    """
 
     def __init__(self, driven: Driven, poller: Poller, name: str) -> None:
         self.lock = threading.RLock()
         self.waiters = 0
         self.next_check = FOREVER
-        """``clock.monotonic()`` at which somebody has to look at the clock."""
+        """``clock.monotonic()`` at which deadlines have to be checked."""
         self._driven = driven
         self._poller = poller
         self._driver = 0
-        self._done: Callable[[], bool] | None = None  # what a caller drives for that has no time limit
+        self._done: Callable[[], bool] | None = None  # the condition of a caller that drives without a time limit
         self._keep_away = 0.0
-        self._left = 0.0  # when somebody last stopped driving
+        self._left = 0.0  # when a thread last stopped driving
         self._aside = False
-        self._polled = False  # whoever drove last has also listened
-        self._drives = 0  # of callers, since the progress thread looked last
-        self._sleeps_until = 0.0  # the progress thread, if nobody wakes it
+        self._polled = False  # whether the last driving thread has polled
+        self._drives = 0  # by callers, since the progress thread last checked
+        self._sleeps_until = 0.0  # when the progress thread wakes by itself
         self._closing = False
         self._running = threading.Event()
         self._turn = threading.Condition(self.lock)
@@ -88,7 +95,7 @@ class Progress:
         threads = torch.get_num_threads()
         self._thread.start()
         self._running.wait()
-        torch.set_num_threads(threads)  # new threads take what was set last, by whatever thread
+        torch.set_num_threads(threads)  # new threads take the last value that any thread has set
 
     def stop(self) -> None:
         with self.lock:
@@ -97,7 +104,7 @@ class Progress:
             self._turn.notify_all()
             self._poller.wake()
             limit = clock.monotonic() + STOP_SECONDS
-            self.waiters += 1  # so that who drives says when it has left
+            self.waiters += 1  # so that the driving thread notifies this one when it stops
             while self._driver not in (0, self._thread.ident) and clock.monotonic() < limit:
                 self._turn.wait(STOP_SECONDS)
             self.waiters -= 1
@@ -110,12 +117,12 @@ class Progress:
 
     @property
     def stopped(self) -> bool:
-        """No thread drives any more."""
+        """Whether driving has been stopped for good."""
         return self._closing
 
     @property
     def somebody_waits(self) -> bool:
-        """A thread of the script is blocked in an operation."""
+        """Whether a thread of the script is blocked in an operation."""
         return bool(self.waiters) or self._driver not in (0, self._thread.ident)
 
     @property
@@ -133,12 +140,14 @@ class Progress:
         return self._driver == threading.get_ident()
 
     def check_by(self, when: float) -> None:
-        """Check deadlines by this time at the latest. With the lock, or from a driven object."""
+        """Check deadlines by this time at the latest. Call it with the lock, or from a driven object."""
         if when < self.next_check:
             self.next_check = when
 
     def submitted(self, away: float = AFTER_SUBMITTING) -> None:
-        """New work is to be driven soon. With the lock."""
+        """Prepare to drive new work soon; ``away``: seconds that the progress thread pauses first. Call it with the
+        lock.
+        """
         if self._driver in (0, self._thread.ident):
             soon = clock.monotonic() + away
             if self._driver and not self._aside:
@@ -150,25 +159,25 @@ class Progress:
             self._poller.wake()
 
     def wake(self) -> None:
-        """Work is ready. From any thread."""
+        """Wake the driving thread, because work is ready. Call it from any thread."""
         self._poller.wake()
 
     def notify(self) -> None:
-        """An operation has ended for which a thread may wait. With the lock."""
+        """Wake the waiting threads, because an operation has ended. Call it with the lock."""
         if self.waiters:
             self._turn.notify_all()
 
     def drive_until(self, done: Callable[[], bool], limit: float = FOREVER) -> bool:
-        """Drive, or let another thread drive, until ``done()`` or the time ``limit``. Not for a thread that drives
-        already.
+        """Drive, or let another thread drive, until ``done()`` or the time ``limit``.
 
-        In the main thread it returns also when a signal arrived, without driving, so that the signal can be handled.
+        A thread that drives already must not call it. In the main thread it also returns, without driving, when a
+        signal has arrived, so that the signal can be handled.
         """
         with deferred:
             if self._take(done, limit):
                 deferred.wake(self._poller.waker)
                 began = clock.monotonic()
-                again = began - self._left < AFTER_DRIVING  # as in a loop of calls, where the next is probably near
+                again = began - self._left < AFTER_DRIVING  # a loop of calls: the next is probably near
                 try:
                     self._drive(done, limit)
                 finally:
@@ -187,7 +196,7 @@ class Progress:
             return done()
 
     def _take(self, done: Callable[[], bool], limit: float) -> bool:
-        """Wait until no thread drives, and take over; False if there is nothing left to drive for."""
+        """Wait until no thread drives, and take over; False if there is no reason to drive any more."""
         slice_ = SLICE if deferred.here else 60.0  # a signal would not end it
         with self.lock:
             self.waiters += 1
@@ -206,7 +215,7 @@ class Progress:
                 self.waiters -= 1
 
     def _drive(self, done: Callable[[], bool], limit: float) -> None:
-        if torch.is_inference_mode_enabled():  # as in the engine: memory for what comes is any thread's
+        if torch.is_inference_mode_enabled():  # as in the engine: any thread may use the memory of received messages
             with torch.inference_mode(False):
                 self._drive(done, limit)
             return
@@ -229,15 +238,15 @@ class Progress:
                     if now - asked > HELD_UP:
                         self._take_backlog()
                         now = clock.monotonic()
-                    self.next_check = FOREVER  # what is done here may find more that is due
+                    self.next_check = FOREVER  # the check below may add deadlines
                     self.check_by(driven.check(now))
             driven.after()
 
     def _take_backlog(self) -> None:
-        """Take all messages that have arrived, before a deadline is judged.
+        """Take all messages that have arrived, before deadlines are checked.
 
         The last poll may have returned long ago to a thread that could not run because another held the interpreter
-        lock. A shutdown message, or the notice of the loss that explains the delay, may be unread since.
+        lock. Since then a shutdown message, or the notice of the loss that explains the delay, may be unread.
         """
         for _ in range(BACKLOG):
             due = self._poller.poll(0.0)
@@ -265,7 +274,7 @@ class Progress:
                 self._driver = me
             try:
                 self._drive(lambda: bool(self.waiters) or self._closing or self._aside, FOREVER)
-            except Exception as error:  # as where there is no memory; without this thread all would wait in vain
+            except Exception as error:  # such as no memory; without this thread no operation would advance
                 with self.lock:
                     self._driven.break_off(error)
                     self._progress_turn.wait(AFTER_FAILING)

@@ -1,6 +1,6 @@
-"""Makes tensors readable for other agents: as copies, or in place if they lie in the arena already.
+"""Makes tensors readable for other agents: as copies, or in place if they are in the arena already.
 
-With ``SHOAL_CHECK_FINITE`` each tensor is checked first: NaN of one agent would be in all parameters a step later.
+With ``SHOAL_CHECK_FINITE`` each tensor is checked first: a NaN of one agent would be in all parameters a step later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .devices import Devices
 from .operation import Operation
 
 PUBLISH_BYTES = 1 << 14
-"""Tensors larger than this are published in shared memory; smaller ones travel inside the message."""
+"""Bytes of a tensor up to which it is sent inside the message; larger tensors are published in shared memory."""
 
 
 class Publisher:
@@ -24,15 +24,14 @@ class Publisher:
 
     Args:
         rank: The agent's rank.
-        arena: The memory that others can read.
-        devices: The devices of its tensors.
+        arena: The memory that others can read. devices: The devices of the agent's tensors.
     """
 
     def __init__(self, rank: int, arena: Arena, devices: Devices) -> None:
         self._rank = rank
         self._arena = arena
         self._devices = devices
-        self.finite = False  # refuse tensors with NaN or infinity; a window may hold what its owner likes
+        self.finite = False  # refuse tensors with NaN or infinity; one-sided operations, as on windows, are exempt
 
     def publish(
         self,
@@ -48,17 +47,19 @@ class Publisher:
         Args:
             operation: The operation that publishes it.
             tensor: Any strides, on any device.
-            zero_copy: Publish it in place, if it is large, contiguous and in memory of ``arena.empty``; other tensors
-                are copied all the same. No one may change it meanwhile. The operation then ends only when all others
-                have read it. A failed one may leave readers behind, and the tensor must not change any more.
+            zero_copy: Publish the tensor in place if it is large, contiguous and in memory of ``arena.empty``; other
+                tensors are still copied. The tensor must not change until the operation ends, which happens only when
+                all other agents have read it. A failed operation may leave readers behind; then the tensor must not
+                change any more.
             pieces: The number of messages that it is split into; small ones carry it inline.
-            on_device: A device tensor may stay there: a :class:`~.devices.PublishedOnDevice`, not written yet.
+            on_device: Whether a device tensor may stay there, as a :class:`~.devices.PublishedOnDevice` that is not
+                written yet.
         """
         recovery = operation.recovery
         if recovery is None:
             return self._publish(operation, tensor, zero_copy, pieces, on_device)
         if recovery.input is not None and recovery.input[0] is tensor:
-            return recovery.input[1]  # it begins anew, and the caller may have changed the tensor since
+            return recovery.input[1]  # it restarts, and the caller may have changed the tensor since
         published = self._publish(operation, tensor, zero_copy, pieces, on_device)
         if recovery.input is None:
             recovery.input = tensor, published
@@ -85,7 +86,7 @@ class Publisher:
         return published
 
     def keep(self, operation: Operation, tensor: torch.Tensor) -> Published:
-        """A tensor that no other agent reads, in place, with the checks of a published one."""
+        """Publish in place a tensor that no other agent reads, with the checks of a published one."""
         spoiled = self.problem(operation, tensor)
         if spoiled is not None:
             raise spoiled
@@ -107,16 +108,18 @@ class Publisher:
         return published
 
     def problem(self, operation: Operation, tensor: torch.Tensor) -> NotFinite | None:
-        """The error if a tensor has NaN or infinity, if tensors are checked. One pass: such numbers survive a sum."""
+        """The error of a tensor with NaN or infinity; None if it has none or tensors are not checked. One sum finds
+        such numbers.
+        """
         if not self.finite or operation.one_sided or not (tensor.is_floating_point() or tensor.is_complex()):
             return None
         with torch.no_grad():
-            if tensor.dtype not in DTYPES:  # torch has no sum of it
+            if tensor.dtype not in DTYPES:  # torch has no sum for other dtypes
                 tensor = tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
             if bool(torch.isfinite(tensor.sum())):
                 return None
             wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
-        if not wrong:  # their sum is too large, and they are not
+        if not wrong:  # only the sum has overflowed
             return None
         return NotFinite(
             f"{operation} on rank {self._rank}: {wrong} of the {tensor.numel()} numbers of its tensor are NaN or "

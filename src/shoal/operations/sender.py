@@ -1,4 +1,4 @@
-"""The messages that this agent sends, and the receivers that still have to acknowledge them."""
+"""Sends the messages of this agent, and tracks the receivers that still have to acknowledge them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,22 @@ CONNECT = "~connect"
 
 
 class _Unacknowledged(NamedTuple):
-    """A message whose receiver has to acknowledge it: it reads our memory, or confirms that it expected it."""
+    """A message whose receiver has to acknowledge it, because it reads this agent's memory or confirms that it expected
+    it.
+    """
 
     receiver: int
     operation: Operation
     published: Published
     channel: Channel
     carried: tuple[Message, int, int] | None
-    """What was announced to be carried, and from where to where it goes: to be sent by a link, if it must be."""
+    """For a tensor that the backend moves: the announcement, and the range of elements.
+
+    A link sends it if the backend does not."""
 
 
 def _bytes_of(send: Send) -> tuple[Published, int, int, tuple[int, ...]]:
-    """The properties that consecutive messages must share to be encoded once for several destinations."""
+    """The properties that consecutive messages must share, so that they are encoded once for several destinations."""
     return send.published, send.start, send.stop, send.shape
 
 
@@ -65,7 +69,7 @@ class Sender:
         self, rank: int, router: Router, membership: Membership, events: Events, on_closed: Callable[[int, str], None]
     ) -> None:
         self.bytes_sent = 0
-        self.keeps_what_is_carried = False  # until its receivers have it; else it is not asked for twice
+        self.keeps_what_is_carried = False  # until the receivers have the tensors that a backend moves
         self.said_goodbye = False
         self.traffic = EdgeCounters()
         self._rank = rank
@@ -75,16 +79,16 @@ class Sender:
         self._on_closed = on_closed
         self._tokens = itertools.count(1)
         self._unacknowledged: dict[int, _Unacknowledged] = {}
-        self._news: list[Message] = []  # of losses
+        self._news: list[Message] = []  # notices of losses
         self._dirty: dict[Link, None] = {}
-        self._requests = 0  # for connections, that this agent has sent
-        self._requests_seen: dict[tuple[int, int], int] = {}  # of others, by who asks whom: the last one's number
+        self._requests = 0  # connection requests that this agent has sent
+        self._requests_seen: dict[tuple[int, int], int] = {}  # the last request's number, by origin and target
 
     def post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
         """Send the messages of a stage."""
         exchange = stage.exchange
-        # Small messages lie in the receiver's memory until it takes them up. Now and then it says how far it is;
-        # without that a sender could be any number of rounds ahead.
+        # Small messages stay in the receiver's memory until it takes them. It acknowledges some of them; without that a
+        # sender could be any number of rounds ahead.
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
         what = (CONFIRM if exchange.checked else 0) | (COMMON if exchange.coordinates else 0)
         what |= ON_DEVICE if exchange.on_device else 0
@@ -92,14 +96,15 @@ class Sender:
         last: Send | None = None
         view = self._membership.view
         for send in exchange.sends:
-            if view.epoch and send.destination not in view.alive:  # it fails because of that, or goes on without
+            if view.epoch and send.destination not in view.alive:  # the operation fails, or continues without it
                 continue
             published = send.published
             nbytes = (send.stop - send.start) * published.data.element_size()
-            carried = stage.to_move and nbytes > 0  # it is there when the stage is over, and needs no answer
+            carried = stage.to_move and nbytes > 0  # it has arrived when the stage ends, and needs no answer
             keeps = carried and self.keeps_what_is_carried and not operation.restarts
             reply = keeps if stage.to_move else often or published.region is not None
             token = next(self._tokens)
+            # The link reuses a tail that is not empty: one of other bytes would send this receiver another's tensor.
             if last is None or _bytes_of(last) != _bytes_of(send):
                 tail = b""
             message = Message(
@@ -121,6 +126,7 @@ class Sender:
                 message.where = Where.CARRIED
             if reply:
                 if published.lease is not None:
+                    # Without this hold, the end of the operation would free memory that the receiver still reads.
                     published.lease.hold()
                 kept = (message, send.start, send.stop) if carried else None
                 self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel, kept)
@@ -132,7 +138,7 @@ class Sender:
                 return
             if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
                 stage.expect_confirmation(send.destination)
-            # Before it is posted: its receiver may have it before that returns.
+            # Taken before the post: the receiver may have the message before post() returns.
             posted = clock.perf_counter_ns() if self._events.active else 0
             if carried:
                 link.post(message)
@@ -150,7 +156,9 @@ class Sender:
         stage.posted = True
 
     def keep_what_is_carried(self) -> None:
-        """Losses are survived: tensors that the backend has not moved may have to travel over links."""
+        """Keep tensors that the backend moves until they have arrived: losses are survived, and links may have to send
+        them.
+        """
         self.keeps_what_is_carried = True
 
     def send_by_links(self) -> None:
@@ -167,7 +175,7 @@ class Sender:
                 link.post(message, sent.published, start, stop)
 
     def count(self, nbytes: int) -> None:
-        """Count bytes of tensors that are sent by another way."""
+        """Count tensor bytes that are sent without this sender."""
         self.bytes_sent += nbytes
 
     def say(self, peer: int, message: Message) -> None:
@@ -178,14 +186,15 @@ class Sender:
                 link.post(message)
 
     def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
-        """Let a peer on this machine map one of our memory files; no effect for other or lost peers."""
+        """Let a peer on this machine map one of this agent's memory files; no effect for other or lost peers."""
         link = self._link(peer) if peer in self._membership.view.alive else None
         if isinstance(link, SharedMemoryLink):
             link.share(ident, fd, lockable)
 
     def acknowledge(self, source: int, message: Message) -> None:
-        """Allow a sender to reuse its memory, once."""
+        """Allow the sender of a message to reuse its memory. Only the first call for a message has an effect."""
         if message.flags & WANTS_REPLY:
+            # Acknowledged twice, a part would count for another one, whose memory the sender would reuse too early.
             message.flags &= ~WANTS_REPLY
             if self._is_last(message):
                 self.say(source, Message(Kind.DONE, token=message.token))
@@ -193,7 +202,10 @@ class Sender:
                 self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token))
 
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
-        """Notify a peer that its message does not match, and why; ``lost``: the agent whose loss is the reason."""
+        """Notify a peer that its message does not match, and of the reason.
+
+        ``lost``: the agent whose loss is the reason.
+        """
         answers = not message.flags & WANTS_REPLY or self._is_last(message)
         token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
         refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
@@ -210,7 +222,7 @@ class Sender:
         return parts is None or not parts.left
 
     def deny(self, peer: int, what: Operation | Message, stage: int, failure: RoundFailure = NO_FAILURE) -> None:
-        """Notify a waiting peer that our message will not come, and why if the call failed."""
+        """Notify a waiting peer that this agent's message will not come, and of the reason if the call failed."""
         if failure.leaving:
             return
         flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
@@ -219,7 +231,7 @@ class Sender:
         )
 
     def put_off(self, peer: int, what: Message, waiting_for: list[int]) -> None:
-        """Notify a waiting peer that we wait for other agents first."""
+        """Notify a waiting peer that this agent waits for other agents first."""
         shape = tuple(waiting_for[:MAX_DIMENSIONS])
         self.say(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
 
@@ -235,23 +247,25 @@ class Sender:
         self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
 
     def ask_to_connect(self, target: int) -> None:
-        """Have other agents ask a peer to connect to this agent, which cannot connect to the peer
-        (``transport/reverse_connections.py``).
+        """Request through other agents that a peer connects to this agent, which cannot connect to the peer.
+
+        See ``transport/reverse_connections.py``.
         """
         self._requests += 1
         self._pass_request_on(Message(Kind.ASK, CONNECT, CONNECT, self._requests, self._rank, target))
 
     def on_connect_request(self, request: Message) -> None:
-        """An agent asks another one to connect to it: connect, or pass the request on, once.
+        """Handle an agent's request that another agent connects to it: connect, or pass the request on, once.
 
         Raises:
-            ProtocolError: There are no such agents.
+            ProtocolError: A rank of the request does not exist.
         """
         origin, target = request.stage, request.token
         if max(origin, target) >= len(self._router.places):
             raise ProtocolError(f"rank {origin} is said to ask rank {target} for a connection")
         if origin == self._rank or request.round <= self._requests_seen.get((origin, target), 0):
             return
+        # Agents that pass each request on to all others would do so endlessly without this record.
         self._requests_seen[origin, target] = request.round
         if target == self._rank:
             self._router.reversing.connect_back(origin)
@@ -259,7 +273,7 @@ class Sender:
             self._pass_request_on(replace(request, tail=b""))
 
     def _pass_request_on(self, request: Message) -> None:
-        """Over all links that are open, because a queued request would come too late."""
+        """Send a connection request over all open links, because a queued request would arrive too late."""
         for peer, link in list(self._router.links.items()):
             if not isinstance(link, Outgoing) or link.open:
                 self.say(peer, request)
@@ -268,14 +282,16 @@ class Sender:
             self.say(target, request)
 
     def problems_with(self, ranks: list[int]) -> str:
-        """Why this agent has no connection to some of these ranks; empty if it has or needs none."""
+        """The reasons why this agent has no connection to some of these ranks; empty if it has or needs all
+        connections.
+        """
         return "; ".join(filter(None, map(self._router.reversing.problem_with, ranks)))
 
     def pass_on(self, gone: Departure) -> None:
-        """Notify all linked peers, except those that know, that an agent is lost.
+        """Notify all linked peers that an agent is lost or has shut down, except that agent and the one that noticed.
 
-        An agent that we count as lost may be alive and shut out because of a message that it sent; it must not conclude
-        that all others are lost.
+        A lost agent may be alive and excluded because of a message that it sent. It is notified too if this agent
+        noticed: it must not conclude that all other agents are lost.
         """
         flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0) | (SILENT if gone.silent else 0)
         notice = Message(
@@ -292,13 +308,14 @@ class Sender:
             condemned.flush()
 
     def forget_news(self, ranks: tuple[int, ...]) -> None:
-        """Agents have entered: notices of earlier losses of their ranks are outdated."""
+        """Drop the notices of earlier losses of ranks that have been admitted again."""
         self._news = [notice for notice in self._news if notice.token not in ranks]
 
     def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
-        """Send the shutdown message to every linked peer. It names first the agents that we have lost, if we leave
-        after a loss, so that no peer takes us for its cause; and the rank that we ``missed`` in a one-sided call (-1:
-        none).
+        """Send the shutdown message to every linked peer.
+
+        If this agent shuts down after a loss, the message first names the lost agents, so that no peer takes this agent
+        for the cause. It also names the rank that this agent ``missed`` in a one-sided call; -1 for none.
         """
         if not self._news and isinstance(ended, PeerLost) and min(ended.ranks, default=-1) >= 0:
             self.pass_on(Departure(ended.ranks[0], str(ended), True, self._rank, certain=True))
@@ -311,13 +328,16 @@ class Sender:
         self._router.say_goodbye(lost, cause)
 
     def reach(self, peer: int) -> bool:
-        """Ensure that a link to a peer exists or is being made; it then shows whether the peer's process has ended.
-        False if the link has ended before.
+        """Ensure that a link to a peer exists or is being opened; the link detects the end of the peer's process.
+
+        False if the link has ended already.
         """
         return self._router.reaches(peer) if peer in self._router.links else self._link(peer) is not None
 
     def _link(self, peer: int) -> Link | None:
-        """The link to a peer, marked for flushing; None if it cannot be opened, or not any more during shutdown."""
+        """The link to a peer, marked for flushing; None if it cannot be opened, or if it is not open during
+        shutdown.
+        """
         if self.said_goodbye and peer not in self._router.links:
             return None
         known = peer in self._router.links
@@ -327,19 +347,22 @@ class Sender:
             self._on_closed(peer, f"connecting to it failed: {error.strerror or error}")
             return None
         self._dirty[link] = None
-        if not known:  # what follows may be a consequence of what it has not heard
+        if not known:  # later messages may be consequences of a loss that the peer does not know
             for notice in self._news:
                 link.post(notice)
         return link
 
     def flush(self) -> None:
-        """Hand queued bytes to the operating system."""
+        """Pass queued bytes to the operating system."""
         self._router.retire_memory()
         while self._dirty:
             self._dirty.popitem()[0].flush()
 
     def acknowledged(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
-        """A receiver has acknowledged: free the memory that was held for it. No other agent can acknowledge for it."""
+        """Free the memory that was held for a receiver that has acknowledged its message.
+
+        None if the message is not waiting for this receiver, since no agent can acknowledge for another.
+        """
         sent = self._unacknowledged.get(token)
         if sent is None or sent.receiver != receiver:
             return None
@@ -351,7 +374,7 @@ class Sender:
         return sent.operation, sent.channel
 
     def confirmed_in_part(self, receiver: int, message: Message) -> Operation | None:
-        """A receiver expected one of several tensors of a message. Returns its operation."""
+        """The operation whose tensor a receiver has confirmed, of a message with several tensors; None if unknown."""
         sent = self._unacknowledged.get(message.token)
         parts = sent.operation.parts if sent is not None and sent.receiver == receiver else ()
         for one in parts:
@@ -365,39 +388,37 @@ class Sender:
         return [token for token, sent in self._unacknowledged.items() if sent.receiver == rank]
 
     def forget_failed(self) -> None:
-        """Stop waiting for acknowledgements of rounds that failed here, during shutdown. The memory stays in place for
-        late readers.
+        """Stop waiting for acknowledgements of rounds that failed here, during shutdown. Late readers may still read
+        the memory.
         """
         failed = [token for token, one in self._unacknowledged.items() if isinstance(one.operation.error, ShoalError)]
         for token in failed:
             del self._unacknowledged[token]
 
     def receivers_behind(self, name: str) -> list[int]:
-        """The receivers that have not acknowledged messages of a name."""
+        """The receivers that have not acknowledged messages of a name, ascending."""
         return sorted({sent.receiver for sent in self._unacknowledged.values() if sent.operation.name == name})
 
     @property
     def drained(self) -> bool:
-        """No acknowledgement is outstanding."""
+        """Whether no acknowledgement is outstanding."""
         return not self._unacknowledged
 
     @property
     def empty(self) -> bool:
-        """All bytes have been handed to the operating system."""
+        """Whether all bytes have been passed to the operating system."""
         return all(link.idle for link in self._router.links.values())
 
 
 def send_alone(
     publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor, *, background: bool = False
 ) -> None:
-    """Send a peer a copy of a tensor outside of any operation of this agent: an answer, or a notice.
+    """Send a peer a copy of a tensor outside of the operations of this agent, as an answer or a notice.
 
     Args:
-        publisher, outbox: This agent's publisher and sender.
-        peer: The destination.
-        what: Has the operation, name, round, stage and digest of the message.
-        tensor: Any dtype.
-        background: The message is internal, and not counted as the caller's traffic.
+        publisher, sender: This agent's publisher and sender.
+        peer: The destination. what: A message with the operation, name, round, stage and digest to send.
+        tensor: Any dtype. background: Whether the message is internal, and not counted as the caller's traffic.
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
     alone.background = background

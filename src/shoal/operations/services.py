@@ -1,4 +1,4 @@
-"""Services: handlers of messages that belong to no operation of this agent, such as those of windows."""
+"""Services: handlers of messages that belong to no operation of this agent, such as the messages of windows."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from ..transport.wire import Message, Payload, ProtocolError
 
 
 class Service(Protocol):
-    """Called under the engine's lock, except for ``close``."""
+    """A handler of messages under one prefix. Called under the engine's lock, except :meth:`close`."""
 
     def serve(self, source: int, message: Message) -> None:
         """Handle a peer's first message under a name that begins with this service's prefix."""
 
     @property
     def cause(self) -> int | None:
-        """The rank whose loss is the cause if this agent leaves now; this agent's own, or None if there is none."""
+        """The rank whose loss is the cause if this agent shuts down now; None if there is none."""
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        """An agent is lost, because of the loss of another if that is known."""
+        """Handle the loss of an agent; ``because``: another lost agent that is its cause, if known."""
 
     def check(self, now: float) -> float:
-        """Do due work; returns when to check again."""
+        """Do the work that is due. Returns when to check again."""
 
     def descriptors(self) -> list[int]:
-        """The descriptors that a forked child must close."""
+        """The file descriptors that a forked child must close."""
 
     def holds_topology(self) -> list[str]:
         """The names of the objects that depend on the current topology."""
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
-        """The calls without an operation in which threads of this agent may wait: description, ranks, and since when
-        (``clock.monotonic()``). From any thread.
+        """The calls without an operation in which threads of this agent may wait. Called from any thread.
+
+        Each has a description, the ranks, and the time since when it waits (``clock.monotonic()``).
         """
 
     def close(self, deadline: float) -> None:
-        """Not under the lock: end all work, by itself until the deadline."""
+        """End all work by the deadline. Called without the lock."""
 
 
 class MinimalService(Service):
-    """A service that holds no resources: the optional methods do nothing."""
+    """A service without resources: the optional methods do nothing."""
 
     @property
     def cause(self) -> int | None:
@@ -67,7 +68,7 @@ class MinimalService(Service):
 
 
 class Services:
-    """The services of one agent, by the prefix of their messages' names."""
+    """The services of one agent, by the prefix of the names of their messages."""
 
     def __init__(self) -> None:
         self._by_word: dict[str, Service] = {}
@@ -80,7 +81,7 @@ class Services:
         return self._by_word.get(word)
 
     def of(self, message: Message) -> Service | None:
-        """The service that a message is for."""
+        """The service that handles a message; None if no service does."""
         if not self._by_word or not message.name.startswith("~"):
             return None
         return self._by_word.get(message.name.partition(" ")[0])
@@ -90,19 +91,19 @@ class Services:
 
 
 def as_tensor(text: bytes) -> torch.Tensor:
-    """A text as the tensor that is sent."""
+    """A text as a tensor that can be sent, uint8."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def when_complete(message: Message, then: Callable[[bytes], None]) -> None:
-    """Call ``then`` with the text of a message, when all of it has arrived. ProtocolError if it has none."""
+    """Call ``then`` with the text of a message when it has arrived completely. ProtocolError if it has none."""
     if message.dtype != torch.uint8:
         raise ProtocolError("what was said is no text")
     when_arrived(message, lambda data: then(bytes(data.numpy())))
 
 
 def when_arrived(message: Message, then: Callable[[torch.Tensor], None]) -> None:
-    """Call ``then`` with the numbers of a message, flat, when all have arrived. ProtocolError if it has none."""
+    """Call ``then`` with the elements of a message, flat, when all have arrived. ProtocolError if it has none."""
     payload = message.payload
     if payload is None:
         raise ProtocolError("what was said is nothing")

@@ -1,5 +1,7 @@
-"""Decides which operations may begin: the agent is initialized and not shut down, no loss has ended it, and no
-agreement is in progress. It also holds the plan of operations that begin.
+"""Decides which operations may begin, and holds the plan of operations that begin.
+
+An operation may begin if the agent is initialized and not shut down, no loss has ended it, and no agreement on a loss
+is in progress.
 """
 
 from __future__ import annotations
@@ -11,16 +13,16 @@ from .membership import WHOLE, Plan
 
 
 class SubmissionGate:
-    """Used under the engine's lock.
+    """The gate of one agent. Used under the engine's lock.
 
     Args:
-        opened: Called when waiting operations may begin.
+        opened: Called when operations that wait at the gate may begin.
 
     Attributes:
-        ended: Why no operation is possible any more.
-        aborted: Not even a one-sided operation, which the loss of others does not end.
-        closing: This agent has shut down, or is about to.
-        paused: The survivors agree on a loss. Until they have, no operation begins and no collective one continues.
+        ended: The error of collective operations, which are not possible any more; None while they are. aborted:
+        Whether one-sided operations are not possible either; the loss of other agents does not end those. closing:
+        Whether this agent has shut down, or is about to. paused: Whether the survivors are agreeing on a loss. Until
+        then no operation begins and no collective one continues.
         plan: The plan of operations that begin now, as all members have agreed.
     """
 
@@ -39,7 +41,7 @@ class SubmissionGate:
 
     @property
     def entered(self) -> int:
-        """How many agents have entered since the job began."""
+        """The number of agents admitted since the job began."""
         return self.plan.entered
 
     def check_open(self, op: str, one_sided: bool) -> None:
@@ -51,16 +53,18 @@ class SubmissionGate:
             raise type(ended)(f"{op}: {ended}", ended.ranks)
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """Why operations are not possible any more; ``one_sided`` ones may survive the loss of others."""
+        """The error of operations that are not possible any more; ``one_sided`` ones may survive the loss of other
+        agents.
+        """
         return self.ended if self.aborted or not one_sided else None
 
     def end(self, error: ShoalError) -> ShoalError:
-        """Collective operations are not possible any more. Returns the reason: the first one stays."""
+        """End collective operations for good. Returns the reason: the first one remains."""
         self.ended = self.ended or error
         return self.ended
 
     def abort(self, error: ShoalError) -> None:
-        """No operation is possible any more."""
+        """End all operations for good."""
         self.end(error)
         self.aborted = True
 
@@ -69,19 +73,19 @@ class SubmissionGate:
         self.closing = True
 
     def pause(self) -> None:
-        """Begin no operation and continue no collective one, until the survivors agree."""
+        """Begin no operation and continue no collective one, until the survivors have agreed."""
         self.paused = True
 
     def resume(self, gone: tuple[int, ...]) -> None:
-        """The survivors have agreed on a loss: waiting operations may begin."""
+        """Let waiting operations begin: the survivors have agreed on the loss of the ranks ``gone``."""
         self.paused, self.plan = False, Plan(gone, self.entered)
         self._opened()
 
     def install_plan(self, plan: Plan) -> None:
-        """Agents have entered: set the plan of later operations."""
+        """Set the plan of later operations, after agents have been admitted."""
         self.plan = plan
 
 
 def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
-    """The error of an operation that cannot continue after a loss."""
+    """The error of an operation that cannot continue without the lost ranks."""
     return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)

@@ -9,16 +9,16 @@ from .._signals import slices
 
 
 def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str = "timeout") -> float:
-    """A ``timeout`` argument as seconds, which may be infinite.
+    """Convert a ``timeout`` argument to seconds, which may be infinite.
 
     Args:
-        timeout: Any number; ``default`` if not given.
-        zero: Whether 0 is allowed, which only looks.
+        timeout: Any number; None for ``default``.
+        zero: Whether 0 is allowed, for a check without waiting.
         what: The name of the argument.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is NaN, negative, or a zero that is not allowed.
+        TypeError: The argument is no number.
+        ValueError: The argument is NaN, negative, or a zero that is not allowed.
     """
     if timeout is None:
         return default
@@ -26,7 +26,7 @@ def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str
         raise TypeError(f"{what}={timeout!r}: it must be a positive number of seconds, not {type(timeout).__name__}")
     try:
         seconds = float(timeout)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         seconds = float("inf") if timeout > 0 else -1.0
     if not (seconds > 0 or (zero and seconds == 0)):
         allowed = "a number of seconds, 0 or more" if zero else "a positive number of seconds"
@@ -35,10 +35,10 @@ def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str
 
 
 def acquire_with_deadline(lock: threading.Lock | threading.RLock, deadline: float) -> bool:
-    """Take a lock of this process by ``deadline`` (``clock.monotonic()``), which may be infinite."""
+    """Acquire a lock of this process by ``deadline`` (``clock.monotonic()``), which may be infinite."""
     return any(lock.acquire(timeout=seconds) for seconds in slices(deadline))
 
 
 def format_seconds(count: float) -> str:
-    """A short time with three digits, a long one in whole seconds."""
+    """Format seconds: three digits for a short time, whole seconds for a long one."""
     return f"{count:.3g} s" if count < 100 else f"{count:.0f} s"

@@ -17,7 +17,7 @@ from .protocol import ProtocolError
 T = TypeVar("T")
 SAY_AFTER_UNITS = 64
 SAY_AFTER_BYTES = 1 << 22
-"""Units and bytes after which the receiver acknowledges; until then the sender keeps them."""
+"""Units and bytes after which the receiver acknowledges; until then the sender keeps the units."""
 MOST_SPOILED = 3
 """Corrupted units in a row, without a correct one between them: more is no accident."""
 
@@ -44,12 +44,15 @@ class SendBuffer(Generic[T]):
         self._again: deque[T] = deque()  # units from before a cut that are to be sent again
 
     def keep(self, unit: T) -> None:
-        """A unit is being sent."""
+        """Keep a unit that is being sent, until it is acknowledged."""
         self._kept.append(unit)
 
     def acknowledge(self, count: int) -> None:
-        """The receiver has ``count`` units in all. Raises :class:`ProtocolError` if that is impossible."""
+        """Drop the units that have arrived: ``count`` in all. Raises :class:`ProtocolError` if that count is
+        impossible.
+        """
         news = count - self._acknowledged
+        # An impossible count would drop units that have not arrived, or put all later counts out of step.
         if not 0 <= news <= len(self._kept):
             most = self._acknowledged + len(self._kept)
             raise ProtocolError(f"it has had {count:,} packets; {self._acknowledged:,} to {most:,} were expected")
@@ -58,7 +61,8 @@ class SendBuffer(Generic[T]):
         self._acknowledged = count
 
     def resend_after(self, count: int) -> None:
-        """A new connection exists, and ``count`` units had arrived before it."""
+        """Prepare to send again on a new connection: ``count`` units had arrived before the cut."""
+        # This may be the second cut: units that still wait to be sent again follow those already sent again.
         self._kept.extend(self._again)
         self.acknowledge(count)
         self._kept, self._again = deque(), self._kept
@@ -78,7 +82,7 @@ class SendBuffer(Generic[T]):
 
 
 class ReceivedOffset:
-    """The count of units that one agent has received from another, and when to acknowledge them."""
+    """The count of units that one agent has received from another, and the units and bytes to acknowledge."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -87,18 +91,18 @@ class ReceivedOffset:
         self._spoiled = 0
 
     def one_more(self, nbytes: int) -> bool:
-        """Count a unit; whether it is time to acknowledge."""
+        """Count a received unit. Returns whether it is time to acknowledge."""
         self.count += 1
         self._nbytes += nbytes
         self._spoiled = 0
         return self.count - self._said >= SAY_AFTER_UNITS or self._nbytes >= SAY_AFTER_BYTES
 
     def add_corrupt(self) -> bool:
-        """Count a corrupted unit; whether that was too often."""
+        """Count a corrupted unit. Returns whether there were too many in a row."""
         self._spoiled += 1
         return self._spoiled >= MOST_SPOILED
 
     def said(self) -> int:
-        """The count, which is being acknowledged now."""
+        """The count to acknowledge; records that it is acknowledged now."""
         self._said, self._nbytes = self.count, 0
         return self.count
