@@ -1,7 +1,7 @@
-"""The status of an agent, for agents that wait for it and for ``shoal status``.
+"""The status of an agent, for waiting agents and for ``shoal status``.
 
-It has the calls that it waits in, the call that ended last, and its training steps. All of this exists anyway: no work
-is done while no one asks.
+It has the agent's waiting calls, the call that ended last, and the training steps. The data exist in any case, so a
+status costs nothing until it is requested.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .step_counter import StepCounter
 from .training_metrics import TrainingMetrics
 
 MOST = 8
-"""Calls that wait, of which more is said than how many there are."""
+"""Waiting calls that are listed; further ones are only counted."""
 AT_ONCE = 0.02
-"""Seconds within which a call on windows, which may wait, as a rule has not."""
+"""Seconds that a call on a window usually takes if it does not wait; a shorter one is not listed."""
 _LONGEST = 200
-"""Characters of what a call is called."""
+"""Characters of a call's description at most."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class WaitStatus:
     """A call that waits for other agents.
 
     Attributes:
-        call: Operation, name and round.
+        call: The operation, name and round of the call.
         ranks: The ranks that it waits for; empty if all have arrived and a backend still has to move its tensors.
-        seconds: Since it was submitted.
+        seconds: Seconds since the call was submitted.
         gives_up: Seconds until its deadline, if known.
     """
 
@@ -58,11 +58,10 @@ class AgentStatus:
     """The status of one agent.
 
     Attributes:
-        waiting: Its waiting calls, the oldest first.
-        stands_still: A thread of its script is blocked in a call.
+        waiting: The agent's waiting calls, the oldest first. stands_still: Whether a thread of its script is blocked in
+        a call.
         agrees_with: The ranks that have not confirmed a loss; until they do no operation begins.
-        ended: The call that ended last; empty if none has.
-        seconds_ago: When it ended.
+        ended: The call that ended last; empty if none has. seconds_ago: Seconds since that call ended.
     """
 
     waiting: tuple[WaitStatus, ...]
@@ -141,7 +140,7 @@ class StatusReporter:
 
     @property
     def busy(self) -> dict[str, Any]:
-        """The short status for another process while the engine's lock is taken: the agent's identity."""
+        """The short status for another process, while another thread holds the engine's lock: the agent's identity."""
         router = self._router
         first = router.places[0] if router.places else router.place
         return {

@@ -1,9 +1,9 @@
-"""Sender discovery: finds the partners of a round in which only one side of each edge knows of it.
+"""Sender discovery: finds the senders or receivers of a round if only one side of each edge knows the edge.
 
-Each agent names some others (destinations of a push, or sources of a pull), and learns which ranks name it. Notices
-travel in ``ceil(log2 n)`` steps. In step k an agent passes to the agent 2^k ranks ahead every notice whose remaining
-distance has that power of two in it (Bruck's all-to-all, with only the notices that exist). So an agent sends and
-receives ``ceil(log2 n)`` small messages whatever the graph is, and every notice reaches its agent.
+Each agent names some other agents (destinations of a push, or sources of a pull), and learns which ranks name it.
+Notices are passed on in ``ceil(log2 n)`` steps. In step k an agent sends to the agent 2^k ranks ahead every notice
+whose remaining distance contains that power of two. This is Bruck's all-to-all, restricted to the notices that exist.
+So an agent sends and receives ``ceil(log2 n)`` small messages for any graph, and every notice reaches its agent.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from .engine import Engine
 T = TypeVar("T")
 
 _ALL_HAVE_IT = 128
-"""The stage after those of any operation of all: agents say that they have its result."""
+"""The stage after those of any collective operation, in which agents confirm that they have its result."""
 
 
 def discover(
     engine: Engine, operation: Operation, named: Iterable[int], first_stage: int | None = None
 ) -> Generator[Exchange, Arrived, list[int]]:
-    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for impossible ranks.
+    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch if a peer sends impossible
+    ranks.
 
-    It runs among the agents of the operation's plan: distances count these, not all ranks. If agents reach it after
-    different numbers of stages, ``first_stage`` is the number of its first.
+    Only the agents of the operation's plan take part: distances count these, not all ranks. If agents reach it after
+    different numbers of stages, ``first_stage`` is the number of the first stage.
     """
     gone, group = operation.excluded_ranks, operation.callers(engine.size)
     rank, size = group.index(engine.rank), len(group)
@@ -51,7 +52,7 @@ def discover(
         message = arrived[behind]
         assert message.payload is not None
         flat = message.payload.data.tolist()
-        # What this agent passes on, or answers, goes where these say.
+        # These values decide where this agent sends later messages, so they are checked.
         if len(flat) % 2 or not all(0 <= one < size for one in flat):
             what = f"rank {behind} passed on what are no pairs of {size} ranks"
             raise Mismatch(f"{operation}: {what}", (behind, engine.rank))
@@ -78,16 +79,16 @@ def submit_to_all(
 ) -> Handle[T]:
     """Begin a collective operation, whose result is equal on all its callers; see :meth:`Engine.submit`.
 
-    With ``on_loss="continue"`` it restarts among the survivors after a loss, unless it has ended on one of them: then
-    the others take that agent's result. The result is sent if ``take`` says how; else the operation ends only when all
-    have it.
+    With ``on_loss="continue"`` it restarts among the survivors after a loss, unless it has ended on one of them. In
+    that case the others take that agent's result. With ``take``, the result is sent after a loss; otherwise the
+    operation ends only when all agents have it.
 
     Args:
         engine, op, name, steps, timeout, alone, background, among: See :meth:`Engine.submit`.
-        take: Computes the result from another agent's tensor, which is empty if there is nothing to send. Only for
-            operations that no agent ends before all have begun; their result is that tensor, or None.
+        take: Computes the result from another agent's tensor, which is empty if the result is None. Only for operations
+            that no agent ends before all have begun; their result is that tensor, or None.
     """
-    if isinstance(steps, FusionSpec):  # only where no loss is survived
+    if isinstance(steps, FusionSpec):  # only if losses are not survived
         return engine.submit(op, name, steps, timeout, alone, background=background, among=among)
 
     def held_by_all(operation: Operation) -> Steps[T]:
@@ -98,7 +99,7 @@ def submit_to_all(
         recovery.copy = copy_for_cache(result, engine.pool) if take is not None else None
         if recovery.copy is not None:
             return result
-        recovery.result = (result,)  # whether all others have it, is to be seen
+        recovery.result = (result,)  # the other agents have still to confirm it
         yield from discover(engine, operation, (), _ALL_HAVE_IT)
         return result
 

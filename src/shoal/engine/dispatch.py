@@ -1,5 +1,4 @@
-"""Dispatches received messages by kind: tensors for operations, acknowledgements, probes, refusals, notices of
-departures.
+"""Dispatches received messages by kind: tensors, acknowledgements, probes, refusals, and notices of departures.
 
 All of it runs in the thread that drives the exchange, under the engine's lock.
 """
@@ -24,7 +23,7 @@ from .watchdog import ALIVE, Watchdog
 
 
 class Dispatch:
-    """The :class:`~shoal.transport.link.Receiver` of one agent."""
+    """The :class:`~shoal.transport.link.Receiver` of one agent: passes each message to the part that handles it."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Dispatch:
     def on_message(self, source: int, message: Message) -> None:
         try:
             self._on_message(source, message)
-        except ProtocolError as error:  # also of what is put apart here, long after it came
+        except ProtocolError as error:  # also for a kept message that is handled later
             self._failures.on_closed(source, str(error), True, True)
 
     def _on_message(self, source: int, message: Message) -> None:
@@ -107,7 +106,7 @@ class Dispatch:
         self.take(source, message)
 
     def take(self, source: int, message: Message) -> None:
-        """Deliver a tensor to its operation; also one of a fused message, which is then unpacked."""
+        """Deliver a tensor to its operation. It may be a part of an unpacked fused message."""
         if message.name.startswith(PREFIX):
             self._fusion.came(source, message)
             return
@@ -123,11 +122,11 @@ class Dispatch:
             self._fusion.put(operation, source, message)
         elif result is MatchResult.LATE or (
             result is MatchResult.EARLY and operation is None and lifecycle.gate.closing
-        ):  # nobody here will take it up
+        ):  # no operation here will take it
             self._sender.acknowledge(source, message)
         elif result is MatchResult.EARLY:
             self._matcher.keep(source, message)
-        elif message.flags & AGAIN and not self._is_missing(source, result, operation):  # it was carried in time
+        elif message.flags & AGAIN and not self._is_missing(source, result, operation):  # it was moved in time
             self._sender.acknowledge(source, message)
         elif result is MatchResult.UNEXPECTED or operation is None or operation.stage is None:
             error = lifecycle.refuse_unexpected(source, message)
@@ -136,8 +135,8 @@ class Dispatch:
             else:
                 lifecycle.blame(source, message.name, error)
         elif message.where is Where.CARRIED and not operation.stage.to_move:
-            pass  # announced while a loss was being agreed on: it comes by a link
-        elif message.flags & AGAIN and source in operation.stage.arrived:  # its sender has agreed on a loss before us
+            pass  # announced during an agreement on a loss: a link brings it
+        elif message.flags & AGAIN and source in operation.stage.arrived:  # its sender has agreed on a loss earlier
             lifecycle.accept(operation, operation.stage, source, message)
         else:
             stage = operation.stage
@@ -147,7 +146,7 @@ class Dispatch:
 
     @staticmethod
     def _is_missing(source: int, result: MatchResult, operation: Operation | None) -> bool:
-        """The backend has not moved an announced tensor, and no link has brought it."""
+        """Whether neither the backend nor a link has brought the tensor that a source announced."""
         stage = operation.stage if operation is not None and result is MatchResult.NOW else None
         if stage is None:
             return False
@@ -155,7 +154,9 @@ class Dispatch:
         return source in stage.missing or (announced is not None and announced.where is Where.CARRIED and stage.to_move)
 
     def _on_refuse(self, source: int, message: Message) -> None:
-        """A peer reports that our message, or its absence, did not match; or that it cannot continue after a loss."""
+        """Handle a refusal: this agent's message, or its absence, did not match, or the peer cannot continue after a
+        loss.
+        """
         lost = bool(message.flags & DIED)
         error = PeerLost(message.text, (message.digest,)) if lost else Mismatch(message.text, (source, self._rank))
         result, operation = self._matcher.match(message)
@@ -181,7 +182,7 @@ class Dispatch:
         if message.op == DEADLOCK:
             self._deadlocks.serve(source, message)
             return
-        if self._services.of(message) is not None:  # it answers when it can
+        if self._services.of(message) is not None:  # the service answers when it can
             return
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:
@@ -192,11 +193,11 @@ class Dispatch:
         elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
             self._sender.answer(source, operation, operation.stage, bool(message.flags & HERE))
         elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):
-            # If it was sent all the same, it arrives before this denial, which is then void.
+            # If the message was sent nevertheless, it arrives before this denial, which then has no effect.
             self._sender.deny(source, message, message.stage, self._matcher.failure_of(message))
 
     def _on_waits(self, source: int, message: Message) -> None:
-        """A peer that is waited for waits itself."""
+        """Record the ranks that an awaited peer waits for itself."""
         result, operation = self._matcher.match(message)
         if result is MatchResult.NOW and operation is not None and operation.stage is not None:
             operation.stage.behind[source] = message.shape
@@ -225,9 +226,9 @@ class Dispatch:
             if stage.to_move:
                 self._of_moving(source, message, operation, stage)
             return
-        if self._fusion.is_coming(source, (message.name, message.round)):  # it was sent before, and is longer
+        if self._fusion.is_coming(source, (message.name, message.round)):  # sent before, still arriving
             return
-        if self._lifecycle.gate.paused and operation.restarts:  # there it has begun anew already
+        if self._lifecycle.gate.paused and operation.restarts:  # the operation has restarted there already
             return
         if message.flags & DIED and self._failures.leave_behind(source, message.text):
             return
@@ -238,15 +239,17 @@ class Dispatch:
         )
         text = f"{operation}: rank {self._rank} expects a tensor from rank {source}, {why}"
         message.token = 0
-        if message.shape and message.text.startswith(DeadlineExceeded.__name__):  # others did not come
+        if message.shape and message.text.startswith(DeadlineExceeded.__name__):  # other agents did not take part
             self._lifecycle.fail(operation, DeadlineExceeded(text, message.shape))
             return
         self._sender.refuse(source, message, text)
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *message.shape)))
 
     def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
-        """A peer reports on a stage whose tensors a backend is to move: it has reached it, or failed."""
-        if not message.text:  # it is there, or has had all that it needs
+        """Handle a peer's report on a stage that a backend is to move: the peer has reached the stage, or has
+        failed.
+        """
+        if not message.text:  # it has reached the stage, or needs nothing more of it
             stage.confirmed_by(source)
             self._lifecycle.go_on(operation, stage)
         elif not (message.flags & DIED and self._failures.leave_behind(source, message.text)):

@@ -1,15 +1,16 @@
-"""The engine of one agent: composes the parts that move its operations forward, drives them, and shuts them down.
+"""The engine of one agent: composes the parts that advance its operations, drives them, and shuts them down.
 
-The problem: several threads submit many operations in any order, which are matched with those of other agents without a
-coordinator. No thread may spin, a call of four bytes must not pay for a thread switch, and every wait has a deadline.
+The problem: several threads submit many operations in any order, and these are matched with other agents' operations
+without a coordinator. No thread may spin, a call of four bytes must not pay for a thread switch, and every wait has a
+deadline.
 
 How it works. ``lifecycle.py`` resumes an operation when the messages of its stage have arrived and posts its sends. A
-message that no operation here will ever expect is refused, and both sides raise. An agent that has waited a moment for
-a message asks the sender whether it will come (ASK); a sender that will not send it denies it (DENY). So disagreements
-show in milliseconds instead of at the deadline, and a round in which all take part costs no extra message.
-``progress.py`` decides which thread drives, ``dispatch.py`` handles messages by kind, ``failures.py`` lost agents,
-``fusion.py`` fused operations, ``watchdog.py`` deadlines. Imports go one way, in the order in which the parts are
-created below; two parts that need a later one are given a function.
+message that no operation here will ever expect is refused, and both sides raise. An agent that has waited briefly for a
+message probes its sender (ASK). A sender that will not send the message denies it (DENY). So disagreements are detected
+in milliseconds instead of at the deadline, and a round without disagreement costs no extra message. ``progress.py``
+decides which thread drives, ``dispatch.py`` handles messages by kind, ``failures.py`` lost agents, ``fusion.py`` fused
+operations, ``watchdog.py`` deadlines. Imports have one direction, in the order in which the parts are created below. A
+part that needs a later one receives a function.
 
 Rejected: asyncio (a callback costs more than a small operation), a thread for each operation, and a progress thread
 that does all the work (two thread switches for each blocking call, under one interpreter lock).
@@ -74,7 +75,7 @@ PLAN = "plan"
 
 
 class Engine:
-    """The exchange of one agent with the others."""
+    """The exchange of one agent with the other agents."""
 
     def __init__(self, rank: int, size: int, timeout: float, incarnation: int = 0) -> None:
         self.rank = rank
@@ -167,15 +168,15 @@ class Engine:
             rank, size, progress, membership, router, sender, lifecycle.gate, agreement, self.rejoin, send
         )
         self.lock = progress.lock  # guards all of the exchange
-        self.abandoned = False  # this is a forked child's copy
-        self.compresses_locally = False  # messages of compressors travel encoded within this machine, too
+        self.abandoned = False  # whether this is a forked child's copy
+        self.compresses_locally = False  # compressors encode messages within this machine, too
 
     def start(self) -> None:
         self.progress.start()
 
     @property
     def backend(self) -> CollectiveBackend | None:
-        """The backend that moves tensors instead of links, if there is one."""
+        """The backend that moves tensors instead of links; None if there is none."""
         return self.lifecycle.backend_stages.backend
 
     def _describe(self, within: float) -> dict[str, Any]:
@@ -188,35 +189,39 @@ class Engine:
             self.lock.release()
 
     def is_far(self, rank: int) -> bool:
-        """Whether messages to an agent travel over the network, or are to be compressed as if they did."""
+        """Whether messages to an agent use the network, or are to be compressed as if they did."""
         return self.compresses_locally or self.backend is not None or self.router.transport_to(rank) == "network"
 
     @property
     def can_fuse(self) -> bool:
-        """Whether operations that begin now may be fused: all of them travel over links, among all agents. After a
-        loss, rounds in progress may have different plans.
+        """Whether operations that begin now may be fused: all of them use links, among all agents.
+
+        After a loss, rounds in progress may have different plans.
         """
         return self.backend is None and not self.lifecycle.gate.gone
 
     @property
     def can_fuse_multistage(self) -> bool:
-        """Whether operations that restart after a loss may be fused too: only if losses are not survived, because
-        agents that fuse and agents that do not would restart at different stages.
+        """Whether operations that restart after a loss may be fused too: only if losses are not survived.
+
+        Otherwise agents that fuse and agents that do not would restart at different stages.
         """
         return self.can_fuse and not self.agreement.active
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of tensors sent to others so far."""
+        """Bytes of tensors that this agent has sent so far."""
         return self.sender.bytes_sent
 
     @property
     def ended(self) -> ShoalError | None:
-        """Why no operation is possible any more."""
+        """The error of collective operations, which are not possible any more; None while they are."""
         return self.lifecycle.gate.ended
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """Why operations are not possible any more; ``one_sided`` ones may survive the loss of others."""
+        """The error of operations that are not possible any more; ``one_sided`` ones may survive the loss of other
+        agents.
+        """
         return self.lifecycle.gate.reason_against(one_sided)
 
     # Operations
@@ -236,15 +241,16 @@ class Engine:
         """Begin an operation.
 
         Args:
-            op: The public name of the call, for matching and for messages.
-            name: The name that it is matched by. Names that begin with ``~`` are Shoal's own.
-            steps: Creates the generator of the operation, which runs in the caller's thread until its first exchange;
-                or describes an operation that may be fused, which begins together with others when a thread drives.
-            timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
-            alone: Refuse a second operation under the same name while one is in flight.
-            one_sided: The other agents need no matching call; it survives the loss of an agent that it does not need.
-            on_loss: With ``on_loss="continue"``, its fate when an agent is lost that it needs.
-            background: An internal operation: its waiting is not reported, and no error is kept for it.
+            op: The public name of the call, for matching and for error messages. name: The name by which calls are
+            matched. Names that begin with ``~`` are internal to Shoal.
+            steps: Creates the generator of the operation, which runs in the caller's thread until its first exchange. A
+                :class:`~.operation.FusionSpec` describes an operation that may be fused, and that begins when a thread
+                drives.
+            timeout: Seconds until :class:`~shoal.DeadlineExceeded`. alone: Refuse the operation while one of the same
+            kind and name is in flight. one_sided: The other agents make no matching call. The operation survives the
+            loss of an agent that it does not need. on_loss: The reaction to the loss of a needed agent, with
+            ``on_loss="continue"``. background: Whether the operation is internal: its waiting is not reported, and no
+            error is kept for it.
             among: The ranks that call it, if not all.
         """
         seconds = parse_timeout(timeout, self.timeout)
@@ -294,7 +300,9 @@ class Engine:
                 )
 
     def survive_losses(self, stops_as_minority: bool = False) -> None:
-        """Let operations survive losses, except in a minority partition. Before the exchange starts."""
+        """Let operations survive losses; with ``stops_as_minority``, not in a minority partition. Call it before the
+        start.
+        """
         self.agreement.activate(stops_as_minority)
         self.services.add(WORD, self.agreement)
         self.services.add(HAD, self.result_cache)
@@ -304,18 +312,20 @@ class Engine:
         self.partition_resolver.activate()
 
     def begin_without(self, ranks: tuple[int, ...]) -> None:
-        """These agents have not started and may join later. Before the exchange starts."""
+        """Begin without agents that have not started and may join later. Call it before the exchange starts."""
         self.membership.begin_without(dict.fromkeys(ranks, NOT_YET))
         self.agreement.begin_without(ranks)
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
-        """Set the outcome of a handle for work that a thread of this agent did by itself."""
+        """Set the outcome of a handle whose work a thread of this agent did by itself."""
         with deferred, self.lock:
             self.lifecycle.finish(handle, result, error)
             self.poller.wake()
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool:
-        """Wait until an operation has ended, and drive if no other thread does. False if ``timeout`` passed first."""
+        """Wait until an operation has ended, and drive if no other thread does. False if ``timeout`` has passed
+        first.
+        """
         if self.abandoned:
             raise NotInitialized(
                 f"waiting for {handle.operation}: this process was forked from that of rank {self.rank}, which goes on "
@@ -330,7 +340,7 @@ class Engine:
         limit = clock.monotonic() + timeout if timeout is not None else float("inf")
         with span(handle.operation.op, handle.operation.name, "wait"):
             while not (done := self.progress.drive_until(handle.poll, limit)) and clock.monotonic() < limit:
-                deferred.checkpoint()  # a signal came; its handler raises, or the wait goes on
+                deferred.checkpoint()  # a signal arrived: its handler raises, or the wait continues
                 if self.progress.stopped:
                     break
         if started:
@@ -340,18 +350,18 @@ class Engine:
         return done
 
     def give_up(self, handle: Handle[Any], error: BaseException) -> None:
-        """End an operation of this agent that no thread waits for any more; other agents learn it when they ask."""
+        """End an operation of this agent that no thread waits for any more. Other agents learn it when they probe."""
         with deferred, self.lock:
             self.lifecycle.fail(handle.operation, error)
             self.poller.wake()
 
     def abort(self, error: ShoalError) -> None:
-        """End all operations with ``error``, now and later. The other agents are not notified."""
+        """End all current and later operations with ``error``. The other agents are not notified."""
         with deferred, self.lock:
             self.failures.abort(error)
             self.poller.wake()
 
-    # Driven by progress
+    # The interface of a driven object, for the progress engine
 
     def advance(self) -> None:
         lifecycle, backend = self.lifecycle, self.backend
@@ -367,7 +377,7 @@ class Engine:
                     self.sender.flush()
                 if not lifecycle.ready and not (backend is not None and backend.due):
                     return
-        except Exception as error:  # a fault of ours; nobody else would hear of it in the progress thread
+        except Exception as error:  # an internal error, which no caller would see in the progress thread
             with self.lock:
                 self.break_off(error)
 
@@ -379,9 +389,9 @@ class Engine:
             self.pool.tidy()
             self.arena.tidy()
             self.progress.check_by(self.router.next_check)
-        except MemoryError as error:  # this agent's failure, not that of whoever sent something
+        except MemoryError as error:  # this agent's failure, not the sender's
             self.failures.break_off(str(error) or "there is no memory for what others send")
-        except Exception as error:  # a fault of ours; an agent that no longer hears must not look as if it did
+        except Exception as error:  # an internal error: this agent reads no messages any more
             self.break_off(error)
         except BaseException:
             self.failures.break_off("it was interrupted while it handled messages")
@@ -403,7 +413,7 @@ class Engine:
             return float("inf")
 
     def after(self) -> None:
-        if self.lifecycle.gate.paused:  # what callbacks begin would have to wait
+        if self.lifecycle.gate.paused:  # operations of callbacks would have to wait
             return
         if self.callbacks.due:
             self.callbacks.run()
@@ -413,18 +423,18 @@ class Engine:
         what = f"an internal error ended the exchange ({type(error).__name__}: {error}); its log says where"
         self.failures.break_off(what)
 
-    # The end
+    # Shutdown
 
     def check_may_close(self) -> None:
-        """Raise RuntimeError in a callback, whose thread drives the exchange that is to be closed."""
+        """Raise RuntimeError in a callback, because its thread drives the exchange that is to be closed."""
         if self.progress.mine:
             raise RuntimeError("shoal.shutdown() cannot be called from a callback of Shoal")
 
     def close(self, deadline: float, why: str = "", died: bool = False) -> None:
-        """Send the shutdown message, deliver what other agents still wait for, and free all resources.
+        """Send the shutdown message, deliver the messages that other agents still wait for, and free all resources.
 
-        Called by one thread. An exception of a signal handler shortens it: the remaining resources are freed without
-        waiting, and it is raised at the end. Whatever else fails, nothing is left open.
+        Called by one thread. An exception of a signal handler shortens the shutdown: the remaining resources are freed
+        without waiting, and it is raised at the end. All resources are freed, whichever step fails.
         """
         drain = ShutdownDrain(self.progress, self.lifecycle)
         with deferred, ExitStack() as last:
@@ -434,7 +444,7 @@ class Engine:
             last.callback(self.progress.stop)
             if not died and self.ended is None:
                 self.fusion.begin()
-                # What another thread has just taken to begin it has still to be sent.
+                # Another thread may just have taken an operation to begin it: its messages still have to be sent.
                 drain(lambda: all(one.has_entered for one in self.matcher.in_flight()), deadline)
             backend = self.backend
             if backend is not None:
@@ -442,7 +452,7 @@ class Engine:
                     drain.leave(backend, self.matcher, deadline)
                 last.callback(backend.stop)
             if not self._fail_what_is_in_flight(deadline, died):
-                last.pop_all()  # another thread is at it
+                last.pop_all()  # another thread closes the engine
                 return
             drain(lambda: self.sender.drained and not self.matcher.in_flight(), deadline)
             with self.lock:
@@ -451,7 +461,8 @@ class Engine:
             drain(lambda: not self.result_cache.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
             with self.lock:
                 self._say_goodbye(why, died)
-            # After a loss, too: it says whose. A neighbour that is busy, its socket full, would count us as lost.
+            # Also after a loss, which the message names. A busy neighbour with a full socket would count this agent as
+            # lost.
             last_word = clock.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
             drain.disconnect(self.sender, self.router, min(deadline, last_word), deadline, lambda: self.failures.deaf)
             with self.lock:
@@ -460,9 +471,9 @@ class Engine:
             raise drain.interrupt
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
-        """Refuse new operations, and end those that wait for other agents. False if that has been done."""
+        """Refuse new operations, and end those that wait for other agents. False if the engine is closing already."""
         now = clock.monotonic()
-        for service in self.services.all():  # the other half is for what the others still need
+        for service in self.services.all():  # the other half is for messages that other agents need
             service.close(now if died else now + (deadline - now) / 2)
         with self.lock:
             if self.lifecycle.gate.closing:
@@ -477,10 +488,11 @@ class Engine:
         causes = (service.cause for service in self.services.all())
         missed = next((rank for rank in causes if rank is not None and rank != self.rank), -1)
         self.sender.say_goodbye(why or "it called shoal.shutdown()", died, self.ended, missed)
-        self.sender.flush()  # all that is done for it where the exchange has failed
+        self.sender.flush()  # no later flush follows if the exchange has failed
 
     def abandon_in_child(self) -> None:
-        """In a forked child: close the descriptors that would hide this agent's end from others, and refuse all calls.
+        """Refuse all calls in a forked child, and close the descriptors that would hide this agent's end from other
+        agents.
 
         The threads that held the locks do not exist in the child and cannot release them.
         """
@@ -496,7 +508,7 @@ class Engine:
 
 def _planned(operation: Operation) -> Generating[Plan]:
     return operation.plan
-    yield  # it exchanges nothing
+    yield  # makes it a generator, without an exchange
 
 
 def _gone() -> NotInitialized:

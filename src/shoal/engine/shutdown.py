@@ -1,4 +1,4 @@
-"""The shutdown of an agent waits until the others have received what they still need from it."""
+"""Delays the shutdown of an agent until the other agents have received the messages that they still need from it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ..operations.sender import Sender
 from ..transport.router import Router
 
 HANG_UP_SECONDS = 1.0
-"""How long an agent that leaves waits for the others to hang up."""
+"""Seconds that an agent waits during shutdown until its peers have closed their connections."""
 LAST_WORD_SECONDS = 2.0
-"""How long one that leaves after a loss waits until its goodbye has been handed to the system."""
+"""Seconds that an agent waits, at a shutdown after a loss, until its shutdown message has been passed to the system."""
 
 
 class ShutdownDrain:
-    """Drives until the others have what they need, unless the exchange has failed or a signal requests an end.
+    """Drives until the other agents have the messages that they need, unless the exchange has failed or a signal ends
+    it.
 
     Attributes:
-        interrupt: An exception of a signal handler meanwhile.
+        interrupt: An exception of a signal handler during the wait.
     """
 
     def __init__(self, progress: Progress, lifecycle: Lifecycle) -> None:
@@ -35,7 +36,7 @@ class ShutdownDrain:
         failed = hopeless or (lambda: self._lifecycle.gate.ended is not None)
 
         def over() -> bool:
-            with self._progress.lock:  # another thread may drive, and so change what is looked at
+            with self._progress.lock:  # another thread may drive, and change this state
                 return drained() or failed()
 
         while self._progress.started and self.interrupt is None:
@@ -50,19 +51,22 @@ class ShutdownDrain:
     def disconnect(
         self, sender: Sender, router: Router, last_word: float, deadline: float, deaf: Callable[[], bool]
     ) -> None:
-        """After the shutdown message: wait until all bytes are handed over and connected peers have read it."""
+        """After the shutdown message, wait until all bytes are passed to the system and connected peers have read
+        it.
+        """
         self(lambda: sender.empty, last_word, deaf)
         with self._progress.lock:
             router.say_goodbye(*router.inbox.last_word, to_all=True)
-        # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
+        # Peers that have read the message close their connections. A socket closed with unread bytes would report a
+        # failure.
         self(lambda: not router.heard, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
 
     def leave(self, backend: CollectiveBackend, matcher: Matcher, deadline: float) -> None:
-        """Tell the members of the backend that this agent leaves, so that they do not wait for it, and receive their
-        messages.
+        """Notify the members of the backend that this agent leaves, so that they do not wait for it, and wait for their
+        answers.
         """
 
-        def nothing_to_move() -> bool:  # for which others may still come
+        def nothing_to_move() -> bool:  # for stages that other agents may still reach
             stages = [operation.stage for operation in matcher.in_flight()]
             return not any(stage is not None and stage.to_move and stage.exchange.sends for stage in stages)
 

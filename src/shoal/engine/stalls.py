@@ -1,7 +1,7 @@
-"""Logs calls that wait for long: the call, the ranks that it waits for, since when, and the status of those agents.
+"""Logs calls that wait for long: the call, the awaited ranks, the duration, and the status of those agents.
 
-The driving thread answers such a request whatever the script does. So an agent that computes, or waits for another,
-reports that; an agent that is stopped, hung or cut off does not answer, which is reported as well.
+The driving thread answers a status request independently of the script. So an agent that computes, or waits for another
+one, reports that. An agent that is stopped, hung or cut off does not answer, which is logged as well.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from .agent_status import StatusReporter
 log = logging.getLogger("shoal")
 
 STALL_AFTER = 30.0
-"""Seconds after which an operation that waits is reported, unless ``SHOAL_STALL_SECONDS`` says otherwise."""
+"""Seconds after which a waiting operation is reported, unless ``SHOAL_STALL_SECONDS`` is set."""
 DOING = "~doing"
-"""The name under which agents ask each other what they do."""
+"""The name of requests for an agent's status."""
 BETWEEN_REPORTS = 1.0
-"""Seconds between two reports at least: what else is due meanwhile is in the next."""
+"""Seconds between two reports at least: calls that become due in between are in the next report."""
 ANSWER_WITHIN = 2.0
-"""Seconds after which it is reported that an agent does not answer."""
+"""Seconds after which an agent without an answer is reported."""
 _LONGEST = 400
-"""Characters of an answer that are shown."""
+"""Characters of an answer that are shown at most."""
 
 
 class _Stalled(NamedTuple):
-    """A call that has waited for long, perhaps only for its transfer; the deadline is None if it is not known."""
+    """A call that has waited for long, perhaps only for its transfer. ``gives_up`` is None if its deadline is not
+    known.
+    """
 
     call: str
     ranks: Sequence[int]
@@ -46,7 +48,7 @@ class _Stalled(NamedTuple):
 
 
 class Stalls:
-    """The reports of one agent. Used under the engine's lock.
+    """The stall reports of one agent. Used under the engine's lock.
 
     Attributes:
         after: Seconds after which a waiting operation is reported.
@@ -66,14 +68,16 @@ class Stalls:
         self._about = about
         self._rank, self._matcher, self._membership, self._sender = rank, matcher, membership, sender
         self._services, self._progress = services, progress
-        self._asked: dict[int, float] = {}  # what they do, when
-        self._answers: dict[int, tuple[float, str]] = {}  # of each rank the last, and when it came
+        self._asked: dict[int, float] = {}  # time of the status request, by rank
+        self._answers: dict[int, tuple[float, str]] = {}  # time and text of the last answer, by rank
         self._not_before = 0.0
         self._look_at_services = float("inf")
-        self._told: set[tuple[str, float]] = set()  # of their calls, which have been reported
+        self._told: set[tuple[str, float]] = set()  # reported calls of services
 
     def begins_to_wait(self, since: float) -> None:
-        """A thread may begin to wait in a call without an operation. From any thread; not under the lock."""
+        """Schedule a check: a thread may begin to wait in a call without an operation. From any thread, without the
+        lock.
+        """
         if since + self.after < self._look_at_services:
             with self._progress.lock:
                 self._look_at_services = min(self._look_at_services, since + self.after)
@@ -110,8 +114,8 @@ class Stalls:
         return following
 
     def _of_services(self, now: float) -> list[_Stalled]:
-        """Calls without an operation, as on windows, that have waited for so long."""
-        self._look_at_services = float("inf")  # before looking: who comes meanwhile sets it anew
+        """The calls without an operation, as on windows, that are due for a report."""
+        self._look_at_services = float("inf")  # before the check: a thread that begins to wait sets it again
         calls = [one for service in self._services.all() for one in service.calls_that_wait()]
         self._told &= {(call, since) for call, _, since in calls}
         stalled = []
@@ -127,7 +131,7 @@ class Stalls:
         return stalled
 
     def _report(self, stalled: list[_Stalled], now: float) -> None:
-        """Log one report of all calls that have waited for so long, and request the status of the awaited agents."""
+        """Log one report of all stalled calls, and request the status of the awaited agents."""
         first = min(stalled, key=lambda one: one.since)
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
         ranks = sorted({rank for one in stalled for rank in one.ranks})
@@ -145,10 +149,10 @@ class Stalls:
                 self._asked[rank] = now
                 self._sender.say(rank, Message(Kind.ASK, DOING, DOING))
 
-    # Others ask
+    # Status requests
 
     def answer(self, rank: int) -> None:
-        """Send this agent's status to another."""
+        """Send this agent's status to another agent."""
         self._sender.say(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
 
     def on_answer(self, rank: int, text: str) -> None:
@@ -159,7 +163,7 @@ class Stalls:
             log.warning("rank %d, for which rank %d waits: %s", rank, self._rank, answer)
 
     def last_answer(self, ranks: Sequence[int], since: float) -> str:
-        """The status of the first of some ranks that has answered since a time, for an error; else empty."""
+        """The status of the first of ``ranks`` that has answered after ``since``, for an error; empty if none has."""
         for rank in ranks:
             when, answer = self._answers.get(rank, (0.0, ""))
             if when > since:

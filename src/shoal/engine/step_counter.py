@@ -11,18 +11,18 @@ from ..operations.events import Events
 @dataclass(slots=True)
 class _Counted:
     count: int
-    ended: int  # the last of them, in nanoseconds
+    ended: int  # end of the last step, in nanoseconds
 
 
 class StepCounter:
-    """The counters of one agent. An optimizer belongs to one thread, which counts its steps."""
+    """The step counters of one agent. An optimizer belongs to one thread, which counts its steps."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self._of: dict[str, _Counted] = {}
 
     def ended(self, name: str, began: int) -> None:
-        """An optimizer has ended a step that was called at ``began`` (``clock.perf_counter_ns()``).
+        """Count a step of an optimizer that was called at ``began`` (``clock.perf_counter_ns()``) and has ended.
 
         In a trace a step begins when the previous one ended, so it includes the forward and backward passes.
         """
@@ -41,6 +41,6 @@ class StepCounter:
 
     @property
     def seconds_ago(self) -> float | None:
-        """When the last step ended; None if there was none."""
+        """Seconds since the last step ended; None if there was none."""
         last = max((one.ended for one in list(self._of.values())), default=None)
         return None if last is None else (clock.perf_counter_ns() - last) / 1e9

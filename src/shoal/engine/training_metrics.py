@@ -1,5 +1,6 @@
-"""The latest training metrics of a script, for ``shoal status``, the live page and traces. Nothing is computed for it:
-:func:`shoal.metrics` and :func:`shoal.consensus_distance` record their results.
+"""The latest training metrics of a script, for ``shoal status``, the live page and traces.
+
+Nothing is computed for them: :func:`shoal.metrics` and :func:`shoal.consensus_distance` record their results.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from typing import Any, NamedTuple
 from ..operations.events import Events
 
 MOST_NAMES = 32
-"""Names that are kept; later ones are left out, since a script may invent one a step."""
+"""The number of names that are kept. Later names are ignored, since a script may use a new name in each step."""
 _LONGEST = 80
-"""Characters of a name."""
+"""Characters of a name at most."""
 
 
 class MetricValue(NamedTuple):
     """One metric over all agents.
 
     Attributes:
-        times: How often it has been measured.
-        own: This agent's value.
-        mean, worst: Over all agents.
+        times: The number of measurements.
+        own: This agent's value. mean, worst: The mean and the worst value over all agents.
         worst_rank: The rank of the worst value; -1 if all are equal.
     """
 
@@ -33,12 +33,12 @@ class MetricValue(NamedTuple):
     worst_rank: int
 
     def as_json(self) -> dict[str, Any]:
-        """The same with strings for values that JSON lacks: ``nan``, ``inf``."""
+        """Convert to JSON data. Values that JSON lacks are strings: ``nan``, ``inf``."""
         return {name: one if math.isfinite(one) else str(one) for name, one in self._asdict().items()}
 
 
 class TrainingMetrics:
-    """The metrics of one agent. Recorded by its script's threads, read by any."""
+    """The metrics of one agent. Threads of its script record them, and any thread reads them."""
 
     def __init__(self, events: Events) -> None:
         self._events = events

@@ -1,8 +1,8 @@
-"""Deadlines of operations, and the probes before them (``stalls.py`` logs long waits).
+"""Checks the deadlines of operations, and sends probes before them (``stalls.py`` logs long waits).
 
 With ``SHOAL_DROP_AFTER`` it also probes awaited agents and drops those that do not answer. The driving thread answers
-whatever the script does, so a long evaluation is waited for; an agent that is stopped, hung or cut off does not answer.
-An agent that itself waits for a stopped one answers, and is not blamed.
+independently of the script, so a long evaluation is tolerated. An agent that is stopped, hung or cut off does not
+answer. An agent that itself waits for a stopped one answers, and is not dropped.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from ..transport.wire import HERE, Kind, Message
 from .stalls import Stalls
 
 ALIVE = "~alive"
-"""The name under which agents ask each other whether they live."""
+"""The name of probes whether an agent is alive."""
 ASK_ALL_AFTER = 1.0
-"""Seconds after which one whose tensors a carrier is to move asks who has not come to it: all that take part."""
+"""Seconds after which an operation whose tensors a backend is to move probes the participants that have not reached
+it."""
 LATE = 1.0
-"""Seconds: who looks at the clock so much later than it should was stopped itself, and asks again."""
+"""Seconds of delay of a check after which this agent was stopped itself, and repeats its probes."""
 
 
 class Watchdog:
-    """The deadlines of one agent's operations. Used under the engine's lock.
+    """The watchdog of one agent's operations. Used under the engine's lock.
 
     Attributes:
         drop_after: Seconds after which an awaited agent that does not answer counts as lost.
@@ -49,9 +50,9 @@ class Watchdog:
         stalls: Stalls,
     ) -> None:
         self.drop_after = float("inf")
-        self._asked: dict[int, float] = {}  # whether they live, and have not answered
-        self._answered: dict[int, float] = {}  # when those were asked last who answered
-        self._looked: dict[Operation, float] = {}  # for a circle, when, those that wait for confirmations
+        self._asked: dict[int, float] = {}  # time of the unanswered probe, by rank
+        self._answered: dict[int, float] = {}  # time of the last answered probe, by rank
+        self._looked: dict[Operation, float] = {}  # time of the last deadlock probe, if it waits for confirmations
         self._failures = failures
         self._agreement = agreement
         self._deadlocks = deadlocks
@@ -72,23 +73,25 @@ class Watchdog:
             if now >= operation.deadline and not operation.is_runnable:
                 self._lifecycle.fail(operation, self._overdue(operation))
             else:
-                due = operation.deadline  # also while it computes: it may have to wait for more afterwards
+                due = operation.deadline  # also while it computes: it may have to wait again afterwards
                 following = min(following, due, self._ask(operation, now))
         return following if self.drop_after == float("inf") else min(following, self._drop_who_is_silent(now))
 
     def on_answer(self, rank: int) -> None:
-        """An agent has answered a probe."""
+        """Record that an agent has answered a probe."""
         asked = self._asked.pop(rank, None)
         if asked is not None:
             self._answered[rank] = asked
 
     def _drop_who_is_silent(self, now: float) -> float:
-        """Probe agents that were awaited for half of the time, and drop those that do not answer in the other half."""
+        """Probe agents that were awaited for half of :attr:`drop_after`, and drop those that do not answer in the other
+        half.
+        """
         half, following = self.drop_after / 2, float("inf")
         alive = self._membership.view.alive
         since = dict(
             sorted((one for one in self._waited_for() if one[0] in alive), reverse=True)
-        )  # the first time of each
+        )  # the earliest time of each rank
         for rank in set(self._asked).difference(since):
             del self._asked[rank]
         for rank, start in since.items():
@@ -104,7 +107,7 @@ class Watchdog:
         return following
 
     def _waited_for(self) -> Iterator[tuple[int, float]]:
-        """The awaited ranks, and since when."""
+        """Yield each awaited rank, and the time since when it is awaited."""
         for operation in self._matcher.in_flight():
             stage = (operation.fused or operation).stage
             start = operation.started if stage is None else stage.started
@@ -116,13 +119,16 @@ class Watchdog:
                 yield rank, 0.0
 
     def _ask(self, operation: Operation, now: float) -> float:
-        """Ask silent sources whether they will send, and again whenever the wait has doubled, because they may wait for
-        others by then.
+        """Probe silent sources, and again whenever the wait has doubled, because they may wait for other agents by
+        then.
+
+        Returns when to check the operation again.
         """
         stage = operation.stage
         if stage is None or not (stage.missing or stage.absent):
             return self._look_for_circle(operation, now)
-        # Before the report of a stall and before the deadline: both name the ranks that the answers leave over.
+        # Probe before a stall is reported and before the deadline: both name the ranks that block according to the
+        # answers.
         first = ASK_AFTER if stage.missing else min(ASK_ALL_AFTER, operation.timeout / 2, self._stalls.after / 2)
         due = stage.started + max(first, 2 * (stage.asked - stage.started))
         if now < due:
@@ -137,8 +143,10 @@ class Watchdog:
         return 2 * now - stage.started
 
     def _look_for_circle(self, operation: Operation, now: float) -> float:
-        """The operation has all its messages and perhaps waits for confirmations. Such a wait may be part of a circle,
-        too: look for one after a while, and again whenever the wait has doubled.
+        """Search for a deadlock if an operation with all its messages waits for confirmations.
+
+        Such a wait may be part of a cycle, too. The search begins after a while, and again whenever the wait has
+        doubled.
         """
         stage = (operation.fused or operation).stage
         if not (operation.unconfirmed or (stage is not None and stage.unconfirmed)):
@@ -152,7 +160,7 @@ class Watchdog:
         return 2 * now - operation.started
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
-        """The error of an operation whose deadline has passed: which agents did not send what."""
+        """The error of an operation whose deadline has passed: the awaited ranks, and the step that is missing."""
         waiting, part = operation.blocked_on, operation.fused or operation
         remedy = "If they are only slow, raise SHOAL_TIMEOUT or pass timeout="
         stage = part.stage

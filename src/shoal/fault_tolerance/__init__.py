@@ -1,1 +1,1 @@
-"""Which agents take part: failures, the agreement of the survivors, recovery, rejoin and partitions."""
+"""Fault tolerance and elastic membership: failures, the agreement of the survivors, recovery, rejoin and partitions."""

@@ -1,22 +1,22 @@
-"""With ``on_loss="continue"``, the survivors agree which agents are lost, and from which round on.
+"""With ``on_loss="continue"``, the survivors agree which agents are lost, and which rounds are the first without them.
 
-Each agent notices a loss at another moment, and some have then begun rounds that others have not. Without an agreement
-one agent would count the lost agent in a round and another would not, or would wait for an agent with a newer plan. So
-every survivor stops beginning operations, and sends to all others the ranks that it misses and the rounds that it has
-begun. An agent that has received equal reports from all survivors decides. All decide the same, without a leader and
-without the store:
+Agents notice a loss at different times, and some have then begun rounds that others have not. Without an agreement one
+agent would count the lost agent in a round and another would not, or would wait for an agent with a newer plan. So
+every survivor stops beginning operations, and sends a report to all others: the lost ranks and the rounds that it has
+begun. An agent that has received equal reports from all survivors decides. All make the same decision, without a leader
+and without the store:
 
-- Neighbour operations: a round that any agent had begun is completed by all as planned, without the missing messages of
-  the lost agent; edges are independent. Later rounds are planned among the survivors.
-- Collective operations, whose result is equal on all agents: if an agent has the result, it sends it to those that do
-  not (``result_cache.py``, ``result_transfer.py``). If no survivor has it, the operation restarts among them. Large
-  results are not cached. So that no agent has one alone, such an operation ends only when all have confirmed that they
-  have it (``discover`` without destinations, one small message in each of ``ceil(log2 n)`` steps).
+- Neighbour operations: all agents complete a round that any agent had begun as planned, without the missing messages of
+  the lost agent, because edges are independent. Later rounds are planned among the survivors.
+- Collective operations, whose result is equal on all agents: an agent with the result sends it to agents without it
+  (``result_cache.py``, ``result_transfer.py``). If no survivor has it, the operation restarts among them. Large results
+  are not cached. So that all agents have a large result, such an operation ends only when all have confirmed it
+  (``discover`` without destinations, one small message in each of ``ceil(log2 n)`` steps).
 
-An agent that is lost during the agreement is added, and all report again. A report is matched by the ranks that it
-misses, so no agent decides on reports from before the last loss. This is virtual synchrony (Birman, Joseph, "Exploiting
-virtual synchrony in distributed systems", SOSP 1987). The failure detector errs only towards loss: an agent that is
-wrongly taken for lost is notified and ends.
+If another agent is lost during the agreement, all survivors report again. Reports count together only if they name the
+same lost ranks, so no agent decides on reports from before the last loss. This is virtual synchrony (Birman, Joseph,
+"Exploiting virtual synchrony in distributed systems", SOSP 1987). The failure detector errs only towards loss: an agent
+that wrongly counts as lost is notified and ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from .result_transfer import ResultTransfer
 
 WORD = "~agreement"
 MOST_DECISIONS = 32
-"""So many are kept when an agent enters: of those before, no round is still to begin."""
+"""The number of decisions that are kept when an agent is admitted: every round that begins later follows one of
+these."""
 Ranks = tuple[int, ...]
 
 
@@ -54,9 +55,9 @@ class MembershipChange:
     """A new membership, on which the members have agreed.
 
     Attributes:
-        lost: The ranks that were lost or left since the last one, ascending.
+        lost: The ranks that were lost or shut down since the last change, ascending.
         alive: The members, ascending.
-        entered: The ranks that entered since the last one, in place of lost agents or for the first time, ascending.
+        entered: The ranks admitted since the last change, in place of lost agents or for the first time, ascending.
     """
 
     lost: tuple[int, ...]
@@ -66,8 +67,12 @@ class MembershipChange:
 
 @dataclass(frozen=True)
 class Decision:
-    """One agreement: the plan, the first round of each name that follows it (0 for a name that is not listed), and the
-    ranks that entered with it, which take part in no earlier round.
+    """The result of one agreement.
+
+    Attributes:
+        plan: The agreed plan.
+        begun: The first round that follows the plan, by name; 0 for a name that is not listed.
+        entered: The ranks admitted with this decision; they take part in no earlier round.
     """
 
     plan: Plan
@@ -84,12 +89,13 @@ class _Report:
     """One agent's report of a loss.
 
     Attributes:
-        plan: The ranks that it knows to be lost, and how many have entered.
-        begun: How many rounds of each name it has begun.
-        open: Its open collective operations, by name and round: the attempt whose result it has, or None.
+        plan: The lost ranks that it knows, and the number of admitted agents. begun: The number of rounds that it has
+        begun, by name.
+        open: Its open collective operations, by name and round: the attempt whose result it has, or None without a
+            result.
         kept: The rounds of ended collective operations whose results it can send, by name.
-        decisions: The agreements that it has taken part in.
-        out_of_reach: The lost ranks whose processes it does not know to have ended.
+        decisions: The decisions of earlier agreements that it knows.
+        out_of_reach: The lost ranks whose processes may still run, as far as it knows.
     """
 
     plan: Plan
@@ -100,15 +106,17 @@ class _Report:
     out_of_reach: frozenset[int]
 
     def has(self, name: str, round_: int, attempt: int) -> bool:
-        """The agent has the result of a collective operation; of this attempt, if it is still open there."""
+        """Whether the agent has the result of a collective operation; of ``attempt``, if the operation is still open
+        there.
+        """
         return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
 
     def keeps(self, name: str, round_: int) -> bool:
-        """The operation has ended there, and the agent can send the result."""
+        """Whether the operation has ended there and the agent can send the result."""
         return round_ in self.kept.get(name, ())
 
     def lacks(self, name: str, round_: int) -> bool:
-        """The operation is open there."""
+        """Whether the operation is open there."""
         return round_ in self.open.get(name, {})
 
 
@@ -116,17 +124,15 @@ class Agreement(MinimalService):
     """One agent's part in agreements. Used under the engine's lock.
 
     Args:
-        result_cache: The results that this agent keeps for others.
-        result_transfer: Sends them.
+        result_cache: The results that this agent keeps for other agents. result_transfer: Sends cached results.
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
         acknowledge: Confirms that a message has been read.
         told: Takes another agent's notice of a loss.
-        check_by: Requests a check by this time.
-        stop: Ends all operations of this agent, now and later.
+        check_by: Requests a check by this time. stop: Ends all current and later operations of this agent.
 
     Attributes:
-        active: Losses are agreed on. Otherwise a loss ends all operations, and this object is not used.
-        listeners: Called with every change, by the driving thread.
+        active: Whether agents agree on losses. Otherwise a loss ends all operations, and this object is not used.
+        listeners: Called by the driving thread with every change.
     """
 
     def __init__(
@@ -164,20 +170,21 @@ class Agreement(MinimalService):
         self._check_by = check_by
         self._stop = stop
         self._stops_as_minority = False
-        self._missed: set[int] = set()  # who left, and is needed here
-        self._reports: dict[int, _Report] = {}  # the last of each agent
+        self._missed: set[int] = set()  # agents that have shut down and are needed here
+        self._reports: dict[int, _Report] = {}  # the last report of each agent
         self._decisions: list[Decision] = []
 
     def activate(self, stops_as_minority: bool = False) -> None:
-        """Agree on losses instead of ending all operations. With a partition policy, end them all the same if the
-        unreachable agents may be the majority.
+        """Agree on losses instead of ending all operations.
+
+        ``stops_as_minority``: end all operations nevertheless if the unreachable agents may be the majority.
         """
         self.active, self._stops_as_minority = True, stops_as_minority
         self._lifecycle.departed_peers.survive(self.missed)
 
     @property
     def gone(self) -> Ranks:
-        """The lost ranks, as all survivors have agreed, ascending."""
+        """The lost ranks on which all survivors have agreed, ascending."""
         return self._gate.gone
 
     @property
@@ -192,7 +199,7 @@ class Agreement(MinimalService):
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose equal report is still missing."""
+        """The ranks whose matching report is still missing."""
         plan = self._noticed
         return [
             rank
@@ -202,7 +209,7 @@ class Agreement(MinimalService):
 
     @property
     def out_of_reach(self) -> frozenset[int]:
-        """The lost ranks whose processes are not known to have ended: they may run in another partition."""
+        """The lost ranks whose processes may still run, in another partition."""
         view = self._membership.view
         known = {*view.left, *view.died}.difference(view.out_of_reach)
         return frozenset(self._noticed.gone) - known
@@ -222,24 +229,26 @@ class Agreement(MinimalService):
         return WHOLE
 
     def _plan_of_all(self, name: str, round_: int) -> Plan:
-        """The plan of a round of a collective operation, which restarts with every loss: all members, without those
-        that entered after an agent had begun it.
+        """The plan of a round of a collective operation, which restarts with every loss.
+
+        It includes all members except those admitted after an agent had begun the round.
         """
         gone, entered = self.now
-        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # the last of each
+        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # each rank's last
         late = {rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_}.difference(gone)
         return Plan(tuple(sorted({*gone, *late})), entered - len(late)) if late else self.now
 
     def missed(self, rank: int) -> None:
-        """An agent that has shut down is needed here; the next check handles it."""
+        """Record that an agent has shut down and is needed here. The next check begins an agreement."""
         self._missed.add(rank)
         self._check_by(0.0)
 
-    # Telling, and hearing
+    # Reports
 
     def change(self) -> None:
-        """An agent is lost and needed: pause, and report to all survivors."""
+        """Pause and report to all survivors: an agent is lost and needed."""
         if not self._gate.paused:
+            # Only the members of a fused operation can be reported and repaired; it has no recovery of its own.
             self._fusion.split_all()
             self._gate.pause()
         report = self._report()
@@ -263,7 +272,7 @@ class Agreement(MinimalService):
         return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
 
     def _written(self, report: _Report) -> bytes:
-        """This agent's report as bytes, with how each loss was noticed and whether the process died."""
+        """This agent's report as bytes, with the cause of each loss and whether the process died."""
         view = self._membership.view
         gone = [
             (rank, view.died.get(rank, "it left"), rank in view.died, rank in report.out_of_reach)
@@ -292,18 +301,18 @@ class Agreement(MinimalService):
         if report.plan.entered > self._gate.entered:
             self._let_in_now()
         if report.plan.entered != self._gate.entered:
-            return  # it has still to let in whom others have let in, and will tell again
+            return  # its sender has to admit agents first, and will report again
         self._reports[source] = report
         alive = self._membership.view.alive
         for rank, cause, died in losses:
             if rank in alive:
                 self._told(Departure(rank, cause, died, source))
         if not self._gate.paused and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
-            self.change()  # who left was not missed here, and is missed there
+            self.change()  # a departed agent is needed there, but not here
         else:
             self._decide()
 
-    # Deciding
+    # Decisions
 
     def _decide(self) -> None:
         if not self._gate.paused or self.missing:
@@ -319,13 +328,16 @@ class Agreement(MinimalService):
         for operation in self._matcher.in_flight():
             if operation.on_end is not None and _all_have_result(operation, by_rank):
                 conclude(self._lifecycle, operation)
-                if self._gate.entered != entered:  # those who have entered agree, too
+                if self._gate.entered != entered:  # the admitted agents take part in the agreement
                     return
         begun: dict[str, int] = {}
         for report in reports:
             for name, count in report.begun.items():
+                # A round that one agent has begun keeps its plan on all; with a smaller count, plans of one round would
+                # differ.
                 begun[name] = max(count, begun.get(name, 0))
-        # Some may have agreed on a smaller loss, and have begun rounds since, while others heard of the larger one.
+        # Some agents may have agreed on a smaller loss, and have begun rounds since, before they learned of the larger
+        # one.
         earlier = {decision.order: decision for report in reports for decision in report.decisions}
         self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
         self._reports = {}
@@ -337,7 +349,7 @@ class Agreement(MinimalService):
         self._hand_on(by_rank)
 
     def _hand_on(self, reports: dict[int, _Report]) -> None:
-        """Send results to agents that lack them, if this agent is the first that has them."""
+        """Send cached results to agents without them, if this agent is the first that has the result."""
         for name, round_ in self._result_cache.results:
             keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
             if min(keepers, default=-1) == self._rank:
@@ -370,7 +382,7 @@ class Agreement(MinimalService):
         )
 
     def yield_to_majority(self, why: PeerLost) -> None:
-        """End as the smaller partition, also during an agreement."""
+        """End this agent as part of the smaller partition, also during an agreement."""
         self._gate.resume(self.gone)
         self._stop(why)
 
@@ -379,15 +391,17 @@ class Agreement(MinimalService):
         for listener in self.listeners:
             self._callbacks.add(listener, change, change)
 
-    # Letting in
+    # Admission
 
     @property
     def decisions(self) -> list[Decision]:
-        """The agreements so far that may still matter."""
+        """The earlier decisions that may still be needed."""
         return self._decisions
 
     def _let_in_now(self) -> None:
-        """Other agents have admitted one, so that operation has ended there and all have its result."""
+        """Conclude the admission that another agent has completed: its operation has ended there, so all have its
+        result.
+        """
         entered = self._gate.entered
         for operation in self._matcher.in_flight():
             if (
@@ -401,52 +415,55 @@ class Agreement(MinimalService):
         raise ProtocolError("it has let somebody in alone")
 
     def admit(self, ranks: Ranks, begun: dict[str, int]) -> None:
-        """Agents have entered: rounds that no agent had begun are planned with them.
+        """Plan with admitted agents the rounds that no agent had begun.
 
         If an agreement is in progress, :meth:`tell_again` has to follow once the new agents know of it.
 
         Args:
-            ranks: The agents that have entered.
-            begun: For each name, how many rounds some agent had begun, as all members have agreed.
+            ranks: The admitted agents.
+            begun: The number of rounds that some agent had begun, by name, as all members have agreed.
         """
         plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
         self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
+        # The rank belongs to a new agent now: check() would begin an agreement on its loss.
         self._missed.difference_update(ranks)
         self._gate.install_plan(plan)
         self._announce(entered=ranks)
 
     def tell_again(self) -> None:
-        """After :meth:`admit`: if an agreement is in progress, send this agent's report again."""
+        """Send this agent's report again after :meth:`admit`, if an agreement is in progress."""
         if self._gate.paused:
             self.change()
 
     def enter(self, plan: Plan, decisions: list[Decision]) -> None:
-        """This agent has entered, and adopts the agreed state."""
+        """Adopt the agreed state: this agent has been admitted."""
         entered = tuple(sorted({self._rank, *self.gone} - set(plan.gone)))
         self._decisions = decisions
         self._gate.install_plan(plan)
         self._announce(entered=entered)
 
     def begin_without(self, ranks: Ranks) -> None:
-        """These agents have not started: plan everything without them, as if they had been lost before."""
+        """Plan all rounds without agents that have not started, as if they had been lost before."""
         self._gate.install_plan(Plan(ranks))
         self._decisions = [Decision(self.now, {})]
 
     def stand_alone(self) -> None:
-        """This agent waits to rejoin. Until then its operations have no other participants."""
+        """Plan all rounds without other agents, while this agent waits to rejoin."""
         self.begin_without(tuple(rank for rank in range(self._size) if rank != self._rank))
 
     # As a service
 
     def check(self, now: float) -> float:
-        """Begin deferred work; see :class:`~.services.Service`."""
+        """Begin an agreement for a departed agent that is needed; see :class:`~.services.Service`."""
         if not self._gate.paused and self._missed.difference(self.gone):
             self.change()
         return float("inf")
 
 
 def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
-    """Another agent's report, with how each loss was noticed. ProtocolError if it is malformed."""
+    """Another agent's report, with the cause of each loss and whether the process died. ProtocolError if it is
+    malformed.
+    """
     try:
         said: Any = json.loads(text)
         losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]
@@ -464,8 +481,9 @@ def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]],
 
 
 def partition_order(part: Collection[int]) -> tuple[int, int]:
-    """The order of partitions by which exactly one continues: the one with most agents, then with the lowest rank. The
-    greatest continues.
+    """A sort key of partitions: the greatest continues.
+
+    A partition with more agents is greater; among equal sizes, the one with the lowest rank is greatest.
     """
     return len(part), -min(part, default=0)
 
@@ -478,12 +496,12 @@ def _all_have_result(operation: Operation, reports: Mapping[int, _Report]) -> bo
 
 
 def decisions_as_data(decisions: list[Decision]) -> list[Any]:
-    """Decisions as JSON data."""
+    """Convert decisions to JSON data."""
     return [(*one.plan, one.begun, one.entered) for one in decisions]
 
 
 def parsed_decisions(said: Any, size: int) -> list[Decision]:
-    """Decisions from JSON data; raises one of :data:`NONSENSE` if they are malformed."""
+    """Parse decisions from JSON data; raises one of :data:`NONSENSE` if they are malformed."""
     return [
         Decision(Plan(parsed_ranks(gone, size), int(entered)), parsed_counts(begun), parsed_ranks(ranks, size))
         for gone, entered, begun, ranks in said

@@ -1,9 +1,9 @@
-"""The failure detector: agents are suspected, reported and confirmed as lost, and operations that need them end.
+"""The failure detector: suspects, confirms and reports lost agents, and ends the operations that need them.
 
 The end of a connection, the end of a process, and a third agent's notice can all arrive before the last message of the
-agent itself, which may say that it shuts down. So an agent is first a suspect, unless nothing more of it can arrive. It
-counts as lost only if no shutdown message arrives within a short time. A notice of a loss is passed on along all links.
-Every agent has a link to the next rank, so the notice reaches all.
+agent itself, which may be its shutdown message. So an agent is first a suspect, unless nothing more of it can arrive.
+It counts as lost only if no shutdown message arrives within a short time. Agents pass a notice of a loss on along all
+links. Every agent has a link to the next rank, so the notice reaches all.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ..transport.wire import CERTAIN, DIED, SILENT, Message
 from .agreement import Agreement
 
 GRACE = 0.5
-"""Seconds in which what an agent said last may still arrive."""
+"""Seconds in which the last messages of an agent may still arrive."""
 UNCONNECTED_GRACE = 5.0
-"""The same for an agent without a connection to this one: others, which have one, know better, and pass it on."""
+"""The same for an agent without a connection to this one: agents with a connection detect its end and pass the notice
+on."""
 
 
 class FailureDetector:
-    """The suspects of one agent, each with the time at which it is confirmed."""
+    """The suspects of one agent, each with the time of its confirmation."""
 
     def __init__(self, rank: int, membership: Membership, router: Router) -> None:
         self._rank = rank
@@ -38,18 +39,18 @@ class FailureDetector:
         self._suspects: dict[int, tuple[float, Departure]] = {}
 
     def suspect(self, peer: int, cause: str, final: bool, certain: bool) -> float:
-        """An agent seems to be lost. Returns the time of the confirmation, as ``clock.monotonic()``."""
+        """Suspect an agent that seems to be lost. Returns the time of the confirmation, as ``clock.monotonic()``."""
         final = final or self._router.is_cut_off(peer)
         due = clock.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
         known = self._suspects.get(peer)
         if known is not None:
-            if known[1].told_by == peer:  # it has said why it goes; that counts
-                if known[0] == float("inf"):  # but what it sent here was awaited, of which there may be no more now
+            if known[1].told_by == peer:  # its own shutdown message has the cause
+                if known[0] == float("inf"):  # its last messages were awaited; there may be none left
                     follows = float("inf") if self._router.hears(peer) else due
                     self._suspects[peer] = (clock.monotonic() if final else follows, known[1])
                 return self._suspects[peer][0]
             due = min(due, known[0])
-            if known[0] == float("inf") and not final:  # it leaves, as others say, and its goodbye was lost with this
+            if known[0] == float("inf") and not final:  # others report its shutdown; its message may be lost
                 self._suspects[peer] = (due, known[1])
                 return due
         if known is None or due < known[0] or (known[1].died and known[1].told_by != self._rank):
@@ -57,7 +58,10 @@ class FailureDetector:
         return self._suspects[peer][0]
 
     def notice(self, source: int, message: Message) -> Departure | float:
-        """An agent reports that it shuts down, or that another is lost: the departure, or when to check again."""
+        """Handle an agent's notice of its own shutdown or of another agent's loss.
+
+        Returns the departure, or the time to check again.
+        """
         rank, died, certain = message.token, bool(message.flags & DIED), bool(message.flags & CERTAIN)
         because = -1 if died else message.digest - 1
         silent = bool(message.flags & SILENT)
@@ -71,8 +75,10 @@ class FailureDetector:
         return self.report(said)
 
     def _unless_lost_before(self, said: Departure) -> Departure:
-        """A shutdown message. If another agent is certainly lost and that is about to be confirmed, that loss stays the
-        cause: an agent that is shut out by one sends shutdown messages to the others.
+        """The departure of a shutdown message, or an earlier loss of the same agent that is about to be confirmed.
+
+        An agent that another agent excludes as lost sends shutdown messages to all others. Then the certain loss that a
+        third agent has reported remains the cause.
         """
         known = self._suspects.get(said.rank)
         if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
@@ -80,7 +86,7 @@ class FailureDetector:
         return said
 
     def _after_those_before(self, said: Departure) -> Departure | float:
-        """An agent leaves. If another is about to be confirmed as lost, that may be the cause and comes first."""
+        """Delay a departure until earlier suspects are confirmed, because their loss may be its cause."""
         due = max((due for due, one in self._suspects.values() if one.died and one.rank != said.rank), default=0.0)
         if not due:
             return said
@@ -89,11 +95,11 @@ class FailureDetector:
         return due
 
     def report(self, said: Departure) -> float:
-        """A third agent reports a loss that this agent would notice itself. Returns when to check again.
+        """Take a third agent's report of a loss that this agent would notice itself. Returns when to check again.
 
-        If the agent shut down, its own message arrives after all its other messages, also while it is still connecting;
-        so its shutdown message on our link is kept until then. If it died, our own connections show it in a moment. If
-        they do not, only those two agents have lost each other.
+        If the agent has shut down, its shutdown message follows all its other messages, also while it is still
+        connecting. So the shutdown waits until that message arrives on this agent's link. If the agent died, this
+        agent's connections show that soon. If they do not, only those two agents have lost each other.
         """
         rank, own = said.rank, said.told_by == said.rank
         hears = not said.died and self._router.hears(rank)
@@ -103,17 +109,17 @@ class FailureDetector:
         due = float("inf") if shows or hears else clock.monotonic() + GRACE
         if rank in self._suspects:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
-            if known.died and not (own and known.told_by == self._rank):  # an end that we saw is that of its leaving
+            if known.died and not (own and known.told_by == self._rank):  # the end was that of its shutdown
                 said = known
         self._suspects[rank] = (due, said)
         return due
 
     def confirmed(self, now: float) -> list[Departure]:
-        """The suspects that are due."""
+        """The suspects whose confirmation is due."""
         return [departure for due, departure in self._suspects.values() if now >= due]
 
     def nothing_follows(self, rank: int) -> None:
-        """Nothing more can arrive from an agent: if it is a suspect, confirm it now."""
+        """Confirm a suspect at once, because nothing more can arrive from it."""
         if rank in self._suspects:
             self._suspects[rank] = (clock.monotonic(), self._suspects[rank][1])
 
@@ -122,7 +128,7 @@ class FailureDetector:
 
     @property
     def next(self) -> float:
-        """When the next suspect is due."""
+        """When the next confirmation is due."""
         return min((due for due, _ in self._suspects.values()), default=float("inf"))
 
 
@@ -130,7 +136,7 @@ class Failures:
     """One agent's reaction to lost agents. Used under the engine's lock.
 
     Attributes:
-        deaf: This agent has missed messages of the others, so it must not report losses any more.
+        deaf: Whether this agent has missed messages of other agents, so that it must not report losses any more.
     """
 
     def __init__(
@@ -164,17 +170,19 @@ class Failures:
         self._events = events
         lifecycle.departed_peers.lose_by(lambda gone: self._miss(Departure(gone, NEEDED, True, rank, certain=True)))
 
-    # What shows that an agent is gone
+    # Signs of a loss
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
-        """A connection, or a process, has ended; see :class:`~shoal.transport.link.Receiver`."""
+        """Handle the end of a connection or of a process; see :class:`~shoal.transport.link.Receiver`."""
         if peer not in self._membership.view.alive or self.deaf:
             self._router.drop(peer)
-        elif not self._sender.said_goodbye:  # after it, an end is somebody hanging up
+        elif not self._sender.said_goodbye:  # after it, peers close their connections
             self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
 
     def on_cut(self, peer: int, cause: str) -> None:
-        """A connection was cut, over which an agent has sent. If its process has ended, the link to it shows that."""
+        """Handle the cut of a connection on which an agent has sent. If its process has ended, the link to it shows
+        that.
+        """
         if peer not in self._membership.view.alive or self.deaf:
             self._router.drop(peer)
         elif not self._sender.said_goodbye and not self._sender.reach(peer):
@@ -182,19 +190,21 @@ class Failures:
             self._progress.check_by(self._detector.next)
 
     def on_shut_out(self, peer: int) -> None:
-        """A peer counts this agent as lost, which was cut off and does not know of it."""
+        """Handle a peer that counts this agent as lost: this agent was cut off and does not know it."""
         if peer in self._membership.view.alive and not self._sender.said_goodbye:
             self.break_off(f"rank {peer} counts it as lost")
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        """An agent has sent its shutdown message, because of the loss of another one if that has a cause."""
+        """Handle an agent's shutdown message. With a ``cause``, the loss of the agent ``lost`` is the reason of the
+        shutdown.
+        """
         if cause and 0 <= lost < self._size and lost != self._rank:
             self.told(Departure(lost, cause, True, peer))
         said = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
         self._progress.check_by(self._detector.report(said))
 
     def on_notice(self, source: int, message: Message) -> None:
-        """An agent reports that it shuts down, or that another is lost."""
+        """Handle an agent's notice of its own shutdown or of another agent's loss."""
         said = self._detector.notice(source, message)
         if isinstance(said, Departure):
             self._confirm(said)
@@ -202,26 +212,29 @@ class Failures:
             self._progress.check_by(said)
 
     def told(self, said: Departure) -> None:
-        """Take another agent's notice about a third."""
+        """Handle another agent's notice about a third one."""
         if self._router.knows(said.rank):
             self._progress.check_by(self._detector.report(said))
         else:
             self._confirm(said)
 
     def give_up_on(self, rank: int, cause: str) -> None:
-        """Count an agent as lost, whatever its connections look like; it is notified if it ever listens."""
+        """Count an agent as lost, whatever the state of its connections. It is notified if it ever reads messages
+        again.
+        """
         self._confirm(Departure(rank, cause, True, self._rank, certain=True, silent=True))
 
     def leave_behind(self, rank: int, why: str) -> bool:
-        """An agent's own call failed in a round that others have begun, and it cannot catch up. With agreements it
-        counts as lost, whether its script ends or not. False without agreements.
+        """Count an agent as lost whose own call failed in a round that others have begun, because it cannot catch up.
+
+        This applies with agreements only, whether its script ends or not. False without agreements.
         """
         if self._agreement.active:
             self._confirm(Departure(rank, f"its own call failed: {why}", True, self._rank, certain=True))
         return self._agreement.active
 
     def forget(self, rank: int) -> None:
-        """An agent has entered: suspicions of an earlier agent of its rank are dropped."""
+        """Drop suspicions of an earlier agent of an admitted rank."""
         self._detector.forget(rank)
 
     def check(self, now: float) -> float:
@@ -232,17 +245,17 @@ class Failures:
             self._confirm(departure)
         return self._detector.next
 
-    # What follows
+    # Reaction to a loss
 
     def _confirm(self, gone: Departure) -> None:
-        """An agent died or left: notify the neighbours, and end operations that need it."""
+        """Remove an agent that died or shut down: notify the neighbours, and end operations that need it."""
         rank, cause, died, told_by, certain, because, silent = gone
         self._detector.forget(rank)
         if rank == self._rank:
             self.break_off(f"rank {told_by} counts it as lost ({cause})")
             return
         if not self._membership.remove(rank, cause, died, died and (silent or not certain)):
-            missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
+            missed = died and rank in self._membership.view.left  # it has shut down, and another agent needs it
             if missed and self._agreement.active:
                 self._agreement.missed(rank)
             elif missed:
@@ -262,30 +275,32 @@ class Failures:
             stage = operation.stage
             if stage is None:
                 continue
-            # It also waits for somebody of whose tensor a part is still missing.
+            # It also waits for an agent whose tensor has arrived only in part.
             if rank not in operation.waiting_for and (stage.posted or not stage.sends_to(rank)):
                 continue
             if operation.one_sided:
                 self._lifecycle.fail(operation, self._lifecycle.departed_peers.error(operation, [rank]))
-            else:  # it ends, or what becomes of it is agreed on
+            else:  # it ends, or the survivors agree how it continues
                 self._lifecycle.departed_peers.announce([rank])
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
-        # Also who left: what it had still to send, as an answer that came after its goodbye, would bring all that was
-        # before once more, of which nobody remembers here that it has come.
+        # This includes agents that have shut down: a later answer of theirs would send all earlier messages again, and
+        # this agent has no record any more that these have arrived.
         self._router.shut_out(rank)
         if self._agreement.active and (died or self._lifecycle.gate.paused):
             self._agreement.change()
 
     def _miss(self, gone: Departure) -> None:
-        """An agent that has shut down is needed, here or elsewhere: a loss, which ends the same calls on all agents."""
+        """End the same calls on all agents: an agent that has shut down is needed, here or elsewhere, which counts as a
+        loss.
+        """
         if self._lifecycle.gate.ended is None:
             self._sender.pass_on(gone)
             self._lose(*self._explained(gone))
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
-        """The message about a loss, and the ranks that it names."""
+        """The error message of a loss, and the ranks that it names."""
         rank, cause, _, told_by, certain, _, _ = gone
         if cause == NEEDED:
             return f"rank {rank} {cause.removeprefix('it ')}. {UNEVEN}", rank
@@ -297,7 +312,7 @@ class Failures:
         return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
 
     def _lose(self, what: str, *ranks: int) -> None:
-        """End operations that need all agents, now and later."""
+        """End current and later operations that need all agents."""
         gate, lifecycle = self._lifecycle.gate, self._lifecycle
         ended = gate.end(PeerLost(f"{what}; the agents that are left can shut down and start again", ranks))
         for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
@@ -305,12 +320,12 @@ class Failures:
         self._fusion.give_up(ended)
 
     def break_off(self, why: str) -> None:
-        """This agent must not report losses any more: end all operations, now and later."""
+        """End all current and later operations, because this agent must not report losses any more."""
         self.deaf = True
         self.abort(ShoalError(f"rank {self._rank}: {why}; shut down and start again", (self._rank,)))
 
     def abort(self, error: ShoalError) -> None:
-        """End all operations with ``error``, now and later. The other agents are not notified."""
+        """End all current and later operations with ``error``. The other agents are not notified."""
         self._lifecycle.gate.abort(error)
         self._lifecycle.fail_all(error)
         self._fusion.give_up(error)

@@ -1,16 +1,16 @@
-"""Network partitions: when partitions can reach each other again, the smaller ones end.
+"""Resolves network partitions: when partitions can reach each other again, the smaller ones end.
 
 After a partition of the network each side counts the other as lost (``agreement.py``) and sends it nothing, so neither
-would notice that the network has healed. Each agent of a partition that is smaller than the agents out of its reach
-therefore probes one of those now and then, in turn (``transport/peer_probe.py``). A live agent that counts the prober
-as lost, and that has agreed to continue, answers with the size and the lowest rank of its partition. If that partition
-is larger, the prober's ends with :class:`~shoal.PeerLost`. The first agent to learn it notifies its whole partition,
-because an agent that is restarted at once must not enter the partition that ends.
+would notice that the network has healed. Therefore each agent of a partition that may be the smaller one periodically
+probes an unreachable agent, each in turn (``transport/peer_probe.py``). A live agent answers with the size and the
+lowest rank of its partition, if it counts the prober as lost and has agreed to continue. If that partition is larger,
+the prober's partition ends with :class:`~shoal.PeerLost`. The first agent to learn it notifies its whole partition,
+because an agent that is restarted at once must not join the partition that ends.
 
-Partitions compare what they are when they meet, not what was once out of reach. This is a total order, so of any number
-of partitions the largest continues. If each yielded to all agents that it cannot reach, three partitions of two would
-all end, and so would two that had both lost agents meanwhile. An agent that was stopped and resumes does not count the
-others as lost, and answers nothing.
+Partitions compare their current sizes, not the number of agents once out of reach. This is a total order, so of any
+number of partitions the largest continues. If each partition yielded to all agents that it cannot reach, three
+partitions of two agents would all end. So would two partitions that had both lost agents since. A stopped agent that
+resumes does not count other agents as lost, and does not answer.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from .rejoin import Rejoin
 
 WORD = "~reunion"
 EVERY = 1.0
-"""Seconds between two questions."""
+"""Seconds between two probes."""
 PATIENCE = 3.0
-"""Seconds after which a question without an answer is dropped: a cable is out, or a process is stopped."""
+"""Seconds after which a probe without an answer is dropped: a cable is unplugged, or a process is stopped."""
 _SHIFT = 32
-"""An answer is how many agents a part has, above the lowest rank in it; 0 says nothing."""
+"""The shift of the partition's size in an answer; the lower bits are its lowest rank. An answer of 0 has no
+information."""
 
 
 class PartitionResolver(MinimalService):
-    """One agent's part in the resolution. Used under the engine's lock.
+    """The partition resolver of one agent. Used under the engine's lock.
 
     Args:
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
@@ -75,11 +76,11 @@ class PartitionResolver(MinimalService):
         self._asking = PeerProbe(router)
         self._due = float("inf")
         self._asked_at = 0.0
-        self._turn = rank  # so that not all ask the same one
+        self._turn = rank  # so that agents do not all probe the same one
         self._closed = False
 
     def activate(self) -> None:
-        """Before the exchange starts."""
+        """Begin to answer probes and to watch the membership. Call it before the exchange starts."""
         self._router.answer_by(self._answer)
         self._membership.watch(self._look_again)
 
@@ -89,10 +90,10 @@ class PartitionResolver(MinimalService):
 
     @property
     def _is_running(self) -> bool:
-        """This agent is in a partition that continues."""
+        """Whether this agent is in a partition that continues."""
         return not (self._closed or self._entry.outside or self._gate.closing or self._gate.ended is not None)
 
-    # Asking
+    # Probes
 
     def check(self, now: float) -> float:
         """Probe the next agent, when it is time; see :class:`~.services.Service`."""
@@ -113,7 +114,7 @@ class PartitionResolver(MinimalService):
         return now + EVERY
 
     def _larger_beyond(self) -> list[int]:
-        """The agents to probe, if those out of reach may be the larger partition."""
+        """The unreachable agents to probe, if they may be the larger partition; otherwise empty."""
         beyond = self._agreement.out_of_reach if self._is_running else frozenset()
         if not beyond or partition_order(self._membership.view.alive) > partition_order(beyond):
             return []
@@ -129,10 +130,12 @@ class PartitionResolver(MinimalService):
             if other != self._rank:
                 data = as_tensor(said)
                 self._send(other, Message(Kind.DATA, WORD, WORD), data)
-        self._sender.flush()  # now: what waits for this agent's operations may end it before anything else is sent
+        self._sender.flush()  # now: the failed operations may end the process before another flush
 
     def _yields_to(self, peer: int, count: int, lowest: int) -> bool:
-        """A partition of this size can be reached again; whether this one ends because of it."""
+        """End this partition if it yields to a partition of this size that can be reached again. Returns whether it
+        does.
+        """
         here = self._membership.view.alive
         if not 0 < count < self._size or not self._is_running or partition_order(here) >= (count, -lowest):
             return False
@@ -146,10 +149,10 @@ class PartitionResolver(MinimalService):
         )
         return True
 
-    # Answering, and hearing
+    # Answers, and notices in this partition
 
     def _answer(self, rank: int, incarnation: int) -> int:
-        """This agent's partition, for a prober that it counts as lost."""
+        """The size and lowest rank of this agent's partition, for a prober that it counts as lost; otherwise 0."""
         alive = self._membership.view.alive
         is_with_it = rank in alive and incarnation >= self._router.place_of(rank).incarnation
         if is_with_it or self._gate.paused or not self._is_running:
@@ -157,7 +160,7 @@ class PartitionResolver(MinimalService):
         return len(alive) << _SHIFT | min(alive)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent of this partition has learnt of a larger one; see :class:`~.services.Service`."""
+        """Take a notice of an agent of this partition about a larger one; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:

@@ -1,7 +1,7 @@
 """Recovery of an operation in flight after the survivors have agreed on a loss.
 
-Called by the driving thread: no generator is running, except those whose first step another thread takes, and these
-have no stage yet.
+Called by the driving thread: no generator runs, except those whose first step runs in another thread. These have no
+stage yet.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..operations.operation import Operation
 
 
 def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
-    """Complete a round between neighbours without messages of lost agents that are missing or incomplete."""
+    """Complete a round between neighbours without the missing or incomplete messages of lost agents."""
     stage, recovery = operation.stage, operation.recovery
-    if stage is None or recovery is None or operation.error is not None:  # what it enters, it enters without them
+    if stage is None or recovery is None or operation.error is not None:  # its next stage begins without them
         return
     was_complete = stage.complete
     stage.missing.difference_update(gone)
@@ -29,20 +29,20 @@ def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, .
     ]
     for source in torn:
         del stage.arrived[source]
-    if torn and operation.generator is not None:  # it may have begun to sum: anew, without them
+    if torn and operation.generator is not None:  # it may have begun to sum: restart without them
         recovery.again, operation.waiting_more = True, False
     if stage.complete and (torn or not was_complete):
         _make_ready_once(lifecycle, operation)
 
 
 def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
-    """All survivors have the result of a collective operation: it ends, without further confirmations."""
+    """End a collective operation whose result all survivors have, without further confirmations."""
     recovery = operation.recovery
     assert recovery is not None and recovery.result is not None
     result = recovery.result
     lifecycle.leave_stage(operation)
     drop_generator(operation)
-    lifecycle.forget_before(operation, LAST_STAGE)  # that others have it, too
+    lifecycle.forget_before(operation, LAST_STAGE)  # confirmations that other agents have the result
     if operation.unconfirmed:
         operation.outcome = result
     else:
@@ -50,13 +50,13 @@ def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
 
 
 def await_result(lifecycle: Lifecycle, operation: Operation) -> None:
-    """Some survivors have the result of a collective operation and send it: wait only for that."""
+    """Let a collective operation wait for its result, which a survivor has and sends."""
     _stop(lifecycle, operation)
     lifecycle.forget_before(operation, LAST_STAGE)
 
 
 def take_result(lifecycle: Lifecycle, operation: Operation, result: torch.Tensor) -> None:
-    """Another agent has sent the result of a collective operation."""
+    """End a collective operation with the result that another agent has sent."""
     recovery = operation.recovery
     if recovery is None or recovery.take is None:
         return
@@ -81,14 +81,14 @@ def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
 
 
 def _stop(lifecycle: Lifecycle, operation: Operation) -> None:
-    """End this attempt."""
+    """End the current attempt of an operation."""
     lifecycle.leave_stage(operation)
     drop_generator(operation)
     operation.waiting_more = False
-    operation.unconfirmed, operation.outcome = {}, None  # by those to whom it was another attempt
+    operation.unconfirmed, operation.outcome = {}, None  # of receivers in this attempt
 
 
 def _make_ready_once(lifecycle: Lifecycle, operation: Operation) -> None:
-    """It may be queued for the driving thread already, for an outdated reason."""
+    """Queue an operation, unless it is queued for the driving thread already, for an outdated reason."""
     if operation not in lifecycle.ready:
         lifecycle.make_ready(operation)

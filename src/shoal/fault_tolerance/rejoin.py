@@ -1,11 +1,11 @@
-"""Agents enter a running job: in place of a lost agent, or for the first time.
+"""Admits agents to a running job: in place of a lost agent, or for the first time.
 
-A joining agent connects to all agents that it can reach and asks to enter. Until it is admitted it is isolated: its
-operations have no other participants, and messages for it are buffered (``transport/pending_peers.py``). The members
-admit it at the same line of the script, by a collective operation (``ops/state_transfer.py``). The result of that
-operation is equal on all of them, also if agents fail meanwhile, so all admit the same agents. Each member then sends
-the joining agents the addresses of all members and how many rounds of each name have begun. The first such message
-makes a joining agent a member, whose loss is handled like any other.
+A joining agent connects to all agents that it can reach and requests admission. Until it is admitted it is isolated:
+its operations have no other participants, and messages for it are buffered (``transport/pending_peers.py``). The
+members admit it at the same line of the script, by a collective operation (``ops/state_transfer.py``). All members have
+the same result of that operation, also if agents fail during it, so all admit the same agents. Each member then sends
+the joining agents the addresses of all members and the number of rounds begun under each name. The first such message
+makes the joining agent a member, whose loss is handled like any other.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ T = TypeVar("T")
 
 
 class JoiningPeer(NamedTuple):
-    """An agent that asks to enter."""
+    """An agent that requests admission."""
 
     place: PeerId
     endpoint: Endpoint
 
     def as_data(self) -> list[dict[str, Any]]:
-        """The peer as JSON data."""
+        """Convert the peer to JSON data."""
         return [asdict(self.place), asdict(self.endpoint)]
 
     def as_json(self) -> bytes:
@@ -56,7 +56,7 @@ class JoiningPeer(NamedTuple):
 
     @classmethod
     def of(cls, said: Any, rank: int) -> JoiningPeer:
-        """The peer from JSON data; raises one of :data:`NONSENSE` if it is malformed or of another rank."""
+        """Parse the peer from JSON data; raises one of :data:`NONSENSE` if it is malformed or of another rank."""
         place, endpoint = said
         joining_peer = cls(_checked(PeerId, place), _checked(Endpoint, endpoint))
         if joining_peer.place.rank != rank or not 0 <= joining_peer.place.incarnation < 1 << 32:
@@ -65,7 +65,7 @@ class JoiningPeer(NamedTuple):
 
 
 def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
-    """A peer address or an endpoint, whose fields must have their declared types."""
+    """Create a peer address or an endpoint from JSON data. Each field must have its declared type."""
     for one in fields(kind):  # type: ignore[arg-type]
         if one.type != type(said[one.name]).__name__:
             raise TypeError(f"{one.name} is {said[one.name]!r}")
@@ -79,9 +79,8 @@ class Rejoin(MinimalService):
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
 
     Attributes:
-        outside: This agent itself waits to be admitted.
-        patience: Default timeout of that wait, in seconds.
-        on_entry: Called when agents have entered, or this one has.
+        outside: Whether this agent itself waits to be admitted. rejoin_seconds: Default timeout of that wait, in
+        seconds. on_entry: Called when agents have been admitted, or this agent has.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Rejoin(MinimalService):
         self.on_entry: Callable[[], None] = lambda: None
         self._asked: dict[int, JoiningPeer] = {}
         self._sign = RejoinMarker()
-        self._unreachable: list[int] = []  # all others, once no connection to any of them can be opened
+        self._unreachable: list[int] = []  # all other ranks, if no connection to any can be opened
         self._rank = rank
         self._size = size
         self._progress = progress
@@ -115,21 +114,23 @@ class Rejoin(MinimalService):
         self._send = send
 
     def extend_timeout(self, seconds: float) -> None:
-        """Set how long to wait for admission."""
+        """Set the timeout of the wait for admission."""
         self.rejoin_seconds = seconds
 
-    # Inside
+    # As a member
 
     def asking(self) -> dict[int, JoiningPeer]:
-        """The agents that ask to enter and are still connected, by rank."""
+        """The agents that request admission and are still connected, by rank."""
         return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
 
     def admit_after(self, operation: Operation) -> None:
-        """The result of the operation is, on all agents, who enters and how many rounds of each name have begun."""
+        """Admit agents when ``operation`` ends: its result is, on all members, the admitted agents and the begun rounds
+        by name.
+        """
         operation.on_end = self._admit
 
     def begun(self) -> dict[str, int]:
-        """How many rounds of each name this agent has begun."""
+        """The number of rounds that this agent has begun, by name."""
         return self._matcher.all_begun()
 
     def _admit(self, found: tuple[Mapping[int, JoiningPeer], dict[str, int]]) -> None:
@@ -152,7 +153,7 @@ class Rejoin(MinimalService):
         self._progress.check_by(0.0)
 
     def _welcome(self, begun: dict[str, int]) -> dict[str, Any]:
-        """The message that a joining agent needs: addresses, rounds and decisions."""
+        """The content of the message that admits an agent: addresses, rounds and decisions."""
         router = self._router
         everybody = [JoiningPeer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]
         decisions = decisions_as_data(self._agreement.decisions)
@@ -166,7 +167,7 @@ class Rejoin(MinimalService):
             "ended": ended,
         }
 
-    # Outside
+    # As a joining agent
 
     def begin_waiting(self) -> None:
         """Isolate this agent until the members admit it."""
@@ -177,7 +178,7 @@ class Rejoin(MinimalService):
         self._router.begin_pending()
 
     def ask(self) -> None:
-        """Ask all agents to admit this one; agents that have ended do not answer."""
+        """Request admission from all agents. Agents that have ended do not answer."""
         text = JoiningPeer(self._router.place, self._router.endpoints[self._rank]).as_json()
         for rank in (rank for rank in range(self._size) if rank != self._rank):
             message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
@@ -190,7 +191,7 @@ class Rejoin(MinimalService):
             link.flush()
 
     def wait(self, seconds: float, says_so: float) -> None:
-        """Ask the members to admit this agent, and wait until they have. Progress is logged.
+        """Request admission, and wait until the members have admitted this agent. Progress is logged.
 
         Takes the lock itself.
 
@@ -200,7 +201,7 @@ class Rejoin(MinimalService):
 
         Raises:
             PeerLost: The members have ended, or no connection to any of them can be opened.
-            DeadlineExceeded: They have not admitted it within the timeout.
+            DeadlineExceeded: The members have not admitted this agent within the timeout.
         """
         progress, limit = self._progress, clock.monotonic() + seconds
         with deferred, progress.lock:
@@ -225,7 +226,7 @@ class Rejoin(MinimalService):
             )
         if self._unreachable:
             error = self.nobody_reached()
-            with progress.lock:  # or shutdown would wait for what they have not taken
+            with progress.lock:  # otherwise shutdown would wait for messages to them
                 for rank in self._unreachable:
                     self._router.drop(rank)
             raise error
@@ -233,7 +234,7 @@ class Rejoin(MinimalService):
             raise self.nobody_left()
 
     def check_inside(self, what: str) -> None:
-        """The ShoalError of a call while this agent waits to be admitted."""
+        """Raise ShoalError for a call while this agent waits to be admitted."""
         if self.outside:
             raise self.not_in_yet(what)
 
@@ -246,7 +247,7 @@ class Rejoin(MinimalService):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it may still be admitted."""
+        """Whether this agent may still be admitted."""
         return self.outside and bool(self._router.links)
 
     def rejoin_timeout(self, seconds: float) -> DeadlineExceeded:
@@ -260,7 +261,7 @@ class Rejoin(MinimalService):
         )
 
     def nobody_reached(self) -> PeerLost:
-        """The error if no connection to a member can be opened, so that none knows that this agent waits."""
+        """The error if no connection to a member can be opened, so that no member knows that this agent waits."""
         return PeerLost(
             f"rank {self._rank} was started later, and none of the others hears that it waits to be let in: "
             f"{self._sender.problems_with(self._unreachable)}. Open the data ports of one of them at least to this "
@@ -291,7 +292,7 @@ class Rejoin(MinimalService):
             if rank != self._rank and rank not in plan.gone:
                 self._router.admit(one.place, one.endpoint)
                 self._membership.add(rank)
-        for rank in plan.gone:  # who could not be reached until now is not to hear that this agent waits
+        for rank in plan.gone:  # an agent that was unreachable must not get the request later
             link = self._router.links.get(rank)
             if isinstance(link, Outgoing) and not link.has_been_open:
                 self._router.drop(rank)
@@ -304,7 +305,7 @@ class Rejoin(MinimalService):
     # As a service
 
     def serve(self, source: int, message: Message) -> None:
-        """Take a request to enter, or the message that admits this agent; see :class:`~.services.Service`."""
+        """Take a request for admission, or the message that admits this agent; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
@@ -327,7 +328,7 @@ class Rejoin(MinimalService):
             return float("inf")
         closed = [self._router.reversing.closed_at(peer) for peer in self._router.links]
         when = max(closed, default=float("inf"))
-        if now >= when:  # others pass a request on for a reversed connection as soon as one of them is reached
+        if now >= when:  # once one agent is reached, it passes on requests for reversed connections
             self._unreachable = sorted(self._router.links)
             self._progress.notify()
             return float("inf")

@@ -1,10 +1,10 @@
-"""With ``on_loss="continue"``: keeps results of collective operations for agents that may still lack them.
+"""With ``on_loss="continue"``: keeps results of collective operations for agents that may not have them yet.
 
-When a collective operation ends on one agent, another may still miss messages. If these are lost with an agent, it can
-get the result only from agents that have it. So each agent keeps a copy of every small result until all participants
-have confirmed that they have theirs; one message confirms many results. ``agreement.py`` decides which results are sent
-after a loss. Without a loss no agent waits: the cost is a copy of each result, and a message for each ``TELL_AFTER`` of
-them.
+When a collective operation ends on one agent, another may still miss messages. If these messages are lost with an
+agent, only agents with the result can provide it. So each agent keeps a copy of every small result until all
+participants have confirmed their results; one message confirms many results. ``agreement.py`` decides which results are
+sent after a loss. Without a loss no agent waits: the cost is a copy of each result, and a message for each
+``TELL_AFTER`` of them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ..transport.wire import Kind, Message, ProtocolError
 
 HAD = "~had"
 MOST_BYTES = 1 << 20
-"""Of a result that is kept. Above, the messages in advance cost less than the copy."""
+"""Bytes of a cached result at most. For larger results, messages of confirmation cost less than the copy."""
 _NOTHING = torch.empty(0)
 TELL_AFTER = 128
 TELL_AFTER_BYTES = 1 << 22
-"""So many results, or so many bytes of them, and the others are told that they are here."""
+"""Results, and bytes of results, after which this agent confirms its results to all others."""
 
 
 @dataclass(slots=True)
 class CachedResult:
-    """A result that some agent may lack.
+    """A result that some agents may not have.
 
     Attributes:
         result: A copy, on the CPU.
-        without: The ranks that have not confirmed that they have it.
+        without: The ranks that have not confirmed the result.
     """
 
     result: torch.Tensor
@@ -47,14 +47,14 @@ class CachedResult:
 
 
 class ResultCache(MinimalService):
-    """The results that one agent keeps. Used under the engine's lock.
+    """The result cache of one agent. Used under the engine's lock.
 
     Args:
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
         acknowledge: Confirms that a message has been read.
 
     Attributes:
-        results: By name and round.
+        results: The cached results, by name and round.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class ResultCache(MinimalService):
         self._membership = membership
         self._send = send
         self._acknowledge = acknowledge
-        self._ahead: dict[Key, set[int]] = {}  # who has a result that is not here yet
+        self._ahead: dict[Key, set[int]] = {}  # agents that have a result that is not here yet
         self._untold: list[Key] = []
         self._untold_bytes = 0
-        self._hurried = False  # somebody leaves, and waits for being told
+        self._hurried = False  # an agent shuts down and waits for confirmations
 
     def ended(self, operation: Operation, result: torch.Tensor | None) -> None:
-        """A collective operation has ended here, with a result to keep, or None."""
+        """Cache the result of a collective operation that has ended here; ``None`` is not cached."""
         key = operation.name, operation.round
         ahead = self._ahead.pop(key, ())
         if result is None:
@@ -93,7 +93,7 @@ class ResultCache(MinimalService):
             self.tell()
 
     def tell(self, leaving: bool = False) -> None:
-        """Send which results are here. An agent that is ``leaving`` asks the others to confirm theirs at once."""
+        """Confirm the results of this agent. If it is ``leaving``, the other agents confirm theirs at once."""
         if not self._untold and not leaving:
             return
         data = as_tensor(json.dumps({"had": _runs(self._untold), "leaving": leaving}).encode())
@@ -103,7 +103,7 @@ class ResultCache(MinimalService):
                 self._send(peer, Message(Kind.DATA, HAD, HAD), data)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent confirms results; see :class:`~.services.Service`."""
+        """Take an agent's confirmation of results; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
@@ -131,19 +131,19 @@ class ResultCache(MinimalService):
                 self._ahead.setdefault(key, set()).add(source)
 
     def _drop(self, key: Key, kept: CachedResult, rank: int) -> None:
-        """An agent has a result."""
+        """Record that an agent has a result, and drop the result when all have it."""
         kept.without.discard(rank)
         if not kept.without:
             del self.results[key]
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        """A lost agent needs no results; see :class:`~.services.Service`."""
+        """Keep no results for a lost agent; see :class:`~.services.Service`."""
         for key, kept in list(self.results.items()):
             self._drop(key, kept, rank)
 
 
 def _runs(keys: Iterable[Key]) -> dict[str, list[list[int]]]:
-    """By name: the first of some rounds that follow each other, and how many."""
+    """Runs of consecutive rounds by name: for each run, its first round and its length."""
     runs: dict[str, list[list[int]]] = {}
     for name, round_ in keys:
         of_name = runs.setdefault(name, [])
@@ -155,7 +155,7 @@ def _runs(keys: Iterable[Key]) -> dict[str, list[list[int]]]:
 
 
 def copy_for_cache(result: object, pool: ResultPool) -> torch.Tensor | None:
-    """A copy of a result, in a pool's memory, or of an empty one; None if it is too large to keep."""
+    """A copy of a result in a pool's memory; an empty tensor if it is no tensor; None if it is too large to keep."""
     if not isinstance(result, torch.Tensor):
         return _NOTHING
     if result.nbytes > MOST_BYTES:

@@ -1,4 +1,6 @@
-"""After a loss: agents on which a collective operation has ended send its result to those that lack it."""
+"""Transfers results after a loss: agents on which a collective operation has ended send its result to agents without
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ RESULT = "~result"
 
 
 class ResultTransfer(MinimalService):
-    """One agent's part in transfers. Used under the engine's lock.
+    """The result transfer of one agent. Used under the engine's lock.
 
     Args:
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
@@ -48,7 +50,7 @@ class ResultTransfer(MinimalService):
         self._send(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent sends a result; see :class:`~.services.Service`."""
+        """Take a result that another agent sends; see :class:`~.services.Service`."""
         when_arrived(message, partial(self._take, source, message))
 
     def _take(self, source: int, message: Message, data: torch.Tensor) -> None:
