@@ -1,1 +1,1 @@
-"""The composition of the parts of one agent, its watchdog, and what it reports about itself."""
+"""The engine of one agent: composition of its parts, watchdog, and status reports."""

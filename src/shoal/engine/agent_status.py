@@ -108,7 +108,7 @@ class StatusReporter:
         self._gate, self._services, self._steps, self._measured = gate, services, steps, measured
 
     def waited_for(self, operation: Operation) -> list[int]:
-        """The ranks that block an operation, including those that have not read its earlier messages."""
+        """The ranks that block an operation. This includes receivers that have not read its earlier messages."""
         stage = (operation.fused or operation).stage
         waiting = operation.blocked_on
         if not waiting and stage is not None and not stage.posted:

@@ -273,7 +273,7 @@ class Engine:
         return handle
 
     def plan(self, name: str) -> Plan:
-        """The plan of the next round of a name, for a call that consists of several operations."""
+        """The plan of the next round of a name. For a call of several operations."""
         if not self.agreement.active:
             return WHOLE
         return self.submit(PLAN, name, _planned, on_loss=FailurePolicy.SKIP_MISSING).wait()
@@ -471,7 +471,9 @@ class Engine:
             raise drain.interrupt
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
-        """Refuse new operations, and end those that wait for other agents. False if the engine is closing already."""
+        """Refuse new operations, and end operations that wait for other agents. False if the engine is closing
+        already.
+        """
         now = clock.monotonic()
         for service in self.services.all():  # the other half is for messages that other agents need
             service.close(now if died else now + (deadline - now) / 2)

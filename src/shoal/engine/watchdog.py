@@ -1,6 +1,6 @@
 """Checks the deadlines of operations, and sends probes before them (``stalls.py`` logs long waits).
 
-With ``SHOAL_DROP_AFTER`` it also probes awaited agents and drops those that do not answer. The driving thread answers
+With ``SHOAL_DROP_AFTER`` it also probes awaited agents and drops agents without an answer. The driving thread answers
 independently of the script, so a long evaluation is tolerated. An agent that is stopped, hung or cut off does not
 answer. An agent that itself waits for a stopped one answers, and is not dropped.
 """
@@ -84,7 +84,7 @@ class Watchdog:
             self._answered[rank] = asked
 
     def _drop_who_is_silent(self, now: float) -> float:
-        """Probe agents that were awaited for half of :attr:`drop_after`, and drop those that do not answer in the other
+        """Probe agents that were awaited for half of :attr:`drop_after`, and drop agents without an answer in the other
         half.
         """
         half, following = self.drop_after / 2, float("inf")

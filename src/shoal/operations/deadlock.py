@@ -13,7 +13,8 @@ The method is edge chasing (Chandy, Misra and Haas 1983, "Distributed deadlock d
 
 The proof requires that nothing else can make the missing call. An agent drops the probe if it cannot rule that out:
 
-- its process has another thread that could call Shoal: a thread of the script, or one that has called Shoal before;
+- its process has another thread that could call Shoal: a thread of the script, or a thread that has called Shoal
+  before;
 - a callback or a listener could make the call;
 - the waiting call has a shorter timeout than the agent's, so its caller is prepared to continue without it;
 - the survivors are agreeing on a loss.

@@ -111,7 +111,7 @@ def _go_together(first: Operation, other: Operation) -> bool:
 
 
 def take_fusible(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
-    """Take the first operation out of the queue, with those that may be fused with it.
+    """Take the first operation out of the queue, with all operations that may be fused with it.
 
     Returns the name of the fused operation and its members, which are empty if all operations have failed. The members
     are sorted by name and round: agents that submit the same operations in another order form the same fused operation.

@@ -472,7 +472,7 @@ class Lifecycle:
             self.fail(operation, error)
 
     def close(self, error: ShoalError, died: bool) -> None:
-        """Accept no more operations, and end those that wait for other agents.
+        """Accept no more operations, and end operations that wait for other agents.
 
         Operations that only wait for their turn to send continue, unless this agent ``died``.
         """

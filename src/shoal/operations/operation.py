@@ -368,7 +368,7 @@ class Operation:
         return [rank for rank in ranks if rank not in gone] if gone else ranks
 
     def callers(self, size: int) -> Sequence[int]:
-        """The ranks that call it, of ``size`` agents, without those that its plan excludes."""
+        """The ranks that call it, of ``size`` agents. Ranks that its plan excludes are left out."""
         return self.left_of(range(size) if self.among is None else self.among)
 
     @property

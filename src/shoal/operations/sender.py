@@ -288,7 +288,7 @@ class Sender:
         return "; ".join(filter(None, map(self._router.reversing.problem_with, ranks)))
 
     def pass_on(self, gone: Departure) -> None:
-        """Notify all linked peers that an agent is lost or has shut down, except that agent and the one that noticed.
+        """Notify all linked peers that an agent is lost or has shut down, except that agent and the agent that noticed.
 
         A lost agent may be alive and excluded because of a message that it sent. It is notified too if this agent
         noticed: it must not conclude that all other agents are lost.

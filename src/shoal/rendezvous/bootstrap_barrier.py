@@ -1,12 +1,12 @@
-"""The barrier in a store at which the agents of a job meet, also if some of them have to retry.
+"""The barrier in a store at which the agents of a job meet. It also works if some agents have to retry.
 
-Rank 0 begins an attempt: it chooses a name for it and stores the name. The others join it and send rank 0 their data.
-When all have, rank 0 publishes the data of all. An agent that gave up may come again meanwhile: its latest data count.
-When the attempt is over, successful or not, later agents wait for rank 0 to begin another one. So agents need not have
-called ``init`` equally often.
+Rank 0 begins an attempt: it chooses and stores a name for the attempt. The other agents join the attempt and send rank
+0 their data. When all have joined, rank 0 publishes the data of all. An agent that gave up may retry before that: its
+latest data count. When the attempt is over, successful or not, later agents wait until rank 0 begins another one. So
+agents need not have called ``init`` equally often.
 
-Contradictions between launchers are found here, because each agent would wait for agents that no launcher starts: a
-number of agents that differs from rank 0's, and a rank that another agent has as well.
+The barrier detects contradictions between launchers, because each agent would otherwise wait for agents that no
+launcher starts: a number of agents that differs from rank 0's, and a rank that another agent has as well.
 """
 
 from __future__ import annotations
@@ -30,46 +30,48 @@ from .store import LEAST_SECONDS, Store
 log = logging.getLogger("shoal")
 
 BREAK_UP_SECONDS = 5.0
-"""How long rank 0 keeps the store open for the others to read why the attempt failed. Longer than any of them takes,
-unless its process was killed or is stopped."""
+"""Seconds at most that rank 0 keeps the store open after a failed attempt, so that other agents can read the reason.
+
+It is longer than any agent takes, unless its process was killed or is stopped."""
 _LOOK_AGAIN = 0.01
 LOST = "lost"
-"""The key, of no attempt, under which a launcher that lets the others live says which agent has ended."""
+"""The key, outside of attempts, under which a launcher publishes that an agent has ended while the other agents
+continue."""
 
 DIRECTORY = "directory"
-"""The key, of no attempt, under which those who have met say where they are, for those who come later."""
+"""The key, outside of attempts, under which the agents that have met publish their addresses for later agents."""
 
 
 class AlreadyMet(Exception):
-    """The others have met and run; a restarted agent finds them in the directory."""
+    """The other agents have met and run; a restarted agent reads their addresses from the directory."""
 
 
 class BootstrapBarrier:
-    """One attempt of one agent; as a context it notifies the others when it fails."""
+    """One agent's part in the barrier. Used as a context, it notifies the other agents if it fails."""
 
     def __init__(self, store: Store, launch: Launch, deadline: float, comes_back: bool = False) -> None:
         self.store = store
         self._comes_back = comes_back
-        self.note: dict[str, Any] | None = None  # why the attempt before this one failed, as far as that was heard
+        self.note: dict[str, Any] | None = None  # the reason of the last failed attempt, if known
         self._launch = launch
         self._deadline = deadline
         self._begun = clock.monotonic()
         self._report_at = self._begun + REPORT_AFTER
-        self._ticket = 0  # how many calls of init there were for this rank, with this one
+        self._ticket = 0  # number of calls of init for this rank, including this one
         self.said: dict[str, Any] = {}
-        self._me = clock.random_hex(8)  # this call of init
+        self._me = clock.random_hex(8)  # identifies this call of init
         self._attempt = ""
-        self._joined = False  # the others may count on this agent
-        self._complete = False  # all have joined
-        self._told = False  # why it fails, by another agent
-        self._hopeless = False  # one of them has ended, and no attempt can succeed
+        self._joined = False  # whether other agents may rely on this one
+        self._complete = False  # whether all agents have joined
+        self._told = False  # whether another agent has published the failure
+        self._hopeless = False  # whether an agent has ended, so that no attempt can succeed
         self._done = False
 
     def join(self, said: dict[str, Any]) -> list[dict[str, Any]]:
         """Publish this agent's data, and return the data of all, by rank.
 
         Raises:
-            PeerLost: One of them failed, or the store is gone.
+            PeerLost: Another agent failed, or the store is gone.
         """
         self.said = said
         place = json.dumps({"by": self._me, "of": self._launch.size, "said": said}).encode()
@@ -83,11 +85,11 @@ class BootstrapBarrier:
 
     @property
     def came_late(self) -> bool:
-        """The attempt was over before this agent came, and rank 0 may have closed its store since."""
+        """Whether the attempt was over before this agent joined; rank 0 may have closed its store since."""
         return not self._joined and self._launch.rank > 0 and not self._hopeless
 
     def gather(self, key: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """Publish more data."""
+        """Publish more data, and return the data of all, by rank."""
         self._set(f"{key}/{self._launch.rank}", json.dumps(said).encode())
         try:
             if self._launch.rank == 0:
@@ -99,26 +101,31 @@ class BootstrapBarrier:
         return found
 
     def forget(self, key: str) -> None:
-        """Remove data of :meth:`gather` that all have read: others may read the store, too. Called by rank 0."""
+        """Remove data of :meth:`gather` that all agents have read, because other processes may read the store too.
+
+        Has an effect on rank 0 only.
+        """
         if self._launch.rank == 0:
-            with contextlib.suppress(RuntimeError):  # not every store of a process group can; and it may be gone
+            with contextlib.suppress(RuntimeError):  # a process group's store may not support it, or be gone
                 for who in ("all", *range(self._launch.begins)):
                     self.store.delete(self._key(f"{key}/{who}"))
 
     @property
     def attempt(self) -> str:
-        """Its unique name."""
+        """The unique name of the attempt."""
         return self._attempt
 
     def end(self) -> None:
-        """The barrier is complete; later failures are reported by the agents themselves."""
+        """Mark the barrier as complete. The agents report later failures themselves."""
         self._need_no_store()
         self._done = True
 
-    # Joining
+    # Join
 
     def _take_ticket(self) -> None:
-        """Notify an earlier caller of ``init`` for this rank. One that still waits is another agent of that rank."""
+        """Count this call of ``init``, and notify an earlier caller for this rank. If it still waits, two agents have
+        this rank.
+        """
         self._ticket = self.store.add(f"came/{self._launch.rank}", 1)
         if self._ticket > 1:
             self._tell_twin(self._ticket - 1)
@@ -131,11 +138,11 @@ class BootstrapBarrier:
         return f"twin/{self._launch.rank}/{ticket}"
 
     def _lead(self, place: bytes) -> list[dict[str, Any]]:
-        """Begin an attempt, and wait until all have joined it."""
+        """Begin an attempt, and wait until all have joined it. Rank 0 calls it."""
         if self.store.has(DIRECTORY):
             if self._comes_back:
                 raise AlreadyMet
-            self.store.delete(DIRECTORY)  # of a meeting that is over: who was started again is to come to this one
+            self.store.delete(DIRECTORY)  # of an earlier barrier: restarted agents must join this attempt
         self._attempt = clock.random_hex(8)
         before = self._read("attempt").decode() if self.store.has("attempt") else ""
         self.store.set("attempt", self._attempt.encode())
@@ -146,13 +153,13 @@ class BootstrapBarrier:
         others = range(1, self._launch.begins)
         for other in others:
             self._present(other)
-        parts = [place, *(self._present(other) for other in others)]  # again: what each said last counts
+        parts = [place, *(self._present(other) for other in others)]  # read again: the latest data of each agent count
         self._set("place/all", b"[%s]" % b",".join(parts))
         found: list[dict[str, Any]] = json.loads(self._get("place/all"))
         return found
 
     def _present(self, other: int) -> bytes:
-        """The data of another agent that has joined; one that gave up has withdrawn them."""
+        """Wait for the data of another agent. An agent that gave up has replaced them by an empty value."""
         while not (place := self._await(f"place/{other}")):
             if clock.monotonic() >= self._deadline:
                 raise DeadlineExceeded("it has given up")
@@ -160,7 +167,7 @@ class BootstrapBarrier:
         return place
 
     def _follow(self, place: bytes) -> list[dict[str, Any]]:
-        """Join the attempt of rank 0, and each later one, until all have joined."""
+        """Join the attempt of rank 0, and each later one, until all agents have joined one."""
         self._attempt = self._first_of("attempt")[1].decode()
         self._check_size()
         while True:
@@ -207,7 +214,7 @@ class BootstrapBarrier:
         return self._read(self._key(key))
 
     def _read(self, key: str) -> bytes:
-        """The value of a key that is set: also at the deadline reading takes a moment."""
+        """The value of a key that is set. Reading takes a moment, so it has a minimum time even at the deadline."""
         return self.store.get(key, max(self._deadline, clock.monotonic() + LEAST_SECONDS))
 
     def _first(self, *keys: str) -> tuple[str, bytes]:
@@ -216,10 +223,12 @@ class BootstrapBarrier:
         return key.removeprefix(f"{self._attempt}/"), value
 
     def _first_of(self, *keys: str) -> tuple[str, bytes]:
-        """The same by full key names, unless an awaited agent has ended, or this rank is taken twice."""
+        """Like :meth:`_first`, with full key names. Raises an error if an awaited agent has ended, or this rank is
+        taken twice.
+        """
         comes_back = [DIRECTORY] if self._comes_back else []
         twin = self._twin(self._ticket)
-        # Not before it has joined: with it fails the attempt, which the others must be told.
+        # Only after it has joined: the error ends the attempt, and the other agents must be notified.
         twins = [twin] if self._joined else []
         key, value = self._first_at_last([*comes_back, *keys, LOST, *twins])
         if key == DIRECTORY:
@@ -239,7 +248,7 @@ class BootstrapBarrier:
         return key, value
 
     def _first_at_last(self, keys: list[str]) -> tuple[str, bytes]:
-        """The same, with a log message if it takes long."""
+        """The first of these keys that is set, and its value. A wait that takes long is logged."""
         while True:
             until = min(self._deadline, self._report_at)
             try:
@@ -264,7 +273,7 @@ class BootstrapBarrier:
             return value
         raise self._failed(json.loads(value))
 
-    # Failing
+    # Failure
 
     def __enter__(self) -> BootstrapBarrier:
         return self
@@ -280,7 +289,7 @@ class BootstrapBarrier:
                 self._need_no_store()
 
     def _tell(self, error: BaseException) -> None:
-        """Publish that this agent fails, and why, if the others would wait for it in vain."""
+        """Publish the failure of this agent and its reason, if other agents would wait for it in vain."""
         gave_up = isinstance(error, DeadlineExceeded) and not self._complete
         rank = self._launch.rank
         if rank and gave_up:
@@ -298,12 +307,12 @@ class BootstrapBarrier:
             pause(_LOOK_AGAIN)
 
     def _need_no_store(self) -> None:
-        """Notify rank 0 that this agent needs the store no longer, so that rank 0 may close it."""
+        """Notify rank 0 that this agent does not need the store any more, so that rank 0 may close it."""
         if self._launch.rank and self._ticket:
             self.store.set(f"read/{self._launch.rank}", str(self._ticket).encode())
 
     def _needs_store(self, other: int) -> bool:
-        """Another agent is connected and has not read why this attempt failed."""
+        """Whether another agent is connected and has not read the reason of this attempt's failure."""
         key = f"read/{other}"
         read = int(self._read(key)) if self.store.has(key) else 0
         return self.store.add(f"came/{other}", 0) > read
@@ -331,12 +340,12 @@ class BootstrapBarrier:
         return DeadlineExceeded(
             f"shoal.init() on rank {rank}: {why}. Check that all {size} agents were started and can reach "
             f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
-            # Who gave up had come in time: it waited for the absent, as this one does.
+            # An agent that gave up had joined in time: it waited for the absent agents, as this one does.
             absent or gone or (0,),
         )
 
     def _missing(self, key: str) -> tuple[list[int], list[int]]:
-        """The ranks that have not published this data, and those that have withdrawn it, as far as known."""
+        """The ranks that have not published this data, and the ranks that have withdrawn it, as far as known."""
         if not self._joined:
             return [0], []
         with contextlib.suppress(ShoalError, OSError, RuntimeError):
@@ -347,7 +356,7 @@ class BootstrapBarrier:
 
 
 def ended_before(rank: int, said: bytes) -> PeerLost:
-    """An agent that the others need to begin has ended, as its launcher reports."""
+    """The error if an agent has ended that the other agents need to begin, as its launcher reports."""
     lost = json.loads(said)
     return PeerLost(
         f"shoal.init() on rank {rank}: an agent has ended ({lost['why']}), and all must have met before the others can "
@@ -357,7 +366,7 @@ def ended_before(rank: int, said: bytes) -> PeerLost:
 
 
 def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
-    """Rank 0 ended an attempt and began no other."""
+    """The error if rank 0 has ended an attempt and has begun no other one."""
     return DeadlineExceeded(
         f"shoal.init() on rank {rank}: the attempt of the others is over (rank {note['rank']}: {note['why']}), and "
         "rank 0 began no other one in time: all agents have to call init() again",
@@ -369,13 +378,12 @@ def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
 def gather_agents(
     store: Store | None, launch: Launch, deadline: float, said: dict[str, Any], comes_back: bool = False
 ) -> Iterator[tuple[BootstrapBarrier, list[dict[str, Any]]]]:
-    """Meet the others in a store, by default this launch's own; yields the data of all, by rank.
+    """Meet the other agents in a store, by default this launch's own. Yields the barrier and the data of all, by rank.
 
-    The store is open within the context. An agent that ``comes_back`` to a running job learns that from
-    :class:`AlreadyMet`.
+    The store is open within the context. ``comes_back``: this agent may be restarted in a running job.
 
     Raises:
-        AlreadyMet: The others have met.
+        AlreadyMet: The other agents have met and run.
     """
     note: dict[str, Any] | None = None
     while True:

@@ -1,9 +1,9 @@
-"""A job that others may join: the invitation that its launcher stores, and how joining launchers claim ranks.
+"""Elastic jobs: the invitation that a launcher stores, and how joining launchers claim ranks.
 
-The store is the launcher's, and authenticates no one. So the invitation is signed with the job's secret, which is not
-stored: a joining launcher knows it (``SHOAL_SECRET``), or is a process of the same user on the same machine and reads
-it out of the launcher, which no other user may inspect. Ranks are claimed by compare-and-set of one value, so launchers
-that join at the same time get different ranks.
+The launcher serves the store, which authenticates no client. So the invitation is signed with the job's secret, which
+is not stored. A joining launcher has the secret from ``SHOAL_SECRET``. Otherwise, as a process of the same user on the
+same machine, it reads the secret out of the launcher's process, which no other user may inspect. Ranks are claimed by
+compare-and-set of one value, so launchers that join at the same time get different ranks.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .rendezvous import CLAIMED, PREFIX, ROOM, client
 from .store import TcpStore
 
 JOIN_SECONDS = 20.0
-"""How long a run may take to answer."""
+"""Seconds that a job may take to answer."""
 SECRET_NAME = "shoal-secret"
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """How many agents a job has room for, and where its secret is.
+    """The size of a job that agents may join, and where its secret is.
 
     Attributes:
-        name: The job's.
-        size: How many ranks there are.
-        begins: How many of them it begins with.
-        pid: Its launcher.
-        descriptor: The memory file there that holds the secret.
-        attempt: How often the job had been restarted before.
-        watch_port: Where its launcher receives the status of joining launchers; 0: nowhere.
+        name: The name of the job.
+        size: The number of ranks.
+        begins: The number of ranks with which the job begins.
+        pid: The process id of its launcher.
+        descriptor: The launcher's descriptor of the memory file that holds the secret.
+        attempt: The number of earlier restarts of the job.
+        watch_port: The port on which its launcher receives the status of joining launchers; 0 for none.
     """
 
     name: str
@@ -63,8 +63,7 @@ class Invitation:
         """The invitation from JSON, and the secret that it is signed with.
 
         Raises:
-            ShoalError: The caller does not know the secret.
-            ValueError, TypeError: It is malformed.
+            ShoalError: The caller does not know the secret. ValueError, TypeError: The text is malformed.
         """
         said, proof = json.loads(text)
         room = cls(str(said["name"]), *(int(said[one.name]) for one in fields(cls)[1:]))
@@ -86,7 +85,7 @@ class Invitation:
 
 
 def keep_secret(secret: str) -> int:
-    """A memory file that holds the secret, for processes of this user that may inspect this one."""
+    """Create a memory file with the secret, for processes of this user that may inspect this process."""
     descriptor = os.memfd_create(SECRET_NAME)
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, secret.encode())
@@ -94,10 +93,10 @@ def keep_secret(secret: str) -> int:
 
 
 def _secret_in(pid: int, descriptor: int) -> str:
-    """The content of such a file of another process; empty if there is none or it may not be read."""
+    """The secret in another process's file of :func:`keep_secret`; empty if there is none or it may not be read."""
     file = Path(f"/proc/{pid}/fd/{descriptor}")
     try:
-        # A store may name any process, but none in which another user has made a file of this name.
+        # A store may name any process, so a file that another user has created is refused.
         if Path(f"/proc/{pid}").stat().st_uid != os.getuid() or os.readlink(file) != f"/memfd:{SECRET_NAME} (deleted)":  # noqa: PTH115
             return ""
         return file.read_text()
@@ -106,10 +105,10 @@ def _secret_in(pid: int, descriptor: int) -> str:
 
 
 def claim(host: str, port: int, count: int, environ: Mapping[str, str], deadline: float) -> tuple[Invitation, str, int]:
-    """Claim ranks of the job at this store: the job, its secret, and the first of the ranks.
+    """Claim ``count`` ranks of the job at this store. Returns the job, its secret, and the first of the ranks.
 
     Raises:
-        ShoalError: It has not enough free ranks, none to claim, or does not answer.
+        ShoalError: The job has not enough free ranks, none to claim, or does not answer.
     """
     where = join_address(host, port)
     with contextlib.closing(_open(host, port, deadline)) as store:
@@ -168,7 +167,7 @@ def _claim(store: TcpStore, room: Invitation, count: int, deadline: float) -> in
 
 
 def main(arguments: list[str]) -> None:
-    """For a launcher, which does not import torch: claim, and print the result."""
+    """Claim ranks and print the result, for a launcher, which does not import torch."""
     host, port, count = arguments[0], int(arguments[1]), int(arguments[2])
     said: dict[str, Any]
     try:

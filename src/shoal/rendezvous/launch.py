@@ -1,8 +1,8 @@
-"""How this process was started: its rank, the size of its world, and where the agents first meet.
+"""Detects how this process was started: its rank, the number of agents, and the address at which agents first meet.
 
-Every launcher tells its processes in environment variables of its own. :func:`detect` reads those of torchrun (and
-``shoal run``, which sets the same), Open MPI, PMI (MPICH, Intel MPI), Slurm and Kubernetes' indexed Jobs, and answers
-with one value, :class:`Launch`. Without any of them a process is a world of one. Nothing here imports torch.
+Each launcher sets its own environment variables. :func:`detect` reads those of torchrun (and ``shoal run``, which sets
+the same ones), Open MPI, PMI (MPICH, Intel MPI), Slurm and Kubernetes' indexed Jobs. It returns one value,
+:class:`Launch`. Without any of them a process is the only agent of its job. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ LOOPBACK = "127.0.0.1"
 INCARNATION = "SHOAL_INCARNATION"
 BEGIN_WITH = "SHOAL_BEGIN_WITH"
 WATCH = "SHOAL_WATCH"
-"""Where a launcher listens that shows what its agents do: a path, for processes of its user."""
+"""The path of the socket on which a launcher receives the status of its agents, for processes of its user."""
 LAUNCHER = "SHOAL_LAUNCHER"
-"""Which launcher has started this agent, where a machine of several may be replaced by another one."""
+"""The name of the launcher that has started this agent, if one of several machines may be replaced."""
 
-# Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of
-# this machine sits on a derived port by accident.
+# Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of this
+# machine occupies a derived port by accident.
 _FIRST_DERIVED_PORT = 20000
 _DERIVED_PORTS = 10000
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One agent's place in its job. ``host`` and ``port`` are None where none is needed (a world of one)."""
+    """The rank of one agent and the address of its job. ``host`` and ``port`` are None if no address is needed (one
+    agent).
+    """
 
     rank: int
     size: int
@@ -40,44 +42,48 @@ class Launch:
     launcher: str
     host: str | None = None
     port: int | None = None
-    #: The launcher itself serves a TCPStore at host:port, so that no agent has to host one.
+    #: Whether the launcher itself serves a TCPStore at host:port, so that no agent has to host one.
     store_is_served: bool = False
-    #: How often the launcher has restarted the job.
+    #: The number of times that the launcher has restarted the job.
     attempt: int = 0
-    #: The launcher's name for the job: the same in all its agents, and in no other job of this machine. Often empty.
+    #: The launcher's name for the job: equal for all its agents, and unique on this machine. Often empty.
     job: str = ""
-    #: How often the launcher has started this one agent again while the others went on.
+    #: The number of times that the launcher has restarted this agent while the other agents continued.
     incarnation: int = 0
-    #: How many agents the run begins with, ranks 0 to that - 1; 0: all. The others may join it.
+    #: The number of agents with which the job begins, from rank 0 on; 0 for all. The others may join it.
     begin_with: int = 0
-    #: The ranks that the agents have in ``torch.distributed``, by agent, where a mesh says who they are.
+    #: The ranks of the agents in ``torch.distributed``, by agent, if a mesh defines the agents.
     ranks: tuple[int, ...] = ()
-    #: How many processes the job has then, in all its replicas.
+    #: The number of processes of all replicas in that case.
     processes: int = 0
 
     @property
     def beside(self) -> str:
-        """What tells these agents from those that have their ranks in the same job: a word that may name a folder.
-        Empty where there are no others."""
+        """A string that distinguishes these agents from agents with the same ranks in the same job; it may name a
+        folder.
+
+        Empty if there are no such agents.
+        """
         return f"counterparts-of-rank{self.ranks[0]}" if len(self.ranks) < self.processes else ""
 
     @property
     def begins(self) -> int:
-        """How many agents the run begins with."""
+        """The number of agents with which the job begins."""
         return self.begin_with or self.size
 
     @property
     def joins(self) -> bool:
-        """This agent comes to a run that goes on, which its rank was not in before."""
+        """Whether this agent joins a running job with a rank that was not in it before."""
         return self.rank >= self.begins
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Launch:
-    """This process's place: that of ``torch.distributed`` if the script has initialised it, else :func:`detect`'s.
+    """The launch of this process: from ``torch.distributed`` if the script has initialised it, else from
+    :func:`detect`.
 
-    A process group comes first because it is what the script's author said; under ``multiprocessing.spawn`` it is the
-    only one who knows. Rank and size are those of the default group. Its store serves, so the address may be unknown;
-    if it is known, ``host`` tells which interface leads to the others.
+    A process group has priority because the script's author has configured it; under ``multiprocessing.spawn`` it is
+    the only source. Rank and size are those of the default group. Its store is used, so the address may be unknown. If
+    the address is known, ``host`` determines the interface that leads to the other agents.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -104,33 +110,33 @@ def current(environ: Mapping[str, str] = os.environ) -> Launch:
 def detect(environ: Mapping[str, str] = os.environ) -> Launch:
     """Read the launcher's variables. An empty variable counts as unset.
 
-    The order is from the inside out, because launchers nest and the innermost one started this process:
+    The order is from the inside out, because launchers are nested and the innermost one has started this process:
 
     1. torchrun and ``shoal run`` (``RANK``, ``WORLD_SIZE``): mpirun or srun often start one of them on every machine,
-       never the reverse. Setting these by hand is also how a user overrides everything else.
-    2. Open MPI (``OMPI_COMM_WORLD_RANK``): inside a Slurm job the allocation's variables are there too.
-    3. PMI (``PMI_RANK``): MPICH and Intel MPI start their daemons with srun, whose ``SLURM_PROCID`` is then the
-       daemon's, the same for all agents of a machine. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as well; the two agree
-       then, and it is Slurm.
+       never the reverse. A user can also set these variables to override all others.
+    2. Open MPI (``OMPI_COMM_WORLD_RANK``): inside a Slurm job the allocation's variables are set too.
+    3. PMI (``PMI_RANK``): MPICH and Intel MPI start their daemons with srun. Then ``SLURM_PROCID`` is that of the
+       daemon, and equal for all agents of a machine. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as well; if the two agree,
+       the launcher is Slurm.
     4. Slurm (``SLURM_PROCID`` inside a step). A batch script or a shell of salloc has ``SLURM_NTASKS``, and even
-       ``SLURM_PROCID=0``, but was not started by srun: only ``SLURM_STEP_ID`` tells. ``SLURM_STEP_NUM_TASKS`` is the
-       size, since an interactive step is one task with the ``SLURM_NTASKS`` of the whole allocation.
+       ``SLURM_PROCID=0``, but was not started by srun: only ``SLURM_STEP_ID`` shows a step. ``SLURM_STEP_NUM_TASKS`` is
+       the size, since an interactive step is one task with the ``SLURM_NTASKS`` of the whole allocation.
     5. An indexed Job of Kubernetes, or a JobSet, with one agent in each pod: the Job's controller sets
-       ``JOB_COMPLETION_INDEX``, which is the rank where the manifest sets ``WORLD_SIZE``. Without it the pods have
-       nothing to do with each other, as those of a sweep.
-    6. None of them: a world of one.
+       ``JOB_COMPLETION_INDEX``, which is the rank if the manifest sets ``WORLD_SIZE``. Without that variable the pods
+       are independent, as in a sweep.
+    6. None of them: one agent.
 
-    The variables that Kubeflow gives a pod for torchrun (``PET_NNODES``, ...) say of no process which rank it has.
-    Where several agents were meant and nobody has started them, that is refused.
+    The variables that Kubeflow sets in a pod for torchrun (``PET_NNODES``, ...) do not contain the rank of a process.
+    If they ask for several agents and no launcher has started these, an error is raised.
 
-    The address is ``SHOAL_RENDEZVOUS=host:port`` if set; else ``MASTER_ADDR`` and ``MASTER_PORT``; else, for Slurm, the
-    first host of the step and a port derived from the job and step (not ``SLURM_LAUNCH_NODE_IPADDR``, which is where
-    srun was typed: a login node has no rank 0); else, when all agents are on this machine, 127.0.0.1 and a port derived
-    from the job.
+    The address is the first of these that is available: ``SHOAL_RENDEZVOUS=host:port``; ``MASTER_ADDR`` and
+    ``MASTER_PORT``; for Slurm, the first host of the step and a port derived from the job and step; if all agents are
+    on this machine, 127.0.0.1 and a port derived from the job. ``SLURM_LAUNCH_NODE_IPADDR`` is not used: it is the node
+    on which srun was called, and a login node has no rank 0.
 
     Raises:
-        ValueError: a variable is not a number or contradicts another one, or several machines take part and no address
-            is known. The message names the variable, its value, and what to set.
+        ValueError: A variable is not a number or contradicts another one, or there are several machines and no known
+            address. The message names the variable, its value, and the remedy.
     """
     variables = _Variables(environ)
     for launcher in (_torchrun, _openmpi, _pmi, _slurm, _kubernetes):
@@ -149,7 +155,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def parse_address(text: str, source: str) -> tuple[str, int]:
-    """Split ``host:port`` (or ``[ipv6]:port``); ``source`` is the variable or option that an error names."""
+    """Split ``host:port`` (or ``[ipv6]:port``); ``source`` is the variable or option for error messages."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
@@ -160,12 +166,12 @@ def parse_address(text: str, source: str) -> tuple[str, int]:
 
 
 def join_address(host: str | None, port: int | None) -> str:
-    """``host:port``, the other way round: an IPv6 address goes in brackets."""
+    """The reverse of :func:`parse_address`: ``host:port``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}"
 
 
 def derived_port(job: str) -> int:
-    """A port in 20000..29999 that every agent of one job derives alike, and another job rarely."""
+    """A port in 20000..29999 that is equal for all agents of a job, and rarely equal for two jobs."""
     digest = hashlib.sha256(job.encode()).digest()
     return _FIRST_DERIVED_PORT + int.from_bytes(digest[:8], "big") % _DERIVED_PORTS
 
@@ -226,7 +232,7 @@ def _torchrun(variables: _Variables) -> Launch | None:
         launcher="torchrun",
         host=host,
         port=port,
-        # With an address of the user's own nobody serves there yet.
+        # At an address that the user has set, no launcher serves a store.
         store_is_served=(
             variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True" and not variables.text("SHOAL_RENDEZVOUS")
         ),
@@ -237,7 +243,7 @@ def _torchrun(variables: _Variables) -> Launch | None:
 
 
 def _with_room(launch: Launch, variables: _Variables) -> Launch:
-    """The same where not all ranks begin."""
+    """The launch with the number of agents at the start, if not all ranks begin."""
     begin_with = variables.count(BEGIN_WITH, default=0)
     if not variables.text(BEGIN_WITH):
         return launch
@@ -301,7 +307,7 @@ def _kubernetes(variables: _Variables) -> Launch | None:
 
 
 def _rank_0s_address(variables: _Variables, name: str, rank: int, size: int) -> tuple[str | None, int | None]:
-    """The address that must be given where a variable of this name gives the rank."""
+    """The address that the user must set if the variable ``name`` gives the rank."""
     host, port = _given_address(variables)
     if size > 1 and (host is None or port is None):
         missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
@@ -357,9 +363,10 @@ def _port(text: str, source: str, value: str) -> int:
 
 
 def _hydra_proxy() -> str:
-    """Name the daemon that MPICH's and Intel MPI's launcher runs on each machine; they set no variable with a job id.
+    """A name of the daemon that the launcher of MPICH and Intel MPI runs on each machine; it sets no variable with a
+    job id.
 
-    All agents of one job on one machine descend from one such process. A start time makes its pid unique.
+    All agents of one job on one machine descend from one such process. Its start time makes the name unique.
     """
     pid = os.getppid()
     while pid > 1:

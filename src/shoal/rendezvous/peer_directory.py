@@ -1,12 +1,13 @@
-"""The directory of the agents' addresses, exchanged through a store that others may read and write, too.
+"""The directory of the agents' addresses, exchanged through a store that other processes may read and write too.
 
-An agent with a given secret (``SHOAL_SECRET``, which ``shoal run`` sets on one machine) never shows it: it signs its
-data, and accepts only signed data. The signature covers the attempt, the rank and the addresses of all, in which each
-agent checks its own: so the addresses are trusted as well, and a replay of another attempt is useless. Without a given
-secret, rank 0 generates one and the store is trusted: a reader of the store during ``init`` can join the job.
+An agent with a given secret (``SHOAL_SECRET``, which ``shoal run`` sets on one machine) never publishes the secret. It
+signs its data, and accepts only signed data. The signature covers the attempt, the rank and the addresses of all, in
+which each agent checks its own. So the addresses are trusted as well, and a replay of another attempt is useless.
+Without a given secret, rank 0 generates one and the store is trusted: a reader of the store during ``init`` can join
+the job.
 
 In both cases the exchanged data are part of the proof by which agents authenticate each other: agents with different
-data do not connect. Inside TLS no other process can answer for them, so then the store need not be trusted.
+data do not connect. With TLS no other process can impersonate an agent, so the store need not be trusted.
 """
 
 from __future__ import annotations
@@ -28,54 +29,55 @@ ENDPOINT = "endpoint"
 
 
 class PeerDirectory(NamedTuple):
-    """The agents' knowledge of each other after they have met."""
+    """The addresses and the key that agents have exchanged at the barrier."""
 
     attempt: str
     said: list[dict[str, Any]]
-    """What each said when it joined the meeting."""
+    """Each agent's data at the barrier, by rank."""
     reached_from: list[dict[str, Any]]
-    """Where each said that it listens."""
+    """Each agent's endpoint, by rank."""
     key: bytes
-    """What agents must know to connect."""
+    """The key with which agents authenticate each other."""
     is_private: bool
-    """Nobody else can know it."""
+    """Whether no other process can know the key."""
     begins: int | None = None
-    """How many of them have met, where others may come later."""
+    """The number of agents that have met, if others may join later."""
 
     @property
     def places(self) -> list[PeerId]:
-        """By rank."""
+        """The addresses of the agents, by rank."""
         return [PeerId(**one["place"]) for one in self.said]
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """By rank."""
+        """The endpoints on which the agents listen, by rank."""
         return [Endpoint(**one["endpoint"]) for one in self.reached_from]
 
     def written(self) -> bytes:
-        """For agents that join later and know the given secret."""
+        """The directory as bytes, for agents that join later and know the given secret."""
         return json.dumps([self.attempt, self.said[: self.begins], self.reached_from[: self.begins]]).encode()
 
 
 def with_absent(said: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """The data by rank, with the addresses of agents that have not started yet."""
+    """The agents' data by rank, with placeholders for agents that have not started yet."""
     return [*said, *({"place": asdict(unknown_peer_id(rank)), "reached": ""} for rank in range(len(said), size))]
 
 
 def _complete_directory(
     launch: Launch, attempt: str, said: list[dict[str, Any]], heard: list[dict[str, Any]], key: bytes, is_private: bool
 ) -> PeerDirectory:
-    """The directory of agents that have met, with those that have not started yet."""
+    """The directory of the agents that have met, with placeholders for agents that have not started yet."""
     endpoints = [*heard, *({"endpoint": asdict(Endpoint())} for _ in range(len(heard), launch.size))]
     return PeerDirectory(attempt, with_absent(said, launch.size), endpoints, key, is_private, launch.begins)
 
 
 def directory(store: Store, launch: Launch, deadline: float) -> PeerDirectory:
-    """The addresses of agents that have met, and of those that have joined since: for an agent that was given the job's
-    secret.
+    """The addresses of the agents that have met, and of agents that have joined since.
+
+    For an agent that was given the job's secret.
 
     Raises:
-        Mismatch: The others do not know that secret, or another process has written the directory.
+        Mismatch: The other agents do not know that secret, or another process has written the directory.
     """
     given = os.environ.get("SHOAL_SECRET", "").encode()
     if not given:
@@ -99,7 +101,7 @@ def directory(store: Store, launch: Launch, deadline: float) -> PeerDirectory:
 
 
 def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
-    """Joining agents may start before the first ones have met."""
+    """Wait for the directory: joining agents may start before the first agents have met."""
     try:
         what, text = store.first([DIRECTORY, LOST], deadline)
     except DeadlineExceeded:
@@ -114,13 +116,15 @@ def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
 
 
 def numbered(store: Store, launch: Launch, deadline: float) -> tuple[Launch, dict[str, Any]]:
-    """The launch of an agent that a new launcher may have started, after the earlier launcher of its machine has ended.
+    """The launch of an agent that a replacement launcher may have started, after the first launcher of its machine has
+    ended.
 
-    A launcher counts how often it has started an agent. A replacement, as in a restarted pod, begins at 0 again, though
-    the others know that agent. So its agents continue the count of the earlier launcher, and publish it for later ones.
+    A launcher counts how often it has started an agent. A replacement, as in a restarted pod, begins at 0 again,
+    although the other agents know a higher count. So its agents continue the count of the earlier launcher, and publish
+    it for later launchers.
 
     Returns:
-        The launch as the others are to know it, and the data to publish about it.
+        The launch with the continued count, and the data to publish about the launcher.
     """
     me = os.environ.get(LAUNCHER, "")
     base = 0
@@ -149,16 +153,16 @@ def introduce(
     """Exchange the addresses at which agents listen.
 
     Args:
-        meeting: The attempt.
+        meeting: The barrier of this attempt.
         launch: This agent's launch.
         found: The data of all agents at the barrier.
         endpoint: The address at which this agent listens.
 
     Raises:
-        Mismatch: An agent does not know the secret that this one was given, or this one was given none.
+        Mismatch: An agent does not know this agent's secret, or has a secret while this agent has none.
     """
     given = os.environ.get("SHOAL_SECRET", "").encode()
-    if found[launch.rank] != meeting.said:  # all may have read the same, and it was not what this one said
+    if found[launch.rank] != meeting.said:  # another process has changed this agent's data
         raise _unproven_error(launch.rank, [launch.rank])
     mine: dict[str, Any] = {"endpoint": asdict(endpoint)}
     if given:
@@ -184,7 +188,7 @@ def introduce(
 def _check_proofs(
     given: bytes, attempt: str, launch: Launch, found: list[dict[str, Any]], heard: list[dict[str, Any]]
 ) -> None:
-    """Mismatch for agents whose data are not signed by them."""
+    """Raise Mismatch for agents whose data have no valid signature."""
     unproven = []
     for rank, one in enumerate(heard):
         proof = _proof(given, attempt, rank, found, one.get("endpoint"))

@@ -1,8 +1,8 @@
-"""Where agents that know only their rank find each other: a small store (``store.py``), used by ``init`` alone.
+"""Opens the store in which agents that know only their rank find each other (``store.py``). Only ``init`` uses it.
 
-:func:`open_store` picks the store for a launch: the one of a ``torch.distributed`` that the script has initialised,
-the one that torchrun or ``shoal run`` serves, or one that rank 0 hosts until it closes it. Afterwards every agent holds
-what it needs, and neither the store nor rank 0 is needed again.
+:func:`open_store` picks the store for a launch: the store of a ``torch.distributed`` that the script has initialised,
+the store that torchrun or ``shoal run`` serves, or a store that rank 0 hosts until it closes it. Afterwards every agent
+has all data that it needs, and needs neither the store nor rank 0 again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal")
 
 REPORT_AFTER = 30.0
-"""Seconds after which who waits in ``init`` says in the log for whom, or for what."""
-# A server of a moment ago (the script's own process group, an earlier attempt) may need a little to leave its port.
+"""Seconds after which an agent that waits in ``init`` logs the awaited ranks or service."""
+# A server that has just ended (the script's own process group, an earlier attempt) may need a moment to free its port.
 _PORT_SECONDS = 3.0
 _BACKLOG = 4096
 _TELL_SECONDS = 300.0
@@ -47,23 +47,24 @@ _TRY = "import sys; from shoal.rendezvous.rendezvous import try_client; try_clie
 _HOSTED = "hosted"
 PREFIX = "shoal/"
 ROOM, CLAIMED = "room", "claimed"
-"""What the store of a launcher says, of no job, to those who may join it: see ``elastic_join.py``."""
+"""The keys of a launcher's store for joining agents, outside of any job's prefix: see ``elastic_join.py``."""
 
 
 def open_store(launch: Launch, deadline: float) -> Store:
     """Open the store of this job; all agents call it.
 
-    A world of one gets a :class:`ThreadStore` and opens no port. A process group that the script has initialised gives
-    its store and stays as it was. Else the store is at ``launch.host`` and ``launch.port``: served by the launcher, or
-    hosted there by rank 0 until rank 0 calls ``close``, which it may do when every agent has finished with the store.
+    A single agent gets a :class:`ThreadStore` and opens no port. If the script has initialised a process group, its
+    store is used and the group is not changed. Otherwise the store is at ``launch.host`` and ``launch.port``. The
+    launcher serves it, or rank 0 hosts it until rank 0 calls ``close``, which it may do when no agent needs the store
+    any more.
 
     Args:
-        deadline: when to give up connecting, in seconds of ``clock.monotonic()``.
+        deadline: The deadline of connecting, in seconds of ``clock.monotonic()``.
 
     Raises:
-        DeadlineExceeded: nobody answered at host:port; ``ranks`` is ``(0,)`` if rank 0 should have hosted it there.
-        OSError: rank 0 cannot listen on the port.
-        ValueError: the launch contradicts the process group, or has no address.
+        DeadlineExceeded: No server answered at host:port; ``ranks`` is ``(0,)`` if rank 0 should have hosted it there.
+        OSError: Rank 0 cannot listen on the port. ValueError: The launch contradicts the process group, or has no
+        address.
     """
     prefix = f"{PREFIX}{launch.job}/{launch.attempt}/" + (f"{launch.beside}/" if launch.beside else "")
     found = _store_of_process_group(launch)
@@ -78,7 +79,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
     name = f"the rendezvous store at {join_address(host, port)}"
 
     def connect(address: str, server_ranks: tuple[int, ...]) -> TcpStore:
-        # To the very address that answered: the host may have several, and torch's own search for one is noisy.
+        # Connect to the address that answered: the host may have several, and torch's own search logs each failure.
         begin = partial(client, address, port, deadline)
         return TcpStore(begin, prefix=prefix, name=name, server_ranks=server_ranks, deadline=deadline, address=address)
 
@@ -95,16 +96,17 @@ def open_store(launch: Launch, deadline: float) -> Store:
     store = TcpStore(begin, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline, server=server)
     try:
         store.set(_HOSTED, b"")
-    except BaseException:  # a Ctrl-C, say: nobody else has the store to close it
+    except BaseException:  # such as Ctrl-C: no other code has the store to close it
         store.close()
         raise
     return store
 
 
 def tell_of_the_end(key: str, why: str) -> None:
-    """Say in the store of this environment's job that its agent has ended. For a launcher.
+    """Publish in the store of this environment's job that its agent has ended. For a launcher.
 
-    It tries for as long as others may wait: who serves the store may need as long to import torch as this process does.
+    It retries for as long as other agents may wait: the server of the store may need as long to import torch as this
+    process does.
     """
     launch = current()
     deadline = clock.monotonic() + _TELL_SECONDS
@@ -113,18 +115,19 @@ def tell_of_the_end(key: str, why: str) -> None:
 
 
 def listen(host: str, port: int, interface: str = "") -> socket.socket:
-    """Listen on ``port`` of the one interface that ``host`` leads to, where that can be told, and else of all.
+    """Listen on ``port`` of the one interface that ``host`` leads to, if that can be determined, else of all
+    interfaces.
 
     Args:
-        host: How others reach this machine; it need not resolve here. Where it is an address of this machine, or a name
-            that means one and no more, that is where they come.
+        host: The name or address by which other machines reach this one; it need not resolve here. If it is an address
+            of this machine, or a name with exactly one such address, that address is used.
         port: 0 takes a free one.
-        interface: Where ``host`` says nothing: it means another machine's address here (a NAT's), the loopback
-            interface (as the own name does in Debian's /etc/hosts), or several. An interface or address of this
-            machine, as ``SHOAL_INTERFACE``; empty: all interfaces.
+        interface: Used if ``host`` does not determine an address: if it means another machine's address here (a NAT's),
+            the loopback interface (as the own name does in Debian's /etc/hosts), or several addresses. An interface or
+            address of this machine, as ``SHOAL_INTERFACE``; empty for all interfaces.
 
     Raises:
-        OSError: The port is taken.
+        OSError: The port is in use.
         ValueError: There is no such interface.
     """
     address = _own_address(host) or (interface_address(interface, prefer_ipv6=":" in host) if interface else "")
@@ -137,13 +140,14 @@ def listen(host: str, port: int, interface: str = "") -> socket.socket:
 
 
 def serve(descriptor: int, room: str = "") -> None:
-    """Serve a store on an inherited listening socket until this process is ended: a launcher's helper process.
+    """Serve a store on an inherited listening socket until this process is ended. For a launcher's helper process.
 
-    It is :class:`~.store_server.StoreServer`, or torch's own where the clients of a newer torch ask for more.
+    The server is a :class:`~.store_server.StoreServer`, or torch's own if the clients of a newer torch need more
+    requests.
 
     Args:
-        descriptor: The socket.
-        room: What it says to those who may join the run; empty: nobody may.
+        descriptor: The descriptor of the socket.
+        room: The invitation for agents that may join the job; empty if none may.
     """
     listener = socket.socket(fileno=descriptor)
     values = {PREFIX + CLAIMED: b"0 nobody", PREFIX + ROOM: room.encode()}
@@ -174,10 +178,10 @@ def _store_of_process_group(launch: Launch) -> NativeStore | None:
 
 
 def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline: float) -> TcpStore:
-    """Connect to the store that rank 0 hosts for this very ``init``.
+    """Connect to the store that rank 0 hosts for this call of ``init``.
 
-    Its port may have had an owner a moment ago: a process group that the script has just destroyed, or our own store of
-    the ``init`` before. Whoever is let in by that one loses the connection soon, and tries again.
+    Another server may just have used its port: a process group that the script has just destroyed, or Shoal's store of
+    the previous ``init``. An agent that has connected to that server soon loses the connection, and tries again.
     """
     while True:
         address = _await_server(launch, deadline)
@@ -201,9 +205,9 @@ def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline:
 
 
 def _await_server(launch: Launch, deadline: float) -> str:
-    """Wait until something listens; returns the address at which it does.
+    """Wait until a server listens. Returns the address at which it does.
 
-    torch's own attempts cannot be interrupted, and print a page for every failure.
+    torch's own attempts cannot be interrupted, and print many lines for every failure.
     """
     host, port = cast(str, launch.host), cast(int, launch.port)
     server = "the launcher serves" if launch.store_is_served else "rank 0 hosts"
@@ -216,7 +220,7 @@ def _await_server(launch: Launch, deadline: float) -> str:
             with socket.create_connection(
                 (host, port), timeout=max(0.1, min(2.0, deadline - clock.monotonic()))
             ) as link:
-                # Linux may connect a socket to itself when nobody listens on a port of the ephemeral range.
+                # Linux may connect a socket to itself if no server listens on a port of the ephemeral range.
                 if link.getsockname() != link.getpeername():
                     return text_of(link.getpeername())
             problem = "connection refused"
@@ -267,8 +271,10 @@ def _listen_patiently(host: str, port: int, interface: str, deadline: float) -> 
 
 
 def _clients_agree(deadline: float) -> bool:
-    """Whether the clients of the installed torch can use :class:`~.store_server.StoreServer`. Those of a version
-    that is not known try it, in a process that can be ended whatever they do."""
+    """Whether the clients of the installed torch can use :class:`~.store_server.StoreServer`.
+
+    The clients of an unknown version are tested in a separate process, which can be ended in any state.
+    """
     if store_server.is_known():
         return True
     listener = socket.create_server((LOOPBACK, 0))
@@ -288,7 +294,7 @@ def _clients_agree(deadline: float) -> bool:
 
 
 def try_client(port: int) -> None:
-    """Ask for all that ``init`` and process groups ask of a store; an exception where an answer is wrong."""
+    """Make all requests of ``init`` and of process groups; raises an exception if an answer is wrong."""
     store: Any = client(LOOPBACK, port, clock.monotonic() + _TRY_SECONDS)
     store.set("key", "1")
     store.append("key", "2")
@@ -306,15 +312,15 @@ def _torchs_server(listener: socket.socket, deadline: float) -> NativeStore:
 
 
 def _reached_at(listener: socket.socket) -> tuple[str, int]:
-    """Where this process reaches a socket on which it listens."""
+    """The address and port at which this process reaches a socket on which it listens."""
     name = listener.getsockname()
     address, port = text_of(name), int(name[1])
-    # By the short way, whether or not its public name resolves here.
+    # Through the loopback interface, whether or not its public name resolves here.
     return LOOPBACK if ipaddress.ip_address(address.partition("%")[0]).is_unspecified else address, port
 
 
 def client(host: str, port: int, deadline: float) -> NativeStore:
-    """A connection to a store that is served there."""
+    """A connection to the store that is served at this address."""
     return _tcp_store(host, port, deadline, is_master=False)
 
 
@@ -327,17 +333,19 @@ def _tcp_store(host: str, port: int, deadline: float, **options: Any) -> NativeS
 
 
 def is_own(host: str) -> bool:
-    """Whether a name or an address means this machine, also where it leads to the loopback interface here."""
+    """Whether a name or an address means this machine, also if it leads to the loopback interface here."""
     return bool(_own_address(host)) or any(map(is_loopback, _addresses_of(host)))
 
 
 def _own_address(host: str) -> str:
-    """The address of this machine at which others, and it itself, find ``host``; empty where that is not certain."""
+    """The address of this machine by which other machines, and it itself, reach ``host``; empty if that is not
+    certain.
+    """
     given = numeric(host)
     found = [given] if given else _addresses_of(host)
-    if host == "localhost":  # whoever looks there is on this machine
+    if host == "localhost":  # every client of this name is on this machine
         return LOOPBACK if LOOPBACK in found or not found else found[0]
-    # As a name of several addresses may mean other ones elsewhere, which one the others use cannot be told.
+    # A name with several addresses may resolve differently elsewhere, so the address that others use is unknown.
     beyond = {one for one in found if given or not is_loopback(one)}
     if len(beyond) != 1:
         return ""

@@ -1,8 +1,8 @@
 """Agents that are replicas of several processes each: ``init(mesh=)``.
 
-A replica's processes share one model (``fully_shard``, tensor parallelism). Each of them is an agent of a world of its
-own, with the processes of the same place in the other replicas, its counterparts: rank and size are those of the
-replica, and whatever agents exchange goes between counterparts alone.
+The processes of a replica share one model (``fully_shard``, tensor parallelism). Each process is an agent of a separate
+job with its counterparts, which are the processes at the same position in the other replicas. Rank and size are those
+of the replica, and agents exchange data with counterparts only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def among_counterparts(launch: Launch, mesh: Any) -> Launch:
-    """A process's place among its counterparts.
+    """The launch of a process among its counterparts.
 
     Args:
-        launch: Its place in the job, which is that of ``torch.distributed``.
+        launch: The launch of the process in the whole job, with the ranks of ``torch.distributed``.
         mesh: The dimension between the replicas.
 
     Raises:
-        TypeError: It is no mesh.
-        ValueError: It has several dimensions, or this process is not in it; or ``torch.distributed``, which meshes are
-            made of, is not what the job was launched as.
+        TypeError: ``mesh`` is no mesh.
+        ValueError: The mesh has several dimensions, or this process is not in it; or the job was not launched by
+            ``torch.distributed``, of whose processes a mesh consists.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,10 +48,10 @@ def among_counterparts(launch: Launch, mesh: Any) -> Launch:
 
 
 def check_that_all_must_live(launch: Launch, continues: bool, tls: bool) -> None:
-    """Refuse what would need more of a replica than the one process that is seen here.
+    """Refuse options that concern all processes of a replica, because an agent is only one of them.
 
     Raises:
-        ValueError: The others are to go on without a lost one, or certificates name ranks of the whole job.
+        ValueError: The other agents are to continue without a lost one, or certificates name ranks of the whole job.
     """
     if len(launch.ranks) == launch.processes:
         return

@@ -1,7 +1,7 @@
-"""The user at the other end of a TCP connection, where that is a socket of the same network namespace.
+"""Finds the user at the other end of a TCP connection, if that socket is in the same network namespace.
 
 The kernel's socket diagnosis (``sock_diag(7)``) answers for one connection. A list of all connections, as in
-``/proc/net/tcp``, would take longer the more of them a stranger makes.
+``/proc/net/tcp``, would take longer the more connections a stranger opens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import struct
 
 Address = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
-"""An IP address and a port; an IPv4 address that is mapped into IPv6 as IPv4."""
+"""An IP address and a port. An IPv4 address that is mapped into IPv6 is given as IPv4."""
 _SOCK_DIAG, _BY_FAMILY, _ERROR, _REQUEST_FLAG = 4, 20, 2, 1
 _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBxI 2s2s16s16sI8s")
@@ -25,20 +25,20 @@ _SECONDS = 2.0
 
 
 def address_of(name: tuple[str, int]) -> Address:
-    """What ``getpeername`` or ``getsockname`` returns, as a value that can be compared."""
+    """Convert a result of ``getpeername`` or ``getsockname`` to a value that can be compared."""
     address = ipaddress.ip_address(name[0].partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address, name[1]
 
 
 def owner_of(peer: Address, own: Address) -> int | None:
-    """The user of the other end of an established connection; None where it is not on this machine, or is closed.
+    """The user id of the other end of an established connection; None if that is not on this machine, or is closed.
 
     Args:
-        peer: The other end.
-        own: This end.
+        peer: The address of the other end.
+        own: The address of this end.
 
     Raises:
-        OSError: The kernel does not say.
+        OSError: The kernel gives no answer.
     """
     family = socket.AF_INET if peer[0].version == 4 else socket.AF_INET6
     ends = [end[1].to_bytes(2, "big") for end in (peer, own)] + [end[0].packed.ljust(16, b"\0") for end in (peer, own)]
@@ -53,6 +53,6 @@ def owner_of(peer: Address, own: Address) -> int | None:
             return None
         raise OSError(number, os.strerror(number))
     _, state, port, other_port, *_, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
-    # A listener of that port is found, too, and what is closed has no user any more.
+    # The answer may also be a listener on that port, and a closed socket has no user any more.
     is_it = state == _ESTABLISHED and [port, other_port] == ends[:2] and inode
     return int(uid) if is_it else None

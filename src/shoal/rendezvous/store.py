@@ -1,7 +1,7 @@
-"""Stores through which agents meet: a few keys and values that all agents of a job see, used by ``init`` alone.
+"""Stores in which agents meet: a few keys and values that all agents of a job share. Only ``init`` uses them.
 
-Agents that are threads share one object, agents that are processes a store of ``torch.distributed``. ``rendezvous.py``
-chooses.
+Agents that are threads share one object; agents that are processes use a store of ``torch.distributed``.
+``rendezvous.py`` chooses between them.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEAST_SECONDS = 5.0
-"""A message to a live server gets so long, also where the deadline of opening it is over."""
+"""Seconds at least for a request to a live server, even if the deadline of opening the store has passed."""
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
 
 
 class Store(Protocol):
-    """Keys and values that all agents of a job see. Waits end at their deadline and at Ctrl-C."""
+    """Keys and values that all agents of a job share. Waits end at their deadline and at Ctrl-C."""
 
     address: str
-    """Where this agent has reached it; empty where it was not reached over a network."""
+    """The address at which this agent has reached it; empty if not over a network."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Make ``value`` what every later ``get`` of ``key`` returns."""
+        """Set ``key`` to ``value``, which every later ``get`` returns."""
 
     def get(self, key: str, deadline: float) -> bytes:
-        """Wait until somebody has set ``key``, at most until ``clock.monotonic()`` is ``deadline``.
+        """Wait until an agent has set ``key``, until the time ``deadline`` of ``clock.monotonic()``; return its value.
 
         Raises:
-            DeadlineExceeded: nobody had; the message names the key.
+            DeadlineExceeded: No agent has set the key, which the message names.
         """
 
     def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
-        """Wait until somebody has set one of ``keys``; the first of them that is set, and its value. As :meth:`get`.
+        """Wait until an agent has set one of ``keys``; return the first of them that is set, and its value. As
+        :meth:`get`.
 
-        A key that was set before another, and stands before it in ``keys``, is never passed over for that one.
+        If a key stands before another one in ``keys`` and was set before it, that other one is never returned.
         """
 
     def has(self, key: str) -> bool:
-        """Whether somebody has set ``key``."""
+        """Whether an agent has set ``key``."""
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the counter ``key``, which starts at zero, and return its new value."""
@@ -60,11 +61,11 @@ class Store(Protocol):
         """Delete ``key``, which no agent will read any more."""
 
     def close(self) -> None:
-        """Release the store; a second call does nothing. If this agent hosts it, its port is free afterwards."""
+        """Release the store. A second call does nothing. If this agent hosts it, its port is free afterwards."""
 
 
 class ThreadStore:
-    """The store of agents that are threads of one process, who share one object. ``close`` does nothing."""
+    """The store of agents that are threads of one process and share one object. ``close`` does nothing."""
 
     address = ""
 
@@ -74,7 +75,7 @@ class ThreadStore:
         self._over: ShoalError | None = None
 
     def abort(self, error: ShoalError) -> None:
-        """End all waits, now and from now on, with an error."""
+        """End all current and later waits with an error."""
         with self._changed:
             self._over = self._over or error
             self._changed.notify_all()
@@ -117,17 +118,16 @@ class ThreadStore:
             self._values.pop(key, None)
 
     def close(self) -> None:
-        """Other threads may still use the store."""
+        """Do nothing: other threads may still use the store."""
 
 
 class TcpStore:
-    """The store of agents that are processes: a store of ``torch.distributed``, our keys behind a prefix; and its
-    server, if this process has it.
+    """The store of agents that are processes: a store of ``torch.distributed``, with a prefix for Shoal's keys.
 
-    torch's calls neither give way to Ctrl-C nor end in time when a server accepts and never answers (measured on torch
-    2.13: the constructor of ``TCPStore`` then hangs for good, whatever its timeout). So one thread of our own makes
-    them, and the caller waits for it with a deadline. A key is polled with ``check``, because ``wait`` writes warnings
-    to stderr each time it times out.
+    It also holds the server, if this process hosts the store. torch's calls neither react to Ctrl-C nor end in time if
+    a server accepts and never answers (measured on torch 2.13: the constructor of ``TCPStore`` then hangs forever,
+    whatever its timeout). So a separate thread makes these calls, and the caller waits for it with a deadline. A key is
+    polled with ``check``, because ``wait`` writes warnings to stderr each time it times out.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class TcpStore:
         while True:
             for place, key in enumerate(keys):
                 if self._call(partial(self._check, key), what, deadline):
-                    # Those before it may have been set since they were looked for, and before this one was.
+                    # An earlier key may have been set after it was checked, and before this one was set.
                     before = (one for one in keys[:place] if self._call(partial(self._check, one), what, deadline))
                     key = next(before, key)
                     return key, self._call(partial(self._get, key), what, deadline)
@@ -193,7 +193,7 @@ class TcpStore:
         return self._call(lambda: int(self._store.add(self._prefix + key, amount)), what)
 
     def swap(self, key: str, old: bytes, new: bytes) -> bytes:
-        """Make ``new`` the value of ``key`` where it is ``old``; returns what it is then."""
+        """Set ``key`` to ``new`` if its value is ``old``. Returns the value afterwards."""
         both = cast(str, old), cast(str, new)
         return self._call(lambda: self._store.compare_set(self._prefix + key, *both), f"set {key!r} in {self._name}")
 
@@ -202,7 +202,7 @@ class TcpStore:
 
     def close(self) -> None:
         self._calls.put(None)
-        # Longer only if the server has stopped answering; then the thread is beyond help, and it is a daemon.
+        # It takes longer only if the server does not answer any more; then the thread, a daemon, is abandoned.
         self._thread.join(1.0)
         if self._server is not None:
             self._server.close()
@@ -244,7 +244,7 @@ class TcpStore:
         while True:
             call = self._calls.get()
             if call is None:
-                # The only reference: torch's server ends, and frees its port, when its object does.
+                # The only reference: torch's server ends, and frees its port, with its object.
                 self._native = None
                 return
             function, answer = call

@@ -1,6 +1,6 @@
-"""The requests of the clients of torch's ``TCPStore``, and how their arguments are read.
+"""The requests of the clients of torch's ``TCPStore``, and the format of their arguments.
 
-A request is a byte that says which, then its arguments in the byte order of the machine: strings and values with their
+A request is a byte with its kind, then its arguments in the byte order of the machine: strings and values with their
 lengths before them (64 bits), numbers (64 bits), several keys with their count before them.
 """
 
@@ -12,7 +12,7 @@ from enum import IntEnum
 from itertools import chain, repeat
 
 LONGEST_KEY, LONGEST_VALUE, MOST_KEYS, LONGEST_REQUEST = 1 << 13, 1 << 23, 1 << 17, 1 << 28
-"""What torch's server takes of one request; the last: of all of it."""
+"""The limits of torch's server for one request: bytes of a key, bytes of a value, number of keys, bytes in all."""
 INT, LENGTH, WORD = struct.Struct("=q"), struct.Struct("=Q"), struct.Struct("=I")
 
 
@@ -41,7 +41,7 @@ class StoreRequest(IntEnum):
 
 
 class InvalidRequest(Exception):
-    """A request that cannot be, or that exceeds a quota: its connection is closed."""
+    """A request that is malformed or exceeds a quota. Its connection is closed."""
 
 
 _SHAPES = {
@@ -72,10 +72,10 @@ _REPEATED = {"S": "s", "P": "sv"}
 
 
 def scan(data: bytearray) -> Iterator[int]:
-    """Find the end of the request with which a buffer begins.
+    """Find the end of the first request in a buffer.
 
-    Each call of ``next`` goes on where the last one stopped, so that a client which sends many keys one by one costs no
-    more than one that sends them at once.
+    Each call of ``next`` continues at the position of the last one. So a client that sends many keys one by one costs
+    no more than a client that sends them at once.
 
     Args:
         data: The buffer. It may grow, at its end, between two calls.
@@ -84,7 +84,7 @@ def scan(data: bytearray) -> Iterator[int]:
         0 while the request is not complete, then its length.
 
     Raises:
-        Refused: There is no such request, or it is longer than any may be.
+        InvalidRequest: There is no such request, or it exceeds the limits.
     """
     if data[0] not in _SHAPES:
         raise InvalidRequest
@@ -117,7 +117,7 @@ def scan(data: bytearray) -> Iterator[int]:
 
 
 class Arguments:
-    """Reads the arguments of a request that is complete, in their order."""
+    """Reads the arguments of a complete request, in their order."""
 
     def __init__(self, data: bytearray) -> None:
         self._data = data
@@ -137,7 +137,7 @@ class Arguments:
         return self._take(WORD.size)
 
     def text(self) -> bytes:
-        """A string, or a value."""
+        """Read a string or a value."""
         return self._take(self.count())
 
     def texts(self) -> list[bytes]:

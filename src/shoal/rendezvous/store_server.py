@@ -1,11 +1,12 @@
-"""The rendezvous store of a launcher, and of rank 0 where it hosts one: the protocol of torch's ``TCPStore``, with a
-quota for strangers.
+"""The server of the rendezvous store: the protocol of torch's ``TCPStore``, with quotas for other users and machines.
 
-torch's own server stores what anybody sends, without a limit: another user of the machine could fill its memory. It
-also has to be the store of the script's process groups, whose clients are torch's, so nobody can be asked for a proof.
-The kernel knows the user of a connection from the same machine. What this process's own user and root store is not
-limited, as in torch's server. Any other user of the machine, and each other address, has a quota: for what it has
-stored, for requests that are not complete, and for connections. A connection that exceeds it is closed.
+A launcher runs it, or rank 0 if it hosts the store. torch's own server stores data from any client without a limit, so
+another user of the machine could fill its memory. The store is also used by the script's process groups, whose clients
+are torch's, so clients cannot be asked for a proof.
+
+The kernel knows the user of a connection from the same machine. Data of this process's own user and of root are not
+limited, as in torch's server. Any other user of the machine, and each other address, has a quota for stored data, for
+incomplete requests, and for connections. A connection that exceeds it is closed.
 
 Nothing here imports torch.
 """
@@ -29,18 +30,18 @@ from .socket_owner import address_of, owner_of
 from .store_requests import INT, LENGTH, WORD, Arguments, InvalidRequest, StoreRequest, scan
 
 NEWEST_TORCH = (2, 13)
-"""The newest version of torch whose requests are known to be all of :class:`Request`."""
+"""The newest version of torch whose requests are known to be in :class:`StoreRequest`."""
 LOCAL_QUOTA = 1 << 20
-"""Bytes for each other user of this machine."""
+"""Quota in bytes of each other user of this machine."""
 REMOTE_QUOTA = 1 << 26
-"""Bytes for each other address: all agents of a machine may come from one."""
+"""Quota in bytes of each other address, which all agents of a machine may share."""
 TOTAL_QUOTA = 1 << 28
-"""Bytes for all of these together."""
+"""Quota in bytes of all other users and addresses together."""
 CONNECTION_COST, KEY_COST, PART_COST = 1 << 14, 1 << 8, 1 << 7
-"""Bytes that count for a connection, for a key, and for a part of an answer, besides its own."""
+"""Bytes that are charged for a connection, for a key, and for a part of an answer, in addition to its data."""
 _MAGIC = 0x3C85F7CE
 _PREFIX = b"/"
-"""What torch's clients put before each key."""
+"""The prefix that torch's clients add to each key."""
 _CHUNK, _MOST_WAITING = 1 << 16, 1 << 20
 _PAUSE_SECONDS = 0.1
 _READY, _NOT_READY = b"\0", b"\1"
@@ -48,7 +49,7 @@ _STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"
 
 
 def is_known() -> bool:
-    """Whether the requests of the clients of the torch that is installed are known."""
+    """Whether all requests of the installed torch's clients are known."""
     try:
         major, minor = importlib.metadata.version("torch").split(".")[:2]
         return (int(major), int(minor)) <= NEWEST_TORCH
@@ -58,7 +59,7 @@ def is_known() -> bool:
 
 @dataclass(eq=False)
 class _Quota:
-    """What one source, or all together, may have this server keep; None: any amount."""
+    """The bytes that this server may keep for one source, or for all together; no ``limit`` if that is None."""
 
     limit: int | None
     total: _Quota | None = None
@@ -104,8 +105,7 @@ class StoreServer:
     """Serves a store on a listening socket, in the caller's thread.
 
     Args:
-        listener: The socket; this object closes it.
-        values: What is stored at the beginning.
+        listener: The socket; this object closes it. values: The values that are stored at the beginning.
     """
 
     def __init__(self, listener: socket.socket, values: Mapping[str, bytes]) -> None:
@@ -147,7 +147,7 @@ class StoreServer:
 
     def serve(self) -> NoReturn:
         """Serve until the process is ended."""
-        # As many connections as the system allows: a job has several of each agent.
+        # Raise the limit of connections as far as the system allows: a job has several of each agent.
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -155,7 +155,7 @@ class StoreServer:
             self.step(None)
 
     def serve_until(self, ended: socket.socket) -> None:
-        """Serve until the other end of a socket is closed; then close everything, also ``ended``."""
+        """Serve until the other end of the socket ``ended`` is closed; then close all sockets, also ``ended``."""
         self._selector.register(ended, selectors.EVENT_READ, ended)
         try:
             while not self._has_ended:
@@ -165,7 +165,7 @@ class StoreServer:
             ended.close()
 
     def step(self, seconds: float | None) -> None:
-        """Serve what comes within a time."""
+        """Serve the requests that arrive within ``seconds``."""
         if self._is_full:
             seconds = _PAUSE_SECONDS if seconds is None else min(seconds, _PAUSE_SECONDS)
         events = self._selector.select(seconds)
@@ -193,7 +193,7 @@ class StoreServer:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # no descriptors: a connection that ends may leave one
+        except OSError:  # no free descriptors: accept again later
             self._selector.unregister(self._listener)
             self._is_full = True
             return
@@ -213,13 +213,13 @@ class StoreServer:
         peer, own = address_of(sock.getpeername()), address_of(sock.getsockname())
         try:
             uid = owner_of(peer, own)
-        except OSError:  # a sandbox without socket diagnosis: as torch's server
+        except OSError:  # a sandbox without socket diagnosis: no limit, as in torch's server
             return self._trusted
         if uid in (0, os.geteuid()):
             return self._trusted
         source: object = peer[0] if uid is None else uid
         is_local = uid is not None or peer[0].is_loopback or peer[0] == own[0]
-        # A stranger that makes itself known by ever new addresses adds one entry for each, within the total.
+        # A stranger with ever new addresses adds one entry for each, which counts towards the total.
         if source not in self._sources:
             self._total.acquire(KEY_COST)
             self._sources[source] = _Quota(LOCAL_QUOTA if is_local else REMOTE_QUOTA, self._total)
@@ -239,7 +239,7 @@ class StoreServer:
             if mask & selectors.EVENT_READ:
                 self._read(one)
             self._answer(one)
-        except Exception:  # whatever a client sends, the others must be served: refused, gone, or too much for memory
+        except Exception:  # refused, disconnected, or out of memory: other clients must still be served
             self._close(one)
 
     def _read(self, one: _StoreConnection) -> None:
@@ -251,7 +251,7 @@ class StoreServer:
             one.inbox += data
 
     def _answer(self, one: _StoreConnection) -> None:
-        """Answer all requests that are complete, while the client takes the answers."""
+        """Answer all complete requests, while the client reads the answers."""
         while one.inbox and one.unsent <= _MOST_WAITING:
             one.scan = one.scan or scan(one.inbox)
             size = next(one.scan)
@@ -268,7 +268,7 @@ class StoreServer:
         self._flush(one)
 
     def _validate(self, one: _StoreConnection, request: int, arguments: Arguments) -> None:
-        """The first request of torch's clients, and no other one."""
+        """Check the first request of torch's clients, which must precede all others."""
         if one.is_valid or request != StoreRequest.VALIDATE or arguments.word() != WORD.pack(_MAGIC):
             raise InvalidRequest
         one.is_valid = True
@@ -292,7 +292,7 @@ class StoreServer:
                     taken += PART_COST
                 one.unsent -= taken
                 one.quota.release(taken)
-        # What a client does not take must not grow: its next requests wait until it does.
+        # Unread answers of a client must not grow: its next requests wait until it has read them.
         reads = selectors.EVENT_READ if one.unsent <= _MOST_WAITING else 0
         events = reads | (selectors.EVENT_WRITE if one.outbox else 0)
         if events != one.events:
@@ -300,7 +300,7 @@ class StoreServer:
             self._selector.modify(one.sock, events, one)
 
     def _reply_later(self, one: _StoreConnection, *parts: bytes) -> None:
-        """Answer a client whose request came earlier, while the request of another one is served."""
+        """Answer an earlier request of a client, while the request of another client is served."""
         try:
             self._send(one, *parts)
             self._flush(one)
@@ -355,7 +355,7 @@ class StoreServer:
         self._send(one, INT.pack(count))
 
     def _count(self, key: bytes, amount: int) -> int:
-        """A counter, with an amount added to it."""
+        """The value of a counter after an amount is added."""
         try:
             count = int(self._value(key) or b"0") + amount
             INT.pack(count)
@@ -428,7 +428,9 @@ class StoreServer:
             table.pop(key, None)
 
     def _barrier(self, one: _StoreConnection, arguments: Arguments) -> None:
-        """The value of the key is the number of arrivals."""
+        """Count an arrival at a barrier, and release all clients at the last one. The value of the key is the number of
+        arrivals.
+        """
         key, size = arguments.text(), arguments.number()
         self._stop_waiting(one)
         count = self._count(key, 1)
@@ -473,10 +475,10 @@ class StoreServer:
 
 
 class ThreadedServer:
-    """A :class:`StoreServer` in a thread of this process, from the beginning to :meth:`close`.
+    """A :class:`StoreServer` in a thread of this process, which runs until :meth:`close`.
 
     Args:
-        listener: Where it listens; this object closes it.
+        listener: The listening socket; this object closes it.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -486,6 +488,6 @@ class ThreadedServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; its port is free then. A second call does nothing."""
+        """End the server; its port is free then. A second call does nothing."""
         self._end.close()
         self._thread.join()
