@@ -1,7 +1,7 @@
-"""Sums, reductions and copies on the tensors' device, with one read and one write per number.
+"""Sums, reductions and copies on the tensors' device, with one read and one write per element.
 
-Each has up to three implementations with the same bits: a Triton program, a compiled kernel for CPUs (``native``), and
-torch operations in the same order. :func:`way_of` returns the one that is used. See docs/kernels.md.
+Each has up to three implementations with bitwise equal results: a Triton program, a compiled kernel for CPUs
+(``native``), and torch operations in the same order. :func:`way_of` returns the one that is used. See docs/kernels.md.
 """
 
 from .choice import Way as Way

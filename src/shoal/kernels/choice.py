@@ -1,4 +1,6 @@
-"""How a kernel computes: by a program in Triton, by compiled code on the CPU, or by torch's operations in one order."""
+"""Chooses the implementation of a kernel: a program in Triton, compiled code on the CPU, or torch's operations in
+order.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ from .native import library
 
 Way = Literal["triton", "native", "torch"]
 _LEAST_CAPABILITY = (8, 0)
-"""Ampere: what Triton supports without reserve."""
+"""The compute capability of Ampere, from which on Triton supports devices fully."""
 
 
 @functools.cache
 def why_not_triton() -> str | None:
     """The reason why Triton cannot run on the CUDA devices of this machine, for error messages; None if it can.
 
-    ``torch.version.hip`` counts: the programs were compiled for NVIDIA's devices only, and their text was read there.
+    With ``torch.version.hip`` Triton is not used: the programs were compiled, and their code was read, for NVIDIA's
+    devices only.
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'shoal[cuda]'"
@@ -45,10 +48,10 @@ def hands_over_whole_floats() -> bool:
 
 
 def way_of(tensor: torch.Tensor) -> Way:
-    """The way that kernels take where ``tensor`` is, if they are not given one.
+    """The implementation that kernels use on the device of ``tensor``, if none is given.
 
-    ``"triton"`` on NVIDIA's devices from Ampere on, where Triton is installed; ``"native"`` on CPUs, where the compiled
-    kernels are (:func:`~shoal.kernels.native.why_not_native`).
+    ``"triton"`` on NVIDIA's devices from Ampere on, if Triton is installed; ``"native"`` on CPUs, if the compiled
+    kernels are available (:func:`~shoal.kernels.native.why_not_native`).
     """
     if not tensor.is_cuda:
         return "native" if tensor.is_cpu and library() is not None else "torch"
@@ -63,5 +66,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton starts programs on the current device, whatever device their tensors are on."""
+    """Make the device of the tensor current: Triton starts programs on the current device, wherever their tensors
+    are.
+    """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,6 +1,7 @@
-"""Copies and scaled copies of large tensors: one pass over memory, written past caches that would not keep the result.
+"""Copies and scaled copies of large tensors in one pass over memory.
 
-Each has the bits of the operation of torch that it names.
+Results that caches would not keep are written past them. Each function has the bits of the torch operation that it
+names.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from .native import sums as native
 
 
 def copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
-    """``out.copy_(tensor)``, of tensors of one shape."""
+    """``out.copy_(tensor)``, for tensors of one shape."""
     if native.copies(out, tensor):
         native.copy(out, tensor)
     else:
@@ -19,7 +20,7 @@ def copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def scale(out: torch.Tensor, tensor: torch.Tensor, weight: float) -> None:
-    """``torch.mul(tensor, weight, out=out)``, of tensors of one shape and dtype."""
+    """``torch.mul(tensor, weight, out=out)``, for tensors of one shape and dtype."""
     if native.fits(out, [tensor]):
         native.weigh(out, [tensor], [weight])
     else:
@@ -27,7 +28,7 @@ def scale(out: torch.Tensor, tensor: torch.Tensor, weight: float) -> None:
 
 
 def add_scaled(out: torch.Tensor, tensor: torch.Tensor, other: torch.Tensor, weight: float) -> None:
-    """``torch.add(tensor, other, alpha=weight, out=out)``, of tensors of one shape and dtype."""
+    """``torch.add(tensor, other, alpha=weight, out=out)``, for tensors of one shape and dtype."""
     if native.fits(out, [tensor, other]) and abs(weight) <= torch.finfo(torch.float32).max:
         native.weigh(out, [tensor, other], [1.0, weight])
     else:

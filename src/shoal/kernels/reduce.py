@@ -1,8 +1,8 @@
-"""Reductions over all agents in rank order: one block of them in torch, and whole ones by whichever way a device has.
+"""Reductions over all agents in rank order: of one block by torch, and of whole tensors by any implementation.
 
-16-bit numbers are reduced in float32 and rounded once. Minimum and maximum are NaN where one of the numbers is; which
-sign a zero has where both kinds meet is left open, as torch leaves it. Else both ways give the same bits, as far as
-:mod:`~shoal.kernels.weighted_sum` does.
+16-bit numbers are reduced in float32 and rounded once. Minimum and maximum are NaN if one of the numbers is NaN. The
+sign of a zero result is undefined if zeros of both signs occur, as in torch. Otherwise all implementations give the
+same bits, as far as :mod:`~shoal.kernels.weighted_sum` does.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def combine(
     own: torch.Tensor,
     blocks: Sequence[torch.Tensor],
 ) -> None:
-    """One block on the CPU: all agents', in rank order. ``out`` is none of them.
+    """Reduce one block of all agents on the CPU, in rank order. ``out`` is none of the inputs.
 
-    The compiled kernels do it in one pass where they are.
+    The compiled kernels do it in one pass, if they are available.
     """
     inputs = [*blocks[:position], own, *blocks[position:]]
     if native.fits(out, inputs):
@@ -102,7 +102,7 @@ def _combine_torch(how: str, parts: Sequence[Sequence[int]], out: torch.Tensor, 
 
 
 def _fold(terms: Sequence[torch.Tensor], step: Step, out: torch.Tensor) -> None:
-    """``out`` becomes the reduction of ``terms``, in their order; it is wider than they are, or like them."""
+    """Set ``out`` to the reduction of ``terms``, in their order. Its dtype is theirs or wider."""
     wide = terms[0].dtype != out.dtype
     if wide or len(terms) == 1:
         out.copy_(terms[0])
@@ -122,18 +122,17 @@ def reduce(
     parts: Sequence[Sequence[int]] = (),
     way: Way | None = None,
 ) -> None:
-    """``out`` becomes the sum, average, product, minimum or maximum of ``inputs``, in their order.
+    """Set ``out`` to the sum, average, product, minimum or maximum of ``inputs``, in their order.
 
-    Integers, complex products and more than 16 inputs are computed by torch, whatever ``way`` is.
+    torch computes integers, complex products and more than 16 inputs, for any ``way``.
 
     Args:
-        out: Flat, without gaps; it may be one of ``inputs``.
-        inputs: Like it, one of each agent, in rank order.
-        parts: Which places in that order belong together: each part is reduced by itself first.
+        out: Flat, without gaps; it may be one of ``inputs``. inputs: Tensors like ``out``, one of each agent, in rank
+        order. parts: The positions in that order that form a part: each part is reduced by itself first.
         way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
 
     Raises:
-        ValueError: The tensors are not alike, or have gaps; or there is no such reduction.
+        ValueError: The tensors differ in kind, or have gaps; or there is no such reduction.
     """
     if how not in REDUCTIONS:
         raise ValueError(f"reduction {how!r}: pass one of {', '.join(REDUCTIONS)}")

@@ -1,12 +1,12 @@
-"""Weighted sums in one fixed order: one block of them in torch, and whole ones by whichever way a device has.
+"""Weighted sums in one fixed order: of one block by torch, and of whole tensors by any implementation.
 
-The order is: one's own term, then the others as they are given. Every weighted term is one fused multiply-add, in
+The order is: the agent's own term, then the other terms as given. Every weighted term is one fused multiply-add, in
 float32 for 16-bit tensors, whose sum is rounded once at the end. Complex numbers are pairs of real ones. Equal weights
-are no factors of the terms: the terms are summed, and the sum is scaled once (:func:`common_factor`).
+are not multiplied with each term: the terms are summed, and the sum is scaled once (:func:`common_factor`).
 
-Both ways give the same bits, but for those inside a NaN: a CPU hands on those of one of its operands, an NVIDIA device
-makes its own. A program has so many terms at most; more take several passes, with the sum so far between them, in
-float32 for 16-bit tensors.
+All implementations give the same bits, except inside a NaN: a CPU propagates the bits of one operand, an NVIDIA device
+has its own. A program has a limited number of terms. More terms take several passes, between which the partial sum is
+stored, in float32 for 16-bit tensors.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
 TERMS_OF_A_PASS = 16
 BLOCK = 1024
-"""Numbers that one instance of a program sums."""
+"""The number of elements that one instance of a program sums."""
 _MOST_PARTS = 1 << 24
-"""A division by more may be of a number that float32 does not have."""
+"""The largest divisor: float32 may not represent larger integers."""
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the computation: float32 for 16-bit tensors, else the tensor's own."""
+    """The dtype of the computation: float32 for 16-bit tensors, otherwise the tensor's own."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor with its complex numbers as pairs of real ones: weights are real, so each part sums by itself."""
+    """A flat tensor with its complex numbers as pairs of real ones. Weights are real, so both parts are summed
+    separately.
+    """
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -47,13 +49,14 @@ class Factor(NamedTuple):
 
 
 def common_factor(weights: Sequence[float]) -> Factor | None:
-    """How to scale a sum of terms whose weights are all equal; None where each term takes its weight by itself.
+    """The factor of a sum of terms whose weights are all equal; None if each term is multiplied by its weight.
 
-    Where the weight is one over a whole number, the sum is divided by that number: the mean of numbers whose sum is
-    exact is the quotient, rounded once, and whole if that is. The mean of n equal values differs from the value by the
-    rounding of their sum: not at all if there are two, by a unit in the last place at most if there are three, by n / 2
-    at most. It is infinite where the sum is. Powers of two stay with the terms. They round nothing, so that gives the
-    same bits (short of subnormal numbers), and the mean of finite numbers stays finite.
+    If the weight is one over an integer, the sum is divided by that integer. So the mean of numbers whose sum is exact
+    is the quotient, rounded once, and an integer if the quotient is. The mean of n equal values differs from the value
+    by the rounding of their sum: by 0 for two values, by at most one unit in the last place for three, by at most n / 2
+    units in general. It is infinite if the sum is. Weights that are powers of two are multiplied with the terms. They
+    round nothing, so that gives the same bits (except for subnormal numbers), and the mean of finite numbers stays
+    finite.
     """
     weight = weights[0]
     if any(other != weight for other in weights) or abs(math.frexp(weight)[0]) == 0.5 or not weight:
@@ -70,10 +73,11 @@ def weigh(
     blocks: Sequence[torch.Tensor],
     also: torch.Tensor | None = None,
 ) -> None:
-    """One block on the CPU: each term times its weight, or all of them and then the sum times the factor.
+    """The weighted sum of one block on the CPU: of each term times its weight, or of all terms, then scaled by the
+    factor.
 
-    ``out`` may be ``own``, and none of ``blocks``. ``also`` becomes the same as ``out``. Where the compiled kernels are
-    they do it in one pass.
+    ``out`` may be ``own``, and none of ``blocks``. ``also`` receives the same result. The compiled kernels do it in one
+    pass, if they are available.
     """
     inputs = [own, *blocks]
     if native.fits(out, inputs):
@@ -126,7 +130,9 @@ def _weigh_torch(
 
 
 def divide(x: torch.Tensor, number: float, out: torch.Tensor) -> None:
-    """Rounded once everywhere: on a device torch multiplies with the reciprocal of a number that is no tensor there."""
+    """Divide with one rounding on all devices. For a divisor that is no tensor, torch on a device multiplies by the
+    reciprocal.
+    """
     torch.div(x, number if x.is_cpu else x.new_full((), number), out=out)
 
 
@@ -139,18 +145,18 @@ def weighted_sum(
     *,
     way: Way | None = None,
 ) -> None:
-    """``out = own_weight * own + sum of weight * term``, each number read once and written once.
+    """``out = own_weight * own + sum of weight * term``, with one read and one write of each number.
 
-    None is a term of zeros, which nobody had to write: it is not added, and its weight counts like the others.
+    None is a term of zeros without memory: it is not added, and its weight counts like the others.
 
     Args:
-        out: Flat, without gaps; it may be ``own`` or a term.
-        own, terms: Of its dtype and length, and on its device; they may begin anywhere.
+        out: Flat, without gaps; it may be ``own`` or a term. own, terms: Tensors of the dtype, length and device of
+        ``out``, with any alignment.
         weights: One for each term. float32 sums round them to float32.
         way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
 
     Raises:
-        ValueError: The tensors are not alike, or have gaps, or are not of floating point.
+        ValueError: The tensors differ in kind, or have gaps, or are not of floating point.
         RuntimeError: A term's weight is finite, and too large for the dtype of the sum (torch's error).
     """
     factor = common_factor([own_weight, *weights])
@@ -176,7 +182,7 @@ def weighted_sum(
 
 
 def _spoils(out: torch.Tensor, own: torch.Tensor, terms: Sequence[torch.Tensor]) -> bool:
-    """Writing the result would change numbers that have still to be read."""
+    """Whether writing the result would change numbers that have still to be read."""
     return any(overlap(out, term) for term in terms) or (overlap(out, own) and out.data_ptr() != own.data_ptr())
 
 
@@ -207,7 +213,7 @@ def check_alike(out: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """They share memory."""
+    """Whether the tensors share memory."""
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
 
@@ -225,7 +231,8 @@ def _in_passes(
             check_weight(weight, wide)
     groups = [range(at, min(at + TERMS_OF_A_PASS, len(terms))) for at in range(0, len(terms), TERMS_OF_A_PASS)]
     groups = groups or [range(0)]
-    # An instance reads its numbers before it writes there; elsewhere, and in a later pass, they would be gone.
+    # An instance reads its elements before it writes to them. A shifted overlap or a later pass would read overwritten
+    # elements.
     spoils = any(overlap(out, one) and one.data_ptr() != out.data_ptr() for one in (own, *terms))
     spoils |= any(overlap(out, term) for term in terms[TERMS_OF_A_PASS:])
     total = torch.empty_like(out, dtype=wide) if spoils or (wide != out.dtype and len(groups) > 1) else out

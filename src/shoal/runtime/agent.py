@@ -1,7 +1,7 @@
 """The caller's agent: its rank, its machine and its topology.
 
 A process has one agent; in a :class:`~shoal.Fleet` each thread has one. ``current()`` finds it through a context
-variable, so every public function works alike in both.
+variable, so every public function works in both cases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _equal_parts(machine_of: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[t
 
 @dataclass(frozen=True)
 class Machines:
-    """How ranks are grouped into machines: ``of[rank]`` is a rank's machine."""
+    """The grouping of ranks into machines: ``of[rank]`` is the machine of a rank."""
 
     of: tuple[int, ...]
 
@@ -56,19 +56,21 @@ class Machines:
         return tuple(self.of.count(machine) for machine in range(self.count))
 
     def equal_parts(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Some ranks by machine, if they are on several machines with equally many, more than one each; else empty."""
+        """The given ranks by machine, if they are on several machines with equal numbers of at least two; otherwise
+        empty.
+        """
         return _equal_parts(self.of, tuple(ranks)) if self.count > 1 else ()
 
     @property
     def homogeneous(self) -> bool:
-        """All machines have the same number of agents, and their ranks follow one another."""
+        """Whether all machines have the same number of agents, with consecutive ranks."""
         size = self.sizes[0]
         return all(where == rank // size for rank, where in enumerate(self.of)) and len(set(self.sizes)) == 1
 
 
 @dataclass(frozen=True)
 class StaticTopology:
-    """The graph that is set for all agents, and this agent's view of it."""
+    """The static topology of all agents, and this agent's view of it."""
 
     graph: nx.DiGraph
     weighted: bool
@@ -109,9 +111,9 @@ class Agent:
     """One agent of a running fleet.
 
     Attributes:
-        grouping: How ranks are grouped into machines; None if that cannot be known of all of them.
-        topology_is_default: The script has set no static topology.
-        warned_of_process_group: The script was warned of its process group (``torch_distributed.py``).
+        grouping: The grouping of ranks into machines; None if it is not known for all ranks. topology_is_default:
+        Whether the script has set no static topology. warned_of_process_group: Whether the script was warned of its
+        process group (``torch_distributed.py``).
     """
 
     engine: Engine
@@ -135,7 +137,7 @@ class Agent:
 
     @property
     def machines(self) -> Machines:
-        """How ranks are grouped into machines.
+        """The grouping of ranks into machines.
 
         Raises:
             ValueError: Agents may still join, on unknown machines.
@@ -175,7 +177,7 @@ class Agent:
 
 
 def check_graph(graph: object, size: int, of_what: str) -> None:
-    """A topology must be a directed graph whose nodes are 0 to size - 1."""
+    """Raise an error unless the topology is a directed graph with the nodes 0 to size - 1."""
     if not isinstance(graph, nx.DiGraph):
         raise TypeError(
             f"a topology must be a networkx.DiGraph, not {type(graph).__name__}; shoal.topology_util makes them, and "
@@ -210,7 +212,7 @@ def warn_about_dropped_weights(graph: nx.DiGraph, rank: int) -> None:
 
 @dataclass
 class AgentContext:
-    """The state of a process, or of a thread of a fleet, before it has an agent and after."""
+    """The state of a process, or of a thread of a fleet, with or without an agent."""
 
     launch: Launch | None = None
     store: Store | None = None
@@ -218,14 +220,14 @@ class AgentContext:
     agents_per_machine: int | None = None
     timeout: float | None = None
     process_group: Any = None
-    """Of the script's, that moves tensors."""
+    """The script's process group that moves tensors."""
     agent: Agent | None = None
     engine: Engine | None = None
-    """Its agent's, and that of an agent that is about to be."""
+    """The engine of the agent, also while ``init`` creates the agent."""
     has_met: bool = False
-    """It has been an agent: one that was started again comes back once, and then meets the others as they do."""
+    """Whether it has been an agent: a restarted agent rejoins once, and later calls of ``init`` use the barrier."""
     forked_from: tuple[int, int] | None = None
-    """Rank and size of the agent that the parent of this process was when it forked."""
+    """The rank and size of the parent process's agent, if this process is a forked child."""
 
 
 _process_context = AgentContext()
@@ -233,7 +235,7 @@ _context: contextvars.ContextVar[AgentContext] = contextvars.ContextVar("shoal_a
 
 
 def agent_context() -> AgentContext:
-    """The caller's context: its thread's in a fleet, else the process's."""
+    """The caller's context: its thread's in a fleet, otherwise the process's."""
     return _context.get(_process_context)
 
 
@@ -242,7 +244,7 @@ def process_context() -> AgentContext:
 
 
 def enter_context(one: AgentContext) -> None:
-    """Make one agent of a fleet the caller's context."""
+    """Set the caller's context to an agent of a fleet."""
     _context.set(one)
 
 
@@ -261,7 +263,9 @@ def current(what: str = "this") -> Agent:
 
 
 def bind(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function act for the caller's agent in any thread; for helper threads of an agent of a fleet."""
+    """Bind a function to the caller's agent, for calls from any thread, such as helper threads of an agent of a
+    fleet.
+    """
     mine = agent_context()
 
     def bound(*args: P.args, **kwargs: P.kwargs) -> T:

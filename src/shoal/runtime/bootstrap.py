@@ -1,8 +1,7 @@
 """Bootstrap and shutdown of an agent.
 
-``init`` reads rank and size from the environment, finds the other agents through a store, and connects. The store
-serves ``init`` only: afterwards every agent holds the addresses and the job's secret, and neither the store nor rank 0
-is needed.
+``init`` reads rank and size from the environment, finds the other agents through a store, and connects. Only ``init``
+uses the store. Afterwards every agent has the addresses and the job's secret, and needs neither the store nor rank 0.
 """
 
 from __future__ import annotations
@@ -54,17 +53,18 @@ log = logging.getLogger("shoal")
 RAISE, CONTINUE, STOP = "raise", "continue", "stop"
 DEFAULT_TIMEOUT = 300.0
 ENTRY_TIMEOUT = 3600.0
-"""How long who was started again waits for the others to let it in: until they come to the next point for it."""
+"""Seconds that a restarted agent waits for its admission, which happens when the members reach their next admission
+point."""
 FAREWELL_SECONDS = 10.0
-"""How long ``shutdown`` waits for others to take what they still wait for, at most."""
+"""Seconds at most that ``shutdown`` waits until other agents have received the messages that they still need."""
 _taken: dict[int, AgentContext] = {}
-"""The contexts of this process whose agents hold something, by their ids."""
+"""The contexts of this process whose agents hold resources, by the ids of the contexts."""
 _abandoned: list[Engine] = []
 on_start: list[Callable[[Agent], None]] = []
-"""Called with every new agent; how the timeline and others attach themselves."""
+"""Called with every new agent; the timeline and other observers attach themselves here."""
 on_stop: list[Callable[[Agent], None]] = []
 _ATTACHED = "shoal.observability.observers"
-"""What attaches itself so: a room above this one, which not everybody who imports this one has imported."""
+"""The module of these observers, in a higher layer; ``init`` imports it, because callers may not have done so."""
 
 
 def init(
@@ -75,62 +75,71 @@ def init(
     process_group: Any = None,
     mesh: Any = None,
 ) -> None:
-    """Become an agent: find the others and connect to them. All agents call it.
+    """Initialise an agent: find the other agents and connect to them. All agents call it.
 
-    Who this is comes from the variables of torchrun, ``shoal run``, Open MPI, PMI or Slurm; with none of them it is a
-    world of one agent, in which every operation works. A ``torch.distributed`` that is already initialised is left as
-    it is, with a warning where agents are to survive failures, since its process groups do not. Called again by an
-    agent, it does nothing, or sets the topology that it is given, as :func:`~shoal.set_topology` would: not while there
-    are windows. After :func:`shutdown` all begins anew.
+    The variables of torchrun, ``shoal run``, Open MPI, PMI, Slurm or Kubernetes determine rank and size. Without any of
+    them the job has one agent, with which every operation works. A ``torch.distributed`` that is already initialised is
+    left unchanged. A warning is issued if agents are to survive failures, since process groups do not. Called again by
+    an agent, ``init`` only sets a given topology, as :func:`~shoal.set_topology` would: not while there are windows.
+    After :func:`shutdown` it can initialise an agent again.
 
     Args:
         topology_fn: Makes the static topology from the number of agents. If not given, it is the exponential graph, or,
-            where this is an agent already, the one that it has.
-        is_weighted: Use the weights of that graph's edges; else uniform ones.
-        on_loss: What the loss of an agent is to the others: ``"raise"`` :class:`~shoal.PeerLost` in all that needs
-            everybody, or ``"continue"`` without it, where that is possible (docs/survival.md says where). The same for
-            all agents. If not given, ``SHOAL_ON_LOSS``, else ``"raise"``.
-        process_group: A process group of ``torch.distributed``, of all agents, that moves the tensors from now on and
-            nothing else of the script's meanwhile, as ``torch.distributed.new_group()`` makes it.
+            on a repeated call, the current topology.
+        is_weighted: Whether to use the weights of that graph's edges; otherwise they are uniform.
+        on_loss: The reaction to the loss of an agent: ``"raise"`` :class:`~shoal.PeerLost` in all operations that need
+            all agents, or ``"continue"`` without the lost agent where possible (see docs/survival.md). It is the same
+            for all agents. If not given, ``SHOAL_ON_LOSS``, else ``"raise"``.
+        process_group: A process group of ``torch.distributed``, of all agents, that moves the tensors from now on, such
+            as ``torch.distributed.new_group()`` returns. The script must not use it itself in the meantime.
         mesh: A ``DeviceMesh`` of one dimension, the one between replicas that have several processes each, such as
             ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))["replicate"]``. This process is
-            then an agent among its counterparts, those of the same place in the other replicas: :func:`~shoal.rank` is
-            the replica's number, :func:`~shoal.size` the number of replicas (docs/sharded.md).
+            then an agent among its counterparts, the processes at the same position in the other replicas:
+            :func:`~shoal.rank` is the replica's number, :func:`~shoal.size` the number of replicas (docs/sharded.md).
 
     Environment:
-        ``SHOAL_TIMEOUT``: seconds for every wait (300). ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or
-        ``network`` for all pairs; or ``process-group``, to have tensors moved by process groups of
-        ``torch.distributed``: of ``SHOAL_PROCESS_GROUP`` (``gloo``), with a response cache of ``SHOAL_CACHE_CAPACITY``
-        (1024) entries; see docs/coordination.md.
-        ``SHOAL_INTERFACE``: the interface or address to listen on between machines. ``SHOAL_PORTS``: the ports to
-        listen on there, as ``FIRST-LAST``; each agent takes the first that is free. If unset the system picks one.
-        ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
-        same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
-        ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
-        with :class:`~shoal.NotFinite`. ``SHOAL_COMPRESS_LOCALLY``: 1 to have compressed messages travel within a
-        machine, too, where tensors are else read where they lie. ``SHOAL_DEVICE_MEMORY``: 1 to have agents of a machine
-        read each other's CUDA tensors on their devices (docs/devices.md). ``SHOAL_TLS``: ``on`` for TLS between
-        machines, with the certificates in the folder ``SHOAL_CERTIFICATES``.
+        ``SHOAL_TIMEOUT``: seconds for every wait (300).
+        ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or ``network`` for all pairs; or ``process-group``, to have
+            tensors moved by process groups of ``torch.distributed`` (docs/coordination.md).
+        ``SHOAL_PROCESS_GROUP``, ``SHOAL_CACHE_CAPACITY``: the backend of these groups (``gloo``), and the entries of
+            their response cache (1024).
+        ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
+        ``SHOAL_PORTS``: the ports to listen on there, as ``FIRST-LAST``; each agent takes the first free port. If
+            unset, the system picks one.
+        ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many.
+        ``SHOAL_SECRET``: the job's secret, the same for all agents; if unset, rank 0 generates one, which any reader of
+            the store can read during ``init``.
+        ``SHOAL_RENDEZVOUS``: ``host:port`` of the store.
+        ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity, with :class:`~shoal.NotFinite`.
+        ``SHOAL_COMPRESS_LOCALLY``: 1 to send compressed messages within a machine, too, where agents otherwise read
+            tensors in place.
+        ``SHOAL_DEVICE_MEMORY``: 1 to let agents of a machine read each other's CUDA tensors on their devices
+            (docs/devices.md).
+        ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in the folder ``SHOAL_CERTIFICATES``.
         ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
         ``SHOAL_DROP_AFTER``: seconds after which an agent that does not answer (stopped, hung, cut off) counts as lost;
-        if unset it is waited for until the deadline of what needs it. An agent that computes answers.
-        ``SHOAL_STALL_SECONDS``: after so long (30) a call that waits is reported in the log, with what those are doing
-        that it waits for; ``inf`` for never.
-        ``SHOAL_INCARNATION``: how often this agent was started again while the others went on; more than 0 asks them to
-        let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds for which it waits for that (3600). ``SHOAL_BEGIN_WITH``: how many
-        agents the run begins with, if not all; the others may join, each with ``SHOAL_INCARNATION=1``.
-        ``SHOAL_LAUNCHER``: a name of this machine's launcher, which the one that takes its place does not have.
-        ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, what agents do that cannot reach as many others as there
-        are of them, or more, of which nobody knows that they have ended: ``continue``, until the smaller part reaches
-        the larger one again and gives way with :class:`~shoal.PeerLost`; or ``stop`` with it at once, so that one part
-        at most goes on. ``SHOAL_RECORD``: a folder in which each agent writes down who is there.
+            if unset, operations wait for it until their deadlines. An agent that computes answers.
+        ``SHOAL_STALL_SECONDS``: seconds (30) after which a waiting call is logged, with the status of the awaited
+            agents; ``inf`` for never.
+        ``SHOAL_INCARNATION``: how often this agent was restarted while the other agents continued; with more than 0 it
+            requests admission.
+        ``SHOAL_ENTRY_TIMEOUT``: seconds to wait for admission (3600).
+        ``SHOAL_BEGIN_WITH``: the number of agents with which the job begins, if not all; the others may join, each with
+            ``SHOAL_INCARNATION=1``.
+        ``SHOAL_LAUNCHER``: a name of this machine's launcher, different from that of a replacement launcher.
+        ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, the policy of a partition that may not be the majority: it
+            cannot reach at least as many other agents as it has, and these are not known to have ended. ``continue``:
+            the smaller partition continues until it reaches the larger one again, and then ends with
+            :class:`~shoal.PeerLost`. ``stop``: it ends with that error at once, so that at most one partition
+            continues.
+        ``SHOAL_RECORD``: a folder in which each agent records the membership.
 
     Raises:
-        DeadlineExceeded: Agents did not come; the message names them.
-        Mismatch: Agents have different variables, or one does not know the secret that another was given.
-        PeerLost: Another agent failed in ``init``; the message says with what. All may call it again.
-        NotInitialized: This process was forked from an agent's.
-        ValueError: A variable makes no sense.
+        DeadlineExceeded: Agents did not come in time; the message names them.
+        Mismatch: Agents have different variables, or an agent does not know the secret that another one was given.
+        PeerLost: Another agent failed in ``init``; the message has its error. All agents may call ``init`` again.
+        NotInitialized: This process was forked from an agent's process.
+        ValueError: A variable is invalid.
     """
     import_module(_ATTACHED)
     with deferred:
@@ -178,7 +187,7 @@ def _default_graph(size: int) -> nx.DiGraph:
 
 
 def shutdown() -> None:
-    """Leave the job and free all resources. ``init`` may be called again afterwards. Without an agent it does nothing.
+    """End this agent and free all resources. Without an agent it does nothing; ``init`` may be called again afterwards.
 
     Other agents first receive the messages of this one that they still need, for up to ten seconds.
     """
@@ -186,12 +195,12 @@ def shutdown() -> None:
 
 
 def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
-    """End the agent of a context. ``died`` tells the others that it did not shut down properly."""
+    """End the agent of a context. ``died`` notifies the other agents that it did not shut down properly."""
     agent = mine.agent
     if agent is None:
         return
     agent.engine.check_may_close()
-    with deferred, contextlib.ExitStack() as last:  # all of them, whichever fails
+    with deferred, contextlib.ExitStack() as last:  # all hooks run, whichever fails
         _free(mine)
         for hook in reversed(on_stop):
             last.callback(hook, agent)
@@ -199,7 +208,7 @@ def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
 
 
 def default_timeout() -> float:
-    """Seconds of ``SHOAL_TIMEOUT``."""
+    """The timeout of ``SHOAL_TIMEOUT``, in seconds."""
     return _seconds_from_environment("SHOAL_TIMEOUT", DEFAULT_TIMEOUT)
 
 
@@ -233,7 +242,7 @@ def _seconds_from_environment(variable: str, default: float) -> float:
 
 
 def _choice_from_environment(variable: str, *values: str) -> str:
-    """A variable's value; the first of the choices, if it is not set."""
+    """The value of a variable; the first of the choices if it is not set."""
     text = os.environ.get(variable, "") or values[0]
     if text not in values:
         raise ValueError(f"{variable}={text!r}: it must be {' or '.join(map(repr, values))}")
@@ -295,7 +304,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 engine.router.meet(met.endpoints, met.key, met.is_private)
                 if wanted is not None:
                     attach_backend(engine, wanted)
-                if mine is not process_context():  # the context of a fleet's agent is not older than its own thread
+                if mine is not process_context():  # all earlier threads belong to others in a fleet
                     engine.deadlocks.bystanders.update(threading.enumerate())
                 engine.start()
                 agent = Agent(engine, _machines(met.places, per_machine, launch), launch)
@@ -303,7 +312,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 meeting.forget(ENDPOINT)
                 if on_loss == CONTINUE and met.is_private and launch.store_is_served:
                     meeting.store.set(DIRECTORY, met.written())
-                # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
+                # No agent continues before the store is closed: init_process_group may need its port.
             _await_all(agent, deadline)
         except AlreadyMet:
             agent = _rejoin(engine, launch, forced, per_machine, said, deadline, wanted)
@@ -316,7 +325,9 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
 
 
 def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float) -> tuple[Launch, dict[str, Any]]:
-    """The launch as the others are to know it, and its data about its launcher; see :func:`numbered`."""
+    """The launch and the launcher's data to publish, from :func:`~.peer_directory.numbered` if a launcher may be
+    replaced.
+    """
     may_be = launch.store_is_served and not launch.joins and not mine.has_met and mine.store is None
     if not (may_be and on_loss == CONTINUE and os.environ.get(LAUNCHER) and os.environ.get("SHOAL_SECRET")):
         return launch, {}
@@ -325,7 +336,7 @@ def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float)
 
 
 def _process_group(mine: AgentContext, launch: Launch, forced: str) -> BackendOptions | None:
-    """The backend that moves tensors, if it is not links."""
+    """The options of the backend that moves tensors; None if links move them."""
     given = mine.process_group
     if (forced != PROCESS_GROUP and given is None) or launch.size == 1:
         return None
@@ -352,7 +363,7 @@ def _rejoin(
     deadline: float,
     wanted: BackendOptions | None,
 ) -> Agent:
-    """The others run already: ask them to admit this agent."""
+    """Create an agent that waits for admission, because the other agents run already."""
     with contextlib.closing(open_store(launch, deadline)) as store:
         met = directory(store, launch, deadline)
         _check_agreement(met.said, said["alike"])
@@ -377,7 +388,9 @@ def _free(mine: AgentContext) -> None:
 
 
 def _await_links(agent: Agent, deadline: float) -> None:
-    """Wait for all connections. It also opens each agent's link to rank + 1, so that notices of a loss reach all."""
+    """Wait for all connections. This also opens each agent's link to rank + 1, so that notices of a loss reach all
+    agents.
+    """
     from ..engine.discovery import discover, submit_to_all
 
     def steps(operation: Operation) -> Steps[list[int]]:
@@ -388,10 +401,10 @@ def _await_links(agent: Agent, deadline: float) -> None:
 
 
 def _await_all(agent: Agent, deadline: float) -> None:
-    """Wait until all have come so far, as the last step of ``init``.
+    """Wait until all agents have come this far, as the last step of ``init``.
 
-    An agent that has shut down since has been through it, so all have come, and ``init`` succeeds on all agents: the
-    next operation that needs the agent raises :class:`PeerLost`.
+    An agent that has shut down since has passed this step, which shows that all agents have come. So ``init`` succeeds
+    on all agents, and the next operation that needs the departed agent raises :class:`PeerLost`.
     """
     try:
         _await_links(agent, deadline)
@@ -412,7 +425,7 @@ def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None
 
 
 def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
-    """Refuse a job that others may join, where none could."""
+    """Refuse a job that other agents may join, if its settings allow no joining."""
     if launch.begins == launch.size:
         return
     what = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
@@ -431,7 +444,7 @@ def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
 
 
 def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None:
-    """Refuse to wait for agents that listen only for their own machine and user."""
+    """Refuse to wait for agents that listen only for processes of their own machine and user."""
     known = [place.rank for place in met.places if place.known and place.rank != launch.rank]
     far = [rank for rank in known if engine.router.transport_to(rank) == "network" and not met.endpoints[rank].port]
     if far:
@@ -454,7 +467,8 @@ def _machines(places: list[PeerId], per_machine: int | None, launch: Launch) -> 
 
 def _at_exit() -> None:
     failed = failure()
-    # Before the goodbye: the launcher must not see those that fail because of it and know nothing of this one.
+    # Before the shutdown message: other agents may fail because of it, and the launcher must know the first failure by
+    # then.
     write_note(*((failed.is_peer_loss, failed.awaited) if failed is not None else (False,)))
     try:
         leave(process_context(), failed.text if failed is not None else "its process ended", died=failed is not None)
@@ -466,10 +480,11 @@ atexit.register(_at_exit)
 
 
 def _in_child() -> None:
-    """A forked child is no agent; its copies of our sockets must not hide the end of this one.
+    """Detach a forked child from the agent: the child's copies of the sockets must not hide the end of the parent's
+    agent.
 
-    Its engines are kept as they are: their sockets and locks belong to threads that do not exist in the child, and the
-    numbers of their descriptors to files that the child opens next.
+    The engines are kept unchanged. Their sockets and locks belong to threads that do not exist in the child. The
+    numbers of their descriptors belong to files that the child opens next.
     """
     for mine in _taken.values():
         engine = mine.engine

@@ -1,9 +1,9 @@
-"""How a launcher learns which of its agents failed because of another one's failure.
+"""Exit notes, by which a launcher learns which of its agents failed because of another agent's failure.
 
 An exit code does not show it, and neither does the order in which processes end: an agent that failed may take longer
-to end than those that fail because of it. So each agent writes a note before it tells the others that it ends. The
-notes are lines of a memory file of the launcher, which agents open in ``/proc``, where no other user may look. Where
-that is not possible no note comes, and the launcher goes by order. Nothing here imports torch.
+to end than the agents that fail because of it. So each agent writes a note before it sends its shutdown message. The
+notes are lines of a memory file of the launcher. Agents open it in ``/proc``, where no other user has access. If that
+is not possible there is no note, and the launcher uses the order. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ PEER_LOSS = b"peer-loss"
 OTHER = b"other"
 """The note of any other agent."""
 TIMEOUT = b"timeout:"
-"""Before the ranks, separated by commas, for which an agent waited until a deadline that ended its script."""
+"""The prefix of a note with ranks, separated by commas, for which an agent waited until a deadline that ended its
+script."""
 
 
 class ExitNotes:
-    """The launcher's side."""
+    """The launcher's file of exit notes."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create(_NAME)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def read(self) -> dict[int, bytes]:
-        """The note of each process that has written one, by its pid."""
+        """The notes of processes, by pid."""
         lines = os.pread(self._file, _MOST, 0).split(b"\n")[:-1]
         pairs = [line.split() for line in lines]
         return {int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and pair[0].isdigit()}
@@ -50,13 +51,13 @@ def write_note(is_peer_loss: bool, awaited: Sequence[int] = ()) -> None:
     """Write the note of this process, if its launcher reads notes.
 
     Args:
-        is_peer_loss: The loss of another agent ended the script.
-        awaited: The ranks for which it waited until the deadline that ended it.
+        is_peer_loss: Whether the loss of another agent ended the script. awaited: The ranks for which the script waited
+        until the deadline that ended it.
     """
     other = TIMEOUT + b",".join(b"%d" % rank for rank in awaited) if awaited else OTHER
     path = os.environ.get(VARIABLE, "")
     with contextlib.suppress(OSError):
-        # The launcher may be gone, and its pid another process's.
+        # The launcher may have ended, and its pid may belong to another process.
         if path and os.readlink(path) == f"/memfd:{_NAME} (deleted)":  # noqa: PTH115 - no path
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             try:

@@ -25,7 +25,7 @@ from .bootstrap import init, leave
 log = logging.getLogger("shoal")
 T = TypeVar("T")
 GRACE_SECONDS = 5.0
-"""After one agent failed: how long the others may take to notice at their next operation."""
+"""Seconds after the failure of one agent in which the other agents may notice it at their next operation."""
 
 
 class Fleet:
@@ -38,11 +38,11 @@ class Fleet:
     [0.5, 0.5]
 
     Args:
-        size: How many agents.
-        agents_per_machine: Group them into machines of this many; one machine if not given.
+        size: The number of agents. agents_per_machine: The number of agents of each machine into which they are
+        grouped; one machine if not given.
         timeout: Seconds for every wait; ``SHOAL_TIMEOUT`` (300) if not given.
-        transport: ``"threads"``; or ``"shared_memory"``, ``"network"`` or ``"process-group"``, to send everything the
-            way that processes would.
+        transport: ``"threads"``; or ``"shared_memory"``, ``"network"`` or ``"process-group"``, to send all messages as
+            processes would.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Fleet:
             The results, by rank.
 
         Raises:
-            The exception of the first agent that failed, with its traceback; the other agents are ended, and fleets
-                that they run. An agent in a loop without any operation does not notice; it is left running and named
-                in the log.
+            The exception of the first agent that failed, with its traceback. The other agents are ended, and the fleets
+            that they run. An agent in a loop without any operation does not notice; it continues to run and is named in
+            the log.
             TypeError: A call of ``function`` would only create a generator or a coroutine, and run nothing.
         """
         for kind, test in _UNRUN:
@@ -102,7 +102,7 @@ _UNRUN = (
     ("an asynchronous generator function", inspect.isasyncgenfunction),
 )
 _around: contextvars.ContextVar[_FleetRun | None] = contextvars.ContextVar("shoal_fleet", default=None)
-"""The run of a fleet that the calling thread is an agent of."""
+"""The run of a fleet to which the calling thread's agent belongs."""
 
 
 class _FleetRun:
@@ -114,8 +114,8 @@ class _FleetRun:
         self._store = store
         self._results: list[Any] = [None] * len(contexts)
         self._failure: BaseException | None = None
-        self._why = ""  # the reason that agents give for it when they leave
-        self._inside: set[_FleetRun] = set()  # the runs that agents of this one have begun
+        self._why = ""  # the reason in the agents' shutdown messages
+        self._inside: set[_FleetRun] = set()  # the runs that agents of this run have begun
         self._running = len(contexts)
         self._ended = threading.Event()  # all agents have ended, or one has failed
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class _FleetRun:
         ]
 
     def _agent(self, rank: int) -> None:
-        """The life of one agent. The caller is notified of its end, whatever happens."""
+        """Run one agent. Its end is always recorded for the caller."""
         try:
             self._live(rank)
         except BaseException as error:
@@ -142,7 +142,7 @@ class _FleetRun:
         mine = self._contexts[rank]
         enter_context(mine)
         _around.set(self)
-        torch.set_num_threads(1)  # one for each agent, or they would fight for the cores
+        torch.set_num_threads(1)  # one for each agent, or they would compete for the cores
         function, args, kwargs = self._call
         try:
             init()
@@ -154,7 +154,7 @@ class _FleetRun:
             leave(mine, self._why, died=bool(self._why))
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
-        """End all agents because one failed, or their caller (None)."""
+        """End all agents because one agent, or the caller (None), has failed."""
         with deferred, self._lock:
             if self._failure is not None:
                 return
@@ -200,7 +200,7 @@ class _FleetRun:
                 if thread.ident is not None:
                     thread.join(max(0.0, limit - clock.monotonic()))
         finally:
-            torch.set_num_threads(threads)  # new threads take what was set last
+            torch.set_num_threads(threads)  # new threads take the last value
         if self._failure is None:
             return self._results
         busy = [other for other, thread in enumerate(self._threads) if thread.is_alive()]

@@ -1,4 +1,4 @@
-"""Queries of an agent about itself and the others, and the topologies that it sets."""
+"""Queries of an agent about itself and the job, and functions that set its topologies."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def is_entering() -> bool:
     """Whether this agent was restarted (``shoal run --on-failure restart``) or joins (``--join``), and is not admitted
     yet.
 
-    Until its :meth:`shoal.Checkpoint.load`, which waits for that, it is isolated: collective operations return its own
-    input, and those with neighbours raise :class:`~shoal.ShoalError`.
+    It is isolated until its :meth:`shoal.Checkpoint.load`, which waits for admission. Until then collective operations
+    return its own input, and operations with neighbours raise :class:`~shoal.ShoalError`.
     """
     return current("is_entering()").engine.rejoin.outside
 
 
 def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callable[[MembershipChange], None]:
-    """Call ``listener(change)`` whenever agents were lost or have entered, as all agree; also as a decorator.
+    """Call ``listener(change)`` whenever agents were lost or admitted, as all members agree; also as a decorator.
 
-    With ``init(on_loss="continue")``. ``change.lost`` are the ranks lost since the last change, ``change.entered``
-    those that have entered, ``change.alive`` the members. It runs in the thread that drives the exchange, before the
-    next operation begins, and must be quick; its exceptions are logged.
+    Requires ``init(on_loss="continue")``. ``change.lost`` has the ranks lost since the last change, ``change.entered``
+    the admitted ranks, ``change.alive`` the members. The listener runs in the thread that drives the exchange, before
+    the next operation begins, and must be quick. Its exceptions are logged.
 
     Returns:
         ``listener``.
@@ -101,19 +101,20 @@ def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callab
 
 
 def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
-    """Set the static topology. All agents call it, with equal graphs; the next operation finds out if they differ.
+    """Set the static topology. All agents call it, with equal graphs; the next operation raises an error if they
+    differ.
 
     Args:
-        topology: Nodes 0 to size() - 1; edge (j, i) lets j send to i, and its ``weight`` is W[i, j], what i multiplies
-            x_j by. The exponential graph if not given.
-        is_weighted: Use those weights; else each agent weighs itself and its in-neighbours by 1 / (in-degree + 1). If
-            that drops weights and is not doubly stochastic (star, grid), a warning says so once.
+        topology: Nodes 0 to size() - 1; edge (j, i) lets j send to i, and its ``weight`` is W[i, j], the factor by
+            which i multiplies x_j. The exponential graph if not given.
+        is_weighted: Whether to use those weights. Otherwise each agent weights itself and its in-neighbours by 1 /
+            (in-degree + 1). If that drops weights and is not doubly stochastic (star, grid), a warning is logged once.
 
     Returns:
         True; False (and an error in the log) before :func:`init`, and while there are windows.
 
     Raises:
-        TypeError: It is no ``networkx.DiGraph``.
+        TypeError: The topology is no ``networkx.DiGraph``.
         ValueError: Its nodes are not 0 to size() - 1.
     """
     agent = agent_context().agent
@@ -185,17 +186,17 @@ def out_neighbor_machine_ranks() -> list[int]:
 
 
 def membership() -> View:
-    """The ranks that are alive, have shut down, or were lost, at this epoch."""
+    """The view of the membership at this epoch: the ranks that are alive, have shut down, or were lost."""
     return current("membership()").engine.membership.view
 
 
 def events() -> Events:
-    """This agent's events; ``events().subscribe(listener)`` reports the engine's work."""
+    """This agent's events. ``events().subscribe(listener)`` reports the engine's work to a listener."""
     return current("events()").engine.events
 
 
 def bytes_sent() -> int:
-    """Bytes of tensors that this agent has sent to others since :func:`init`, headers not counted."""
+    """Bytes of tensors that this agent has sent since :func:`init`, without headers."""
     return current("bytes_sent()").engine.bytes_sent
 
 
@@ -203,13 +204,14 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> to
     """An uninitialised tensor in memory that neighbours on this machine can read in place.
 
     Args:
-        shape: Its dimensions one by one, or one sequence of them, such as ``x.shape``.
+        shape: The dimensions one by one, or one sequence of them, such as ``x.shape``.
         dtype: Any dtype.
 
     Raises:
-        TypeError, ValueError: Dimensions that are not integers, or negative.
+        TypeError, ValueError: Dimensions are not integers, or are negative.
 
-    Use it as ``out=``, or for a window, which then needs no copy. The memory is reused once the tensor is deleted.
+    Use the tensor as ``out=``, or for a window, which then needs no copy. The memory is reused once the tensor is
+    deleted.
     """
     given: Iterable[object] = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
     dimensions = tuple(as_int(one, "empty(): a dimension") for one in given)

@@ -1,8 +1,8 @@
-"""What ended the script of this process: for the last message to the other agents, and for the launcher.
+"""Records the error that ended the script of this process, for the shutdown message and for the launcher.
 
-Python calls ``sys.excepthook`` for an exception that nothing caught. ``SystemExit`` has no such hook, and exit handlers
-do not see it. So what runs the script has to note it: ``cli/agent_script.py`` does, for ``shoal run``. Under another
-launcher a script that ends with ``SystemExit`` counts as one that ended normally, and the launcher has its exit code.
+Python calls ``sys.excepthook`` for an uncaught exception. ``SystemExit`` has no such hook, and exit handlers do not see
+it. So the runner of the script has to record it: ``cli/agent_script.py`` does, for ``shoal run``. Under another
+launcher a script that ends with ``SystemExit`` counts as ended normally, and the launcher has its exit code.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..errors import DeadlineExceeded, PeerLost, ShoalError
 E = TypeVar("E", bound=ShoalError)
 
 _MOST = 500
-"""Characters of one message."""
+"""Characters of one message at most."""
 
 
 @dataclass(frozen=True)
 class ScriptFailure:
-    """What ended a script other than normally.
+    """The error that ended a script.
 
     Attributes:
-        text: For the other agents.
-        is_peer_loss: The loss of another agent caused it.
-        awaited: The ranks for which a call waited until its deadline, where that caused it.
+        text: The description for the other agents.
+        is_peer_loss: Whether the loss of another agent caused it.
+        awaited: The ranks for which a call waited until its deadline, if that caused it.
     """
 
     text: str
@@ -39,10 +39,10 @@ _failures: list[ScriptFailure] = []
 
 
 def failure() -> ScriptFailure | None:
-    """What ended the script of this process; None if it ended normally. For exit handlers."""
+    """The error that ended the script of this process; None if it ended normally. For exit handlers."""
     if not _failures and sys.excepthook is not _excepthook and not hasattr(sys, "ps1"):
-        # Another hook took the place of this one and did not call it. The interpreter keeps the exception, too; an
-        # interactive session, which goes on after an exception, keeps its last one as well.
+        # Another hook has replaced this one and has not called it. The interpreter keeps the exception too. So does an
+        # interactive session, but that continues after an exception, and is left out.
         error = getattr(sys, "last_value", None)
         if error is not None:
             _note(error)
@@ -61,7 +61,7 @@ def awaited_ranks(error: BaseException) -> tuple[int, ...]:
 
 
 def _cause(error: BaseException, kind: type[E]) -> E | None:
-    """The first exception of a kind among an exception, its causes, and those that were handled when it was raised."""
+    """The first exception of a kind among ``error``, its causes and contexts, and the members of exception groups."""
     seen: set[int] = set()
     rest: list[BaseException | None] = [error]
     while rest:
@@ -71,12 +71,12 @@ def _cause(error: BaseException, kind: type[E]) -> E | None:
         if isinstance(one, kind):
             return one
         seen.add(id(one))
-        rest += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]  # those of an exception group
+        rest += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]  # members of an exception group
     return None
 
 
 def note_exit(error: SystemExit) -> None:
-    """Note the ``SystemExit`` with which the script has ended, unless its status is 0."""
+    """Record the ``SystemExit`` with which the script has ended, unless its status is 0."""
     if not _is_success(error.code):
         _note(error)
 

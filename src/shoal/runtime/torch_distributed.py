@@ -1,4 +1,4 @@
-"""A process group of the script's next to agents that survive failures."""
+"""Warns of a script's process group in a job whose agents survive failures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .agent import Agent
 
 
 def warn_of_process_group(agent: Agent, stacklevel: int) -> None:
-    """Warn once where a failure would end the survivors: a script's process group needs all of its members.
+    """Warn once if a failure would end the survivors, because a script's process group needs all of its members.
 
-    Groups that were given to Shoal (``process_group=``, ``mesh=``) or that it made are not the script's.
+    Groups that were given to Shoal (``process_group=``, ``mesh=``) or that Shoal has made are not the script's.
     """
     mine = agent.launch.beside or agent.engine.backend is not None
     if mine or agent.size == 1 or agent.warned_of_process_group or not agent.engine.agreement.active:

@@ -1,4 +1,4 @@
-"""The kernels for CPUs, compiled when Shoal is installed: one pass over memory where torch takes one for each term.
+"""The kernels for CPUs, compiled when Shoal is installed: one pass over memory instead of torch's one for each term.
 
 ``library()`` loads them, once. They are called through ctypes, which releases the interpreter lock and needs no headers
 of Python to compile: one build serves all versions of Python. :mod:`~shoal.kernels.native.build` compiles them.

@@ -16,14 +16,14 @@ SOURCES = ("sums.cpp", "codecs.cpp")
 LIBRARY = "_native.so"
 FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra"),
-    # Nothing is fused but what says so, and no rounding mode or exception flag is looked at: same bits, and vectors.
+    # Only explicit operations are fused, for the same bits. Ignoring rounding modes and exception flags allows vectors.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
 _OF_MACHINE = {"x86_64": ["-mavx2", "-mfma", "-mf16c"], "aarch64": []}
 
 
 class CannotCompile(Exception):
-    """There is no compiler, it failed, or the kernels are not written for this machine."""
+    """The kernels cannot be compiled: no compiler, a failed one, or a machine that the kernels do not support."""
 
 
 def compile_kernels(into: Path = HERE) -> Path:
@@ -32,7 +32,7 @@ def compile_kernels(into: Path = HERE) -> Path:
     The compiler is that of ``CXX``, else ``c++``, ``g++`` or ``clang++``.
 
     Raises:
-        CannotCompile: With the reason.
+        CannotCompile: The kernels cannot be compiled; the message has the reason.
     """
     machine = platform.machine()
     if machine not in _OF_MACHINE or not sys.platform.startswith("linux"):
@@ -48,7 +48,7 @@ def compile_kernels(into: Path = HERE) -> Path:
             raise CannotCompile(f"{' '.join(command)} failed:\n{error.stderr}") from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CannotCompile(f"{compiler[0]} did not run: {error}") from error
-        # Whoever has loaded the old library keeps it: it is replaced, not written over.
+        # Replaced, not overwritten: processes that have loaded the old library keep it.
         made.replace(library)
     return library
 

@@ -13,7 +13,7 @@ import torch
 from .interface import DIVIDE, DTYPES, MULTIPLY, NO_SCALE, REDUCTIONS
 
 _NUMBERS = 96 + 5
-"""A tile, and what fills no tile; in torch vectors, and what fills no vector."""
+"""A length with full tiles and a remainder; for torch, with full vectors and a remainder."""
 
 
 def differing(kernels: ctypes.CDLL) -> str | None:

@@ -1,4 +1,4 @@
-"""The per-number work of compressors, by the compiled kernels.
+"""The element-wise work of compressors, by the compiled kernels.
 
 Each function returns whether it did the work. It returns False if the kernels are not loaded or do not support these
 tensors; the caller then computes the same bits by torch. Tensors are flat, contiguous CPU tensors.
@@ -20,7 +20,7 @@ def _takes(*tensors: torch.Tensor) -> bool:
 
 
 def uniform(out: torch.Tensor, key: int) -> bool:
-    """``out`` becomes the hashes of ``key + place`` as numbers below one; float32 or float64."""
+    """Set ``out`` to the hashes of ``key + place`` as numbers in [0, 1); float32 or float64."""
     kernels = library()
     if kernels is None or out.dtype not in _WIDE or not _takes(out):
         return False
@@ -31,17 +31,14 @@ def uniform(out: torch.Tensor, key: int) -> bool:
 def quantise(
     codes: torch.Tensor, x: torch.Tensor, key: int, steps: torch.Tensor, chunk: int, place: int, most: float, bits: int
 ) -> bool:
-    """``codes`` (uint8) become the multiples of the steps, rounded up or down by :func:`uniform` numbers of ``key``.
+    """Set ``codes`` (uint8) to multiples of the steps, rounded up or down by :func:`uniform` numbers of ``key``.
 
     Args:
-        codes: As many as ``x`` has numbers.
-        x: A stretch of a row from ``place`` on, finite; float32 or float64.
-        key: Of the first of these numbers.
-        steps: Powers of two, finite, one for each chunk of the row.
-        chunk: Numbers with one step.
-        place: Of the first of these numbers in the row.
-        most: The largest multiple.
-        bits: Of a code, at most 8, in two's complement.
+        codes: One code for each element of ``x``. x: A part of a row from ``place`` on, finite; float32 or float64.
+        key: The key of the first of these elements.
+        steps: Powers of two, finite, one for each chunk of the row. chunk: The number of elements with one step. place:
+        The position of the first of these elements in the row.
+        most: The largest multiple. bits: The bits of a code, at most 8, in two's complement.
     """
     kernels = library()
     if kernels is None or x.dtype not in _WIDE or steps.dtype != x.dtype or not _takes(codes, x, steps):
@@ -52,7 +49,7 @@ def quantise(
 
 
 def maxima(out: torch.Tensor, x: torch.Tensor, chunk: int) -> bool:
-    """``out`` becomes the largest magnitude of each chunk of ``x``, NaN where a number is; float32 or float64."""
+    """Set ``out`` to the largest magnitude of each chunk of ``x``, NaN if the chunk has a NaN; float32 or float64."""
     kernels = library()
     if kernels is None or x.dtype not in _WIDE or out.dtype != x.dtype or not _takes(out, x):
         return False
@@ -61,7 +58,7 @@ def maxima(out: torch.Tensor, x: torch.Tensor, chunk: int) -> bool:
 
 
 def multiples(out: torch.Tensor, codes: torch.Tensor, steps: torch.Tensor, chunk: int, place: int) -> bool:
-    """``out`` becomes each code (int8) times the step of its chunk, as of :func:`quantise`."""
+    """Set ``out`` to each code (int8) times the step of its chunk, as in :func:`quantise`."""
     kernels = library()
     if kernels is None or out.dtype not in _WIDE or steps.dtype != out.dtype or codes.dtype != torch.int8:
         return False
@@ -73,10 +70,10 @@ def multiples(out: torch.Tensor, codes: torch.Tensor, steps: torch.Tensor, chunk
 
 
 def grid_codes(codes: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bottom: torch.Tensor) -> bool:
-    """``codes`` (uint8) become ``round(x scale) - bottom``, from 0 to 255.
+    """Set ``codes`` (uint8) to ``round(x scale) - bottom``, from 0 to 255.
 
     Args:
-        codes, x: ``[rows, width]``, each row without gaps, and rows as far apart in both; float32.
+        codes, x: ``[rows, width]``, each row without gaps, with an equal distance of rows in both; ``x`` is float32.
         scale, bottom: ``[rows, 1]``, finite.
     """
     kernels = library()
@@ -90,7 +87,7 @@ def grid_codes(codes: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bottom
 
 
 def grid_numbers(out: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bottom: torch.Tensor) -> bool:
-    """``out`` (float32, without gaps) becomes ``(code + bottom) / scale``, row by row as in :func:`grid_codes`."""
+    """Set ``out`` (float32, without gaps) to ``(code + bottom) / scale``, row by row as in :func:`grid_codes`."""
     kernels = library()
     if kernels is None or out.dtype != torch.float32 or not _takes(out, scale, bottom):
         return False
@@ -106,7 +103,7 @@ def _rows_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def signs(packed: torch.Tensor, x: torch.Tensor) -> bool:
-    """``packed`` (uint8) become bits, eight to a byte from the lowest on: 1 where a number is below zero; float32."""
+    """Set ``packed`` (uint8) to sign bits, eight to a byte from the lowest on: 1 if a number is below zero; float32."""
     kernels = library()
     if kernels is None or x.dtype != torch.float32 or not _takes(packed, x):
         return False
@@ -115,7 +112,7 @@ def signs(packed: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 def pack(packed: torch.Tensor, codes: torch.Tensor, bits: int) -> bool:
-    """Codes of 1 to 7 bits (uint8), closed up: eight are as many bytes as one has bits, the first in the lowest."""
+    """Pack codes of b = 1 to 7 bits (uint8): eight codes take b bytes, with the first code in the lowest bits."""
     kernels = library()
     if kernels is None or not 1 <= bits <= 7 or codes.dtype != torch.uint8 or not _takes(packed, codes):
         return False
@@ -133,9 +130,9 @@ def unpack(codes: torch.Tensor, packed: torch.Tensor, bits: int) -> bool:
 
 
 def largest(x: torch.Tensor, count: int) -> torch.Tensor | None:
-    """int64 ``[count]``: where the numbers of largest magnitude are, ascending; of equals the first; None if not done.
+    """The positions of the ``count`` largest magnitudes, ascending, as int64 ``[count]``; None if not computed.
 
-    A NaN counts as infinite. ``x`` is float32 and has fewer than 2^32 numbers.
+    Of equal magnitudes the first counts. A NaN counts as infinite. ``x`` is float32 and has fewer than 2^32 elements.
     """
     kernels = library()
     if kernels is None or x.dtype != torch.float32 or not _takes(x) or not 0 < count <= x.numel() < 1 << 32:

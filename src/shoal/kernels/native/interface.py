@@ -1,4 +1,4 @@
-"""The compiled kernels as C has them: the arguments of functions, and the numbers that stand for dtypes and ways."""
+"""The C interface of the compiled kernels: the arguments of functions, and the codes of dtypes and reductions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_SCALE, MULTIPLY, DIVIDE = range(3)
 
 
 def declare(kernels: ctypes.CDLL) -> None:
-    """Give each function its types, so that ctypes checks and converts its arguments."""
+    """Declare the types of each function, so that ctypes checks and converts its arguments."""
     pointer, integer, size, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_double
     key = ctypes.c_uint64
     signatures: dict[str, list[type]] = {

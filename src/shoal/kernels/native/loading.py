@@ -1,4 +1,4 @@
-"""Load the compiled kernels, and refuse them where they would not give the bits of torch's operations."""
+"""Loads the compiled kernels, and refuses them if their results would differ from the bits of torch's operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .interface import declare
 LIBRARY = Path(__file__).with_name("_native.so")
 VARIABLE = "SHOAL_NATIVE"
 _FUSES = ("AVX2", "AVX512")
-"""What torch calls CPUs of the x86 family on which its operations, like the kernels, use fused multiply-adds."""
+"""torch's names of x86 CPU capabilities with which its operations, like the kernels, use fused multiply-adds."""
 
 
 def why_not_native() -> str | None:
@@ -25,7 +25,7 @@ def why_not_native() -> str | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where torch's operations are used, with the same results."""
+    """The compiled kernels; None if torch's operations are used instead, with the same results."""
     return _loaded()[0]
 
 

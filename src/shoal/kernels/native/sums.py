@@ -1,4 +1,4 @@
-"""Weighted sums and reductions by the compiled kernels: each number is read once and written once."""
+"""Weighted sums and reductions by the compiled kernels, with one read and one write of each number."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .loading import library
 
 MOST_INPUTS = 64
 LEAST_BYTES = 16 << 10
-"""A smaller result is computed by torch: its few operations take less time than a call through ctypes."""
+"""torch computes smaller results: its few operations take less time than a call through ctypes."""
 STREAMED_BYTES = 8 << 20
-"""A result of at least so many bytes is written by non-temporal stores: caches would evict it before it is read."""
+"""Bytes of a result from which on it is written by non-temporal stores: caches would evict it before it is read."""
 _VECTOR_BYTES = 32
 
 
 def fits(out: torch.Tensor, inputs: Sequence[torch.Tensor], least: int = LEAST_BYTES) -> bool:
-    """Whether the kernels are here and take these: flat tensors without gaps, alike, in the memory of the CPU."""
+    """Whether the kernels are available and support these tensors: flat, without gaps, of one kind, in CPU memory."""
     return (
         out.nbytes >= least
         and out.dtype in DTYPES
@@ -39,14 +39,13 @@ def weigh(
     divides: bool = False,
     also: torch.Tensor | None = None,
 ) -> None:
-    """``out`` becomes the sum of each input times its weight, or with a factor the sum of the inputs, scaled once.
+    """Set ``out`` to the sum of each input times its weight, or with a factor to the sum of the inputs, scaled once.
 
     Args:
-        out: One that :func:`fits`. It may be one of ``inputs``, and not overlap one otherwise.
-        inputs: The terms, in their order.
-        weights: One for each; not used where there is a factor.
-        factor: Multiplies the sum of the inputs, or divides it if ``divides``.
-        also: A second tensor that becomes the same, like ``out``; no input.
+        out: A tensor that :func:`fits`. It may be one of ``inputs``, and must not overlap one otherwise.
+        inputs: The terms, in their order. weights: One for each input; not used with a factor.
+        factor: Multiplies the sum of the inputs, or divides it if ``divides``. also: A second tensor for the result,
+        like ``out``; no input.
     """
     kernels = library()
     assert kernels is not None
@@ -67,13 +66,13 @@ def weigh(
 
 
 def reduce(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: Sequence[int] = ()) -> None:
-    """``out`` becomes the reduction of ``inputs`` in their order, each part of them reduced by itself first.
+    """Set ``out`` to the reduction of ``inputs`` in their order; each part of them is reduced by itself first.
 
     Args:
-        out: One that :func:`fits`. It may be one of ``inputs``, and not overlap one otherwise.
+        out: A tensor that :func:`fits`. It may be one of ``inputs``, and must not overlap one otherwise.
         how: One of :data:`REDUCTIONS`.
-        inputs: The tensors to reduce, in their order.
-        parts: How many inputs each part has, from the first on; none if all are one part.
+        inputs: The tensors to reduce, in their order. parts: The number of inputs of each part, from the first on;
+        empty if all inputs are one part.
     """
     kernels = library()
     assert kernels is not None
@@ -89,7 +88,7 @@ def reduce(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: S
 
 
 def copies(out: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether :func:`copy` is faster than torch's: large tensors without gaps, alike, in the memory of the CPU."""
+    """Whether :func:`copy` is faster than torch's: for large tensors of one kind, without gaps, in CPU memory."""
     return (
         out.nbytes >= STREAMED_BYTES
         and out.dtype == tensor.dtype

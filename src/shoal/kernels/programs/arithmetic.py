@@ -1,4 +1,4 @@
-"""Operations that are rounded once, also where Triton's own are not, and keep subnormal numbers."""
+"""Operations that round once and keep subnormal numbers, also where Triton's own operations do not."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def divided(x: "Any", y: "Any") -> "Any":
-    """``x / y`` in float32 or float64."""
+    """The quotient ``x / y`` in float32 or float64."""
     if x.dtype == tl.float64:
         x = x / y
     else:
@@ -18,7 +18,7 @@ def divided(x: "Any", y: "Any") -> "Any":
 
 @triton.jit
 def loaded(pointer: "Any", at: "Any", inside: "Any", ACC: tl.constexpr) -> "Any":
-    """Numbers, in a dtype that has all of them."""
+    """Numbers, converted to a dtype that represents all of them exactly."""
     number = tl.load(pointer + at, mask=inside, other=0.0)
     if number.dtype == tl.bfloat16:
         bits = number.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
@@ -28,9 +28,10 @@ def loaded(pointer: "Any", at: "Any", inside: "Any", ACC: tl.constexpr) -> "Any"
 
 @triton.jit
 def rounded(x: "Any", dtype: tl.constexpr) -> "Any":
-    """In ``dtype``, to the nearest, of two the even one.
+    """Numbers in ``dtype``, rounded to the nearest, ties to even.
 
-    bfloat16 by whole numbers: Triton's interpreter, in which these programs are tested, cuts where a device rounds.
+    bfloat16 is computed with integers: Triton's interpreter, in which these programs are tested, truncates where a
+    device rounds.
     """
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

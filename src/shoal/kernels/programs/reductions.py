@@ -1,4 +1,4 @@
-"""Reductions over all agents: each number is read once and written once."""
+"""Reductions over all agents, with one read and one write of each number."""
 
 from typing import Any
 
@@ -36,11 +36,10 @@ def reduction(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``out`` is what the first ``INPUTS`` of ``x0`` to ``x15`` are together, in that order, part by part.
+    """Set ``out`` to the reduction of the first ``INPUTS`` of ``x0`` to ``x15``, in that order, part by part.
 
     Args:
-        count: What an average is divided by.
-        STARTS: The bits of the inputs that begin a part, without the first.
+        count: The divisor of an average. STARTS: A bit mask of the inputs that begin a part, without the first input.
         HOW: ``"sum"``, ``"average"``, ``"product"``, ``"min"`` or ``"max"``.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -96,7 +95,7 @@ def _next(
     HOW: tl.constexpr,
     ACC: tl.constexpr,
 ) -> "Any":
-    """What the parts before are together, and the part so far."""
+    """The reduction of the earlier parts, and that of the current part so far."""
     number = loaded(x, at, inside, ACC)
     if (STARTS >> PLACE) & 1:
         if STARTS & ((1 << PLACE) - 1):

@@ -1,4 +1,4 @@
-"""Weighted sums: each number is read once and written once."""
+"""Weighted sums, with one read and one write of each number."""
 
 from typing import Any
 
@@ -55,13 +55,12 @@ def weighted_sum(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One pass: ``out = w0 own + w1 x1 + ...``, of the first ``TERMS`` terms; pointers behind them are not followed.
+    """One pass: ``out = w0 own + w1 x1 + ...``, of the first ``TERMS`` terms; later pointers are not read.
 
     Args:
-        GOES_ON: ``own`` is the sum of the pass before, and takes no weight.
-        TOGETHER: Terms take no weights.
-        SCALE: ``"divide"`` or ``"multiply"`` the sum with ``factor``, or ``"no"``.
-        ACC: What is summed in: the dtype of the sum between passes.
+        GOES_ON: Whether ``own`` is the sum of the previous pass, which has no weight. TOGETHER: Whether terms have no
+        weights. SCALE: ``"divide"`` or ``"multiply"`` the sum by ``factor``, or ``"no"``. ACC: The dtype of the
+        computation, and of the sum between passes.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
