@@ -58,10 +58,11 @@ class AgentStatus:
     """The status of one agent.
 
     Attributes:
-        waiting: The agent's waiting calls, the oldest first. stands_still: Whether a thread of its script is blocked in
-        a call.
+        waiting: The agent's waiting calls, the oldest first.
+        stands_still: Whether a thread of its script is blocked in a call.
         agrees_with: The ranks that have not confirmed a loss; until they do no operation begins.
-        ended: The call that ended last; empty if none has. seconds_ago: Seconds since that call ended.
+        ended: The call that ended last; empty if none has.
+        seconds_ago: Seconds since that call ended.
     """
 
     waiting: tuple[WaitStatus, ...]

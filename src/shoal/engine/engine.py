@@ -241,16 +241,17 @@ class Engine:
         """Begin an operation.
 
         Args:
-            op: The public name of the call, for matching and for error messages. name: The name by which calls are
-            matched. Names that begin with ``~`` are internal to Shoal.
+            op: The public name of the call, for matching and for error messages.
+            name: The name by which calls are matched. Names that begin with ``~`` are internal to Shoal.
             steps: Creates the generator of the operation, which runs in the caller's thread until its first exchange. A
                 :class:`~.operation.FusionSpec` describes an operation that may be fused, and that begins when a thread
                 drives.
-            timeout: Seconds until :class:`~shoal.DeadlineExceeded`. alone: Refuse the operation while one of the same
-            kind and name is in flight. one_sided: The other agents make no matching call. The operation survives the
-            loss of an agent that it does not need. on_loss: The reaction to the loss of a needed agent, with
-            ``on_loss="continue"``. background: Whether the operation is internal: its waiting is not reported, and no
-            error is kept for it.
+            timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
+            alone: Refuse the operation while one of the same kind and name is in flight.
+            one_sided: The other agents make no matching call. The operation survives the loss of an agent that it does
+                not need.
+            on_loss: The reaction to the loss of a needed agent, with ``on_loss="continue"``.
+            background: Whether the operation is internal: its waiting is not reported, and no error is kept for it.
             among: The ranks that call it, if not all.
         """
         seconds = parse_timeout(timeout, self.timeout)

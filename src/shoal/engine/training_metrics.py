@@ -22,7 +22,8 @@ class MetricValue(NamedTuple):
 
     Attributes:
         times: The number of measurements.
-        own: This agent's value. mean, worst: The mean and the worst value over all agents.
+        own: This agent's value.
+        mean, worst: The mean and the worst value over all agents.
         worst_rank: The rank of the worst value; -1 if all are equal.
     """
 

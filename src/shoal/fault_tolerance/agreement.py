@@ -6,8 +6,8 @@ every survivor stops beginning operations, and sends a report to all others: the
 begun. An agent that has received equal reports from all survivors decides. All make the same decision, without a leader
 and without the store:
 
-- Neighbour operations: all agents complete a round that any agent had begun as planned, without the missing messages of
-  the lost agent, because edges are independent. Later rounds are planned among the survivors.
+- Neighbour operations: all agents complete, as planned, a round that any agent had begun. The lost agent's missing
+  messages are left out, because edges are independent. Later rounds are planned among the survivors.
 - Collective operations, whose result is equal on all agents: an agent with the result sends it to agents without it
   (``result_cache.py``, ``result_transfer.py``). If no survivor has it, the operation restarts among them. Large results
   are not cached. So that all agents have a large result, such an operation ends only when all have confirmed it
@@ -89,8 +89,8 @@ class _Report:
     """One agent's report of a loss.
 
     Attributes:
-        plan: The lost ranks that it knows, and the number of admitted agents. begun: The number of rounds that it has
-        begun, by name.
+        plan: The lost ranks that it knows, and the number of admitted agents.
+        begun: The number of rounds that it has begun, by name.
         open: Its open collective operations, by name and round: the attempt whose result it has, or None without a
             result.
         kept: The rounds of ended collective operations whose results it can send, by name.
@@ -124,11 +124,13 @@ class Agreement(MinimalService):
     """One agent's part in agreements. Used under the engine's lock.
 
     Args:
-        result_cache: The results that this agent keeps for other agents. result_transfer: Sends cached results.
+        result_cache: The results that this agent keeps for other agents.
+        result_transfer: Sends cached results.
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
         acknowledge: Confirms that a message has been read.
         told: Takes another agent's notice of a loss.
-        check_by: Requests a check by this time. stop: Ends all current and later operations of this agent.
+        check_by: Requests a check by this time.
+        stop: Ends all current and later operations of this agent.
 
     Attributes:
         active: Whether agents agree on losses. Otherwise a loss ends all operations, and this object is not used.
@@ -200,6 +202,7 @@ class Agreement(MinimalService):
     @property
     def missing(self) -> list[int]:
         """The ranks whose matching report is still missing."""
+        # A report with another plan is from before the last loss or admission: agents would decide differently on it.
         plan = self._noticed
         return [
             rank

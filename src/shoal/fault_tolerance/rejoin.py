@@ -79,8 +79,9 @@ class Rejoin(MinimalService):
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
 
     Attributes:
-        outside: Whether this agent itself waits to be admitted. rejoin_seconds: Default timeout of that wait, in
-        seconds. on_entry: Called when agents have been admitted, or this agent has.
+        outside: Whether this agent itself waits to be admitted.
+        rejoin_seconds: Default timeout of that wait, in seconds.
+        on_entry: Called when agents have been admitted, or this agent has.
     """
 
     def __init__(

@@ -127,8 +127,9 @@ def reduce(
     torch computes integers, complex products and more than 16 inputs, for any ``way``.
 
     Args:
-        out: Flat, without gaps; it may be one of ``inputs``. inputs: Tensors like ``out``, one of each agent, in rank
-        order. parts: The positions in that order that form a part: each part is reduced by itself first.
+        out: Flat, without gaps; it may be one of ``inputs``.
+        inputs: Tensors like ``out``, one of each agent, in rank order.
+        parts: The positions in that order that form a part: each part is reduced by itself first.
         way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
 
     Raises:

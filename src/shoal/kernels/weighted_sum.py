@@ -150,8 +150,8 @@ def weighted_sum(
     None is a term of zeros without memory: it is not added, and its weight counts like the others.
 
     Args:
-        out: Flat, without gaps; it may be ``own`` or a term. own, terms: Tensors of the dtype, length and device of
-        ``out``, with any alignment.
+        out: Flat, without gaps; it may be ``own`` or a term.
+        own, terms: Tensors of the dtype, length and device of ``out``, with any alignment.
         weights: One for each term. float32 sums round them to float32.
         way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
 

@@ -167,7 +167,8 @@ class Devices:
     """The devices of an agent's tensors.
 
     Args:
-        rank: The agent's rank. arena: The agent's shared memory on the CPU.
+        rank: The agent's rank.
+        arena: The agent's shared memory on the CPU.
         staged: Returns whether the job has agents on other machines.
 
     Attributes:

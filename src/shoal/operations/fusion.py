@@ -405,10 +405,10 @@ class Fusion:
         assert stage is not None
         common = stage.exchange.coordinates
         wanted = (stage.exchange.dtype, shape) if common else (like.flat.dtype, like.shape)
-        # Each clause protects the joined tensor. A message of another stage, or of a source that has sent all, would be
-        # summed in the wrong stage. Op, digest, dtype, shape and layout must agree, as in disagreement(). "Nothing" has
-        # no data to copy. The joined message has one scale, and a second tensor of a member would count twice. A common
-        # payload stands for all members, so all must have sent the same one.
+        # Each clause protects the joined tensor. A message of another stage, or of a source whose message is complete,
+        # is no part of the current sum. Op, digest, dtype, shape and layout must agree, as in disagreement(). "Nothing"
+        # has no data to copy. The joined message has one scale, and a second tensor of a member would count twice. A
+        # common payload stands for all members, so all must have sent the same one.
         fits = (
             message.stage == stage.number
             and source in stage.missing

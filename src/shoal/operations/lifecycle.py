@@ -63,11 +63,12 @@ class Lifecycle:
         on_ended: Called at the end of an operation that restarts after a loss, with a copy of its result, or None.
 
     Attributes:
-        ready: The operations that the driving thread resumes. unbegun: The operations that may be fused and begin when
-        a thread drives. Fusion takes them from here.
-        gate: Decides which operations may begin. callbacks: The callbacks that the driving thread runs. departed_peers:
-        Reports agents that have shut down although they are needed. backend_stages: Manages the stages whose tensors a
-        backend moves.
+        ready: The operations that the driving thread resumes.
+        unbegun: The operations that may be fused and begin when a thread drives. Fusion takes them from here.
+        gate: Decides which operations may begin.
+        callbacks: The callbacks that the driving thread runs.
+        departed_peers: Reports agents that have shut down although they are needed.
+        backend_stages: Manages the stages whose tensors a backend moves.
     """
 
     def __init__(
@@ -440,6 +441,7 @@ class Lifecycle:
         if operation.on_end is not None and ended_well:
             operation.on_end(result)
         for source, message in late:
+            # The refused sender fails, so the operation has to fail here as well, although it has its result.
             if ended_well:
                 error = operation.error = self.refuse_unexpected(source, message)
             else:

@@ -38,9 +38,10 @@ class RoundFailure(NamedTuple):
     """The reason why a round failed here.
 
     Attributes:
-        reason: The error as text; empty if the round has not failed, or failed long ago. own: Whether only this agent
-        has the error.
-        about: The ranks that the error names. leaving: Whether this agent shuts down.
+        reason: The error as text; empty if the round has not failed, or failed long ago.
+        own: Whether only this agent has the error.
+        about: The ranks that the error names.
+        leaving: Whether this agent shuts down.
     """
 
     reason: str = ""

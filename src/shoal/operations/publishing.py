@@ -24,7 +24,8 @@ class Publisher:
 
     Args:
         rank: The agent's rank.
-        arena: The memory that others can read. devices: The devices of the agent's tensors.
+        arena: The memory that others can read.
+        devices: The devices of the agent's tensors.
     """
 
     def __init__(self, rank: int, arena: Arena, devices: Devices) -> None:

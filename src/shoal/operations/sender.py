@@ -417,8 +417,10 @@ def send_alone(
 
     Args:
         publisher, sender: This agent's publisher and sender.
-        peer: The destination. what: A message with the operation, name, round, stage and digest to send.
-        tensor: Any dtype. background: Whether the message is internal, and not counted as the caller's traffic.
+        peer: The destination.
+        what: A message with the operation, name, round, stage and digest to send.
+        tensor: Any dtype.
+        background: Whether the message is internal, and not counted as the caller's traffic.
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
     alone.background = background

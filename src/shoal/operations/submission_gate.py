@@ -19,10 +19,11 @@ class SubmissionGate:
         opened: Called when operations that wait at the gate may begin.
 
     Attributes:
-        ended: The error of collective operations, which are not possible any more; None while they are. aborted:
-        Whether one-sided operations are not possible either; the loss of other agents does not end those. closing:
-        Whether this agent has shut down, or is about to. paused: Whether the survivors are agreeing on a loss. Until
-        then no operation begins and no collective one continues.
+        ended: The error of collective operations, which are not possible any more; None while they are.
+        aborted: Whether one-sided operations are not possible either; the loss of other agents does not end those.
+        closing: Whether this agent has shut down, or is about to.
+        paused: Whether the survivors are agreeing on a loss. Until then no operation begins and no collective one
+            continues.
         plan: The plan of operations that begin now, as all members have agreed.
     """
 

@@ -63,7 +63,8 @@ class Invitation:
         """The invitation from JSON, and the secret that it is signed with.
 
         Raises:
-            ShoalError: The caller does not know the secret. ValueError, TypeError: The text is malformed.
+            ShoalError: The caller does not know the secret.
+            ValueError, TypeError: The text is malformed.
         """
         said, proof = json.loads(text)
         room = cls(str(said["name"]), *(int(said[one.name]) for one in fields(cls)[1:]))

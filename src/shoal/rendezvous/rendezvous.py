@@ -63,8 +63,8 @@ def open_store(launch: Launch, deadline: float) -> Store:
 
     Raises:
         DeadlineExceeded: No server answered at host:port; ``ranks`` is ``(0,)`` if rank 0 should have hosted it there.
-        OSError: Rank 0 cannot listen on the port. ValueError: The launch contradicts the process group, or has no
-        address.
+        OSError: Rank 0 cannot listen on the port.
+        ValueError: The launch contradicts the process group, or has no address.
     """
     prefix = f"{PREFIX}{launch.job}/{launch.attempt}/" + (f"{launch.beside}/" if launch.beside else "")
     found = _store_of_process_group(launch)

@@ -105,7 +105,8 @@ class StoreServer:
     """Serves a store on a listening socket, in the caller's thread.
 
     Args:
-        listener: The socket; this object closes it. values: The values that are stored at the beginning.
+        listener: The socket; this object closes it.
+        values: The values that are stored at the beginning.
     """
 
     def __init__(self, listener: socket.socket, values: Mapping[str, bytes]) -> None:

@@ -111,9 +111,9 @@ class Agent:
     """One agent of a running fleet.
 
     Attributes:
-        grouping: The grouping of ranks into machines; None if it is not known for all ranks. topology_is_default:
-        Whether the script has set no static topology. warned_of_process_group: Whether the script was warned of its
-        process group (``torch_distributed.py``).
+        grouping: The grouping of ranks into machines; None if it is not known for all ranks.
+        topology_is_default: Whether the script has set no static topology.
+        warned_of_process_group: Whether the script was warned of its process group (``torch_distributed.py``).
     """
 
     engine: Engine

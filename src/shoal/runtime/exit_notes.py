@@ -51,8 +51,8 @@ def write_note(is_peer_loss: bool, awaited: Sequence[int] = ()) -> None:
     """Write the note of this process, if its launcher reads notes.
 
     Args:
-        is_peer_loss: Whether the loss of another agent ended the script. awaited: The ranks for which the script waited
-        until the deadline that ended it.
+        is_peer_loss: Whether the loss of another agent ended the script.
+        awaited: The ranks for which the script waited until the deadline that ended it.
     """
     other = TIMEOUT + b",".join(b"%d" % rank for rank in awaited) if awaited else OTHER
     path = os.environ.get(VARIABLE, "")

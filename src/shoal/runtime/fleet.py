@@ -38,8 +38,8 @@ class Fleet:
     [0.5, 0.5]
 
     Args:
-        size: The number of agents. agents_per_machine: The number of agents of each machine into which they are
-        grouped; one machine if not given.
+        size: The number of agents.
+        agents_per_machine: The number of agents of each machine into which they are grouped; one machine if not given.
         timeout: Seconds for every wait; ``SHOAL_TIMEOUT`` (300) if not given.
         transport: ``"threads"``; or ``"shared_memory"``, ``"network"`` or ``"process-group"``, to send all messages as
             processes would.
@@ -75,8 +75,8 @@ class Fleet:
 
         Raises:
             The exception of the first agent that failed, with its traceback. The other agents are ended, and the fleets
-            that they run. An agent in a loop without any operation does not notice; it continues to run and is named in
-            the log.
+                that they run. An agent in a loop without any operation does not notice; it continues to run and is
+                named in the log.
             TypeError: A call of ``function`` would only create a generator or a coroutine, and run nothing.
         """
         for kind, test in _UNRUN:

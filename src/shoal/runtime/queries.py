@@ -19,7 +19,7 @@ log = logging.getLogger("shoal")
 
 
 def size() -> int:
-    """The number of agents, including those that may still join: :func:`alive` has the current members."""
+    """The number of ranks, also of agents that may still join; :func:`alive` has the current members."""
     return current("size()").size
 
 
@@ -62,8 +62,9 @@ def is_initialized() -> bool:
 def alive() -> tuple[int, ...]:
     """The current members, ascending.
 
-    With ``init(on_loss="continue")`` they are those on which the survivors have agreed, equal on all of them in the
-    same round; otherwise those that this agent knows. Ranks and :func:`size` keep their values during a job.
+    With ``init(on_loss="continue")`` the survivors have agreed on them, and they are equal on all survivors in the same
+    round. Otherwise they are the members as this agent knows them. Ranks and :func:`size` keep their values during a
+    job.
     """
     engine = current("alive()").engine
     return engine.agreement.alive if engine.agreement.active else engine.membership.view.alive

@@ -34,11 +34,14 @@ def quantise(
     """Set ``codes`` (uint8) to multiples of the steps, rounded up or down by :func:`uniform` numbers of ``key``.
 
     Args:
-        codes: One code for each element of ``x``. x: A part of a row from ``place`` on, finite; float32 or float64.
+        codes: One code for each element of ``x``.
+        x: A part of a row from ``place`` on, finite; float32 or float64.
         key: The key of the first of these elements.
-        steps: Powers of two, finite, one for each chunk of the row. chunk: The number of elements with one step. place:
-        The position of the first of these elements in the row.
-        most: The largest multiple. bits: The bits of a code, at most 8, in two's complement.
+        steps: Powers of two, finite, one for each chunk of the row.
+        chunk: The number of elements with one step.
+        place: The position of the first of these elements in the row.
+        most: The largest multiple.
+        bits: The bits of a code, at most 8, in two's complement.
     """
     kernels = library()
     if kernels is None or x.dtype not in _WIDE or steps.dtype != x.dtype or not _takes(codes, x, steps):

@@ -43,9 +43,10 @@ def weigh(
 
     Args:
         out: A tensor that :func:`fits`. It may be one of ``inputs``, and must not overlap one otherwise.
-        inputs: The terms, in their order. weights: One for each input; not used with a factor.
-        factor: Multiplies the sum of the inputs, or divides it if ``divides``. also: A second tensor for the result,
-        like ``out``; no input.
+        inputs: The terms, in their order.
+        weights: One for each input; not used with a factor.
+        factor: Multiplies the sum of the inputs, or divides it if ``divides``.
+        also: A second tensor for the result, like ``out``; no input.
     """
     kernels = library()
     assert kernels is not None
@@ -71,8 +72,8 @@ def reduce(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: S
     Args:
         out: A tensor that :func:`fits`. It may be one of ``inputs``, and must not overlap one otherwise.
         how: One of :data:`REDUCTIONS`.
-        inputs: The tensors to reduce, in their order. parts: The number of inputs of each part, from the first on;
-        empty if all inputs are one part.
+        inputs: The tensors to reduce, in their order.
+        parts: The number of inputs of each part, from the first on; empty if all inputs are one part.
     """
     kernels = library()
     assert kernels is not None

@@ -39,7 +39,8 @@ def reduction(
     """Set ``out`` to the reduction of the first ``INPUTS`` of ``x0`` to ``x15``, in that order, part by part.
 
     Args:
-        count: The divisor of an average. STARTS: A bit mask of the inputs that begin a part, without the first input.
+        count: The divisor of an average.
+        STARTS: A bit mask of the inputs that begin a part, without the first input.
         HOW: ``"sum"``, ``"average"``, ``"product"``, ``"min"`` or ``"max"``.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -58,9 +58,10 @@ def weighted_sum(
     """One pass: ``out = w0 own + w1 x1 + ...``, of the first ``TERMS`` terms; later pointers are not read.
 
     Args:
-        GOES_ON: Whether ``own`` is the sum of the previous pass, which has no weight. TOGETHER: Whether terms have no
-        weights. SCALE: ``"divide"`` or ``"multiply"`` the sum by ``factor``, or ``"no"``. ACC: The dtype of the
-        computation, and of the sum between passes.
+        GOES_ON: Whether ``own`` is the sum of the previous pass, which has no weight.
+        TOGETHER: Whether terms have no weights.
+        SCALE: ``"divide"`` or ``"multiply"`` the sum by ``factor``, or ``"no"``.
+        ACC: The dtype of the computation, and of the sum between passes.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
