@@ -27,8 +27,7 @@ _ALL_HAVE_IT = 128
 def discover(
     engine: Engine, operation: Operation, named: Iterable[int], first_stage: int | None = None
 ) -> Generator[Exchange, Arrived, list[int]]:
-    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch if a peer sends impossible
-    ranks.
+    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for impossible ranks.
 
     Only the agents of the operation's plan take part: distances count these, not all ranks. If agents reach it after
     different numbers of stages, ``first_stage`` is the number of the first stage.

@@ -154,9 +154,7 @@ class Dispatch:
         return source in stage.missing or (announced is not None and announced.where is Where.CARRIED and stage.to_move)
 
     def _on_refuse(self, source: int, message: Message) -> None:
-        """Handle a refusal: this agent's message, or its absence, did not match, or the peer cannot continue after a
-        loss.
-        """
+        """Handle a refusal: this agent's message, or its absence, did not match, or the peer cannot continue."""
         lost = bool(message.flags & DIED)
         error = PeerLost(message.text, (message.digest,)) if lost else Mismatch(message.text, (source, self._rank))
         result, operation = self._matcher.match(message)
@@ -246,9 +244,7 @@ class Dispatch:
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *message.shape)))
 
     def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
-        """Handle a peer's report on a stage that a backend is to move: the peer has reached the stage, or has
-        failed.
-        """
+        """Handle a peer's report on a stage that a backend is to move: it has reached the stage, or has failed."""
         if not message.text:  # it has reached the stage, or needs nothing more of it
             stage.confirmed_by(source)
             self._lifecycle.go_on(operation, stage)

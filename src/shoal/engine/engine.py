@@ -219,9 +219,7 @@ class Engine:
         return self.lifecycle.gate.ended
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """The error of operations that are not possible any more; ``one_sided`` ones may survive the loss of other
-        agents.
-        """
+        """The error of operations that are not possible any more; ``one_sided`` ones may survive a loss."""
         return self.lifecycle.gate.reason_against(one_sided)
 
     # Operations
@@ -301,9 +299,7 @@ class Engine:
                 )
 
     def survive_losses(self, stops_as_minority: bool = False) -> None:
-        """Let operations survive losses; with ``stops_as_minority``, not in a minority partition. Call it before the
-        start.
-        """
+        """Let operations survive losses; with ``stops_as_minority``, not in a minority. Call it before the start."""
         self.agreement.activate(stops_as_minority)
         self.services.add(WORD, self.agreement)
         self.services.add(HAD, self.result_cache)
@@ -324,9 +320,7 @@ class Engine:
             self.poller.wake()
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool:
-        """Wait until an operation has ended, and drive if no other thread does. False if ``timeout`` has passed
-        first.
-        """
+        """Wait until an operation has ended, and drive if no other thread does. False if ``timeout`` passes first."""
         if self.abandoned:
             raise NotInitialized(
                 f"waiting for {handle.operation}: this process was forked from that of rank {self.rank}, which goes on "
@@ -472,9 +466,7 @@ class Engine:
             raise drain.interrupt
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
-        """Refuse new operations, and end operations that wait for other agents. False if the engine is closing
-        already.
-        """
+        """Refuse new operations, and end operations that wait for other agents. False if that has been done."""
         now = clock.monotonic()
         for service in self.services.all():  # the other half is for messages that other agents need
             service.close(now if died else now + (deadline - now) / 2)
@@ -494,8 +486,7 @@ class Engine:
         self.sender.flush()  # no later flush follows if the exchange has failed
 
     def abandon_in_child(self) -> None:
-        """Refuse all calls in a forked child, and close the descriptors that would hide this agent's end from other
-        agents.
+        """Refuse all calls in a forked child, and close descriptors that would hide this agent's end from others.
 
         The threads that held the locks do not exist in the child and cannot release them.
         """

@@ -20,8 +20,7 @@ LAST_WORD_SECONDS = 2.0
 
 
 class ShutdownDrain:
-    """Drives until the other agents have the messages that they need, unless the exchange has failed or a signal ends
-    it.
+    """Drives until other agents have the messages that they need, the exchange has failed, or a signal ends it.
 
     Attributes:
         interrupt: An exception of a signal handler during the wait.
@@ -51,9 +50,7 @@ class ShutdownDrain:
     def disconnect(
         self, sender: Sender, router: Router, last_word: float, deadline: float, deaf: Callable[[], bool]
     ) -> None:
-        """After the shutdown message, wait until all bytes are passed to the system and connected peers have read
-        it.
-        """
+        """After the shutdown message, wait until all bytes are sent and connected peers have read it."""
         self(lambda: sender.empty, last_word, deaf)
         with self._progress.lock:
             router.say_goodbye(*router.inbox.last_word, to_all=True)
@@ -62,7 +59,7 @@ class ShutdownDrain:
         self(lambda: not router.heard, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
 
     def leave(self, backend: CollectiveBackend, matcher: Matcher, deadline: float) -> None:
-        """Notify the members of the backend that this agent leaves, so that they do not wait for it, and wait for their
+        """Notify the members of the backend that this agent leaves, so that they do not wait, and await their
         answers.
         """
 

@@ -36,9 +36,7 @@ _LONGEST = 400
 
 
 class _Stalled(NamedTuple):
-    """A call that has waited for long, perhaps only for its transfer. ``gives_up`` is None if its deadline is not
-    known.
-    """
+    """A call that has waited for long, perhaps only for its transfer. ``gives_up``: its timeout, if known."""
 
     call: str
     ranks: Sequence[int]
@@ -75,7 +73,7 @@ class Stalls:
         self._told: set[tuple[str, float]] = set()  # reported calls of services
 
     def begins_to_wait(self, since: float) -> None:
-        """Schedule a check: a thread may begin to wait in a call without an operation. From any thread, without the
+        """Schedule a check for a call without an operation that may begin to wait. From any thread, without the
         lock.
         """
         if since + self.after < self._look_at_services:

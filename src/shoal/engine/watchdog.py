@@ -24,8 +24,7 @@ from .stalls import Stalls
 ALIVE = "~alive"
 """The name of probes whether an agent is alive."""
 ASK_ALL_AFTER = 1.0
-"""Seconds after which an operation whose tensors a backend is to move probes the participants that have not reached
-it."""
+"""Seconds after which an operation that a backend is to move probes participants that have not reached it."""
 LATE = 1.0
 """Seconds of delay of a check after which this agent was stopped itself, and repeats its probes."""
 
@@ -84,9 +83,7 @@ class Watchdog:
             self._answered[rank] = asked
 
     def _drop_who_is_silent(self, now: float) -> float:
-        """Probe agents that were awaited for half of :attr:`drop_after`, and drop agents without an answer in the other
-        half.
-        """
+        """Probe agents awaited for half of :attr:`drop_after`, and drop agents without an answer in the other half."""
         half, following = self.drop_after / 2, float("inf")
         alive = self._membership.view.alive
         since = dict(
@@ -119,8 +116,7 @@ class Watchdog:
                 yield rank, 0.0
 
     def _ask(self, operation: Operation, now: float) -> float:
-        """Probe silent sources, and again whenever the wait has doubled, because they may wait for other agents by
-        then.
+        """Probe silent sources, and again whenever the wait has doubled: by then they may wait for other agents.
 
         Returns when to check the operation again.
         """

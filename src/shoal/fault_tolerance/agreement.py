@@ -45,8 +45,7 @@ from .result_transfer import ResultTransfer
 
 WORD = "~agreement"
 MOST_DECISIONS = 32
-"""The number of decisions that are kept when an agent is admitted: every round that begins later follows one of
-these."""
+"""The number of decisions that are kept when an agent is admitted; later rounds follow one of these."""
 Ranks = tuple[int, ...]
 
 
@@ -106,9 +105,7 @@ class _Report:
     out_of_reach: frozenset[int]
 
     def has(self, name: str, round_: int, attempt: int) -> bool:
-        """Whether the agent has the result of a collective operation; of ``attempt``, if the operation is still open
-        there.
-        """
+        """Whether the agent has the result of a collective operation; if that is still open there, of ``attempt``."""
         return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
 
     def keeps(self, name: str, round_: int) -> bool:
@@ -402,9 +399,7 @@ class Agreement(MinimalService):
         return self._decisions
 
     def _let_in_now(self) -> None:
-        """Conclude the admission that another agent has completed: its operation has ended there, so all have its
-        result.
-        """
+        """Conclude an admission: its operation has ended on another agent, so all have its result."""
         entered = self._gate.entered
         for operation in self._matcher.in_flight():
             if (
@@ -464,9 +459,7 @@ class Agreement(MinimalService):
 
 
 def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
-    """Another agent's report, with the cause of each loss and whether the process died. ProtocolError if it is
-    malformed.
-    """
+    """Parse another agent's report, and (rank, cause, died) of each loss. ProtocolError if it is malformed."""
     try:
         said: Any = json.loads(text)
         losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]

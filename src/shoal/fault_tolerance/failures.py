@@ -25,8 +25,7 @@ from .agreement import Agreement
 GRACE = 0.5
 """Seconds in which the last messages of an agent may still arrive."""
 UNCONNECTED_GRACE = 5.0
-"""The same for an agent without a connection to this one: agents with a connection detect its end and pass the notice
-on."""
+"""The same for an agent without a connection to this one: connected agents detect its end and notify others."""
 
 
 class FailureDetector:
@@ -180,8 +179,8 @@ class Failures:
             self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
 
     def on_cut(self, peer: int, cause: str) -> None:
-        """Handle the cut of a connection on which an agent has sent. If its process has ended, the link to it shows
-        that.
+        """Handle the cut of a connection on which an agent has sent. The link to it shows whether its process has
+        ended.
         """
         if peer not in self._membership.view.alive or self.deaf:
             self._router.drop(peer)
@@ -195,8 +194,8 @@ class Failures:
             self.break_off(f"rank {peer} counts it as lost")
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        """Handle an agent's shutdown message. With a ``cause``, the loss of the agent ``lost`` is the reason of the
-        shutdown.
+        """Handle an agent's shutdown message. With a ``cause``, it shut down because of the loss of the agent
+        ``lost``.
         """
         if cause and 0 <= lost < self._size and lost != self._rank:
             self.told(Departure(lost, cause, True, peer))
@@ -219,9 +218,7 @@ class Failures:
             self._confirm(said)
 
     def give_up_on(self, rank: int, cause: str) -> None:
-        """Count an agent as lost, whatever the state of its connections. It is notified if it ever reads messages
-        again.
-        """
+        """Count an agent as lost, whatever the state of its connections. It is notified if it reads messages again."""
         self._confirm(Departure(rank, cause, True, self._rank, certain=True, silent=True))
 
     def leave_behind(self, rank: int, why: str) -> bool:
@@ -292,9 +289,7 @@ class Failures:
             self._agreement.change()
 
     def _miss(self, gone: Departure) -> None:
-        """End the same calls on all agents: an agent that has shut down is needed, here or elsewhere, which counts as a
-        loss.
-        """
+        """End the same calls on all agents: an agent that has shut down is needed, which counts as a loss."""
         if self._lifecycle.gate.ended is None:
             self._sender.pass_on(gone)
             self._lose(*self._explained(gone))

@@ -39,8 +39,7 @@ EVERY = 1.0
 PATIENCE = 3.0
 """Seconds after which a probe without an answer is dropped: a cable is unplugged, or a process is stopped."""
 _SHIFT = 32
-"""The shift of the partition's size in an answer; the lower bits are its lowest rank. An answer of 0 has no
-information."""
+"""The shift of the partition's size in an answer, whose lower bits are its lowest rank; 0 means no information."""
 
 
 class PartitionResolver(MinimalService):
@@ -133,9 +132,7 @@ class PartitionResolver(MinimalService):
         self._sender.flush()  # now: the failed operations may end the process before another flush
 
     def _yields_to(self, peer: int, count: int, lowest: int) -> bool:
-        """End this partition if it yields to a partition of this size that can be reached again. Returns whether it
-        does.
-        """
+        """End this partition if it yields to the given one, which can be reached again. Returns whether it does."""
         here = self._membership.view.alive
         if not 0 < count < self._size or not self._is_running or partition_order(here) >= (count, -lowest):
             return False

@@ -125,8 +125,8 @@ class Rejoin(MinimalService):
         return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
 
     def admit_after(self, operation: Operation) -> None:
-        """Admit agents when ``operation`` ends: its result is, on all members, the admitted agents and the begun rounds
-        by name.
+        """Admit agents when ``operation`` ends. Its result on all members: the admitted agents, and begun rounds by
+        name.
         """
         operation.on_end = self._admit
 

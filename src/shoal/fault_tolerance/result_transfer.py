@@ -1,6 +1,4 @@
-"""Transfers results after a loss: agents on which a collective operation has ended send its result to agents without
-it.
-"""
+"""Transfers results after a loss: agents on which a collective operation has ended send its result to the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Chooses the implementation of a kernel: a program in Triton, compiled code on the CPU, or torch's operations in
-order.
-"""
+"""Chooses how a kernel computes: by a Triton program, compiled code on the CPU, or torch's operations in one order."""
 
 from __future__ import annotations
 
@@ -66,7 +64,5 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the device of the tensor current: Triton starts programs on the current device, wherever their tensors
-    are.
-    """
+    """Make the tensor's device current: Triton starts programs there, wherever their tensors are."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -35,9 +35,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor with its complex numbers as pairs of real ones. Weights are real, so both parts are summed
-    separately.
-    """
+    """A flat tensor with its complex numbers as pairs of real ones, summed separately because weights are real."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -73,8 +71,7 @@ def weigh(
     blocks: Sequence[torch.Tensor],
     also: torch.Tensor | None = None,
 ) -> None:
-    """The weighted sum of one block on the CPU: of each term times its weight, or of all terms, then scaled by the
-    factor.
+    """The sum of one block on the CPU: of each term times its weight, or of all terms, then times the factor.
 
     ``out`` may be ``own``, and none of ``blocks``. ``also`` receives the same result. The compiled kernels do it in one
     pass, if they are available.
@@ -130,9 +127,7 @@ def _weigh_torch(
 
 
 def divide(x: torch.Tensor, number: float, out: torch.Tensor) -> None:
-    """Divide with one rounding on all devices. For a divisor that is no tensor, torch on a device multiplies by the
-    reciprocal.
-    """
+    """Divide with one rounding on all devices: torch on a device multiplies by the reciprocal of a plain number."""
     torch.div(x, number if x.is_cpu else x.new_full((), number), out=out)
 
 

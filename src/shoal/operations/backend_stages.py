@@ -75,9 +75,7 @@ class BackendStages:
             self._progress.notify()
 
     def leave(self, operation: Operation, stage: Stage) -> None:
-        """Withdraw the backend's request for a stage that an operation leaves, perhaps before its tensors were
-        moved.
-        """
+        """Withdraw the request for a stage that an operation leaves, perhaps before its tensors were moved."""
         withdrawn = stage.to_move and self.backend is not None and self.backend.withdraw(operation, stage)
         if withdrawn and operation.error is not None:
             self.say_withdrawn(operation, stage)

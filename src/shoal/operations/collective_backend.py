@@ -12,9 +12,7 @@ from .operation import Operation, Stage
 
 
 class CollectiveBackend(Protocol):
-    """The interface of a backend. All methods are called under the engine's lock, except :meth:`begin` and
-    :meth:`stop`.
-    """
+    """The interface of a backend. Called under the engine's lock, except :meth:`begin` and :meth:`stop`."""
 
     @property
     def due(self) -> bool:

@@ -175,9 +175,7 @@ class Deadlocks:
         self._send(operation, way, message.token)
 
     def _what_keeps(self, message: Message) -> Operation | None:
-        """The operation that must end here before the awaited message can be sent; None if nothing blocks that
-        message.
-        """
+        """The operation that must end here before the awaited message can be sent; None if it is not blocked."""
         if message.round >= self._matcher.begun(message.name):
             return self._stuck_in()
         operation = self._matcher.active(message.name, message.round)

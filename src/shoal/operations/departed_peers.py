@@ -1,6 +1,4 @@
-"""Agents that shut down while other agents still need them: such a shutdown counts as a loss, and all agents must learn
-it.
-"""
+"""Reports needed agents that have shut down: such a shutdown counts as a loss, and all agents must learn it."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ class DepartedPeerPolicy:
         self._lose = lose
 
     def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
-        """The error of a one-sided operation that needs lost agents. The operation ends; no other agent takes part in
-        it.
-        """
+        """The error of a one-sided operation that needs lost agents. No other agent takes part in it."""
         what = "; ".join(self._membership.describe(one) for one in ranks)
         return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
 

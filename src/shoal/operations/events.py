@@ -59,9 +59,7 @@ class Event(NamedTuple):
 
     @property
     def calls(self) -> list[FusedRounds]:
-        """The calls of the event: for each, its name, its first round, and the number of rounds. One entry unless calls
-        are fused.
-        """
+        """The calls of the event: name, first round, and number of rounds. One entry unless calls are fused."""
         return (
             list(decode_fused_name(self.name))
             if self.name.startswith(PREFIX)
@@ -110,9 +108,7 @@ class Events:
         return unsubscribe
 
     def record(self, recording: Recording) -> Callable[[], None]:
-        """Queue every later event, at less than half the cost of a listener. Returns a function that ends the
-        recording.
-        """
+        """Queue every later event, at less than half the cost of a listener. Returns a function that ends it."""
         self._recordings = (*self._recordings, recording)
         self.active = True
 

@@ -1,5 +1,4 @@
-"""Fuses small operations that are submitted together, so that each neighbour receives one message and one sum is
-computed.
+"""Fuses small operations that are submitted together: one message to each neighbour, and one sum.
 
 The cost of a call of four kilobytes is its bookkeeping, not its bytes. Operations that wait to begin when a thread
 drives, and that differ only in their tensors, therefore become a :class:`FusedOperation`. Their tensors are joined,
@@ -38,8 +37,7 @@ from .sender import Sender
 
 MOST_UNREAD = 16
 MOST_UNREAD_BYTES = 4 * MOST_BYTES
-"""Bytes of fused operations that receivers have not acknowledged. Above this limit, and above :data:`MOST_UNREAD`
-operations, no more are fused."""
+"""Bytes of unacknowledged fused operations. Above it, and above :data:`MOST_UNREAD` operations, no more are fused."""
 SPLIT_AFTER = 0.1
 """Seconds after which a waiting fused operation is split, so that each of its members sends probes of its own."""
 
@@ -249,9 +247,7 @@ class Fusion:
             drop_generator(fused)
 
     def give_up_early(self) -> None:
-        """Acknowledge fused messages for operations that will not begin here, so that their senders may reuse the
-        memory.
-        """
+        """Acknowledge fused messages for operations that will not begin here: their senders may reuse the memory."""
         for received in self._all_early():
             self._matcher.release(*received)
             self._sender.acknowledge(*received)

@@ -14,9 +14,7 @@ class Future(Protocol):
         """Whether the work is done. Raises its error."""
 
     def add_done_callback(self, then: Callable[[BaseException | None], None], /) -> None:
-        """Call ``then`` with the error, if any, when the work is done, or now if it is done already. Call it from any
-        thread.
-        """
+        """Call ``then`` with the error, if any, when the work is done, or now if it is. Call it from any thread."""
 
 
 def await_future(later: Future) -> Generator[Future, Any, None]:

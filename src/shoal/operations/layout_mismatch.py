@@ -22,8 +22,7 @@ from .sender import Sender
 TENSORS = "~tensors"
 """The operation of a request for a list, and of its answer. Both have the name and the round of the failed call."""
 KEPT = 128
-"""The number of calls whose lists are kept, failed or not: another agent's call may fail long after this agent's has
-ended."""
+"""The number of calls whose lists are kept, failed or not: a call may fail later on another agent."""
 MOST_BYTES = 1 << 18
 """Characters of a list that is sent at most."""
 ANSWER_WITHIN = 1.0

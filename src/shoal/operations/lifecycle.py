@@ -177,8 +177,7 @@ class Lifecycle:
             self.resume(operation, None)
 
     def _make(self, operation: Operation, begins: Callable[[Operation], Steps[Any]], past_first: bool = False) -> bool:
-        """Create the generator of an operation; ``past_first`` advances it past its first exchange, which has been
-        sent.
+        """Create the generator of an operation; ``past_first`` advances it past its first exchange, sent before.
 
         It computes. An error fails the operation, so that other agents do not wait for it.
         """
@@ -417,9 +416,7 @@ class Lifecycle:
         return Mismatch(f"{what}: {reason}", (source, self._rank))
 
     def blame(self, source: int, name: str, error: ShoalError) -> None:
-        """Fail the operation that waits for a peer under a name, or else the next call: a round that ended here did not
-        match.
-        """
+        """Fail an operation that waits for the peer, or else the next call: a round that ended here did not match."""
         waiting = [operation for operation in self._matcher.under(name) if source in operation.waiting_for]
         for operation in waiting:
             self.fail(operation, error)

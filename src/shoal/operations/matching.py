@@ -87,8 +87,9 @@ class Channel:
         return bool(self.deferred and not operation.one_sided) or not self.may_send(operation, stage)
 
     def sendable(self) -> Iterator[tuple[Operation, Stage]]:
-        """Yield the stages that may be sent now. The caller sends each before it requests the next, which may be one
-        too many.
+        """Yield the stages that may be sent now.
+
+        The caller has to send each one before it requests the next, which may then be one too many.
         """
         waiting, self.deferred = self.deferred, deque()
         while waiting:
@@ -153,9 +154,7 @@ class Matcher:
         self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
-        """Begin the next round of a name. ``alone``: raise ValueError while an operation of the same kind is in
-        flight.
-        """
+        """Begin the next round of a name. ``alone``: ValueError while an operation of this kind is in flight."""
         round_ = self._begun.get(name, 0)
         channel = self._channels.get(name)
         if channel is None:
@@ -314,9 +313,7 @@ class Matcher:
         return [self._out(key[1], early.pop(key)) for key in [key for key in early if key[0] < stage]]
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
-        """Take out the probes of a stage that begins: yield each probing rank, and whether to answer only if the stage
-        is reached.
-        """
+        """Take out the probes of a stage that begins: each rank, and whether to answer only if it is reached."""
         asks = self._asks.get((operation.name, operation.round))
         if asks:
             for ask in [ask for ask in asks if ask[0] == stage.number]:

@@ -1,6 +1,4 @@
-"""The members of the job. Each change of the membership has a new epoch, and no code assumes that rank 0 is a
-member.
-"""
+"""The members of the job. Each change has a new epoch, and no code assumes that rank 0 is a member."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ class View:
     left: tuple[int, ...]
     """The agents that have sent a shutdown message."""
     died: dict[int, str]
-    """The agents that were lost without a shutdown message, each with the cause; also those that have not joined
-    yet."""
+    """The agents lost without a shutdown message, each with the cause; also agents that have not joined yet."""
     out_of_reach: tuple[int, ...] = ()
     """The lost agents whose end is not certain: they may still run in another partition."""
 
@@ -61,11 +58,9 @@ class Departure(NamedTuple):
     told_by: int
     """The agent that noticed the departure."""
     certain: bool = False
-    """Whether its process has ended, or it ended a connection itself; otherwise the network between both may be the
-    cause."""
+    """Whether its process has ended, or it ended a connection itself; otherwise the network may be the cause."""
     because: int = -1
-    """For an orderly shutdown: the agent that it missed in a one-sided call, which is no loss for other agents; -1 if
-    none."""
+    """For a shutdown: the agent that it missed in a one-sided call, which is no loss for others; -1 if none."""
     silent: bool = False
     """Whether it has not answered for too long, and may still run."""
 

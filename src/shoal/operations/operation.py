@@ -89,8 +89,7 @@ class Exchange:
     coordinates: bool = False
     """Whether it moves no tensor of the caller: agents only exchange the edges, or synchronize."""
     stage: int | None = None
-    """The stage's number within the operation, if agents pass different numbers of stages; otherwise stages are
-    counted."""
+    """The stage's number within the operation, if agents pass different numbers of stages; else they are counted."""
     early: int = 0
     """Subtracted from the stage's number in its messages, because the receivers pass more stages."""
     carried: BackendRequest | None = None
@@ -152,9 +151,7 @@ class Stage:
         return any(send.destination == rank for send in self.exchange.sends)
 
     def will_send(self, rank: int, number: int) -> bool:
-        """Whether this stage sends to ``rank``, which therefore needs no notice that stage ``number`` sends it
-        nothing.
-        """
+        """Whether this stage sends to ``rank``, so that no denial for stage ``number`` is needed."""
         return number == self.number - self.exchange.early and self.sends_to(rank)
 
     @property
@@ -249,9 +246,7 @@ class Recovery:
 
     @property
     def first_stage(self) -> int:
-        """The number of the first stage. It differs after a restart, so that old messages do not match the new
-        stages.
-        """
+        """The number of the first stage. It differs after a restart, so that old messages do not match."""
         return (self.plan.attempt & 0xFF) << 8 if self.on_loss is FailurePolicy.RETRY else 0
 
 
@@ -507,9 +502,7 @@ class Handle(Generic[T]):
         return bool(self._callbacks)
 
     def end(self, result: T | None, error: BaseException | None) -> list[Callable[[Handle[T]], None]]:
-        """Set the result or the error. Only the lifecycle calls it, under the engine's lock. Returns the callbacks to
-        run.
-        """
+        """Set the result or the error. For the lifecycle, under the engine's lock. Returns the callbacks to run."""
         self._result, self._error, self.done = result, error, True
         callbacks, self._callbacks = self._callbacks, []
         return callbacks

@@ -1,5 +1,4 @@
-"""The progress engine of an agent: one thread at a time drives, which means that it polls the sockets and resumes
-operations.
+"""The progress engine of an agent: one thread at a time drives, that is, polls the sockets and resumes operations.
 
 A waiting caller drives by itself, so a small blocking operation involves no other thread. Otherwise the progress thread
 drives, so nonblocking operations advance while the caller computes. The progress thread pauses briefly whenever a
@@ -30,8 +29,7 @@ AT_MOST = 0.02
 
 Also its longest sleep while callers drive repeatedly; otherwise it checks twice in each ``AFTER_DRIVING``."""
 STOP_SECONDS = 5.0
-"""Seconds that :meth:`Progress.stop` waits for another thread to stop driving; all of its operations have ended by
-then."""
+"""Seconds that :meth:`Progress.stop` waits for another driving thread, whose operations have all ended by then."""
 AFTER_FAILING = 0.1
 """Seconds after which the progress thread tries again if driving has failed."""
 FOREVER = float("inf")
@@ -66,9 +64,7 @@ class Driven(Protocol):
 
 
 class Progress:
-    """Lets callers and the progress thread take turns at driving. ``lock`` also guards the tables of the driven
-    object.
-    """
+    """Callers and the progress thread take turns at driving. ``lock`` also guards the driven object's tables."""
 
     def __init__(self, driven: Driven, poller: Poller, name: str) -> None:
         self.lock = threading.RLock()
@@ -145,9 +141,7 @@ class Progress:
             self.next_check = when
 
     def submitted(self, away: float = AFTER_SUBMITTING) -> None:
-        """Prepare to drive new work soon; ``away``: seconds that the progress thread pauses first. Call it with the
-        lock.
-        """
+        """Prepare to drive new work after the progress thread has paused for ``away`` seconds. With the lock."""
         if self._driver in (0, self._thread.ident):
             soon = clock.monotonic() + away
             if self._driver and not self._aside:

@@ -109,9 +109,7 @@ class Publisher:
         return published
 
     def problem(self, operation: Operation, tensor: torch.Tensor) -> NotFinite | None:
-        """The error of a tensor with NaN or infinity; None if it has none or tensors are not checked. One sum finds
-        such numbers.
-        """
+        """The error of a tensor with NaN or infinity, if tensors are checked; otherwise None. One sum finds both."""
         if not self.finite or operation.one_sided or not (tensor.is_floating_point() or tensor.is_complex()):
             return None
         with torch.no_grad():

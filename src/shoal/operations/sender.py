@@ -43,9 +43,7 @@ CONNECT = "~connect"
 
 
 class _Unacknowledged(NamedTuple):
-    """A message whose receiver has to acknowledge it, because it reads this agent's memory or confirms that it expected
-    it.
-    """
+    """A message to acknowledge: its receiver reads this agent's memory, or confirms that it expected the message."""
 
     receiver: int
     operation: Operation
@@ -156,9 +154,7 @@ class Sender:
         stage.posted = True
 
     def keep_what_is_carried(self) -> None:
-        """Keep tensors that the backend moves until they have arrived: losses are survived, and links may have to send
-        them.
-        """
+        """Keep tensors that the backend moves until they have arrived: after a loss, links may have to send them."""
         self.keeps_what_is_carried = True
 
     def send_by_links(self) -> None:
@@ -282,9 +278,7 @@ class Sender:
             self.say(target, request)
 
     def problems_with(self, ranks: list[int]) -> str:
-        """The reasons why this agent has no connection to some of these ranks; empty if it has or needs all
-        connections.
-        """
+        """Why this agent has no connection to some of these ranks; empty if it has them or needs none."""
         return "; ".join(filter(None, map(self._router.reversing.problem_with, ranks)))
 
     def pass_on(self, gone: Departure) -> None:
@@ -335,9 +329,7 @@ class Sender:
         return self._router.reaches(peer) if peer in self._router.links else self._link(peer) is not None
 
     def _link(self, peer: int) -> Link | None:
-        """The link to a peer, marked for flushing; None if it cannot be opened, or if it is not open during
-        shutdown.
-        """
+        """The link to a peer, marked for flushing; None if it cannot be opened, or not any more."""
         if self.said_goodbye and peer not in self._router.links:
             return None
         known = peer in self._router.links
@@ -388,9 +380,7 @@ class Sender:
         return [token for token, sent in self._unacknowledged.items() if sent.receiver == rank]
 
     def forget_failed(self) -> None:
-        """Stop waiting for acknowledgements of rounds that failed here, during shutdown. Late readers may still read
-        the memory.
-        """
+        """At shutdown, stop waiting for acknowledgements of failed rounds. Late readers may still read the memory."""
         failed = [token for token, one in self._unacknowledged.items() if isinstance(one.operation.error, ShoalError)]
         for token in failed:
             del self._unacknowledged[token]

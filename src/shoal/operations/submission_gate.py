@@ -54,9 +54,7 @@ class SubmissionGate:
             raise type(ended)(f"{op}: {ended}", ended.ranks)
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """The error of operations that are not possible any more; ``one_sided`` ones may survive the loss of other
-        agents.
-        """
+        """The error of operations that are not possible any more; ``one_sided`` ones may survive a loss."""
         return self.ended if self.aborted or not one_sided else None
 
     def end(self, error: ShoalError) -> ShoalError:

@@ -35,8 +35,7 @@ BREAK_UP_SECONDS = 5.0
 It is longer than any agent takes, unless its process was killed or is stopped."""
 _LOOK_AGAIN = 0.01
 LOST = "lost"
-"""The key, outside of attempts, under which a launcher publishes that an agent has ended while the other agents
-continue."""
+"""The key, outside of attempts, for a launcher's notice that an agent has ended while the others continue."""
 
 DIRECTORY = "directory"
 """The key, outside of attempts, under which the agents that have met publish their addresses for later agents."""
@@ -123,8 +122,8 @@ class BootstrapBarrier:
     # Join
 
     def _take_ticket(self) -> None:
-        """Count this call of ``init``, and notify an earlier caller for this rank. If it still waits, two agents have
-        this rank.
+        """Count this call of ``init``. An earlier caller for this rank is notified; if it still waits, it is another
+        agent.
         """
         self._ticket = self.store.add(f"came/{self._launch.rank}", 1)
         if self._ticket > 1:
@@ -223,8 +222,8 @@ class BootstrapBarrier:
         return key.removeprefix(f"{self._attempt}/"), value
 
     def _first_of(self, *keys: str) -> tuple[str, bytes]:
-        """Like :meth:`_first`, with full key names. Raises an error if an awaited agent has ended, or this rank is
-        taken twice.
+        """Like :meth:`_first`, with full key names. Raises if an awaited agent has ended, or this rank is taken
+        twice.
         """
         comes_back = [DIRECTORY] if self._comes_back else []
         twin = self._twin(self._ticket)

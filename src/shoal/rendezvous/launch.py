@@ -31,9 +31,7 @@ _DERIVED_PORTS = 10000
 
 @dataclass(frozen=True)
 class Launch:
-    """The rank of one agent and the address of its job. ``host`` and ``port`` are None if no address is needed (one
-    agent).
-    """
+    """The rank of an agent and the address of its job. ``host`` and ``port`` are None if there is one agent."""
 
     rank: int
     size: int
@@ -59,8 +57,7 @@ class Launch:
 
     @property
     def beside(self) -> str:
-        """A string that distinguishes these agents from agents with the same ranks in the same job; it may name a
-        folder.
+        """A string, usable as a folder's name, that distinguishes these agents from others with the same ranks.
 
         Empty if there are no such agents.
         """
@@ -78,8 +75,7 @@ class Launch:
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Launch:
-    """The launch of this process: from ``torch.distributed`` if the script has initialised it, else from
-    :func:`detect`.
+    """The launch of this process: from ``torch.distributed`` if it is initialised, else from :func:`detect`.
 
     A process group has priority because the script's author has configured it; under ``multiprocessing.spawn`` it is
     the only source. Rank and size are those of the default group. Its store is used, so the address may be unknown. If
@@ -363,8 +359,7 @@ def _port(text: str, source: str, value: str) -> int:
 
 
 def _hydra_proxy() -> str:
-    """A name of the daemon that the launcher of MPICH and Intel MPI runs on each machine; it sets no variable with a
-    job id.
+    """A name of the daemon that MPICH's and Intel MPI's launcher runs on each machine: there is no job id.
 
     All agents of one job on one machine descend from one such process. Its start time makes the name unique.
     """

@@ -116,8 +116,7 @@ def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
 
 
 def numbered(store: Store, launch: Launch, deadline: float) -> tuple[Launch, dict[str, Any]]:
-    """The launch of an agent that a replacement launcher may have started, after the first launcher of its machine has
-    ended.
+    """The launch of an agent that a replacement may have started, after its machine's first launcher has ended.
 
     A launcher counts how often it has started an agent. A replacement, as in a restarted pod, begins at 0 again,
     although the other agents know a higher count. So its agents continue the count of the earlier launcher, and publish

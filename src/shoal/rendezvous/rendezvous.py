@@ -115,8 +115,7 @@ def tell_of_the_end(key: str, why: str) -> None:
 
 
 def listen(host: str, port: int, interface: str = "") -> socket.socket:
-    """Listen on ``port`` of the one interface that ``host`` leads to, if that can be determined, else of all
-    interfaces.
+    """Listen on ``port`` of the one interface that ``host`` leads to, or of all if that is not certain.
 
     Args:
         host: The name or address by which other machines reach this one; it need not resolve here. If it is an address
@@ -338,9 +337,7 @@ def is_own(host: str) -> bool:
 
 
 def _own_address(host: str) -> str:
-    """The address of this machine by which other machines, and it itself, reach ``host``; empty if that is not
-    certain.
-    """
+    """The address of this machine by which it and other machines reach ``host``; empty if that is not certain."""
     given = numeric(host)
     found = [given] if given else _addresses_of(host)
     if host == "localhost":  # every client of this name is on this machine

@@ -45,8 +45,7 @@ class Store(Protocol):
         """
 
     def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
-        """Wait until an agent has set one of ``keys``; return the first of them that is set, and its value. As
-        :meth:`get`.
+        """As :meth:`get`, for the first of ``keys`` that is set: return that key and its value.
 
         If a key stands before another one in ``keys`` and was set before it, that other one is never returned.
         """

@@ -429,9 +429,7 @@ class StoreServer:
             table.pop(key, None)
 
     def _barrier(self, one: _StoreConnection, arguments: Arguments) -> None:
-        """Count an arrival at a barrier, and release all clients at the last one. The value of the key is the number of
-        arrivals.
-        """
+        """Count an arrival at a barrier in the key's value, and release all clients at the last one."""
         key, size = arguments.text(), arguments.number()
         self._stop_waiting(one)
         count = self._count(key, 1)

@@ -56,9 +56,7 @@ class Machines:
         return tuple(self.of.count(machine) for machine in range(self.count))
 
     def equal_parts(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The given ranks by machine, if they are on several machines with equal numbers of at least two; otherwise
-        empty.
-        """
+        """The given ranks by machine, if several machines have equally many, at least two each; otherwise empty."""
         return _equal_parts(self.of, tuple(ranks)) if self.count > 1 else ()
 
     @property
@@ -263,9 +261,7 @@ def current(what: str = "this") -> Agent:
 
 
 def bind(function: Callable[P, T]) -> Callable[P, T]:
-    """Bind a function to the caller's agent, for calls from any thread, such as helper threads of an agent of a
-    fleet.
-    """
+    """Bind a function to the caller's agent, for calls from any thread, such as a fleet agent's helper threads."""
     mine = agent_context()
 
     def bound(*args: P.args, **kwargs: P.kwargs) -> T:

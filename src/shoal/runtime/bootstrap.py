@@ -53,8 +53,7 @@ log = logging.getLogger("shoal")
 RAISE, CONTINUE, STOP = "raise", "continue", "stop"
 DEFAULT_TIMEOUT = 300.0
 ENTRY_TIMEOUT = 3600.0
-"""Seconds that a restarted agent waits for its admission, which happens when the members reach their next admission
-point."""
+"""Seconds that a restarted agent waits for admission, until the members reach their next point for it."""
 FAREWELL_SECONDS = 10.0
 """Seconds at most that ``shutdown`` waits until other agents have received the messages that they still need."""
 _taken: dict[int, AgentContext] = {}
@@ -325,9 +324,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
 
 
 def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float) -> tuple[Launch, dict[str, Any]]:
-    """The launch and the launcher's data to publish, from :func:`~.peer_directory.numbered` if a launcher may be
-    replaced.
-    """
+    """The launch and the data to publish, from :func:`~.peer_directory.numbered` if a launcher may be replaced."""
     may_be = launch.store_is_served and not launch.joins and not mine.has_met and mine.store is None
     if not (may_be and on_loss == CONTINUE and os.environ.get(LAUNCHER) and os.environ.get("SHOAL_SECRET")):
         return launch, {}
@@ -388,9 +385,7 @@ def _free(mine: AgentContext) -> None:
 
 
 def _await_links(agent: Agent, deadline: float) -> None:
-    """Wait for all connections. This also opens each agent's link to rank + 1, so that notices of a loss reach all
-    agents.
-    """
+    """Wait for all connections. Each agent then has a link to rank + 1, so notices of a loss reach all agents."""
     from ..engine.discovery import discover, submit_to_all
 
     def steps(operation: Operation) -> Steps[list[int]]:
@@ -480,8 +475,7 @@ atexit.register(_at_exit)
 
 
 def _in_child() -> None:
-    """Detach a forked child from the agent: the child's copies of the sockets must not hide the end of the parent's
-    agent.
+    """Detach a forked child from the agent: its copies of the sockets must not hide the end of the parent.
 
     The engines are kept unchanged. Their sockets and locks belong to threads that do not exist in the child. The
     numbers of their descriptors belong to files that the child opens next.

@@ -20,8 +20,7 @@ PEER_LOSS = b"peer-loss"
 OTHER = b"other"
 """The note of any other agent."""
 TIMEOUT = b"timeout:"
-"""The prefix of a note with ranks, separated by commas, for which an agent waited until a deadline that ended its
-script."""
+"""The prefix of a note with the ranks, separated by commas, that an agent awaited until a deadline ended it."""
 
 
 class ExitNotes:

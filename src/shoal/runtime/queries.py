@@ -71,8 +71,7 @@ def alive() -> tuple[int, ...]:
 
 
 def is_entering() -> bool:
-    """Whether this agent was restarted (``shoal run --on-failure restart``) or joins (``--join``), and is not admitted
-    yet.
+    """Whether this agent, restarted (``--on-failure restart``) or joining (``--join``), is not admitted yet.
 
     It is isolated until its :meth:`shoal.Checkpoint.load`, which waits for admission. Until then collective operations
     return its own input, and operations with neighbours raise :class:`~shoal.ShoalError`.
@@ -102,8 +101,7 @@ def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callab
 
 
 def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
-    """Set the static topology. All agents call it, with equal graphs; the next operation raises an error if they
-    differ.
+    """Set the static topology. All agents call it, with equal graphs; if they differ, the next operation fails.
 
     Args:
         topology: Nodes 0 to size() - 1; edge (j, i) lets j send to i, and its ``weight`` is W[i, j], the factor by
