@@ -53,5 +53,5 @@ def save(model: torch.nn.Module, path: str | os.PathLike[str], *, timeout: float
             try:
                 return from_one_agent(first, "save", write, timeout)
             except PeerLost as lost:
-                if first not in lost.ranks or not agent.engine.agreement.active:
+                if first not in lost.ranks or not agent.engine.survives_losses:
                     raise

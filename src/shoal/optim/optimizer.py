@@ -322,7 +322,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             closure: Evaluates the model and its gradients again, before everything else.
         """
         engine, began = current("optimizer.step").engine, time.perf_counter_ns()
-        engine.rejoin.check_inside("optimizer.step")
+        engine.check_joined("optimizer.step")
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step

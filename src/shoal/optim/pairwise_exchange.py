@@ -222,7 +222,7 @@ class PairwiseExchange(WindowExchange):
         try:
             super().wait()
         except PeerLost:
-            if not current("AD-PSGD").engine.agreement.active:
+            if not current("AD-PSGD").engine.survives_losses:
                 self._forget_asked()
                 raise
         for pairs in self._pairs.values():
@@ -316,7 +316,7 @@ class PairwiseExchange(WindowExchange):
             try:
                 ops.win_put(answer, pairs.slots.replies, dst_weights=[peer])
             except PeerLost as error:  # the requesting agent is lost; others still get replies
-                if not current("AD-PSGD").engine.agreement.active:
+                if not current("AD-PSGD").engine.survives_losses:
                     self._error = error
         return found
 
