@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..dtensors import is_sharded
-from ..errors import PeerLost
-from ..runtime.agent import current
+from ...dtensors import is_sharded
+from ...errors import PeerLost
+from ...runtime.agent import current
+from ..mean_model import consensus
 from .all_agents import from_one_agent, present_agents
 from .checkpoint_files import save_tensors, write_whole
-from .mean_model import consensus
 from .state_trees import in_own_memory
 
 

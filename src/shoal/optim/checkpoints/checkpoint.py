@@ -15,12 +15,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..dtensors import is_sharded, parts_of_state, spread_as
-from ..errors import Mismatch, PeerLost, ShoalError
-from ..ops.arguments import Internal
-from ..ops.collective import gather_by_rank
-from ..ops.state_transfer import hand_over, let_in
-from ..runtime.agent import current
+from ...dtensors import is_sharded, parts_of_state, spread_as
+from ...errors import Mismatch, PeerLost, ShoalError
+from ...ops.arguments import Internal
+from ...ops.collective import gather_by_rank
+from ...ops.state_transfer import hand_over, let_in
+from ...runtime.agent import current
+from ..optimizer import DecentralizedOptimizer
 from .all_agents import AgentErrors, all_try, from_one_agent, present_agents
 from .checkpoint_files import (
     Manifest,
@@ -35,7 +36,6 @@ from .checkpoint_files import (
     write_states,
 )
 from .checkpoint_parts import NO_SCHEDULES, GeneratorState, Stateful, as_stateful, is_scheduled
-from .optimizer import DecentralizedOptimizer
 from .state_trees import in_own_memory, mean_state
 
 
