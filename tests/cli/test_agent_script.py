@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import agent_script
+from support.limits import scaled
 
 SHOWS = """\
 import pickle, sys
@@ -71,7 +72,7 @@ def as_bytecode(folder: Path, body: str) -> list[str]:
 
 
 def shown(folder: Path, *command: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=scaled(60))
     return done.returncode, done.stdout, done.stderr
 
 
@@ -109,7 +110,7 @@ def test_as_a_module_it_runs_a_script_for_other_launchers(tmp_path: Path) -> Non
 
     def run(*how: str) -> tuple[int, str, str]:
         command = [sys.executable, *how, "script.py", "--lr", "0.1"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60))
         return done.returncode, done.stdout, done.stderr
 
     assert run("-m", "shoal.cli.agent_script") == run()
@@ -119,6 +120,6 @@ def test_as_a_module_it_runs_a_script_for_other_launchers(tmp_path: Path) -> Non
 @pytest.mark.parametrize("arguments", [[], ["-m"]])
 def test_without_a_script_it_says_what_to_name(arguments: list[str]) -> None:
     command = [sys.executable, agent_script.__file__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1
     assert done.stderr.startswith("shoal: name a script, or -m and a module")

@@ -69,7 +69,7 @@ class Notebook:
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "shoal", "notebook", "start", *arguments]
-        return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=200)
+        return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=scaled(200))
 
     def say(self, *arguments: str) -> tuple[int, str, str]:
         """The exit status, stdout and stderr of a command that starts nothing, run in this process."""
@@ -88,7 +88,9 @@ class Notebook:
         """
         given = json.dumps([f"%%px --progress-after 60\n{cell}" for cell in cells])
         command = [sys.executable, str(CELLS), "shoal"]
-        done = subprocess.run(command, env=self.environ, input=given, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            command, env=self.environ, input=given, capture_output=True, text=True, timeout=scaled(200)
+        )
         assert done.returncode == 0, done.stderr
         return [Cell(**json.loads(line)) for line in done.stdout.splitlines()]
 

@@ -13,6 +13,7 @@ import pytest
 
 from shoal import cli
 from shoal.cli import path_check
+from support.limits import scaled
 from support.namespaces import Namespace, network_namespaces
 from support.world import plain_environment
 
@@ -48,7 +49,7 @@ def doctor_on(machines: list[Namespace], port: int) -> Iterator[list[subprocess.
 def test_two_machines_find_each_other_and_say_that_all_is_open() -> None:
     with network_namespaces(2) as machines, doctor_on(machines, 29400) as doctors:
         for node, one in enumerate(doctors):
-            output, _ = one.communicate(timeout=170)
+            output, _ = one.communicate(timeout=scaled(170))
             assert one.returncode == 0, output
             assert f"this is machine {node}" in output and "OK: agents of these machines can run together" in output
             assert "0 to 1" in output and f"open: {machines[1].address}:29500" in output
@@ -91,7 +92,7 @@ def test_a_firewall_in_one_direction_is_named_with_the_direction() -> None:
         machines[0].let_no_connection_in(but_port=29400)
         with doctor_on(machines, 29400) as doctors:
             for one in doctors:
-                output, _ = one.communicate(timeout=170)
+                output, _ = one.communicate(timeout=scaled(170))
                 assert one.returncode == 0, output
                 assert f"open: {machines[1].address}:29500" in output
                 assert f"CLOSED: machine 1 cannot connect to {machines[0].address}:29500 (no answer" in output
@@ -106,7 +107,7 @@ def test_a_network_that_loses_all_packets_of_one_direction_is_told_from_one_that
     with network_namespaces(2) as machines:
         machines[lost].cut(machines[1 - lost], True)
         with doctor_on(machines, 29400) as doctors:
-            first, second = (one.communicate(timeout=170)[0] for one in doctors)
+            first, second = (one.communicate(timeout=scaled(170))[0] for one in doctors)
         assert [one.returncode for one in doctors] == [1, 1], first + second
     if lost == 0:
         assert f"what {machines[1].address} sends reaches this machine, and the answers do not reach it" in first

@@ -15,6 +15,7 @@ import shoal
 from shoal.cli import main
 from shoal.cli.membership_report import Stay, stays
 from shoal.observability.membership_log import CAME, CHANGED, LEFT, MembershipEvent, read
+from support.limits import scaled
 from support.world import World, reserved_port
 
 BY_HAND = [
@@ -114,7 +115,7 @@ def test_agents_that_the_launcher_starts_again_are_in_the_record(tmp_path: Path)
     script.write_text(SCRIPT)
     launch = [sys.executable, "-m", "shoal", "run", "-n", "3", "--on-failure", "restart"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SHOAL_RECORD": str(folder)}
-    job = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    job = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True, timeout=scaled(60))
     assert job.returncode == 0, job.stderr
     ends = {line.split(" ends ")[1] for line in job.stdout.splitlines() if " ends " in line}
     assert len(ends) == 1 and ends.pop().endswith("with (0, 1, 2)"), job.stdout
@@ -128,7 +129,7 @@ def test_each_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(3)\n")
     launch = [sys.executable, "-m", "shoal", "run", "-n", "2", "--on-failure", "restart", "--max-restarts", "2"]
-    job = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=60)
+    job = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=scaled(60))
     assert job.returncode == 0 and job.stderr.count("starting it again") == 2, job.stderr
     assert "1 of 2 agents finished; lost: rank 1" in job.stderr
 
@@ -140,7 +141,9 @@ def test_the_only_agent_of_a_machine_comes_back_to_those_of_others(tmp_path: Pat
     launch = [sys.executable, "-m", "shoal", "run", "--nnodes", "2", "--on-failure", "restart"]
     with reserved_port() as port:
         meet = ["--rendezvous", f"127.0.0.1:{port}"]
-        said = subprocess.run([*launch, *meet, "-n", "1", str(script)], capture_output=True, text=True, timeout=60)
+        said = subprocess.run(
+            [*launch, *meet, "-n", "1", str(script)], capture_output=True, text=True, timeout=scaled(60)
+        )
         assert said.returncode == 2 and "set SHOAL_SECRET" in said.stderr
         environment = os.environ | {"OMP_NUM_THREADS": "1", "SHOAL_SECRET": "of these two"}
         jobs = [
@@ -153,7 +156,7 @@ def test_the_only_agent_of_a_machine_comes_back_to_those_of_others(tmp_path: Pat
             )
             for node in range(2)
         ]
-        ends = [job.communicate(timeout=60) for job in jobs]
+        ends = [job.communicate(timeout=scaled(60)) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], ends
     assert "starting it again (1 of 3)" in ends[1][1]
     lasts = [one[0].splitlines()[-1].split(" ends ")[1] for one in ends]

@@ -476,7 +476,7 @@ print(os.waitstatus_to_exitcode(status))
     job = start("-n", 2, path)
     wait_until(lambda: len(list(tmp_path.glob("asleep.*"))) == 2)
     job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=8)
+    out, _ = job.communicate(timeout=scaled(8))
     assert sorted(out.splitlines()) == [b"[0] -2", b"[1] -2"]
 
 
@@ -570,7 +570,7 @@ print("done")
 """)
     job = start("-n", 2, path)
     try:
-        out, _ = job.communicate(timeout=15)
+        out, _ = job.communicate(timeout=scaled(15))
         assert (job.returncode, sorted(out.splitlines())) == (0, [b"[0] done", b"[1] done"])
         assert all(map(is_running, marks(tmp_path, "helper").values()))
     finally:

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import shoal
+from support.limits import scaled
 
 SIZE, BATCH, EPOCHS, LR = 4, 32, 3, 0.1
 
@@ -117,7 +118,7 @@ def test_the_script_learns_what_one_process_learns(tmp_path: Path) -> None:
         [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(SIZE), str(script), str(tmp_path), *options],
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=scaled(140),
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from shoal.runtime.agent import current
 from shoal.transport.process_group import available
 from shoal.transport.wire import Kind, Message, ProtocolError, Where
 from support import PROCESS_GROUP
+from support.limits import scaled
 from support.namespaces import network_namespaces
 from support.world import World, plain_environment
 
@@ -54,7 +55,7 @@ def by_script(script: str) -> list[str]:
         )
         for rank in range(SIZE)
     ]
-    said = [one.communicate(timeout=50) for one in processes]
+    said = [one.communicate(timeout=scaled(50)) for one in processes]
     assert [one.returncode for one in processes] == [0] * SIZE, said
     return [out.strip() for out, _ in said]
 
@@ -107,7 +108,7 @@ def test_a_group_of_mpi_moves_tensors() -> None:
     launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(SIZE), sys.executable, "-c"]
     environment = plain_environment() | BY_GROUPS | {"SHOAL_TIMEOUT": "20", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [*launcher, textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=50
+        [*launcher, textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=scaled(50)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["1.0 1.0"] * SIZE + [""]

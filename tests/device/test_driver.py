@@ -14,6 +14,7 @@ import pytest
 from shoal.device.device import Unshareable
 from shoal.device.driver import Driver
 from support.leftovers import descriptors
+from support.limits import scaled
 
 SOURCE = Path(__file__).parent.parent / "support" / "libcuda.c"
 HEADERS = [path for path in sorted(Path("/usr/local").glob("cuda*/include")) if (path / "cuda.h").exists()]
@@ -78,7 +79,7 @@ def test_another_process_maps_it_and_keeps_it_when_its_maker_is_killed(library: 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-c", program, library, str(theirs.fileno())]
-        ended = subprocess.run(command, pass_fds=[theirs.fileno()], check=False, timeout=60)
+        ended = subprocess.run(command, pass_fds=[theirs.fileno()], check=False, timeout=scaled(60))
         assert ended.returncode == -9
         _, fds, _, _ = socket.recv_fds(ours, 4, 1)
     driver = Driver(library)

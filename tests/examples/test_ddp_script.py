@@ -18,6 +18,7 @@ import torch
 
 from shoal.cli.local_agents import ask, find
 from support.launcher import RUN
+from support.limits import scaled
 from support.namespaces import network_namespaces
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ddp_script"
@@ -66,7 +67,7 @@ def start() -> Iterator[Callable[..., Job]]:
     for job in jobs:
         job.send_signal(signal.SIGTERM)
         try:
-            job.communicate(timeout=20)
+            job.communicate(timeout=scaled(20))
         except subprocess.TimeoutExpired:
             job.kill()
             job.communicate()

@@ -20,6 +20,7 @@ sys.path.append(str(EXAMPLES))
 import _data  # noqa: E402
 import _report  # noqa: E402
 import train_digits  # noqa: E402
+from support.limits import scaled  # noqa: E402
 
 SHOAL_RUN = ("-m", "shoal", "run", "--no-prefix", "-n", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -31,7 +32,7 @@ def launched(launcher, picture, *options):
         [sys.executable, *launcher, *script],
         capture_output=True,
         text=True,
-        timeout=70,
+        timeout=scaled(70),
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
     )
     assert done.returncode == 0, done.stderr

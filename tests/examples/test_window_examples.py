@@ -23,6 +23,7 @@ import _asynchrony  # noqa: E402
 import ad_psgd_digits  # noqa: E402
 import async_gradient_tracking  # noqa: E402
 import push_sum_async  # noqa: E402
+from support.limits import scaled  # noqa: E402
 
 FAST = ("--interval", "0.0005")
 LAUNCHES = pytest.mark.timeout(150)  # each agent imports torch, which takes long where others want the cores too
@@ -33,7 +34,11 @@ def launched(script: str, agents: int, picture: Path, *options: str) -> str:
     command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), str(EXAMPLES / script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--picture", str(picture), *options], capture_output=True, text=True, timeout=120, env=environment
+        [*command, "--picture", str(picture), *options],
+        capture_output=True,
+        text=True,
+        timeout=scaled(120),
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     assert f"Picture: {picture}" in done.stdout

@@ -16,6 +16,7 @@ import shoal
 from shoal.frameworks.accelerate import ShoalAccelerator
 from support import accelerate_agents as agents
 from support.launcher import RUN
+from support.limits import scaled
 from support.world import World, plain_environment
 
 SIZE = 4
@@ -133,7 +134,9 @@ def test_shoal_run_starts_the_example_and_accelerate_launch_goes_on_where_it_end
     printed = ""
     for launcher, option in (([*RUN, "--no-prefix", "-n", "4"], "--stop-after=2"), (launch, "--resume")):
         command = [*launcher, script, f"--output={state}", "--epochs=4", option]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=scaled(200), check=False
+        )
         assert done.returncode == 0, done.stderr
         printed += done.stdout
     found = re.findall(r"epoch (\d): the mean model reads ([\d.]+)% of 449 images", printed)

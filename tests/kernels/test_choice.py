@@ -16,6 +16,7 @@ import torch
 from shoal.kernels import choice, way_of, why_not_triton
 from shoal.kernels.native import why_not_native
 from support.kernels import DEVICE, QUIET, REASON
+from support.limits import scaled
 
 pytestmark = QUIET
 ROOT = Path(__file__).parents[2]
@@ -90,13 +91,15 @@ def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_importing_kernels_does_not_import_triton() -> None:
     command = "import sys, shoal.kernels.weighted_sum, shoal.kernels.reduce; print('triton' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=scaled(60)
+    )
     assert found.stdout.strip() == "False"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, on which it takes minutes")
 def test_the_benchmark_says_that_there_is_no_device() -> None:
-    ran = subprocess.run([sys.executable, str(BENCHMARK)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, str(BENCHMARK)], capture_output=True, text=True, timeout=scaled(60))
     assert ran.returncode == 0, ran.stderr
     assert "no CUDA device" in ran.stdout
 

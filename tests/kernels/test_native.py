@@ -24,6 +24,7 @@ from shoal.kernels.native.check import differing
 from shoal.kernels.reduce import REDUCTIONS, combine
 from shoal.kernels.weighted_sum import common_factor, weigh
 from support.kernels import same_numbers
+from support.limits import scaled
 from support.reference import same_bits
 
 NATIVE = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -234,7 +235,7 @@ def test_kernels_that_round_differently_are_found() -> None:
 def test_a_variable_turns_them_off() -> None:
     code = "from shoal.kernels.native import library, why_not_native; print(library(), why_not_native())"
     found = subprocess.run([sys.executable, "-c", code], env={"SHOAL_NATIVE": "0"}, capture_output=True, text=True,
-                           timeout=120, check=True)  # fmt: skip
+                           timeout=scaled(120), check=True)  # fmt: skip
     assert found.stdout.strip() == "None SHOAL_NATIVE is 0"
 
 

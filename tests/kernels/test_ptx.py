@@ -14,6 +14,7 @@ import sys
 
 import pytest
 
+from support.limits import scaled
 from support.ptx import CASES
 
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
 def compiled() -> dict[str, dict[str, object]]:
     """Of each case what it has: by a process of its own, in which programs are not for the interpreter."""
     ran = subprocess.run(
-        [sys.executable, "-m", "support.ptx"], capture_output=True, text=True, timeout=280, env=_environment()
+        [sys.executable, "-m", "support.ptx"], capture_output=True, text=True, timeout=scaled(280), env=_environment()
     )
     if ran.returncode == 3:
         pytest.skip(ran.stderr.strip())

@@ -15,6 +15,7 @@ import torch
 import shoal
 from shoal.observability import timeline, timeline_context, timeline_end_activity, timeline_start_activity, trace_writer
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.world import World
 
 
@@ -311,5 +312,7 @@ with timeline_context("x", "parent"):
 
 
 def test_a_forked_child_does_not_write_into_the_trace_and_an_exit_completes_it(tmp_path):
-    subprocess.run([sys.executable, "-c", FORKED], env={"SHOAL_TIMELINE": str(tmp_path)}, check=True, timeout=50)
+    subprocess.run(
+        [sys.executable, "-c", FORKED], env={"SHOAL_TIMELINE": str(tmp_path)}, check=True, timeout=scaled(50)
+    )
     assert [name for row, name, *_ in bars(load(tmp_path, 0)) if row == "activities: x"] == ["parent"]

@@ -163,8 +163,11 @@ def test_calls_in_the_same_round_of_a_schedule_go_together_and_others_do_not(fle
         assert sent == (3, 0)
 
 
-def test_agents_that_submit_the_same_in_another_order_fuse_alike(fleet: Fleets) -> None:
+def test_agents_that_submit_the_same_in_another_order_fuse_alike(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing has to be taken apart."""
+    monkeypatch.setattr("shoal.operations.fusion.SPLIT_AFTER", 60.0)  # however busy the machine is
 
     def run() -> tuple[list[float], int, Counter[tuple[str, bool]]]:
         order, handles = list(range(COUNT)), {}
@@ -184,7 +187,11 @@ def test_agents_that_submit_the_same_in_another_order_fuse_alike(fleet: Fleets) 
         assert (apart, sent) == (0, Counter({("allreduce", True): 1}))
 
 
-def test_calls_of_several_kinds_that_alternate_are_one_message_of_each(fleet: Fleets) -> None:
+def test_calls_of_several_kinds_that_alternate_are_one_message_of_each(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.operations.fusion.SPLIT_AFTER", 60.0)  # however busy the machine is
+
     def run() -> Counter[tuple[str, bool]]:
         rank, other = shoal.rank(), 1 - shoal.rank()
         shoal.barrier()

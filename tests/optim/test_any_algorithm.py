@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
                 one.communication_type = shoal.CommunicationType.empty
             one.close()
         with pytest.raises(ValueError, match="exchanges in step, not through windows"):
-            from shoal.optim.window_exchange import PutExchange
+            from shoal.optim.exchanges.window_exchange import PutExchange
 
             make(ExactDiffusion(1.0, lazy=True), bucket_exchange=PutExchange)
         with pytest.raises(ValueError, match="the topology is for 3, and there are 2 agents"):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import shoal
 from shoal.algorithms import ExactDiffusion
-from shoal.optim import window_exchange
+from shoal.optim.exchanges import window_exchange
 
 Make = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
 Local = Callable[[Any], torch.optim.Optimizer]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim import checkpoint
+from shoal.optim.checkpoints import checkpoint
 from support.agent_main import die
 from support.checkpoints import folders, weight
 from support.world import World

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import malloc_trimming
+from support.limits import scaled
 
 PAGES = (4 * 2048 * 2048 * 4) // os.sysconf("SC_PAGE_SIZE")
 """Of the gradients of the script's model."""
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only 
 
 def faults_of_a_step(*arguments: str, **environ: str) -> int:
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    run = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=scaled(120))
     assert run.returncode == 0, run.stderr
     return int(run.stdout)
 

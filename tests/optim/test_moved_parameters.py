@@ -12,8 +12,8 @@ from torch.nn.utils import parametrize, prune
 
 import shoal
 from shoal.algorithms import ExactDiffusion, GradientDescent
-from shoal.optim.pairwise_exchange import PairwiseExchange
-from shoal.optim.window_exchange import GetExchange, PushSumExchange, PutExchange
+from shoal.optim.exchanges.pairwise_exchange import PairwiseExchange
+from shoal.optim.exchanges.window_exchange import GetExchange, PushSumExchange, PutExchange
 
 Fleets = Callable[..., shoal.Fleet]
 ATC, AWC = GradientDescent(1.0), GradientDescent(1.0, atc=False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.algorithms import ExactDiffusion, GradientDescent, Momentum
-from shoal.optim.window_exchange import PushSumExchange
+from shoal.optim.exchanges.window_exchange import PushSumExchange
 from support.leftovers import wait_until
 from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 

@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
-from shoal.optim.pairwise_exchange import PairwiseExchange
+from shoal.optim.exchanges.pairwise_exchange import PairwiseExchange
 from support.fault_points import over_both
 from support.limits import scaled
 from support.optimizers import LR, MODEL, SIZE, batch, flat

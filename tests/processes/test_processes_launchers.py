@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import scaled
 from support.world import plain_environment
 
 SCRIPT = """
@@ -50,8 +51,10 @@ def run(launcher: list[str], folder: Path) -> list[list[float]]:
     """What each agent found, by rank; the job must end well and say nothing of its own."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = plain_environment() | {"SHOAL_TIMEOUT": "40", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, script, folder], env=environment, capture_output=True, text=True, timeout=55)
+    seconds = scaled(40)
+    environment = plain_environment() | {"SHOAL_TIMEOUT": f"{seconds}", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, script, folder]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + scaled(15))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
     files = sorted(folder.glob("*.json"))

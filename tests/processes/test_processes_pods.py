@@ -16,6 +16,7 @@ import torch
 
 import shoal
 from support.launcher import RUN
+from support.limits import scaled
 from support.namespaces import network_namespaces
 from support.pods import into_pod, start_pod
 from support.world import World
@@ -129,7 +130,9 @@ def test_pods_under_shoal_run_meet_and_one_that_is_started_anew_elsewhere_enters
             await_line(logs[1:], "rank 3 of 4 machine 1 with [0, 1, 2, 3]")
 
             status = [sys.executable, "-m", "shoal", "status"]
-            done = subprocess.run(into_pod(pods[0], status), capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(
+                into_pod(pods[0], status), capture_output=True, text=True, timeout=scaled(60), check=False
+            )
             assert done.returncode == 0 and "2 of 4 agents" in done.stdout, done.stdout + done.stderr
 
             pods[1].send_signal(signal.SIGKILL)  # the pod, with all that is in it

@@ -20,6 +20,7 @@ from shoal.transport.sockets import GREETING_SECONDS
 from shoal.transport.unauthenticated import MOST_UNKNOWN
 from shoal.transport.wire import ProtocolError
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.packets import over_tcp
 from support.unauthenticated_peers import (
     ASK,
@@ -174,7 +175,7 @@ except ConnectionResetError:
 def test_another_user_is_not_even_greeted() -> None:
     with World(SIZE) as world, undisturbed(world) as way:
         command = [sys.executable, "-I", "-c", TOO_MUCH, way.unix]
-        heard = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+        heard = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
         assert heard == "0\n"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import shoal
 from shoal.rendezvous.launch import Launch, derived_port, detect, first_host, parse_address
+from support.limits import scaled
 
 TORCHRUN = {
     "RANK": "3",
@@ -161,7 +162,7 @@ host, port, job = found[0]
 assert host == "127.0.0.1" and job.split(".")[0] == str(os.getpid()), found
 """
     environ = os.environ | {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
-    subprocess.run([daemon, "-c", start], env=environ, check=True, timeout=30)
+    subprocess.run([daemon, "-c", start], env=environ, check=True, timeout=scaled(30))
 
 
 def test_srun_meets_at_the_first_host_of_the_step_and_not_where_it_was_typed() -> None:
@@ -279,4 +280,4 @@ import shoal.rendezvous.launch, shoal.rendezvous.rendezvous
 shoal.rendezvous.launch.current()
 sys.exit("torch" in sys.modules)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(30)).returncode == 0

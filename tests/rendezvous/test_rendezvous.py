@@ -357,4 +357,4 @@ with closing(open_store(Launch(0, 2, "torchrun", "127.0.0.1", {free_port()}), ti
     else:
         raise AssertionError
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(50))

@@ -116,7 +116,7 @@ def test_fleets_on_a_machine_with_far_too_much_to_do_end_without_an_error() -> N
     ]
     try:
         for process in processes:
-            said, complained = process.communicate(timeout=300)
+            said, complained = process.communicate(timeout=scaled(300))
             assert process.returncode == 0, complained[-2000:]
             assert int(said) > 10
     finally:

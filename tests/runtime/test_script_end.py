@@ -11,6 +11,7 @@ import pytest
 import shoal
 from shoal.cli import agent_script
 from shoal.runtime import script_end
+from support.limits import scaled
 
 PRELUDE = """
 import atexit, sys
@@ -27,7 +28,7 @@ def failure_of(folder: Path, body: str) -> tuple[int, str]:
     script = folder / "script.py"
     script.write_text(PRELUDE.format(path=str(Path(shoal.__path__[0]).parent)) + body)
     run = [sys.executable, agent_script.__file__, str(script)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=scaled(60))
     return done.returncode, done.stdout.strip()
 
 

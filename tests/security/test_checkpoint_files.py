@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim import checkpoint as module
+from shoal.optim.checkpoints import checkpoint as module
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE = 3

@@ -298,7 +298,7 @@ def test_no_other_user_reaches_the_socket_that_is_for_this_one() -> None:
         "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])"
     )
     run = lambda other: subprocess.run(  # noqa: E731
-        [sys.executable, "-I", "-c", code, path, other], capture_output=True, text=True, timeout=20
+        [sys.executable, "-I", "-c", code, path, other], capture_output=True, text=True, timeout=scaled(20)
     )
     assert run("0").returncode == 0
     assert "PermissionError" in run("1").stderr

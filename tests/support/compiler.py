@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.optim import hooks
+from shoal.optim.exchanges import hooks
 
 
 def load_compiler() -> None:

@@ -23,7 +23,7 @@ from shoal.kernels.native import sums as native_sums
 from shoal.operations import devices
 from shoal.operations.events import Event
 from shoal.ops import device_ops
-from shoal.optim import checkpoint_files
+from shoal.optim.checkpoints import checkpoint_files
 from shoal.transport import process_group
 from shoal.transport.network_link import NetworkIncoming, NetworkLink
 from shoal.transport.process_group import ProcessGroups

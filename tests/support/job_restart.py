@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.optim import checkpoint
+from shoal.optim.checkpoints import checkpoint
 from support.checkpoints import Run
 
 STEPS, EVERY = 30, 5

@@ -33,6 +33,7 @@ from shoal.cli.agent_processes import death_with
 from shoal.runtime.agent import current
 
 from .agent_main import PACKET_BYTES, Dying, Outcome, Request, Spawn, left_over
+from .limits import scaled
 from .namespaces import Namespace
 
 PATIENCE = 30.0
@@ -197,7 +198,9 @@ class Member:
             self._connection.send(request)
 
     def outcome(self, patience: float) -> Outcome:
-        """The answer to what was sent, or that the agent died. Raises when neither comes in time."""
+        """The answer to what was sent, or that the agent died. Raises when neither comes in time, which is longer on a
+        busy machine."""
+        patience = scaled(patience)
         limit = time.monotonic() + patience
         while self.exit_code is None:
             waiting: list[Any] = [self._pidfd] if self._silent else [self._pidfd, self._connection]

@@ -15,6 +15,7 @@ import shoal
 from shoal.windows.switch_interval import SECONDS, short_switch_interval
 from shoal.windows.window_memory import OWN, WindowMemory
 from support.leftovers import wait_until
+from support.limits import scaled
 
 Fleets = Callable[..., shoal.Fleet]
 USERS = 0.004
@@ -145,5 +146,5 @@ with short_switch_interval():
         os._exit(0)
     os.waitpid(child, 0)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=scaled(50))
     assert done.stdout == f"{[USERS, SECONDS, USERS]}\n", done.stderr

@@ -51,7 +51,7 @@ def average() -> None:
     for elements in _SIZES:
         found = shoal.neighbor_allreduce(torch.full((elements,), float(shoal.rank())))
         if not torch.equal(found, torch.full((elements,), 0.5)):
-            kind = current().engine.router.transport_to(1 - shoal.rank())
+            kind = current().engine.transport_to(1 - shoal.rank())
             raise RuntimeError(f"the average of 0 and 1 is 0.5, and over {kind} it came to {found[:4].tolist()}")
 
 

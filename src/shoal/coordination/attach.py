@@ -99,9 +99,9 @@ def attach_backend(engine: Engine, wanted: BackendOptions) -> None:
         )
 
     order.move_by(make)
-    if engine.agreement.active:
+    if engine.survives_losses:
         engine.sender.keep_what_is_carried()
     engine.rejoin.on_entry = order.enter
-    engine.services.add(CALL, order)
-    engine.services.add(WORD, stores)
+    engine.add_service(CALL, order)
+    engine.add_service(WORD, stores)
     engine.lifecycle.backend_stages.carry_with(order)

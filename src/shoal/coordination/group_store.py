@@ -51,7 +51,7 @@ class GroupStores(MinimalService):
                 if rank != engine.rank:
                     message = Message(Kind.DATA, WORD, WORD)
                     send_alone(engine.publisher, engine.sender, rank, message, as_tensor(text), background=True)
-            engine.poller.wake()
+            engine.wake()
 
     def wait(self, label: str, group: str, keys: list[str], seconds: float | None) -> bool:
         """Wait until all keys of a group have arrived. False after ``seconds``; None waits for ever.
@@ -83,7 +83,7 @@ class GroupStores(MinimalService):
     def _heard(self, source: int, message: Message, text: bytes) -> None:
         if len(text) > MOST_BYTES:
             raise ProtocolError(f"{len(text):,} bytes about itself as a member of a process group")
-        self.engine.sender.acknowledge(source, message)
+        self.engine.acknowledge(source, message)
         self._by[source] = said = self._by.get(source, 0) + 1
         if said > MOST_WORDS:
             raise ProtocolError(f"it is a member of more than {MOST_WORDS} process groups")

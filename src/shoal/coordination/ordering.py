@@ -127,7 +127,7 @@ class CollectiveOrdering(MinimalService):
             engine.sender.count(collective.nbytes(engine.rank))
         for source, message in stage.arrived.items():
             if message.where is Where.CARRIED:
-                data = engine.pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
+                data = engine.result_memory((message.nbytes // message.dtype.itemsize,), message.dtype)
                 message.payload = Payload(data, 0)
                 movement.receives.append((source, data))
         key = RequestKey(operation.name, stage.number, among or ALL)
@@ -139,7 +139,7 @@ class CollectiveOrdering(MinimalService):
         stage.absent = set(others) - {engine.rank}
         stage.asked = False
         self._changed = True
-        engine.progress.check_by(stage.started)
+        engine.check_by(stage.started)
         within = among if among is not None else peers
         self._emit("asked", operation, stage, " ".join(map(str, within or ())))
 
@@ -163,19 +163,19 @@ class CollectiveOrdering(MinimalService):
 
     def quiesce(self, until: int = 0) -> int:
         """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.quiesce`."""
-        self._until = max(until, self._engine.matcher.begun(ROUND))
-        self._engine.poller.wake()
+        self._until = max(until, self._engine.rounds_begun(ROUND))
+        self._engine.wake()
         return self._until
 
     @property
     def is_quiescent(self) -> bool:
         """See :attr:`~shoal.operations.collective_backend.CollectiveBackend.is_quiescent`."""
-        return not (self._under_way or self._moving) and self._engine.matcher.begun(ROUND) == self._until
+        return not (self._under_way or self._moving) and self._engine.rounds_begun(ROUND) == self._until
 
     def resume(self) -> None:
         """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.resume`."""
         self._until = None
-        self._engine.poller.wake()
+        self._engine.wake()
 
     def enter(self) -> None:
         """Agents were admitted, possibly this one, while rounds were paused: start without a cache, as a new agent has
@@ -204,10 +204,10 @@ class CollectiveOrdering(MinimalService):
         if self._under_way or over or self._engine.lifecycle.gate.paused:
             return False
         if self._until is not None:
-            return self._engine.matcher.begun(ROUND) < self._until
+            return self._engine.rounds_begun(ROUND) < self._until
         round_, even_so = self._call
         asks = bool(self._pending)
-        called = round_ >= self._engine.matcher.begun(ROUND) and (asks or even_so)
+        called = round_ >= self._engine.rounds_begun(ROUND) and (asks or even_so)
         return called or self._leaving or (asks and (self._changed or self._productive or self._pending.is_one_free()))
 
     def begin(self) -> None:
@@ -217,7 +217,7 @@ class CollectiveOrdering(MinimalService):
             if not self.due:
                 return
             self._under_way = True
-            self._call_others(engine.matcher.begun(ROUND))
+            self._call_others(engine.rounds_begun(ROUND))
         try:
             submit_to_all(engine, "coordination", ROUND, self._steps, FOREVER, alone=False, background=True)
         except ShoalError:  # the engine has ended, and so have all requesting operations
@@ -229,7 +229,7 @@ class CollectiveOrdering(MinimalService):
         self._leaving = True
         if not self._others:
             self.left = True
-        self._engine.poller.wake()
+        self._engine.wake()
 
     def stop(self) -> None:
         """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stop`."""
@@ -250,7 +250,7 @@ class CollectiveOrdering(MinimalService):
 
     @property
     def _others(self) -> list[int]:
-        alive = self._engine.membership.view.alive
+        alive = self._engine.view.alive
         return [rank for rank in alive if rank != self._engine.rank and rank not in self._gone]
 
     def _call_others(self, round_: int) -> None:
@@ -271,7 +271,7 @@ class CollectiveOrdering(MinimalService):
         """An agent announces the begin of a round, or the end of its transfers; see
         :class:`~shoal.operations.services.Service`.
         """
-        self._engine.sender.acknowledge(source, message)
+        self._engine.acknowledge(source, message)
         round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
         if message.digest == _ALL_MOVED:
             self._await_no_more(source)
@@ -302,7 +302,7 @@ class CollectiveOrdering(MinimalService):
 
     def _name_members(self, group: Ranks) -> None:
         """Set the members of requests that were planned for all agents, because agents may have been admitted since."""
-        if not self._engine.agreement.active:
+        if not self._engine.survives_losses:
             return
         known = self._pending.known
         for key in [key for key in known if not key.members]:
@@ -352,7 +352,7 @@ class CollectiveOrdering(MinimalService):
         """Agents leave: report to them when all transfers before their departure have ended."""
         here, leaving = self._engine.rank, set(outcome.leaving)
         if here in leaving:
-            self._awaited = set(outcome.group) & set(self._engine.membership.view.alive)
+            self._awaited = set(outcome.group) & set(self._engine.view.alive)
             self._awaited -= self._have_said_so
         self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
 
@@ -363,7 +363,7 @@ class CollectiveOrdering(MinimalService):
             for rank in leaving:
                 self._say(rank, _ALL_MOVED, 0)
             self._await_no_more(engine.rank)
-            engine.poller.wake()
+            engine.wake()
 
     def _await_no_more(self, rank: int) -> None:
         self._have_said_so.add(rank)
@@ -420,7 +420,7 @@ class CollectiveOrdering(MinimalService):
         """Fail a request. All agents learn of it in this round, so no message is needed: the request is still
         committed.
         """
-        self._engine.lifecycle.fail(asked.operation, error)
+        self._engine.fail(asked.operation, error)
         self._pending.drop(asked)
 
     def _emit(self, what: str, operation: Operation, stage: Stage, among: str = "") -> None:
@@ -442,7 +442,7 @@ class CollectiveOrdering(MinimalService):
                     self._emit("moved", asked.operation, asked.stage)
                     asked.release()
                     engine.lifecycle.backend_stages.moved(asked.operation, asked.stage)
-            engine.poller.wake()
+            engine.wake()
 
     def failed(self, groups: ProcessGroups, error: BaseException) -> None:
         """The process groups have failed. Called by the thread that moves tensors."""
@@ -451,8 +451,8 @@ class CollectiveOrdering(MinimalService):
             if groups is not self._groups:
                 return
             self._broken = clock.monotonic() + BREAK_AFTER, error
-            engine.progress.check_by(self._broken[0])
-            engine.poller.wake()
+            engine.check_by(self._broken[0])
+            engine.wake()
 
     # As a service
 

@@ -90,7 +90,7 @@ class AgentSampler(Sampler[int]):
         self._asked = self._total, self._shard is not None, seed, shuffle, pad, timeout
         self._totals, _ = _agreed(*self._asked, None)
         self._entered = 0
-        self._is_outside = agent.engine.rejoin.outside
+        self._is_outside = agent.engine.is_joining
         """The length is a guess until this agent has entered, or has loaded the others' state."""
         begin = list(range(agent.launch.begins)) if self._is_outside else list(self._totals)
         self._length, self._agents = self._length_for(begin), len(begin)
@@ -206,7 +206,7 @@ def _agreed(
 ) -> tuple[dict[int, int], int]:
     """How many samples each agent has, and the length of an epoch (0 if no agent knows it), if all else is equal."""
     agent = current("AgentSampler")
-    if agent.engine.rejoin.outside:  # the others' are known when it has entered; until then they are taken for as large
+    if agent.engine.is_joining:  # the others' are known when it has entered; until then they are taken for as large
         return dict.fromkeys({*range(agent.launch.begins), agent.rank}, total), 0
     here = agent.rank
     own = torch.tensor([sharded, seed, shuffle, pad, total, length or 0])

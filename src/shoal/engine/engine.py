@@ -46,7 +46,7 @@ from ..operations.fusion import Fusion
 from ..operations.layout_mismatch import LayoutExchange
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
-from ..operations.membership import NOT_YET, WHOLE, Membership, Plan
+from ..operations.membership import NOT_YET, WHOLE, Membership, Plan, View
 from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
 from ..operations.operation import Steps as Generating
 from ..operations.profiling import span
@@ -167,12 +167,34 @@ class Engine:
         self.partition_resolver = PartitionResolver(
             rank, size, progress, membership, router, sender, lifecycle.gate, agreement, self.rejoin, send
         )
+        # The face of the engine for operations, windows and backends, which use no other part of it for these.
+        self.publish, self.publish_joined = self.publisher.publish, self.publisher.publish_joined
+        self.result_memory = self.pool.empty
+        self.acknowledge, self.transport_to = sender.acknowledge, router.transport_to
+        self.rounds_begun, self.fail = matcher.begun, lifecycle.fail
+        self.check_by, self.wake = progress.check_by, self.poller.wake
+        self.check_joined, self.add_service = self.rejoin.check_inside, services.add
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # whether this is a forked child's copy
         self.compresses_locally = False  # compressors encode messages within this machine, too
 
     def start(self) -> None:
         self.progress.start()
+
+    @property
+    def view(self) -> View:
+        """The members, and how each of the others was lost. Under the engine's lock, or an immutable copy of it."""
+        return self.membership.view
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether operations continue without lost agents (``on_loss="continue"``)."""
+        return self.agreement.active
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this agent was started again or later, and has not been admitted yet."""
+        return self.rejoin.outside
 
     @property
     def backend(self) -> CollectiveBackend | None:

@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 from ..ops.arguments import Internal
 from ..ops.objects import broadcast_object, broadcast_parameters
 from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
-from ..optim.checkpoint import Checkpoint
+from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.mean_model import consensus
 from ..optim.optimizer import DecentralizedOptimizer
 from .functions import NO_DISPATCH

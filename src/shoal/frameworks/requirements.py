@@ -24,7 +24,7 @@ def check_agent(agent: Agent, who: str) -> None:
             f"{who}: there is one state for each process, so agents that are threads (shoal.Fleet) cannot have one "
             "each. Start processes: shoal run -n 4 script.py"
         )
-    if agent.engine.agreement.active:
+    if agent.engine.survives_losses:
         raise ValueError(
             f'{who}: on_loss="continue": the samples of an agent that is lost would be dealt out to nobody, and its '
             "metrics be missing. Leave it out, and resume from a checkpoint"

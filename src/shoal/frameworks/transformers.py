@@ -29,8 +29,8 @@ from ..ops.arguments import Internal
 from ..ops.collective import allreduce
 from ..ops.objects import broadcast_object
 from ..optim.accum_adamw import AccumAdamW
-from ..optim.checkpoint import Checkpoint
-from ..optim.checkpoint_files import find
+from ..optim.checkpoints.checkpoint import Checkpoint
+from ..optim.checkpoints.checkpoint_files import find
 from ..optim.mean_model import consensus
 from ..runtime.queries import size
 from .accelerate import ShoalAccelerator, Wrapper, one_peer_at_a_time

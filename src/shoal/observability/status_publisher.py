@@ -95,7 +95,7 @@ class StatusPublisher:
         """The current status message."""
         engine = self._agent.engine
         said = engine.router.describe(WITHIN_SECONDS)
-        said |= {"attempt": self._agent.launch.attempt, "rejoins": engine.rejoin.outside}
+        said |= {"attempt": self._agent.launch.attempt, "rejoins": engine.is_joining}
         said.pop("here", None)
         said.pop("script", None)  # a command line may have what is not meant for the network between launchers
         if "steps" in said:  # else it has no time for more

@@ -36,7 +36,7 @@ def owners_of(agent: Agent, group: Sequence[int], nbytes: int) -> Sequence[int]:
         return group
     if nbytes < 4 * FAR_MESSAGE_BYTES:
         return group[:1]
-    transport_to = agent.engine.router.transport_to
+    transport_to = agent.engine.transport_to
     far = any(transport_to(rank) == "network" for rank in group)
     count = min(size, max(1, isqrt(nbytes // (FAR_MESSAGE_BYTES if far else MESSAGE_BYTES))))
     return [group[place * size // count] for place in range(count)]
@@ -62,7 +62,7 @@ def reduced(
     """
     if uses_backend(agent, tensor, group):
         return (yield from reduced_by_backend(agent, operation, tensor, how, tuple(group), out, layout, owned))
-    publish = agent.engine.publisher.publish
+    publish = agent.engine.publish
     shape = tuple(tensor.shape)
     if len(group) <= 2:
         published = publish(operation, tensor, zero_copy=zero_copy)

@@ -70,7 +70,7 @@ def submit(
     row = tuple(tensor.shape[1:])
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        published = agent.engine.publisher.publish(operation, tensor)
+        published = agent.engine.publish(operation, tensor)
         length = tensor[0].numel() if len(order) else 0
         left = [k for k, rank in enumerate(order) if rank not in operation.excluded_ranks]
         ahead = sorted(left, key=lambda k: (order[k] - agent.rank) % agent.size)
@@ -128,7 +128,7 @@ def alltoall_nonblocking(
     parts = {rank: (low, high) for rank, (low, high) in zip(ranks, pairwise(ends), strict=True)}
 
     def steps(operation: Operation) -> Steps[tuple[torch.Tensor, list[int]]]:
-        published, row = agent.engine.publisher.publish(operation, tensor), prod(rest)
+        published, row = agent.engine.publish(operation, tensor), prod(rest)
         others = [rank for rank in operation.callers(agent.size) if rank != agent.rank]
         sends = [
             Send(rank, published, low * row, high * row, (high - low, *rest))

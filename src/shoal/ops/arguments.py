@@ -206,7 +206,7 @@ class Result:
         if out is not None and self._direct:
             self._made = writable(out)
         else:
-            self._made = like.new_empty(shape) if on_device else agent.engine.pool.empty(shape, like.dtype)
+            self._made = like.new_empty(shape) if on_device else agent.engine.result_memory(shape, like.dtype)
         self.flat = self._made if self._made.dim() == 1 else self._made.view(-1)
 
     def finish(self) -> torch.Tensor:

@@ -55,7 +55,7 @@ def reduced_by_backend(
     what = _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
     among = members(agent, operation, group)
     if operation.recovery is not None:  # it may restart, and needs its input
-        tensor, owned = agent.engine.publisher.publish(operation, tensor).data.view(shape), False
+        tensor, owned = agent.engine.publish(operation, tensor).data.view(shape), False
     others = [rank for rank in group if rank != agent.rank]
     if tensor.nbytes * len(others) <= GATHERED_BYTES:
         data = tensor.view(-1) if owned else pool.empty(shape, tensor.dtype).copy_(tensor.detach()).view(-1)
@@ -93,7 +93,7 @@ def broadcast_by_backend(
     layout: int = 0,
 ) -> Steps[torch.Tensor]:
     """The root's tensor, flat, on all; as :func:`~.collective.spread`."""
-    data = agent.engine.pool.empty(shape, dtype)
+    data = agent.engine.result_memory(shape, dtype)
     if agent.rank == root:
         assert tensor is not None
         spoiled = agent.engine.publisher.problem(operation, tensor)

@@ -305,7 +305,7 @@ def as_root(op: str, root_rank: object, agent: Agent) -> int:
         raise ValueError(
             f"{op}: root_rank={root_rank!r} is no rank; there are {size} agents, 0 to {size - 1}"
         ) from None
-    return agent.rank if agent.engine.rejoin.outside else root
+    return agent.rank if agent.engine.is_joining else root
 
 
 def broadcast_steps(
@@ -340,7 +340,7 @@ def broadcast_steps(
     else:
         assert tensor is not None
         data, shape = tensor, tuple(tensor.shape)
-    published = agent.engine.publisher.publish(operation, data)
+    published = agent.engine.publish(operation, data)
     children = []
     step = lowest >> 1
     while step:
@@ -422,7 +422,7 @@ def parts_of_all(
     agent: Agent, operation: Operation, tensor: torch.Tensor, *, by_links: bool = False
 ) -> Steps[list[tuple[int, Message]]]:
     """The messages of all agents, by rank, including this agent's own; ``by_links``: whatever carries tensors."""
-    published = agent.engine.publisher.publish(operation, tensor)
+    published = agent.engine.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
     group = operation.callers(agent.size)
     others = [rank for rank in group if rank != agent.rank]

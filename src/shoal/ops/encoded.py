@@ -78,8 +78,8 @@ class Encoded:
         two is copied to shared memory only if an agent reads it.
         """
         far = [engine.is_far(send.destination) for send in sends]
-        numbers = None if all(far) else engine.publisher.publish(operation, self.numbers)
-        message = engine.publisher.publish(operation, self.message) if any(far) else None
+        numbers = None if all(far) else engine.publish(operation, self.numbers)
+        message = engine.publish(operation, self.message) if any(far) else None
         nbytes = self.message.numel()
         found = []
         for send, is_far in zip(sends, far, strict=True):
@@ -106,7 +106,7 @@ class Encoded:
             if one.data.dtype != torch.uint8:
                 found.append(one)
                 continue
-            room = agent.engine.pool.empty((self.numbers.numel(),), self.numbers.dtype)
+            room = agent.engine.result_memory((self.numbers.numel(),), self.numbers.dtype)
             try:
                 self.compressor.decode(one.data, len(room), room.dtype, self.draws(source), out=room)
             except ValueError as error:

@@ -125,7 +125,7 @@ def _exchanged(
     agent: Agent, operation: Operation, group: list[int], data: torch.Tensor, cut: list[tuple[int, int]], same: str
 ) -> Steps[dict[int, Payload]]:
     """Send each of the others its piece of the data; returns theirs, once all have arrived."""
-    published = agent.engine.publisher.publish(operation, data)
+    published = agent.engine.publish(operation, data)
     sends = [
         Send(rank, published, low, high, (high - low,))
         for rank, (low, high) in zip(group, cut, strict=True)

@@ -89,7 +89,7 @@ def _averaged(
     digest: int = 0,
     checked: bool = False,
 ) -> Steps[list[torch.Tensor | Exception]]:
-    published = agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
+    published = agent.engine.publish_joined(operation, [one.flat for one in parts])
     total = published.data.numel()
     sends = [Send(rank, published, 0, total, (total,), weight) for rank, weight in mixing.destinations.items()]
     arrived = yield Exchange(
@@ -112,7 +112,7 @@ class AllreduceFamily:
 
     def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
         agent, group = self.agent, self.group
-        published = agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
+        published = agent.engine.publish_joined(operation, [one.flat for one in parts])
         shape = (published.data.numel(),)
         if len(group) > 2:
             mine, arrived = yield from reduced_by_owners(
@@ -153,14 +153,14 @@ class HierarchicalFamily:
 
     def alone(self, operation: Operation, tensor: torch.Tensor, out: torch.Tensor | None) -> Steps[torch.Tensor]:
         shape = tuple(tensor.shape)
-        published = self.agent.engine.publisher.publish(operation, tensor)
+        published = self.agent.engine.publish(operation, tensor)
         found = yield from self._averaged(operation, published, shape)
         result = Result(self.agent, out, tensor, shape)
         result.flat.copy_(found)
         return result.finish()
 
     def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
-        published = self.agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
+        published = self.agent.engine.publish_joined(operation, [one.flat for one in parts])
         found = yield from self._averaged(operation, published, (published.data.numel(),))
         return split_joined(found, parts)
 

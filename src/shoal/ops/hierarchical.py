@@ -136,7 +136,7 @@ def submit(
     """
     tensor = check_tensor(OP, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
-    agent.engine.rejoin.check_inside(OP)
+    agent.engine.check_joined(OP)
     if not agent.machines.homogeneous:
         raise ValueError(
             f"{OP} needs machines with equally many agents and consecutive ranks; the machines here have "
@@ -208,7 +208,7 @@ def _hierarchical(
 ) -> Steps[torch.Tensor]:
     engine, group = agent.engine, agent.local_ranks
     shape = tuple(tensor.shape)
-    published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
+    published = engine.publish(operation, tensor, zero_copy=zero_copy)
     position = group.index(agent.rank)
     share = yield from reduce_scatter(agent, operation, published, shape, "average", group, layout)
     mean = share.data
@@ -227,7 +227,7 @@ def _hierarchical(
         checked=checked and static is None,
     )
     result = Result(agent, out, tensor, shape)
-    yield from allgather_shares(agent, operation, engine.publisher.publish(operation, mixed), result.flat, group)
+    yield from allgather_shares(agent, operation, engine.publish(operation, mixed), result.flat, group)
     return result.finish()
 
 
@@ -276,7 +276,7 @@ def _mixed(
     if encoded is not None:
         payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in sources])
     weights = [weight * arrived[rank].scale for rank, weight in sources.items()]
-    mixed = engine.pool.empty((total,), mean.dtype)
+    mixed = engine.result_memory((total,), mean.dtype)
     yield from weighted_sum(mixed, share.data, mixing.self_weight, list(zip(payloads, weights, strict=True)))
     if encoded is not None and encoded.rest is not None:
         mixed.add_(encoded.rest)
@@ -310,7 +310,7 @@ def _by_leaders(
         return result.finish()
     leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape) ^ layout
     mixed = yield from _mixed(agent, operation, mean, here, leaders, compressor, digest=digest, stage=_BETWEEN_LEADERS)
-    told = engine.publisher.publish(operation, mixed)
+    told = engine.publish(operation, mixed)
     yield Exchange([Send(rank, told, 0, mixed.numel(), shape) for rank in group[1:]], [], stage=_FROM_LEADER)
     copy(result.flat, mixed)
     return result.finish()

@@ -234,7 +234,7 @@ def submit(
     """
     tensor = check_tensor(op, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(op, out, tensor.shape, tensor.dtype)
-    agent.engine.rejoin.check_inside(op)
+    agent.engine.check_joined(op)
     rest = members.rest(agent.size)
     static, known = agent.topology, mixing
     if known is not None:
@@ -369,7 +369,7 @@ def mix_steps(
         tensor = encoded.numbers
     given = tensor.new_empty(0) if silent else tensor
     plain = robust is None and encoded is None and engine.backend is None
-    publish = partial(engine.publisher.publish, zero_copy=zero_copy, on_device=plain)
+    publish = partial(engine.publish, zero_copy=zero_copy, on_device=plain)
     # Of an encoded tensor others may read only the message, which is made when the destinations are known.
     published = (publish if encoded is None else engine.publisher.keep)(operation, given)
     own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
@@ -447,7 +447,7 @@ def _readers(
 ) -> Generator[Exchange, Arrived, dict[int, float]]:
     """Tell each static in-neighbour whether this agent will read from it; learn which out-neighbours will read here."""
     wanted = set(sources)
-    empty = agent.engine.publisher.publish(operation, torch.empty(0))
+    empty = agent.engine.publish(operation, torch.empty(0))
     sends = [
         Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
         for rank in operation.left_of(static.source_ranks)

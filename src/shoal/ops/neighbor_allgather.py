@@ -79,7 +79,7 @@ def neighbor_allgather_nonblocking(
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         engine = agent.engine
-        published = engine.publisher.publish(operation, tensor)
+        published = engine.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
         now = static.without(tuple(sorted({*operation.excluded_ranks, *rest})))
         sources, targets = given or (now.mixing.source_ranks, now.mixing.destination_ranks)

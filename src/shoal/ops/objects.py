@@ -304,7 +304,7 @@ def broadcast_optimizer_state(
     own = optimizer.state_dict()
     state = broadcast_object({**own, "state": parts_of_state(own["state"], params)}, root_rank, timeout=timeout)
     agent = current()
-    if agent.rank != root_rank and not agent.engine.rejoin.outside:
+    if agent.rank != root_rank and not agent.engine.is_joining:
         optimizer.load_state_dict({**state, "state": spread_as(state["state"], params)})
 
 

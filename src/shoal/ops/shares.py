@@ -38,7 +38,7 @@ def submit_shares(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         lengths = {rank: stop - start for rank, (start, stop) in cut.items()}
         others = [rank for rank in operation.left_of([*cut]) if rank != agent.rank]
-        published = agent.engine.publisher.publish(operation, share)
+        published = agent.engine.publish(operation, share)
         sends = [Send(rank, published, 0, share.numel(), (share.numel(),)) for rank in others if share.numel()]
         arrived = yield Exchange(
             rotated(sends, agent),

@@ -164,7 +164,7 @@ def _sent(
     def steps(operation: Operation) -> Steps[torch.Tensor | None]:
         sends = []
         if takers and written is not None:
-            published = agent.engine.publisher.publish(operation, written)
+            published = agent.engine.publish(operation, written)
             sends = [Send(other, published, 0, len(written), (len(written),)) for other in takers]
         sources = [giver_of[rank]] if rank in giver_of else []
         arrived = yield Exchange(sends, sources, torch.uint8)

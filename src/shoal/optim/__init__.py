@@ -16,8 +16,8 @@ from .bluefog import DistributedNeighborAllreduceOptimizer as DistributedNeighbo
 from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
-from .checkpoint import Checkpoint as Checkpoint
-from .mean_file import save as save
+from .checkpoints.checkpoint import Checkpoint as Checkpoint
+from .checkpoints.mean_file import save as save
 from .mean_model import consensus as consensus
 from .mean_model import consensus_distance as consensus_distance
 from .metric import Metric as Metric

@@ -11,10 +11,10 @@ from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDesce
 from ..compression import Compressor
 from ..ops.arguments import Internal
 from ..ops.collective import barrier
+from .exchanges.pairwise_exchange import PairwiseExchange
+from .exchanges.window_exchange import GetExchange, PushSumExchange, PutExchange
 from .optimizer import DecentralizedOptimizer
-from .pairwise_exchange import PairwiseExchange
 from .settings import CommunicationType
-from .window_exchange import GetExchange, PushSumExchange, PutExchange
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 

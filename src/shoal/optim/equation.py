@@ -15,9 +15,9 @@ from ..algorithms.needs import check
 from ..errors import Mismatch
 from ..runtime.agent import bind, current
 from ..topology.schedule import Schedule
-from .bucket_exchange import BucketExchange
-from .bucket_step import BucketStep, MovedBy
 from .default_topology import STATIC, topology_of
+from .exchanges.bucket_exchange import BucketExchange
+from .exchanges.bucket_step import BucketStep, MovedBy
 from .inner_step import InnerStep
 from .lr_tracking import LearningRates
 from .malloc_trimming import keep_what_threads_free

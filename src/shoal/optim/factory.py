@@ -15,10 +15,11 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
-from .bucket_exchange import BucketExchange
 from .equation import Equation, EquationDuringBackward
+from .exchanges.bucket_exchange import BucketExchange
+from .exchanges.mixed_state import MixedState, check_second_iterates, warn_of_second_moments
+from .exchanges.sync_exchange import GradientExchange
 from .inner_step import InnerStep
-from .mixed_state import MixedState, check_second_iterates, warn_of_second_moments
 from .one_bit_adam import OneBitAdam
 from .settings import CommunicationType
 from .strategies import (
@@ -30,7 +31,6 @@ from .strategies import (
     AverageMomenta,
     StepStrategy,
 )
-from .sync_exchange import GradientExchange
 
 ATC, PARALLEL = GradientDescent(1.0), ParallelGradientDescent(1.0)
 _BY_BUCKETS: dict[Algorithm, tuple[type[StepStrategy], type[StepStrategy] | None]] = {

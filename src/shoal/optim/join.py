@@ -15,7 +15,7 @@ import torch
 
 from ..operations.operation import Handle
 from ..ops.collective import allreduce_nonblocking
-from .bucket_exchange import BucketExchange
+from .exchanges.bucket_exchange import BucketExchange
 from .strategies import StepStrategy
 
 _PAUSE_SECONDS = 0.002

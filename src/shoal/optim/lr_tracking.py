@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..dtensors import local
-from .buckets import Bucket
+from .exchanges.buckets import Bucket
 
 
 class LearningRates:

@@ -26,15 +26,16 @@ from ..compression import Compressor
 from ..runtime.agent import current
 from ..runtime.torch_distributed import warn_of_process_group
 from ..topology.schedule import Schedule
-from .backward_counter import BackwardCounter
-from .bucket_exchange import BucketExchange
-from .buckets import checked_bucket_bytes
 from .compressed_algorithm import compressing, feeds_back
 from .default_topology import STATIC, given, one_peer
 from .equation import Equation
+from .exchanges.backward_counter import BackwardCounter
+from .exchanges.bucket_exchange import BucketExchange
+from .exchanges.buckets import checked_bucket_bytes
+from .exchanges.grouping import as_given, by_count
+from .exchanges.hooks import BeforeForward
+from .exchanges.sync_exchange import GradientExchange, ParameterExchange
 from .factory import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
-from .grouping import as_given, by_count
-from .hooks import BeforeForward
 from .inner_step import InnerStep
 from .join import Join
 from .machine_algorithms import of_agents, of_machines
@@ -43,7 +44,6 @@ from .params import Names, name_of_optimizer
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
 from .strategies import DuringBackward
-from .sync_exchange import GradientExchange, ParameterExchange
 from .weight_checks import WeightChecks
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
@@ -322,7 +322,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             closure: Evaluates the model and its gradients again, before everything else.
         """
         engine, began = current("optimizer.step").engine, time.perf_counter_ns()
-        engine.rejoin.check_inside("optimizer.step")
+        engine.check_joined("optimizer.step")
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step

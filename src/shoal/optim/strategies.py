@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .backward import BucketGradients
-from .bucket_exchange import BucketExchange
+from .exchanges.backward import BucketGradients
+from .exchanges.bucket_exchange import BucketExchange
+from .exchanges.sync_exchange import GradientExchange, SyncExchange
 from .inner_step import InnerStep
 from .one_bit_adam import OneBitAdam
-from .sync_exchange import GradientExchange, SyncExchange
 
 
 class StepStrategy(ABC):

@@ -154,7 +154,7 @@ def _init(
     mesh: Any,
 ) -> None:
     if mine.agent is not None:
-        if on_loss is not None and (_on_loss(on_loss) == CONTINUE) != mine.agent.engine.agreement.active:
+        if on_loss is not None and (_on_loss(on_loss) == CONTINUE) != mine.agent.engine.survives_losses:
             raise ValueError(f"shoal.init(on_loss={on_loss!r}): this agent has begun otherwise; shut down first")
         if process_group is not None and mine.process_group is not process_group:
             raise ValueError("shoal.init(process_group=): this agent has begun without it; shut down first")
@@ -404,7 +404,7 @@ def _await_all(agent: Agent, deadline: float) -> None:
     try:
         _await_links(agent, deadline)
     except PeerLost as lost:
-        view = agent.engine.membership.view
+        view = agent.engine.view
         if any(rank not in view.left and view.died.get(rank) != NEEDED for rank in lost.ranks):
             raise
 
@@ -441,7 +441,7 @@ def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
 def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None:
     """Refuse to wait for agents that listen only for processes of their own machine and user."""
     known = [place.rank for place in met.places if place.known and place.rank != launch.rank]
-    far = [rank for rank in known if engine.router.transport_to(rank) == "network" and not met.endpoints[rank].port]
+    far = [rank for rank in known if engine.transport_to(rank) == "network" and not met.endpoints[rank].port]
     if far:
         raise ValueError(
             f"shoal.init(): rank {launch.rank} on {engine.router.place.host} cannot reach ranks {far} on "

@@ -67,7 +67,7 @@ def alive() -> tuple[int, ...]:
     job.
     """
     engine = current("alive()").engine
-    return engine.agreement.alive if engine.agreement.active else engine.membership.view.alive
+    return engine.agreement.alive if engine.survives_losses else engine.view.alive
 
 
 def is_entering() -> bool:
@@ -76,7 +76,7 @@ def is_entering() -> bool:
     It is isolated until its :meth:`shoal.Checkpoint.load`, which waits for admission. Until then collective operations
     return its own input, and operations with neighbours raise :class:`~shoal.ShoalError`.
     """
-    return current("is_entering()").engine.rejoin.outside
+    return current("is_entering()").engine.is_joining
 
 
 def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callable[[MembershipChange], None]:
@@ -94,7 +94,7 @@ def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callab
         ValueError: A loss ends this job.
     """
     engine = current("on_membership_change()").engine
-    if not engine.agreement.active:
+    if not engine.survives_losses:
         raise ValueError('on_membership_change(): a loss ends this run; shoal.init(on_loss="continue") lets it go on')
     engine.agreement.listeners.append(bind(listener))
     return listener
@@ -186,7 +186,7 @@ def out_neighbor_machine_ranks() -> list[int]:
 
 def membership() -> View:
     """The view of the membership at this epoch: the ranks that are alive, have shut down, or were lost."""
-    return current("membership()").engine.membership.view
+    return current("membership()").engine.view
 
 
 def events() -> Events:

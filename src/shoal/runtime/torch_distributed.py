@@ -15,7 +15,7 @@ def warn_of_process_group(agent: Agent, stacklevel: int) -> None:
     Groups that were given to Shoal (``process_group=``, ``mesh=``) or that Shoal has made are not the script's.
     """
     mine = agent.launch.beside or agent.engine.backend is not None
-    if mine or agent.size == 1 or agent.warned_of_process_group or not agent.engine.agreement.active:
+    if mine or agent.size == 1 or agent.warned_of_process_group or not agent.engine.survives_losses:
         return
     if dist.is_available() and dist.is_initialized():
         agent.warned_of_process_group = True

@@ -142,7 +142,7 @@ class Windows:
                 for rank in peers:
                     for ident, fd, lockable in regions:
                         self.engine.sender.share(rank, ident, fd, lockable)
-            published = self.engine.publisher.publish(operation, torch.tensor(told))
+            published = self.engine.publish(operation, torch.tensor(told))
             sends = [Send(rank, published, 0, len(told), (len(told),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
             for rank, message in arrived.items():  # an agent lost since then has sent nothing
@@ -199,7 +199,7 @@ class Windows:
                 self.engine.arena.retired.append(segment.ident)
                 segment.close()
                 self._requests.forget_window(window, channel_of(one))
-            self.engine.poller.wake()  # the driving thread has refusals to send
+            self.engine.wake()  # the driving thread has refusals to send
         return True
 
     @property
@@ -223,9 +223,9 @@ class Windows:
         with self.engine.lock:
             self._queue[call] = handle
             self._due = min(self._due, deadline)
-            self.engine.progress.check_by(deadline)
+            self.engine.check_by(deadline)
             if call.timeout < _LONGEST_POLL:
-                self.engine.poller.wake()
+                self.engine.wake()
 
         def run() -> None:
             with self.engine.lock:
@@ -298,7 +298,7 @@ class Windows:
         for window in self._windows.values():
             window.lose(rank)
         cause = self.cause if because is None else because
-        if rank in self.engine.membership.view.left and cause is not None:
+        if rank in self.engine.view.left and cause is not None:
             self._because[rank] = cause
 
     def check(self, now: float) -> float:
@@ -324,7 +324,7 @@ class Windows:
             with self.engine.lock:
                 for operation in self.engine.matcher.in_flight():
                     if operation.one_sided:
-                        self.engine.lifecycle.fail(operation, gone)
+                        self.engine.fail(operation, gone)
             self._worker.end(clock.monotonic() + _STOP_SECONDS)
 
 
@@ -334,5 +334,5 @@ def windows_of(agent: Agent) -> Windows:
         found = agent.engine.services.get(PREFIX)
         if not isinstance(found, Windows):
             found = Windows(agent)
-            agent.engine.services.add(PREFIX, found)
+            agent.engine.add_service(PREFIX, found)
         return found

@@ -75,7 +75,7 @@ class Requests:
             self._waiting.append((source, message))
         elif not self._try(source, message):
             self._waiting.append((source, message))
-            self._engine.progress.check_by(0.0)
+            self._engine.check_by(0.0)
 
     def serve_complete(self, source: int, message: Message) -> None:
         payload = message.payload
@@ -104,7 +104,7 @@ class Requests:
                 blocked.add(key)
                 busy = True
         if busy:
-            self._engine.progress.check_by(clock.monotonic() + AGAIN)
+            self._engine.check_by(clock.monotonic() + AGAIN)
         return busy
 
     def _try(self, source: int, message: Message) -> bool:
@@ -154,7 +154,7 @@ class Requests:
 
     def _unlock(self, source: int, message: Message) -> None:
         """The source releases a mutex, or stops waiting for it."""
-        self._engine.sender.acknowledge(source, message)
+        self._engine.acknowledge(source, message)
         key = source, message.name
         self._waiting = deque(one for one in self._waiting if (one[0], one[1].name) != key or one[1].op != LOCK)
         if self._holders.get(message.name) == source:
@@ -182,7 +182,7 @@ class Requests:
 
     def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:
         engine = self._engine
-        engine.sender.acknowledge(source, message)
+        engine.acknowledge(source, message)
         reply = Message(Kind.DATA, message.op, message.name, message.round, message.stage + 1, digest=message.digest)
         send_alone(engine.publisher, engine.sender, source, reply, torch.empty(0) if tensor is None else tensor)
 

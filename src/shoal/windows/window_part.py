@@ -124,7 +124,7 @@ class WindowPart:
             self._check(op, rank)
 
     def _goes_on_without(self, rank: int) -> bool:
-        return rank in self._gone and self._engine.agreement.active
+        return rank in self._gone and self._engine.survives_losses
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -368,7 +368,7 @@ class WindowPart:
 
     def _give_up_far(self, rank: int) -> None:
         try:
-            if rank in self._engine.membership.view.alive and self._engine.reason_against(one_sided=True) is None:
+            if rank in self._engine.view.alive and self._engine.reason_against(one_sided=True) is None:
                 self._ask(UNLOCK, {rank: 1.0}, None, None, clock.monotonic() + self._engine.timeout)
         finally:
             self._gates[rank].release()
@@ -388,7 +388,7 @@ class WindowPart:
             published = {}
             for weight in set(weights.values()):
                 scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
-                published[weight] = engine.publisher.publish(operation, scaled)
+                published[weight] = engine.publish(operation, scaled)
             sends = []
             for rank, weight in weights.items():
                 one = published[weight]
@@ -437,10 +437,10 @@ class WindowPart:
             raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
         if self._closed and op != UNLOCK:
             raise self._freed_by(op, engine.rank)
-        if rank in self._gone and rank in engine.membership.view.alive:
+        if rank in self._gone and rank in engine.view.alive:
             what = f"needs rank {rank}, which was lost and has come back without it: free it, and create another"
             raise self._lost(op, what, rank)
-        if rank != engine.rank and rank not in engine.membership.view.alive:
+        if rank != engine.rank and rank not in engine.view.alive:
             what = f"needs rank {rank}, which is gone: {engine.membership.describe(rank)}"
             cause = self._cause_of(rank, rank)
             raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
@@ -456,7 +456,7 @@ class WindowPart:
 
     def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
         engine = self._engine
-        died = engine.membership.view.died
+        died = engine.view.died
         if cause in died and died[cause] not in what:
             what += f" ({died[cause]})"
         ranks = () if cause is None else (cause,)

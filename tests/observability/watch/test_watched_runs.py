@@ -22,6 +22,7 @@ from shoal.rendezvous.launch import WATCH
 from support.browser import MISSING, browser
 from support.launcher import RUN
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.world import plain_environment, reserved_port
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -59,7 +60,7 @@ class Job:
 
     def rest(self) -> tuple[int, str]:
         """Its exit status, and what it says until then."""
-        _, said = self.process.communicate(timeout=60)
+        _, said = self.process.communicate(timeout=scaled(60))
         return self.process.returncode, said
 
     def news(self) -> dict[str, Any]:
@@ -146,7 +147,9 @@ def test_a_launcher_without_it_tells_its_agents_of_none(start: Start, tmp_path: 
     script.write_text(ENVIRON)
     (tmp_path / "stop").touch()
     done = subprocess.run(
-        [*RUN, "-n", "1", str(script), str(tmp_path)], env=plain_environment() | {WATCH: "of an outer one"}, timeout=60
+        [*RUN, "-n", "1", str(script), str(tmp_path)],
+        env=plain_environment() | {WATCH: "of an outer one"},
+        timeout=scaled(60),
     )
     assert done.returncode == 0 and WATCH not in (tmp_path / "0").read_text()
 
@@ -170,7 +173,7 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
             assert "SIGKILL" in said["agents"][1]["words"]
             stop.touch()
             assert first.rest()[0] == 0
-            other.communicate(timeout=60)
+            other.communicate(timeout=scaled(60))
         finally:
             other.kill()
             other.communicate()
@@ -210,7 +213,7 @@ def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start,
         job.until(lambda said: states(said)[3] == "lost" and "SIGKILL" in said["agents"][3]["words"])
         stop.touch()
         for one in launched:
-            _, err = one.communicate(timeout=60)
+            _, err = one.communicate(timeout=scaled(60))
             assert one.returncode == 0, err
         assert job.rest()[0] == 0
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...operations.operation import Handle
-from ...optim.buckets import OVERLAPPED_BUCKET_BYTES
-from ...optim.grouping import as_given, by_count
-from ...optim.hooks import add_gradient_listener
+from ...optim.exchanges.buckets import OVERLAPPED_BUCKET_BYTES
+from ...optim.exchanges.grouping import as_given, by_count
+from ...optim.exchanges.hooks import add_gradient_listener
 from ...optim.params import check_that_models_agree, name_of_optimizer
 from ...runtime.agent import bind
 from .async_ops import reduce_many

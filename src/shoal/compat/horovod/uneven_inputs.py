@@ -106,7 +106,7 @@ class JoinCoordinator(MinimalService):
             for rank, state in self._joined.items():
                 if state.joined > self._ended:
                     self._tell(rank, call)
-                    engine.poller.wake()
+                    engine.wake()
 
     def _is_in_flight(self, call: AnnouncedCall) -> bool:
         return self._engine.matcher.active(call.channel, call.round) is not None
@@ -129,7 +129,7 @@ class JoinCoordinator(MinimalService):
         when_complete(message, partial(self._hear, source, message))
 
     def _hear(self, source: int, message: Message, text: bytes) -> None:
-        self._engine.sender.acknowledge(source, message)
+        self._engine.acknowledge(source, message)
         try:
             if len(text) > _MOST_BYTES:
                 raise ValueError(f"{len(text):,} bytes at once")
@@ -168,7 +168,7 @@ class JoinCoordinator(MinimalService):
     def _missing(self) -> list[int]:
         """The ranks that have not joined, or whose announced calls have not all arrived."""
         engine, found = self._engine, []
-        for rank in engine.membership.view.alive:
+        for rank in engine.view.alive:
             state = self._joined.get(rank, JoinState(0, 0, 0))
             ready = state.joined >= self._own and state.heard >= self._own and self._heard.get(rank, 0) >= state.told
             if rank != engine.rank and not ready:
@@ -182,10 +182,10 @@ class JoinCoordinator(MinimalService):
         with deferred, engine.lock:
             self._own += 1
             self._heard.clear()
-            for rank in engine.membership.view.alive:
+            for rank in engine.view.alive:
                 if rank != engine.rank:
                     self._tell_state(rank)
-            engine.poller.wake()
+            engine.wake()
         engine.stalls.begins_to_wait(self._since)
         own_calls = self._calls
         self._follow()
@@ -214,7 +214,7 @@ class JoinCoordinator(MinimalService):
             over = engine.reason_against(False)
             if over is not None:
                 raise over
-            if news is not None and engine.matcher.begun(news.channel) <= news.round:
+            if news is not None and engine.rounds_begun(news.channel) <= news.round:
                 handles.append(self._take_part(news))
             while handles and handles[0].poll():
                 handles.popleft().wait()
@@ -273,7 +273,7 @@ def attach() -> None:
         return
     with deferred, engine.lock:
         _of[engine] = made = JoinCoordinator(engine)
-        engine.services.add(WORD, made)
+        engine.add_service(WORD, made)
     barrier(Internal("horovod.init"))
 
 

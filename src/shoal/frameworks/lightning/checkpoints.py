@@ -21,7 +21,7 @@ from ...errors import Mismatch, ShoalError
 from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.objects import broadcast_object
-from ...optim.checkpoint import Checkpoint
+from ...optim.checkpoints.checkpoint import Checkpoint
 from ...runtime.queries import rank, size
 from ..random_state import RandomState
 

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from ...errors import ShoalError
 from ...ops.arguments import Internal
 from ...ops.objects import broadcast_object, broadcast_parameters
-from ...optim.checkpoint import Checkpoint
+from ...optim.checkpoints.checkpoint import Checkpoint
 from ...optim.mean_model import consensus
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current

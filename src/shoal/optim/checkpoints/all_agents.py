@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ShoalError
-from ..ops.arguments import Internal
-from ..ops.collective import gather_by_rank
-from ..ops.objects import broadcast_object
-from ..runtime.agent import current
+from ...errors import ShoalError
+from ...ops.arguments import Internal
+from ...ops.collective import gather_by_rank
+from ...ops.objects import broadcast_object
+from ...runtime.agent import current
 
 T = TypeVar("T")
 

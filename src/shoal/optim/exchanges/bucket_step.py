@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..algorithms.algorithm import Algorithm, Gradient
-from ..algorithms.exchange import Exchange
+from ...algorithms.algorithm import Algorithm, Gradient
+from ...algorithms.exchange import Exchange
+from ..lr_tracking import LearningRates
 from .buckets import Bucket
-from .lr_tracking import LearningRates
 
 MovedBy = Callable[["BucketStep", torch.Tensor], torch.Tensor]
 """How far the wrapped optimizer moves a part from a point."""

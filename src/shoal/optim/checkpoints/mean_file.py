@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..dtensors import is_sharded
-from ..errors import PeerLost
-from ..runtime.agent import current
+from ...dtensors import is_sharded
+from ...errors import PeerLost
+from ...runtime.agent import current
+from ..mean_model import consensus
 from .all_agents import from_one_agent, present_agents
 from .checkpoint_files import save_tensors, write_whole
-from .mean_model import consensus
 from .state_trees import in_own_memory
 
 
@@ -53,5 +53,5 @@ def save(model: torch.nn.Module, path: str | os.PathLike[str], *, timeout: float
             try:
                 return from_one_agent(first, "save", write, timeout)
             except PeerLost as lost:
-                if first not in lost.ranks or not agent.engine.agreement.active:
+                if first not in lost.ranks or not agent.engine.survives_losses:
                     raise

@@ -22,10 +22,10 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ..dtensors import is_sharded, like, local, locals_of, placed_as, placements
-from ..runtime.agent import current
-from ..topology._validate import check_size
-from .params import is_dense
+from ...dtensors import is_sharded, like, local, locals_of, placed_as, placements
+from ...runtime.agent import current
+from ...topology._validate import check_size
+from ..params import is_dense
 
 BUCKET_BYTES = 16 << 20
 """Large enough that a message costs little beside its bytes."""

@@ -13,19 +13,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..algorithms.agent_schedule import AgentSchedule
-from ..algorithms.growth import DIES_OUT
-from ..algorithms.needs import DOUBLY_STOCHASTIC
-from ..errors import DeadlineExceeded, PeerLost
-from ..operations.operation import Handle
-from ..ops.collective import barrier
-from ..runtime.agent import current
-from ..topology._validate import as_weight
-from ..windows import by_name as ops
-from ..windows.registry import windows_of
+from ...algorithms.agent_schedule import AgentSchedule
+from ...algorithms.growth import DIES_OUT
+from ...algorithms.needs import DOUBLY_STOCHASTIC
+from ...errors import DeadlineExceeded, PeerLost
+from ...operations.operation import Handle
+from ...ops.collective import barrier
+from ...runtime.agent import current
+from ...topology._validate import as_weight
+from ...windows import by_name as ops
+from ...windows.registry import windows_of
+from ..settings import Settings
 from .bucket_exchange import BucketExchange, Params
 from .buckets import Bucket
-from .settings import Settings
 from .trainable_window import TrainableWindow
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..dtensors import local
-from ..runtime.agent import current
+from ...dtensors import local
+from ...runtime.agent import current
+from ..params import is_dense
 from .buckets import Bucket
-from .params import is_dense
 
 _SECOND_MOMENTS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adam: "exp_avg_sq",

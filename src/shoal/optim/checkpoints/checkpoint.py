@@ -15,12 +15,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..dtensors import is_sharded, parts_of_state, spread_as
-from ..errors import Mismatch, PeerLost, ShoalError
-from ..ops.arguments import Internal
-from ..ops.collective import gather_by_rank
-from ..ops.state_transfer import hand_over, let_in
-from ..runtime.agent import current
+from ...dtensors import is_sharded, parts_of_state, spread_as
+from ...errors import Mismatch, PeerLost, ShoalError
+from ...ops.arguments import Internal
+from ...ops.collective import gather_by_rank
+from ...ops.state_transfer import hand_over, let_in
+from ...runtime.agent import current
+from ..optimizer import DecentralizedOptimizer
 from .all_agents import AgentErrors, all_try, from_one_agent, present_agents
 from .checkpoint_files import (
     Manifest,
@@ -35,7 +36,6 @@ from .checkpoint_files import (
     write_states,
 )
 from .checkpoint_parts import NO_SCHEDULES, GeneratorState, Stateful, as_stateful, is_scheduled
-from .optimizer import DecentralizedOptimizer
 from .state_trees import in_own_memory, mean_state
 
 
@@ -129,7 +129,7 @@ class Checkpoint:
         place = None
         while folder is not None and place is None:
             place = self._save_among(present_agents(timeout), Path(folder), step, keep, timeout)
-        if agent.engine.agreement.active and let_in(agent, timeout):
+        if agent.engine.survives_losses and let_in(agent, timeout):
             hand_over(agent, lambda: self._handed_over(step), timeout)
             self._meet()
         return place
@@ -217,7 +217,7 @@ class Checkpoint:
                 )
                 return place
         except PeerLost as lost:
-            if first not in lost.ranks or not agent.engine.agreement.active:
+            if first not in lost.ranks or not agent.engine.survives_losses:
                 raise
         if place is not None:
             withdraw(place, number)
@@ -266,7 +266,7 @@ class Checkpoint:
                 reasons for the last one.
         """
         _check_that_agents_are_whole("Checkpoint.load")
-        if current("Checkpoint.load").engine.rejoin.outside:
+        if current("Checkpoint.load").engine.is_joining:
             return self._enter(timeout)
         if start not in ("own", "consensus"):
             raise ValueError(f"checkpoint: start={start!r}; it may be 'own' or 'consensus'")

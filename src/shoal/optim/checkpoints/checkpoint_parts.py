@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..data.sampler import AgentSampler
-from ..ops import safe_serialization
+from ...data.sampler import AgentSampler
+from ...ops import safe_serialization
 
 
 class Stateful(Protocol):

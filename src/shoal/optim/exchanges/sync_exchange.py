@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..algorithms.agent_schedule import AgentSchedule
-from ..compression import Compressor
-from ..errors import Mismatch
-from ..operations.operation import Handle
-from ..ops.collective import submit_allreduce
-from ..ops.encoded_mean import Rest, submit_encoded_mean
-from ..runtime.agent import current
+from ...algorithms.agent_schedule import AgentSchedule
+from ...compression import Compressor
+from ...errors import Mismatch
+from ...operations.operation import Handle
+from ...ops.collective import submit_allreduce
+from ...ops.encoded_mean import Rest, submit_encoded_mean
+from ...runtime.agent import current
+from ..settings import BY_HAND, CommunicationType, ExchangeRound, Settings
+from ..sharding import check_robust
 from .bucket_exchange import BucketExchange, Params
 from .buckets import Bucket
-from .settings import BY_HAND, CommunicationType, ExchangeRound, Settings
-from .sharding import check_robust
 
 _MARKER = -1
 """The number of the marker that replaces buckets if all parameters are frozen."""

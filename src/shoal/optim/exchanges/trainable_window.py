@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import DeadlineExceeded, Mismatch
-from ..runtime.agent import current
-from ..windows import by_name as ops
-from ..windows.registry import windows_of
-from ..windows.window import named
-from .trainable import difference_text
+from ...errors import DeadlineExceeded, Mismatch
+from ...runtime.agent import current
+from ...windows import by_name as ops
+from ...windows.registry import windows_of
+from ...windows.window import named
+from ..trainable import difference_text
 
 _ROUNDS = 64
 """The number of its own changes that an agent remembers."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime.agent import bind
+from ...runtime.agent import bind
 from .buckets import Bucket
 from .hooks import add_gradient_listener
 

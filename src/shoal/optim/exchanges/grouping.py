@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ..topology._validate import check_size
+from ...topology._validate import check_size
 
 Layout = list[list[str]]
 """The names of the parameters of each bucket."""

@@ -10,21 +10,21 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ..algorithms.agent_schedule import AgentSchedule
-from ..algorithms.growth import DIES_OUT
-from ..algorithms.needs import DOUBLY_STOCHASTIC
-from ..compression import Compressor
-from ..compression.draws import Redrawn
-from ..errors import DeadlineExceeded, PeerLost
-from ..operations.operation import Handle
-from ..runtime.agent import bind, current
-from ..windows import by_name as ops
-from ..windows.registry import windows_of
-from ..windows.window import named
+from ...algorithms.agent_schedule import AgentSchedule
+from ...algorithms.growth import DIES_OUT
+from ...algorithms.needs import DOUBLY_STOCHASTIC
+from ...compression import Compressor
+from ...compression.draws import Redrawn
+from ...errors import DeadlineExceeded, PeerLost
+from ...operations.operation import Handle
+from ...runtime.agent import bind, current
+from ...windows import by_name as ops
+from ...windows.registry import windows_of
+from ...windows.window import named
+from ..compressed_algorithm import share_kept
+from ..settings import Settings
 from .bucket_exchange import Params
 from .buckets import Bucket
-from .compressed_algorithm import share_kept
-from .settings import Settings
 from .window_exchange import WindowExchange
 
 _LOOK_AGAIN, _LONGEST_PAUSE = 0.0005, 0.004
@@ -222,7 +222,7 @@ class PairwiseExchange(WindowExchange):
         try:
             super().wait()
         except PeerLost:
-            if not current("AD-PSGD").engine.agreement.active:
+            if not current("AD-PSGD").engine.survives_losses:
                 self._forget_asked()
                 raise
         for pairs in self._pairs.values():
@@ -316,7 +316,7 @@ class PairwiseExchange(WindowExchange):
             try:
                 ops.win_put(answer, pairs.slots.replies, dst_weights=[peer])
             except PeerLost as error:  # the requesting agent is lost; others still get replies
-                if not current("AD-PSGD").engine.agreement.active:
+                if not current("AD-PSGD").engine.survives_losses:
                     self._error = error
         return found
 

@@ -1,0 +1,147 @@
+"""Measures how far a reader has to follow a call, and how large the parts of the package are.
+
+    python tools/measure_paths.py            # both tables
+    python tools/measure_paths.py --sizes    # only what is counted in the source, without agents
+
+Calls are those of Python functions of the package in one round on rank 0, in the thread of the script, after 20 rounds;
+the median of 20 rounds. Files are those that these functions are in. Two agents, shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
+ROUNDS = 20
+BELOW_THE_ENGINE = {"engine", "operations", "fault_tolerance"}
+"""Folders whose modules may use each other's parts."""
+
+
+def median_path(call: Callable[[], Any]) -> tuple[int, int]:
+    """The calls of one round, and the files that they are in."""
+    for _ in range(ROUNDS):
+        call()
+    calls, files = [], []
+    for _ in range(ROUNDS):
+        seen: Counter[str] = Counter()
+
+        def note(frame: FrameType, event: str, _: Any, seen: Counter[str] = seen) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+                seen[frame.f_code.co_filename] += 1
+
+        sys.setprofile(note)
+        call()
+        sys.setprofile(None)
+        calls.append(seen.total())
+        files.append(len(seen))
+    return int(statistics.median(calls)), int(statistics.median(files))
+
+
+def paths_of_an_agent() -> dict[str, tuple[int, int]]:
+    """As one of two agents: what some calls pass."""
+    import torch
+
+    import shoal
+
+    shoal.init()
+    shoal.set_topology(shoal.RingGraph(2))
+    small, large = torch.ones(1), torch.ones(1 << 18)
+    model = torch.nn.Linear(4, 4)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    window = shoal.windows.create(torch.ones(1), "measured")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    def put_and_update() -> None:
+        window.put()
+        window.update()
+
+    found = {
+        "neighbor_allreduce, 4 bytes": median_path(lambda: shoal.neighbor_allreduce(small, name="small")),
+        "neighbor_allreduce, 1 MiB": median_path(lambda: shoal.neighbor_allreduce(large, name="large")),
+        "allreduce, 4 bytes": median_path(lambda: shoal.allreduce(small, name="all")),
+        "optimizer step, one small bucket": median_path(step),
+        "window put and update, 4 bytes": median_path(put_and_update),
+    }
+    shoal.barrier()
+    first = shoal.rank() == 0
+    shoal.shutdown()
+    return found if first else {}
+
+
+def sizes() -> dict[str, str]:
+    """What is counted in the source."""
+    modules = sorted(PACKAGE.rglob("*.py"))
+    lines = {path: len(path.read_text().splitlines()) for path in modules}
+    folders = Counter(str(path.parent.relative_to(PACKAGE.parent)) for path in modules)
+    folder, most = folders.most_common(1)[0]
+    constructors: list[tuple[int, str]] = []
+    reaching = 0
+    for path in modules:
+        tree = ast.parse(path.read_text())
+        room = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                for part in node.body:
+                    if (
+                        isinstance(part, ast.FunctionDef)
+                        and part.name == "__init__"
+                        and not node.name.endswith("Optimizer")
+                    ):
+                        constructors.append((len(part.args.args) + len(part.args.kwonlyargs) - 1, node.name))
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                owner = node.value.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                reaching += name in ("engine", "_engine") and room not in BELOW_THE_ENGINE
+    names = (PACKAGE.parent.parent / "tests" / "public_names.txt").read_text().split()
+    parameters, owner_name = max(constructors)
+    longest = max(modules, key=lambda path: lines[path])
+    return {
+        "modules": str(len(modules)),
+        "lines": f"{sum(lines.values()):,}",
+        "files in the largest folder": f"{most} ({folder})",
+        "longest module": f"{lines[longest]} lines ({longest.relative_to(PACKAGE)})",
+        "parameters of the largest internal constructor": f"{parameters} ({owner_name})",
+        "uses of engine.<part>.<member> outside of the engine": str(reaching),
+        "names of shoal": str(sum(bool(re.fullmatch(r"shoal\.\w+", one)) for one in names)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sizes", action="store_true", help="only what is counted in the source")
+    parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.agent:
+        found = paths_of_an_agent()
+        if found:
+            print(json.dumps(found), flush=True)
+        return
+    for what, size in sizes().items():
+        print(f"{what:55} {size}")
+    if not args.sizes:
+        command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", "2", __file__, "--agent"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if run.returncode:
+            raise SystemExit(run.stderr)
+        print(f"\n{'one round on rank 0':35} calls  files")
+        for what, (calls, files) in json.loads(run.stdout.splitlines()[0]).items():
+            print(f"{what:35} {calls:5}  {files:5}")
+
+
+if __name__ == "__main__":
+    main()
