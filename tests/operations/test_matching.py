@@ -66,6 +66,29 @@ def test_what_comes_early_is_kept_for_its_stage_and_given_out_once() -> None:
     assert not matcher.give_up_early()
 
 
+def test_of_a_round_that_fails_at_an_early_message_the_others_are_given_out_once() -> None:
+    matcher = Matcher()
+    for source in (1, 2, 3):
+        matcher.keep(source, message(0, 0))
+    operation = matcher.begin("average", "x", 1.0, True)
+    came = matcher.came_early(operation, 0)
+    assert next(came)[0] == 1
+    late, _ = matcher.end(operation, ValueError("it does not match"))
+    assert sorted(source for source, _ in late) == [2, 3]
+    assert not list(came)
+
+
+def test_of_an_agent_that_is_lost_meanwhile_no_early_message_is_given_out() -> None:
+    matcher = Matcher()
+    for source in (1, 2, 3):
+        matcher.keep(source, message(0, 0))
+    operation = matcher.begin("average", "x", 1.0, True)
+    came = matcher.came_early(operation, 0)
+    assert next(came)[0] == 1
+    matcher.forget(2)
+    assert [source for source, _ in came] == [3]
+
+
 def test_questions_wait_for_their_stage() -> None:
     matcher = Matcher()
     for source, stage in ((1, 0), (2, 0), (2, 0), (3, 1)):

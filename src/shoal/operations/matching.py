@@ -276,10 +276,11 @@ class Matcher:
 
     def forget(self, rank: int) -> None:
         """Drop the messages and the probes of a lost agent."""
-        for key in [key for key, early in self._early.items() if any(source == rank for _, source in early)]:
-            early = {place: message for place, message in self._early.pop(key).items() if place[1] != rank}
-            if early:
-                self._early[key] = early
+        for key, early in list(self._early.items()):
+            for place in [place for place in early if place[1] == rank]:
+                del early[place]  # in place: came_early() may be at it
+            if not early:
+                del self._early[key]
         for key, asks in list(self._asks.items()):
             self._asks[key] = {ask for ask in asks if ask[1] != rank}
             if not self._asks[key]:
@@ -343,7 +344,10 @@ class Matcher:
         asks = self._asks.pop(key, None)
         for _, source, _ in asks or ():
             self._asked[source].release(0)
-        return [self._out(source, message) for (_, source), message in early.items()] if early else [], list(asks or ())
+        late = [self._out(source, message) for (_, source), message in early.items()] if early else []
+        if early:
+            early.clear()  # or came_early(), if one of its messages has ended the operation, would yield the rest again
+        return late, list(asks or ())
 
 
 def unexpected(source: int, rank: int) -> str:
