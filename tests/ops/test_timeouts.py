@@ -82,6 +82,7 @@ def calls_with_a_timeout(folder: Path) -> Calls:
         "consensus_distance": lambda **t: shoal.consensus_distance(model, **t),
         "metrics": lambda **t: shoal.metrics({"loss": 1.0}, **t),
         "neighbor_alltoall": lambda **t: shoal.neighbor_alltoall(torch.ones(1, 2), [other], **t),
+        "save": lambda **t: shoal.save(model, folder / f"model of {shoal.rank()}.pt", **t),
         "win_create": create,
         "win_mutex": mutex,
         "win_update": lambda **t: shoal.win_update("x", **t),
