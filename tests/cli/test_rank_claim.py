@@ -125,7 +125,6 @@ def test_a_run_without_room_cannot_be_joined(shells: Shells, tmp_path: Path) -> 
         ("-n 2 --join 127.0.0.1:1 --max-agents 4", "--join with --max-agents"),
         ("-n 2 --join 127.0.0.1:1 --on-failure stop", "--join with --on-failure stop"),
         ("-n 0 --join 127.0.0.1:1", "-n 0: at least one agent"),
-        ("--join 127.0.0.1:1", "the following arguments are required: -n"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
