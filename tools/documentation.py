@@ -64,8 +64,9 @@ class Reference:
         self.home: dict[str, str] = {}
         exported = {f"shoal.{name}" for name in (str(one) for one in package.exports or ())}
         for name in sorted(NAMES, key=lambda name: self._order(name, exported)):
-            if not self.get(name).is_module:
-                self.home.setdefault(self.get(name).path, name)
+            found = self.get(name)
+            if found is not None and not found.is_module:
+                self.home.setdefault(found.path, name)
 
     @staticmethod
     def _order(name: str, exported: set[str]) -> int:
@@ -75,10 +76,13 @@ class Reference:
             return 0 if name in exported else 3
         return 2 if package in ALIASES else 1
 
-    def get(self, name: str) -> griffe.Object:
-        """The object that a public name stands for."""
-        found = self.package[name.removeprefix("shoal.")]
-        return found.final_target if isinstance(found, griffe.Alias) else found
+    def get(self, name: str) -> griffe.Object | None:
+        """The object behind a name; None if the source does not show one, as for constants that are unpacked."""
+        try:
+            found = self.package[name.removeprefix("shoal.")]
+            return found.final_target if isinstance(found, griffe.Alias) else found
+        except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
+            return None
 
     def page(self, page: str) -> str:
         """The Markdown of a page."""
@@ -93,10 +97,10 @@ class Reference:
 
     def _of_package(self, package: str) -> list[str]:
         lines = [f"::: {package}", "    options:", "      members: false", "      show_root_heading: false", ""]
-        names = [name for name in NAMES if package_of(name) == package]
-        modules = [name for name in names if self.get(name).is_module]
-        here = [name for name in names if name not in modules and self.home[self.get(name).path] == name]
-        elsewhere = [name for name in names if name not in modules and name not in here]
+        found = {name: self.get(name) for name in NAMES if package_of(name) == package}
+        homes = {name: self.home[one.path] for name, one in found.items() if one is not None and not one.is_module}
+        here = [name for name, home in homes.items() if home == name]
+        constants = [name.rpartition(".")[2] for name, one in found.items() if one is None]
         if package == "shoal":
             for section in dict.fromkeys([*SECTIONS.values(), "More"]):
                 inside = [name for name in here if self._section(name) == section]
@@ -104,13 +108,16 @@ class Reference:
                     lines += [f"## {section}", "", *(f"::: {name}\n" for name in inside)]
         else:
             lines += [f"::: {name}\n" for name in here]
-        if elsewhere:
-            links = ", ".join(f"[`{name.rpartition('.')[2]}`][{self.home[self.get(name).path]}]" for name in elsewhere)
-            lines += [f'**Also in `{package}`:** {links}.', ""]
+        if len(homes) > len(here):
+            links = (f"[`{name.rpartition('.')[2]}`][{home}]" for name, home in homes.items() if home != name)
+            lines += [f"**Also in `{package}`:** {', '.join(links)}.", ""]
+        if constants:
+            lines += [f"**Second names and constants of `{package}`:** {', '.join(f'`{name}`' for name in constants)}.", ""]
         return lines
 
     def _section(self, name: str) -> str:
-        return SECTIONS.get(self.get(name).path.split(".")[1], "More")
+        found = self.get(name)
+        return SECTIONS.get(found.path.split(".")[1] if found is not None else "", "More")
 
 
 @cache
@@ -241,9 +248,4 @@ def _resolved(one: griffe.Object, target: str) -> str | None:
 
 
 def _found(names: Reference, path: str) -> griffe.Object | None:
-    if path == "shoal":
-        return names.package
-    try:
-        return names.get(path)
-    except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
-        return None
+    return names.package if path == "shoal" else names.get(path)

@@ -74,7 +74,7 @@ class Fleet:
             The results, by rank.
 
         Raises:
-            The exception of the first agent that failed, with its traceback; the other agents are ended, and fleets
+            Exception: That of the first agent that failed, with its traceback; the other agents are ended, and fleets
                 that they run. An agent in a loop without any operation does not notice; it is left running and named
                 in the log.
             TypeError: A call of ``function`` would only create a generator or a coroutine, and run nothing.
