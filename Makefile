@@ -75,9 +75,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# The site, into out/site: a broken link, a missing reference or a page that is not in mkdocs.yml fails it.
+# The site, into out/site: a broken link, a missing reference or a page that is not in mkdocs.yml fails it (not with --quiet,
+# which hides warnings from --strict).
 docs: $(DOCS)/.locked
-	PYTHONDONTWRITEBYTECODE=1 NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	PYTHONDONTWRITEBYTECODE=1 NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/.locked: requirements/docs.lock
 	$(PYTHON) -m venv $(DOCS)

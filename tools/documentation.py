@@ -112,7 +112,10 @@ class Reference:
             links = (f"[`{name.rpartition('.')[2]}`][{home}]" for name, home in homes.items() if home != name)
             lines += [f"**Also in `{package}`:** {', '.join(links)}.", ""]
         if constants:
-            lines += [f"**Second names and constants of `{package}`:** {', '.join(f'`{name}`' for name in constants)}.", ""]
+            lines += [
+                f"**Second names and constants of `{package}`:** {', '.join(f'`{name}`' for name in constants)}.",
+                "",
+            ]
         return lines
 
     def _section(self, name: str) -> str:
@@ -179,7 +182,7 @@ def _translate(one: griffe.Object, names: Reference) -> None:
 
 
 def markdown_of(text: str, link: Any) -> str:
-    """A docstring with its roles, simple tables and literal blocks in Markdown. ``link`` finds a public name, or None."""
+    """Roles, simple tables and literal blocks of a docstring in Markdown. ``link`` finds a public name, or None."""
 
     def role(match: re.Match[str]) -> str:
         label, target = (match[2], match[3] or match[2]) if match[3] else (match[2].rpartition(".")[2], match[2])

@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="M",
         help="the largest number of agents: others may join the running job if the script loads and saves a "
-        "shoal.Checkpoint; the command to join is printed at the start. With --on-failure continue (the default then) or restart",
+        "shoal.Checkpoint; the command to join is printed at the start. With --on-failure continue "
+        "(the default then) or restart",
     )
     parser.add_argument(
         "--join",
