@@ -16,10 +16,11 @@ MARKED ?= not soak and not slow
 # The environment that the tests of frameworks and clusters have for themselves: their packages are large, and move often.
 FRAMEWORKS := .venv-frameworks
 RAY := tests/frameworks/test_ray.py
+DOCS := .venv-docs
 # Options of `shoal run` for the demo, as in: make demo DEMO="--on-failure continue"
 DEMO ?=
 
-.PHONY: demo test coverage versions frameworks clusters soak lint bench locked lock audit sbom clean
+.PHONY: demo test coverage versions frameworks clusters soak lint bench docs locked lock audit sbom clean
 
 demo: $(STAMP)
 	$(BIN)/shoal run --no-prefix -n 4 $(DEMO) examples/train_digits.py --picture out/digits.png
@@ -74,6 +75,16 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# The site, into out/site: a broken link, a missing reference or a page that is not in mkdocs.yml fails it (not with --quiet,
+# which hides warnings from --strict).
+docs: $(DOCS)/.locked
+	PYTHONDONTWRITEBYTECODE=1 NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.locked: requirements/docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/docs.lock
+	touch $@
+
 bench: $(STAMP)
 	$(BIN)/shoal bench
 
@@ -106,6 +117,8 @@ lock:
 		--output-file requirements/frameworks.lock
 	echo 'triton>=3.9' | out/lock/bin/uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade \
 		--no-header --no-annotate --quiet --output-file requirements/kernels.lock
+	out/lock/bin/uv pip compile requirements/docs.in --universal --python-version 3.11 --generate-hashes --upgrade \
+		--no-header --no-annotate --quiet --output-file requirements/docs.lock
 
 # Known holes in what is locked, as the OSV database has them.
 audit:
@@ -117,4 +130,4 @@ sbom: $(STAMP)
 	$(BIN)/python tools/bill.py > out/sbom.json
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) out build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) out build dist

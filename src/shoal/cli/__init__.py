@@ -20,18 +20,18 @@ from .suggestions import SuggestingParser
 
 COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),
-    "bench": ("shoal.cli.bench", "measure how fast agents average on this machine, beside their peers"),
+    "bench": ("shoal.cli.bench", "measure how fast agents average on this machine, compared with torch.distributed"),
     "report": (
         "shoal.cli.report",
-        "say and draw who was slow in a run, and why; and who was there when",
+        "report slow agents and links of a run, or its membership over time",
     ),
-    "watch": ("shoal.cli.watch", "show a run that is over on a page, from its traces and records"),
-    "status": ("shoal.cli.status", "say what the agents that run on this machine do"),
-    "topology": ("shoal.cli.topology", "list, show, draw and compare topologies, and say which one to take"),
+    "watch": ("shoal.cli.watch", "show a completed run on a page, from its traces and membership logs"),
+    "status": ("shoal.cli.status", "print what the agents of this machine are doing"),
+    "topology": ("shoal.cli.topology", "list, show, draw, compare and recommend topologies"),
     "notebook": ("shoal.cli.notebook", "start and stop agents behind a notebook, through ipyparallel"),
-    "certificates": ("shoal.cli.certificates", "make, list and take back the certificates of a job, for TLS"),
+    "certificates": ("shoal.cli.certificates", "make, list and revoke the certificates of a job, for TLS"),
     "completion": ("shoal.cli.completion", "print the completion of this command for a shell"),
-    "doctor": ("shoal.cli.doctor", "say what a bug report needs, and whether agents can run on this machine"),
+    "doctor": ("shoal.cli.doctor", "check whether agents can run on this machine, and print what a bug report needs"),
 }
 
 

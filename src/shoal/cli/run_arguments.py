@@ -42,28 +42,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-agents",
         type=int,
         metavar="M",
-        help="room for so many agents in all: others may join while the run goes on, where the script loads and saves "
-        "a shoal.Checkpoint; the run says how when it starts. With --on-failure continue (the default then) or restart",
+        help="the largest number of agents: others may join the running job if the script loads and saves a "
+        "shoal.Checkpoint; the command to join is printed at the start. With --on-failure continue "
+        "(the default then) or restart",
     )
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="join the run that goes on there and was started with --max-agents, with N agents more",
+        help="add N agents to the running job at HOST:PORT, which was started with --max-agents",
     )
     parser.add_argument(
         "--on-failure",
         choices=["stop", "continue", "restart"],
-        help="when an agent fails: end the others (stop, the default); let them go on (continue, the default with "
-        "--max-agents and --join); let them go on, and start it again to take its place, where the script loads and "
-        "saves a shoal.Checkpoint (restart). With restart on one machine a job of which no agent is left begins again, "
-        "from the files of its checkpoints",
+        help="when an agent fails: end the others (stop, the default); let them continue (continue, the default with "
+        "--max-agents and --join); let them continue, and restart the failed agent, which rejoins if the script loads "
+        "and saves a shoal.Checkpoint (restart). With restart on one machine, a job whose agents have all failed is "
+        "restarted from its checkpoint files",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=3,
         metavar="K",
-        help="with restart: how often each agent is started again, and how often the whole job where none is left (3)",
+        help="with restart: how often each agent is restarted, and how often the whole job if all agents failed (3)",
     )
     parser.add_argument(
         "--grace",
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="show the run on a page on 127.0.0.1 while it goes on; its address, which nobody can guess, is printed",
+        help="show the running job on a page on 127.0.0.1; its address, which is secret, is printed",
     )
     parser.add_argument("--watch-port", type=int, default=0, metavar="PORT", help="the port of that page (any)")
     parser.add_argument("--no-prefix", action="store_true", help="pass output through, without [rank] before each line")

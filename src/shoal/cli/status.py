@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_interval,
         const=1.0,
         metavar="SECONDS",
-        help="go on, and ask again every so many seconds (1), until Ctrl-C",
+        help="repeat every SECONDS (1), until Ctrl-C",
     )
 
 

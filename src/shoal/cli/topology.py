@@ -173,7 +173,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     _agents_argument(parser, 16)
     _machines_argument(parser)
     _network_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print everything that was computed as JSON instead")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON instead")
 
 
 def _compare(args: argparse.Namespace) -> int:

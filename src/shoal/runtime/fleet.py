@@ -74,9 +74,9 @@ class Fleet:
             The results, by rank.
 
         Raises:
-            The exception of the first agent that failed, with its traceback. The other agents are ended, and the fleets
-                that they run. An agent in a loop without any operation does not notice; it continues to run and is
-                named in the log.
+            Exception: That of the first agent that failed, with its traceback. The other agents are ended, and the
+                fleets that they run. An agent in a loop without any operation does not notice; it continues to run and
+                is named in the log.
             TypeError: A call of ``function`` would only create a generator or a coroutine, and run nothing.
         """
         for kind, test in _UNRUN:

@@ -1,0 +1,74 @@
+"""The pages of reference are complete: errors and their messages, environment variables, the command line."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal import errors
+from shoal.cli import doctor
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
+CLASSES = [one.__name__ for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, errors.ShoalError)]
+MESSAGES = [
+    one for line in TROUBLESHOOTING.splitlines() for one in re.findall(r"^\| `([^`]*…[^`]*)` \| .* \| .* \|$", line)
+]
+
+
+def section(name: str) -> str:
+    found = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", TROUBLESHOOTING, re.DOTALL | re.MULTILINE)
+    return found[1] if found else ""
+
+
+@pytest.mark.parametrize("name", [*CLASSES, "AgentFailed"])
+def test_each_error_class_has_its_section(name: str) -> None:
+    text = section(name)
+    assert "`ranks`" in text or name in ("NotInitialized", "ShoalError")
+    assert "| message | cause | what to do |" in text
+    assert f"[`{name}`](#{name.lower()})" in TROUBLESHOOTING
+
+
+def strings_of_the_source() -> str:
+    """All strings of the package, a line each, with an ellipsis for each expression."""
+    found = []
+    for path in Path(shoal.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_messages_are_those_of_the_source() -> None:
+    """What stands between the ellipses of a message is in the strings of the package."""
+    source = strings_of_the_source()
+    unknown = [
+        (message, part)
+        for message in MESSAGES
+        for part in (part.strip(" .,:;()") for part in message.split("…"))
+        if len(part) > 3 and part not in source
+    ]
+    assert len(MESSAGES) > 40
+    assert not unknown
+
+
+def test_each_environment_variable_has_its_row() -> None:
+    """``tests/cli/test_doctor.py`` checks that the doctor knows each variable that the library reads."""
+    rows = re.findall(r"^\| `(SHOAL_\w+)` \|", (DOCS / "environment.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted([*doctor.VARIABLES, "SHOAL_BUILD_NATIVE"])
+    assert '"SHOAL_BUILD_NATIVE"' in (ROOT / "hatch_build.py").read_text()
+
+
+def test_the_page_of_the_command_line_is_current() -> None:
+    written = runpy.run_path(str(ROOT / "tools" / "command_line_page.py"))["page"]()
+    assert (DOCS / "command-line.md").read_text() == written, "run: python tools/command_line_page.py"
