@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations.membership import NEEDED
+from shoal.operations.membership import NEEDED, UNEVEN
 
 SIZE, LEAVES = 4, 3
 Fleets = Callable[..., shoal.Fleet]
@@ -27,7 +27,7 @@ def failure(call: Callable[[], Any]) -> tuple[str, tuple[int, ...], str]:
 EXPECTED = (
     "PeerLost",
     (LEAVES,),
-    f"rank {LEAVES} {NEEDED.removeprefix('it ')}; the agents that are left can shut down and start again",
+    f"rank {LEAVES} {NEEDED.removeprefix('it ')}. {UNEVEN}; the agents that are left can shut down and start again",
 )
 
 
