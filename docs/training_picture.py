@@ -55,6 +55,16 @@ WAYS = {
 # The job
 
 
+class RecordedSGD(torch.optim.SGD):
+    """SGD whose steps are activities of a row of the timeline."""
+
+    row = ""
+
+    def step(self, closure: Any = None) -> Any:
+        with shoal.timeline_context(self.row, "local step"):
+            return super().step(closure)
+
+
 class Training:
     """A model of a few layers that trains one way and records what it does, under the name of the way.
 
@@ -69,9 +79,8 @@ class Training:
         self._name = name
         for number, layer in enumerate(model, 1):
             _record(layer, f"{name}: layer {number}")
-        local = torch.optim.SGD(model.parameters(), lr=0.01)
-        local.register_step_pre_hook(lambda *_: _begin(name, "local step"))
-        local.register_step_post_hook(lambda *_: _end(name))
+        local = RecordedSGD(model.parameters(), lr=0.01)
+        local.row = name
         self.optimizer = way.wrap(local, model, name=name, overlap=way.overlap, bucket_bytes=1)
 
     def iterate(self, inputs: torch.Tensor) -> None:
