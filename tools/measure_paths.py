@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import re
 import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 ROUNDS = 20
@@ -83,41 +82,50 @@ def paths_of_an_agent() -> dict[str, tuple[int, int]]:
     return found if first else {}
 
 
-def sizes() -> dict[str, str]:
+class Size(NamedTuple):
+    """A number that is to become smaller, and where it was found."""
+
+    number: int
+    where: str = ""
+
+
+def constructors_of(tree: ast.Module) -> Iterator[Size]:
+    """The parameters of each constructor; not of optimizers, whose arguments are the user's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and not node.name.endswith("Optimizer"):
+            made = (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
+            for part in made:
+                yield Size(len(part.args.args) + len(part.args.kwonlyargs) - 1, node.name)
+
+
+def reaches_into_the_engine(node: ast.AST) -> bool:
+    """Whether this is ``engine.<part>.<member>``."""
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)):
+        return False
+    owner = node.value.value
+    name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+    return name in ("engine", "_engine")
+
+
+def sizes() -> dict[str, Size]:
     """What is counted in the source."""
-    modules = sorted(PACKAGE.rglob("*.py"))
-    lines = {path: len(path.read_text().splitlines()) for path in modules}
-    folders = Counter(str(path.parent.relative_to(PACKAGE.parent)) for path in modules)
-    folder, most = folders.most_common(1)[0]
-    constructors: list[tuple[int, str]] = []
-    reaching = 0
-    for path in modules:
-        tree = ast.parse(path.read_text())
-        room = path.relative_to(PACKAGE).parts[0]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                for part in node.body:
-                    if (
-                        isinstance(part, ast.FunctionDef)
-                        and part.name == "__init__"
-                        and not node.name.endswith("Optimizer")
-                    ):
-                        constructors.append((len(part.args.args) + len(part.args.kwonlyargs) - 1, node.name))
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-                owner = node.value.value
-                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-                reaching += name in ("engine", "_engine") and room not in BELOW_THE_ENGINE
-    names = (PACKAGE.parent.parent / "tests" / "public_names.txt").read_text().split()
-    parameters, owner_name = max(constructors)
-    longest = max(modules, key=lambda path: lines[path])
+    texts = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    lines = {path: len(text.splitlines()) for path, text in texts.items()}
+    folder, files = Counter(path.parent for path in texts).most_common(1)[0]
+    longest = max(lines, key=lambda path: lines[path])
+    outside = [node for path, tree in trees.items() if path.parts[0] not in BELOW_THE_ENGINE for node in ast.walk(tree)]
+    names = (PACKAGE.parents[1] / "tests" / "public_names.txt").read_text().split()
     return {
-        "modules": str(len(modules)),
-        "lines": f"{sum(lines.values()):,}",
-        "files in the largest folder": f"{most} ({folder})",
-        "longest module": f"{lines[longest]} lines ({longest.relative_to(PACKAGE)})",
-        "parameters of the largest internal constructor": f"{parameters} ({owner_name})",
-        "uses of engine.<part>.<member> outside of the engine": str(reaching),
-        "names of shoal": str(sum(bool(re.fullmatch(r"shoal\.\w+", one)) for one in names)),
+        "modules": Size(len(texts)),
+        "lines": Size(sum(lines.values())),
+        "files in the largest folder": Size(files, str(folder)),
+        "lines of the longest module": Size(lines[longest], str(longest)),
+        "parameters of the largest internal constructor": max(
+            one for tree in trees.values() for one in constructors_of(tree)
+        ),
+        "uses of engine.<part>.<member> outside of the engine": Size(sum(map(reaches_into_the_engine, outside))),
+        "names of shoal": Size(sum(name.count(".") == 1 for name in names)),
     }
 
 
@@ -132,7 +140,7 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         return
     for what, size in sizes().items():
-        print(f"{what:55} {size}")
+        print(f"{what:55} {size.number:6,}  {size.where}".rstrip())
     if not args.sizes:
         command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", "2", __file__, "--agent"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=300)

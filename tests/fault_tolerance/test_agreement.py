@@ -75,7 +75,7 @@ class Router:
         self.places = [replace(HERE, rank=rank) for rank in range(size)]
         self.places[one.rank] = self.place
         self.endpoints = [Endpoint()] * size
-        self.outside = False
+        self.is_joining = False
         self.links: dict[int, Any] = {}
         self.waiting: dict[tuple[int, int], list[Message]] = {}
         self._one = one
@@ -85,10 +85,10 @@ class Router:
         return (rank, incarnation) in self.waiting and found is not None and found.incarnation == incarnation
 
     def begin_pending(self) -> None:
-        self.outside = True
+        self.is_joining = True
 
     def end_pending(self) -> None:
-        self.outside = False
+        self.is_joining = False
 
     def admit(self, place: PeerId, endpoint: Endpoint) -> None:
         self.places[place.rank], self.endpoints[place.rank] = place, endpoint
@@ -98,16 +98,16 @@ class Router:
 
     def admit_pending(self) -> None:
         for rank, incarnation in list(self.waiting):
-            if not self.outside and self.places[rank].incarnation == incarnation:
+            if not self.is_joining and self.places[rank].incarnation == incarnation:
                 for message in self.waiting.pop((rank, incarnation), []):
                     self._one.hear(rank, incarnation, message)
 
     def take(self, source: int, incarnation: int, message: Message) -> bool:
         """Whether it is to be heard now."""
         known = self.places[source].incarnation
-        if incarnation < known and not self.outside:
+        if incarnation < known and not self.is_joining:
             return False
-        if (incarnation > known or self.outside) and message.name != ENTRY:
+        if (incarnation > known or self.is_joining) and message.name != ENTRY:
             self.waiting.setdefault((source, incarnation), []).append(message)
             return False
         if incarnation > known:
@@ -292,7 +292,7 @@ class Net:
 
     @property
     def inside(self) -> list[Simulated]:
-        return [one for one in self.there.values() if not one.entry.outside]
+        return [one for one in self.there.values() if not one.entry.is_joining]
 
     def put(self, link: Link, message: Message) -> None:
         self.links.setdefault(link, deque()).append(message)
@@ -308,7 +308,7 @@ class Net:
 
     def notices(self, rank: int, dead: int, incarnation: int = 0) -> None:
         one = self.there[rank]
-        if not one.entry.outside and one.router.places[dead].incarnation == incarnation:
+        if not one.entry.is_joining and one.router.places[dead].incarnation == incarnation:
             one.notice(Departure(dead, "gone", self.dead[dead, incarnation], rank))
 
     def lose(self, rank: int, died: bool = True) -> None:
@@ -334,7 +334,7 @@ class Net:
             one.misses_somebody()
         elif what < 0.51 and returns and len(self.there) < self.size:
             self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
-        elif one.entry.outside or one.lifecycle.gate.paused:
+        elif one.entry.is_joining or one.lifecycle.gate.paused:
             pass
         elif what < 0.7:
             one.begin(draw.choice(["a", ALL, SMALL, SMALL, *([IN] if returns else [])]))

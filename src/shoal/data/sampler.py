@@ -90,9 +90,9 @@ class AgentSampler(Sampler[int]):
         self._asked = self._total, self._shard is not None, seed, shuffle, pad, timeout
         self._totals, _ = _agreed(*self._asked, None)
         self._entered = 0
-        self._is_outside = agent.engine.is_joining
+        self._is_joining = agent.engine.is_joining
         """The length is a guess until this agent has entered, or has loaded the others' state."""
-        begin = list(range(agent.launch.begins)) if self._is_outside else list(self._totals)
+        begin = list(range(agent.launch.begins)) if self._is_joining else list(self._totals)
         self._length, self._agents = self._length_for(begin), len(begin)
         self._deal(list(self._totals))
         empty = [rank for rank, total in self._totals.items() if not total]
@@ -122,8 +122,8 @@ class AgentSampler(Sampler[int]):
         agent = agent_context().agent
         gone, entered = WHOLE if agent is None else agent.engine.plan("~samples")
         if entered != self._entered:  # all agents see this in the same epoch
-            self._totals, length = _agreed(*self._asked, None if self._is_outside else self._length)
-            self._length, self._entered, self._is_outside = length or self._length, entered, False
+            self._totals, length = _agreed(*self._asked, None if self._is_joining else self._length)
+            self._length, self._entered, self._is_joining = length or self._length, entered, False
         there = [rank for rank in self._totals if rank not in gone]
         if there != self._there:
             self._deal(there)
@@ -173,8 +173,8 @@ class AgentSampler(Sampler[int]):
             ValueError: As many agents had more or fewer samples.
         """
         length, agents = state_dict["length"], state_dict["agents"]
-        if self._is_outside:  # of the agents that it joins
-            self._length, self._agents, self._is_outside = length, agents, False
+        if self._is_joining:  # of the agents that it joins
+            self._length, self._agents, self._is_joining = length, agents, False
         if agents == self._agents and length != self._length:
             raise ValueError(
                 f"the state is of epochs of {length} samples for each agent, and now there are {self._length}: the "

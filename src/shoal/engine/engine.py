@@ -173,7 +173,7 @@ class Engine:
         self.acknowledge, self.transport_to = sender.acknowledge, router.transport_to
         self.rounds_begun, self.fail = matcher.begun, lifecycle.fail
         self.check_by, self.wake = progress.check_by, self.poller.wake
-        self.check_joined, self.add_service = self.rejoin.check_inside, services.add
+        self.check_joined, self.add_service = self.rejoin.check_joined, services.add
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # whether this is a forked child's copy
         self.compresses_locally = False  # compressors encode messages within this machine, too
@@ -194,7 +194,7 @@ class Engine:
     @property
     def is_joining(self) -> bool:
         """Whether this agent was started again or later, and has not been admitted yet."""
-        return self.rejoin.outside
+        return self.rejoin.is_joining
 
     @property
     def backend(self) -> CollectiveBackend | None:
@@ -277,7 +277,7 @@ class Engine:
         seconds = parse_timeout(timeout, self.timeout)
         if not self.agreement.active:
             on_loss = FailurePolicy.FAIL
-        if self.rejoin.outside and on_loss is not FailurePolicy.RETRY and op != PLAN:
+        if self.rejoin.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
             raise self.rejoin.not_in_yet(op)
         limit = 0.0
         while True:

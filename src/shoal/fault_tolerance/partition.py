@@ -90,7 +90,7 @@ class PartitionResolver(MinimalService):
     @property
     def _is_running(self) -> bool:
         """Whether this agent is in a partition that continues."""
-        return not (self._closed or self._entry.outside or self._gate.closing or self._gate.ended is not None)
+        return not (self._closed or self._entry.is_joining or self._gate.closing or self._gate.ended is not None)
 
     # Probes
 

@@ -79,7 +79,7 @@ class Rejoin(MinimalService):
         send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
 
     Attributes:
-        outside: Whether this agent itself waits to be admitted.
+        is_joining: Whether this agent itself waits to be admitted.
         rejoin_seconds: Default timeout of that wait, in seconds.
         on_entry: Called when agents have been admitted, or this agent has.
     """
@@ -97,7 +97,7 @@ class Rejoin(MinimalService):
         failures: Failures,
         send: Callable[[int, Message, torch.Tensor], None],
     ) -> None:
-        self.outside = False
+        self.is_joining = False
         self.rejoin_seconds = float("inf")
         self.on_entry: Callable[[], None] = lambda: None
         self._asked: dict[int, JoiningPeer] = {}
@@ -174,7 +174,7 @@ class Rejoin(MinimalService):
         """Isolate this agent until the members admit it."""
         self._membership.stand_alone(self._rank)
         self._agreement.stand_alone()
-        self.outside = True
+        self.is_joining = True
         self._sign.show()
         self._router.begin_pending()
 
@@ -231,12 +231,12 @@ class Rejoin(MinimalService):
                 for rank in self._unreachable:
                     self._router.drop(rank)
             raise error
-        if self.outside:
+        if self.is_joining:
             raise self.nobody_left()
 
-    def check_inside(self, what: str) -> None:
+    def check_joined(self, what: str) -> None:
         """Raise ShoalError for a call while this agent waits to be admitted."""
-        if self.outside:
+        if self.is_joining:
             raise self.not_in_yet(what)
 
     def not_in_yet(self, what: str) -> ShoalError:
@@ -249,7 +249,7 @@ class Rejoin(MinimalService):
     @property
     def is_waiting(self) -> bool:
         """Whether this agent may still be admitted."""
-        return self.outside and bool(self._router.links)
+        return self.is_joining and bool(self._router.links)
 
     def rejoin_timeout(self, seconds: float) -> DeadlineExceeded:
         """The error if the members have not admitted this agent in time."""
@@ -285,7 +285,7 @@ class Rejoin(MinimalService):
         ended = {int(rank): str(cause)[:1000] for rank, cause in said["ended"].items()}
         if len(everybody) != self._size or self._rank in plan.gone:
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
-        self.outside = False
+        self.is_joining = False
         self._sign.hide()
         self._router.end_pending()
         self._matcher.begin_at(begun)
@@ -314,7 +314,7 @@ class Rejoin(MinimalService):
             said = json.loads(text)
             if isinstance(said, list):
                 self._asked[source] = JoiningPeer.of(said, source)
-            elif self.outside:
+            elif self.is_joining:
                 self._enter(said)
         except NONSENSE as error:
             raise ProtocolError(f"what was said of an entry makes no sense: {error}") from None
@@ -325,7 +325,7 @@ class Rejoin(MinimalService):
     def check(self, now: float) -> float:
         """Process the messages of admitted agents; see :class:`~.services.Service`."""
         self._router.admit_pending()
-        if not self.outside or self._unreachable:
+        if not self.is_joining or self._unreachable:
             return float("inf")
         closed = [self._router.reversing.closed_at(peer) for peer in self._router.links]
         when = max(closed, default=float("inf"))

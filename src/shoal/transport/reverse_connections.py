@@ -51,7 +51,7 @@ class ReverseConnectionHost(Protocol):
 
     rank: int
     links: dict[int, Link]
-    outside: bool
+    is_joining: bool
     acceptor: Acceptor
 
     def place_of(self, rank: int) -> PeerId: ...
@@ -166,7 +166,7 @@ class ReverseConnections:
             if not isinstance(link, NetworkLink) or self._is_settled(link):
                 del self._attempts[peer]
                 continue
-            if now >= one.since + one.limit and not self._agent.hears(peer) and not self._agent.outside:
+            if now >= one.since + one.limit and not self._agent.hears(peer) and not self._agent.is_joining:
                 why = self.problem_with(peer)
                 del self._attempts[peer]
                 link.fail(why)

@@ -66,7 +66,7 @@ class Router:
         self._forced = ""
         self.acceptor = Acceptor(poller, self._make_incoming)
         self._pending_peers = PendingPeers()
-        self.outside = False  # this agent waits to be admitted itself: it admits no agent before
+        self.is_joining = False  # this agent waits to be admitted itself: it admits no agent before
         self._leaving = False
         self._again: dict[int, float] = {}  # when links that were cut are tried again
         self._tries: dict[int, int] = {}
@@ -304,7 +304,7 @@ class Router:
         self.acceptor.unauthenticated.remove(connection)
         self.reversing.ask_soon(connection.peer)
         incarnation = self._places[connection.peer].incarnation
-        if connection.incarnation > incarnation or self.outside:
+        if connection.incarnation > incarnation or self.is_joining:
             waiting = self._pending_peers.of(connection.peer, connection.incarnation)
             if waiting and network_link.goes_on(connection, waiting[0]):
                 self._pending_peers.replace(waiting[0], connection)
@@ -325,7 +325,7 @@ class Router:
 
     def _is_shut_out(self, rank: int, incarnation: int) -> bool:
         now = self._places[rank].incarnation
-        return not self.outside and (incarnation < now or (incarnation == now and rank in self._shut_out))
+        return not self.is_joining and (incarnation < now or (incarnation == now and rank in self._shut_out))
 
     def _hear_no_more(self, connection: Incoming, cause: str) -> None:
         """The incoming connection of an agent was cut. If it lives, it connects again."""
@@ -348,11 +348,11 @@ class Router:
 
     def begin_pending(self) -> None:
         """This agent waits to rejoin. Messages of others are buffered until then."""
-        self.outside = True
+        self.is_joining = True
 
     def end_pending(self) -> None:
         """This agent has rejoined; :meth:`admit` its members."""
-        self.outside = False
+        self.is_joining = False
 
     def waits(self, rank: int, incarnation: int) -> bool:
         """Whether an agent is connected and waits to be admitted."""

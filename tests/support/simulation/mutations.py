@@ -37,7 +37,7 @@ MUTATIONS = (
     ("agreement", AGREEMENT, "elif _all_have_result(operation, reports):", "elif False:"),
     ("agreement", AGREEMENT, "if min(keepers, default=-1) == self._rank:", "if False:"),
     ("failures", "fault_tolerance/failures.py", "return self._after_those_before(said)", "return said"),
-    ("outbox", "operations/sender.py", "        del self._unacknowledged[token]\n", ""),
+    ("sender", "operations/sender.py", "        del self._unacknowledged[token]\n", ""),
     ("engine", RECOVERY, "        del stage.arrived[source]\n", "        pass\n"),
     ("engine", RECOVERY, "    stage.missing.difference_update(gone)\n", ""),
     ("rejoin", REJOIN, "        self._matcher.begin_at(begun)\n", ""),

@@ -191,21 +191,25 @@ class RunState:
                 total[peer] += nbytes
                 edges.append((rank, peer, nbytes, round(rate), peer in work.edges and not agent.ended))
         edges.sort(key=lambda one: (-one[2], one[0], one[1]))
+        lost = self._lost_ranks()
         return {
             "title": self._title,
             "over": self._ending,
             "seconds": self._seconds,
             "agents": [
-                self._agent(rank, agent, received[rank], total[rank], now) for rank, agent in self._agents.items()
+                self._agent(rank, agent, received[rank], total[rank], rank in lost, now)
+                for rank, agent in self._agents.items()
             ],
             "edges": edges[:MOST_EDGES],
             "series": self._history.as_json(),
             "events": list(self._events),
         }
 
-    def _agent(self, rank: int, agent: _AgentView, received: float, total: int, now: float) -> dict[str, Any]:
+    def _agent(
+        self, rank: int, agent: _AgentView, received: float, total: int, lost: bool, now: float
+    ) -> dict[str, Any]:
         work = agent.known.work if agent.known is not None else None
-        state, words = self._state(rank, agent, now)
+        state, words = self._state(agent, lost, now)
         speaks = work is not None and not agent.ended
         return {
             "rank": rank,
@@ -224,21 +228,24 @@ class RunState:
             "received": total if work is not None else None,
         }
 
-    def _is_lost(self, rank: int) -> bool:
-        """Another agent, which is there itself, counts it as lost."""
-        others = (one.known for other, one in self._agents.items() if other != rank and not one.ended)
-        return any(known is not None and known.work is not None and rank in known.work.lost for known in others)
+    def _lost_ranks(self) -> set[int]:
+        """The agents that another agent, which has not ended itself, counts as lost."""
+        found: set[int] = set()
+        for other, one in self._agents.items():
+            if not one.ended and one.known is not None and one.known.work is not None:
+                found.update(rank for rank in one.known.work.lost if rank != other)
+        return found
 
-    def _state(self, rank: int, agent: _AgentView, now: float) -> tuple[str, str]:
+    def _state(self, agent: _AgentView, lost: bool, now: float) -> tuple[str, str]:
         """In one word, and in a few more."""
         if agent.ended:
             return (FINISHED if agent.ended_well else LOST), agent.ended.partition(") ")[2] or agent.ended
         if agent.process in _PROCESS_STOPPED:
             return STOPPED, f"(continue it with kill -CONT {agent.pid})"
         said, known = agent.said, agent.known
-        if (said is not None and said.rejoins) or (agent.restarted and self._is_lost(rank)):
+        if (said is not None and said.rejoins) or (agent.restarted and lost):
             return REJOINING, "when the others save their checkpoint"
-        if self._is_lost(rank):
+        if lost:
             return LOST, "as the others know"
         if said is None:
             starting = REJOINING if agent.restarted else STARTING
