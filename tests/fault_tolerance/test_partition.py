@@ -54,7 +54,7 @@ class Agent:
     # As a gate, and an entry.
     paused: bool = False
     closing: bool = False
-    outside: bool = False
+    is_joining: bool = False
     acknowledged: int = 0
     looks_at: float = float("inf")
 
@@ -186,7 +186,7 @@ def test_who_has_no_address_is_not_asked(kind: str) -> None:
     assert peers(agent) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("state", ["paused", "closing", "outside", "error"])
+@pytest.mark.parametrize("state", ["paused", "closing", "is_joining", "error"])
 def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: str) -> None:
     agent = Agent(2, 3).lose(0, 1)
     assert agent.answer(0, 0) == part(1, 2)
