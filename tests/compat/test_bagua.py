@@ -214,6 +214,7 @@ def test_averaged_gradients_in_eight_bits() -> None:
 # Asynchronous
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, shoal.compression.MinMaxUInt8()])
 def test_at_any_pace_agents_come_near_each_other_and_the_one_optimum(
     compression: shoal.compression.Compressor | None,
