@@ -270,7 +270,7 @@ def test_a_disk_that_fills_ends_the_timeline_only(traces, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     def work():
-        monkeypatch.setattr(timeline.os, "write", full)
+        monkeypatch.setattr(os, "write", full)
         average()
         return True
 
