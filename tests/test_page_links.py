@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "examples").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
+]
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,8 +43,8 @@ def test_headings_that_the_code_cites_exist() -> None:
     cited = []
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml"), ROOT / "Dockerfile"]:
         text = re.sub(r"['\"]?\n\s*#?\s*f?['\"]?", " ", path.read_text())
-        cited += [(path.name, *found) for found in re.findall(r'(docs/[\w-]+\.md), "([^"\n]+)"', text)]
-        for page in re.findall(r"docs/[\w-]+\.md", text):
+        cited += [(path.name, *found) for found in re.findall(r'(docs/[\w/-]+\.md), "([^"\n]+)"', text)]
+        for page in re.findall(r"docs/[\w/-]+\.md", text):
             assert (ROOT / page).exists(), (path, page)
     assert len(cited) >= 5
     for name, page, heading in cited:

@@ -19,7 +19,9 @@ DOCS = ROOT / "docs"
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 CLASSES = [one.__name__ for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, errors.ShoalError)]
 MESSAGES = [
-    one for line in TROUBLESHOOTING.splitlines() for one in re.findall(r"^\| `([^`]*…[^`]*)` \| .* \| .* \|$", line)
+    one
+    for line in (TROUBLESHOOTING + (DOCS / "rendezvous.md").read_text()).splitlines()
+    for one in re.findall(r"^\| `([^`]*…[^`]*)` \| .* \| .* \|$", line)
 ]
 
 

@@ -1,4 +1,4 @@
-"""The code on the page about training runs, in order, on real agents."""
+"""The code on the pages about training runs on real agents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 
 import shoal
 
-PAGE = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+NAMES = ("training", "overlap-compression", "training-details", "data-metrics", "howto/ddp", "howto/checkpoints")
+PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in NAMES)
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 EXTERNAL = "torch.distributed.checkpoint"
 """Needs a process group: tests/optim/test_checkpoint_distributed.py."""
