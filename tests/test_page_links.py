@@ -16,6 +16,19 @@ PAGES = [
 ]
 
 
+LONG = {"algorithm-catalog.md", "command-line.md", "topologies/README.md", "topologies/papers.md"}
+"""Pages that programs write."""
+
+
+@pytest.mark.parametrize(
+    "page", [one for one in PAGES if one.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem
+)
+def test_pages_are_short(page: Path) -> None:
+    """A page has under 2,000 words, and instructions for one task under 1,000."""
+    name = page.relative_to(ROOT / "docs").as_posix()
+    assert name in LONG or len(page.read_text().split()) < (1000 if name.startswith("howto/") else 2000)
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

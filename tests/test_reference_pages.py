@@ -64,6 +64,16 @@ def test_the_messages_are_those_of_the_source() -> None:
     assert not unknown
 
 
+def test_the_reports_on_the_page_about_hangs_are_those_of_the_source() -> None:
+    page, source = " ".join((DOCS / "howto" / "hang.md").read_text().split()), strings_of_the_source()
+    for part in (
+        "agents wait for each other, and none can go on",
+        "it waits in no call of Shoal's",
+        "; it gives up after",
+    ):
+        assert part in page and part in source
+
+
 def test_each_environment_variable_has_its_row() -> None:
     """``tests/cli/test_doctor.py`` checks that the doctor knows each variable that the library reads."""
     rows = re.findall(r"^\| `(SHOAL_\w+)` \|", (DOCS / "environment.md").read_text(), re.MULTILINE)

@@ -83,6 +83,13 @@ def test_its_code_runs(number: int, tmp_path: Path) -> None:
     assert all(shoal.Fleet(4).run(run_block, number, str(tmp_path)))
 
 
+def test_the_imports_of_the_page_about_migration_exist() -> None:
+    imports = re.findall(r"`(import shoal[^`]*)`", (DOCS / "howto" / "migrate.md").read_text())
+    assert len(imports) == 3
+    for line in imports:
+        exec(line, {})
+
+
 def test_every_wrapper_is_on_it() -> None:
     wrappers = {name for name in dir(shoal) if name.startswith("Distributed") and name.endswith("Optimizer")}
     assert len(wrappers) == 10

@@ -117,6 +117,12 @@ def test_the_examples_of_the_page_print_what_they_say(page):
     assert not failures, "".join(failures)
 
 
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGES[1].read_text(), re.DOTALL))
+def test_the_scripts_of_the_page_about_schedules_run(code):
+    if "import" in code:
+        exec(code, {})
+
+
 def test_every_public_name_is_on_the_page():
     words = {word for page in PAGES for word in re.findall(r"\w+", page.read_text())}
     public = {name for name in vars(shoal.topology) if not name.startswith("_")}
