@@ -19,6 +19,7 @@ def test_the_ten_lines_give_every_agent_the_mean_of_all_ranks(tmp_path):
 def test_what_it_counts_is_as_many() -> None:
     text = (ROOT / "README.md").read_text()
     assert "add three lines and remove one" in text
+    assert DIFF in (ROOT / "docs" / "howto" / "ddp.md").read_text()
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("+") == 3
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("-") == 1
 
