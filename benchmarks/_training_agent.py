@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,17 @@ import torch.distributed as dist
 import shoal
 from _models import Batch, Work, mlp, mlp_of, nbytes_of, resnet20, vgg16
 from _ways import (
+    CALLS_TIMED,
     LOCAL,
     ONE_PEER,
     OVERLAP,
     DataParallel,
+    Peer,
     Trainer,
     alone,
     check_agreement,
     data_parallels,
+    decent_dps,
     decentralized,
     synchronous,
 )
@@ -39,6 +43,7 @@ HALF = 0.5
 BATCHES = (8, 16, 32, 64, 128)
 ROWS_BETWEEN_HOSTS = 1024
 """At which computing takes about as long as an exchange at 500 Mbit/s, whatever the size of the model."""
+AnyPeer = TypeVar("AnyPeer", bound=Peer)
 FEW = 2
 """Repetitions where something is only chosen."""
 
@@ -50,7 +55,7 @@ def train_mlp(reporter: Reporter, quick: bool) -> list[Figures]:
     batch = int(nearest_to_half(shares))
     topologies = [ONE_PEER, *(["ring"] if shoal.size() > 2 else [])]
     caps = (1,) if quick else (10, 25, 100, 500)
-    found = against_ddp(reporter, "mlp", work, batch, topologies, caps, 2 if quick else 7, 3)
+    found = against_ddp(reporter, "mlp", work, batch, topologies, caps, 2 if quick else 7, CALLS_TIMED)
     return [*found, Figures("mlp: shares", found[0].nbytes, shoal.size(), shares)]
 
 
@@ -104,10 +109,11 @@ def against_ddp(
         ways: Those that average with all agents.
     """
     batch = work.batch(batch_size, shoal.rank())
-    settings = data_parallels(bucket_mbs, variants)
-    tried = try_out(reporter, work, batch, settings)
+    settings, others = data_parallels(bucket_mbs, variants), decent_dps(bucket_mbs) if topologies else []
+    tried = try_out(reporter, work, batch, [*settings, *others])
     trainers = {LOCAL: alone(work.make())}
-    trainers |= {one.name: one(work.make()) for one in fastest(settings, tried)[:2]}
+    peers = [*fastest(others, tried)[:1], *fastest(settings, tried)][:2]  # a third would not fit into the memory
+    trainers |= {one.name: one(work.make()) for one in peers}
     cases: dict[str, Case] = {name: partial(trainer.step, batch) for name, trainer in trainers.items()}
     for way in ways:
         trainers[way] = trainer = decentralized(way, work.make())
@@ -143,19 +149,20 @@ def nearest_to_half(shares: dict[str, list[float]]) -> str:
 
 
 def try_out(
-    reporter: Reporter, work: Work, batch: Batch, settings: Sequence[DataParallel], **sgd: float
+    reporter: Reporter, work: Work, batch: Batch, settings: Sequence[Peer], **sgd: float
 ) -> dict[str, list[float]]:
-    """A few steps with each of DDP's settings, one after another: all at once may not fit."""
+    """A few steps with each of a peer's settings, one after another: all at once may not fit."""
     tried: dict[str, list[float]] = {}
     for one in settings:
         trainer = one(work.make(), **sgd)
         tried |= compare(reporter, f"{work.name}, {one.name}", {one.name: partial(trainer.step, batch)}, FEW)
+        trainer.close()
         del trainer
         gc.collect()
     return tried
 
 
-def fastest(settings: Sequence[DataParallel], seconds: dict[str, list[float]]) -> list[DataParallel]:
+def fastest(settings: Sequence[AnyPeer], seconds: dict[str, list[float]]) -> list[AnyPeer]:
     """The settings, the fastest first."""
     return sorted(settings, key=lambda one: median(seconds[one.name]))
 

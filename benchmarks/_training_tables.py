@@ -15,6 +15,7 @@ from _table2 import BATCH, TARGET
 from _ways import (
     ATC,
     AWC,
+    DECENT_DP,
     GET,
     GRADIENTS,
     LOCAL,
@@ -196,10 +197,14 @@ def _against_ddp(one: Figures, batch: int, goal: float | None) -> list[Row]:
     ddp = min((name for name in t if name.startswith("DDP")), key=t.__getitem__)
     agents = f"{one.agents} agents, batch {batch}"
     rows = [
-        faster(f"{agents}: {name}", t[name], ddp, t[ddp], goal)
+        faster(f"{agents}: {name}", t[name], ddp, t[ddp], None if name.startswith(DECENT_DP) else goal)
         for name in t
         if name != LOCAL and not name.startswith("DDP")
     ]
+    other = next((name for name in t if name.startswith(DECENT_DP)), None)
+    if other is not None:
+        ours = [name for name in t if name.startswith((f"{ATC}, ", f"{AWC}, "))]
+        rows += [faster(f"{agents}: {name}", t[name], other, t[other], None) for name in ours]
     return [*rows, Row(f"{agents}: without communication", t[LOCAL], "s", ddp, t[ddp], _share(t[LOCAL], t[ddp]))]
 
 

@@ -5,10 +5,11 @@ All do the same around the exchange: SGD with momentum, the gradients freed afte
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ GRADIENTS_OVERLAP = "gradient all-reduce overlapped"
 ATC, AWC, OVERLAP = "ATC", "AWC", "ATC overlapped"
 HIERARCHICAL_ATC, HIERARCHICAL_AWC = "hierarchical ATC", "hierarchical AWC"
 PUT, GET, PUSH_SUM = "win-put", "pull-get", "push-sum"
+DECENT_DP = "Decent-DP"
+CALLS_TIMED = 3
+"""Steps of the MLP that are timed together."""
 
 WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
     ATC: shoal.DistributedAdaptThenCombineOptimizer,
@@ -97,6 +101,9 @@ class Trainer:
         """Leave nothing behind in the model."""
         if isinstance(self.optimizer, shoal.DecentralizedOptimizer):
             self.optimizer.close()
+        # Decent-DP's hooks hold its buffers, and are held by the parameters where no garbage collector looks.
+        for hook in getattr(self.model, "_ddp_hooks", ()):
+            hook.remove()
 
 
 class Rounds:
@@ -159,6 +166,68 @@ def data_parallels(bucket_mbs: Iterable[float], variants: bool = True) -> list[D
     if variants:
         options += [(True, False), *([(True, True)] if "batched_grad_copy" in _ddp_options() else [])]
     return [DataParallel(mb, *option) for mb in bucket_mbs for option in options]
+
+
+class Peer(Protocol):
+    """What is tried out with several settings: DistributedDataParallel, or Decent-DP."""
+
+    @property
+    def name(self) -> str: ...
+    def __call__(self, model: nn.Module, **settings: float) -> Trainer: ...
+
+
+class _UpdatedInBackward(torch.optim.SGD):
+    """Decent-DP's hooks update a bucket during the backward pass, so no step is left.
+
+    Its exchange runs beside the next step. Every ``CALLS_TIMED`` steps it is awaited here: else it would run beside the
+    way that is timed next, and be counted there.
+    """
+
+    def __init__(self, model: Any, lr: float) -> None:
+        super().__init__(model.parameters(), lr=lr)
+        self._model, self._steps = model, 0
+
+    def step(self, closure: Any = None) -> None:
+        self._steps += 1
+        if self._steps % CALLS_TIMED == 0:
+            for work in self._model._comm_ops:
+                work.wait()
+
+
+@dataclass(frozen=True)
+class DecentDP:
+    """Decent-DP (``pip install decent-dp``): an averaged exchange with a peer beside the next backward pass, over Gloo.
+
+    Attributes:
+        topology: its name in Decent-DP.
+        bucket_mb: mebibytes of a bucket.
+    """
+
+    topology: str
+    bucket_mb: int = 25
+
+    @property
+    def name(self) -> str:
+        return f"{DECENT_DP}, {self.topology}, {self.bucket_mb} MB buckets"
+
+    def __call__(self, model: nn.Module, lr: float = 1e-3, momentum: float = 0.9) -> Trainer:
+        from decent_dp.ddp import DecentralizedDataParallel
+
+        wrapped = DecentralizedDataParallel(
+            model,
+            lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=lr, momentum=momentum),
+            topology=self.topology,
+            bucket_size_in_mb=self.bucket_mb,
+            _local_world_size=dist.get_world_size(),
+        )
+        return Trainer(wrapped, _UpdatedInBackward(wrapped, lr))
+
+
+def decent_dps(bucket_mbs: Iterable[float]) -> list[DecentDP]:
+    """Settings to choose from; none where Decent-DP is not installed."""
+    if importlib.util.find_spec("decent_dp") is None:
+        return []
+    return [DecentDP(topology, int(mb)) for topology in ("one-peer-exp", "ring") for mb in bucket_mbs]
 
 
 def _ddp_options() -> Container[str]:

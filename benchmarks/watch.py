@@ -24,10 +24,10 @@ import torch
 import shoal
 from _blocks import paired, show
 from _steps import mlp
+from shoal.config import WATCH
 from shoal.observability import status_publisher
 from shoal.observability.status_publisher import SECONDS, StatusPublisher
 from shoal.operations.edge_counters import EdgeCounters
-from shoal.rendezvous.launch import WATCH
 from shoal.runtime.agent import current
 
 OFTEN = 20

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import run
-from shoal.cli.doctor import VARIABLES
+from shoal.config import NAMES
 
 FOLDER = Path(__file__).parent.parent / "deploy" / "kubernetes"
 yaml = pytest.importorskip("yaml")
@@ -119,7 +119,7 @@ def test_every_container_is_given_the_secret_from_a_secret_and_only_variables_th
         variables = {one["name"]: one for one in container["env"]}
         assert "value" not in variables["SHOAL_SECRET"]
         assert variables["SHOAL_SECRET"]["valueFrom"]["secretKeyRef"] == {"name": "shoal", "key": "secret"}
-        assert {name for name in variables if name.startswith("SHOAL_")} <= set(VARIABLES)
+        assert {name for name in variables if name.startswith("SHOAL_")} <= set(NAMES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

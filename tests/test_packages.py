@@ -30,6 +30,7 @@ def test_nothing_in_a_package_has_the_name_of_a_module_of_it(name: str) -> None:
     assert not shadowed, f"rename the modules {shadowed} of {name}, or what {name} calls so"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "package", "extra"),
     [

@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from . import config
+from .config import CONTINUE, RAISE
 from .errors import DeadlineExceeded, PeerLost, ShoalError
 from .runtime.agent import agent_context
-from .runtime.bootstrap import CONTINUE, RAISE, default_timeout, init, leave, shutdown
+from .runtime.bootstrap import init, leave, shutdown
 from .topology._validate import check_size
 
 __all__ = ["AgentFailed", "train"]
@@ -86,7 +88,7 @@ def train(
     resources = _checked(resources_per_agent)
     if on_loss not in (RAISE, CONTINUE):
         raise ValueError(f"shoal.ray.train(on_loss={on_loss!r}): it must be {RAISE!r} or {CONTINUE!r}")
-    seconds = default_timeout() if timeout is None else timeout
+    seconds = config.read().timeout if timeout is None else timeout
     if not seconds > 0:
         raise ValueError(f"shoal.ray.train(timeout={timeout!r}): it must be a positive number of seconds")
     group = ray.util.placement_group([dict(resources)] * agents, strategy=strategy)

@@ -335,6 +335,7 @@ def test_the_quick_scaling_draws_a_picture(tmp_path: Path) -> None:
     assert re.search(rf"0\.01 MB +2 .* {mean:.2f} ± ", done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.transport("network")
 def test_the_network_is_measured_over_a_wire_of_known_speed(tmp_path: Path) -> None:

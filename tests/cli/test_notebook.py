@@ -137,6 +137,7 @@ def test_a_cell_averages_over_the_agents(job: Notebook) -> None:
     assert [float(text) for text in cells[3].by_rank().values()] == pytest.approx([5 / 3] * SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wait", [AVERAGE, "shoal.allreduce(torch.ones(300_000))", "shoal.barrier()"], ids=["small", "large", "barrier"]
 )
@@ -198,6 +199,7 @@ def test_a_job_that_is_killed_leaves_nothing(job: Notebook) -> None:
     assert job.say("status")[1] == "no agents are running\n"
 
 
+@pytest.mark.slow
 def test_it_starts_again_after_that_and_stop_ends_engines_that_are_busy(job: Notebook) -> None:
     again = job.start("-n", "1")
     assert again.returncode == 0, again.stderr

@@ -99,6 +99,7 @@ def test_a_firewall_in_one_direction_is_named_with_the_direction() -> None:
                 assert "note: agents of machine 0 open the connections for both directions" in output
 
 
+@pytest.mark.slow
 @pytest.mark.transport("namespaces")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("lost", [0, 1])

@@ -70,6 +70,7 @@ def shells(tmp_path: Path) -> Iterator[Shells]:
         job.communicate()
 
 
+@pytest.mark.slow
 def test_others_join_from_two_shells_at_once_and_those_that_are_too_many_are_told(shells: Shells) -> None:
     job, where = shells.begin("-n", 2, "--max-agents", 4)
     joining = [shells.type("--join", where, "-n", count) for count in (1, 1, 3)]

@@ -110,6 +110,7 @@ shoal.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_agents_that_the_launcher_starts_again_are_in_the_record(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(SCRIPT)

@@ -276,8 +276,10 @@ for step in range(1000):
         ("sys.exit(9)", 9, "its script ended with SystemExit: 9"),
         pytest.param("raise SystemExit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
         pytest.param("exit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
-        ("raise ValueError('no data')", 1, "its script ended with ValueError: no data"),
-        ("os._exit(9)", 9, ""),
+        pytest.param(
+            "raise ValueError('no data')", 1, "its script ended with ValueError: no data", marks=pytest.mark.slow
+        ),
+        pytest.param("os._exit(9)", 9, "", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
     ],
 )
@@ -366,6 +368,7 @@ mark("lived on")
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_with_on_failure_continue_nobody_waits_in_init_for_one_that_has_ended(script: Script, dies: int) -> None:
     path = script(f"""

@@ -171,6 +171,7 @@ def is_a_measured_machine_of_two(found: dict[str, Any]) -> bool:
     return min(one["seconds"] for one in found["candidates"] if one["seconds"] is not None) > 0
 
 
+@pytest.mark.slow
 def test_measure_alone_starts_agents_on_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "recommend", "--measure", "-n", "2", "--model-mb", "1", "--json"]) == 0
     out, err = capfd.readouterr()

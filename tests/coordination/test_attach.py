@@ -60,6 +60,7 @@ def by_script(script: str) -> list[str]:
     return [out.strip() for out, _ in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=found("ucc"))])
 def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts(engine: str) -> None:
     said = by_script(

@@ -148,6 +148,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
 def test_without_the_order_what_is_next_is_paired(ordered: bool) -> None:
     """What the engine does where each agent gives it its own order: wrong numbers, or worse. So the tests above could

@@ -185,6 +185,7 @@ def go_through(seeds: list[int]) -> None:
     shoal.Fleet(SIZE, transport=PROCESS_GROUP, timeout=20.0).run(run)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 2**32), min_size=1, max_size=5))
 @settings(max_examples=25, deadline=None)
 @pytest.mark.transport(PROCESS_GROUP)

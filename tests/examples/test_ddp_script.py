@@ -140,6 +140,7 @@ def test_before_and_after_learn_alike(tmp_path: Path, wrapper: Path, start: Call
     assert {10, 20} <= scalars(tmp_path / "after", "loss/mean").keys()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * SECONDS)
 def test_a_killed_agent_rejoins_and_the_run_is_resumed(
     tmp_path: Path, wrapper: Path, start: Callable[..., Job]
@@ -162,6 +163,7 @@ def test_a_killed_agent_rejoins_and_the_run_is_resumed(
     assert int(lines[0].split()[3].rstrip(",")) % (last + 3) == 0, "each epoch has equally many steps"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
 def test_torchrun_restarts_it_from_its_checkpoint(tmp_path: Path, wrapper: Path, start: Callable[..., Job]) -> None:
     folder = tmp_path / "out"
@@ -175,6 +177,7 @@ def test_torchrun_restarts_it_from_its_checkpoint(tmp_path: Path, wrapper: Path,
     assert epochs[-1] == 11 and epochs.count(0) == 1, "it was resumed, and not begun again"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
 def test_on_two_machines(tmp_path: Path, wrapper: Path, start: Callable[..., Job]) -> None:
     folder = tmp_path / "out"

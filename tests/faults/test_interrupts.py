@@ -94,6 +94,7 @@ def _barrier() -> None:
     shoal.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [one.values[0] for one in OVER], ids=["shared_memory", "network"])
 def test_a_signal_handler_may_shut_the_agent_down_while_it_waits(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:

@@ -125,6 +125,7 @@ def test_a_shape_that_one_of_four_has_differently_ends_all_calls_and_sums_nothin
     assert any(odd in ranks for ranks in found), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numel", [3, 3_000_000], ids=["one owner", "all own"])
 def test_who_never_comes_is_named_by_all_and_nobody_else_is(fleet: Fleets, numel: int) -> None:
     """Also by those who wait for nothing but the word of an owner, who waits itself."""

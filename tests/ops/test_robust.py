@@ -281,6 +281,7 @@ def train(rule: Robust | None, liar: str) -> list[float]:
     return model.x.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "liar"),
     [

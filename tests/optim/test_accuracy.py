@@ -65,6 +65,7 @@ def train(decentralized: bool, seed: int) -> float:
         return (model(images).argmax(1) == labels).double().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_within_half_a_point_of_all_reduce_on_digits() -> None:
     accuracies = {
@@ -102,6 +103,7 @@ def train_with_adam(mix_state: tuple[str, ...]) -> float:
         return (model(images).argmax(1) == labels).double().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_second_moments_that_are_averaged_save_adam_where_labels_differ() -> None:
     mixed, alone = (

@@ -155,6 +155,7 @@ def test_agents_learn_together(compressor: Compressor) -> None:
 SLOW = pytest.mark.slow  # each of them learns on a ring, and so do two others where the topology changes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [MinMaxUInt8(), pytest.param(Sign(), marks=SLOW), TopK(0.1), pytest.param(QSGD(7), marks=SLOW)],

@@ -55,12 +55,14 @@ def test_gradients_lie_where_those_of_the_step_before_did() -> None:
     assert faults_of_a_step() < PAGES // 10
 
 
+@pytest.mark.slow
 def test_so_does_what_the_threads_of_parts_use() -> None:
     # A thread takes the heap of one that has ended, if there is one: in some runs that of a thread of init.
     assert any(faults_of_a_step("parts") < PAGES // 2 for _ in range(6))
     assert faults_of_a_step("parts", MALLOC_ARENA_MAX="8") > PAGES
 
 
+@pytest.mark.slow
 def test_what_the_environment_says_of_the_heap_holds() -> None:
     assert faults_of_a_step(MALLOC_TRIM_THRESHOLD_="131072") > PAGES // 2
 

@@ -353,6 +353,7 @@ def example(traces: str, *options: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     traces, folder = str(tmp_path / "traces"), str(tmp_path / "checkpoint")

@@ -98,6 +98,7 @@ def init_within(seconds: float) -> None:
     shoal.init()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("third_comes", "said", "ranks"),
     [

@@ -107,6 +107,7 @@ def ended(pods: dict[int, subprocess.Popen[bytes]]) -> Iterator[None]:
             pod.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_pods_under_shoal_run_meet_and_one_that_is_started_anew_elsewhere_enters_again(tmp_path: Path) -> None:
     """As in ``deploy/kubernetes``, with the variables of a TrainJob: no option says which pod this is."""

@@ -34,6 +34,7 @@ def give_up_and_try_again() -> float:
     return init_and_average()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("early", "served"),
     [

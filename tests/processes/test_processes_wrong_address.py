@@ -46,6 +46,7 @@ def said_by(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0)
             job.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launchers",
     [[(2, 0), (3, 1)], pytest.param([(3, 0), (2, 1)], marks=pytest.mark.soak), [(1, 1), (2, 0)]],
@@ -70,6 +71,7 @@ def init_as(rank: int) -> None:
     shoal.init()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twins", [[0, 1, 1], [0, 0, 1]], ids=str)
 def test_two_that_have_one_rank_are_told_so_at_once(twins: list[int]) -> None:
     """Each would wait for the one that nobody is."""
@@ -101,6 +103,7 @@ def wait_and_listen() -> list[str]:
     return heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [True, False])
 def test_who_waits_in_init_says_for_whom(served: bool) -> None:
     world = World(4, init=False, restarts=served)

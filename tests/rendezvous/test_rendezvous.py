@@ -213,6 +213,7 @@ def test_strangers_have_a_quota_in_the_store_that_rank_0_hosts(monkeypatch: pyte
         assert host.get("key", soon()) == b"x"
 
 
+@pytest.mark.slow
 def test_clients_of_a_newer_torch_use_it_where_they_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,6 +324,7 @@ def test_a_host_that_cannot_be_a_name_is_refused_with_what_to_set() -> None:
 SERVE_LATE = "import sys, time; time.sleep(8); from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]))"
 
 
+@pytest.mark.slow
 def test_the_end_of_an_agent_is_told_also_to_a_store_that_is_not_served_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port is there before the process that serves it has imported torch, which takes long on a slow disk."""
     listener = listen("127.0.0.1", 0)

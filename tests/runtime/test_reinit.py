@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from shoal.config import Config
 from shoal.rendezvous import peer_directory
 from shoal.rendezvous.bootstrap_barrier import DIRECTORY
-from shoal.rendezvous.launch import LAUNCHER, Launch
+from shoal.rendezvous.launch import Launch
 from shoal.rendezvous.peer_directory import numbered
 from shoal.rendezvous.store import ThreadStore
 
@@ -23,8 +24,9 @@ def incarnation(
     if known is not None:
         store.set(DIRECTORY, b"")
     monkeypatch.setattr(peer_directory, "directory", lambda *_: SimpleNamespace(said=[{}, known]))
-    monkeypatch.setenv(LAUNCHER, launcher)
-    launch, said = numbered(store, Launch(1, 2, "torchrun", incarnation=starts), time.monotonic() + 5.0)
+    launch, said = numbered(
+        store, Launch(1, 2, "torchrun", incarnation=starts), time.monotonic() + 5.0, Config(launcher=launcher)
+    )
     return launch.incarnation, said["launcher"]
 
 

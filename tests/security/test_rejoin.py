@@ -39,19 +39,14 @@ def met(store: ThreadStore) -> PeerDirectory:
     return found
 
 
-def read(store: ThreadStore) -> PeerDirectory:
-    return directory(store, Launch(1, SIZE, "torchrun", incarnation=1), time.monotonic() + 1.0)
-
-
-@pytest.fixture(autouse=True)
-def with_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_SECRET", SECRET)
+def read(store: ThreadStore, secret: str = SECRET) -> PeerDirectory:
+    return directory(store, Launch(1, SIZE, "torchrun", incarnation=1), time.monotonic() + 1.0, secret)
 
 
 def test_the_secret_is_not_written_down_and_who_knows_it_believes_what_is() -> None:
     store = ThreadStore()
     found = met(store)
-    add_to_directory(store, Launch(2, SIZE, "torchrun", incarnation=1), found)
+    add_to_directory(store, Launch(2, SIZE, "torchrun", incarnation=1), found, SECRET)
     for key in (DIRECTORY, f"{DIRECTORY}/2"):
         text = store.get(key, time.monotonic())
         assert SECRET.encode() not in text and b"key" not in text
@@ -59,12 +54,11 @@ def test_the_secret_is_not_written_down_and_who_knows_it_believes_what_is() -> N
 
 
 @pytest.mark.parametrize("secret", ["", "another one"])
-def test_who_does_not_know_it_believes_nothing(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+def test_who_does_not_know_it_believes_nothing(secret: str) -> None:
     store = ThreadStore()
     met(store)
-    monkeypatch.setenv("SHOAL_SECRET", secret)
     with pytest.raises(shoal.Mismatch, match="do not know this job's secret"):
-        read(store)
+        read(store, secret)
 
 
 def test_what_a_stranger_writes_is_not_believed() -> None:

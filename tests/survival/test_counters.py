@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from support.launcher import RUN
 
 TIMEOUT = 150
@@ -64,6 +66,7 @@ def test_a_restarted_agent_has_the_numbers_of_the_others_and_calls_what_they_cal
     assert first == second and int(first.split()[1]) % 7 == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_a_counter_outside_the_checkpoint_is_explained(tmp_path: Path) -> None:
     done = run(tmp_path, "own", 1)
     assert done.returncode != 0
@@ -108,6 +111,7 @@ sys.stdout.write(f"ended {set(state['steps'])} {counted} {schedule.get_last_lr()
 """
 
 
+@pytest.mark.slow
 def test_epochs_keep_their_length_and_the_schedule_its_step_after_a_loss_and_a_rejoin(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(EPOCHS)
     options = ["-n", "2", "--no-prefix", "--on-failure", "restart"]

@@ -45,6 +45,7 @@ def deaths(seed: int) -> tuple[int, int]:
     return first, chance.randint(first // EVERY * EVERY, STEPS - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.soak) for k in range(1, 8))])
 def test_it_ends_as_a_run_does_of_which_nobody_was_lost(seed: int, tmp_path: Path) -> None:
     first, second = deaths(seed)

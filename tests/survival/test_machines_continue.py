@@ -64,6 +64,7 @@ def check(found: dict[int, list[float]]) -> None:
     assert (ended - expected).abs().max() < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "transport"), in_turn([*LOSSES]), indirect=["transport"])
 def test_they_reach_the_optimum_of_those_that_are_left(
     name: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch

@@ -143,6 +143,7 @@ def test_who_has_entered_the_smaller_part_gives_way_with_it(machines: list[Names
         come_together(world, running, larger, smaller)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [5, pytest.param(4, marks=pytest.mark.soak)], ids=["three and two", "two and two"])
 def test_the_smaller_part_stops_and_comes_back_when_the_cable_does(machines: list[Namespace], size: int) -> None:
     first = [rank for rank in range(size) if rank * 2 // size == 0]
@@ -176,6 +177,7 @@ def load_outside() -> float:
     raise AssertionError("it has entered")
 
 
+@pytest.mark.slow
 def test_who_comes_back_and_reaches_nobody_says_which_ports_are_closed(machines: list[Namespace]) -> None:
     """The rendezvous is open. The agent that goes on hears of nobody, so it cannot open the connection either."""
     with World(2, environment=CONTINUE, namespaces=machines, restarts=True, timeout=60.0) as world:
@@ -188,6 +190,7 @@ def test_who_comes_back_and_reaches_nobody_says_which_ports_are_closed(machines:
         assert "(no answer: a firewall?)" in said.message and "none of the others" in said.message
 
 
+@pytest.mark.slow
 def test_who_comes_back_enters_through_those_it_reaches(machines: list[Namespace]) -> None:
     """The first machine lets no connection in, and its agents hear through rank 2 that rank 3 asks for theirs."""
     with World(4, environment=GO, namespaces=machines, restarts=True) as world:

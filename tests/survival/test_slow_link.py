@@ -64,6 +64,7 @@ def steps_of_those_away(world: World, machine: Namespace, way: str) -> tuple[lis
     return without, beside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["put", pytest.param("get", marks=pytest.mark.soak)])
 def test_with_windows_it_slows_nobody_who_is_not_on_it(machines: list[Namespace], way: str) -> None:
     with World(SIZE, namespaces=machines) as world:

@@ -71,6 +71,7 @@ def questions() -> int:
     return reunion._turn - shoal.rank()
 
 
+@pytest.mark.slow
 @over_one("network")
 def test_whoever_is_in_the_smaller_part_goes_on_though_the_kernel_takes_its_questions(
     environment: dict[str, str],
@@ -121,6 +122,7 @@ def test_who_computes_for_long_is_waited_for(environment: dict[str, str]) -> Non
         assert world.results(shoal.alive) == [tuple(range(SIZE))] * SIZE
 
 
+@pytest.mark.slow
 @over_one("shared_memory")
 def test_one_is_stopped_when_another_dies(environment: dict[str, str]) -> None:
     dies, left = 3, [0, 2]

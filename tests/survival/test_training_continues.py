@@ -108,6 +108,7 @@ def train_in_parts(victims: dict[int, Point]) -> list[float]:
     return torch.cat(list(model.numbers)).tolist()
 
 
+@pytest.mark.slow
 @each_over_one(["30", "33"])
 def test_parts_that_step_by_themselves_reach_the_optimum_of_those_that_are_left(
     environment: dict[str, str], way: str

@@ -146,7 +146,7 @@ def test_push_sum_of_those_that_are_left_agrees(environment: dict[str, str], poi
     assert (x >= begun.min(0)).all() and (x <= begun.max(0)).all()
 
 
-@each_over_one(WAYS)
+@each_over_one(WAYS, slow=("get", "push-sum"))
 def test_who_comes_back_has_windows_with_all_others(environment: dict[str, str], way: str) -> None:
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
         found = ended(world, way, RATE, Point("finished", 40), returns=1)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from ..config import EXIT_NOTES, INCARNATION
 from ..observability.watch.live import Watch
-from ..rendezvous.launch import INCARNATION
 from ..runtime import exit_notes
 from ..transport.rejoin_marker import is_marked
 from .agent_output import STDERR, STDOUT, AgentOutput
@@ -191,7 +191,7 @@ class AgentProcesses:
     def _start_agent(self, rank: int, command: Sequence[str], environ: Mapping[str, str], keeps_stdin: bool) -> None:
         pipe = subprocess.PIPE if self._pipes is not None else None
         stdin = None if keeps_stdin else subprocess.DEVNULL
-        environ = {**environ, exit_notes.VARIABLE: self._notes.path}
+        environ = {**environ, EXIT_NOTES: self._notes.path}
         process = _start(command, env=environ, stdin=stdin, stdout=pipe, stderr=pipe)
         self._living.append(_AgentProcess(rank, process, time.monotonic()))
         if self._watch is not None:

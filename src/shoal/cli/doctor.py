@@ -24,6 +24,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from .. import config
 from .._version import __version__
 from ..bench.machine import cpu_name
 from ..coordination.attach import PROCESS_GROUP, check_backend, check_transport
@@ -33,7 +34,6 @@ from ..kernels.choice import why_not_triton
 from ..kernels.native import why_not_native
 from ..rendezvous.launch import LOOPBACK, Launch, detect, join_address, parse_address
 from ..rendezvous.rendezvous import is_own
-from ..runtime.bootstrap import default_timeout
 from ..transport.addresses import address_towards, interface_address, is_loopback
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
@@ -49,35 +49,6 @@ LOOKUP_SECONDS = 5.0
 SLOW_LOOKUP = 0.5
 """Seconds; a longer lookup means that the name server does not answer."""
 FEWEST_FILES = 1024
-VARIABLES = (
-    "SHOAL_AGENTS_PER_MACHINE",
-    "SHOAL_BEGIN_WITH",
-    "SHOAL_CACHE_CAPACITY",
-    "SHOAL_CERTIFICATES",
-    "SHOAL_CHECK_FINITE",
-    "SHOAL_COMPRESS_LOCALLY",
-    "SHOAL_DEVICE_MEMORY",
-    "SHOAL_DROP_AFTER",
-    "SHOAL_ENTRY_TIMEOUT",
-    "SHOAL_EXIT_NOTES",
-    "SHOAL_INCARNATION",
-    "SHOAL_INTERFACE",
-    "SHOAL_LAUNCHER",
-    "SHOAL_NATIVE",
-    "SHOAL_ON_LOSS",
-    "SHOAL_ON_PARTITION",
-    "SHOAL_PORTS",
-    "SHOAL_PROCESS_GROUP",
-    "SHOAL_RECORD",
-    "SHOAL_RENDEZVOUS",
-    "SHOAL_SECRET",
-    "SHOAL_STALL_SECONDS",
-    "SHOAL_TIMELINE",
-    "SHOAL_TIMEOUT",
-    "SHOAL_TLS",
-    "SHOAL_TRANSPORT",
-    "SHOAL_WATCH",
-)
 # Slurm sets some forty.
 _SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
 _ADVICE = {
@@ -257,8 +228,8 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
     ours = {name: text for name, text in environ.items() if name.startswith("SHOAL_")}
     for name, text in sorted(ours.items()):
         report.line("variable", f"{name}={'(set, not shown)' if name == 'SHOAL_SECRET' else text}")
-        if name not in VARIABLES:
-            report.notes.append(f"{name} is no variable of Shoal's; it knows {', '.join(VARIABLES)}")
+        if name not in config.NAMES:
+            report.notes.append(f"{name} is no variable of Shoal's; it knows {', '.join(config.NAMES)}")
     for name, text in sorted(launcher_variables(environ).items()):
         if not name.startswith("SLURM_") or name.startswith(_SHOWN_SLURM):
             report.line("launcher's", f"{name}={text}")
@@ -268,7 +239,7 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
         report.line("transport", _transport(environ, launch))
         report.line("engines", _engines())
         report.line("encryption", _encryption(launch))
-        report.line("every wait", f"ends after {default_timeout():g} s (SHOAL_TIMEOUT)")
+        report.line("every wait", f"ends after {config.read(environ).timeout:g} s (SHOAL_TIMEOUT)")
         report.line("listens on", _listens_on(launch, environ))
         report_names(report, launch.host or LOOPBACK)
     except (ValueError, OSError) as error:
@@ -332,10 +303,10 @@ def _agents(launch: Launch) -> str:
 
 
 def _transport(environ: Mapping[str, str], launch: Launch) -> str:
-    forced = environ.get("SHOAL_TRANSPORT", "")
+    forced = config.read(environ).transport
     check_transport(forced, "SHOAL_TRANSPORT")
     if forced == PROCESS_GROUP:
-        backend = check_backend(environ.get("SHOAL_PROCESS_GROUP", "gloo"), None, launch.size, launch.rank)
+        backend = check_backend(config.read(environ).process_group, None, launch.size, launch.rank)
         return f"tensors by {backend} (SHOAL_TRANSPORT), all else by shared memory and TCP"
     if forced:
         return f"{forced} between all agents (SHOAL_TRANSPORT)"
@@ -349,14 +320,14 @@ def _engines() -> str:
 
 
 def _encryption(launch: Launch) -> str:
-    certificates = certificates_of(launch.rank)
+    certificates = certificates_of(launch.rank, config.read())
     if certificates is None:
         return "none; SHOAL_TLS=on encrypts what travels between machines"
     return f"TLS between machines, as rank {launch.rank}; its authority is good until {certificates.good_until}"
 
 
 def _listens_on(launch: Launch, environ: Mapping[str, str]) -> str:
-    interface = environ.get("SHOAL_INTERFACE", "")
+    interface = config.read(environ).interface
     if interface:
         return f"{_with_name(interface_address(interface))}, between machines (SHOAL_INTERFACE)"
     if launch.host is None or launch.size == 1:

@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from .. import config
 from ..rendezvous.launch import LOOPBACK
 from ..rendezvous.rendezvous import listen
 from .agent_processes import AgentProcesses
@@ -37,9 +38,7 @@ def main(profile: str, agents: int) -> int:
     _adopt_orphans()
     listener = listen(LOOPBACK, 0)
     port = listener.getsockname()[1]
-    job = LaunchedJob(
-        agents, 1, 0, LOOPBACK, port, secrets.token_hex(8), os.environ.get("SHOAL_SECRET") or secrets.token_hex(32)
-    )
+    job = LaunchedJob(agents, 1, 0, LOOPBACK, port, secrets.token_hex(8), config.read().secret or secrets.token_hex(32))
     where = f"--profile-dir={profile}"
     controller = [sys.executable, "-m", "shoal.cli.notebook_controller", where]
     serve = [sys.executable, "-c", SERVE, str(listener.fileno())]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import struct
@@ -23,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import config
 from ..rendezvous.launch import join_address
 from ..rendezvous.rendezvous import listen
 from ..transport import tcp
-from ..transport.addresses import interface_address, parse_ports, ports_of_environment, reachable_address, text_of
+from ..transport.addresses import interface_address, parse_ports, reachable_address, text_of
 
 WAIT_SECONDS = 60.0
 """So long each machine waits for the other one."""
@@ -74,7 +74,7 @@ def check(host: str, port: int, node: int, wait: float = WAIT_SECONDS) -> list[D
         ValueError: A variable is invalid.
     """
     deadline = time.monotonic() + wait
-    ports = parse_ports(*ports_of_environment())
+    ports = parse_ports("SHOAL_PORTS", config.read().ports)
     with (_accept if node == 0 else _connect)(host, port, deadline) as control:
         try:
             return _try_both(control, host, node, ports)
@@ -88,7 +88,7 @@ def _try_both(control: socket.socket, host: str, node: int, ports: range) -> lis
     control.settimeout(2 * ANSWER_SECONDS)
     lines = control.makefile("r", encoding="utf-8")
     reached = text_of(control.getsockname() if node == 0 else control.getpeername())
-    interface = os.environ.get("SHOAL_INTERFACE", "")
+    interface = config.read().interface
     own = interface_address(interface, prefer_ipv6=":" in reached) if interface else reachable_address(host, [reached])
 
     def exchange(mine: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _try_both(control: socket.socket, host: str, node: int, ports: range) -> lis
 
 
 def _accept(host: str, port: int, deadline: float) -> socket.socket:
-    with listen(host, port, os.environ.get("SHOAL_INTERFACE", "")) as listener:
+    with listen(host, port, config.read().interface) as listener:
         listener.settimeout(_AGAIN_SECONDS)
         since: dict[str, float] = {}  # by machine, the time of its first request
         while (now := time.monotonic()) < deadline:

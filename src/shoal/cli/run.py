@@ -20,12 +20,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from .. import config
+from ..config import BEGIN_WITH, INCARNATION, LAUNCHER, WATCH
 from ..observability.watch.live import Watch
 from ..rendezvous.bootstrap_barrier import LOST
 from ..rendezvous.elastic_join import Invitation, keep_secret
-from ..rendezvous.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
+from ..rendezvous.launch import LOOPBACK, join_address, parse_address
 from ..rendezvous.rendezvous import listen
-from ..transport.addresses import parse_ports, ports_of_environment
+from ..transport.addresses import parse_ports
 from . import node_variables
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, JobExit
@@ -175,13 +177,13 @@ def _begin_once(
         listener = None
         if args.node_rank == 0:
             try:
-                listener = last.enter_context(listen(host, port, os.environ.get("SHOAL_INTERFACE", "")))
+                listener = last.enter_context(listen(host, port, config.read().interface))
             except ValueError as error:
                 return JobExit(_refused(error, 2))
             except OSError as error:
                 return JobExit(_refused(f"cannot listen on {join_address(host, port)}: {error.strerror}", 1))
             port = listener.getsockname()[1]
-        secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if args.nnodes == 1 else None)
+        secret = config.read().secret or (secrets.token_hex(32) if args.nnodes == 1 else None)
         name = f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)
         room, how, text = None, "", ""
         if args.max_agents is not None and secret is not None:
@@ -317,7 +319,7 @@ def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: in
     more = room.size - room.begins
     if not more:
         return ""
-    here = is_this_machine(host) or not os.environ.get("SHOAL_SECRET")
+    here = is_this_machine(host) or not config.read().secret
     where = "on this machine, by this user" if here else "on other machines with the same SHOAL_SECRET"
     script = shlex.join(words_of(args.kind, args.script, args.arguments))
     return f"{more} more may join, {where}: shoal run --join {join_address(host, port)} -n K {script}"
@@ -350,7 +352,7 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(f"--nnodes {args.nnodes}: there is at least this one machine")
     if not 0 <= args.node_rank < args.nnodes:
         raise ValueError(f"--node-rank {args.node_rank} must be 0 to {args.nnodes - 1} with --nnodes {args.nnodes}")
-    ports = parse_ports(*(("--ports", args.ports) if args.ports is not None else ports_of_environment()))
+    ports = parse_ports(*(("--ports", args.ports) if args.ports is not None else ("SHOAL_PORTS", config.read().ports)))
     if 0 not in ports and len(ports) < args.agents:
         raise ValueError(f"{len(ports)} ports for {args.agents} agents of this machine: each needs one of its own")
     growing = args.max_agents is not None or args.join is not None
@@ -364,7 +366,7 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts {args.max_restarts}: 0 or more")
     later = "--on-failure restart" if args.on_failure == "restart" else "--max-agents" if growing else ""
-    if later and args.nnodes > 1 and not os.environ.get("SHOAL_SECRET"):
+    if later and args.nnodes > 1 and not config.read().secret:
         raise ValueError(
             f"{later} with --nnodes: set SHOAL_SECRET to the same for all machines; who comes later proves with it "
             "that it belongs to the job"
@@ -383,8 +385,8 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         return parse_address(args.join, "--join")
     if args.rendezvous is not None:
         return parse_address(args.rendezvous, "--rendezvous")
-    if os.environ.get("SHOAL_RENDEZVOUS"):
-        return parse_address(os.environ["SHOAL_RENDEZVOUS"], "SHOAL_RENDEZVOUS")
+    if config.read().rendezvous:
+        return parse_address(config.read().rendezvous, "SHOAL_RENDEZVOUS")
     if args.nnodes > 1:
         found = node_variables.rendezvous(os.environ)
         if found is not None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import socket
 import sys
 from pathlib import Path
 
+from .. import config
 from ..observability.watch.launcher_link import StatusSender
 from ..observability.watch.live import JoiningLaunchers, LocalViewer, RemoteViewer, Watch
 from ..rendezvous.elastic_join import Invitation
@@ -28,7 +28,7 @@ def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
         OSError: A port that it needs is taken.
         ValueError: There is no port at which launchers could meet.
     """
-    begins, secret = args.agents * args.nnodes, os.environ.get("SHOAL_SECRET", "")
+    begins, secret = args.agents * args.nnodes, config.read().secret
     size = args.max_agents or begins
     title = f"{size} agents of {Path(args.script).name}"
     if args.nnodes == 1:
@@ -38,7 +38,7 @@ def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
     if args.node_rank > 0:
         return RemoteViewer(_teller(host, port + 1, secret), args.agents)
     try:
-        listener = listen(host, port + 1, os.environ.get("SHOAL_INTERFACE", ""))
+        listener = listen(host, port + 1, config.read().interface)
     except OSError as error:
         where = join_address(host, port + 1)
         raise OSError(error.errno, f"cannot listen on {where}, for other launchers: {error.strerror}") from None
@@ -49,7 +49,7 @@ def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
 
 def check_between_machines() -> None:
     """Refuse to watch several machines if launchers could not send their reports safely."""
-    if not os.environ.get("SHOAL_SECRET"):
+    if not config.read().secret:
         raise ValueError(
             "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they "
             "are of the job"
@@ -77,7 +77,7 @@ def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host:
         return 0
     if nodes > 1:
         return port + 1  # where launchers of other machines connect
-    listener = listen(host, 0, os.environ.get("SHOAL_INTERFACE", ""))
+    listener = listen(host, 0, config.read().interface)
     watch.gather(JoiningLaunchers(listener, secret, room.size - room.begins))
     return int(listener.getsockname()[1])
 
@@ -100,7 +100,7 @@ def watch_of_joining(claimed: ClaimedRanks, host: str, agents: int) -> Watch | N
 
 def _would_be_read(host: str) -> bool:
     """Reports would be sent authenticated but unencrypted, while all other traffic is encrypted."""
-    return os.environ.get("SHOAL_TLS", "") == "on" and not is_this_machine(host)
+    return config.read().tls and not is_this_machine(host)
 
 
 def _teller(host: str, port: int, secret: str) -> StatusSender:

@@ -55,7 +55,7 @@ _records: dict[Engine, MembershipRecorder] = {}
 
 
 def _attach(agent: Agent) -> None:
-    folder = os.environ.get("SHOAL_RECORD", "")
+    folder = agent.config.record
     if not folder:
         return
     try:

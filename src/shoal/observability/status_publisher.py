@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import threading
 import time
 from typing import Any
 
 from ..engine.engine import Engine
-from ..rendezvous.launch import WATCH
 from ..runtime.agent import Agent
 from ..runtime.bootstrap import on_start, on_stop
 from ..transport.unix_sockets import connect
@@ -140,7 +138,7 @@ _summaries: dict[Engine, StatusPublisher] = {}
 
 
 def _attach(agent: Agent) -> None:
-    path = os.environ.get(WATCH, "")
+    path = agent.config.watch
     if not path or agent.launch.launcher == "fleet":  # agents of a fleet have ranks of their own
         return
     try:

@@ -12,7 +12,6 @@ truncated array, and a clean shutdown closes it, so that any JSON parser accepts
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -159,7 +158,7 @@ class Timeline:
 
 
 def _attach(agent: Agent) -> None:
-    directory = os.environ.get("SHOAL_TIMELINE", "")
+    directory = agent.config.timeline
     if not directory:
         return
     folder = Path(directory) / agent.launch.beside

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import clock
+from .. import clock, config
 from ..errors import ShoalError
 from ..transport.addresses import text_of
 from .launch import join_address
@@ -68,7 +68,7 @@ class Invitation:
         """
         said, proof = json.loads(text)
         room = cls(str(said["name"]), *(int(said[one.name]) for one in fields(cls)[1:]))
-        given = environ.get("SHOAL_SECRET", "")
+        given = config.read(environ).secret
         secret = given or _secret_in(room.pid, room.descriptor)
         if not secret:
             raise ShoalError(

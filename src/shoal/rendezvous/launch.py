@@ -15,13 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config import BEGIN_WITH, INCARNATION
+
 LOOPBACK = "127.0.0.1"
-INCARNATION = "SHOAL_INCARNATION"
-BEGIN_WITH = "SHOAL_BEGIN_WITH"
-WATCH = "SHOAL_WATCH"
-"""The path of the socket on which a launcher receives the status of its agents, for processes of its user."""
-LAUNCHER = "SHOAL_LAUNCHER"
-"""The name of the launcher that has started this agent, if one of several machines may be replaced."""
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of this
 # machine occupies a derived port by accident.

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from .. import clock
+from ..config import Config
 from ..errors import DeadlineExceeded, Mismatch
 from ..transport.peer_address import Endpoint, PeerId, unknown_peer_id
 from .bootstrap_barrier import DIRECTORY, LOST, BootstrapBarrier, ended_before
-from .launch import LAUNCHER, Launch
+from .launch import Launch
 from .store import Store
 
 ENDPOINT = "endpoint"
@@ -71,7 +71,7 @@ def _complete_directory(
     return PeerDirectory(attempt, with_absent(said, launch.size), endpoints, key, is_private, launch.begins)
 
 
-def directory(store: Store, launch: Launch, deadline: float) -> PeerDirectory:
+def directory(store: Store, launch: Launch, deadline: float, secret: str) -> PeerDirectory:
     """The addresses of the agents that have met, and of agents that have joined since.
 
     For an agent that was given the job's secret.
@@ -79,7 +79,7 @@ def directory(store: Store, launch: Launch, deadline: float) -> PeerDirectory:
     Raises:
         Mismatch: The other agents do not know that secret, or another process has written the directory.
     """
-    given = os.environ.get("SHOAL_SECRET", "").encode()
+    given = secret.encode()
     if not given:
         raise _unproven_error(launch.rank, [launch.rank])
     try:
@@ -115,7 +115,7 @@ def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
     return text
 
 
-def numbered(store: Store, launch: Launch, deadline: float) -> tuple[Launch, dict[str, Any]]:
+def numbered(store: Store, launch: Launch, deadline: float, config: Config) -> tuple[Launch, dict[str, Any]]:
     """The launch of an agent that a replacement may have started, after its machine's first launcher has ended.
 
     A launcher counts how often it has started an agent. A replacement, as in a restarted pod, begins at 0 again,
@@ -125,18 +125,18 @@ def numbered(store: Store, launch: Launch, deadline: float) -> tuple[Launch, dic
     Returns:
         The launch with the continued count, and the data to publish about the launcher.
     """
-    me = os.environ.get(LAUNCHER, "")
+    me = config.launcher
     base = 0
     if store.has(DIRECTORY):
-        known = directory(store, launch, deadline).said[launch.rank]
+        known = directory(store, launch, deadline, config.secret).said[launch.rank]
         of = known.get("launcher", {"id": "", "base": 0})
         base = int(of["base"]) if of["id"] == me else int(known["place"]["incarnation"]) + 1
     return replace(launch, incarnation=base + launch.incarnation), {"launcher": {"id": me, "base": base}}
 
 
-def add_to_directory(store: Store, launch: Launch, met: PeerDirectory) -> None:
+def add_to_directory(store: Store, launch: Launch, met: PeerDirectory, secret: str) -> None:
     """Publish this agent's address for agents that join later."""
-    given = os.environ.get("SHOAL_SECRET", "").encode()
+    given = secret.encode()
     came = [met.said[launch.rank], met.reached_from[launch.rank]]
     text = json.dumps([*came, _verified_peer(given, met.attempt, launch.rank, came)])
     store.set(f"{DIRECTORY}/{launch.rank}", text.encode())
@@ -147,7 +147,7 @@ def _verified_peer(secret: bytes, attempt: str, rank: int, came: list[Any]) -> s
 
 
 def introduce(
-    meeting: BootstrapBarrier, launch: Launch, found: list[dict[str, Any]], endpoint: Endpoint
+    meeting: BootstrapBarrier, launch: Launch, found: list[dict[str, Any]], endpoint: Endpoint, secret: str
 ) -> PeerDirectory:
     """Exchange the addresses at which agents listen.
 
@@ -156,11 +156,12 @@ def introduce(
         launch: This agent's launch.
         found: The data of all agents at the barrier.
         endpoint: The address at which this agent listens.
+        secret: The job's secret; empty if this agent was given none.
 
     Raises:
         Mismatch: An agent does not know this agent's secret, or has a secret while this agent has none.
     """
-    given = os.environ.get("SHOAL_SECRET", "").encode()
+    given = secret.encode()
     if found[launch.rank] != meeting.said:  # another process has changed this agent's data
         raise _unproven_error(launch.rank, [launch.rank])
     mine: dict[str, Any] = {"endpoint": asdict(endpoint)}
@@ -179,8 +180,8 @@ def introduce(
         )
     if heard[launch.rank] != mine:
         raise _unproven_error(launch.rank, [launch.rank])
-    secret = given or heard[0]["secret"].encode()
-    key = _digest(secret, "shoal job", meeting.attempt, found, heard)
+    of_job = given or heard[0]["secret"].encode()
+    key = _digest(of_job, "shoal job", meeting.attempt, found, heard)
     return _complete_directory(launch, meeting.attempt, found, heard, key, bool(given))
 
 

@@ -12,7 +12,6 @@ import errno
 import ipaddress
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from .. import clock
+from .. import clock, config
 from .._signals import pause
 from ..errors import DeadlineExceeded, PeerLost
 from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
@@ -87,7 +86,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
         return connect(_await_server(launch, deadline), ())
     if launch.rank > 0:
         return _store_of_rank_0(launch, connect, deadline)
-    listener = _listen_patiently(host, port, os.environ.get("SHOAL_INTERFACE", ""), deadline)
+    listener = _listen_patiently(host, port, config.read().interface, deadline)
     if _clients_agree(deadline):
         begin = partial(client, *_reached_at(listener), deadline)
         server: store_server.ThreadedServer | None = store_server.ThreadedServer(listener)

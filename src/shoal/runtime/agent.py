@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import networkx as nx
 import numpy as np
 
+from ..config import Config
 from ..engine.engine import Engine
 from ..errors import NotInitialized
 from ..rendezvous.launch import Launch
@@ -117,6 +118,7 @@ class Agent:
     engine: Engine
     grouping: Machines | None
     launch: Launch
+    config: Config
     topology: StaticTopology = field(init=False)
     machine_topology: StaticTopology | None = None
     topology_is_default: bool = True

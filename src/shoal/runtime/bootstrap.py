@@ -20,15 +20,14 @@ import networkx as nx
 
 from .. import clock
 from .._signals import deferred
+from ..config import BEGIN_WITH, CONTINUE, RAISE, STOP, Config, read
 from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend, check_backend, check_transport
-from ..coordination.ordering import CAPACITY
 from ..engine.engine import Engine
-from ..engine.stalls import STALL_AFTER
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
 from ..operations.operation import Operation, Steps
 from ..rendezvous.bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
-from ..rendezvous.launch import BEGIN_WITH, LAUNCHER, Launch, current, join_address
+from ..rendezvous.launch import Launch, current, join_address
 from ..rendezvous.peer_directory import (
     ENDPOINT,
     PeerDirectory,
@@ -40,7 +39,7 @@ from ..rendezvous.peer_directory import (
 )
 from ..rendezvous.rendezvous import open_store
 from ..rendezvous.replicas import among_counterparts, check_that_all_must_live
-from ..transport.addresses import parse_ports, ports_of_environment
+from ..transport.addresses import parse_ports
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
@@ -50,9 +49,6 @@ from .script_end import failure
 from .torch_distributed import warn_of_process_group
 
 log = logging.getLogger("shoal")
-RAISE, CONTINUE, STOP = "raise", "continue", "stop"
-DEFAULT_TIMEOUT = 300.0
-ENTRY_TIMEOUT = 3600.0
 """Seconds that a restarted agent waits for admission, until the members reach their next point for it."""
 FAREWELL_SECONDS = 10.0
 """Seconds at most that ``shutdown`` waits until other agents have received the messages that they still need."""
@@ -97,41 +93,8 @@ def init(
             :func:`~shoal.rank` is the replica's number, :func:`~shoal.size` the number of replicas (docs/sharded.md).
 
     Environment:
-        ``SHOAL_TIMEOUT``: seconds for every wait (300).
-        ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or ``network`` for all pairs; or ``process-group``, to have
-            tensors moved by process groups of ``torch.distributed`` (docs/coordination.md).
-        ``SHOAL_PROCESS_GROUP``, ``SHOAL_CACHE_CAPACITY``: the backend of these groups (``gloo``), and the entries of
-            their response cache (1024).
-        ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
-        ``SHOAL_PORTS``: the ports to listen on there, as ``FIRST-LAST``; each agent takes the first free port. If
-            unset, the system picks one.
-        ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many.
-        ``SHOAL_SECRET``: the job's secret, the same for all agents; if unset, rank 0 generates one, which any reader of
-            the store can read during ``init``.
-        ``SHOAL_RENDEZVOUS``: ``host:port`` of the store.
-        ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity, with :class:`~shoal.NotFinite`.
-        ``SHOAL_COMPRESS_LOCALLY``: 1 to send compressed messages within a machine, too, where agents otherwise read
-            tensors in place.
-        ``SHOAL_DEVICE_MEMORY``: 1 to let agents of a machine read each other's CUDA tensors on their devices
-            (docs/devices.md).
-        ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in the folder ``SHOAL_CERTIFICATES``.
-        ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
-        ``SHOAL_DROP_AFTER``: seconds after which an agent that does not answer (stopped, hung, cut off) counts as lost;
-            if unset, operations wait for it until their deadlines. An agent that computes answers.
-        ``SHOAL_STALL_SECONDS``: seconds (30) after which a waiting call is logged, with the status of the awaited
-            agents; ``inf`` for never.
-        ``SHOAL_INCARNATION``: how often this agent was restarted while the other agents continued; with more than 0 it
-            requests admission.
-        ``SHOAL_ENTRY_TIMEOUT``: seconds to wait for admission (3600).
-        ``SHOAL_BEGIN_WITH``: the number of agents with which the job begins, if not all; the others may join, each with
-            ``SHOAL_INCARNATION=1``.
-        ``SHOAL_LAUNCHER``: a name of this machine's launcher, different from that of a replacement launcher.
-        ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, the policy of a partition that may not be the majority: it
-            cannot reach at least as many other agents as it has, and these are not known to have ended. ``continue``:
-            the smaller partition continues until it reaches the larger one again, and then ends with
-            :class:`~shoal.PeerLost`. ``stop``: it ends with that error at once, so that at most one partition
-            continues.
-        ``SHOAL_RECORD``: a folder in which each agent records the membership.
+        Variables set everything else: deadlines, transports, ports, the secret, and the reaction to failures.
+        :mod:`shoal.config` and docs/environment.md list them.
 
     Raises:
         DeadlineExceeded: Agents did not come in time; the message names them.
@@ -153,8 +116,9 @@ def _init(
     process_group: Any,
     mesh: Any,
 ) -> None:
+    _check_on_loss(on_loss)
     if mine.agent is not None:
-        if on_loss is not None and (_on_loss(on_loss) == CONTINUE) != mine.agent.engine.survives_losses:
+        if on_loss is not None and (on_loss == CONTINUE) != mine.agent.engine.survives_losses:
             raise ValueError(f"shoal.init(on_loss={on_loss!r}): this agent has begun otherwise; shut down first")
         if process_group is not None and mine.process_group is not process_group:
             raise ValueError("shoal.init(process_group=): this agent has begun without it; shut down first")
@@ -171,7 +135,7 @@ def _init(
             "among the agents. Agents are started by a launcher, or with multiprocessing's spawn before init()"
         )
     mine.process_group = process_group
-    agent = mine.agent = _connect(mine, _on_loss(on_loss), mesh)
+    agent = mine.agent = _connect(mine, read(), on_loss, mesh)
     for hook in on_start:
         hook(agent)
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
@@ -206,86 +170,44 @@ def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
         agent.engine.close(clock.monotonic() + FAREWELL_SECONDS, farewell, died)
 
 
-def default_timeout() -> float:
-    """The timeout of ``SHOAL_TIMEOUT``, in seconds."""
-    return _seconds_from_environment("SHOAL_TIMEOUT", DEFAULT_TIMEOUT)
+def _agents_per_machine(mine: AgentContext, config: Config) -> int | None:
+    return config.agents_per_machine if mine.agents_per_machine is None else mine.agents_per_machine
 
 
-def _agents_per_machine(mine: AgentContext) -> int | None:
-    if mine.agents_per_machine is not None:
-        return mine.agents_per_machine
-    text = os.environ.get("SHOAL_AGENTS_PER_MACHINE", "")
-    if not text:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"SHOAL_AGENTS_PER_MACHINE={text!r}: it must be a positive integer")
-    return int(text)
-
-
-def _flag_from_environment(variable: str) -> bool:
-    text = os.environ.get(variable, "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"{variable}={text!r}: it must be 0 or 1")
-    return text == "1"
-
-
-def _seconds_from_environment(variable: str, default: float) -> float:
-    text = os.environ.get(variable, "")
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ValueError(f"{variable}={text!r}: it must be a positive number of seconds")
-    return seconds
-
-
-def _choice_from_environment(variable: str, *values: str) -> str:
-    """The value of a variable; the first of the choices if it is not set."""
-    text = os.environ.get(variable, "") or values[0]
-    if text not in values:
-        raise ValueError(f"{variable}={text!r}: it must be {' or '.join(map(repr, values))}")
-    return text
-
-
-def _on_loss(given: str | None) -> str:
+def _check_on_loss(given: str | None) -> None:
     if given is not None and given not in (RAISE, CONTINUE):
         raise ValueError(f"shoal.init(): on_loss={given!r}: it must be {RAISE!r} or {CONTINUE!r}")
-    return _choice_from_environment("SHOAL_ON_LOSS", RAISE, CONTINUE) if given is None else given
 
 
-def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
+def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any) -> Agent:
+    on_loss = on_loss or config.on_loss
     launch = mine.launch or current()
     if mesh is not None:
         launch = among_counterparts(launch, mesh)
-    timeout = mine.timeout if mine.timeout is not None else default_timeout()
-    forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
+    timeout = config.timeout if mine.timeout is None else mine.timeout
+    forced = mine.transport or config.transport
     check_transport(forced, "SHOAL_TRANSPORT")
-    per_machine = _agents_per_machine(mine)
+    per_machine = _agents_per_machine(mine, config)
     deadline = clock.monotonic() + timeout
-    on_partition = _choice_from_environment("SHOAL_ON_PARTITION", CONTINUE, STOP)
-    finite, locally = _flag_from_environment("SHOAL_CHECK_FINITE"), _flag_from_environment("SHOAL_COMPRESS_LOCALLY")
-    on_devices = _flag_from_environment("SHOAL_DEVICE_MEMORY")
-    wanted = _process_group(mine, launch, forced)
+    wanted = _process_group(mine, config, launch, forced)
     forced = "" if forced == PROCESS_GROUP else forced
-    drop_after = _seconds_from_environment("SHOAL_DROP_AFTER", float("inf"))
-    stall_seconds = _seconds_from_environment("SHOAL_STALL_SECONDS", STALL_AFTER)
-    parse_ports(*ports_of_environment())
-    certificates = certificates_of(launch.rank)
+    parse_ports("SHOAL_PORTS", config.ports)
+    certificates = certificates_of(launch.rank, config)
     check_that_all_must_live(launch, on_loss == CONTINUE, certificates is not None)
-    _check_room(mine, launch, on_loss)
-    launch, of_launcher = _numbered(mine, launch, on_loss, deadline)
+    _check_room(mine, config, launch, on_loss)
+    launch, of_launcher = _numbered(mine, config, launch, on_loss, deadline)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
-    engine.rejoin.extend_timeout(_seconds_from_environment("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
-    engine.publisher.finite, engine.compresses_locally, engine.devices.wanted = finite, locally, on_devices
-    engine.watchdog.drop_after, engine.stalls.after = drop_after, stall_seconds
+    engine.rejoin.extend_timeout(config.entry_timeout)
+    engine.publisher.finite, engine.compresses_locally = config.check_finite, config.compress_locally
+    engine.devices.wanted = config.device_memory
+    engine.watchdog.drop_after, engine.stalls.after = config.drop_after, config.stall_seconds
     engine.router.certificates = certificates
     if on_loss == CONTINUE:
-        engine.survive_losses(on_partition == STOP)
+        engine.survive_losses(config.on_partition == STOP)
     _taken[id(mine)] = mine
     try:
         alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
-        alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": on_partition}
+        alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": config.on_partition}
         alike |= {"SHOAL_TRANSPORT=process-group": wanted is not None, **(wanted.alike if wanted is not None else {})}
         alike |= {"WORLD_SIZE": launch.size, BEGIN_WITH: launch.begins}
         said = {"place": asdict(engine.router.place), "alike": alike, **of_launcher}
@@ -294,11 +216,11 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 raise AlreadyMet
             if launch.begins < launch.size:
                 engine.begin_without(tuple(range(launch.begins, launch.size)))
-            comes_back = launch.incarnation > 0 and not mine.has_met and bool(os.environ.get("SHOAL_SECRET"))
+            comes_back = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
             with gather_agents(mine.store, launch, deadline, said, comes_back) as (meeting, found):
                 _check_agreement(found, alike)
-                endpoint = _listen(engine, launch, forced, with_absent(found, launch.size))
-                met = introduce(meeting, launch, found, endpoint)
+                endpoint = _listen(engine, config, launch, forced, with_absent(found, launch.size))
+                met = introduce(meeting, launch, found, endpoint, config.secret)
                 meeting.end()
                 engine.router.meet(met.endpoints, met.key, met.is_private)
                 if wanted is not None:
@@ -306,7 +228,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 if mine is not process_context():  # all earlier threads belong to others in a fleet
                     engine.deadlocks.bystanders.update(threading.enumerate())
                 engine.start()
-                agent = Agent(engine, _machines(met.places, per_machine, launch), launch)
+                agent = Agent(engine, _machines(met.places, per_machine, launch), launch, config)
                 _await_links(agent, deadline)
                 meeting.forget(ENDPOINT)
                 if on_loss == CONTINUE and met.is_private and launch.store_is_served:
@@ -314,7 +236,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 # No agent continues before the store is closed: init_process_group may need its port.
             _await_all(agent, deadline)
         except AlreadyMet:
-            agent = _rejoin(engine, launch, forced, per_machine, said, deadline, wanted)
+            agent = _rejoin(engine, config, launch, forced, per_machine, said, deadline, wanted)
     except BaseException:
         _free(mine)
         engine.close(clock.monotonic() + 1.0, died=True)
@@ -323,36 +245,36 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     return agent
 
 
-def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float) -> tuple[Launch, dict[str, Any]]:
+def _numbered(
+    mine: AgentContext, config: Config, launch: Launch, on_loss: str, deadline: float
+) -> tuple[Launch, dict[str, Any]]:
     """The launch and the data to publish, from :func:`~.peer_directory.numbered` if a launcher may be replaced."""
     may_be = launch.store_is_served and not launch.joins and not mine.has_met and mine.store is None
-    if not (may_be and on_loss == CONTINUE and os.environ.get(LAUNCHER) and os.environ.get("SHOAL_SECRET")):
+    if not (may_be and on_loss == CONTINUE and config.launcher and config.secret):
         return launch, {}
     with contextlib.closing(open_store(launch, deadline)) as store:
-        return numbered(store, launch, deadline)
+        return numbered(store, launch, deadline, config)
 
 
-def _process_group(mine: AgentContext, launch: Launch, forced: str) -> BackendOptions | None:
+def _process_group(mine: AgentContext, config: Config, launch: Launch, forced: str) -> BackendOptions | None:
     """The options of the backend that moves tensors; None if links move them."""
     given = mine.process_group
     if (forced != PROCESS_GROUP and given is None) or launch.size == 1:
         return None
-    text = os.environ.get("SHOAL_CACHE_CAPACITY", "") or str(CAPACITY)
-    if not text.isdecimal():
-        raise ValueError(f"SHOAL_CACHE_CAPACITY={text!r}: it must be a number of entries, or 0 for no cache")
-    backend = check_backend(os.environ.get("SHOAL_PROCESS_GROUP", "") or "gloo", given, launch.size, launch.rank)
-    return BackendOptions(backend, int(text), given)
+    backend = check_backend(config.process_group, given, launch.size, launch.rank)
+    return BackendOptions(backend, config.cache_capacity, given)
 
 
-def _listen(engine: Engine, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:
-    interface, reached = os.environ.get("SHOAL_INTERFACE", ""), [one["reached"] for one in found]
+def _listen(engine: Engine, config: Config, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:
+    reached = [one["reached"] for one in found]
     places = [PeerId(**one["place"]) for one in found]
-    ports = parse_ports(*ports_of_environment())
-    return engine.router.listen(places, forced, interface, launch.host or "", reached, ports)
+    ports = parse_ports("SHOAL_PORTS", config.ports)
+    return engine.router.listen(places, forced, config.interface, launch.host or "", reached, ports)
 
 
 def _rejoin(
     engine: Engine,
+    config: Config,
     launch: Launch,
     forced: str,
     per_machine: int | None,
@@ -362,21 +284,21 @@ def _rejoin(
 ) -> Agent:
     """Create an agent that waits for admission, because the other agents run already."""
     with contextlib.closing(open_store(launch, deadline)) as store:
-        met = directory(store, launch, deadline)
+        met = directory(store, launch, deadline, config.secret)
         _check_agreement(met.said, said["alike"])
         met.said[launch.rank] = {**said, "reached": store.address}
-        endpoint = _listen(engine, launch, forced, met.said)
+        endpoint = _listen(engine, config, launch, forced, met.said)
         met.reached_from[launch.rank] = {"endpoint": asdict(endpoint)}
         _check_reachable(engine, launch, met)
         engine.router.meet(met.endpoints, met.key, met.is_private)
-        add_to_directory(store, launch, met)
+        add_to_directory(store, launch, met, config.secret)
     if wanted is not None:
         attach_backend(engine, wanted)
     engine.start()
     with engine.lock:
         engine.rejoin.begin_waiting()
     log.warning("rank %d comes later: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
-    return Agent(engine, _machines(met.places, per_machine, launch), launch)
+    return Agent(engine, _machines(met.places, per_machine, launch), launch, config)
 
 
 def _free(mine: AgentContext) -> None:
@@ -419,14 +341,14 @@ def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None
             )
 
 
-def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
+def _check_room(mine: AgentContext, config: Config, launch: Launch, on_loss: str) -> None:
     """Refuse a job that other agents may join, if its settings allow no joining."""
     if launch.begins == launch.size:
         return
     what = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
     if on_loss != CONTINUE:
         raise ValueError(f"{what}, and with on_loss={on_loss!r} nobody could: set SHOAL_ON_LOSS=continue")
-    if not os.environ.get("SHOAL_SECRET"):
+    if not config.secret:
         raise ValueError(f"{what}: they prove with SHOAL_SECRET that they belong to the job; set it for all agents")
     if not launch.store_is_served:
         raise ValueError(

@@ -12,7 +12,8 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-VARIABLE = "SHOAL_EXIT_NOTES"
+from ..config import EXIT_NOTES
+
 _NAME = "shoal-exit-notes"
 _MOST = 1 << 20
 PEER_LOSS = b"peer-loss"
@@ -54,7 +55,7 @@ def write_note(is_peer_loss: bool, awaited: Sequence[int] = ()) -> None:
         awaited: The ranks for which the script waited until the deadline that ended it.
     """
     other = TIMEOUT + b",".join(b"%d" % rank for rank in awaited) if awaited else OTHER
-    path = os.environ.get(VARIABLE, "")
+    path = os.environ.get(EXIT_NOTES, "")
     with contextlib.suppress(OSError):
         # The launcher may have ended, and its pid may belong to another process.
         if path and os.readlink(path) == f"/memfd:{_NAME} (deleted)":  # noqa: PTH115 - no path

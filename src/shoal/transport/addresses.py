@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -166,11 +165,6 @@ def _ipv6_addresses() -> Iterator[tuple[str, int, str]]:
 
 def _names() -> str:
     return ", ".join(name for _, name in socket.if_nameindex())
-
-
-def ports_of_environment() -> tuple[str, str]:
-    """The variable that sets the ports of agents' listeners, and its value; empty if it is not set."""
-    return "SHOAL_PORTS", os.environ.get("SHOAL_PORTS", "")
 
 
 def parse_ports(where: str, text: str) -> range:

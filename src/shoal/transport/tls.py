@@ -8,12 +8,12 @@ the DNS name ``rank-N.shoal``.
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..config import Config
 from .protocol import ProtocolError
 from .retransmit import ConnectionCut
 
@@ -84,20 +84,17 @@ class Certificates:
         )
 
 
-def certificates_of(rank: int) -> Certificates | None:
+def certificates_of(rank: int, config: Config) -> Certificates | None:
     """The certificates from ``SHOAL_TLS`` and ``SHOAL_CERTIFICATES``; None without TLS.
 
     Raises:
-        ValueError: The variables are invalid, or as for :class:`Certificates`.
+        ValueError: TLS is on without a folder, or as for :class:`Certificates`.
     """
-    text, folder = os.environ.get("SHOAL_TLS", ""), os.environ.get("SHOAL_CERTIFICATES", "")
-    if text not in ("", "off", "on"):
-        raise ValueError(f"SHOAL_TLS={text!r}: it must be on or off")
-    if text != "on":
+    if not config.tls:
         return None
-    if not folder:
+    if not config.certificates:
         raise ValueError("SHOAL_TLS=on, but no certificates: set SHOAL_CERTIFICATES to the folder that has them")
-    return Certificates(Path(folder), rank)
+    return Certificates(Path(config.certificates), rank)
 
 
 class Encrypted:

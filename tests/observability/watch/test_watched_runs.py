@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from shoal.rendezvous.launch import WATCH
+from shoal.config import WATCH
 from support.browser import MISSING, browser
 from support.launcher import RUN
 from support.leftovers import wait_until
@@ -154,6 +154,7 @@ def test_a_launcher_without_it_tells_its_agents_of_none(start: Start, tmp_path: 
     assert done.returncode == 0 and WATCH not in (tmp_path / "0").read_text()
 
 
+@pytest.mark.slow
 def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: Start, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with reserved_port() as port:
@@ -179,6 +180,7 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
             other.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start, tmp_path: Path, machines: int) -> None:
     stop = tmp_path / "stop"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 from pathlib import Path
 
 import torch
 
+from ... import config
 from .check import differing
 from .interface import declare
 
 LIBRARY = Path(__file__).with_name("_native.so")
-VARIABLE = "SHOAL_NATIVE"
 _FUSES = ("AVX2", "AVX512")
 """torch's names of x86 CPU capabilities with which its operations, like the kernels, use fused multiply-adds."""
 
@@ -31,8 +30,8 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
-    if os.environ.get(VARIABLE, "1") == "0":
-        return None, f"{VARIABLE} is 0"
+    if not config.read().native:
+        return None, f"{config.NATIVE} is 0"
     if not LIBRARY.exists():
         return None, "they were not compiled when Shoal was installed, for which a C++ compiler is needed"
     capability = torch.backends.cpu.get_cpu_capability()

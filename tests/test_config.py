@@ -1,0 +1,80 @@
+"""The table of environment variables: what is read, what is refused, and that nothing is read beside it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal import config
+
+VALUES = {
+    "SHOAL_TIMEOUT": ("2.5", 2.5),
+    "SHOAL_DROP_AFTER": ("7", 7.0),
+    "SHOAL_STALL_SECONDS": ("inf", float("inf")),
+    "SHOAL_ENTRY_TIMEOUT": ("1e3", 1000.0),
+    "SHOAL_ON_LOSS": ("continue", "continue"),
+    "SHOAL_ON_PARTITION": ("stop", "stop"),
+    "SHOAL_CHECK_FINITE": ("1", True),
+    "SHOAL_DEVICE_MEMORY": ("1", True),
+    "SHOAL_COMPRESS_LOCALLY": ("1", True),
+    "SHOAL_NATIVE": ("0", False),
+    "SHOAL_TLS": ("on", True),
+    "SHOAL_AGENTS_PER_MACHINE": ("3", 3),
+    "SHOAL_CACHE_CAPACITY": ("0", 0),
+}
+"""Those with a value other than their text."""
+
+
+def field_of(name: str) -> str:
+    return next(one.name for one in fields(config.Config) if one.metadata["variable"].name == name)
+
+
+def test_unset_and_empty_variables_have_their_defaults() -> None:
+    assert config.read({}) == config.read(dict.fromkeys(config.NAMES, "")) == config.Config()
+    assert config.Config().timeout == 300.0 and config.Config().drop_after == float("inf")
+
+
+@pytest.mark.parametrize("name", config.NAMES)
+def test_each_variable_sets_its_own_field(name: str) -> None:
+    text, value = VALUES.get(name, ("text", "text"))
+    found, default = config.read({name: text}), config.Config()
+    changed = {one.name for one in fields(config.Config) if getattr(found, one.name) != getattr(default, one.name)}
+    assert changed == {field_of(name)}
+    assert getattr(found, field_of(name)) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "must"),
+    [
+        ("SHOAL_TIMEOUT", "soon", "a positive number of seconds"),
+        ("SHOAL_TIMEOUT", "0", "a positive number of seconds"),
+        ("SHOAL_STALL_SECONDS", "nan", "a positive number of seconds"),
+        ("SHOAL_ON_LOSS", "go", "'raise' or 'continue'"),
+        ("SHOAL_ON_PARTITION", "raise", "'continue' or 'stop'"),
+        ("SHOAL_CHECK_FINITE", "yes", "0 or 1"),
+        ("SHOAL_TLS", "1", "on or off"),
+        ("SHOAL_AGENTS_PER_MACHINE", "-1", "a positive integer"),
+        ("SHOAL_CACHE_CAPACITY", "1.5", "a number of entries"),
+    ],
+)
+def test_an_invalid_variable_is_named_with_its_value_and_what_it_must_be(name: str, text: str, must: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}={text!r}: it must be {must}")):
+        config.read({name: text})
+
+
+def test_the_table_has_each_variable_that_the_library_names() -> None:
+    [package] = shoal.__path__
+    sources = [path.read_text() for path in Path(package).rglob("*.py")]
+    assert {name for text in sources for name in re.findall(r"SHOAL_[A-Z][A-Z_]*[A-Z]", text)} == set(config.NAMES)
+
+
+def test_no_other_module_reads_them() -> None:
+    """``rendezvous/launch.py`` reads the variables of launchers by itself, Shoal's among them."""
+    [package] = shoal.__path__
+    reads = re.compile(r"environ(?:\.get\(|\[)\s*\"SHOAL_")
+    found = [path.name for path in Path(package).rglob("*.py") if reads.search(path.read_text())]
+    assert not found
