@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import shoal
+import shoal.algorithms
 from shoal.netmodel import Link, Network, Training, recommend
 from shoal.topology import CecaPairs
 
@@ -26,6 +26,7 @@ def rule(size: int, local: int, nbytes: float, difference: float) -> str:
     return "all-reduce" if difference >= 0.1 else "one-peer-exponential"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("size, local", [(4, 1), (8, 2)])
 @pytest.mark.parametrize("nbytes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("nic", NICS.values(), ids=NICS)
@@ -54,4 +55,9 @@ def test_the_code_of_the_rules_runs() -> None:
     used = set(re.findall(r"\b(?:shoal\.)?(Distributed\w+Optimizer)\b", PAGE))
     assert len(used) >= 5 and all(hasattr(shoal, name) for name in used)
     assert CecaPairs(12).period == 4
+    assert shoal.CommunicationType.hierarchical_neighbor_allreduce
+    named = re.findall(r"\| `(\w+)(?:\([^`]*\))?` \|", PAGE)
+    assert {"ExactDiffusion", "QuasiGlobalMomentum"} <= set(named) and all(
+        hasattr(shoal.algorithms, name) or hasattr(shoal, name) for name in named
+    )
     assert all(word in " ".join(PAGE.split()) for word in (*NICS, "0.1 and 100 MB", "equal, shuffled and different"))
