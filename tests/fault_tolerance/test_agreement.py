@@ -15,6 +15,7 @@ from shoal.fault_tolerance.agreement import WORD, Agreement
 from shoal.fault_tolerance.rejoin import JoiningPeer, Rejoin
 from shoal.fault_tolerance.result_cache import HAD, ResultCache
 from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
+from shoal.operations.control_messages import ControlMessages
 from shoal.operations.deferred_callbacks import Callbacks
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import NOT_YET, Departure, Membership, Plan
@@ -136,10 +137,9 @@ class Simulated:
         fusion: Any = Fusion()
         nothing: Any = Nothing()
         self.lifecycle, self.router = lifecycle, router
-        self.result_cache = ResultCache(rank, self.matcher, self.membership, self._send, lambda *_: None)
-        self.result_transfer = ResultTransfer(
-            self.matcher, self.membership, lifecycle, self.result_cache, self._send, lambda *_: None
-        )
+        control = ControlMessages(self._send, lambda *_: None)
+        self.result_cache = ResultCache(rank, self.matcher, self.membership, control)
+        self.result_transfer = ResultTransfer(self.matcher, self.membership, lifecycle, self.result_cache, control)
         self.agreement = Agreement(
             rank,
             net.size,
@@ -150,8 +150,7 @@ class Simulated:
             Callbacks(),
             self.result_cache,
             self.result_transfer,
-            self._send,
-            lambda *_: None,
+            control,
             self.notice,
             lambda _: None,
             lambda _: None,
@@ -167,7 +166,7 @@ class Simulated:
             nothing,
             self.agreement,
             nothing,
-            self._send,
+            control,
         )
         self.entry._sign = nothing  # to a launcher
         if incarnation:
@@ -186,7 +185,7 @@ class Simulated:
                 message = Message(Kind.DATA, ENTRY, ENTRY, dtype=text.dtype, payload=Payload(text, text.numel()))
                 self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
 
-    def _send(self, peer: int, what: Message, data: torch.Tensor) -> None:
+    def _send(self, peer: int, what: Message, data: torch.Tensor, background: bool = False) -> None:
         message = Message(what.kind, what.op, what.name, what.round, dtype=data.dtype, shape=tuple(data.shape))
         message.payload = Payload(data, data.numel())
         self.net.handed_on += what.op == RESULT

@@ -13,6 +13,7 @@ import torch
 
 from shoal.errors import PeerLost
 from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
+from shoal.operations.control_messages import ControlMessages
 from shoal.operations.membership import NOT_YET, Membership
 from shoal.transport.wire import Message, Payload, ProtocolError
 
@@ -63,8 +64,11 @@ class Agent:
         self.lock = RLock()
         self.places = [Place() for _ in range(self.size)]
         me: Any = self
-        keep: Callable[..., None] = lambda peer, message, data: self.sent.append((peer, bytes(data.numpy())))  # noqa: E731
-        self.partition_resolver = PartitionResolver(self.rank, self.size, me, self.membership, me, me, me, me, me, keep)
+        keep: Any = lambda peer, message, data, _: self.sent.append((peer, bytes(data.numpy())))  # noqa: E731
+        control = ControlMessages(keep, self.acknowledge)
+        self.partition_resolver = PartitionResolver(
+            self.rank, self.size, me, self.membership, me, me, me, me, me, control
+        )
         self.partition_resolver.activate()
 
     @property
@@ -114,7 +118,7 @@ class Agent:
 
     def hear(self, source: int, text: bytes) -> None:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        message: Any = Message(kind=None, name="~reunion", payload=Payload(data, len(data)))  # type: ignore[arg-type]
+        message: Any = Message(kind=None, name="~reunion", dtype=torch.uint8, payload=Payload(data, len(data)))  # type: ignore[arg-type]
         self.partition_resolver.serve(source, message)
 
 

@@ -14,11 +14,11 @@ from shoal.fault_tolerance import result_cache
 from shoal.fault_tolerance.recovery import take_result
 from shoal.fault_tolerance.result_cache import HAD, ResultCache, copy_for_cache
 from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
+from shoal.operations.control_messages import ControlMessages
 from shoal.operations.lifecycle import Lifecycle
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import Membership, Plan
 from shoal.operations.operation import Exchange, FailurePolicy, Operation, Recovery, Stage
-from shoal.operations.services import as_tensor
 from shoal.transport.shared_regions import ResultPool
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
 
@@ -31,9 +31,10 @@ class Agent:
     def __init__(self, size: int = 3) -> None:
         self.matcher, self.membership = Matcher(), Membership(size)
         self.said: list[tuple[int, Any]] = []
-        self.result_cache = ResultCache(0, self.matcher, self.membership, self._send, lambda *_: None)
+        self.control = ControlMessages(self._send, lambda *_: None)
+        self.result_cache = ResultCache(0, self.matcher, self.membership, self.control)
 
-    def _send(self, peer: int, message: Message, data: torch.Tensor) -> None:
+    def _send(self, peer: int, message: Message, data: torch.Tensor, background: bool = False) -> None:
         self.said.append((peer, json.loads(bytes(data.numpy()))))
 
     def begin(self, name: str = "x", plan: Plan | None = None) -> Operation:
@@ -46,7 +47,8 @@ class Agent:
         self.matcher.end(operation, None)
 
     def hear(self, source: int, said: object) -> None:
-        data = as_tensor(said if isinstance(said, bytes) else json.dumps(said).encode())
+        text = said if isinstance(said, bytes) else json.dumps(said).encode()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         message = Message(Kind.DATA, HAD, HAD, dtype=torch.uint8, payload=Payload(data, data.numel()))
         self.result_cache.serve(source, message)
 
@@ -168,9 +170,7 @@ def test_a_result_is_taken_only_from_who_is_there() -> None:
     lifecycle.settle = lambda operation, result, error: taken.append(result)
     assert operation.recovery is not None
     operation.recovery.take = lambda result: result
-    result_transfer = ResultTransfer(
-        agent.matcher, agent.membership, lifecycle, agent.result_cache, agent._send, lambda *_: None
-    )
+    result_transfer = ResultTransfer(agent.matcher, agent.membership, lifecycle, agent.result_cache, agent.control)
     agent.membership.remove(2, "it died", True)
     for source in (2, 1):
         message = Message(Kind.DATA, RESULT, f"{RESULT} x", dtype=torch.float32, shape=(3,))

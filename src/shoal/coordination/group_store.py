@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import json
 import threading
 from functools import partial
 from typing import Any
@@ -15,10 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.engine import Engine
-from ..errors import NONSENSE
-from ..operations.sender import send_alone
-from ..operations.services import MinimalService, as_tensor, when_complete
-from ..transport.wire import Kind, Message, ProtocolError
+from ..operations.services import MinimalService
+from ..transport.wire import Message
 
 WORD = "~group"
 MOST_WORDS, MOST_BYTES = 1 << 12, 1 << 16
@@ -44,13 +41,9 @@ class GroupStores(MinimalService):
     def tell(self, group: str, ranks: tuple[int, ...], key: str, value: bytes) -> None:
         """Send a value to all members of a group."""
         self._keep((group, key), value)
-        text = json.dumps([group, key, base64.b64encode(value).decode()]).encode()
-        engine = self.engine
+        engine, content = self.engine, [group, key, base64.b64encode(value).decode()]
         with engine.lock:
-            for rank in ranks:
-                if rank != engine.rank:
-                    message = Message(Kind.DATA, WORD, WORD)
-                    send_alone(engine.publisher, engine.sender, rank, message, as_tensor(text), background=True)
+            engine.send_control([rank for rank in ranks if rank != engine.rank], WORD, content, background=True)
             engine.wake()
 
     def wait(self, label: str, group: str, keys: list[str], seconds: float | None) -> bool:
@@ -78,20 +71,15 @@ class GroupStores(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """An agent sends data about itself; see :class:`~.services.Service`."""
-        when_complete(message, partial(self._heard, source, message))
+        keep = lambda parsed: self._keep(*parsed)  # noqa: E731
+        self.engine.receive_control(source, message, "a process group", partial(self._parsed, source), keep, MOST_BYTES)
 
-    def _heard(self, source: int, message: Message, text: bytes) -> None:
-        if len(text) > MOST_BYTES:
-            raise ProtocolError(f"{len(text):,} bytes about itself as a member of a process group")
-        self.engine.acknowledge(source, message)
-        self._by[source] = said = self._by.get(source, 0) + 1
-        if said > MOST_WORDS:
-            raise ProtocolError(f"it is a member of more than {MOST_WORDS} process groups")
-        try:
-            group, key, value = json.loads(text)
-            self._keep((str(group), str(key)), base64.b64decode(value))
-        except NONSENSE as error:
-            raise ProtocolError(f"what was said of a process group makes no sense: {error}") from None
+    def _parsed(self, source: int, content: Any) -> tuple[Place, bytes]:
+        self._by[source] = count = self._by.get(source, 0) + 1
+        if count > MOST_WORDS:
+            raise ValueError(f"it is a member of more than {MOST_WORDS} process groups")
+        group, key, value = content
+        return (str(group), str(key)), base64.b64decode(value)
 
     def give_up(self, label: str) -> None:
         """End all waits for other agents under this label."""

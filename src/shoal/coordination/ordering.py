@@ -31,7 +31,6 @@ from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import Plan
 from ..operations.operation import Operation, Stage, Steps
-from ..operations.sender import send_alone
 from ..operations.services import MinimalService
 from ..transport.collective_plan import CollectivePlan, Step
 from ..transport.link import Lease
@@ -265,7 +264,7 @@ class CollectiveOrdering(MinimalService):
     def _say(self, rank: int, what: int, round_: int) -> None:
         engine = self._engine
         message = Message(Kind.DATA, CALL, CALL, round_, digest=what)
-        send_alone(engine.publisher, engine.sender, rank, message, torch.empty(0), background=True)
+        engine.send_tensor(rank, message, torch.empty(0), background=True)
 
     def serve(self, source: int, message: Message) -> None:
         """An agent announces the begin of a round, or the end of its transfers; see

@@ -23,9 +23,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, TypeVar
-
-import torch
 
 from .. import clock
 from .._signals import deferred
@@ -38,6 +37,7 @@ from ..fault_tolerance.rejoin import Rejoin
 from ..fault_tolerance.result_cache import HAD, ResultCache
 from ..fault_tolerance.result_transfer import RESULT, ResultTransfer
 from ..operations.collective_backend import CollectiveBackend
+from ..operations.control_messages import ControlMessages
 from ..operations.deadlock import Deadlocks
 from ..operations.deferred_callbacks import Callbacks
 from ..operations.devices import Devices
@@ -59,7 +59,6 @@ from ..transport.pending_peers import ENTRY
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.shared_regions import Arena, ResultPool
-from ..transport.wire import Message
 from .agent_status import StatusReporter
 from .dispatch import Dispatch
 from .shutdown import HANG_UP_SECONDS, LAST_WORD_SECONDS, ShutdownDrain
@@ -97,10 +96,9 @@ class Engine:
         )
         self.callbacks = callbacks = Callbacks()
 
-        def send(peer: int, what: Message, tensor: torch.Tensor) -> None:
-            send_alone(self.publisher, sender, peer, what, tensor)
-
-        self.result_cache = result_cache = ResultCache(rank, matcher, membership, send, sender.acknowledge)
+        post = partial(send_alone, self.publisher, sender)
+        control = ControlMessages(post, sender.acknowledge)
+        self.result_cache = result_cache = ResultCache(rank, matcher, membership, control)
         self.lifecycle = lifecycle = Lifecycle(
             rank,
             progress,
@@ -124,9 +122,7 @@ class Engine:
             events,
             lambda source, message: self.dispatch.take(source, message),
         )
-        self.result_transfer = result_transfer = ResultTransfer(
-            matcher, membership, lifecycle, result_cache, send, sender.acknowledge
-        )
+        self.result_transfer = result_transfer = ResultTransfer(matcher, membership, lifecycle, result_cache, control)
         self.agreement = agreement = Agreement(
             rank,
             size,
@@ -137,8 +133,7 @@ class Engine:
             callbacks,
             result_cache,
             result_transfer,
-            send,
-            sender.acknowledge,
+            control,
             lambda said: self.failures.told(said),
             progress.check_by,
             lambda error: self.failures.abort(error),
@@ -146,7 +141,7 @@ class Engine:
         self.failures = failures = Failures(
             rank, size, progress, matcher, membership, router, sender, lifecycle, fusion, services, agreement, events
         )
-        self.rejoin = Rejoin(rank, size, progress, matcher, membership, router, sender, agreement, failures, send)
+        self.rejoin = Rejoin(rank, size, progress, matcher, membership, router, sender, agreement, failures, control)
         self.deadlocks = deadlocks = Deadlocks(rank, matcher, sender, lifecycle, progress, events, timeout)
         self.step_counter = steps = StepCounter(events)
         self.training_metrics = measured = TrainingMetrics(events)
@@ -165,11 +160,12 @@ class Engine:
         )
         router.deliver_to(self.dispatch)
         self.partition_resolver = PartitionResolver(
-            rank, size, progress, membership, router, sender, lifecycle.gate, agreement, self.rejoin, send
+            rank, size, progress, membership, router, sender, lifecycle.gate, agreement, self.rejoin, control
         )
         # The face of the engine for operations, windows and backends, which use no other part of it for these.
         self.publish, self.publish_joined = self.publisher.publish, self.publisher.publish_joined
         self.result_memory = self.pool.empty
+        self.send_control, self.receive_control, self.send_tensor = control.send, control.receive, control.send_tensor
         self.acknowledge, self.transport_to = sender.acknowledge, router.transport_to
         self.rounds_begun, self.fail = matcher.begun, lifecycle.fail
         self.check_by, self.wake = progress.check_by, self.poller.wake

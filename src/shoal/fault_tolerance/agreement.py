@@ -21,24 +21,22 @@ that wrongly counts as lost is notified and ends.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
-from ..errors import NONSENSE, PeerLost, ShoalError
+from ..errors import PeerLost, ShoalError
+from ..operations.control_messages import ControlMessages
 from ..operations.deferred_callbacks import Callbacks
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
 from ..operations.membership import WHOLE, Departure, Membership, Plan
 from ..operations.operation import FailurePolicy, Operation
-from ..operations.services import MinimalService, as_tensor, when_complete
+from ..operations.services import MinimalService
 from ..operations.submission_gate import cannot_go_on
-from ..transport.wire import Kind, Message, ProtocolError
+from ..transport.wire import Message, ProtocolError
 from .recovery import await_result, conclude, go_on_without, restart
 from .result_cache import ResultCache
 from .result_transfer import ResultTransfer
@@ -123,8 +121,7 @@ class Agreement(MinimalService):
     Args:
         result_cache: The results that this agent keeps for other agents.
         result_transfer: Sends cached results.
-        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
-        acknowledge: Confirms that a message has been read.
+        control: The control messages of this agent.
         told: Takes another agent's notice of a loss.
         check_by: Requests a check by this time.
         stop: Ends all current and later operations of this agent.
@@ -145,8 +142,7 @@ class Agreement(MinimalService):
         callbacks: Callbacks,
         result_cache: ResultCache,
         result_transfer: ResultTransfer,
-        send: Callable[[int, Message, torch.Tensor], None],
-        acknowledge: Callable[[int, Message], None],
+        control: ControlMessages,
         told: Callable[[Departure], None],
         check_by: Callable[[float], None],
         stop: Callable[[ShoalError], None],
@@ -163,8 +159,7 @@ class Agreement(MinimalService):
         self._callbacks = callbacks
         self._result_cache = result_cache
         self._result_transfer = result_transfer
-        self._send = send
-        self._acknowledge = acknowledge
+        self._control = control
         self._told = told
         self._check_by = check_by
         self._stop = stop
@@ -253,10 +248,7 @@ class Agreement(MinimalService):
             self._gate.pause()
         report = self._report()
         self._reports[self._rank] = report
-        data = as_tensor(self._written(report))
-        for peer in self._membership.view.alive:
-            if peer != self._rank:
-                self._send(peer, Message(Kind.DATA, WORD, WORD), data)
+        self._control.send(self._membership.view.others(self._rank), WORD, self._as_data(report))
         self._decide()
 
     def _report(self) -> _Report:
@@ -271,15 +263,15 @@ class Agreement(MinimalService):
             kept.setdefault(name, []).append(round_)
         return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
 
-    def _written(self, report: _Report) -> bytes:
-        """This agent's report as bytes, with the cause of each loss and whether the process died."""
+    def _as_data(self, report: _Report) -> dict[str, Any]:
+        """This agent's report as plain data, with the cause of each loss and whether the process died."""
         view = self._membership.view
         gone = [
             (rank, view.died.get(rank, "it left"), rank in view.died, rank in report.out_of_reach)
             for rank in report.plan.gone
         ]
         decisions = decisions_as_data(report.decisions)
-        said = {
+        return {
             "gone": gone,
             "entered": report.plan.entered,
             "begun": report.begun,
@@ -287,15 +279,14 @@ class Agreement(MinimalService):
             "kept": report.kept,
             "decisions": decisions,
         }
-        return json.dumps(said).encode()
 
     def serve(self, source: int, message: Message) -> None:
         """Take another agent's report; see :class:`~.services.Service`."""
-        when_complete(message, partial(self._heard, source, message))
+        parse = partial(_parsed_report, size=self._size)
+        self._control.receive(source, message, "a loss", parse, partial(self._take_report, source))
 
-    def _heard(self, source: int, message: Message, text: bytes) -> None:
-        losses, report = _parsed_report(text, self._size)
-        self._acknowledge(source, message)
+    def _take_report(self, source: int, parsed: tuple[list[tuple[int, str, bool]], _Report]) -> None:
+        losses, report = parsed
         if not self.active:
             return
         if report.plan.entered > self._gate.entered:
@@ -458,22 +449,18 @@ class Agreement(MinimalService):
         return float("inf")
 
 
-def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
-    """Parse another agent's report, and (rank, cause, died) of each loss. ProtocolError if it is malformed."""
-    try:
-        said: Any = json.loads(text)
-        losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]
-        beyond = frozenset(int(rank) for rank, _, _, out_of_reach in said["gone"] if out_of_reach)
-        open_ = {
-            str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
-            for name, rounds in said["open"].items()
-        }
-        kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in said["kept"].items()}
-        plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
-        decisions = parsed_decisions(said["decisions"], size)
-        return losses, _Report(plan, parsed_counts(said["begun"]), open_, kept, decisions, beyond)
-    except NONSENSE as error:
-        raise ProtocolError(f"what was said of a loss makes no sense: {error}") from None
+def _parsed_report(said: Any, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
+    """Parse another agent's report, and (rank, cause, died) of each loss; one of :data:`NONSENSE` if malformed."""
+    losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]
+    beyond = frozenset(int(rank) for rank, _, _, out_of_reach in said["gone"] if out_of_reach)
+    open_ = {
+        str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
+        for name, rounds in said["open"].items()
+    }
+    kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in said["kept"].items()}
+    plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
+    decisions = parsed_decisions(said["decisions"], size)
+    return losses, _Report(plan, parsed_counts(said["begun"]), open_, kept, decisions, beyond)
 
 
 def partition_order(part: Collection[int]) -> tuple[int, int]:

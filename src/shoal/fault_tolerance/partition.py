@@ -15,21 +15,19 @@ resumes does not count other agents as lost, and does not answer.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import torch
-
-from ..errors import NONSENSE, PeerLost
+from ..errors import PeerLost
+from ..operations.control_messages import ControlMessages
 from ..operations.membership import Membership, View
 from ..operations.progress import Progress
 from ..operations.sender import Sender
-from ..operations.services import MinimalService, as_tensor, when_complete
+from ..operations.services import MinimalService
 from ..operations.submission_gate import SubmissionGate
 from ..transport.peer_probe import PeerProbe
 from ..transport.router import Router
-from ..transport.wire import Kind, Message, ProtocolError
+from ..transport.wire import Message
 from .agreement import Agreement, partition_order
 from .rejoin import Rejoin
 
@@ -46,7 +44,7 @@ class PartitionResolver(MinimalService):
     """The partition resolver of one agent. Used under the engine's lock.
 
     Args:
-        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        control: The control messages of this agent.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class PartitionResolver(MinimalService):
         gate: SubmissionGate,
         agreement: Agreement,
         entry: Rejoin,
-        send: Callable[[int, Message, torch.Tensor], None],
+        control: ControlMessages,
     ) -> None:
         self._rank = rank
         self._size = size
@@ -71,7 +69,7 @@ class PartitionResolver(MinimalService):
         self._gate = gate
         self._agreement = agreement
         self._entry = entry
-        self._send = send
+        self._control = control
         self._asking = PeerProbe(router)
         self._due = float("inf")
         self._asked_at = 0.0
@@ -121,14 +119,10 @@ class PartitionResolver(MinimalService):
 
     def _answered(self, peer: int, answer: int) -> None:
         count, lowest = answer >> _SHIFT, answer & ((1 << _SHIFT) - 1)
-        here = self._membership.view.alive
+        here = self._membership.view.others(self._rank)
         if not self._yields_to(peer, count, lowest):
             return
-        said = json.dumps((peer, count, lowest)).encode()
-        for other in here:
-            if other != self._rank:
-                data = as_tensor(said)
-                self._send(other, Message(Kind.DATA, WORD, WORD), data)
+        self._control.send(here, WORD, (peer, count, lowest))
         self._sender.flush()  # now: the failed operations may end the process before another flush
 
     def _yields_to(self, peer: int, count: int, lowest: int) -> bool:
@@ -158,14 +152,10 @@ class PartitionResolver(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """Take a notice of an agent of this partition about a larger one; see :class:`~.services.Service`."""
-        when_complete(message, partial(self._heard, source, message))
+        self._control.receive(source, message, "another part", _parsed_part, partial(self._take, source))
 
-    def _heard(self, source: int, message: Message, text: bytes) -> None:
-        self._sender.acknowledge(source, message)
-        try:
-            peer, count, lowest = (int(one) for one in json.loads(text))
-        except NONSENSE as error:
-            raise ProtocolError(f"what was said of another part makes no sense: {error}") from None
+    def _take(self, source: int, part: tuple[int, int, int]) -> None:
+        peer, count, lowest = part
         if source in self._membership.view.alive:
             self._yields_to(peer, count, lowest)
 
@@ -178,3 +168,9 @@ class PartitionResolver(MinimalService):
         with self._progress.lock:
             self._closed = True
             self._asking.cancel()
+
+
+def _parsed_part(content: Any) -> tuple[int, int, int]:
+    """A rank of another partition, and that partition's size and lowest rank."""
+    peer, count, lowest = (int(number) for number in content)
+    return peer, count, lowest

@@ -17,23 +17,22 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from .. import clock
 from .._signals import deferred
-from ..errors import NONSENSE, DeadlineExceeded, NotInitialized, PeerLost, ShoalError
+from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
+from ..operations.control_messages import ControlMessages
 from ..operations.matching import Matcher
 from ..operations.membership import Membership, Plan
 from ..operations.operation import Operation
 from ..operations.progress import Progress
 from ..operations.sender import Sender
-from ..operations.services import MinimalService, as_tensor, when_complete
+from ..operations.services import MinimalService
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
 from ..transport.rejoin_marker import RejoinMarker
 from ..transport.router import Router
 from ..transport.sockets import Outgoing
-from ..transport.wire import Kind, Message, ProtocolError, Where
+from ..transport.wire import Kind, Message, Where
 from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
 from .failures import Failures
 
@@ -76,7 +75,7 @@ class Rejoin(MinimalService):
     """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
 
     Args:
-        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        control: The control messages of this agent.
 
     Attributes:
         is_joining: Whether this agent itself waits to be admitted.
@@ -95,7 +94,7 @@ class Rejoin(MinimalService):
         sender: Sender,
         agreement: Agreement,
         failures: Failures,
-        send: Callable[[int, Message, torch.Tensor], None],
+        control: ControlMessages,
     ) -> None:
         self.is_joining = False
         self.rejoin_seconds = float("inf")
@@ -112,7 +111,7 @@ class Rejoin(MinimalService):
         self._sender = sender
         self._agreement = agreement
         self._failures = failures
-        self._send = send
+        self._control = control
 
     def extend_timeout(self, seconds: float) -> None:
         """Set the timeout of the wait for admission."""
@@ -147,9 +146,7 @@ class Rejoin(MinimalService):
             self._membership.add(rank)
         self._agreement.admit(ranks, begun)
         self.on_entry()
-        said = json.dumps(self._welcome(begun)).encode()
-        for rank in ranks:
-            self._send(rank, Message(Kind.DATA, ENTRY, ENTRY), as_tensor(said))
+        self._control.send(ranks, ENTRY, self._welcome(begun))
         self._agreement.tell_again()
         self._progress.check_by(0.0)
 
@@ -307,18 +304,17 @@ class Rejoin(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """Take a request for admission, or the message that admits this agent; see :class:`~.services.Service`."""
-        when_complete(message, partial(self._heard, source, message))
+        parse, then = partial(self._take, source), lambda _: self._lose_predecessor(source)
+        self._control.receive(source, message, "an admission", parse, then)
 
-    def _heard(self, source: int, message: Message, text: bytes) -> None:
-        try:
-            said = json.loads(text)
-            if isinstance(said, list):
-                self._asked[source] = JoiningPeer.of(said, source)
-            elif self.is_joining:
-                self._enter(said)
-        except NONSENSE as error:
-            raise ProtocolError(f"what was said of an entry makes no sense: {error}") from None
-        self._sender.acknowledge(source, message)
+    def _take(self, source: int, content: Any) -> None:
+        if isinstance(content, list):
+            self._asked[source] = JoiningPeer.of(content, source)
+        elif self.is_joining:
+            self._enter(content)
+
+    def _lose_predecessor(self, source: int) -> None:
+        """Count an agent as lost that asks for admission: it was started again."""
         if source in self.asking() and source in self._membership.view.alive:
             self._failures.on_closed(source, "it has been started again", True, True)
 

@@ -9,20 +9,20 @@ sent after a loss. Without a loss no agent waits: the cost is a copy of each res
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from ..errors import NONSENSE
+from ..operations.control_messages import ControlMessages
 from ..operations.matching import Key, Matcher
 from ..operations.membership import Membership
 from ..operations.operation import Operation
-from ..operations.services import MinimalService, as_tensor, when_complete
+from ..operations.services import MinimalService
 from ..transport.shared_regions import ResultPool
-from ..transport.wire import Kind, Message, ProtocolError
+from ..transport.wire import Message
 
 HAD = "~had"
 MOST_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class ResultCache(MinimalService):
     """The result cache of one agent. Used under the engine's lock.
 
     Args:
-        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        control: The control messages of this agent.
         acknowledge: Confirms that a message has been read.
 
     Attributes:
@@ -62,15 +62,13 @@ class ResultCache(MinimalService):
         rank: int,
         matcher: Matcher,
         membership: Membership,
-        send: Callable[[int, Message, torch.Tensor], None],
-        acknowledge: Callable[[int, Message], None],
+        control: ControlMessages,
     ) -> None:
         self.results: dict[Key, CachedResult] = {}
         self._rank = rank
         self._matcher = matcher
         self._membership = membership
-        self._send = send
-        self._acknowledge = acknowledge
+        self._control = control
         self._ahead: dict[Key, set[int]] = {}  # agents that have a result that is not here yet
         self._untold: list[Key] = []
         self._untold_bytes = 0
@@ -96,26 +94,22 @@ class ResultCache(MinimalService):
         """Confirm the results of this agent. If it is ``leaving``, the other agents confirm theirs at once."""
         if not self._untold and not leaving:
             return
-        data = as_tensor(json.dumps({"had": _runs(self._untold), "leaving": leaving}).encode())
+        confirmation = {"had": _runs(self._untold), "leaving": leaving}
         self._untold, self._untold_bytes = [], 0
-        for peer in self._membership.view.alive:
-            if peer != self._rank:
-                self._send(peer, Message(Kind.DATA, HAD, HAD), data)
+        self._control.send(self._membership.view.others(self._rank), HAD, confirmation)
 
     def serve(self, source: int, message: Message) -> None:
         """Take an agent's confirmation of results; see :class:`~.services.Service`."""
-        when_complete(message, partial(self._heard, source, message))
+        self._control.receive(source, message, "results", partial(self._take, source), self._confirm_if_leaving)
 
-    def _heard(self, source: int, message: Message, text: bytes) -> None:
-        self._acknowledge(source, message)
-        try:
-            said = json.loads(text)
-            for name, runs in said["had"].items():
-                for first, count in runs:
-                    self._has(source, name, int(first), int(count))
-            leaving = bool(said["leaving"])
-        except NONSENSE as error:
-            raise ProtocolError(f"what was said of results makes no sense: {error}") from None
+    def _take(self, source: int, content: Any) -> bool:
+        """Returns whether the sender is leaving."""
+        for name, runs in content["had"].items():
+            for first, count in runs:
+                self._has(source, name, int(first), int(count))
+        return bool(content["leaving"])
+
+    def _confirm_if_leaving(self, leaving: bool) -> None:
         if leaving:
             self._hurried = True
             self.tell()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from ..operations.control_messages import ControlMessages, when_arrived
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
 from ..operations.membership import Membership
-from ..operations.services import MinimalService, when_arrived
+from ..operations.services import MinimalService
 from ..transport.wire import Kind, Message
 from .recovery import take_result
 from .result_cache import ResultCache
@@ -22,8 +22,7 @@ class ResultTransfer(MinimalService):
     """The result transfer of one agent. Used under the engine's lock.
 
     Args:
-        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
-        acknowledge: Confirms that a message has been read.
+        control: The control messages of this agent.
     """
 
     def __init__(
@@ -32,20 +31,18 @@ class ResultTransfer(MinimalService):
         membership: Membership,
         lifecycle: Lifecycle,
         result_cache: ResultCache,
-        send: Callable[[int, Message, torch.Tensor], None],
-        acknowledge: Callable[[int, Message], None],
+        control: ControlMessages,
     ) -> None:
         self._matcher = matcher
         self._membership = membership
         self._lifecycle = lifecycle
         self._result_cache = result_cache
-        self._send = send
-        self._acknowledge = acknowledge
+        self._control = control
 
     def send(self, rank: int, name: str, round_: int) -> None:
         """Send an agent a cached result."""
         result = self._result_cache.results[name, round_].result
-        self._send(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
+        self._control.send_tensor(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
 
     def serve(self, source: int, message: Message) -> None:
         """Take a result that another agent sends; see :class:`~.services.Service`."""
@@ -53,7 +50,7 @@ class ResultTransfer(MinimalService):
 
     def _take(self, source: int, message: Message, data: torch.Tensor) -> None:
         result = data.clone().view(message.shape)
-        self._acknowledge(source, message)
+        self._control.acknowledge(source, message)
         operation = self._matcher.active(message.name.removeprefix(f"{RESULT} "), message.round)
         if operation is not None and operation.restarts and source in self._membership.view.alive:
             take_result(self._lifecycle, operation, result)

@@ -30,6 +30,10 @@ class View:
     out_of_reach: tuple[int, ...] = ()
     """The lost agents whose end is not certain: they may still run in another partition."""
 
+    def others(self, rank: int) -> list[int]:
+        """The members but this one."""
+        return [other for other in self.alive if other != rank]
+
 
 class Plan(NamedTuple):
     """The ranks that an operation excludes, on which all members have agreed."""

@@ -401,7 +401,7 @@ class Sender:
 
 
 def send_alone(
-    publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor, *, background: bool = False
+    publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor, background: bool = False
 ) -> None:
     """Send a peer a copy of a tensor outside of the operations of this agent, as an answer or a notice.
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
-import torch
-
-from ..transport.wire import Message, Payload, ProtocolError
+from ..transport.wire import Message
 
 
 class Service(Protocol):
@@ -88,32 +84,3 @@ class Services:
 
     def all(self) -> list[Service]:
         return list(self._by_word.values())
-
-
-def as_tensor(text: bytes) -> torch.Tensor:
-    """A text as a tensor that can be sent, uint8."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def when_complete(message: Message, then: Callable[[bytes], None]) -> None:
-    """Call ``then`` with the text of a message when it has arrived completely. ProtocolError if it has none."""
-    if message.dtype != torch.uint8:
-        raise ProtocolError("what was said is no text")
-    when_arrived(message, lambda data: then(bytes(data.numpy())))
-
-
-def when_arrived(message: Message, then: Callable[[torch.Tensor], None]) -> None:
-    """Call ``then`` with the elements of a message, flat, when all have arrived. ProtocolError if it has none."""
-    payload = message.payload
-    if payload is None:
-        raise ProtocolError("what was said is nothing")
-    if payload.complete:
-        then(payload.data)
-    else:
-        payload.on_more = partial(_wait_for_rest, payload, then)
-
-
-def _wait_for_rest(payload: Payload, then: Callable[[torch.Tensor], None]) -> None:
-    if payload.complete:
-        payload.on_more = None
-        then(payload.data)

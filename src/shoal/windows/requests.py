@@ -16,7 +16,6 @@ import torch
 
 from .. import clock
 from ..engine.engine import Engine
-from ..operations.sender import send_alone
 from ..transport.wire import Kind, Message
 from .locks import Freed
 from .switch_interval import short_switch_interval
@@ -184,7 +183,7 @@ class Requests:
         engine = self._engine
         engine.acknowledge(source, message)
         reply = Message(Kind.DATA, message.op, message.name, message.round, message.stage + 1, digest=message.digest)
-        send_alone(engine.publisher, engine.sender, source, reply, torch.empty(0) if tensor is None else tensor)
+        engine.send_tensor(source, reply, torch.empty(0) if tensor is None else tensor)
 
     def _refuse_freed(self, source: int, message: Message, why: str) -> None:
         cause = self._owner.cause

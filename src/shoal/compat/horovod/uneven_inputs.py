@@ -10,7 +10,6 @@ While no agent has joined, no messages are sent for this: each agent records its
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import time
@@ -24,15 +23,14 @@ import torch
 
 from ..._signals import deferred
 from ...engine.engine import Engine
-from ...errors import NONSENSE, DeadlineExceeded, NotInitialized
+from ...errors import DeadlineExceeded, NotInitialized
 from ...operations.operation import Handle
-from ...operations.sender import send_alone
-from ...operations.services import MinimalService, as_tensor, when_complete
+from ...operations.services import MinimalService
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
 from ...runtime.agent import current
-from ...transport.wire import MOVABLE, Kind, Message, ProtocolError
+from ...transport.wire import MOVABLE, Message
 
 WORD = "~horovod"
 _CALL, _STATE = "call", "state"
@@ -120,30 +118,22 @@ class JoinCoordinator(MinimalService):
         self._say(rank, _STATE, JoinState(self._own, heard, self._told.get(rank, 0)))
 
     def _say(self, rank: int, what: str, said: AnnouncedCall | JoinState) -> None:
-        message, text = Message(Kind.DATA, what, WORD), json.dumps(said).encode()
-        send_alone(self._engine.publisher, self._engine.sender, rank, message, as_tensor(text), background=True)
+        self._engine.send_control([rank], WORD, said, op=what, background=True)
 
     # Messages of others
 
     def serve(self, source: int, message: Message) -> None:
-        when_complete(message, partial(self._hear, source, message))
+        receive = self._engine.receive_control
+        if message.op == _STATE:
+            receive(source, message, "a join", _parsed_state, partial(self._take_state, source), _MOST_BYTES)
+        else:
+            receive(source, message, "a join", _parsed_call, partial(self._take_call, source), _MOST_BYTES)
 
-    def _hear(self, source: int, message: Message, text: bytes) -> None:
-        self._engine.acknowledge(source, message)
-        try:
-            if len(text) > _MOST_BYTES:
-                raise ValueError(f"{len(text):,} bytes at once")
-            if message.op == _STATE:
-                self._hear_state(source, JoinState(*map(int, json.loads(text))))
-                return
-            call = AnnouncedCall(*json.loads(text))
-            _identities(call)
-        except NONSENSE as error:
-            raise ProtocolError(f"what was said of a join makes no sense: {error}") from None
+    def _take_call(self, source: int, call: AnnouncedCall) -> None:
         self._heard[source] = self._heard.get(source, 0) + 1
         self._news.put(call)
 
-    def _hear_state(self, source: int, state: JoinState) -> None:
+    def _take_state(self, source: int, state: JoinState) -> None:
         before = self._joined.get(source, JoinState(0, 0, 0)).joined
         self._joined[source] = state
         if state.joined > before:
@@ -236,6 +226,16 @@ class JoinCoordinator(MinimalService):
             f"{f' {call.name!r}' if call.name else ''}, and an agent that has joined takes part in all-reduces and "
             "all-gathers of all agents only; call it before join(), or after it"
         )
+
+
+def _parsed_state(content: Any) -> JoinState:
+    return JoinState(*map(int, content))
+
+
+def _parsed_call(content: Any) -> AnnouncedCall:
+    call = AnnouncedCall(*content)
+    _identities(call)
+    return call
 
 
 def _identities(call: AnnouncedCall) -> list[torch.Tensor]:
