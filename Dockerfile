@@ -1,4 +1,4 @@
-# An image in which agents run, for a user who is not root: docs/launching.md, "Containers".
+# An image in which agents run, for a user who is not root: docs/kubernetes.md, "Containers".
 #
 #   docker build -t shoal-train .
 #

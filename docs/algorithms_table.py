@@ -1,4 +1,4 @@
-"""Writes the table of docs/algorithms.md from the catalog: ``python docs/algorithms_table.py``."""
+"""Writes the table of docs/algorithm-catalog.md from the catalog: ``python docs/algorithms_table.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.algorithms import CATALOG, Entry
 
-PAGE = Path(__file__).with_name("algorithms.md")
+PAGE = Path(__file__).with_name("algorithm-catalog.md")
 BEGIN, END = "<!-- table: written by algorithms_table.py -->\n", "<!-- end of the table -->"
 
 

@@ -6,13 +6,16 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import shoal
+from shoal import topology
 from shoal.algorithms import CATALOG, Entry
+from shoal.sim.stacked import StackedMix
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
@@ -21,8 +24,10 @@ sys.path += [str(DOCS), str(TESTS / "algorithms")]
 import algorithms_table  # noqa: E402
 import test_every_algorithm as suite  # noqa: E402
 
-STACKED, REAL, MESSAGES, MACHINES, NEW = re.findall(
-    r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL
+STACKED, REAL, MESSAGES, MACHINES, NEW, COMPRESSOR = (
+    code
+    for page in ("algorithms.md", "compressors.md", "howto/extend.md")
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 )
 
 
@@ -30,7 +35,7 @@ STACKED, REAL, MESSAGES, MACHINES, NEW = re.findall(
 def added() -> Iterator[Entry]:
     """The page's new algorithm, in the catalog for one test."""
     before = dict(CATALOG)
-    exec(compile(NEW, "docs/algorithms.md", "exec", dont_inherit=True), {"__name__": "page"})
+    exec(compile(NEW, "docs/howto/extend.md", "exec", dont_inherit=True), {"__name__": "page"})
     [name] = CATALOG.keys() - before.keys()
     try:
         yield CATALOG[name]
@@ -57,6 +62,43 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert names["data"].shape == (1000, 10 + 8)
     ended = names["fleet"].run(names["algorithm"], torch.zeros(10), lambda x: x - 1, 100).x
     assert (ended - 1).abs().max() < 0.05
+
+
+def test_the_pages_count_the_algorithms() -> None:
+    assert "lists the thirty of the catalog" in (DOCS / "algorithms.md").read_text()
+    assert len({type(entry.example()) for entry in CATALOG.values()}) == 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_compressor_has_a_wire_format(dtype: torch.dtype) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    sys.modules["page"] = ModuleType("page")  # where dataclasses look for types
+    exec(compile(COMPRESSOR, "docs/howto/extend.md", "exec", dont_inherit=True), names)
+    compressor = names["LargestBlock"](4)
+    x, draws = torch.randn(3, 10, dtype=dtype), StackedMix(topology.RingGraph(3))
+    x[1, 9] = torch.nan
+    reconstructed = compressor(x, draws)
+    torch.testing.assert_close(
+        compressor.decode(compressor.encode(x, draws), 10, dtype, draws), reconstructed, rtol=0, atol=0, equal_nan=True
+    )
+    assert reconstructed[1, 9].isnan() and (reconstructed[0] != 0).sum() in (2, 4)
+    kept = reconstructed[0].double().square().sum() / x[0].double().square().sum()
+    assert kept >= compressor.delta(10)
+    with pytest.raises(ValueError, match="the block begins at 12, and there are 10 numbers"):
+        compressor.decode(
+            torch.tensor([3]).view(torch.uint8).new_tensor([3] + [0] * (7 + 4 * dtype.itemsize)), 10, dtype, draws
+        )
+
+
+def test_a_fleet_averages_with_a_new_compressor() -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(COMPRESSOR, "docs/howto/extend.md", "exec", dont_inherit=True), names)
+
+    def agent() -> float:
+        x = torch.full((10,), float(shoal.rank()))
+        return float(shoal.neighbor_allreduce(x, compression=names["LargestBlock"](10))[0])
+
+    assert shoal.Fleet(3).run(agent) == [1.0] * 3
 
 
 def test_a_new_algorithm_takes_less_than_40_lines() -> None:

@@ -1,50 +1,44 @@
-"""The rooms that docs/architecture.md lists are those there are, and so are the modules."""
+"""The page docs/architecture.md lists the folders of the package, is short, and names files that exist."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 import shoal
-from shoal import cli
 
-PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGE = Path(shoal.__file__).parent
-SAID_IN_WORDS = {"algorithms", "compression", "topology"}
-"""Rooms whose modules the list does not name one by one."""
-COMMANDS = {f"{name}.py" for name in cli.COMMANDS}
-"""Which it names by their words."""
+MODULES = runpy.run_path(str(ROOT / "tools" / "modules.py"))
+FOLDERS = sorted(one.parent.name for one in PACKAGE.glob("*/__init__.py"))
 
 
-def rooms() -> dict[str, set[str]]:
-    """The names of modules in the list, under the room that they are listed in."""
-    listed = re.search(r"## Source layout.*?```(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert listed is not None
-    found: dict[str, set[str]] = {}
-    room = ""
-    for line in listed[1].splitlines():
-        begins = re.match(r"  (\w+)/", line)
-        if begins is not None:
-            room = begins[1]
-            found[room] = set()
-        elif line.startswith("  ") and not line.startswith("    "):
-            room = ""
-        found.setdefault(room, set()).update(re.findall(r"(?<![\w/])\w+\.py", line))
-    return found
+def test_every_folder_is_listed_once() -> None:
+    assert sorted(MODULES["folders"]()) == FOLDERS
 
 
-def test_every_room_is_listed() -> None:
-    assert set(rooms()) - {""} == {one.parent.name for one in PACKAGE.glob("*/*.py")}
+def test_it_has_150_lines_at_most_and_one_picture() -> None:
+    assert len(PAGE.splitlines()) <= 150
+    assert PAGE.count("```") == 4  # the picture, and the list of folders
 
 
-@pytest.mark.parametrize("room", rooms())
-def test_every_module_that_is_listed_is_there(room: str) -> None:
-    assert rooms()[room] <= {one.name for one in (PACKAGE / room).rglob("*.py")}
+def test_the_files_that_it_names_are_there() -> None:
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", PAGE)
+    assert len(named) > 30
+    assert [name for name in named if not (PACKAGE / name).is_file() and not (ROOT / name).is_file()] == []
 
 
-@pytest.mark.parametrize("room", sorted(set(rooms()) - {"", *SAID_IN_WORDS}))
-def test_every_module_of_a_room_is_listed(room: str) -> None:
-    there = {one.name for one in (PACKAGE / room).glob("*.py") if not one.name.startswith("_")}
-    assert there - rooms()[room] == (COMMANDS if room == "cli" else set())
+def test_it_has_ten_tasks() -> None:
+    tasks = PAGE.split("## Ten tasks and where to begin")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\| \w.* \| `[\w/]+\.py` \| .* \|$", tasks, re.MULTILINE)) == 10
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_list_of_modules_has_every_module_with_its_sentence(folder: str) -> None:
+    rows = dict(re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", MODULES["page"]([folder]), re.MULTILINE))
+    there = {str(one.relative_to(PACKAGE)) for one in (PACKAGE / folder).rglob("*.py")}
+    assert set(rows) == {name for name in there if (PACKAGE / name).read_text().strip()}

@@ -9,6 +9,7 @@ import time
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from support.world import World
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "bluefog.md").read_text()
+(CALLS,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 BLUEFOGS = re.findall(
     r"\w+",
@@ -368,3 +370,27 @@ def test_its_package_holds_the_same_names() -> None:
     public = [name for name in vars(shoal.topology_util) if name[0] != "_"]
     assert len(public) > 20
     assert [name for name in public if getattr(graphs, name) is not getattr(shoal.topology_util, name)] == []
+
+
+def test_the_calls_that_the_page_shows_average_what_they_say() -> None:
+    """On a ring of four, with agent 1 in the place of the reader for the pull, and of nobody for the rest."""
+
+    def run() -> list[float]:
+        rank = shoal.rank()
+        pull, push = {3: 0.5} if rank != 3 else {0: 0.5}, {1: 0.5} if rank != 1 else {2: 0.5}
+        code = CALLS.replace("dst_weights={1: 0.5}", "dst_weights=push").replace("0.5, {3: 0.5})", "0.5, pull)")
+        names: dict[str, Any] = {"x": torch.tensor([float(rank)]), "pull": pull, "push": push, "seen": []}
+        code = code.replace("{3: 0.5}, {1: 1.0}", "{(bf.rank() - 1) % 4: 0.5}, {(bf.rank() + 1) % 4: 1.0}")
+        exec(
+            re.sub(r"^y = .*$", r"\g<0>\nseen.append(y.item())", code.replace("   #", "  #"), flags=re.MULTILINE), names
+        )
+        return names["seen"]
+
+    found = shoal.Fleet(4).run(run)
+    ring = [sum([(rank - 1) % 4, rank, (rank + 1) % 4]) / 3 for rank in range(4)]
+    pushed = [0.5 * 0, 0.5 * 1 + 0.5 * (0 + 2 + 3), 0.5 * 2 + 0.5 * 1, 0.5 * 3]
+    for rank, (static, pull, push, push_pull, handle) in enumerate(found):
+        assert torch.tensor([static, handle]).allclose(torch.tensor([ring[rank]] * 2))
+        assert pull == 0.5 * rank + 0.5 * (3 if rank != 3 else 0)
+        assert push == pushed[rank]
+        assert push_pull == 0.5 * rank + 0.5 * ((rank - 1) % 4)

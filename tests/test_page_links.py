@@ -8,7 +8,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "examples").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
+]
+
+
+LONG = {"algorithm-catalog.md", "command-line.md", "topologies/README.md", "topologies/papers.md"}
+"""Pages that programs write."""
+
+
+@pytest.mark.parametrize(
+    "page", [one for one in PAGES if one.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem
+)
+def test_pages_are_short(page: Path) -> None:
+    """A page has under 2,000 words, and instructions for one task under 1,000."""
+    name = page.relative_to(ROOT / "docs").as_posix()
+    assert name in LONG or len(page.read_text().split()) < (1000 if name.startswith("howto/") else 2000)
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,8 +56,8 @@ def test_headings_that_the_code_cites_exist() -> None:
     cited = []
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml"), ROOT / "Dockerfile"]:
         text = re.sub(r"['\"]?\n\s*#?\s*f?['\"]?", " ", path.read_text())
-        cited += [(path.name, *found) for found in re.findall(r'(docs/[\w-]+\.md), "([^"\n]+)"', text)]
-        for page in re.findall(r"docs/[\w-]+\.md", text):
+        cited += [(path.name, *found) for found in re.findall(r'(docs/[\w/-]+\.md), "([^"\n]+)"', text)]
+        for page in re.findall(r"docs/[\w/-]+\.md", text):
             assert (ROOT / page).exists(), (path, page)
     assert len(cited) >= 5
     for name, page, heading in cited:

@@ -18,7 +18,19 @@ NAMES = Path(__file__).with_name("public_names.txt").read_text().split()
 PACKAGES = sorted({name.rpartition(".")[0] for name in NAMES})
 ROOT = Path(shoal.__file__).parent
 INTERNAL = {
-    *("_public", "_version", "__main__", "arithmetic", "bench", "cli", "clock", "coordination", "device", "dtensors"),
+    *(
+        "_public",
+        "_version",
+        "__main__",
+        "arithmetic",
+        "bench",
+        "cli",
+        "clock",
+        "config",
+        "coordination",
+        "device",
+        "dtensors",
+    ),
     *(
         "engine",
         "errors",

@@ -3,10 +3,6 @@
 import re
 from pathlib import Path
 
-import torch
-
-import shoal
-from shoal.algorithms import CATALOG
 from support.scripts import in_processes
 
 ROOT = Path(__file__).parent.parent
@@ -20,37 +16,24 @@ def test_the_ten_lines_give_every_agent_the_mean_of_all_ranks(tmp_path):
     assert in_processes(4, script) == [f"{rank} tensor([1.5000, 1.5000, 1.5000])\n" for rank in range(4)]
 
 
-def test_the_calls_it_shows_average_what_they_say():
-    """On a ring of four, with agent 1 in the place of the reader for the pull, and of nobody for the rest."""
-
-    def run():
-        rank = shoal.rank()
-        pull, push = {3: 0.5} if rank != 3 else {0: 0.5}, {1: 0.5} if rank != 1 else {2: 0.5}
-        code = BLOCKS[1].replace("dst_weights={1: 0.5}", "dst_weights=push").replace("0.5, {3: 0.5})", "0.5, pull)")
-        names = {"x": torch.tensor([float(rank)]), "pull": pull, "push": push, "seen": []}
-        code = code.replace("{3: 0.5}, {1: 1.0}", "{(bf.rank() - 1) % 4: 0.5}, {(bf.rank() + 1) % 4: 1.0}")
-        exec(
-            re.sub(r"^y = .*$", r"\g<0>\nseen.append(y.item())", code.replace("   #", "  #"), flags=re.MULTILINE), names
-        )
-        return names["seen"]
-
-    found = shoal.Fleet(4).run(run)
-    ring = [sum([(rank - 1) % 4, rank, (rank + 1) % 4]) / 3 for rank in range(4)]
-    pushed = [0.5 * 0, 0.5 * 1 + 0.5 * (0 + 2 + 3), 0.5 * 2 + 0.5 * 1, 0.5 * 3]
-    for rank, (static, pull, push, push_pull, handle) in enumerate(found):
-        assert torch.tensor([static, handle]).allclose(torch.tensor([ring[rank]] * 2))
-        assert pull == 0.5 * rank + 0.5 * (3 if rank != 3 else 0)
-        assert push == pushed[rank]
-        assert push_pull == 0.5 * rank + 0.5 * ((rank - 1) % 4)
-
-
 def test_what_it_counts_is_as_many() -> None:
     text = (ROOT / "README.md").read_text()
     assert "add three lines and remove one" in text
+    assert DIFF in (ROOT / "docs" / "howto" / "ddp.md").read_text()
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("+") == 3
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("-") == 1
-    assert "**Algorithms**: thirty," in text
-    assert len({type(entry.example()) for entry in CATALOG.values()}) == 30
+
+
+def test_it_is_short_and_its_figures_are_those_of_the_pages_it_links_to() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 80
+    assert "make demo" in text.split("```")[1] and "make test" in text.split("```")[1]
+    facts = re.findall(r"^- \*\*.*?\.\*\* (.*?)\(\[[^]]*\]\((docs/[^)]*)\)\)", text, re.DOTALL | re.MULTILINE)
+    assert len(facts) == 3
+    for fact, page in facts:
+        figures = re.findall(r"(?<![\w.-])\d[\d.]*(?= (?:to|times|%|MB|ms|on))", fact)
+        assert figures, fact
+        assert [figure for figure in figures if not re.search(rf"\b{figure}\b", (ROOT / page).read_text())] == []
 
 
 def patched(script: str) -> str:

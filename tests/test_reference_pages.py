@@ -15,10 +15,13 @@ from shoal import errors
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+COMMANDS = (DOCS / "command-line.md").read_text()
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 CLASSES = [one.__name__ for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, errors.ShoalError)]
 MESSAGES = [
-    one for line in TROUBLESHOOTING.splitlines() for one in re.findall(r"^\| `([^`]*…[^`]*)` \| .* \| .* \|$", line)
+    one
+    for line in (TROUBLESHOOTING + (DOCS / "rendezvous.md").read_text()).splitlines()
+    for one in re.findall(r"^\| `([^`]*…[^`]*)` \| .* \| .* \|$", line)
 ]
 
 
@@ -61,6 +64,16 @@ def test_the_messages_are_those_of_the_source() -> None:
     assert not unknown
 
 
+def test_the_reports_on_the_page_about_hangs_are_those_of_the_source() -> None:
+    page, source = " ".join((DOCS / "howto" / "hang.md").read_text().split()), strings_of_the_source()
+    for part in (
+        "agents wait for each other, and none can go on",
+        "it waits in no call of Shoal's",
+        "; it gives up after",
+    ):
+        assert part in page and part in source
+
+
 def test_the_page_of_environment_variables_is_current() -> None:
     """``tests/test_config.py`` checks that the table has each variable that the library reads."""
     written = runpy.run_path(str(ROOT / "tools" / "environment_page.py"))["page"]()
@@ -71,3 +84,18 @@ def test_the_page_of_environment_variables_is_current() -> None:
 def test_the_page_of_the_command_line_is_current() -> None:
     written = runpy.run_path(str(ROOT / "tools" / "command_line_page.py"))["page"]()
     assert (DOCS / "command-line.md").read_text() == written, "run: python tools/command_line_page.py"
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "howto").glob("*.md")), ids=lambda page: page.stem)
+def test_the_commands_of_instructions_have_the_options_they_use(page: Path) -> None:
+    """``shoal run --option``: the subcommand has it, by docs/command-line.md."""
+    sections = dict(re.findall(r"^#+ `?shoal (\w+).*?\n(.*?)(?=^#+ |\Z)", COMMANDS, re.DOTALL | re.MULTILINE))
+    unknown = [
+        (command, option)
+        for command, rest in re.findall(r"\bshoal (\w+)((?: +[^\s`|#]+)*)", page.read_text())
+        if command in sections
+        for option in re.findall(r"(?<= )--[\w-]+", rest)
+        if option not in sections[command]
+    ]
+    assert {"run", "doctor", "report", "status"} <= set(sections)
+    assert not unknown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -14,23 +15,44 @@ import pytest
 
 from support.browser import MISSING, Browser, browser
 
-SITE = Path(__file__).parents[1] / "out" / "site"
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "out" / "site"
 FIRST = 5
 """How many results count."""
 EXPECTED = {
     "how to install": ("installation",),
     "PeerLost": ("troubleshooting", "reference/shoal"),
     "neighbor_allreduce": ("reference/shoal",),
-    "ports": ("launching",),
-    "move a DDP script": ("training", "index"),
-    "write an algorithm": ("algorithms",),
+    "ports": ("howto/machines",),
+    "move a DDP script": ("howto/ddp",),
+    "write an algorithm": ("howto/extend",),
 }
 """Questions, and the pages of which one must be among the first results."""
+ANSWERS = {
+    "installation": "pip install .",
+    "howto/ddp": "add three lines and remove one",
+    "troubleshooting": "An agent that is still needed has failed",
+    "reference/shoal": 'id="shoal.neighbor_allreduce"',
+    "howto/machines": "Between machines these are needed",
+    "howto/extend": "This is a complete algorithm",
+}
+"""Pages that answer the questions, and a part of the answer."""
 
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a browser"),
-    pytest.mark.skipif(not (SITE / "search").exists(), reason="`make docs` has not built the site"),
-]
+
+@pytest.mark.parametrize("page", ANSWERS)
+def test_the_page_of_an_answer_is_two_clicks_from_the_start(page: str) -> None:
+    """A click on a tab and one on the page: it is not in a group of the tab."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert re.search(rf"^      - (?:[^:\n]+: )?{page}\.md$", config, re.MULTILINE)
+    source = ROOT / "docs" / f"{page}.md"
+    if source.exists():
+        assert ANSWERS[page] in " ".join(source.read_text().split())
+
+
+@pytest.mark.skipif(not (SITE / "search").exists(), reason="`make docs` has not built the site")
+@pytest.mark.parametrize("page", ANSWERS)
+def test_the_page_of_the_site_has_the_answer(page: str) -> None:
+    assert ANSWERS[page] in " ".join((SITE / page / "index.html").read_text().split())
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -64,6 +86,8 @@ def results(page: Browser, question: str) -> list[str]:
 
 
 @pytest.mark.parametrize("question", EXPECTED)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a browser")
+@pytest.mark.skipif(not (SITE / "search").exists(), reason="`make docs` has not built the site")
 def test_the_search_finds_the_page(page: Browser, question: str) -> None:
     found = results(page, question)
     assert set(EXPECTED[question]) & set(found), found

@@ -1,4 +1,4 @@
-"""The code of docs/survival.md runs, and the tests that docs/fault-injection.md names exist."""
+"""The code of the pages about failures runs, and the tests that docs/fault-injection-tests.md names exist."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import shoal
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "survival.md").read_text()
-TESTS = (ROOT / "docs" / "fault-injection.md").read_text()
+PAGES = [(ROOT / "docs" / name).read_text() for name in ("survival.md", "rejoin.md", "byzantine.md")]
+TESTS = (ROOT / "docs" / "fault-injection-tests.md").read_text()
 
 
 def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")  # agents of a fleet have begun when their function is called
-    code, comes_back, robust = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, comes_back, robust = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 
     def run() -> list[int]:
         found: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""The code on the page about training runs, in order, on real agents."""
+"""The code on the pages about training runs on real agents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 
 import shoal
 
-PAGE = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+NAMES = ("training", "overlap-compression", "training-details", "data-metrics", "howto/ddp", "howto/checkpoints")
+PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in NAMES)
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 EXTERNAL = "torch.distributed.checkpoint"
 """Needs a process group: tests/optim/test_checkpoint_distributed.py."""
@@ -79,6 +81,13 @@ def run_block(number: int, folder: str) -> bool:
 @pytest.mark.parametrize("number", [n for n, block in enumerate(BLOCKS) if EXTERNAL not in block])
 def test_its_code_runs(number: int, tmp_path: Path) -> None:
     assert all(shoal.Fleet(4).run(run_block, number, str(tmp_path)))
+
+
+def test_the_imports_of_the_page_about_migration_exist() -> None:
+    imports = re.findall(r"`(import shoal[^`]*)`", (DOCS / "howto" / "migrate.md").read_text())
+    assert len(imports) == 3
+    for line in imports:
+        exec(line, {})
 
 
 def test_every_wrapper_is_on_it() -> None:

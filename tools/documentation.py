@@ -1,6 +1,7 @@
 """The parts of the site that are not pages in docs: a hook of MkDocs, and an extension of Griffe (see mkdocs.yml).
 
 - Pages of the repository's root (README.md, ...) become pages of the site.
+- The list of modules is made by ``tools/modules.py``.
 - The reference is made of ``tests/public_names.txt``: each public name is documented once, on the page of the package
   that a user imports it from; other packages that have it too link there.
 - Links that leave docs lead to the repository. A link to a file that does not exist stays, so the strict build fails.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that have no file in docs."""
     for page, source in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    files.append(File.generated(config, "modules.md", content=runpy.run_path(str(ROOT / "tools/modules.py"))["page"]()))
     for page in sorted({page_of(package_of(name)) for name in NAMES}):
         files.append(File.generated(config, page, content=reference().page(page)))
     return files

@@ -30,7 +30,7 @@ OF_LAUNCHERS = "`shoal run` sets these for its agents. Set them only if you writ
 TAIL = """\
 Rank, number of agents and address come from the variables of the launcher: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
 `MASTER_ADDR` and `MASTER_PORT` (torchrun and `shoal run`), or those of Open MPI, PMI, Slurm and Kubernetes
-([launching](launching.md#rendezvous-address)).
+([rendezvous](rendezvous.md#rendezvous-address)).
 """
 BUILD = config.Variable(
     "SHOAL_BUILD_NATIVE",

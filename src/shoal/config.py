@@ -125,7 +125,7 @@ class Config:
         "seconds",
         "unset",
         "A waiting agent probes its peers. A peer that does not answer for this time counts as lost. Unset: others "
-        "wait for it until their deadlines ([stopped processes](survival.md#hangs-deadlocks-and-stopped-processes)).",
+        "wait for it until their deadlines ([stopped processes](howto/hang.md)).",
         _seconds,
         float("inf"),
     )
@@ -181,7 +181,7 @@ class Config:
         ADDRESSES,
         "`host:port`",
         "from the launcher",
-        "The address where agents find each other ([rendezvous](launching.md#rendezvous-address)).",
+        "The address where agents find each other ([rendezvous](rendezvous.md#rendezvous-address)).",
         _text,
         "",
     )
@@ -191,7 +191,7 @@ class Config:
         "a port, or `FIRST-LAST`",
         "any free port",
         "The data ports on which agents listen between machines. Each agent takes the first free one "
-        "([ports and firewalls](launching.md#ports-and-firewalls)).",
+        "([ports and firewalls](howto/machines.md#ports-and-firewalls)).",
         _text,
         "",
     )

@@ -25,7 +25,7 @@ found = [os.uname().nodename, shoal.size(), shoal.machine_rank(), shoal.local_ra
 Path(sys.argv[1], f"{shoal.rank()}.json").write_text(json.dumps(found))
 shoal.shutdown()
 """
-PAGE = Path(__file__).parents[2] / "docs" / "launching.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "machines.md"
 
 
 @pytest.fixture(scope="module")

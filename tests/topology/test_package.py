@@ -13,7 +13,8 @@ import shoal.topology
 import shoal.topology_util
 
 PACKAGE = Path(shoal.topology.__file__).parent
-PAGE = Path(__file__).parents[2] / "docs" / "topology.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / f"{name}.md" for name in ("topology", "schedules", "topology-analysis")]
 
 BLUEFOGS_NAMES = [
     "ExponentialTwoGraph",
@@ -97,8 +98,9 @@ def test_matplotlib_is_imported_only_inside_functions():
     assert not [node for node in at_import if "matplotlib" in ast.unparse(node)]
 
 
-def test_the_examples_of_the_page_print_what_they_say():
-    text = PAGE.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_the_page_print_what_they_say(page):
+    text = page.read_text()
     # Blank the fences and the prose, so that line numbers in a failure are those of the page.
     inside, kept = False, []
     for line in text.splitlines():
@@ -107,16 +109,22 @@ def test_the_examples_of_the_page_print_what_they_say():
             kept.append("")
         else:
             kept.append(line if inside else "")
-    example = doctest.DocTestParser().get_doctest("\n".join(kept), {}, PAGE.name, str(PAGE), 0)
-    assert len(example.examples) >= 10
+    example = doctest.DocTestParser().get_doctest("\n".join(kept), {}, page.name, str(page), 0)
+    assert len(example.examples) >= 8
     failures: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)  # it would read pytest's own -v otherwise
     runner.run(example, out=failures.append)
     assert not failures, "".join(failures)
 
 
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGES[1].read_text(), re.DOTALL))
+def test_the_scripts_of_the_page_about_schedules_run(code):
+    if "import" in code:
+        exec(code, {})
+
+
 def test_every_public_name_is_on_the_page():
-    words = set(re.findall(r"\w+", PAGE.read_text()))
+    words = {word for page in PAGES for word in re.findall(r"\w+", page.read_text())}
     public = {name for name in vars(shoal.topology) if not name.startswith("_")}
     modules = {path.stem for path in PACKAGE.iterdir()}
     assert public - modules - words == set()

@@ -1,7 +1,7 @@
 """An algorithm is its equation: a frozen dataclass of numbers with ``init`` and ``step``.
 
 ``mix`` is its only way to communicate (:class:`~shoal.algorithms.Mix`), so the same object runs on a thousand agents
-stacked as the rows of one tensor, in threads, in processes and on a cluster. To write one, see docs/algorithms.md.
+stacked as the rows of one tensor, in threads, in processes and on a cluster. To write one, see docs/howto/extend.md.
 """
 
 from __future__ import annotations

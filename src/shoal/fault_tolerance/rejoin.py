@@ -239,7 +239,7 @@ class Rejoin(MinimalService):
     def not_in_yet(self, what: str) -> ShoalError:
         return ShoalError(
             f"{what} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
-            "where it loads its shoal.Checkpoint, which has to come first; see docs/survival.md",
+            "where it loads its shoal.Checkpoint, which has to come first; see docs/rejoin.md",
             (self._rank,),
         )
 

@@ -150,7 +150,7 @@ class ShoalAccelerator(Accelerator):
         """Refused: agents that average take equally many steps."""
         raise ValueError(
             "join_uneven_inputs is for DistributedDataParallel. Leave even_batches on, which deals out equally many "
-            "batches, or use the optimizer's own join() (docs/training.md)"
+            "batches, or use the optimizer's own join() (docs/training-details.md)"
         )
         yield
 

@@ -24,6 +24,6 @@ def warn_of_process_group(agent: Agent, stacklevel: int) -> None:
             "fails, the process group's operations raise, hang or abort on the others, and a restarted agent cannot "
             "join it. Remove dist.init_process_group() and replace the calls that use it: dist.get_rank() by "
             "shoal.rank(), dist.all_reduce() by shoal.allreduce() or shoal.metrics(), dist.barrier() by "
-            "shoal.barrier(), DistributedSampler by shoal.AgentSampler (docs/training.md, From a DDP script)",
+            "shoal.barrier(), DistributedSampler by shoal.AgentSampler (docs/howto/ddp.md)",
             stacklevel=stacklevel,
         )
