@@ -51,7 +51,7 @@ def words(found: list[Process]) -> str:
     """What is printed, as one line."""
     console = Console(width=300)
     with console.capture() as captured:
-        console.print(status.told(found))
+        console.print(status.rendered(found))
     return " ".join(captured.get().split())
 
 

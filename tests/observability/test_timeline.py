@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -270,7 +271,7 @@ def test_a_disk_that_fills_ends_the_timeline_only(traces, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     def work():
-        monkeypatch.setattr(timeline.os, "write", full)
+        monkeypatch.setattr(os, "write", full)
         average()
         return True
 

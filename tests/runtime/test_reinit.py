@@ -23,7 +23,7 @@ def incarnation(
     store = ThreadStore()
     if known is not None:
         store.set(DIRECTORY, b"")
-    monkeypatch.setattr(peer_directory, "directory", lambda *_: SimpleNamespace(said=[{}, known]))
+    monkeypatch.setattr(peer_directory, "directory", lambda *_: SimpleNamespace(published=[{}, known]))
     launch, said = numbered(
         store, Launch(1, 2, "torchrun", incarnation=starts), time.monotonic() + 5.0, Config(launcher=launcher)
     )

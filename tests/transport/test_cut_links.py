@@ -39,7 +39,7 @@ def test_each_unit_comes_once_and_in_order_wherever_it_is_cut(seed: int) -> None
         elif act < 0.95 and on_the_way:
             come.append(on_the_way.pop(0))
             if had.one_more(1):
-                acknowledgements.append(had.said())
+                acknowledgements.append(had.report())
         elif act < 0.98 and acknowledgements:
             sent.acknowledge(acknowledgements.pop(0))
         elif act > 0.99:  # what is on its way is lost, there and back
@@ -68,7 +68,7 @@ def test_what_is_sent_is_not_kept_for_ever() -> None:
     for unit in range(10 * SAY_AFTER_UNITS):
         sent.keep(unit)
         if had.one_more(1):
-            sent.acknowledge(had.said())
+            sent.acknowledge(had.report())
         assert len(sent._kept) <= SAY_AFTER_UNITS
 
 

@@ -49,9 +49,9 @@ def test_a_count_that_cannot_be_is_refused(count: int) -> None:
 def test_the_receiver_acknowledges_after_so_many_units_or_bytes() -> None:
     had = ReceivedOffset()
     assert [had.one_more(1) for _ in range(SAY_AFTER_UNITS)] == [False] * (SAY_AFTER_UNITS - 1) + [True]
-    assert had.said() == SAY_AFTER_UNITS
+    assert had.report() == SAY_AFTER_UNITS
     assert not had.one_more(SAY_AFTER_BYTES - 1) and had.one_more(1)
-    assert had.said() == SAY_AFTER_UNITS + 2
+    assert had.report() == SAY_AFTER_UNITS + 2
     assert not had.one_more(1)
 
 

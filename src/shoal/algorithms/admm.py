@@ -45,13 +45,13 @@ class DecentralizedADMM(Algorithm):
         return torch.zeros_like(x), _of_neighbours(x, mix)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        a, heard = state
+        a, received = state
         degree = mix.gather(mix.spread(mix.ones(x)))
-        target = self.c * (degree * x + heard)
+        target = self.c * (degree * x + received)
         for _ in range(self.inner):
             x = x - (grad(x) + a + 2 * self.c * degree * x - target) / (self.rho + 2 * self.c * degree)
-        heard = _of_neighbours(x, mix)
-        return x, (a + self.c * (degree * x - heard), heard)
+        received = _of_neighbours(x, mix)
+        return x, (a + self.c * (degree * x - received), received)
 
 
 def _of_neighbours(x: torch.Tensor, mix: Mix) -> torch.Tensor:

@@ -96,13 +96,13 @@ class Exchange(Mix):
         self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
         mixing = self._schedule.mixing(self.round, form, self._plan.gone)
-        said = None if speaks is None else bool(speaks)
+        speaking = None if speaks is None else bool(speaks)
         self.exchanges += 1
-        if said is not False:
+        if speaking is not False:
             self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else nbytes)
         agent = current("neighbor_allreduce")
         return self._result_of(
-            submit(agent, x, mixing, name=self._name, fusible=False, speaks=said, layout=self.layout)
+            submit(agent, x, mixing, name=self._name, fusible=False, speaks=speaking, layout=self.layout)
         )
 
     def _result_of(self, handle: Handle[torch.Tensor]) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Need:
     remedy: str
     wanted: str = ""
 
-    def told(self, problem: str, topology: str) -> str:
+    def explain(self, problem: str, topology: str) -> str:
         """The condition, what is wrong with the topology, and what to do about it."""
         return f"{self.wanted or f'W to be {self.name}'}, and {problem} ({topology}). {self.remedy}"
 
@@ -267,6 +267,6 @@ def check(
     if found is not None:
         need, problem = found
         raise ValueError(
-            f"{what} needs {need.told(problem, facts.schedule.describe())} "
+            f"{what} needs {need.explain(problem, facts.schedule.describe())} "
             f"(unchecked={need.name!r} leaves this condition out, for who knows that it is not needed.)"
         )

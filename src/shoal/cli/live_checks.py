@@ -136,11 +136,11 @@ class LiveChecks:
             except subprocess.TimeoutExpired:
                 silence = f"it did not end in {self.patience:g} s, at a load average of {os.getloadavg()[0]:.1f}"
                 starved = is_starved(core_wait(one.process.pid), time.monotonic() - self._begun)
-            said = {line["check"]: line for line in map(json.loads, _text(one.output).splitlines())}
+            results = {line["check"]: line for line in map(json.loads, _text(one.output).splitlines())}
             for check in one.checks:
-                if check in said:
+                if check in results:
                     yield CheckResult(
-                        check, said[check]["error"], said[check]["seconds"], said[check].get("starved", False)
+                        check, results[check]["error"], results[check]["seconds"], results[check].get("starved", False)
                     )
                 else:
                     yield CheckResult(check, silence, 0.0, starved)

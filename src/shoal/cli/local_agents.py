@@ -110,7 +110,7 @@ class _StatusQuery:
         self.silent = "it does not answer"
         self._paths = iter(paths)
         self._sock: socket.socket | None = None
-        self._heard: list[bytes] = []
+        self._packets: list[bytes] = []
         self._greeted = False
 
     def begin(self, selector: selectors.BaseSelector) -> None:
@@ -138,12 +138,12 @@ class _StatusQuery:
                 sock.send(QUESTION)
                 return
             if packet:
-                self._heard.append(packet)
-                if sum(map(len, self._heard)) > 2 * MOST_BYTES:
+                self._packets.append(packet)
+                if sum(map(len, self._packets)) > 2 * MOST_BYTES:
                     raise ValueError
                 return
-            if self._heard:
-                self.there, self.agents = _read(b"".join(self._heard))
+            if self._packets:
+                self.there, self.agents = _read(b"".join(self._packets))
                 self.silent = ""
         except BlockingIOError:
             return
@@ -152,7 +152,7 @@ class _StatusQuery:
         except NONSENSE:
             self.silent = "what it answers makes no sense: is it of another version of Shoal?"
         selector.unregister(sock)
-        if self.silent and not self._heard:  # it has no place just now, or another of its agents knows more
+        if self.silent and not self._packets:  # it has no place just now, or another of its agents knows more
             self.end()
             self._greeted = False
             self.begin(selector)
@@ -190,8 +190,8 @@ _MORE_TYPES: dict[str, tuple[type, ...]] = {
 
 def _read(text: bytes) -> tuple[int, list[dict[str, Any]]]:
     """The number of agents, and their status. ValueError, TypeError or KeyError if the data is malformed."""
-    said = json.loads(text)
-    agents = said["agents"]
+    content = json.loads(text)
+    agents = content["agents"]
     for one in agents:
         busy = "waiting" not in one
         for name, types in (_TYPES if busy else _TYPES | _MORE_TYPES).items():
@@ -204,7 +204,7 @@ def _read(text: bytes) -> tuple[int, list[dict[str, Any]]]:
         for rank, pid in one.get("here", ()):
             if not isinstance(rank, int) or not isinstance(pid, int):
                 raise ValueError("here")
-    return int(said["there"]), list(agents)
+    return int(content["there"]), list(agents)
 
 
 def _state(pid: int) -> str | None:

@@ -88,12 +88,12 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
     from rich.table import Table
 
     table = Table("second", "lost", "entered", "there then", box=None)
-    said: dict[tuple[Any, ...], float] = {}
+    reported: dict[tuple[Any, ...], float] = {}
     for one in entries:
         what = one.lost, one.entered, one.alive
         news = (*one.lost, *(rank for rank in one.entered if len(one.entered) == 1))
-        if news and one.at > said.get(what, 0.0) + AT_ONCE:  # each agent records it
-            said[what] = one.at
+        if news and one.at > reported.get(what, 0.0) + AT_ONCE:  # each agent records it
+            reported[what] = one.at
             ranks = [", ".join(map(str, ranks)) for ranks in (one.lost, one.entered)]
             table.add_row(f"{one.at - entries[0].at:.1f}", *ranks, f"{len(one.alive)} of {_most(entries)}")
     lost = [one for one in found if one.was_lost]

@@ -103,8 +103,8 @@ def _try_both(control: socket.socket, host: str, node: int, ports: range) -> lis
         if other["node"] != 1 - node:
             raise ValueError(f"it says that it is machine {node}, too: give one of them --node-rank {1 - node}")
         mine = _try(node, str(other["address"]), int(other["port"]), str(other["token"]).encode())
-        said = exchange({"address": mine.address, "problem": mine.problem, "seconds": mine.seconds})
-        theirs = Direction(1 - node, str(said["address"]), str(said["problem"]), float(said["seconds"]))
+        answer = exchange({"address": mine.address, "problem": mine.problem, "seconds": mine.seconds})
+        theirs = Direction(1 - node, str(answer["address"]), str(answer["problem"]), float(answer["seconds"]))
     return [mine, theirs] if node == 0 else [theirs, mine]
 
 

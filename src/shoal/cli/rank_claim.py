@@ -44,11 +44,11 @@ def claim(host: str, port: int, agents: int) -> ClaimedRanks:
             text=True,
             timeout=JOIN_SECONDS + START_SECONDS,
         )
-        said = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise ValueError(f"the store there did not answer within {JOIN_SECONDS + START_SECONDS:g} s") from None
     except json.JSONDecodeError:
         raise ValueError(f"asking the store there failed:\n{done.stderr}") from None
-    if "error" in said:
-        raise ValueError(said["error"])
-    return ClaimedRanks(Invitation(**said["room"]), said["secret"], int(said["first"]))
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return ClaimedRanks(Invitation(**answer["room"]), answer["secret"], int(answer["first"]))

@@ -207,27 +207,27 @@ def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | 
     time to pass, and a job that ends at once shall not use up many attempts in a moment. The signal that forbids it."""
     seconds = min(2.0 ** (attempt - 2), LONGEST_PAUSE) if attempt > 1 else 0.0
     limit = time.monotonic() + seconds
-    told = signals.read()
-    if not _stopping(told):
+    received = signals.read()
+    if not _stopping(received):
         when = f" in {seconds:g} s" if seconds else ""
         _say(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
     while True:
-        stopping = _stopping(told)
+        stopping = _stopping(received)
         if stopping is not None:
             _say(f"{stopping.name}: not begun again")
             return stopping
-        if signal.SIGTSTP in told:
+        if signal.SIGTSTP in received:
             os.kill(os.getpid(), signal.SIGSTOP)
         if time.monotonic() >= limit:
             return None
         if watch is not None:
             watch.serve()
-        told = signals.wait(min(limit, watch.due if watch is not None else limit) - time.monotonic())
+        received = signals.wait(min(limit, watch.due if watch is not None else limit) - time.monotonic())
 
 
-def _stopping(told: list[signal.Signals]) -> signal.Signals | None:
+def _stopping(received: list[signal.Signals]) -> signal.Signals | None:
     """The first of these after which nothing is begun."""
-    return next((one for one in told if one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), None)
+    return next((one for one in received if one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), None)
 
 
 def _beyond() -> bool:

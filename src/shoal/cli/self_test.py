@@ -37,7 +37,7 @@ def check_fleet(seconds: float) -> None:
 def check_pair() -> None:
     """This process's part of two that ``init`` brings together, as their variables say."""
     is_first = os.environ["RANK"] == "0"
-    _report(PAIR_CHECK, _average_as_process, told=is_first)
+    _report(PAIR_CHECK, _average_as_process, reports=is_first)
 
 
 def _average_as_process() -> None:
@@ -55,7 +55,7 @@ def average() -> None:
             raise RuntimeError(f"the average of 0 and 1 is 0.5, and over {kind} it came to {found[:4].tolist()}")
 
 
-def _report(check: str, run: Callable[[], object], told: bool = True) -> None:
+def _report(check: str, run: Callable[[], object], reports: bool = True) -> None:
     start, waited = time.perf_counter(), core_wait()
     error, late = "", False
     try:
@@ -63,7 +63,7 @@ def _report(check: str, run: Callable[[], object], told: bool = True) -> None:
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
         late = isinstance(problem, TimeoutError | ConnectionError)  # what else went wrong does not depend on time
-    if told:
+    if reports:
         seconds = time.perf_counter() - start
         starved = late and is_starved(core_wait() - waited, seconds)
         print(json.dumps({"check": check, "error": error, "seconds": seconds, "starved": starved}), flush=True)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        Console(width=None if sys.stdout.isatty() else 160).print(told(found, args.pids, args.job))
+        Console(width=None if sys.stdout.isatty() else 160).print(rendered(found, args.pids, args.job))
     return status_of(found)
 
 
@@ -85,16 +85,16 @@ def _watch(pids: Sequence[int], job: str | None, interval: float) -> int:
 
     found = look(pids, job)
     try:
-        with Live(told(found, pids, job), auto_refresh=False, screen=False) as live:
+        with Live(rendered(found, pids, job), auto_refresh=False, screen=False) as live:
             while True:
                 time.sleep(interval)
                 found = look(pids, job)
-                live.update(told(found, pids, job), refresh=True)
+                live.update(rendered(found, pids, job), refresh=True)
     except KeyboardInterrupt:
         return status_of(found)
 
 
-def told(found: Sequence[Process], pids: Sequence[int] = (), job: str | None = None) -> RenderableType:
+def rendered(found: Sequence[Process], pids: Sequence[int] = (), job: str | None = None) -> RenderableType:
     """The found processes, formatted for people."""
     from rich.console import Group
     from rich.text import Text

@@ -166,7 +166,9 @@ def _measured(args: argparse.Namespace) -> Network | None:
 
     if args.inside_bandwidth is not None:
         raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")
-    said = any(value is not None for value in (args.latency, args.bandwidth, args.upload, args.download, args.overhead))
+    has_link = any(
+        value is not None for value in (args.latency, args.bandwidth, args.upload, args.download, args.overhead)
+    )
     launch = detect()
     found: MeasuredNetwork
     if launch.launcher == "none" or launch.size == 1:
@@ -181,14 +183,14 @@ def _measured(args: argparse.Namespace) -> Network | None:
         if launch.rank:
             return None
     agents = args.agents or (found.agents if launch.size > 1 else DEFAULT_AGENTS)
-    if found.between is None and not said:
+    if found.between is None and not has_link:
         if args.per_machine is not None and args.per_machine < agents:
             raise ValueError(
                 f"--per-machine {args.per_machine} puts {agents} agents on several machines, but one was measured. "
                 "Give --latency and --bandwidth of the network between machines, or run this with shoal run --nnodes."
             )
         return Network(agents, Link(), agents, found.inside or Link())
-    between = _nic(args) if found.between is None or said else found.between
+    between = _nic(args) if found.between is None or has_link else found.between
     return Network(agents, between, args.per_machine or found.agents_per_machine, found.inside or Link())
 
 
@@ -224,22 +226,22 @@ def _show(found: Recommendation, most: int | None) -> None:
 
 def _in_words(network: Network, nbytes: float) -> str:
     inside, between = network.inside, network.between
-    said = [f"{network.size} agents on {network.machines} machine{'' if network.machines == 1 else 's'}"]
+    parts = [f"{network.size} agents on {network.machines} machine{'' if network.machines == 1 else 's'}"]
     if network.machines > 1:
-        said.append(f"a NIC {_link_in_words(between)}")
+        parts.append(f"a NIC {_link_in_words(between)}")
     if inside != Link():
-        said.append(f"a port inside {_link_in_words(inside)}")
-    return f"{', '.join(said)}; {nbytes / 1e6:g} MB to average"
+        parts.append(f"a port inside {_link_in_words(inside)}")
+    return f"{', '.join(parts)}; {nbytes / 1e6:g} MB to average"
 
 
 def _link_in_words(link: Link) -> str:
     rates = [format_rate(link.bandwidth)]
     if link.download is not None:
         rates = [f"{rates[0]} out and {format_rate(link.download)} in"]
-    said = [*rates, f"{format_seconds(link.latency)} latency"]
+    parts = [*rates, f"{format_seconds(link.latency)} latency"]
     if link.overhead:
-        said.append(f"{format_seconds(link.overhead)} a message")
-    return " and ".join([", ".join(said[:-1]), said[-1]])
+        parts.append(f"{format_seconds(link.overhead)} a message")
+    return " and ".join([", ".join(parts[:-1]), parts[-1]])
 
 
 def _plain(found: Recommendation) -> object:

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the page until a signal comes."""
     try:
-        said = read(Path(args.folder))
-        with contextlib.closing(PageServer(lambda: said, args.port)) as server, Signals() as signals:
+        run = read(Path(args.folder))
+        with contextlib.closing(PageServer(lambda: run, args.port)) as server, Signals() as signals:
             print(f"watch the run at {server.address} (Ctrl-C ends it)", flush=True)
             while not any(one in _ENDS for one in signals.wait_with(server, server.due - time.monotonic())):
                 server.serve()

@@ -39,10 +39,10 @@ class BackendOptions:
         return {"SHOAL_PROCESS_GROUP": f"{self.backend}, {group}", "SHOAL_CACHE_CAPACITY": self.capacity}
 
 
-def check_transport(said: str, where: str) -> None:
+def check_transport(name: str, where: str) -> None:
     """Raise ValueError for an unknown transport; an empty string is accepted."""
-    if said and said not in (*TRANSPORTS, PROCESS_GROUP):
-        raise ValueError(f"{where}={said!r}; it may be one of {', '.join((*TRANSPORTS, PROCESS_GROUP))}")
+    if name and name not in (*TRANSPORTS, PROCESS_GROUP):
+        raise ValueError(f"{where}={name!r}; it may be one of {', '.join((*TRANSPORTS, PROCESS_GROUP))}")
 
 
 def check_backend(backend: str, given: Any, size: int, rank: int) -> str:

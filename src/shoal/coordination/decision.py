@@ -159,27 +159,27 @@ def requests_as_data(requests: Mapping[TransferRequest, Sequence[int]]) -> list[
     return [[request.as_data(), sorted(ranks)] for request, ranks in requests.items()]
 
 
-def requests_of(said: Any, size: int) -> dict[TransferRequest, list[int]]:
+def requests_of(data: Any, size: int) -> dict[TransferRequest, list[int]]:
     """The requests, from the form that is sent.
 
     Raises:
         ValueError, TypeError: The data is malformed.
     """
-    return {parsed_request(request, size): list(parsed_ranks(ranks, size)) for request, ranks in said}
+    return {parsed_request(request, size): list(parsed_ranks(ranks, size)) for request, ranks in data}
 
 
 def decision_as_data(decision: Decision) -> list[Any]:
     return [one.as_data() for one in decision]
 
 
-def decision_of(said: Any, size: int) -> Decision:
+def decision_of(data: Any, size: int) -> Decision:
     """The decision, from the form that is sent.
 
     Raises:
         ValueError, TypeError: The data is malformed.
     """
     found: Decision = []
-    for one in said:
+    for one in data:
         if len(one) == 2:
             found.append(Response(parsed_request(one[0], size), parsed_ranks(one[1], size)))
         else:

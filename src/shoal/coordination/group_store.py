@@ -28,7 +28,7 @@ class GroupStores(MinimalService):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._said: dict[Place, bytes] = {}
+        self._values: dict[Place, bytes] = {}
         self._by: dict[int, int] = {}  # how many values each agent has sent
         self._changed = threading.Condition(threading.Lock())
         self._given_up: set[str] = set()  # labels
@@ -54,19 +54,19 @@ class GroupStores(MinimalService):
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: label in self._given_up or all((group, key) in self._said for key in keys), seconds
+                lambda: label in self._given_up or all((group, key) in self._values for key in keys), seconds
             )
             if label in self._given_up:
                 raise RuntimeError("this agent leaves, or has lost another")
-            return all((group, key) in self._said for key in keys)
+            return all((group, key) in self._values for key in keys)
 
     def get(self, group: str, key: str) -> bytes:
         with self._changed:
-            return self._said[group, key]
+            return self._values[group, key]
 
     def _keep(self, place: Place, value: bytes) -> None:
         with self._changed:
-            self._said[place] = value
+            self._values[place] = value
             self._changed.notify_all()
 
     def serve(self, source: int, message: Message) -> None:

@@ -65,31 +65,31 @@ class TransferRequest:
         return [name, stage, members, *self.entry[1:], self.round, self.peers]
 
 
-def parsed_request(said: Any, size: int) -> TransferRequest:
+def parsed_request(data: Any, size: int) -> TransferRequest:
     """The request, from the form that is sent.
 
     Raises:
         ValueError, TypeError: The data is malformed.
     """
-    name, stage, members, op, what, kind, round_, peers = said
+    name, stage, members, op, what, kind, round_, peers = data
     key = RequestKey(str(name), _count(stage), parsed_ranks(members, size))
     entry = CallSignature(key, str(op), str(what), str(kind))
     return TransferRequest(entry, _count(round_), None if peers is None else parsed_ranks(peers, size))
 
 
-def parsed_ranks(said: Any, size: int) -> Ranks:
+def parsed_ranks(data: Any, size: int) -> Ranks:
     """The ranks, ascending, from the form that is sent.
 
     Raises:
         ValueError, TypeError: The data is malformed.
     """
-    ranks = tuple(_count(one) for one in said)
+    ranks = tuple(_count(one) for one in data)
     if list(ranks) != sorted(set(ranks)) or (ranks and ranks[-1] >= size):
         raise ValueError(f"ranks {ranks} of {size}")
     return ranks
 
 
-def _count(said: Any) -> int:
-    if type(said) is not int or said < 0:
-        raise ValueError(f"{said!r} in the place of a number")
-    return said
+def _count(data: Any) -> int:
+    if type(data) is not int or data < 0:
+        raise ValueError(f"{data!r} in the place of a number")
+    return data

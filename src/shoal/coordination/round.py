@@ -71,9 +71,9 @@ def coordinate(
     step = 1
     while step < size:
         ahead, behind = group[(place + step) % size], group[(place - step) % size]
-        heard = yield from _exchange_messages(engine, operation, {ahead: total.as_tensor()}, [behind])
+        received = yield from _exchange_messages(engine, operation, {ahead: total.as_tensor()}, [behind])
         try:
-            total = total.and_of(Vector.of(heard[behind]), behind)
+            total = total.and_of(Vector.of(received[behind]), behind)
         except ValueError as error:
             raise Mismatch(f"{operation}: rank {behind} said what makes no sense: {error}", (behind,)) from None
         step *= 2
@@ -96,16 +96,17 @@ def _negotiated(
     children = [group[one] for one in range(place * fan_out + 1, (place + 1) * fan_out + 1) if one < len(group)]
     parent = group[(place - 1) // fan_out]
     if children:
-        heard = yield from _exchange_messages(engine, operation, {}, children, _UP + deepest - depth)
+        received = yield from _exchange_messages(engine, operation, {}, children, _UP + deepest - depth)
         several = [
-            _read(operation, rank, data, lambda said: requests_of(said, engine.size)) for rank, data in heard.items()
+            _read(operation, rank, data, lambda content: requests_of(content, engine.size))
+            for rank, data in received.items()
         ]
         asked = merged([asked, *several])
     if place:
         up = _written(requests_as_data(asked))
         yield from _exchange_messages(engine, operation, {parent: up}, [], _UP + deepest - depth + 1)
-        heard = yield from _exchange_messages(engine, operation, {}, [parent], _DOWN + depth)
-        decision = _read(operation, parent, heard[parent], lambda said: decision_of(said, engine.size))
+        received = yield from _exchange_messages(engine, operation, {}, [parent], _DOWN + depth)
+        decision = _read(operation, parent, received[parent], lambda content: decision_of(content, engine.size))
     else:
         decision = decide(asked, group)
     if children:
@@ -143,8 +144,8 @@ def _depth(place: int, fan_out: int) -> int:
     return depth
 
 
-def _written(said: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(said, separators=(",", ":")).encode()), dtype=torch.uint8)
+def _written(content: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(content, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
 def _read(operation: Operation, rank: int, data: torch.Tensor, read: Callable[[Any], T]) -> T:

@@ -89,9 +89,9 @@ class Driver:
         if code == _OUT_OF_MEMORY:
             raise MemoryError(f"{name}: the device has no memory left")
         if code:
-            said = c_char_p()
-            self._functions.cuGetErrorString(code, byref(said))
-            why = said.value.decode(errors="replace") if said.value else "an error that the driver does not know"
+            text = c_char_p()
+            self._functions.cuGetErrorString(code, byref(text))
+            why = text.value.decode(errors="replace") if text.value else "an error that the driver does not know"
             raise Unshareable(f"{name}: {why} ({code})")
 
     def why_not(self, device: int) -> str | None:

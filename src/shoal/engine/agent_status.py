@@ -159,11 +159,11 @@ class StatusReporter:
     def as_json(self) -> dict[str, Any]:
         """The full status for another process."""
         doing, view = self.doing, self._membership.view
-        said = asdict(doing)
-        said["waiting"] = [asdict(one) for one in doing.waiting[:MOST]]
+        data = asdict(doing)
+        data["waiting"] = [asdict(one) for one in doing.waiting[:MOST]]
         return {
             **self.busy,
-            **said,
+            **data,
             "waits_in": len(doing.waiting),
             "lost": [rank for rank, cause in view.died.items() if cause != NOT_YET],
             "left": list(view.left),

@@ -208,7 +208,7 @@ class Dispatch:
             self._stalls.on_answer(source, message.text)
             return
         if message.op == TENSORS:
-            self._layouts.heard(source, message)
+            self._layouts.take(source, message)
             return
         if message.op == DEADLOCK:
             self._deadlocks.judge(source, message)

@@ -134,7 +134,7 @@ class Engine:
             result_cache,
             result_transfer,
             control,
-            lambda said: self.failures.told(said),
+            lambda departure: self.failures.take_notice(departure),
             progress.check_by,
             lambda error: self.failures.abort(error),
         )

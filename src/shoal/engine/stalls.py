@@ -70,7 +70,7 @@ class Stalls:
         self._answers: dict[int, tuple[float, str]] = {}  # time and text of the last answer, by rank
         self._not_before = 0.0
         self._look_at_services = float("inf")
-        self._told: set[tuple[str, float]] = set()  # reported calls of services
+        self._reported: set[tuple[str, float]] = set()  # reported calls of services
 
     def begins_to_wait(self, since: float) -> None:
         """Schedule a check for a call without an operation that may begin to wait. From any thread, without the
@@ -115,14 +115,14 @@ class Stalls:
         """The calls without an operation, as on windows, that are due for a report."""
         self._look_at_services = float("inf")  # before the check: a thread that begins to wait sets it again
         calls = [one for service in self._services.all() for one in service.calls_that_wait()]
-        self._told &= {(call, since) for call, _, since in calls}
+        self._reported &= {(call, since) for call, _, since in calls}
         stalled = []
         for call, ranks, since in calls:
             due = max(since + self.after, self._not_before)
-            if (call, since) in self._told:
+            if (call, since) in self._reported:
                 continue
             if now >= due:
-                self._told.add((call, since))
+                self._reported.add((call, since))
                 stalled.append(_Stalled(call, ranks, since, None))
             else:
                 self._look_at_services = min(self._look_at_services, due)

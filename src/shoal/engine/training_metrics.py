@@ -53,8 +53,8 @@ class TrainingMetrics:
             return
         self._of[name] = value = MetricValue(1 if before is None else before.times + 1, own, mean, worst, worst_rank)
         if self._events.active:
-            said = {which: number for which, number in (("own", own), ("mean", mean)) if math.isfinite(number)}
-            self._events.emit("measured", "metrics", name, value.times, detail=json.dumps(said))
+            finite = {which: number for which, number in (("own", own), ("mean", mean)) if math.isfinite(number)}
+            self._events.emit("measured", "metrics", name, value.times, detail=json.dumps(finite))
 
     @property
     def values(self) -> dict[str, MetricValue]:

@@ -122,7 +122,7 @@ class Agreement(MinimalService):
         result_cache: The results that this agent keeps for other agents.
         result_transfer: Sends cached results.
         control: The control messages of this agent.
-        told: Takes another agent's notice of a loss.
+        on_notice: Takes another agent's notice of a loss.
         check_by: Requests a check by this time.
         stop: Ends all current and later operations of this agent.
 
@@ -143,7 +143,7 @@ class Agreement(MinimalService):
         result_cache: ResultCache,
         result_transfer: ResultTransfer,
         control: ControlMessages,
-        told: Callable[[Departure], None],
+        on_notice: Callable[[Departure], None],
         check_by: Callable[[float], None],
         stop: Callable[[ShoalError], None],
     ) -> None:
@@ -160,7 +160,7 @@ class Agreement(MinimalService):
         self._result_cache = result_cache
         self._result_transfer = result_transfer
         self._control = control
-        self._told = told
+        self._on_notice = on_notice
         self._check_by = check_by
         self._stop = stop
         self._stops_as_minority = False
@@ -297,7 +297,7 @@ class Agreement(MinimalService):
         alive = self._membership.view.alive
         for rank, cause, died in losses:
             if rank in alive:
-                self._told(Departure(rank, cause, died, source))
+                self._on_notice(Departure(rank, cause, died, source))
         if not self._gate.paused and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
             self.change()  # a departed agent is needed there, but not here
         else:
@@ -449,18 +449,18 @@ class Agreement(MinimalService):
         return float("inf")
 
 
-def _parsed_report(said: Any, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
+def _parsed_report(data: Any, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
     """Parse another agent's report, and (rank, cause, died) of each loss; one of :data:`NONSENSE` if malformed."""
-    losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]
-    beyond = frozenset(int(rank) for rank, _, _, out_of_reach in said["gone"] if out_of_reach)
+    losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in data["gone"]]
+    beyond = frozenset(int(rank) for rank, _, _, out_of_reach in data["gone"] if out_of_reach)
     open_ = {
         str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
-        for name, rounds in said["open"].items()
+        for name, rounds in data["open"].items()
     }
-    kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in said["kept"].items()}
-    plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
-    decisions = parsed_decisions(said["decisions"], size)
-    return losses, _Report(plan, parsed_counts(said["begun"]), open_, kept, decisions, beyond)
+    kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in data["kept"].items()}
+    plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(data["entered"]))
+    decisions = parsed_decisions(data["decisions"], size)
+    return losses, _Report(plan, parsed_counts(data["begun"]), open_, kept, decisions, beyond)
 
 
 def partition_order(part: Collection[int]) -> tuple[int, int]:
@@ -483,20 +483,20 @@ def decisions_as_data(decisions: list[Decision]) -> list[Any]:
     return [(*one.plan, one.begun, one.entered) for one in decisions]
 
 
-def parsed_decisions(said: Any, size: int) -> list[Decision]:
+def parsed_decisions(data: Any, size: int) -> list[Decision]:
     """Parse decisions from JSON data; raises one of :data:`NONSENSE` if they are malformed."""
     return [
         Decision(Plan(parsed_ranks(gone, size), int(entered)), parsed_counts(begun), parsed_ranks(ranks, size))
-        for gone, entered, begun, ranks in said
+        for gone, entered, begun, ranks in data
     ]
 
 
-def parsed_ranks(said: Any, size: int) -> Ranks:
-    ranks = tuple(int(rank) for rank in said)
+def parsed_ranks(data: Any, size: int) -> Ranks:
+    ranks = tuple(int(rank) for rank in data)
     if list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
         raise ValueError(f"ranks {ranks}")
     return ranks
 
 
-def parsed_counts(said: Any) -> dict[str, int]:
-    return {str(name): int(count) for name, count in said.items()}
+def parsed_counts(data: Any) -> dict[str, int]:
+    return {str(name): int(count) for name, count in data.items()}

@@ -64,53 +64,53 @@ class FailureDetector:
         rank, died, certain = message.token, bool(message.flags & DIED), bool(message.flags & CERTAIN)
         because = -1 if died else message.digest - 1
         silent = bool(message.flags & SILENT)
-        said = Departure(rank, message.text, died, message.round if died else source, certain, because, silent)
+        departure = Departure(rank, message.text, died, message.round if died else source, certain, because, silent)
         if rank == self._rank:
-            return said
+            return departure
         if source == rank and not died:
-            said = self._unless_lost_before(said)
+            departure = self._unless_lost_before(departure)
         if source == rank or (died and (certain or not self._router.knows(rank))):
-            return self._after_those_before(said)
-        return self.report(said)
+            return self._after_those_before(departure)
+        return self.report(departure)
 
-    def _unless_lost_before(self, said: Departure) -> Departure:
+    def _unless_lost_before(self, departure: Departure) -> Departure:
         """The departure of a shutdown message, or an earlier loss of the same agent that is about to be confirmed.
 
         An agent that another agent excludes as lost sends shutdown messages to all others. Then the certain loss that a
         third agent has reported remains the cause.
         """
-        known = self._suspects.get(said.rank)
+        known = self._suspects.get(departure.rank)
         if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
             return known[1]
-        return said
+        return departure
 
-    def _after_those_before(self, said: Departure) -> Departure | float:
+    def _after_those_before(self, departure: Departure) -> Departure | float:
         """Delay a departure until earlier suspects are confirmed, because their loss may be its cause."""
-        due = max((due for due, one in self._suspects.values() if one.died and one.rank != said.rank), default=0.0)
+        due = max((due for due, one in self._suspects.values() if one.died and one.rank != departure.rank), default=0.0)
         if not due:
-            return said
-        self._suspects.pop(said.rank, None)
-        self._suspects[said.rank] = (due, said)
+            return departure
+        self._suspects.pop(departure.rank, None)
+        self._suspects[departure.rank] = (due, departure)
         return due
 
-    def report(self, said: Departure) -> float:
+    def report(self, departure: Departure) -> float:
         """Take a third agent's report of a loss that this agent would notice itself. Returns when to check again.
 
         If the agent has shut down, its shutdown message follows all its other messages, also while it is still
         connecting. So the shutdown waits until that message arrives on this agent's link. If the agent died, this
         agent's connections show that soon. If they do not, only those two agents have lost each other.
         """
-        rank, own = said.rank, said.told_by == said.rank
-        hears = not said.died and self._router.hears(rank)
+        rank, own = departure.rank, departure.told_by == departure.rank
+        hears = not departure.died and self._router.hears(rank)
         if rank not in self._membership.view.alive or (hears and not own):
             return float("inf")
-        shows = not said.died and not own and self._router.reaches(rank)
+        shows = not departure.died and not own and self._router.reaches(rank)
         due = float("inf") if shows or hears else clock.monotonic() + GRACE
         if rank in self._suspects:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
             if known.died and not (own and known.told_by == self._rank):  # the end was that of its shutdown
-                said = known
-        self._suspects[rank] = (due, said)
+                departure = known
+        self._suspects[rank] = (due, departure)
         return due
 
     def confirmed(self, now: float) -> list[Departure]:
@@ -198,24 +198,24 @@ class Failures:
         ``lost``.
         """
         if cause and 0 <= lost < self._size and lost != self._rank:
-            self.told(Departure(lost, cause, True, peer))
-        said = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
-        self._progress.check_by(self._detector.report(said))
+            self.take_notice(Departure(lost, cause, True, peer))
+        departure = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
+        self._progress.check_by(self._detector.report(departure))
 
     def on_notice(self, source: int, message: Message) -> None:
         """Handle an agent's notice of its own shutdown or of another agent's loss."""
-        said = self._detector.notice(source, message)
-        if isinstance(said, Departure):
-            self._confirm(said)
+        departure = self._detector.notice(source, message)
+        if isinstance(departure, Departure):
+            self._confirm(departure)
         else:
-            self._progress.check_by(said)
+            self._progress.check_by(departure)
 
-    def told(self, said: Departure) -> None:
+    def take_notice(self, departure: Departure) -> None:
         """Handle another agent's notice about a third one."""
-        if self._router.knows(said.rank):
-            self._progress.check_by(self._detector.report(said))
+        if self._router.knows(departure.rank):
+            self._progress.check_by(self._detector.report(departure))
         else:
-            self._confirm(said)
+            self._confirm(departure)
 
     def give_up_on(self, rank: int, cause: str) -> None:
         """Count an agent as lost, whatever the state of its connections. It is notified if it reads messages again."""

@@ -54,21 +54,21 @@ class JoiningPeer(NamedTuple):
         return json.dumps(self.as_data()).encode()
 
     @classmethod
-    def of(cls, said: Any, rank: int) -> JoiningPeer:
+    def of(cls, data: Any, rank: int) -> JoiningPeer:
         """Parse the peer from JSON data; raises one of :data:`NONSENSE` if it is malformed or of another rank."""
-        place, endpoint = said
+        place, endpoint = data
         joining_peer = cls(_checked(PeerId, place), _checked(Endpoint, endpoint))
         if joining_peer.place.rank != rank or not 0 <= joining_peer.place.incarnation < 1 << 32:
             raise ValueError(f"the place of rank {joining_peer.place.rank}")
         return joining_peer
 
 
-def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
+def _checked(kind: type[T], data: Mapping[str, Any]) -> T:
     """Create a peer address or an endpoint from JSON data. Each field must have its declared type."""
     for one in fields(kind):  # type: ignore[arg-type]
-        if one.type != type(said[one.name]).__name__:
-            raise TypeError(f"{one.name} is {said[one.name]!r}")
-    return kind(**said)
+        if one.type != type(data[one.name]).__name__:
+            raise TypeError(f"{one.name} is {data[one.name]!r}")
+    return kind(**data)
 
 
 class Rejoin(MinimalService):
@@ -275,11 +275,11 @@ class Rejoin(MinimalService):
             others,
         )
 
-    def _enter(self, said: Any) -> None:
-        plan = Plan(parsed_ranks(said["plan"][0], self._size), int(said["plan"][1]))
-        everybody = [JoiningPeer.of(one, rank) for rank, one in enumerate(said["everybody"])]
-        begun, decisions = parsed_counts(said["begun"]), parsed_decisions(said["decisions"], self._size)
-        ended = {int(rank): str(cause)[:1000] for rank, cause in said["ended"].items()}
+    def _enter(self, data: Any) -> None:
+        plan = Plan(parsed_ranks(data["plan"][0], self._size), int(data["plan"][1]))
+        everybody = [JoiningPeer.of(one, rank) for rank, one in enumerate(data["everybody"])]
+        begun, decisions = parsed_counts(data["begun"]), parsed_decisions(data["decisions"], self._size)
+        ended = {int(rank): str(cause)[:1000] for rank, cause in data["ended"].items()}
         if len(everybody) != self._size or self._rank in plan.gone:
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
         self.is_joining = False

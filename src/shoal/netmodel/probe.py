@@ -123,10 +123,10 @@ def measure_here(agents: int) -> MeasuredNetwork:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise RuntimeError(f"measuring with {agents} agents failed (status {done.returncode}): {done.stderr.strip()}")
-    told = json.loads(lines[-1])
+    measured = json.loads(lines[-1])
     for name in ("inside", "between"):
-        told[name] = Link(**told[name]) if told[name] else None
-    return MeasuredNetwork(**told)
+        measured[name] = Link(**measured[name]) if measured[name] else None
+    return MeasuredNetwork(**measured)
 
 
 def _first_of_each_machine() -> list[int]:

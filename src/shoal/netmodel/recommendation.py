@@ -133,12 +133,14 @@ class Recommendation:
         """
         best = self.candidates[0]
         equals = f" Times within {AS_FAST:.0%} count as equal, and fewer rounds decide."
-        said = [f"To agree to {self.error:g}, take {best.name} ({best.operation}): {best.why}.{equals}"]
+        sentences = [f"To agree to {self.error:g}, take {best.name} ({best.operation}): {best.why}.{equals}"]
         gossip = next((one for one in self.candidates if one.operation != ALLREDUCE), best)
         if gossip is not best and math.isfinite(gossip.seconds):
             times = f"{gossip.seconds / best.seconds:.2g} times as long"
-            said.append(f"Of those that talk to neighbours only, take {gossip.name} ({gossip.operation}), {times}.")
-        return [*said, *_advice_to_train(self.to_train, self.training)]
+            sentences.append(
+                f"Of those that talk to neighbours only, take {gossip.name} ({gossip.operation}), {times}."
+            )
+        return [*sentences, *_advice_to_train(self.to_train, self.training)]
 
 
 def recommend(
@@ -182,8 +184,8 @@ def recommend(
             "inside its machine (inside=Link(...) of Network, --inside-bandwidth), or measure it (--measure)."
         )
     ranked = _ranked(found, lambda one: one.seconds, lambda one: (_many(one.rounds), not one.exact))
-    told = tuple(replace(one, why=_why(one) + _fault(one, ranked[0])) for one in ranked)
-    return Recommendation(network, nbytes, error, told, passed_over, training)
+    explained = tuple(replace(one, why=_why(one) + _fault(one, ranked[0])) for one in ranked)
+    return Recommendation(network, nbytes, error, explained, passed_over, training)
 
 
 def _candidate(network: Network, averaging: Averaging, nbytes: float, error: float) -> Candidate:
@@ -348,7 +350,7 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
     if not ranked:
         return [f"To train there is nothing to take: {training.algorithm} refuses all of them."]
     best, *others = ranked
-    said = [
+    sentences = [
         f"To train, take {best.name} ({best.trained_by}): a step takes {format_seconds(best.seconds_per_step)}"
         f"{_parts_of_a_step(training)}, agents are {best.steps_apart:.2g} local steps apart, and where their data "
         f"differ by {training.difference:g} and the mean gradient is to shrink to {training.accuracy:g} of its length "
@@ -358,32 +360,34 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
     gossip = next((one for one in ranked if one.schedule is not None), None)
     shorter = [one for one in others if one.seconds_per_step < (1 - AS_FAST) * best.seconds_per_step]
     if mean is not None and mean is not best:
-        said.append(f"With {mean.name} it would take {_times(mean.training_seconds / best.training_seconds)} as long.")
+        sentences.append(
+            f"With {mean.name} it would take {_times(mean.training_seconds / best.training_seconds)} as long."
+        )
     if mean is best and gossip is not None:
         times = _times(gossip.training_seconds / best.training_seconds)
-        said.append(
+        sentences.append(
             f"Of those that talk to neighbours only, {gossip.name} ({gossip.trained_by}) would take {times} as long."
         )
     if shorter:
         one = min(shorter, key=lambda one: one.seconds_per_step)
-        said.append(
+        sentences.append(
             f"A step of {one.name} is the shortest, {format_seconds(one.seconds_per_step)}, but agents are "
             f"{one.steps_apart:.2g} steps apart: in all it would take "
             f"{_times(one.training_seconds / best.training_seconds)} as long."
         )
     if training.compressor is not None:
-        said.append(
+        sentences.append(
             f"This is for {training.algorithm} with {training.compressor}, if its short messages are what travels: "
             "between real agents Shoal still sends whole tensors."
         )
-    return said
+    return sentences
 
 
 def _parts_of_a_step(training: Training) -> str:
-    said = [f"{format_seconds(training.compute)} of it computing"] if training.compute else []
+    sentences = [f"{format_seconds(training.compute)} of it computing"] if training.compute else []
     if training.local_steps > 1:
-        said.append(f"with an exchange every {training.local_steps} steps")
-    return f" ({', '.join(said)})" if said else ""
+        sentences.append(f"with an exchange every {training.local_steps} steps")
+    return f" ({', '.join(sentences)})" if sentences else ""
 
 
 def _many(rounds: int | None) -> float:

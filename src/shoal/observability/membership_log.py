@@ -57,9 +57,9 @@ def read(folder: Path) -> list[MembershipEvent]:
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 try:
-                    said: dict[str, Any] = json.loads(line)
-                    ranks: dict[str, Any] = {name: tuple(said.pop(name)) for name in ("lost", "entered", "alive")}
-                    found.append(MembershipEvent(**said, **ranks))
+                    data: dict[str, Any] = json.loads(line)
+                    ranks: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("lost", "entered", "alive")}
+                    found.append(MembershipEvent(**data, **ranks))
                 except (ValueError, TypeError, AttributeError, KeyError) as error:
                     raise ValueError(f"{path} is no record of an agent: {error}") from None
     if not found:

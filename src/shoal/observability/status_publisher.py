@@ -92,17 +92,17 @@ class StatusPublisher:
     def summary(self) -> dict[str, Any]:
         """The current status message."""
         engine = self._agent.engine
-        said = engine.router.describe(WITHIN_SECONDS)
-        said |= {"attempt": self._agent.launch.attempt, "rejoins": engine.is_joining}
-        said.pop("here", None)
-        said.pop("script", None)  # a command line may have what is not meant for the network between launchers
-        if "steps" in said:  # else it has no time for more
-            said |= self._step.of(said["steps"], said["stepped_ago"])
+        status = engine.router.describe(WITHIN_SECONDS)
+        status |= {"attempt": self._agent.launch.attempt, "rejoins": engine.is_joining}
+        status.pop("here", None)
+        status.pop("script", None)  # a command line may have what is not meant for the network between launchers
+        if "steps" in status:  # else it has no time for more
+            status |= self._step.of(status["steps"], status["stepped_ago"])
             with engine.lock:
                 traffic = engine.sender.traffic
                 most = sorted(traffic.bytes_to.items(), key=lambda one: -one[1])[:MOST_EDGES]
-                said |= {"sent": most, "edges": traffic.edges[:MOST_EDGES]}
-        return said
+                status |= {"sent": most, "edges": traffic.edges[:MOST_EDGES]}
+        return status
 
 
 class _StepTime:
@@ -123,14 +123,14 @@ class _StepTime:
         return {"step": count, "step_seconds": self._seconds}
 
 
-def _in_bounds(said: dict[str, Any]) -> bytes:
+def _in_bounds(status: dict[str, Any]) -> bytes:
     """The form that is sent; if it is too long, without its long parts."""
-    data = json.dumps(said, separators=(",", ":")).encode()
+    data = json.dumps(status, separators=(",", ":")).encode()
     for name in ("sent", "measured", "waiting"):
         if len(data) <= MOST_BYTES:
             break
-        said.pop(name, None)
-        data = json.dumps(said, separators=(",", ":")).encode()
+        status.pop(name, None)
+        data = json.dumps(status, separators=(",", ":")).encode()
     return data
 
 

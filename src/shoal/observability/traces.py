@@ -327,21 +327,21 @@ class _TraceReader:
         elif kind == "measured" and phase == "C":
             trace.measured.append(TracedMetric(name, event["args"].get("own"), event["args"].get("mean"), at))
 
-    def _take_head(self, what: str, row: int, said: dict[str, Any]) -> None:
+    def _take_head(self, what: str, row: int, arguments: dict[str, Any]) -> None:
         if what == "thread_name":
-            kind, _, name = said.get("of", said["name"]).partition(": ")
+            kind, _, name = arguments.get("of", arguments["name"]).partition(": ")
             self._rows[row] = kind, name
         elif what == "shoal":
-            shift = said["unix_time_ns"] - said["perf_counter_ns"]
-            size, boot = said.get("size", 0), said.get("boot", said["host"])
-            run, incarnation = said.get("run", ""), said.get("incarnation", 0)
-            self._trace = Trace(self._path, said["rank"], size, said["host"], boot, run, incarnation, shift)
+            shift = arguments["unix_time_ns"] - arguments["perf_counter_ns"]
+            size, boot = arguments.get("size", 0), arguments.get("boot", arguments["host"])
+            run, incarnation = arguments.get("run", ""), arguments.get("incarnation", 0)
+            self._trace = Trace(self._path, arguments["rank"], size, arguments["host"], boot, run, incarnation, shift)
 
     def _take_exchange(self, phase: str, row: int, name: str, at: int, end: int, event: dict[str, Any]) -> None:
         if phase == "B":
-            said = event["args"]
-            of = tuple((one[0], one[1], one[2]) for one in said.get("of", ()))
-            call = TracedCall(event["name"], said.get("name", name), said.get("round", 0), at, of=of, row=row)
+            arguments = event["args"]
+            of = tuple((one[0], one[1], one[2]) for one in arguments.get("of", ()))
+            call = TracedCall(event["name"], arguments.get("name", name), arguments.get("round", 0), at, of=of, row=row)
             self._open[row] = call
             self.trace.calls.append(call)
         elif phase == "E":
@@ -352,8 +352,8 @@ class _TraceReader:
                 self._take_inside(self._open[row], event["name"], at, end)
         elif event["name"] == ASKED:
             if row in self._open:
-                said = event["args"]
-                self._open[row].moves.append(TracedTransfer(said["stage"], tuple(said["among"]), at))
+                arguments = event["args"]
+                self._open[row].moves.append(TracedTransfer(arguments["stage"], tuple(arguments["among"]), at))
         elif event["name"] == "failed":
             if row in self._open:
                 self._open[row].error = event["args"]["error"]
@@ -372,9 +372,11 @@ class _TraceReader:
         else:
             call.inside.append((what, start, end))
 
-    def _take_message(self, row: int, name: str, at: int, what: str, said: dict[str, Any]) -> None:
-        key = MessageKey(said.get("name", name), said["round"], said.get("stage", 0), said.get("calls", 1))
-        message = TracedMessage(said["peer"], key, said["bytes"], at, 0, row, "for" in said)
+    def _take_message(self, row: int, name: str, at: int, what: str, arguments: dict[str, Any]) -> None:
+        key = MessageKey(
+            arguments.get("name", name), arguments["round"], arguments.get("stage", 0), arguments.get("calls", 1)
+        )
+        message = TracedMessage(arguments["peer"], key, arguments["bytes"], at, 0, row, "for" in arguments)
         received = self.trace.received
         if what.startswith(_TO):
             self.trace.sent.append(message)

@@ -249,8 +249,8 @@ def _explained(circle: list[_WaitEdge]) -> str:
     """A description of the cycle, equal on all agents."""
     first = min(range(len(circle)), key=lambda at: circle[at].rank)
     waits = circle[first:] + circle[:first]
-    said = [
+    sentences = [
         f"rank {one.rank} waits in {describe(one.op, one.name, one.round)} for rank {after.rank}"
         for one, after in zip(waits, [*waits[1:], waits[0]], strict=True)
     ]
-    return f"agents wait for each other, and none can go on: {'; '.join(said)}. {SAME_CALLS}"
+    return f"agents wait for each other, and none can go on: {'; '.join(sentences)}. {SAME_CALLS}"

@@ -39,7 +39,7 @@ class DeviceFuture:
         self._lock = threading.Lock()
         self._ended = False
         self._error: BaseException | None = None
-        self._told: list[Told] = []
+        self._waiting: list[Told] = []
 
     @property
     def done(self) -> bool:
@@ -52,7 +52,7 @@ class DeviceFuture:
         """Call ``then`` with the error, if any, when the work is done, or now if it is done already."""
         with self._lock:
             if not self._ended:
-                self._told.append(then)
+                self._waiting.append(then)
                 return
         then(self._error)
 
@@ -65,8 +65,8 @@ class DeviceFuture:
             error = caught
         with self._lock:
             self._error, self._ended = error, True
-            told, self._told = self._told, []
-        for then in told:
+            waiting, self._waiting = self._waiting, []
+        for then in waiting:
             then(error)
 
 

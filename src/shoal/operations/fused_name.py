@@ -32,8 +32,8 @@ def encode_fused_name(runs: list[FusedRounds]) -> str:
 def decode_fused_name(name: str) -> tuple[FusedRounds, ...]:
     """The members of a fused operation, decoded from its name; empty if the name is malformed."""
     try:
-        said = json.loads(name[len(PREFIX) :])
-        runs = tuple(FusedRounds(one, first, length, tuple(shape)) for one, first, length, shape in said)
+        parts = json.loads(name[len(PREFIX) :])
+        runs = tuple(FusedRounds(one, first, length, tuple(shape)) for one, first, length, shape in parts)
     except (ValueError, TypeError, RecursionError):
         return ()
     # Check the types first: a malformed size from a peer could make the product or a loop take all memory or time.

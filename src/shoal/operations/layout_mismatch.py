@@ -42,7 +42,7 @@ class LayoutExchange:
         self._rank, self._membership, self._sender, self._progress = rank, membership, sender, progress
         self._kept: OrderedDict[Key, Layout] = OrderedDict()
         self._asked_early: OrderedDict[tuple[int, Key], None] = OrderedDict()  # by rank and call, without a list yet
-        self._heard: dict[tuple[int, Key], Message | None] = {}  # answers, by rank and call
+        self._answers: dict[tuple[int, Key], Message | None] = {}  # answers, by rank and call
         self._answered: OrderedDict[tuple[int, Key], None] = OrderedDict()
 
     def keep(self, operation: Operation, layout: Layout) -> None:
@@ -79,19 +79,19 @@ class LayoutExchange:
             asked = {(rank, key) for rank in ranks if rank != self._rank and rank in alive}
             if not asked or self._progress.mine or self._progress.stopped:
                 return {}
-            self._heard.update(dict.fromkeys(asked))
+            self._answers.update(dict.fromkeys(asked))
             for rank, (name, round_) in sorted(asked):
                 self._sender.say(rank, Message(Kind.ASK, TENSORS, name, round_))
         limit = clock.monotonic() + ANSWER_WITHIN
         self._progress.drive_until(
-            lambda: all(self._heard.get(one) is not None and (one in self._answered or not mutual) for one in asked),
+            lambda: all(self._answers.get(one) is not None and (one in self._answered or not mutual) for one in asked),
             limit,
         )
         with deferred, self._progress.lock:
-            said = {rank: self._heard.pop((rank, key), None) for rank, key in sorted(asked)}
+            answers = {rank: self._answers.pop((rank, key), None) for rank, key in sorted(asked)}
         return {
             rank: [line[:_LONGEST] for line in answer.text.split("\n")] if answer.text else []
-            for rank, answer in said.items()
+            for rank, answer in answers.items()
             if answer is not None and answer.flags & HERE
         }
 
@@ -117,11 +117,11 @@ class LayoutExchange:
         if len(self._answered) > KEPT:
             self._answered.popitem(last=False)
 
-    def heard(self, source: int, message: Message) -> None:
+    def take(self, source: int, message: Message) -> None:
         """Take another agent's answer."""
         one = source, (message.name, message.round)
-        if one in self._heard:
-            self._heard[one] = message
+        if one in self._answers:
+            self._answers[one] = message
 
 
 def described(layout: Layout) -> list[str]:

@@ -335,8 +335,8 @@ class Matcher:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
             about = error.ranks if isinstance(error, ShoalError) else ()
-            told = reason.encode(errors="replace").decode()  # encodable even with lone surrogates
-            self._tombstones[key] = RoundFailure(told, own, about, isinstance(error, NotInitialized))
+            text = reason.encode(errors="replace").decode()  # encodable even with lone surrogates
+            self._tombstones[key] = RoundFailure(text, own, about, isinstance(error, NotInitialized))
             if len(self._tombstones) > TOMBSTONES:
                 # A message for a forgotten round is refused as unexpected, where a tombstone makes it late.
                 self._tombstones.popitem(last=False)

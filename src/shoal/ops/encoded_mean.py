@@ -113,11 +113,11 @@ def _mean(
     for rank, (low, high) in zip(group, cut, strict=True):
         result[low:high] = decoded(message if rank == agent.rank else arrived[rank].data, rank, last, high - low)
     if rest is not None:
-        told = [
+        as_received = [
             decoded(one, agent.rank, part, high - low)
             for part, (one, (low, high)) in enumerate(zip(messages, cut, strict=True))
         ]
-        rest.sent, rest.mean = own - torch.cat(told), mean - result[start:stop]
+        rest.sent, rest.mean = own - torch.cat(as_received), mean - result[start:stop]
     return flat.copy_(result)
 
 

@@ -276,15 +276,15 @@ def grouped_allgather_nonblocking(
     def parts(operation: Operation, rank: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """The data of one agent: for each tensor the number of rows, and the bytes."""
         head = 8 * len(says)
-        told = data[:head].clone().view(torch.int64).tolist() if len(data) >= head else []
-        sizes = [rows * width for rows, width in zip(told[1:], row, strict=False)]
-        if told[:1] != says[:1] or min(told[1:], default=0) < 0 or head + sum(sizes) != len(data):
+        header = data[:head].clone().view(torch.int64).tolist() if len(data) >= head else []
+        sizes = [rows * width for rows, width in zip(header[1:], row, strict=False)]
+        if header[:1] != says[:1] or min(header[1:], default=0) < 0 or head + sum(sizes) != len(data):
             raise Mismatch(
                 f"{operation}: rank {rank} and rank {agent.rank} have a different list of tensors (their number, "
                 "dtypes, or dimensions but the first)",
                 (rank, agent.rank),
             )
-        return list(zip(told[1:], torch.split(data[head:], sizes), strict=True))
+        return list(zip(header[1:], torch.split(data[head:], sizes), strict=True))
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
         arrived = yield from parts_of_all(agent, operation, mine)

@@ -36,7 +36,7 @@ class CallerGroup:
     def channel(self, op: str, name: str | None) -> str:
         """The key that matches a call."""
         channel = channel_name(op, name)
-        return channel if self.ranks is None else f"{channel} of {_told(self.ranks)}"
+        return channel if self.ranks is None else f"{channel} of {_as_text(self.ranks)}"
 
     def check(self, op: str, argument: str, ranks: Iterable[int]) -> None:
         """ValueError for ranks that are not of it."""
@@ -84,7 +84,7 @@ def caller_group(op: str, group: Group | None, agent: Agent) -> CallerGroup:
     return ALL if len(ranks) == agent.size else CallerGroup(tuple(sorted(ranks)))
 
 
-def _told(ranks: tuple[int, ...]) -> str:
+def _as_text(ranks: tuple[int, ...]) -> str:
     if len(ranks) <= _LISTED:
         return f"ranks {', '.join(map(str, ranks))}"
     return f"{len(ranks)} ranks ({crc32(repr(ranks).encode()):08x})"

@@ -310,7 +310,7 @@ def _by_leaders(
         return result.finish()
     leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape) ^ layout
     mixed = yield from _mixed(agent, operation, mean, here, leaders, compressor, digest=digest, stage=_BETWEEN_LEADERS)
-    told = engine.publish(operation, mixed)
-    yield Exchange([Send(rank, told, 0, mixed.numel(), shape) for rank in group[1:]], [], stage=_FROM_LEADER)
+    published = engine.publish(operation, mixed)
+    yield Exchange([Send(rank, published, 0, mixed.numel(), shape) for rank in group[1:]], [], stage=_FROM_LEADER)
     copy(result.flat, mixed)
     return result.finish()

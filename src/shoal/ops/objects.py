@@ -186,7 +186,7 @@ def _exchange(
     """Exchange each tensor once, in place."""
     first: dict[Hashable, str] = {}  # of each memory
     distinct: list[tuple[str, torch.Tensor]] = []
-    said = []
+    aliases = []
     for name, given in sorted(named, key=lambda pair: pair[0]):
         check_tensor(op, detached(given), MOVABLE)
         tensor = _once_each(given.detach())
@@ -194,11 +194,11 @@ def _exchange(
         place = _place(tensor) if tensor.numel() else name
         tied = first.setdefault(place, name)
         what = f"{list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
-        said.append(f"{name!r} ({what}{'' if tied == name else f', tied to {tied!r}'})")
+        aliases.append(f"{name!r} ({what}{'' if tied == name else f', tied to {tied!r}'})")
         if tied == name and tensor.numel():
             distinct.append((name, tensor))
     # Which tensors overlap may differ between agents, and the batches must not.
-    if _agree(op, said, _overlap([tensor for _, tensor in distinct]), group, timeout):
+    if _agree(op, aliases, _overlap([tensor for _, tensor in distinct]), group, timeout):
         for name, tensor in distinct:
             start(tensor, f"{op}.{name}").wait()
         return
@@ -258,14 +258,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def _agree(op: str, said: list[str], overlap: bool, group: Group | None, timeout: float | None) -> bool:
+def _agree(op: str, aliases: list[str], overlap: bool, group: Group | None, timeout: float | None) -> bool:
     """Whether tensors overlap on any agent; the same result on all.
 
     Raises:
         Mismatch: The agents have different tensors; without it some would wait for the others.
     """
     agent = current(op)
-    text = ("\n" + "\n".join(said)).encode()
+    text = ("\n" + "\n".join(aliases)).encode()
     digest = torch.tensor([zlib.crc32(text), len(text), overlap])
     digests = gather_by_rank(digest, Internal(f"{op}: what there is"), group=group, timeout=timeout)
     if all(torch.equal(one[:2], digest[:2]) for one in digests.values()):

@@ -52,7 +52,7 @@ def write(value: object, name: str = "value") -> torch.Tensor:
         ValueError: The data is nested too deeply, or contains itself.
     """
     writer = _DataWriter(name)
-    text = json.dumps(writer.said(value), separators=(",", ":"), allow_nan=False).encode("ascii")
+    text = json.dumps(writer.as_data(value), separators=(",", ":"), allow_nan=False).encode("ascii")
     begin = _LENGTH.size + len(text)
     message = torch.empty(begin + sum(map(_nbytes, writer.tensors)), dtype=torch.uint8)
     message[:begin] = torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
@@ -87,10 +87,10 @@ def _read(message: torch.Tensor) -> Any:
         raise NotPlain(f"a text of {length} bytes in a message of {nbytes}")
     text = message[_LENGTH.size : begin].numpy().tobytes().decode("ascii")
     reader = _DataReader(message, begin)
-    said = json.loads(
+    content = json.loads(
         text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=_refuse, object_pairs_hook=_refuse
     )
-    value = reader.value(said, 0)
+    value = reader.value(content, 0)
     if reader.at != nbytes:
         raise NotPlain(f"{nbytes - reader.at} bytes too many")
     return value
@@ -109,7 +109,7 @@ class _DataWriter:
         # The path to the value that is being written: formatted only for an error.
         self._way: list[tuple[str, object]] = [("", None)] * (MOST_DEPTH + 1)
 
-    def said(self, value: Any, depth: int = 0) -> Any:
+    def as_data(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -131,15 +131,15 @@ class _DataWriter:
     def _elements(self, value: Iterable[Any], depth: int, role: str) -> Iterator[Any]:
         for position, one in enumerate(value):
             self._way[depth] = role, position
-            yield self.said(one, depth + 1)
+            yield self.as_data(one, depth + 1)
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> Iterator[Any]:
         self._check(list(value), depth)
         for key, one in value.items():
             self._way[depth] = "a key", None
-            yield self.said(key, depth + 1)
+            yield self.as_data(key, depth + 1)
             self._way[depth] = "", key
-            yield self.said(one, depth + 1)
+            yield self.as_data(one, depth + 1)
 
     def _beside(self, value: dict[Any, Any], depth: int) -> Iterator[Any]:
         """The metadata of a module's state beside its tensors: the versions of its classes."""
@@ -148,7 +148,7 @@ class _DataWriter:
             if beside.keys() - {"_metadata"}:
                 raise TypeError(f"{self._where(depth)} has attributes, which do not travel: {', '.join(beside)}")
             self._way[depth] = "_metadata", None
-            yield self.said(beside.get("_metadata"), depth + 1)
+            yield self.as_data(beside.get("_metadata"), depth + 1)
 
     def _tensor(self, tensor: torch.Tensor, depth: int) -> list[Any]:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -279,12 +279,12 @@ class _DataReader:
             "Size": self._size,
         }
 
-    def value(self, said: Any, depth: int) -> Any:
-        if not isinstance(said, list):
-            return said
+    def value(self, content: Any, depth: int) -> Any:
+        if not isinstance(content, list):
+            return content
         if depth > MOST_DEPTH:
             raise NotPlain(f"deeper than {MOST_DEPTH} objects in each other")
-        kind, *rest = said
+        kind, *rest = content
         if not isinstance(kind, str):
             raise NotPlain("a list that does not begin with what it is")
         if kind in _READ_ATOMS:
@@ -381,10 +381,10 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _text(said: Any) -> str:
-    if not isinstance(said, str):
-        raise NotPlain(f"{_shortened(said)} is no text")
-    return said
+def _text(content: Any) -> str:
+    if not isinstance(content, str):
+        raise NotPlain(f"{_shortened(content)} is no text")
+    return content
 
 
 def _parse_int(word: str) -> int:
@@ -402,7 +402,7 @@ def _parse_float(word: str) -> float:
     return value
 
 
-def _refuse(said: object) -> Any:
+def _refuse(content: object) -> Any:
     raise NotPlain("JSON of another kind")
 
 

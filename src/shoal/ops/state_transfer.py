@@ -78,8 +78,8 @@ def _let_in(agent: Agent, timeout: float | None) -> tuple[int, ...]:
     def steps(operation: Operation) -> Steps[Found]:
         entry.admit_after(operation)
         asking = {rank: one.as_data() for rank, one in entry.asking().items()}
-        said = json.dumps({"asking": asking, "begun": entry.begun()}).encode()
-        data = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        content = json.dumps({"asking": asking, "begun": entry.begun()}).encode()
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = yield from parts_of_all(agent, operation, data, by_links=True)
         yield from complete([message.payload for _, message in parts if message.payload is not None])
         found: dict[int, JoiningPeer] = {}
@@ -97,9 +97,9 @@ def _let_in(agent: Agent, timeout: float | None) -> tuple[int, ...]:
 def _add(found: dict[int, JoiningPeer], begun: dict[str, int], rank: int, text: bytes, operation: Operation) -> None:
     """Add the joining agents that one agent knows, and its round counts."""
     try:
-        said = json.loads(text)
-        counts = parsed_counts(said["begun"])
-        asking = {int(other): JoiningPeer.of(one, int(other)) for other, one in said["asking"].items()}
+        content = json.loads(text)
+        counts = parsed_counts(content["begun"])
+        asking = {int(other): JoiningPeer.of(one, int(other)) for other, one in content["asking"].items()}
     except NONSENSE as error:
         why = f"{operation}: what rank {rank} says of those who ask makes no sense: {error}"
         raise Mismatch(why, (rank,)) from None
@@ -191,7 +191,7 @@ def _read(agent: Agent, came: torch.Tensor) -> Any:
     checksum, data = bytes(came[:CRC_BYTES].numpy()), came[CRC_BYTES:]
     if crc32(data.numpy()).to_bytes(CRC_BYTES, "little") != checksum:  # type: ignore[arg-type]
         raise ShoalError(f"rank {agent.rank}: the state that was handed over was changed on the way", (agent.rank,))
-    said = safe_serialization.read(data)
-    if "error" in said:
-        raise ShoalError(f"rank {agent.rank}: its state could not be handed over: {said['error']}", (agent.rank,))
-    return said["state"]
+    content = safe_serialization.read(data)
+    if "error" in content:
+        raise ShoalError(f"rank {agent.rank}: its state could not be handed over: {content['error']}", (agent.rank,))
+    return content["state"]

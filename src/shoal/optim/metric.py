@@ -146,23 +146,23 @@ def metrics(
             f"{', '.join(wrong) or 'nothing else'} it does not"
         )
     agent = current("metrics")
-    told = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
+    names = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
     numbers = [_number(values[name]) for name in sorted(values)]
-    said = _exchange(_MetricReport(told, numbers, weight), timeout)
-    for rank, theirs in ((rank, one.told) for rank, one in said.items()):
-        if theirs != told:
-            ours = ", ".join(sorted(set(told) - set(theirs))) or "no more"
-            others = ", ".join(sorted(set(theirs) - set(told))) or "no more"
+    reports = _exchange(_MetricReport(names, numbers, weight), timeout)
+    for rank, theirs in ((rank, one.names) for rank, one in reports.items()):
+        if theirs != names:
+            ours = ", ".join(sorted(set(names) - set(theirs))) or "no more"
+            others = ", ".join(sorted(set(theirs) - set(names))) or "no more"
             raise Mismatch(
                 f"metrics: the names differ: rank {agent.rank} has {ours}, where rank {rank} has {others}",
                 (agent.rank, rank),
             )
-    weights = {rank: one.weight for rank, one in said.items()}
-    columns = {name: {rank: one.numbers[k] for rank, one in said.items()} for k, name in enumerate(sorted(values))}
+    weights = {rank: one.weight for rank, one in reports.items()}
+    columns = {name: {rank: one.numbers[k] for rank, one in reports.items()} for k, name in enumerate(sorted(values))}
     found = {name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values}
     for name, one in found.items():
         agent.engine.training_metrics.note(name, one.values[agent.rank], one.mean, one.worst, one.worst_rank)
-    return Metrics(found, sorted(said))
+    return Metrics(found, sorted(reports))
 
 
 def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest: bool) -> Metric:
@@ -181,7 +181,7 @@ def _number(value: float | torch.Tensor) -> float:
 class _MetricReport(NamedTuple):
     """The report of an agent: names (with the direction of the worst), their numbers in that order, and its weight."""
 
-    told: list[str]
+    names: list[str]
     numbers: list[float]
     weight: float
 
@@ -189,12 +189,12 @@ class _MetricReport(NamedTuple):
 def _exchange(own: _MetricReport, timeout: float | None) -> dict[int, _MetricReport]:
     """The reports of all agents, by rank. The names are sent as bytes, one a float, so that one message suffices."""
     mine = torch.tensor(
-        [len(own.numbers), own.weight, *own.numbers, *"\0".join(own.told).encode()], dtype=torch.float64
+        [len(own.numbers), own.weight, *own.numbers, *"\0".join(own.names).encode()], dtype=torch.float64
     )
     # As bits: a metric may be NaN, also where SHOAL_CHECK_FINITE refuses to send that.
-    said = {}
+    reports = {}
     for rank, bits in gather_by_rank(mine.view(torch.int64), Internal("metrics"), timeout=timeout).items():
         count, weight, *rest = bits.view(torch.float64).tolist()
         text = bytes(map(int, rest[int(count) :])).decode()
-        said[rank] = _MetricReport(text.split("\0") if text else [], rest[: int(count)], weight)
-    return said
+        reports[rank] = _MetricReport(text.split("\0") if text else [], rest[: int(count)], weight)
+    return reports

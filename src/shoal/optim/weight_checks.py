@@ -39,7 +39,7 @@ class WeightChecks:
     def __init__(self, who: str, needs: Iterable[Need]) -> None:
         self._who, self._needs = who, tuple(needs)
         self._seen: StaticTopology | None = None
-        self._said = not self._needs
+        self._has_warned = not self._needs
         self._first: Static | None = None  # W of the first round, of weights set by hand, while rank 0 repeats its own
         self._own: torch.Tensor | None = None
         self._rounds = 0
@@ -60,7 +60,7 @@ class WeightChecks:
 
     def look(self, settings: Settings) -> None:
         """Look at the weights of the round that is about to begin with these settings."""
-        if self._said:
+        if self._has_warned:
             return
         agent, kind = current("optim"), settings.communication_type
         if kind is CommunicationType.neighbor_allreduce:
@@ -92,14 +92,14 @@ class WeightChecks:
 
     def look_at_static(self, static: StaticTopology) -> None:
         """The weights are those of a static topology, which rank 0 looks at for all."""
-        if self._said or static is self._seen or current("optim").rank != 0:
+        if self._has_warned or static is self._seen or current("optim").rank != 0:
             return
         self._seen = static
         self._tell(self._needs, schedule_of(static))
 
     def look_at_scales(self, setting: str, weights: object) -> None:
         """Warn of weights that scale data put into or got from windows, because the average weighs it again."""
-        if self._said or not self._wants_doubly or not isinstance(weights, Mapping):
+        if self._has_warned or not self._wants_doubly or not isinstance(weights, Mapping):
             return
         scaled = [f"{weight:g} for rank {rank}" for rank, weight in weights.items() if abs(weight - 1) > TOLERANCE]
         if scaled:
@@ -141,10 +141,10 @@ class WeightChecks:
         found = first_problem(needs, Facts(topology))
         if found is not None:
             need, problem = found
-            self._warn(f"it needs {need.told(problem, topology.describe())}", need)
+            self._warn(f"it needs {need.explain(problem, topology.describe())}", need)
 
     def _warn(self, what: str, need: Need = DOUBLY_STOCHASTIC) -> None:
-        self._said = True
+        self._has_warned = True
         then = "Agents then do not come to agree" if need.name == DIES_OUT else "Training then leans to some agents"
         warnings.warn(
             f"{self._who}: {what} {then}. (unchecked={need.name!r}, or the name of another condition, says that this "

@@ -57,23 +57,23 @@ class BootstrapBarrier:
         self._begun = clock.monotonic()
         self._report_at = self._begun + REPORT_AFTER
         self._ticket = 0  # number of calls of init for this rank, including this one
-        self.said: dict[str, Any] = {}
+        self.published: dict[str, Any] = {}
         self._me = clock.random_hex(8)  # identifies this call of init
         self._attempt = ""
         self._joined = False  # whether other agents may rely on this one
         self._complete = False  # whether all agents have joined
-        self._told = False  # whether another agent has published the failure
+        self._notified = False  # whether another agent has published the failure
         self._hopeless = False  # whether an agent has ended, so that no attempt can succeed
         self._done = False
 
-    def join(self, said: dict[str, Any]) -> list[dict[str, Any]]:
+    def join(self, published: dict[str, Any]) -> list[dict[str, Any]]:
         """Publish this agent's data, and return the data of all, by rank.
 
         Raises:
             PeerLost: Another agent failed, or the store is gone.
         """
-        self.said = said
-        place = json.dumps({"by": self._me, "of": self._launch.size, "said": said}).encode()
+        self.published = published
+        place = json.dumps({"by": self._me, "of": self._launch.size, "said": published}).encode()
         try:
             self._take_ticket()
             found = self._lead(place) if self._launch.rank == 0 else self._follow(place)
@@ -87,9 +87,9 @@ class BootstrapBarrier:
         """Whether the attempt was over before this agent joined; rank 0 may have closed its store since."""
         return not self._joined and self._launch.rank > 0 and not self._hopeless
 
-    def gather(self, key: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, key: str, published: dict[str, Any]) -> list[dict[str, Any]]:
         """Publish more data, and return the data of all, by rank."""
-        self._set(f"{key}/{self._launch.rank}", json.dumps(said).encode())
+        self._set(f"{key}/{self._launch.rank}", json.dumps(published).encode())
         try:
             if self._launch.rank == 0:
                 parts = [self._await(f"{key}/{other}").decode() for other in range(self._launch.begins)]
@@ -231,10 +231,10 @@ class BootstrapBarrier:
         twins = [twin] if self._joined else []
         key, value = self._first_at_last([*comes_back, *keys, LOST, *twins])
         if key == DIRECTORY:
-            self._told = True
+            self._notified = True
             raise AlreadyMet
         if key == LOST:
-            self._told = self._hopeless = True
+            self._notified = self._hopeless = True
             raise ended_before(self._launch.rank, value)
         if key == twin:
             self._tell_twin(self._ticket + 1)
@@ -294,7 +294,7 @@ class BootstrapBarrier:
         if rank and gave_up:
             self._set(f"place/{rank}", b"")
             return
-        if not self._told and not self.store.has(self._key("over")):
+        if not self._notified and not self.store.has(self._key("over")):
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             ranks = list(getattr(error, "ranks", ()))
             note = {"rank": rank, "why": why[:1000], "ranks": ranks, "again": gave_up}
@@ -317,7 +317,7 @@ class BootstrapBarrier:
         return self.store.add(f"came/{other}", 0) > read
 
     def _failed(self, note: dict[str, Any]) -> PeerLost:
-        self._told = True
+        self._notified = True
         return PeerLost(
             f"shoal.init() on rank {self._launch.rank}: rank {note['rank']} failed in it ({note['why']}). "
             "Once that is mended, all agents may call init() again",
@@ -333,9 +333,9 @@ class BootstrapBarrier:
         if self.note is not None:
             return given_up(rank, self.note)
         absent, gone = self._missing(key)
-        said = [f"ranks {absent} never came"] if absent else []
-        said += [f"ranks {gone} came, and gave up before"] if gone else []
-        why = "; ".join(said) or "rank 0 did not answer"
+        published = [f"ranks {absent} never came"] if absent else []
+        published += [f"ranks {gone} came, and gave up before"] if gone else []
+        why = "; ".join(published) or "rank 0 did not answer"
         return DeadlineExceeded(
             f"shoal.init() on rank {rank}: {why}. Check that all {size} agents were started and can reach "
             f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
@@ -354,9 +354,9 @@ class BootstrapBarrier:
         return [], []
 
 
-def ended_before(rank: int, said: bytes) -> PeerLost:
+def ended_before(rank: int, published: bytes) -> PeerLost:
     """The error if an agent has ended that the other agents need to begin, as its launcher reports."""
-    lost = json.loads(said)
+    lost = json.loads(published)
     return PeerLost(
         f"shoal.init() on rank {rank}: an agent has ended ({lost['why']}), and all must have met before the others can "
         "go on without it",
@@ -375,7 +375,7 @@ def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
 
 @contextlib.contextmanager
 def gather_agents(
-    store: Store | None, launch: Launch, deadline: float, said: dict[str, Any], comes_back: bool = False
+    store: Store | None, launch: Launch, deadline: float, published: dict[str, Any], comes_back: bool = False
 ) -> Iterator[tuple[BootstrapBarrier, list[dict[str, Any]]]]:
     """Meet the other agents in a store, by default this launch's own. Yields the barrier and the data of all, by rank.
 
@@ -396,7 +396,7 @@ def gather_agents(
         with closes, BootstrapBarrier(mine, launch, deadline, comes_back) as meeting:
             meeting.note = note
             try:
-                found = meeting.join({**said, "reached": mine.address})
+                found = meeting.join({**published, "reached": mine.address})
             except PeerLost:
                 if store is not None or not meeting.came_late:
                     raise

@@ -66,8 +66,8 @@ class Invitation:
             ShoalError: The caller does not know the secret.
             ValueError, TypeError: The text is malformed.
         """
-        said, proof = json.loads(text)
-        room = cls(str(said["name"]), *(int(said[one.name]) for one in fields(cls)[1:]))
+        data, proof = json.loads(text)
+        room = cls(str(data["name"]), *(int(data[one.name]) for one in fields(cls)[1:]))
         given = config.read(environ).secret
         secret = given or _secret_in(room.pid, room.descriptor)
         if not secret:
@@ -170,10 +170,10 @@ def _claim(store: TcpStore, room: Invitation, count: int, deadline: float) -> in
 def main(arguments: list[str]) -> None:
     """Claim ranks and print the result, for a launcher, which does not import torch."""
     host, port, count = arguments[0], int(arguments[1]), int(arguments[2])
-    said: dict[str, Any]
+    data: dict[str, Any]
     try:
         room, secret, first = claim(host, port, count, os.environ, clock.monotonic() + JOIN_SECONDS)
-        said = {"room": asdict(room), "secret": secret, "first": first}
+        data = {"room": asdict(room), "secret": secret, "first": first}
     except ShoalError as error:
-        said = {"error": str(error)}
-    json.dump(said, sys.stdout)
+        data = {"error": str(error)}
+    json.dump(data, sys.stdout)

@@ -32,7 +32,7 @@ class PeerDirectory(NamedTuple):
     """The addresses and the key that agents have exchanged at the barrier."""
 
     attempt: str
-    said: list[dict[str, Any]]
+    published: list[dict[str, Any]]
     """Each agent's data at the barrier, by rank."""
     reached_from: list[dict[str, Any]]
     """Each agent's endpoint, by rank."""
@@ -46,7 +46,7 @@ class PeerDirectory(NamedTuple):
     @property
     def places(self) -> list[PeerId]:
         """The addresses of the agents, by rank."""
-        return [PeerId(**one["place"]) for one in self.said]
+        return [PeerId(**one["place"]) for one in self.published]
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -55,20 +55,28 @@ class PeerDirectory(NamedTuple):
 
     def written(self) -> bytes:
         """The directory as bytes, for agents that join later and know the given secret."""
-        return json.dumps([self.attempt, self.said[: self.begins], self.reached_from[: self.begins]]).encode()
+        return json.dumps([self.attempt, self.published[: self.begins], self.reached_from[: self.begins]]).encode()
 
 
-def with_absent(said: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+def with_absent(published: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """The agents' data by rank, with placeholders for agents that have not started yet."""
-    return [*said, *({"place": asdict(unknown_peer_id(rank)), "reached": ""} for rank in range(len(said), size))]
+    return [
+        *published,
+        *({"place": asdict(unknown_peer_id(rank)), "reached": ""} for rank in range(len(published), size)),
+    ]
 
 
 def _complete_directory(
-    launch: Launch, attempt: str, said: list[dict[str, Any]], heard: list[dict[str, Any]], key: bytes, is_private: bool
+    launch: Launch,
+    attempt: str,
+    published: list[dict[str, Any]],
+    answers: list[dict[str, Any]],
+    key: bytes,
+    is_private: bool,
 ) -> PeerDirectory:
     """The directory of the agents that have met, with placeholders for agents that have not started yet."""
-    endpoints = [*heard, *({"endpoint": asdict(Endpoint())} for _ in range(len(heard), launch.size))]
-    return PeerDirectory(attempt, with_absent(said, launch.size), endpoints, key, is_private, launch.begins)
+    endpoints = [*answers, *({"endpoint": asdict(Endpoint())} for _ in range(len(answers), launch.size))]
+    return PeerDirectory(attempt, with_absent(published, launch.size), endpoints, key, is_private, launch.begins)
 
 
 def directory(store: Store, launch: Launch, deadline: float, secret: str) -> PeerDirectory:
@@ -83,14 +91,16 @@ def directory(store: Store, launch: Launch, deadline: float, secret: str) -> Pee
     if not given:
         raise _unproven_error(launch.rank, [launch.rank])
     try:
-        attempt, said, heard = json.loads(_directory_of(store, launch, deadline))
-        _check_proofs(given, attempt, launch, said, heard)
-        met = _complete_directory(launch, attempt, said, heard, _digest(given, "shoal job", attempt, said, heard), True)
+        attempt, published, answers = json.loads(_directory_of(store, launch, deadline))
+        _check_proofs(given, attempt, launch, published, answers)
+        met = _complete_directory(
+            launch, attempt, published, answers, _digest(given, "shoal job", attempt, published, answers), True
+        )
         for rank in range(launch.size):
             if store.has(f"{DIRECTORY}/{rank}"):
                 *came, proof = json.loads(store.get(f"{DIRECTORY}/{rank}", deadline))
                 if hmac.compare_digest(str(proof).encode(), _verified_peer(given, attempt, rank, came).encode()):
-                    met.said[rank], met.reached_from[rank] = came
+                    met.published[rank], met.reached_from[rank] = came
         return met
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise Mismatch(
@@ -128,7 +138,7 @@ def numbered(store: Store, launch: Launch, deadline: float, config: Config) -> t
     me = config.launcher
     base = 0
     if store.has(DIRECTORY):
-        known = directory(store, launch, deadline, config.secret).said[launch.rank]
+        known = directory(store, launch, deadline, config.secret).published[launch.rank]
         of = known.get("launcher", {"id": "", "base": 0})
         base = int(of["base"]) if of["id"] == me else int(known["place"]["incarnation"]) + 1
     return replace(launch, incarnation=base + launch.incarnation), {"launcher": {"id": me, "base": base}}
@@ -137,7 +147,7 @@ def numbered(store: Store, launch: Launch, deadline: float, config: Config) -> t
 def add_to_directory(store: Store, launch: Launch, met: PeerDirectory, secret: str) -> None:
     """Publish this agent's address for agents that join later."""
     given = secret.encode()
-    came = [met.said[launch.rank], met.reached_from[launch.rank]]
+    came = [met.published[launch.rank], met.reached_from[launch.rank]]
     text = json.dumps([*came, _verified_peer(given, met.attempt, launch.rank, came)])
     store.set(f"{DIRECTORY}/{launch.rank}", text.encode())
 
@@ -162,39 +172,39 @@ def introduce(
         Mismatch: An agent does not know this agent's secret, or has a secret while this agent has none.
     """
     given = secret.encode()
-    if found[launch.rank] != meeting.said:  # another process has changed this agent's data
+    if found[launch.rank] != meeting.published:  # another process has changed this agent's data
         raise _unproven_error(launch.rank, [launch.rank])
     mine: dict[str, Any] = {"endpoint": asdict(endpoint)}
     if given:
         mine["proof"] = _proof(given, meeting.attempt, launch.rank, found, mine["endpoint"])
     elif launch.rank == 0:
         mine["secret"] = clock.random_hex(32)
-    heard = meeting.gather(ENDPOINT, mine)
+    answers = meeting.gather(ENDPOINT, mine)
     if given:
-        _check_proofs(given, meeting.attempt, launch, found, heard)
-    elif signed := [rank for rank, one in enumerate(heard) if "proof" in one]:
+        _check_proofs(given, meeting.attempt, launch, found, answers)
+    elif signed := [rank for rank, one in enumerate(answers) if "proof" in one]:
         raise Mismatch(
             f"shoal.init() on rank {launch.rank}: ranks {signed} were given a secret and this one was not; set the "
             "same SHOAL_SECRET for all agents, or for none",
             signed,
         )
-    if heard[launch.rank] != mine:
+    if answers[launch.rank] != mine:
         raise _unproven_error(launch.rank, [launch.rank])
-    of_job = given or heard[0]["secret"].encode()
-    key = _digest(of_job, "shoal job", meeting.attempt, found, heard)
-    return _complete_directory(launch, meeting.attempt, found, heard, key, bool(given))
+    of_job = given or answers[0]["secret"].encode()
+    key = _digest(of_job, "shoal job", meeting.attempt, found, answers)
+    return _complete_directory(launch, meeting.attempt, found, answers, key, bool(given))
 
 
 def _check_proofs(
-    given: bytes, attempt: str, launch: Launch, found: list[dict[str, Any]], heard: list[dict[str, Any]]
+    given: bytes, attempt: str, launch: Launch, found: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> None:
     """Raise Mismatch for agents whose data have no valid signature."""
     unproven = []
-    for rank, one in enumerate(heard):
+    for rank, one in enumerate(answers):
         proof = _proof(given, attempt, rank, found, one.get("endpoint"))
         if not hmac.compare_digest(str(one.get("proof")).encode(), proof.encode()):
             unproven.append(rank)
-    if unproven or len(heard) != launch.begins:
+    if unproven or len(answers) != launch.begins:
         raise _unproven_error(launch.rank, unproven)
 
 
@@ -211,6 +221,6 @@ def _proof(secret: bytes, attempt: str, rank: int, found: list[dict[str, Any]], 
     return _digest(secret, "shoal endpoint", attempt, rank, found, endpoint).hex()
 
 
-def _digest(secret: bytes, what: str, attempt: str, *said: Any) -> bytes:
-    text = json.dumps([what, attempt, *said], sort_keys=True)
+def _digest(secret: bytes, what: str, attempt: str, *parts: Any) -> bytes:
+    text = json.dumps([what, attempt, *parts], sort_keys=True)
     return hmac.digest(secret, text.encode(), "sha256")

@@ -210,14 +210,14 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
         alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": config.on_partition}
         alike |= {"SHOAL_TRANSPORT=process-group": wanted is not None, **(wanted.alike if wanted is not None else {})}
         alike |= {"WORLD_SIZE": launch.size, BEGIN_WITH: launch.begins}
-        said = {"place": asdict(engine.router.place), "alike": alike, **of_launcher}
+        published = {"place": asdict(engine.router.place), "alike": alike, **of_launcher}
         try:
             if launch.joins:
                 raise AlreadyMet
             if launch.begins < launch.size:
                 engine.begin_without(tuple(range(launch.begins, launch.size)))
             comes_back = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
-            with gather_agents(mine.store, launch, deadline, said, comes_back) as (meeting, found):
+            with gather_agents(mine.store, launch, deadline, published, comes_back) as (meeting, found):
                 _check_agreement(found, alike)
                 endpoint = _listen(engine, config, launch, forced, with_absent(found, launch.size))
                 met = introduce(meeting, launch, found, endpoint, config.secret)
@@ -236,7 +236,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
                 # No agent continues before the store is closed: init_process_group may need its port.
             _await_all(agent, deadline)
         except AlreadyMet:
-            agent = _rejoin(engine, config, launch, forced, per_machine, said, deadline, wanted)
+            agent = _rejoin(engine, config, launch, forced, per_machine, published, deadline, wanted)
     except BaseException:
         _free(mine)
         engine.close(clock.monotonic() + 1.0, died=True)
@@ -278,16 +278,16 @@ def _rejoin(
     launch: Launch,
     forced: str,
     per_machine: int | None,
-    said: dict[str, Any],
+    published: dict[str, Any],
     deadline: float,
     wanted: BackendOptions | None,
 ) -> Agent:
     """Create an agent that waits for admission, because the other agents run already."""
     with contextlib.closing(open_store(launch, deadline)) as store:
         met = directory(store, launch, deadline, config.secret)
-        _check_agreement(met.said, said["alike"])
-        met.said[launch.rank] = {**said, "reached": store.address}
-        endpoint = _listen(engine, config, launch, forced, met.said)
+        _check_agreement(met.published, published["alike"])
+        met.published[launch.rank] = {**published, "reached": store.address}
+        endpoint = _listen(engine, config, launch, forced, met.published)
         met.reached_from[launch.rank] = {"endpoint": asdict(endpoint)}
         _check_reachable(engine, launch, met)
         engine.router.meet(met.endpoints, met.key, met.is_private)

@@ -82,42 +82,42 @@ class Pace:
         self._compute = seconds
         self._taken: dict[tuple[ExchangeTraffic, ...], _Taken] = {}
 
-    def seconds(self, round: int, said: tuple[ExchangeTraffic, ...]) -> float:
+    def seconds(self, round: int, exchanges: tuple[ExchangeTraffic, ...]) -> float:
         """The time of a step, to be added to the run's.
 
         Args:
             round: the number of the step.
-            said: its exchanges, in order.
+            exchanges: its exchanges, in order.
         """
-        if said not in self._taken:
-            self._taken[said] = self._take(said)
-        first, later = self._taken[said]
+        if exchanges not in self._taken:
+            self._taken[exchanges] = self._take(exchanges)
+        first, later = self._taken[exchanges]
         return first[round] if round < len(first) else later[round % len(later)]
 
-    def _take(self, said: tuple[ExchangeTraffic, ...]) -> _Taken:
-        known: dict[int, Step] = {0: self._step(0, said)}
+    def _take(self, exchanges: tuple[ExchangeTraffic, ...]) -> _Taken:
+        known: dict[int, Step] = {0: self._step(0, exchanges)}
         affordable = _AFFORDABLE // (self._network.size * max(1, len(known[0])))
         most = min(_MOST_ROUNDS, max(_PERIODS, affordable))
         period = self._schedule.period or most
         if _PERIODS * period > most:
-            return _Taken.of(_added(self._play(most, said, known)).reshape(-1, 1))
-        few = self._play(_PERIODS * period, said, known)
+            return _Taken.of(_added(self._play(most, exchanges, known)).reshape(-1, 1))
+        few = self._play(_PERIODS * period, exchanges, known)
         if _is_steady(few, period):
             return _Taken(_added(few).tolist(), _added(few)[-period:].tolist())
-        return _Taken.of(_added(self._play(most // period * period, said, known)).reshape(-1, period))
+        return _Taken.of(_added(self._play(most // period * period, exchanges, known)).reshape(-1, period))
 
-    def _play(self, rounds: int, said: tuple[ExchangeTraffic, ...], known: dict[int, Step]) -> Floats:
+    def _play(self, rounds: int, exchanges: tuple[ExchangeTraffic, ...], known: dict[int, Step]) -> Floats:
         """When each agent had ended each of the first rounds, [rounds, agents]."""
         period = self._schedule.period or rounds
         for index in range(min(rounds, period)):
             if index not in known:
-                known[index] = self._step(index, said)
+                known[index] = self._step(index, exchanges)
         steps = [known[number % period] for number in range(rounds)]
         return simulate(self._network, steps, self._compute).ended
 
-    def _step(self, round_: int, said: tuple[ExchangeTraffic, ...]) -> Step:
+    def _step(self, round_: int, exchanges: tuple[ExchangeTraffic, ...]) -> Step:
         step: list[Messages] = []
-        for to, nbytes in said:
+        for to, nbytes in exchanges:
             if to == "neighbours":
                 step.append(messages_of_round(self._schedule, round_, nbytes))
             elif to == "all":

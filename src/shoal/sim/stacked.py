@@ -56,14 +56,14 @@ class StackedMix(Mix):
         self.machines = self.size // agents_per_machine
         self._pace = pace
         self.seconds = None if pace is None else 0.0
-        self._said: list[ExchangeTraffic] = []
+        self._exchanges: list[ExchangeTraffic] = []
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._pool, self._pool_for = ResultPool(), 0
 
     def end(self) -> None:
         if self._pace is not None and self.seconds is not None:
-            self.seconds += self._pace.seconds(self.round, tuple(self._said))
-        self._said.clear()
+            self.seconds += self._pace.seconds(self.round, tuple(self._exchanges))
+        self._exchanges.clear()
 
     def __call__(
         self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
@@ -83,8 +83,8 @@ class StackedMix(Mix):
         weights = self._rounds[self.round]
         each, messages, longest = x[0].nbytes if nbytes is None else nbytes, weights.messages, 1
         if speaks is not None:
-            said = speaks.view(-1).cpu()
-            messages, longest = int((torch.as_tensor(weights.sends) * said).sum()), int(said.any())
+            speaking = speaks.view(-1).cpu()
+            messages, longest = int((torch.as_tensor(weights.sends) * speaking).sum()), int(speaking.any())
         self._note(ExchangeTraffic("neighbours", longest * each), messages * each)
         x = x.contiguous()
         multiply = self._once((form, x.dtype, x.device), lambda: product(weights, form, x.dtype, x.device))
@@ -152,11 +152,11 @@ class StackedMix(Mix):
         found: T = self._kept[key]
         return found
 
-    def _note(self, said: ExchangeTraffic, sent: int) -> None:
+    def _note(self, exchange: ExchangeTraffic, sent: int) -> None:
         self.exchanges += 1
         self.sent += sent
         if self._pace is not None:
-            self._said.append(said)
+            self._exchanges.append(exchange)
 
     def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
         """Memory that was written to before, if there is some: fresh pages cost more than mixing."""

@@ -119,14 +119,14 @@ def _through(destination: Ranks, source: Ranks, weight: Weights, gone: tuple[int
         at = np.searchsorted(agents, rank)
         if at == len(agents) or agents[at] != rank:
             continue
-        heard, hearers = matrix[at].copy(), matrix[:, at].copy()
-        others = 1.0 - heard[at]
-        heard[at] = hearers[at] = 0.0
+        incoming, outgoing = matrix[at].copy(), matrix[:, at].copy()
+        others = 1.0 - incoming[at]
+        incoming[at] = outgoing[at] = 0.0
         matrix[at] = matrix[:, at] = 0.0
         if abs(others) > _ALONE:
-            to, of = np.flatnonzero(hearers), np.flatnonzero(heard)
-            matrix[np.ix_(to, of)] += np.outer(hearers[to], heard[of]) / others
+            to, of = np.flatnonzero(outgoing), np.flatnonzero(incoming)
+            matrix[np.ix_(to, of)] += np.outer(outgoing[to], incoming[of]) / others
         else:  # no source replaces it; its share goes to its destinations' self weights
-            matrix[np.diag_indices_from(matrix)] += hearers
+            matrix[np.diag_indices_from(matrix)] += outgoing
     to, of = np.nonzero(matrix)
     return agents[to], agents[of], matrix[to, of]

@@ -265,5 +265,5 @@ def _edges_of_matrix(given: ArrayLike) -> tuple[int, Edges]:
 
 
 def _uniform(size: int, edges: Edges) -> Edges:
-    heard = np.bincount(edges.destination, minlength=size)
-    return edges._replace(weight=(1.0 / heard)[edges.destination])
+    received = np.bincount(edges.destination, minlength=size)
+    return edges._replace(weight=(1.0 / received)[edges.destination])

@@ -290,7 +290,7 @@ class NetworkIncoming(Incoming):
 
     def say_count(self) -> None:
         """End the handshake of a reverse connection: how many units had arrived over the previous one."""
-        self._say(HAD, self._had.said())
+        self._say(HAD, self._had.report())
 
     @property
     def had(self) -> int:
@@ -376,7 +376,7 @@ class NetworkIncoming(Incoming):
     def _has_come(self, nbytes: int) -> None:
         """Count a unit; now and then acknowledge to the sender, which keeps it until then."""
         if self._had.one_more(nbytes):
-            self._say(HAD, self._had.said())
+            self._say(HAD, self._had.report())
 
     def _parse(self) -> None:
         """Take whole packets out of the buffer; the first bytes of a chunk may follow its header.

@@ -86,7 +86,7 @@ class ReceivedOffset:
 
     def __init__(self) -> None:
         self.count = 0
-        self._said = 0
+        self._reported = 0
         self._nbytes = 0
         self._spoiled = 0
 
@@ -95,14 +95,14 @@ class ReceivedOffset:
         self.count += 1
         self._nbytes += nbytes
         self._spoiled = 0
-        return self.count - self._said >= SAY_AFTER_UNITS or self._nbytes >= SAY_AFTER_BYTES
+        return self.count - self._reported >= SAY_AFTER_UNITS or self._nbytes >= SAY_AFTER_BYTES
 
     def add_corrupt(self) -> bool:
         """Count a corrupted unit. Returns whether there were too many in a row."""
         self._spoiled += 1
         return self._spoiled >= MOST_SPOILED
 
-    def said(self) -> int:
+    def report(self) -> int:
         """The count to acknowledge; records that it is acknowledged now."""
-        self._said, self._nbytes = self.count, 0
+        self._reported, self._nbytes = self.count, 0
         return self.count

@@ -142,8 +142,8 @@ class SharedMemoryIncoming(Incoming):
         self.memory = PeerMemory()
         self._buffer = bytearray(PACKET_BYTES + 8192)
 
-    def _hear_question(self, heard: bytes) -> None:
-        if heard != status_socket.QUESTION:
+    def _hear_question(self, question: bytes) -> None:
+        if question != status_socket.QUESTION:
             return
         with contextlib.suppress(BlockingIOError):  # the querying process does not read
             for packet in status_socket.here.answer():

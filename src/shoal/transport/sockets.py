@@ -107,7 +107,7 @@ class Outgoing:
         self._greeting = greeting
         self._hello = b""
         self._answered = False
-        self._heard = b""
+        self._received = b""
         self._poller = poller
         self._receiver = receiver
         self._events = READ
@@ -120,7 +120,7 @@ class Outgoing:
         """Continue over another connection, after this one was cut. Queued messages wait for it."""
         self.sock.close()
         self.sock, self._greeting = sock, greeting
-        self._hello, self._answered, self._heard, self._events = b"", False, b"", READ
+        self._hello, self._answered, self._received, self._events = b"", False, b"", READ
         self.is_reversed = self._awaits_count = False
         self._poller.add(sock.fileno(), self._on_event)
 
@@ -131,7 +131,7 @@ class Outgoing:
         if self.sock.fileno() >= 0:
             self._poller.remove(self.sock.fileno())
             self.sock.close()
-        self.sock, self._heard, self._events = sock, b"", READ
+        self.sock, self._received, self._events = sock, b"", READ
         self.is_reversed = self._awaits_count = True
         self._use(keys)
         self._poller.add(sock.fileno(), self._on_event)
@@ -235,9 +235,9 @@ class Outgoing:
 
     def _hear_count(self) -> None:
         """The end of the handshake of a reversed connection: how many units had come over another one."""
-        said = self._whole(self._goodbye.size + SAID.size)
-        if said:
-            word, count, _, _ = SAID.unpack(self._goodbye.open(memoryview(said)))
+        data = self._whole(self._goodbye.size + SAID.size)
+        if data:
+            word, count, _, _ = SAID.unpack(self._goodbye.open(memoryview(data)))
             if word != HAD:
                 raise ProtocolError("it does not begin with what had come")
             self._awaits_count = False
@@ -261,11 +261,11 @@ class Outgoing:
 
     def _whole(self, nbytes: int) -> bytes:
         """The next part of the handshake, once it is complete."""
-        self._heard += hear(self.sock, nbytes - len(self._heard))
-        if len(self._heard) < nbytes:
+        self._received += hear(self.sock, nbytes - len(self._received))
+        if len(self._received) < nbytes:
             return b""
-        heard, self._heard = self._heard, b""
-        return heard
+        question, self._received = self._received, b""
+        return question
 
     def _is_private(self) -> bool:
         """Whether the handshake may continue: an encrypted connection must have finished its TLS handshake."""
@@ -280,16 +280,16 @@ class Outgoing:
         """Read a control message of the peer, which has a fixed size. Returns whether any bytes arrived."""
         size = self._goodbye.size + SAID.size
         try:
-            said = self.sock.recv(size - len(self._heard))
+            data = self.sock.recv(size - len(self._received))
         except BlockingIOError:
             return False
-        self._heard += said
-        if not said:
+        self._received += data
+        if not data:
             raise ConnectionCut("its end of the connection closed")
-        if len(self._heard) < size:
+        if len(self._received) < size:
             return True
-        word, count, lost, cause = SAID.unpack(self._goodbye.open(memoryview(self._heard)))
-        self._heard = b""
+        word, count, lost, cause = SAID.unpack(self._goodbye.open(memoryview(self._received)))
+        self._received = b""
         if word == GOODBYE:
             self._left = True
             self._receiver.on_left(self.peer, lost, cause.rstrip(b"\0").decode(errors="replace"))
@@ -369,7 +369,7 @@ class Incoming:
         self.on_cut: Callable[[Incoming, str], None] = lambda connection, cause: connection.fail(cause, True)
         self.on_reversed: Callable[[Incoming, int, Accepting], None] = _refuse_reversed
         self._said_goodbye = False
-        self._heard = b""
+        self._received = b""
         self._poller = poller
         self._receiver = receiver
         if isinstance(greeting, Established):
@@ -406,12 +406,12 @@ class Incoming:
     def _greet(self) -> None:
         if not self._is_private():
             return
-        self._heard += hear(self.sock, ANSWER_SIZE - len(self._heard))
-        if len(self._heard) < ANSWER_SIZE:
-            self._hear_question(self._heard)
+        self._received += hear(self.sock, ANSWER_SIZE - len(self._received))
+        if len(self._received) < ANSWER_SIZE:
+            self._hear_question(self._received)
             return
         try:
-            peer = self._greeting.check(self._heard)
+            peer = self._greeting.check(self._received)
             self._check_identity(peer)
         except ProtocolError:
             with contextlib.suppress(OSError):
@@ -447,7 +447,7 @@ class Incoming:
         """As for :class:`Outgoing`."""
         return True
 
-    def _hear_question(self, heard: bytes) -> None:
+    def _hear_question(self, question: bytes) -> None:
         """The received data is shorter than an agent's answer: reply to a status query, if it is allowed."""
 
     def _check_identity(self, peer: int) -> None:
@@ -478,12 +478,12 @@ class Incoming:
             self.on_cut(self, str(error))
 
     def _say(self, word: bytes, count: int = 0, lost: int = 0, cause: str = "") -> None:
-        said = self._goodbye.close(SAID.pack(word, count, lost, cause.encode()[:128]))
+        data = self._goodbye.close(SAID.pack(word, count, lost, cause.encode()[:128]))
         try:
-            sent = self.sock.send(said)
+            sent = self.sock.send(data)
         except BlockingIOError:
             sent = 0
-        if sent < len(said):
+        if sent < len(data):
             raise ConnectionCut("it does not hear what is said to it")
 
     def fail(self, cause: str, certain: bool = False) -> None:

@@ -51,7 +51,7 @@ class StatusSocket:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._agents: list[StatusProvider] = []
-        self._said: list[bytes] = []
+        self._packets: list[bytes] = []
         self._until = 0.0
 
     def join(self, agent: StatusProvider) -> None:
@@ -80,9 +80,9 @@ class StatusSocket:
             if now >= self._until:
                 limit = now + BUSY_SECONDS
                 found = [agent.describe(max(0.0, limit - clock.monotonic())) for agent in self._agents]
-                self._said = _in_packets(found)
+                self._packets = _in_packets(found)
                 self._until = clock.monotonic() + KEEP_SECONDS
-            return self._said
+            return self._packets
 
     def restart_in_child(self) -> None:
         """A forked child has no agent; its copies of their sockets are closed elsewhere."""
@@ -91,15 +91,15 @@ class StatusSocket:
 
 def _in_packets(agents: list[dict[str, Any]]) -> list[bytes]:
     """One JSON object; of as many agents as there is room for, and how many there are."""
-    told: list[str] = []
+    texts: list[str] = []
     size = 0
     for agent in agents:
         text = json.dumps(agent)
         size += len(text) + 1
         if size > MOST_BYTES - 100:
             break
-        told.append(text)
-    whole = f'{{"there": {len(agents)}, "agents": [{",".join(told)}]}}'.encode()
+        texts.append(text)
+    whole = f'{{"there": {len(agents)}, "agents": [{",".join(texts)}]}}'.encode()
     return [whole[at : at + PACKET_BYTES] for at in range(0, len(whole), PACKET_BYTES)]
 
 

@@ -131,7 +131,7 @@ class Windows:
         if found is not None:
             regions.append((found.segment.ident, found.segment.fd, False))
             own = (found.segment.ident, found.offset)
-        told = [segment.ident, *own, DTYPES.index(tensor.dtype), *tensor.shape]
+        header = [segment.ident, *own, DTYPES.index(tensor.dtype), *tensor.shape]
 
         def steps(operation: Operation) -> Steps[bool]:
             window.number = operation.round
@@ -142,8 +142,8 @@ class Windows:
                 for rank in peers:
                     for ident, fd, lockable in regions:
                         self.engine.sender.share(rank, ident, fd, lockable)
-            published = self.engine.publish(operation, torch.tensor(told))
-            sends = [Send(rank, published, 0, len(told), (len(told),)) for rank in peers]
+            published = self.engine.publish(operation, torch.tensor(header))
+            sends = [Send(rank, published, 0, len(header), (len(header),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
             for rank, message in arrived.items():  # an agent lost since then has sent nothing
                 assert message.payload is not None
@@ -161,9 +161,9 @@ class Windows:
                 segment.close()
             raise
 
-    def _open(self, window: WindowPart, rank: int, graph: nx.DiGraph, told: list[int]) -> None:
+    def _open(self, window: WindowPart, rank: int, graph: nx.DiGraph, header: list[int]) -> None:
         """Find or map the memory of a neighbour on this machine."""
-        ident, own_ident, own_offset, code, *shape = told
+        ident, own_ident, own_offset, code, *shape = header
         mine = window.memory.layout
         if (tuple(shape), DTYPES[code]) != (mine.shape, mine.dtype):
             raise Mismatch(

@@ -450,8 +450,8 @@ class WindowPart:
         memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
         cause = memory.cause if memory is not None else None
         if cause is None or cause == rank:
-            said = self._owner.cause_of(rank)
-            cause = cause if said is None else said
+            known = self._owner.cause_of(rank)
+            cause = cause if known is None else known
         return otherwise if cause is None else cause
 
     def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:

@@ -63,13 +63,13 @@ class JoinState(NamedTuple):
 
     Attributes:
         joined: How often it has called :func:`join`.
-        heard: The number of the receiver's calls of :func:`join` that it knows.
-        told: The number of calls that it has announced to the receiver since then.
+        received: The number of the receiver's calls of :func:`join` that it knows.
+        announced: The number of calls that it has announced to the receiver since then.
     """
 
     joined: int
-    heard: int
-    told: int
+    received: int
+    announced: int
 
 
 class JoinCoordinator(MinimalService):
@@ -79,8 +79,8 @@ class JoinCoordinator(MinimalService):
         self._engine = engine
         self._in_flight: deque[AnnouncedCall] = deque()
         self._joined: dict[int, JoinState] = {}  # the last state of each other agent
-        self._told: dict[int, int] = {}
-        self._heard: dict[int, int] = {}
+        self._announced: dict[int, int] = {}
+        self._received: dict[int, int] = {}
         self._calls = 0  # that its script has made since the last join
         self._own = self._ended = 0  # joins that it has begun, and that are over
         self._since = 0.0
@@ -93,8 +93,8 @@ class JoinCoordinator(MinimalService):
     ) -> None:
         """This agent has started an operation of all agents."""
         operation = made.operation
-        said = [(list(one.shape), MOVABLE.index(one.dtype)) for one in tensors]
-        call = AnnouncedCall(called, how, name, operation.name, operation.round, said)
+        layouts = [(list(one.shape), MOVABLE.index(one.dtype)) for one in tensors]
+        call = AnnouncedCall(called, how, name, operation.name, operation.round, layouts)
         engine = self._engine
         with deferred, engine.lock:
             self._calls += 1
@@ -110,15 +110,15 @@ class JoinCoordinator(MinimalService):
         return self._engine.matcher.active(call.channel, call.round) is not None
 
     def _tell(self, rank: int, call: AnnouncedCall) -> None:
-        self._told[rank] = self._told.get(rank, 0) + 1
-        self._say(rank, _CALL, call)
+        self._announced[rank] = self._announced.get(rank, 0) + 1
+        self._send(rank, _CALL, call)
 
     def _tell_state(self, rank: int) -> None:
-        heard = self._joined[rank].joined if rank in self._joined else 0
-        self._say(rank, _STATE, JoinState(self._own, heard, self._told.get(rank, 0)))
+        received = self._joined[rank].joined if rank in self._joined else 0
+        self._send(rank, _STATE, JoinState(self._own, received, self._announced.get(rank, 0)))
 
-    def _say(self, rank: int, what: str, said: AnnouncedCall | JoinState) -> None:
-        self._engine.send_control([rank], WORD, said, op=what, background=True)
+    def _send(self, rank: int, what: str, content: AnnouncedCall | JoinState) -> None:
+        self._engine.send_control([rank], WORD, content, op=what, background=True)
 
     # Messages of others
 
@@ -130,14 +130,14 @@ class JoinCoordinator(MinimalService):
             receive(source, message, "a join", _parsed_call, partial(self._take_call, source), _MOST_BYTES)
 
     def _take_call(self, source: int, call: AnnouncedCall) -> None:
-        self._heard[source] = self._heard.get(source, 0) + 1
+        self._received[source] = self._received.get(source, 0) + 1
         self._news.put(call)
 
     def _take_state(self, source: int, state: JoinState) -> None:
         before = self._joined.get(source, JoinState(0, 0, 0)).joined
         self._joined[source] = state
         if state.joined > before:
-            self._told[source] = 0
+            self._announced[source] = 0
             for call in self._in_flight:
                 if self._is_in_flight(call):
                     self._tell(source, call)
@@ -160,7 +160,11 @@ class JoinCoordinator(MinimalService):
         engine, found = self._engine, []
         for rank in engine.view.alive:
             state = self._joined.get(rank, JoinState(0, 0, 0))
-            ready = state.joined >= self._own and state.heard >= self._own and self._heard.get(rank, 0) >= state.told
+            ready = (
+                state.joined >= self._own
+                and state.received >= self._own
+                and self._received.get(rank, 0) >= state.announced
+            )
             if rank != engine.rank and not ready:
                 found.append(rank)
         return found
@@ -171,7 +175,7 @@ class JoinCoordinator(MinimalService):
         joined_at, self._since = time.time(), time.monotonic()
         with deferred, engine.lock:
             self._own += 1
-            self._heard.clear()
+            self._received.clear()
             for rank in engine.view.alive:
                 if rank != engine.rank:
                     self._tell_state(rank)

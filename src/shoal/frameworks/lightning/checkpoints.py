@@ -89,8 +89,8 @@ def save_own(
         folder_of(path), step, keep=KEPT
     )
     plain = [{key: value for key, value in one.items() if key != "shoal"} for one in optimizers]
-    said = {"agents": size(), "save": token, "step": step, "optimizers": len(optimizers)}
-    return {**checkpoint, _OPTIMIZERS: plain, KEY: said}
+    saved = {"agents": size(), "save": token, "step": step, "optimizers": len(optimizers)}
+    return {**checkpoint, _OPTIMIZERS: plain, KEY: saved}
 
 
 def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     Raises:
         ShoalError: The folder beside the file is of another save.
     """
-    said = checkpoint.get(KEY)
-    if said is None:
+    saved = checkpoint.get(KEY)
+    if saved is None:
         log.info("%s is of one process; all agents begin with it", path)
         return checkpoint
     folder = folder_of(Path(path).resolve())
@@ -109,18 +109,18 @@ def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     if not there:
         warn(f"there is no {folder}, so all agents begin at the mean model, and with the optimizer state of agent 0")
         return checkpoint
-    model, rest, optimizers = StateHolder(), StateHolder(), [StateHolder() for _ in range(said["optimizers"])]
-    as_many = said["agents"] == size()
+    model, rest, optimizers = StateHolder(), StateHolder(), [StateHolder() for _ in range(saved["optimizers"])]
+    as_many = saved["agents"] == size()
     if not as_many:
         warn(
-            f"{path} was saved by {said['agents']} agents, and there are {size()} now: all begin at the mean of those, "
-            "with generators of their own"
+            f"{path} was saved by {saved['agents']} agents, and there are {size()} now: all begin at the mean of "
+            "those, with generators of their own"
         )
     start: Any = "own" if as_many else "consensus"
-    _parts(model, rest, optimizers).load(folder, said["step"], start=start)
-    if rest.state["token"] != said["save"]:
+    _parts(model, rest, optimizers).load(folder, saved["step"], start=start)
+    if rest.state["token"] != saved["save"]:
         raise ShoalError(
-            f"{folder} is of another save than {path}, both of step {said['step']}: a run was killed while it saved, "
+            f"{folder} is of another save than {path}, both of step {saved['step']}: a run was killed while it saved, "
             "or one of the two was copied. Take another checkpoint, or remove the folder to begin at the mean model"
         )
     found = {**checkpoint, **rest.state["checkpoint"], _OPTIMIZERS: [one.state for one in optimizers]}
@@ -136,10 +136,10 @@ def remove_own(path: str | Path) -> None:
 
 def check_one_path(path: str | Path) -> None:
     """Raise Mismatch, on all agents, unless they save to the same path."""
-    said = gather_by_rank(
+    saved = gather_by_rank(
         torch.frombuffer(bytearray(str(path).encode()), dtype=torch.uint8), Internal("lightning.path")
     )
-    paths = {agent: bytes(one.tolist()).decode() for agent, one in said.items()}
+    paths = {agent: bytes(one.tolist()).decode() for agent, one in saved.items()}
     others = [agent for agent, one in paths.items() if one != paths[rank()]]
     if others:
         raise Mismatch(

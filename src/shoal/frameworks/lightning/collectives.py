@@ -78,8 +78,8 @@ def broadcast(value: Any, source: int) -> Any:
         TypeError: At the source: another object, which receivers would not unpickle.
     """
     path = isinstance(value, Path)
-    said: list[Any] = [path, str(value) if path else value]
-    is_path, found = broadcast_object(said, source, Internal("lightning.broadcast"))
+    content: list[Any] = [path, str(value) if path else value]
+    is_path, found = broadcast_object(content, source, Internal("lightning.broadcast"))
     return Path(found) if is_path else found
 
 

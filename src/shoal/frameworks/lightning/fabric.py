@@ -110,8 +110,8 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
             for one in state.values():
                 if isinstance(one, torch.nn.Module):
                     means.enter_context(consensus(one))
-            said = {"agents": size(), "save": token}
-            super().save_checkpoint(path, state | {KEY: said}, storage_options, filter)
+            saved = {"agents": size(), "save": token}
+            super().save_checkpoint(path, state | {KEY: saved}, storage_options, filter)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -129,17 +129,17 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
                 warn(f"there is no {folder}, so all agents begin at the mean model, with agent 0's optimizer state")
             return found
         file = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        said = file.pop(KEY)
+        saved = file.pop(KEY)
         missing = [name for name in state if name not in file]
         if missing and strict:
             raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(map(repr, file))}")
         token, random = StateHolder(), RandomState()
         parts = {name: one if _is_stateful(one) else StateHolder() for name, one in state.items() if name in file}
-        as_many = said["agents"] == size()
+        as_many = saved["agents"] == size()
         if not as_many:
-            warn(f"{path} was saved by {said['agents']} agents, and there are {size()} now: all begin at their mean")
+            warn(f"{path} was saved by {saved['agents']} agents, and there are {size()} now: all begin at their mean")
         _checkpoint(parts, token, random).load(folder, start="own" if as_many else "consensus")
-        if token.state != said["save"]:
+        if token.state != saved["save"]:
             raise ShoalError(f"{folder} is of another save than {path}. Take another checkpoint, or remove the folder")
         if as_many:
             random.restore()

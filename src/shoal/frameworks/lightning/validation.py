@@ -89,9 +89,9 @@ def check_callbacks(trainer: Any) -> None:
 def check_batches(counts: list[int | None]) -> None:
     """Raise ValueError, on all agents, where they have different numbers of batches, by rank; None: not known."""
     if len(set(counts)) > 1:
-        said = ", ".join("unknown" if one is None else str(one) for one in counts)
+        listed = ", ".join("unknown" if one is None else str(one) for one in counts)
         raise ValueError(
-            f"ShoalStrategy: the agents have {said} batches in an epoch, and agents that average take equally many "
+            f"ShoalStrategy: the agents have {listed} batches in an epoch, and agents that average take equally many "
             "steps. Leave use_distributed_sampler on, or take a shoal.AgentSampler(shard=), or set limit_train_batches"
         )
 

@@ -68,7 +68,7 @@ class _FramedStream:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.out = bytearray()
-        self._heard = bytearray()
+        self._received = bytearray()
         sock.setblocking(False)
 
     def put(self, message: bytes) -> bool:
@@ -94,17 +94,17 @@ class _FramedStream:
             data = self.sock.recv(MOST_BYTES)
             if not data:
                 raise ConnectionResetError("it has hung up")
-            self._heard += data
+            self._received += data
         found = []
-        while len(self._heard) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._heard)
+        while len(self._received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received)
             if length > MOST_BYTES:
                 raise ValueError("its message is too long")
             end = _LENGTH.size + length
-            if len(self._heard) < end:
+            if len(self._received) < end:
                 break
-            found.append(bytes(self._heard[_LENGTH.size : end]))
-            del self._heard[:end]
+            found.append(bytes(self._received[_LENGTH.size : end]))
+            del self._received[:end]
         return found
 
 
@@ -177,12 +177,12 @@ class StatusCollector:
                 raise ValueError("what it says was changed on the way")
             self._take(json.loads(message[SEAL:]))
 
-    def _take(self, said: dict[str, Any]) -> None:
-        if "summary" in said:
-            self._to.take(dict(said["summary"]))
-        for rank, pid, host, state in said.get("processes", ()):
+    def _take(self, content: dict[str, Any]) -> None:
+        if "summary" in content:
+            self._to.take(dict(content["summary"]))
+        for rank, pid, host, state in content.get("processes", ()):
             self._to.process(int(rank), int(pid), str(host)[:200], str(state)[:1])
-        for rank, how, well in said.get("ended", ()):
+        for rank, how, well in content.get("ended", ()):
             self._to.ended(int(rank), str(how)[:400], bool(well))
 
     def _end(self, guest: _LauncherConnection) -> None:
@@ -222,14 +222,14 @@ class StatusSender:
         self._stream: _FramedStream | None = None
         self._sealed: _Sealed | None = None
         self._nonces: tuple[bytes, bytes] | None = None
-        self._limit = self._again = self._told = 0.0
+        self._limit = self._again = self._sent_at = 0.0
         self._processes: dict[int, tuple[int, str, str]] = {}
         self._ended: dict[int, tuple[str, bool]] = {}
 
     # Status to send
 
     def take(self, summary: dict[str, Any]) -> None:
-        self._say({"summary": summary})
+        self._send_content({"summary": summary})
 
     def process(self, rank: int, pid: int, host: str, state: str) -> None:
         if rank not in self._processes or self._processes[rank][0] != pid:
@@ -242,14 +242,14 @@ class StatusSender:
         self._tell()
 
     def _tell(self) -> None:
-        self._told = time.monotonic()
+        self._sent_at = time.monotonic()
         processes = [(rank, *one) for rank, one in self._processes.items()]
-        self._say({"processes": processes, "ended": [(rank, *one) for rank, one in self._ended.items()]})
+        self._send_content({"processes": processes, "ended": [(rank, *one) for rank, one in self._ended.items()]})
 
-    def _say(self, said: dict[str, Any]) -> None:
+    def _send_content(self, content: dict[str, Any]) -> None:
         if self._stream is None or self._sealed is None:
             return
-        message = json.dumps(said).encode()
+        message = json.dumps(content).encode()
         room = MOST_WAITING - len(self._stream.out) - SEAL - _LENGTH.size
         if len(message) + SEAL <= min(room, MOST_BYTES):  # else its number would be used, and not be sent
             self._stream.put(self._sealed.seal(message) + message)
@@ -265,7 +265,7 @@ class StatusSender:
         """When to call :meth:`serve` at the latest, as ``time.monotonic()``."""
         if self._stream is None:
             return self._again
-        return self._limit if self._sealed is None else self._told + TELL_SECONDS
+        return self._limit if self._sealed is None else self._sent_at + TELL_SECONDS
 
     def serve(self) -> None:
         """Do what can be done now."""
@@ -282,7 +282,7 @@ class StatusSender:
                 self._hang_up()
         if self._stream is not None and self._sealed is None and now >= self._limit:
             self._hang_up()
-        if self._sealed is not None and now >= self._told + TELL_SECONDS:
+        if self._sealed is not None and now >= self._sent_at + TELL_SECONDS:
             self._tell()
 
     def _connect(self) -> None:

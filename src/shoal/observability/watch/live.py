@@ -80,7 +80,7 @@ class Watch:
         self._parts = contextlib.ExitStack()
         self._over = False  # it has failed
         try:
-            inbox = StatusListener(self._heard, 2 * agents + 16)
+            inbox = StatusListener(self._take_summary, 2 * agents + 16)
         except BaseException:
             self._close()
             raise
@@ -91,7 +91,7 @@ class Watch:
         self._parts.callback(part.close)
         self._selector.register(part.fileno(), selectors.EVENT_READ, serve)
 
-    def _heard(self, summary: dict[str, Any]) -> None:
+    def _take_summary(self, summary: dict[str, Any]) -> None:
         self._sink.take(summary)
         self._changed()
 

@@ -162,10 +162,10 @@ class _TraceReplay:
 
     def _series(self, frames: list[dict[str, Any]]) -> History:
         history = History()
-        told: set[str] = set()
+        noted: set[str] = set()
         for one in self._all:
-            for name in {measure.name for measure in one.measured} - told:
-                told.add(name)
+            for name in {measure.name for measure in one.measured} - noted:
+                noted.add(name)
                 for measure in (each for each in one.measured if each.name == name):
                     mean = "nan" if measure.mean is None else measure.mean
                     history.add(name, (self._since(measure.at), mean, mean))
@@ -180,12 +180,12 @@ class _TraceReplay:
 
     def _events(self) -> list[tuple[float, str, str]]:
         found: list[tuple[float, str, str]] = []
-        told: set[tuple[int, str]] = set()
+        noted: set[tuple[int, str]] = set()
         for at, rank, how, cause in sorted(
             (loss.at, loss.rank, loss.how, loss.cause) for one in self._all for loss in one.losses
         ):
-            if (rank, how) not in told:
-                told.add((rank, how))
+            if (rank, how) not in noted:
+                noted.add((rank, how))
                 found.append((self._since(at), f"rank {rank} {how}: {cause}", "bad" if how == "died" else ""))
         for rank, agents in self._of.items():
             for agent in agents:  # a joining agent is started like a restarted one
@@ -312,11 +312,11 @@ def _changes(entries: list[MembershipEvent]) -> list[tuple[float, str, str]]:
     good.
     """
     found = []
-    told: set[tuple[tuple[int, ...], ...]] = set()
+    noted: set[tuple[tuple[int, ...], ...]] = set()
     for one in entries:
         what = one.lost, one.entered, one.alive
-        if (one.lost or one.entered) and what not in told:
-            told.add(what)
+        if (one.lost or one.entered) and what not in noted:
+            noted.add(what)
             parts = [f"lost: {', '.join(map(str, one.lost))}"] if one.lost else []
             parts += [f"entered: {', '.join(map(str, one.entered))}"] if one.entered else []
             text = f"agreed on: {'; '.join(parts)}; there are {len(one.alive)}"

@@ -33,8 +33,8 @@ class _AgentView:
 
     Attributes:
         incarnation: How often it has been restarted.
-        heard: The time of its last message, as ``time.monotonic()``; 0 if there was none.
-        said: Its last message, and its last message with its work.
+        last_message_at: The time of its last message, as ``time.monotonic()``; 0 if there was none.
+        message: Its last message, and its last message with its work.
         process: The state of its process, as the kernel's letter; empty if no launcher observes it.
         ended: How its process ended; and whether successfully.
         restarted: Its process took the place of one that ended.
@@ -42,8 +42,8 @@ class _AgentView:
     """
 
     incarnation: int = -1
-    heard: float = 0.0
-    said: StatusMessage | None = None
+    last_message_at: float = 0.0
+    message: StatusMessage | None = None
     known: StatusMessage | None = None
     process: str = ""
     pid: int = 0
@@ -81,39 +81,39 @@ class RunState:
     def take(self, summary: dict[str, Any]) -> None:
         """Receive a status message. A malformed one is ignored."""
         try:
-            said = StatusMessage.of(summary, self._size)
+            message = StatusMessage.of(summary, self._size)
         except NONSENSE:
             return
-        agent = self._agents[said.rank]
-        if said.attempt != self._attempt or said.incarnation < agent.incarnation:
+        agent = self._agents[message.rank]
+        if message.attempt != self._attempt or message.incarnation < agent.incarnation:
             return  # a late message of an ended agent
         now = time.monotonic()
-        if said.incarnation > agent.incarnation:
-            again = self._again(said.rank, said.incarnation)
+        if message.incarnation > agent.incarnation:
+            again = self._again(message.rank, message.incarnation)
             if again:
-                self.note(f"rank {said.rank} is there, started for the {_nth(again + 1)} time", "good")
-            elif said.rank >= self._begins:
-                self.note(f"rank {said.rank} has joined", "good")
-            agent.incarnation, agent.known, agent.rates = said.incarnation, None, EdgeRates()
+                self.note(f"rank {message.rank} is there, started for the {_nth(again + 1)} time", "good")
+            elif message.rank >= self._begins:
+                self.note(f"rank {message.rank} has joined", "good")
+            agent.incarnation, agent.known, agent.rates = message.incarnation, None, EdgeRates()
             agent.restarted = again > 0
-        if said.work is not None:
-            self._take_work(agent, said, now)
-        if said.leaves and not (agent.said is not None and agent.said.leaves):
-            self.note(f"rank {said.rank} has left", "")
-        agent.said, agent.heard, agent.pid, agent.host = said, now, said.pid, said.host
+        if message.work is not None:
+            self._take_work(agent, message, now)
+        if message.leaves and not (agent.message is not None and agent.message.leaves):
+            self.note(f"rank {message.rank} has left", "")
+        agent.message, agent.last_message_at, agent.pid, agent.host = message, now, message.pid, message.host
 
-    def _take_work(self, agent: _AgentView, said: StatusMessage, now: float) -> None:
-        work = said.work
+    def _take_work(self, agent: _AgentView, message: StatusMessage, now: float) -> None:
+        work = message.work
         assert work is not None
         agent.rates.add(now, work.sent, work.step_seconds)
         for rank in work.lost:
             loss = rank, self._agents[rank].incarnation
             if loss not in self._noted and not self._agents[rank].restarted:
                 self._noted.add(loss)
-                self.note(f"rank {rank} is lost, as rank {said.rank} knows", "bad")
+                self.note(f"rank {rank} is lost, as rank {message.rank} knows", "bad")
         for name, one in work.measured.items():
             self._history.add_measured(name, one.times, (self._seconds, one.mean, one.worst))
-        agent.known = said
+        agent.known = message
 
     def _again(self, rank: int, incarnation: int) -> int:
         """How often an agent was restarted. The first start of a joining agent has incarnation 1, as a restart, and
@@ -242,18 +242,18 @@ class RunState:
             return (FINISHED if agent.ended_well else LOST), agent.ended.partition(") ")[2] or agent.ended
         if agent.process in _PROCESS_STOPPED:
             return STOPPED, f"(continue it with kill -CONT {agent.pid})"
-        said, known = agent.said, agent.known
-        if (said is not None and said.rejoins) or (agent.restarted and lost):
+        message, known = agent.message, agent.known
+        if (message is not None and message.rejoins) or (agent.restarted and lost):
             return REJOINING, "when the others save their checkpoint"
         if lost:
             return LOST, "as the others know"
-        if said is None:
+        if message is None:
             starting = REJOINING if agent.restarted else STARTING
             return (starting, "") if agent.process else (ABSENT, "")
-        if said.leaves:
+        if message.leaves:
             return LEFT, "and its process goes on"
-        if now - agent.heard > SILENT_SECONDS:
-            return SILENT, f"for {now - agent.heard:.0f} s"
+        if now - agent.last_message_at > SILENT_SECONDS:
+            return SILENT, f"for {now - agent.last_message_at:.0f} s"
         work = known.work if known is not None else None
         if work is None:
             return COMPUTING, ""
@@ -267,7 +267,7 @@ class RunState:
 
 def _rates_of(agent: _AgentView, now: float) -> Mapping[int, float]:
     """Bytes per second by destination: none of an agent that has ended or is silent."""
-    return {} if agent.ended or now - agent.heard > SILENT_SECONDS else agent.rates.by_destination
+    return {} if agent.ended or now - agent.last_message_at > SILENT_SECONDS else agent.rates.by_destination
 
 
 def loss_of(measured: Mapping[str, Number]) -> Number | None:

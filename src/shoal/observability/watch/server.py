@@ -74,8 +74,8 @@ def path_of(request: bytes, token: str) -> str | None:
         return None
     hosts = [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.lower() == "host"]
     name = hosts[0].rpartition(":")[0] or hosts[0] if len(hosts) == 1 else ""
-    said, slash, path = target.removeprefix("/").partition("/")
-    knows = hmac.compare_digest(said.encode(), token.encode())
+    given, slash, path = target.removeprefix("/").partition("/")
+    knows = hmac.compare_digest(given.encode(), token.encode())
     fits = method == "GET" and version in ("HTTP/1.0", "HTTP/1.1") and name.lower() in OWN_NAMES
     return path if knows and slash and fits else None
 
@@ -84,15 +84,15 @@ class PageServer:
     """The server of the page. An event loop calls :meth:`serve` when :meth:`fileno` is readable, and when it is due.
 
     Args:
-        said: Returns the current data of the page, as JSON data.
+        data: Returns the current data of the page, as JSON data.
         port: 0 takes a free one.
 
     Raises:
         OSError: The port is taken.
     """
 
-    def __init__(self, said: Callable[[], dict[str, Any]], port: int = 0) -> None:
-        self._said = said
+    def __init__(self, data: Callable[[], dict[str, Any]], port: int = 0) -> None:
+        self._data = data
         self._token = secrets.token_urlsafe(24)
         self._listener = socket.create_server((HOST, port), backlog=64)
         self._listener.setblocking(False)
@@ -100,7 +100,7 @@ class PageServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: list[_BrowserConnection] = []
         self._news = False
-        self._told = 0.0
+        self._sent_at = 0.0
 
     @property
     def address(self) -> str:
@@ -123,7 +123,7 @@ class PageServer:
     def due(self) -> float:
         """When to call :meth:`serve` at the latest, as ``time.monotonic()``."""
         asking = (one.limit for one in self._connections)
-        update = self._told + (UPDATE_SECONDS if self._news else SIGN_SECONDS) if self.is_looked_at else float("inf")
+        update = self._sent_at + (UPDATE_SECONDS if self._news else SIGN_SECONDS) if self.is_looked_at else float("inf")
         return min(update, *asking, float("inf"))
 
     def serve(self) -> None:
@@ -136,7 +136,7 @@ class PageServer:
         now = time.monotonic()
         for one in [one for one in self._connections if now >= one.limit]:
             self._end(one)
-        if self.is_looked_at and now >= self._told + (UPDATE_SECONDS if self._news else SIGN_SECONDS):
+        if self.is_looked_at and now >= self._sent_at + (UPDATE_SECONDS if self._news else SIGN_SECONDS):
             self._update()
 
     def _accept(self) -> None:
@@ -184,10 +184,10 @@ class PageServer:
             self._write(one)
 
     def _event(self) -> bytes:
-        return f"data: {json.dumps(self._said(), separators=(',', ':'), allow_nan=False)}\n\n".encode()
+        return f"data: {json.dumps(self._data(), separators=(',', ':'), allow_nan=False)}\n\n".encode()
 
     def _update(self) -> None:
-        news, self._news, self._told = self._news, False, time.monotonic()
+        news, self._news, self._sent_at = self._news, False, time.monotonic()
         event = self._event() if news else b": still here\n\n"
         for one in [one for one in self._connections if one.looks]:
             if len(one.out) + len(event) <= max(MOST_WAITING, len(event)):

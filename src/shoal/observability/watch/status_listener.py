@@ -89,9 +89,9 @@ class StatusListener:
                 self._end(sock)
                 return
             with contextlib.suppress(ValueError, RecursionError):
-                said = json.loads(packet)
-                if isinstance(said, dict):
-                    self._take(said)
+                content = json.loads(packet)
+                if isinstance(content, dict):
+                    self._take(content)
 
     def _end(self, sock: socket.socket) -> None:
         self._open.remove(sock)

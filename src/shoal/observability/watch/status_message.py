@@ -80,47 +80,47 @@ class StatusMessage:
     rejoins: bool = False
 
     @staticmethod
-    def of(said: dict[str, Any], size: int) -> StatusMessage:
+    def of(data: dict[str, Any], size: int) -> StatusMessage:
         """The message from JSON data of an agent, in a run of ``size`` agents.
 
         Raises:
             One of :data:`NONSENSE`: The data is malformed.
         """
-        rank = _rank(said["rank"], size)
-        who = (rank, _count(said["size"]), _count(said["incarnation"]), _count(said["attempt"]), _count(said["pid"]))
-        work = _work(said, size) if "step" in said else None
-        return StatusMessage(*who, _text(said["host"]), bool(said.get("leaves")), work, bool(said.get("rejoins")))
+        rank = _rank(data["rank"], size)
+        who = (rank, _count(data["size"]), _count(data["incarnation"]), _count(data["attempt"]), _count(data["pid"]))
+        work = _work(data, size) if "step" in data else None
+        return StatusMessage(*who, _text(data["host"]), bool(data.get("leaves")), work, bool(data.get("rejoins")))
 
 
-def _work(said: dict[str, Any], size: int) -> WorkStatus:
-    waits = sorted(said.get("waiting", ()), key=lambda one: -_seconds(one["seconds"]))[:1]
-    agrees = _ranks(said["agrees_with"], size)
+def _work(data: dict[str, Any], size: int) -> WorkStatus:
+    waits = sorted(data.get("waiting", ()), key=lambda one: -_seconds(one["seconds"]))[:1]
+    agrees = _ranks(data["agrees_with"], size)
     call, ranks, seconds = "", agrees, 0.0
     if agrees:
         call = "the agreement on a loss"
     elif waits:
         call, ranks = _text(waits[0]["call"]), _ranks(waits[0]["ranks"], size)
         seconds = _seconds(waits[0]["seconds"])
-    took = said["step_seconds"]
+    took = data["step_seconds"]
     return WorkStatus(
         call,
         ranks,
         seconds,
-        bool(said["stands_still"]) or bool(agrees),
-        _ranks(said["lost"], size),
-        _ranks(said["left"], size),
-        _text(said["over"]),
-        _count(said["step"]),
+        bool(data["stands_still"]) or bool(agrees),
+        _ranks(data["lost"], size),
+        _ranks(data["left"], size),
+        _text(data["over"]),
+        _count(data["step"]),
         None if took is None else _seconds(took),
-        {_text(name): _measure(one) for name, one in list(said.get("measured", {}).items())[:_MOST_NAMES]},
-        _count(said["bytes_sent"]),
-        {_rank(peer, size): _count(nbytes) for peer, nbytes in said.get("sent", ())[:_MOST_EDGES]},
-        tuple(_rank(peer, size) for peer in said.get("edges", ())[:_MOST_EDGES]),
+        {_text(name): _measure(one) for name, one in list(data.get("measured", {}).items())[:_MOST_NAMES]},
+        _count(data["bytes_sent"]),
+        {_rank(peer, size): _count(nbytes) for peer, nbytes in data.get("sent", ())[:_MOST_EDGES]},
+        tuple(_rank(peer, size) for peer in data.get("edges", ())[:_MOST_EDGES]),
     )
 
 
-def _measure(said: dict[str, Any]) -> MetricSample:
-    return MetricSample(_count(said["times"]), *(_number(said[name]) for name in ("own", "mean", "worst")))
+def _measure(data: dict[str, Any]) -> MetricSample:
+    return MetricSample(_count(data["times"]), *(_number(data[name]) for name in ("own", "mean", "worst")))
 
 
 def _text(value: Any) -> str:

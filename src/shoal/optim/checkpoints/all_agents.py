@@ -46,10 +46,10 @@ class AgentErrors(dict[int, str]):
 
 def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[AgentErrors, T | None]:
     """Call ``attempt`` on all agents: the errors of all, and this agent's result. No agent waits for a failed one."""
-    made, said = None, ""
+    made, problem = None, ""
     try:
         made = attempt()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    texts = gather_by_rank(torch.tensor(list(said.encode()), dtype=torch.uint8), Internal(name), timeout=timeout)
+        problem = f"{type(error).__name__}: {error}"
+    texts = gather_by_rank(torch.tensor(list(problem.encode()), dtype=torch.uint8), Internal(name), timeout=timeout)
     return AgentErrors({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), made

@@ -40,12 +40,12 @@ class _PendingAverage:
 
     Attributes:
         peer: The other agent.
-        said: This agent's parameters as that agent decodes them, ``[numel]``.
+        decoded: This agent's parameters as that agent decodes them, ``[numel]``.
         answers: The number of its earlier replies.
     """
 
     peer: int
-    said: torch.Tensor
+    decoded: torch.Tensor
     answers: int
 
 
@@ -205,8 +205,10 @@ class PairwiseExchange(WindowExchange):
             if peer is None:
                 return None
             answers = named(pairs.slots.replies).slots()[peer].puts
-            message, said = pairs.encode(_PairAverage(peer, True), self._draws(current("AD-PSGD").rank, peer, answers))
-            pairs.asked = _PendingAverage(peer, said, answers)
+            message, decoded = pairs.encode(
+                _PairAverage(peer, True), self._draws(current("AD-PSGD").rank, peer, answers)
+            )
+            pairs.asked = _PendingAverage(peer, decoded, answers)
         return ops.win_put_nonblocking(message, pairs.slots.requests, dst_weights=[peer])
 
     def _drawn(self, name: str) -> int | None:
@@ -266,7 +268,7 @@ class PairwiseExchange(WindowExchange):
                 return
             pair = _PairAverage(asked.peer, True)
             theirs = pairs.decode(pair, message, self._draws(asked.peer, agent.rank, asked.answers))
-            pairs.average(pair, asked.said, theirs)
+            pairs.average(pair, asked.decoded, theirs)
 
     def _take(self, bucket: Bucket, name: str) -> None:
         with self._lock:
@@ -307,11 +309,11 @@ class PairwiseExchange(WindowExchange):
                 message = asks.update(0, {peer: 1}, clone=True)
                 pair = _PairAverage(peer, False)
                 theirs = pairs.decode(pair, message, self._draws(peer, rank, done))
-                answer, said = pairs.encode(pair, self._draws(rank, peer, done))
+                answer, decoded = pairs.encode(pair, self._draws(rank, peer, done))
                 if self.staleness is not None and self._answered >= self.staleness * len(self._pairs):
                     answer[-1] = 0
                 else:
-                    pairs.average(pair, said, theirs)
+                    pairs.average(pair, decoded, theirs)
                     self._answered += 1
             try:
                 ops.win_put(answer, pairs.slots.replies, dst_weights=[peer])

@@ -48,8 +48,8 @@ class _Declared(NamedTuple):
         return torch.tensor([*head, *self.trainable], dtype=torch.float64)
 
     @classmethod
-    def of(cls, said: torch.Tensor) -> _Declared:
-        era, number, different, frozen, trainable, *flags = map(int, said.tolist())
+    def of(cls, theirs: torch.Tensor) -> _Declared:
+        era, number, different, frozen, trainable, *flags = map(int, theirs.tolist())
         return cls((era, number), different, frozen, trainable, bytes(flags))
 
 
@@ -68,7 +68,7 @@ class TrainableWindow:
         self._era = 0
         self._own: deque[tuple[Round, bytes]] = deque([((-1, 0), trainable)], _ROUNDS)
         self._declared = trainable
-        self._heard: dict[int, _Declared] = {}
+        self._theirs: dict[int, _Declared] = {}
         self._puts: dict[int, int] = {}
         ops.win_create(torch.zeros(5 + len(trainable), dtype=torch.float64), name, zero_init=True)
 
@@ -118,8 +118,8 @@ class TrainableWindow:
             ops.win_free(self._name)
 
     def _has_come(self, rank: int, now: Round, trainable: bytes) -> bool:
-        said = self._heard.get(rank)
-        return said is not None and (said.round > now or (said.round == now and said.trainable == trainable))
+        theirs = self._theirs.get(rank)
+        return theirs is not None and (theirs.round > now or (theirs.round == now and theirs.trainable == trainable))
 
     def _declare(self, now: Round, trainable: bytes) -> None:
         if trainable == self._declared:
@@ -142,26 +142,26 @@ class TrainableWindow:
         for rank, slot in window.slots().items():
             if slot.puts != self._puts.get(rank, 0):
                 self._puts[rank] = slot.puts
-                self._heard[rank] = said = _Declared.of(window.update(0, {rank: 1}, clone=True))
-                if said.different:
-                    self._raise(said)
-            said_before = self._heard.get(rank)
-            if said_before is None or said_before.round >= now:
+                self._theirs[rank] = theirs = _Declared.of(window.update(0, {rank: 1}, clone=True))
+                if theirs.different:
+                    self._raise(theirs)
+            before = self._theirs.get(rank)
+            if before is None or before.round >= now:
                 continue  # this agent may still make the same change
-            mine = self._own_in(said_before.round)
-            if mine is not None and mine != said_before.trainable:
-                del self._heard[rank]
-                self._raise(self._difference(rank, said_before, mine))
+            mine = self._own_in(before.round)
+            if mine is not None and mine != before.trainable:
+                del self._theirs[rank]
+                self._raise(self._difference(rank, before, mine))
 
     def _own_in(self, number: Round) -> bytes | None:
         """The trainable parameters here in a round; None if they are no longer stored."""
         return next((flags for since, flags in reversed(self._own) if since <= number), None)
 
-    def _difference(self, rank: int, said: _Declared, mine: bytes) -> _Declared:
+    def _difference(self, rank: int, theirs: _Declared, mine: bytes) -> _Declared:
         me = current("optim").rank
-        at = next(at for at, (one, other) in enumerate(zip(mine, said.trainable, strict=True)) if one != other)
+        at = next(at for at, (one, other) in enumerate(zip(mine, theirs.trainable, strict=True)) if one != other)
         frozen, trainable = (rank, me) if mine[at] else (me, rank)
-        return _Declared(said.round, at + 1, frozen, trainable, self._declared)
+        return _Declared(theirs.round, at + 1, frozen, trainable, self._declared)
 
     def _raise(self, found: _Declared) -> None:
         self._say(found._replace(trainable=self._declared))

@@ -164,8 +164,8 @@ class _Followed:
         span, sources = self._span, self._sources
         patience = len(span) if span.whole else SAMPLED_ROUNDS + 8 * span.size
         idle, before = 0, -1
-        for round, heard in enumerate(spread(span, self._start, sources)):
-            missing = 1 - unpack(heard, len(sources))
+        for round, received in enumerate(spread(span, self._start, sources)):
+            missing = 1 - unpack(received, len(sources))
             self.left = int(missing.sum(dtype=np.int64))
             idle = idle + 1 if self.left == before else 0
             self.gave_up = self.left > 0 and self.cost > self._limit
@@ -173,7 +173,7 @@ class _Followed:
                 return
             yield missing
             before = self.left
-            self.cost += heard.shape[1] * len(span[self._start + round].edges.weight) + missing.size // 8
+            self.cost += received.shape[1] * len(span[self._start + round].edges.weight) + missing.size // 8
 
 
 def _summed(followed: _Followed) -> _Summed:

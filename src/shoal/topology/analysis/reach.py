@@ -50,21 +50,21 @@ def spread(span: Span, first: int, sources: Ranks) -> Iterator[Bits]:
         bits, uint64 [n, words], bit ``k % 64`` of word ``k // 64`` for ``sources[k]``; one array, changed in place.
     """
     numbers = np.arange(len(sources))
-    heard = np.zeros((span.size, (len(sources) + 63) // 64), dtype=np.dtype("<u8"))
-    np.bitwise_or.at(heard, (sources, numbers // 64), np.uint64(1) << (numbers % 64).astype(np.uint64))
+    received = np.zeros((span.size, (len(sources) + 63) // 64), dtype=np.dtype("<u8"))
+    np.bitwise_or.at(received, (sources, numbers // 64), np.uint64(1) << (numbers % 64).astype(np.uint64))
     for round in count(first):
-        yield heard
-        _pass_on(heard, span[round])
+        yield received
+        _pass_on(received, span[round])
 
 
-def unpack(heard: Bits, sources: int) -> NDArray[np.uint8]:
+def unpack(received: Bits, sources: int) -> NDArray[np.uint8]:
     """The bits of :func:`spread` as zeros and ones, uint8 [n, sources]."""
-    return np.unpackbits(heard.view(np.uint8), axis=1, count=sources, bitorder="little")
+    return np.unpackbits(received.view(np.uint8), axis=1, count=sources, bitorder="little")
 
 
-def _pass_on(heard: Bits, round: RoundMap) -> None:
+def _pass_on(received: Bits, round: RoundMap) -> None:
     destination, source, _ = round.weighty
     if not len(source):
         return
     starts = np.flatnonzero(np.r_[True, destination[1:] != destination[:-1]])
-    heard[destination[starts]] |= np.bitwise_or.reduceat(heard[source], starts, axis=0)
+    received[destination[starts]] |= np.bitwise_or.reduceat(received[source], starts, axis=0)

@@ -75,8 +75,8 @@ def find_invariance(span: Span) -> Invariance | None:
 
 
 def _is_regular(round: RoundMap) -> bool:
-    heard = np.bincount(round.weighty.destination, minlength=round.size)
-    return bool((heard == heard[0]).all())
+    received = np.bincount(round.weighty.destination, minlength=round.size)
+    return bool((received == received[0]).all())
 
 
 class _SymmetricRows:

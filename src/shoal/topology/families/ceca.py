@@ -66,11 +66,11 @@ class CecaStep:
         """The vector to send."""
         return held.mean if self.doubles_up else held.others
 
-    def update(self, held: CecaState, heard: Any) -> CecaState:
+    def update(self, held: CecaState, received: Any) -> CecaState:
         """The new state, from the received vector `heard`."""
         return CecaState(
-            self.kept_of_mean * held.mean + (1 - self.kept_of_mean) * heard,
-            self.kept_of_others * held.others + (1 - self.kept_of_others) * heard,
+            self.kept_of_mean * held.mean + (1 - self.kept_of_mean) * received,
+            self.kept_of_others * held.others + (1 - self.kept_of_others) * received,
         )
 
 
@@ -113,8 +113,8 @@ class _Ceca(EdgeSchedule):
             return np.eye(2)
         round = self._check_round(round) % len(self.steps)
         step = self.steps[round]
-        heard = np.eye(self.size)[self.sources(round)]
-        sent = np.concatenate([heard, 0 * heard] if step.doubles_up else [0 * heard, heard], axis=1)
+        received = np.eye(self.size)[self.sources(round)]
+        sent = np.concatenate([received, 0 * received] if step.doubles_up else [0 * received, received], axis=1)
         own = np.eye(2 * self.size)
         kept = np.repeat([step.kept_of_mean, step.kept_of_others], self.size)[:, None]
         mixed: NDArray[np.float64] = kept * own + (1 - kept) * np.concatenate([sent, sent])

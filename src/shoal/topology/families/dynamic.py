@@ -34,11 +34,11 @@ def GetDynamicOnePeerSendRecvRanks(topo: nx.DiGraph, self_rank: int) -> Iterator
     digraph = as_digraph(topo)
     self_rank = check_rank(self_rank, digraph.number_of_nodes(), "self_rank")
     mine = _clockwise(digraph, self_rank)
-    heard: list[tuple[int, int, int]] = []
+    senders: list[tuple[int, int, int]] = []
     for source in sorted(set(digraph.predecessors(self_rank)) - {self_rank}):
         theirs = _clockwise(digraph, source)
-        heard.append((source, theirs.index(self_rank), len(theirs)))
-    return _one_peer(mine, heard)
+        senders.append((source, theirs.index(self_rank), len(theirs)))
+    return _one_peer(mine, senders)
 
 
 def GetExp2DynamicSendRecvMachineRanks(
@@ -142,11 +142,11 @@ def _clockwise(graph: nx.DiGraph, rank: int) -> list[int]:
     return sorted(set(graph.successors(rank)) - {rank}, key=lambda peer: (peer - rank) % size)
 
 
-def _one_peer(destinations: list[int], heard: list[tuple[int, int, int]]) -> Iterator[Round]:
+def _one_peer(destinations: list[int], senders: list[tuple[int, int, int]]) -> Iterator[Round]:
     """`heard` lists (source, index in its period of the round in which it sends here, its period)."""
     for t in count():
         send = [destinations[t % len(destinations)]] if destinations else []
-        yield send, [source for source, index, period in heard if t % period == index]
+        yield send, [source for source, index, period in senders if t % period == index]
 
 
 def _circle(size: int, position: int, hops: list[int]) -> Iterator[Round]:
