@@ -263,7 +263,7 @@ class _LinearOperation(torch.autograd.Function):
 
 
 class _LinearOnce(_LinearOperation):
-    """As the base class, for a backward pass with factors of its own, which cannot be differentiated again."""
+    """The base class with separate factors for the backward pass; it cannot be differentiated again."""
 
     @staticmethod
     @once_differentiable
