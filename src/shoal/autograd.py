@@ -263,7 +263,7 @@ class _LinearOperation(torch.autograd.Function):
 
 
 class _LinearOnce(_LinearOperation):
-    """A backward pass with its own factors. It cannot be differentiated again."""
+    """The base class with separate factors for the backward pass; it cannot be differentiated again."""
 
     @staticmethod
     @once_differentiable
