@@ -142,6 +142,13 @@ def within(
     return Claim(paper, measured, -by <= difference.low and difference.high <= by)
 
 
+def below(paper: str, values: Sequence[float], limit: float) -> Claim:
+    """Claim that positive values of several magnitudes are below a limit: so is their interval, of the logarithms."""
+    one = Interval.of(math.log10(value) for value in values)
+    reaches = one.mean if math.isinf(one.reach) else one.high
+    return Claim(paper, f"{powers_of_ten(values)}, limit {limit:g}", reaches < math.log10(limit))
+
+
 def verdict(claims: Sequence[Claim]) -> str:
     """In words: whether the measurements agree with the paper, and in which claims they do not.
 

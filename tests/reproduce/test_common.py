@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "reproduce"))
 
 import _common as common  # noqa: E402
-from _common import Claim, Interval, Report, arguments, exceeds, verdict, within  # noqa: E402
+from _common import Claim, Interval, Report, arguments, below, exceeds, verdict, within  # noqa: E402
 
 YES, NO = Claim("it is so (figure 1)", "1 ± 0.1", True), Claim("it is cheap (table 2)", "9 ± 0.1", False)
 
@@ -41,6 +41,12 @@ def test_a_difference_that_the_seeds_do_not_separate_differs() -> None:
     assert not exceeds("higher", [3.0], [1.0]).holds, "one seed separates nothing"
     assert within("equal", clear, clear, by=0.1).holds
     assert not within("equal", noisy, [3.0, 3.0, 3.0], by=0.1).holds
+
+
+def test_errors_below_a_limit() -> None:
+    assert below("exact", [1e-12, 1e-13, 1e-14], 1e-9).holds
+    assert not below("exact", [1e-12, 1e-3], 1e-9).holds
+    assert not below("exact", [1e-3], 1e-9).holds
 
 
 def test_the_verdict_names_the_claims_that_fail() -> None:
