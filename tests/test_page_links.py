@@ -13,6 +13,7 @@ PAGES = [
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "examples").glob("*.md"),
     *(ROOT / "benchmarks").glob("*.md"),
+    *(ROOT / "reproduce").glob("*.md"),
 ]
 
 

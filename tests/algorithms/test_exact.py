@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import pytest
 import torch
 
 from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
 from shoal.algorithms.loop import steps_of
+from shoal.algorithms.needs import Facts
+from shoal.algorithms.stability import step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential
 from shoal.topology.families.circulant import exponential, ring
@@ -106,9 +111,34 @@ def test_at_an_eigenvalue_of_minus_a_third_noise_adds_up_without_end_and_a_littl
 
 
 @pytest.mark.parametrize("own", [1 / 3, 0.3335])
-def test_exact_diffusion_is_refused_at_an_eigenvalue_of_minus_a_third(own: float) -> None:
-    with pytest.raises(ValueError, match=r"the smallest is -0\.333.*noise of gradients adds up.*lazy=True"):
-        StackedFleet(weighted_ring(own)).run(ExactDiffusion(LR), START, GRADIENT, 1)
+def test_at_an_eigenvalue_of_minus_a_third_exact_diffusion_warns_and_finds_the_optimum(own: float) -> None:
+    """Listing 6 of the BlueFog paper on an even ring: full gradients, and a strongly convex sum."""
+    fleet = StackedFleet(weighted_ring(own))
+    with pytest.warns(UserWarning, match=r"the smallest is -0\.333.*noise of gradients adds up.*lazy=True"):
+        found = fleet.run(ExactDiffusion(LR), START, GRADIENT, 700)
+    assert (found.x - optimum()).abs().max() < 1e-9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fleet.run(ExactDiffusion(LR), START, GRADIENT, 1, unchecked="eigenvalues above -1/3")
+
+
+@pytest.mark.parametrize("size", [4, 6, 16])
+def test_there_differences_shrink_by_the_curvature_alone(size: int) -> None:
+    """Along w = -1/3, with the curvature h, the factors of a step solve ``r^2 = w (2 - lr h) r - w (1 - lr h)``."""
+
+    def largest_of_differences(curvature: torch.Tensor) -> float:
+        found = torch.linalg.eigvals(step_matrix(ExactDiffusion(LR), Facts(ring(size)), curvature)).abs()
+        largest, second, *_ = found.sort(descending=True).values.tolist()
+        assert largest == pytest.approx(1), "the constant that x and psi share is kept"
+        return float(second)
+
+    ones, h = torch.ones(size, 1, dtype=torch.float64), 1.0
+    w, a = -1 / 3, LR * h
+    alternating = abs(w * (2 - a) / 2 - math.sqrt((w * (2 - a) / 2) ** 2 - w * (1 - a)))
+    assert alternating == pytest.approx(1 - a / 2, abs=a**2 / 10)
+    assert largest_of_differences(h * ones) == pytest.approx(alternating, abs=1e-9)
+    assert largest_of_differences(0 * ones) == pytest.approx(1, abs=1e-9)
+    assert largest_of_differences(h * ones * (torch.arange(size) == 0).view(-1, 1)) < 1, "one curved objective suffices"
 
 
 def test_a_condition_that_is_named_is_not_checked() -> None:

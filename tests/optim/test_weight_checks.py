@@ -88,7 +88,7 @@ def test_schedules_of_machines_are_checked_too(fleet: Fleets) -> None:
 def test_what_other_algorithms_need_is_checked_when_they_are_given_a_topology(fleet: Fleets) -> None:
     def run() -> None:
         for algorithm, topology, told in (
-            (ExactDiffusion(1.0), shoal.RingGraph(SIZE), "above -1/3"),
+            (ExactDiffusion(1.0), Circulant(SIZE, {0: 0.2, 1: 0.4, -1: 0.4}), "above -1/3"),
             (ExactDiffusion(1.0, lazy=True), OnePeerExponential(SIZE), "static"),
             (ChocoSGD(1.0, 0.2, RandomK(0.1, scaled=True)), shoal.RingGraph(SIZE), "contraction"),
         ):
@@ -96,6 +96,14 @@ def test_what_other_algorithms_need_is_checked_when_they_are_given_a_topology(fl
                 make(partial(shoal.DecentralizedOptimizer, algorithm=algorithm), topology=topology)
 
     fleet(SIZE).run(run)
+
+
+def test_exact_diffusion_at_minus_a_third_is_warned_of() -> None:
+    def run() -> None:
+        make(partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0)), topology=shoal.RingGraph(SIZE))
+
+    assert all("where they are flat, the noise of gradients adds up" in one for one in heard(SIZE, run))
+    assert heard(SIZE, run)
 
 
 def test_a_swinging_momentum_is_refused_in_training() -> None:

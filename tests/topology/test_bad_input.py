@@ -39,6 +39,7 @@ CONSTRUCTORS = [
     "ODEquiDyn",
     "OUEquiDyn",
     "OnePeerExponential",
+    "OnePeerGrid",
     "OnePeerHypercube",
     "RandomMatchings",
     "RingGraph",

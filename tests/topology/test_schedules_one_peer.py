@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.algorithms.schedule_weights import ScheduleWeights
 from shoal.topology import (
     ExponentialTwoGraph,
     GetDynamicOnePeerSendRecvRanks,
@@ -15,7 +16,9 @@ from shoal.topology import (
     GetInnerOuterRingDynamicSendRecvRanks,
     InnerOuterExponential,
     InnerOuterRing,
+    MeshGrid2DGraph,
     OnePeerExponential,
+    OnePeerGrid,
     OnePeerHypercube,
     RandomMatchings,
     RingRandom,
@@ -54,6 +57,21 @@ def test_the_one_peer_exponential_graph_of_25_is_never_exact():
     total = product(OnePeerExponential(25))
     assert np.linalg.norm(total - 1 / 25, 2) == pytest.approx(0.19, abs=0.005)
     assert np.linalg.norm(np.linalg.matrix_power(total, 7) - 1 / 25, 2) > 1e-6
+
+
+@pytest.mark.parametrize(("size", "shape"), [*((size, None) for size in range(1, 20)), (12, (2, 6)), (6, (6, 1))])
+def test_the_one_peer_grid_is_bluefogs(size, shape):
+    """Listing 7 of the BlueFog paper: its edges, and as shares of the sender one half for each of the two."""
+    schedule, grid = OnePeerGrid(size, shape), MeshGrid2DGraph(size, shape)
+    theirs = [GetDynamicOnePeerSendRecvRanks(grid, rank) for rank in range(size)]
+    weights = ScheduleWeights(schedule)
+    for round, edges in enumerate(collect_rounds(theirs, 2 * schedule.period)):
+        found = weights[round]
+        ours = zip(found.source[~found.own].tolist(), found.destination[~found.own].tolist(), strict=True)
+        assert sorted(ours) == edges
+        assert found.push.tolist() == [0.5 if size > 1 else 1.0] * len(found.push)
+    with pytest.raises(ValueError, match="has 4 places for 5 agents"):
+        OnePeerGrid(5, (2, 2))
 
 
 @pytest.mark.parametrize("size", range(1, 20))

@@ -22,18 +22,28 @@ FIXED_AND_SYMMETRIC = (STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED)
 
 MARGIN = 1e-3
 """Above -1/3. A difference along an eigenvector there fades in ``1 / (9/4 margin)`` steps, 444 of them."""
+_ROUNDED = 1e-6
+"""Below -1/3: the weights of a ring of thirds may have been rounded to float32."""
 
 
 def _far_from_minus_a_third(facts: Facts) -> str:
     found = facts.smallest_eigenvalue
     if found > -1 / 3 + MARGIN:
         return ""
-    makes = "differences grow" if found < -1 / 3 - 1e-9 else "the noise of gradients adds up and hardly fades"
-    return f"the smallest is {found:.4f}, along which {makes}"
+    if found < -1 / 3 - _ROUNDED:
+        return f"the smallest is {found:.4f}, along which differences grow"
+    return (
+        f"the smallest is {found:.4f}, along which differences fade by the curvature of the objectives alone: where "
+        "they are flat, the noise of gradients adds up"
+    )
+
+
+def _not_below_minus_a_third(facts: Facts) -> bool:
+    return facts.smallest_eigenvalue >= -1 / 3 - _ROUNDED
 
 
 def _by_smallest(facts: Facts) -> str | None:
-    return "" if by_signs(facts) == "" and facts.smallest_eigenvalue > MARGIN - 1 / 3 else None
+    return "" if by_signs(facts) == "" and _not_below_minus_a_third(facts) else None
 
 
 LARGE_EIGENVALUES = Need(
@@ -41,6 +51,7 @@ LARGE_EIGENVALUES = Need(
     _far_from_minus_a_third,
     "Take ExactDiffusion(lr, lazy=True), which mixes with (I + W) / 2, or give agents more self weight.",
     "the eigenvalues of W to be above -1/3",
+    _not_below_minus_a_third,
 )
 
 
@@ -52,9 +63,12 @@ class ExactDiffusion(Algorithm):
     ``x+ = W (2 x - x_prev - lr (g - g_prev))`` after ``x1 = W (x0 - lr g0)`` (Yuan, Ying, Zhao, Sayed 2017,
     arXiv:1702.05122; Tang, Lian, Yan, Zhang, Liu 2018, arXiv:1803.07068).
 
-    Exact, however different the agents' objectives are. Along an eigenvector of W with eigenvalue w differences follow
-    ``x+ = w (2 x - x_prev)``: at w = -1/3 they alternate for ever, so that the noise of gradients adds up like a random
-    walk, and below they grow. An even ring with weights of a third has that eigenvalue. State: ``psi``, as ``x``.
+    Exact, however different the agents' objectives are. Along an eigenvector of W with eigenvalue w, and objectives of
+    curvature h, differences follow ``x+ = w ((2 - lr h) x - (1 - lr h) x_prev)``. At w = -1/3 they shrink about
+    ``1 - lr h / 2`` times in a step. So a strongly convex sum of objectives is solved exactly there, with a warning.
+    Where the objectives are flat (h = 0), differences alternate for ever, and the noise of gradients adds up like a
+    random walk. Below -1/3 differences grow, which is refused. An even ring with weights of a third has the eigenvalue
+    -1/3 (listing 6 of the BlueFog paper, Ying et al. 2021, arXiv:2111.04287). State: ``psi``, as ``x``.
 
     Args:
         lr: The step.
@@ -177,7 +191,8 @@ register(
         "exact diffusion (D2)",
         lambda: ExactDiffusion(0.1),
         1,
-        "As above, faster, where agents keep enough weight of their own: not on even rings with weights of a third.",
+        "As above, faster, where agents keep enough weight of their own: on even rings with weights of a third for "
+        "strongly convex objectives only.",
         exact=True,
     )
 )

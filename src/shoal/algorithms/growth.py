@@ -73,7 +73,7 @@ def dies_out(algorithm: Algorithm, decide: Decide = _unknown, under: str = "") -
             "or take Momentum(GradientDescent(lr), beta), whose momentum knows nothing of the averaging."
         )
     wanted = "the differences between agents to die out" + (under and f" under {under}")
-    return _DiesOut(DIES_OUT, problem, remedy, wanted, decide, under)
+    return _DiesOut(DIES_OUT, problem, remedy, wanted, decide=decide, under=under)
 
 
 _ROUNDED = 1e-6

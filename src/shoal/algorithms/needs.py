@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd
@@ -67,12 +68,14 @@ class Need:
         problem: Returns the problem of a topology; empty if there is none.
         remedy: The remedy.
         wanted: The need in a sentence; "W to be ..." and the name if not given.
+        tolerated: Whether a topology with the problem suits some objectives: :func:`check` then warns.
     """
 
     name: str
     problem: Callable[[Facts], str]
     remedy: str
     wanted: str = ""
+    tolerated: Callable[[Facts], bool] = lambda facts: False
 
     def explain(self, problem: str, topology: str) -> str:
         """The condition, what is wrong with the topology, and what to do about it."""
@@ -214,14 +217,18 @@ LINKS = Need("links both ways", _links, "Take an undirected graph.")
 TREE = Need("spanning tree", _tree, "Take shoal.topology.SpanningTreeGraph or ChainGraph.")
 
 
-def first_problem(needs: Iterable[Need], facts: Facts) -> tuple[Need, str] | None:
-    """The first condition that fails, with its problem; None if all hold, as for a single agent."""
+def problems(needs: Iterable[Need], facts: Facts) -> Iterator[tuple[Need, str]]:
+    """The conditions that fail, with their problems; none for a single agent."""
     if facts.size > 1:
         for need in needs:
             problem = need.problem(facts)
             if problem:
-                return need, problem
-    return None
+                yield need, problem
+
+
+def first_problem(needs: Iterable[Need], facts: Facts) -> tuple[Need, str] | None:
+    """The first condition that fails, with its problem, also one that is tolerated; None if all hold."""
+    return next(problems(needs, facts), None)
 
 
 def without(unchecked: str | Iterable[str], what: str, needs: Iterable[Need]) -> list[Need]:
@@ -249,7 +256,7 @@ def check(
     dimension: int | None = None,
     unchecked: str | Iterable[str] = (),
 ) -> None:
-    """Refuse a topology on which an algorithm cannot converge.
+    """Refuse a topology on which an algorithm cannot converge; warn of one on which it may not.
 
     Args:
         what: The name of the algorithm, to be shown in the message.
@@ -263,10 +270,11 @@ def check(
             condition.
     """
     facts = Facts(topology, dimension)
-    found = first_problem(without(unchecked, what, needs), facts)
-    if found is not None:
-        need, problem = found
-        raise ValueError(
+    for need, problem in problems(without(unchecked, what, needs), facts):
+        message = (
             f"{what} needs {need.explain(problem, facts.schedule.describe())} "
             f"(unchecked={need.name!r} leaves this condition out, for who knows that it is not needed.)"
         )
+        if not need.tolerated(facts):
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)

@@ -73,6 +73,7 @@ from .families.lattices import TorusGraph as TorusGraph
 from .families.matcha import Matcha as Matcha
 from .families.one_peer import OnePeer as OnePeer
 from .families.one_peer import OnePeerExponential as OnePeerExponential
+from .families.one_peer import OnePeerGrid as OnePeerGrid
 from .families.one_peer import OnePeerHypercube as OnePeerHypercube
 from .families.one_peer import RandomMatchings as RandomMatchings
 from .families.one_peer import RingRandom as RingRandom

@@ -1,21 +1,23 @@
-"""Schedules in which an agent receives from one other in a round, so the cost is one message for any number of agents.
+"""Schedules in which an agent sends to one other in a round, so the cost is one message for any number of agents.
 
-All of them give each of the two values the weight 1/2. A round is a permutation of the ranks, so sends, receives and
-weights balance by themselves.
+All but :class:`OnePeerGrid` give each of the two values the weight 1/2. A round is a permutation of the ranks, so
+sends, receives and weights balance by themselves.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from math import lcm
 
 import numpy as np
 
 from .. import _random
-from .._edges import Edges, Ranks, one_peer
+from .._edges import Edges, Ranks, assemble, one_peer
 from .._validate import check_size
 from ..schedule import EdgeSchedule, Schedule
 from .base_graph import BaseGraph
+from .graphs import check_shape, closest_factors
 
 
 class OnePeer(EdgeSchedule):
@@ -191,6 +193,51 @@ class RingRandom(OnePeer):
 
     def describe(self) -> str:
         return f"RingRandom of {self.size} agents, seed {self.seed}"
+
+
+class OnePeerGrid(EdgeSchedule):
+    """In round t every agent sends to one neighbour on a grid: the ``t mod d``-th of its d, clockwise by rank.
+
+    The schedule of listing 7 of the BlueFog paper (Ying et al. 2021, arXiv:2111.04287), and the sequence of
+    :func:`~shoal.topology.GetDynamicOnePeerSendRecvRanks` on :func:`~shoal.topology.MeshGrid2DGraph`. Agents at the
+    border have fewer neighbours, so an agent receives from several in some rounds, and from none in others. Each round
+    is row-stochastic only; push-sum algorithms share equally between an agent and its destination, as the listing does.
+
+    Args:
+        size: number of agents, at least 1.
+        shape: (rows, columns) with ``rows * columns == size``; by default as near to a square as can be.
+
+    Raises:
+        ValueError: the shape does not have ``size`` places.
+    """
+
+    period: int
+
+    def __init__(self, size: int, shape: tuple[int, int] | None = None) -> None:
+        self.size = check_size(size)
+        self._shape = rows, columns = closest_factors(self.size) if shape is None else check_shape(shape, self.size)
+        everyone = np.arange(self.size)
+        column = everyone % columns
+        self._hops = np.array([1, columns, -columns, -1]) % self.size  # right, down, up, left: clockwise
+        self._linked = np.stack(
+            [column < columns - 1, everyone < (rows - 1) * columns, everyone >= columns, column > 0], axis=1
+        )
+        self._degree = self._linked.sum(axis=1)
+        self.period = lcm(*np.unique(np.maximum(self._degree, 1)).tolist())
+
+    def _edges(self, round: int) -> Edges:
+        everyone = np.arange(self.size)
+        turn = round % np.maximum(self._degree, 1)
+        chosen = self._linked & (self._linked.cumsum(axis=1) == turn[:, None] + 1)
+        destination = (everyone + chosen @ self._hops) % self.size
+        equal = 1.0 / (1.0 + np.bincount(destination[destination != everyone], minlength=self.size))
+        sent = np.where(destination == everyone, 0.0, equal[destination])  # a single agent sends nothing
+        ends = np.concatenate([destination, everyone]), np.concatenate([everyone, everyone])
+        return assemble(self.size, *ends, np.concatenate([sent, equal]))
+
+    def describe(self) -> str:
+        rows, columns = self._shape
+        return f"one-peer grid [{rows} x {columns}] of {self.size} agents"
 
 
 def not_a_power_of_two(size: int) -> str:

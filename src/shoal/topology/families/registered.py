@@ -19,6 +19,7 @@ from .lattices import Hypercube, Torus, no_torus
 from .matcha import Matcha, too_many
 from .one_peer import (
     OnePeerExponential,
+    OnePeerGrid,
     OnePeerHypercube,
     RandomMatchings,
     RingRandom,
@@ -205,6 +206,13 @@ _ONE_PEER = (
         symmetric=True,
         exact=True,
         refuses=not_a_power_of_two,
+    ),
+    Topology(
+        "one-peer-grid",
+        OnePeerGrid,
+        "to one neighbour on a grid after the other, for push-sum",
+        _BLUEFOG,
+        doubly=False,
     ),
     Topology(
         "shift-one",

@@ -1,0 +1,316 @@
+"""Shared by the experiments of this folder: options, intervals over seeds, claims and verdicts, tables, the page.
+
+A script makes a :class:`Report`, prints through it while it measures, adds its tables and its claims, and ends with
+``return report.finish()``. A :class:`Claim` compares one statement of a paper with measured values; the functions that
+make claims are kept apart from the measurements, so that tests can pass values with which a claim fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.bench.machine import here
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path(__file__).with_name("README.md")
+IMAGES = ROOT / "docs" / "images" / "reproduce"
+
+# Quantiles of Student's t at 97.5%, for 1 to 30 degrees of freedom; above that, the normal distribution's.
+_T = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+_T_LARGE = 1.96
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and its 95% confidence interval, mean - reach to mean + reach, by Student's t.
+
+    Attributes:
+        mean: The mean of the values.
+        reach: Half the interval's length; infinite for a single value.
+    """
+
+    mean: float
+    reach: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Interval:
+        """The interval of independent values, one for each seed.
+
+        Raises:
+            ValueError: There is no value.
+        """
+        found = list(values)
+        if not found:
+            raise ValueError("no values: run at least one seed")
+        if len(found) == 1:
+            return cls(found[0], math.inf)
+        t = _T[len(found) - 2] if len(found) - 1 <= len(_T) else _T_LARGE
+        return cls(fmean(found), t * stdev(found) / math.sqrt(len(found)))
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.reach
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.reach
+
+    def __format__(self, spec: str) -> str:
+        if math.isinf(self.reach):
+            return f"{self.mean:{spec}} (one seed)"
+        return f"{self.mean:{spec}} ± {self.reach:{spec}}"
+
+    def __str__(self) -> str:
+        return f"{self:.3g}"
+
+
+def powers_of_ten(values: Iterable[float]) -> str:
+    """Positive values of several magnitudes: their geometric mean, and the 95% interval of it, as ``a (b to c)``."""
+    one = Interval.of(math.log10(value) for value in values)
+    if math.isinf(one.reach):
+        return f"{10**one.mean:.2g} (one seed)"
+    return f"{10**one.mean:.2g} ({10**one.low:.2g} to {10**one.high:.2g})"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of a paper, and whether the measurements have it.
+
+    Attributes:
+        paper: The statement, with its place in the paper.
+        measured: The measured values that decide it, with their intervals.
+        holds: Whether they agree.
+    """
+
+    paper: str
+    measured: str
+    holds: bool
+
+    @property
+    def word(self) -> str:
+        return "agrees" if self.holds else "differs"
+
+
+def exceeds(
+    paper: str, more: Sequence[float], less: Sequence[float], *, by: float = 0.0, spec: str = ".3g", unit: str = ""
+) -> Claim:
+    """Claim that ``more`` is above ``less + by``, seed by seed: the interval of the differences lies above ``by``.
+
+    Args:
+        paper: The statement, with its place in the paper.
+        more: Values that should be higher, one for each seed.
+        less: The values of the same seeds that should be lower.
+        by: The least difference.
+        spec: Format of the numbers.
+        unit: Unit of the values, with its leading space.
+    """
+    difference = Interval.of(one - other for one, other in zip(more, less, strict=True))
+    pair = f"{Interval.of(more):{spec}}{unit} against {Interval.of(less):{spec}}{unit}"
+    return Claim(paper, f"{pair}; difference {difference:{spec}}", difference.low > by)
+
+
+def within(
+    paper: str, values: Sequence[float], reference: Sequence[float], *, by: float, spec: str = ".3g", unit: str = ""
+) -> Claim:
+    """Claim that values equal reference values: the interval of the differences lies within ``-by`` to ``by``."""
+    difference = Interval.of(one - other for one, other in zip(values, reference, strict=True))
+    measured = (
+        f"{Interval.of(values):{spec}}{unit} against {Interval.of(reference):{spec}}{unit}; "
+        f"difference {difference:{spec}}, allowed {by:g}"
+    )
+    return Claim(paper, measured, -by <= difference.low and difference.high <= by)
+
+
+def below(paper: str, values: Sequence[float], limit: float) -> Claim:
+    """Claim that positive values are below a limit, all of them, such as the errors of exact methods."""
+    return Claim(paper, f"{powers_of_ten(values)}, largest {max(values):.2g}, limit {limit:g}", max(values) < limit)
+
+
+def verdict(claims: Sequence[Claim]) -> str:
+    """In words: whether the measurements agree with the paper, and in which claims they do not.
+
+    Raises:
+        ValueError: There are no claims.
+    """
+    if not claims:
+        raise ValueError("no claims: nothing was compared with the paper")
+    missed = [claim for claim in claims if not claim.holds]
+    if not missed:
+        return f"agrees: {'the claim holds' if len(claims) == 1 else f'all {len(claims)} claims hold'}"
+    return f"differs in {len(missed)} of {len(claims)} claims: {'; '.join(claim.paper for claim in missed)}"
+
+
+def arguments(doc: str | None, *, seeds: int, quick_seeds: int = 2) -> argparse.ArgumentParser:
+    """A parser with the options that all experiments have.
+
+    Args:
+        doc: The script's docstring.
+        seeds: How many seeds it runs by default.
+        quick_seeds: How many under ``--quick``.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small run of seconds, to see that everything works")
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"seeds to run ({seeds}; {quick_seeds} if --quick)")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="write the figure there (needs matplotlib)")
+    parser.add_argument("--page", action="store_true", help="write results into reproduce/README.md, and the figure")
+    parser.set_defaults(default_seeds=(seeds, quick_seeds))
+    return parser
+
+
+class Report:
+    """Prints an experiment's progress, its tables, claims and verdict, and writes them into the page.
+
+    Args:
+        script: ``__file__`` of the experiment.
+        title: Heading of the experiment, as in the page's table.
+        args: Parsed arguments; ``args.seeds`` is set to the number of seeds to run.
+        repeated: What is repeated, if that is not a seed, as "10 repetitions".
+    """
+
+    def __init__(self, script: str, title: str, args: argparse.Namespace, repeated: str = "") -> None:
+        if args.page and args.quick:
+            raise SystemExit("--page: the page has results of whole runs; leave out --quick")
+        seeds, quick_seeds = args.default_seeds
+        args.seeds = args.seeds or (quick_seeds if args.quick else seeds)
+        self.name, self.title, self.args = Path(script).stem, title, args
+        self.claims: list[Claim] = []
+        self._repeated = repeated or f"{args.seeds} seeds"
+        self._markdown: list[str] = []
+        self._images: list[Path] = []
+        self._began = time.monotonic()
+        self._console = Console(width=None if sys.stdout.isatty() else 140)
+        self._console.print(f"[bold]{escape(title)}[/]")
+
+    def say(self, text: str) -> None:
+        """Print a line, with the seconds since the beginning."""
+        self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/]  {escape(text)}", highlight=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Print a table. The first column is aligned to the left, the others to the right."""
+        shown = Table(title=escape(title), box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+        for number, column in enumerate(columns):
+            shown.add_column(escape(column), justify="right" if number else "left")
+        lines = [[str(cell) for cell in row] for row in rows]
+        for line in lines:
+            shown.add_row(*map(escape, line))
+        self._console.print(shown)
+        rules = ["---:" if number else "---" for number in range(len(columns))]
+        cells = [[cell.replace("|", "\\|") for cell in line] for line in [columns, rules, *lines]]
+        self._markdown.append(f"{title}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells))
+
+    def note(self, text: str) -> None:
+        """Print a sentence that belongs to the results, and keep it for the page."""
+        self._console.print(escape(text), highlight=False)
+        self._markdown.append(text)
+
+    def claim(self, claims: Claim | Iterable[Claim]) -> None:
+        """Add claims to the verdict."""
+        self.claims += [claims] if isinstance(claims, Claim) else claims
+
+    def figure(self, draw: Callable[[Figure], None], size: tuple[float, float] = (9.0, 4.2)) -> None:
+        """Draw and write the figure, if ``--figure`` or ``--page`` asks for one; ``size`` is in inches."""
+
+        def save(path: Path) -> None:
+            from matplotlib.figure import Figure
+
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure)
+            figure.savefig(path, dpi=110)
+
+        self.image(save)
+
+    def image(self, save: Callable[[Path], None], suffix: str = ".png") -> None:
+        """Let ``save`` write another image, such as an animation, if ``--figure`` or ``--page`` asks for one."""
+        path = self.args.figure or (IMAGES / self.name if self.args.page else None)
+        if path is not None:
+            path = path.with_suffix(suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(path)
+            self._images.append(path)
+            self.say(f"figure: {path}")
+
+    def finish(self) -> int:
+        """Print the claims and the verdict, and update the page if asked; the exit status, 0.
+
+        A result that differs from the paper is a result: it does not make the command fail.
+        """
+        seconds = time.monotonic() - self._began
+        rows = [[claim.paper, claim.measured, claim.word] for claim in self.claims]
+        shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("the paper", "measured", "verdict"):
+            shown.add_column(column)
+        for row, claim in zip(rows, self.claims, strict=True):
+            cells = [escape(cell) for cell in row]
+            shown.add_row(*cells[:2], f"[{'green' if claim.holds else 'bold red'}]{cells[2]}[/]")
+        self._console.print(shown)
+        words = verdict(self.claims)
+        self._console.print(f"[bold]{escape(words)}[/] ({duration(seconds)}, {machine()})", highlight=False)
+        if self.args.page:
+            PAGE.write_text(self.updated(PAGE.read_text(), duration(seconds)))
+        return 0
+
+    def updated(self, page: str, taken: str) -> str:
+        """The page with this experiment's row and section replaced by its results.
+
+        The row is the line of the table that has the command ``reproduce/NAME.py``; its cells are the experiment, the
+        command, the time, the verdict and the figure. The section is the text between ``<!-- NAME -->`` and
+        ``<!-- end -->``.
+
+        Raises:
+            RuntimeError: The page has no such row, or no such section.
+        """
+        command = f"`python reproduce/{self.name}.py`"
+        anchor = re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+        images = [f"![{self.title}](../docs/images/reproduce/{path.name})" for path in self._images]
+        figure = f"[figure](#{anchor})" if images else ""
+        words, _, _ = verdict(self.claims).partition(":")  # the section names the claims
+        row = f"| [{self.title}](#{anchor}) | {command} | {taken} | {words} | {figure} |"
+        claims = "\n".join(f"| {one.paper} | {one.measured} | {one.word} |" for one in self.claims)
+        measured = [
+            f"{self._repeated}, {taken} on {machine()}. ± and ranges in brackets are 95% confidence intervals.",
+            *self._markdown,
+            *images,
+            f"| the paper | measured | verdict |\n| --- | --- | --- |\n{claims}",
+        ]
+        section = "\n\n".join([f"<!-- {self.name} -->", *measured, "<!-- end -->"])
+        page, rows = re.subn(rf"^\|.*{re.escape(command)}.*\|$", lambda _: row, page, flags=re.MULTILINE)
+        page, sections = re.subn(rf"<!-- {self.name} -->.*?<!-- end -->", lambda _: section, page, flags=re.DOTALL)
+        if (rows, sections) != (1, 1):
+            raise RuntimeError(
+                f"reproduce/README.md has {rows} rows with {command} and {sections} sections between "
+                f"<!-- {self.name} --> and <!-- end -->; it needs one of each"
+            )
+        return page
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``45 s``, ``3 min 10 s``."""
+    whole = max(1, round(seconds))
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
+
+
+def machine() -> str:
+    """The machine and the versions of a measurement, in words."""
+    one = here()
+    return f"{one.cpu}, {one.cores} cores, torch {one.torch}, Shoal {one.shoal}"
