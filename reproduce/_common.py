@@ -143,10 +143,8 @@ def within(
 
 
 def below(paper: str, values: Sequence[float], limit: float) -> Claim:
-    """Claim that positive values of several magnitudes are below a limit: so is their interval, of the logarithms."""
-    one = Interval.of(math.log10(value) for value in values)
-    reaches = one.mean if math.isinf(one.reach) else one.high
-    return Claim(paper, f"{powers_of_ten(values)}, limit {limit:g}", reaches < math.log10(limit))
+    """Claim that positive values are below a limit, all of them, such as the errors of exact methods."""
+    return Claim(paper, f"{powers_of_ten(values)}, largest {max(values):.2g}, limit {limit:g}", max(values) < limit)
 
 
 def verdict(claims: Sequence[Claim]) -> str:
@@ -197,7 +195,7 @@ class Report:
         self.name, self.title, self.args = Path(script).stem, title, args
         self.claims: list[Claim] = []
         self._markdown: list[str] = []
-        self._image: Path | None = None
+        self._images: list[Path] = []
         self._began = time.monotonic()
         self._console = Console(width=None if sys.stdout.isatty() else 140)
         self._console.print(f"[bold]{escape(title)}[/]")
@@ -230,17 +228,25 @@ class Report:
 
     def figure(self, draw: Callable[[Figure], None], size: tuple[float, float] = (9.0, 4.2)) -> None:
         """Draw and write the figure, if ``--figure`` or ``--page`` asks for one; ``size`` is in inches."""
-        path = self.args.figure or (IMAGES / f"{self.name}.png" if self.args.page else None)
-        if path is None:
-            return
-        from matplotlib.figure import Figure
 
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-        self._image = path
-        self.say(f"figure: {path}")
+        def save(path: Path) -> None:
+            from matplotlib.figure import Figure
+
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure)
+            figure.savefig(path, dpi=110)
+
+        self.image(save)
+
+    def image(self, save: Callable[[Path], None], suffix: str = ".png") -> None:
+        """Let ``save`` write another image, such as an animation, if ``--figure`` or ``--page`` asks for one."""
+        path = self.args.figure or (IMAGES / self.name if self.args.page else None)
+        if path is not None:
+            path = path.with_suffix(suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(path)
+            self._images.append(path)
+            self.say(f"figure: {path}")
 
     def finish(self) -> int:
         """Print the claims and the verdict, and update the page if asked; the exit status, 0.
@@ -274,14 +280,14 @@ class Report:
         """
         command = f"`python reproduce/{self.name}.py`"
         anchor = re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
-        image = "" if self._image is None else f"![{self.title}](../docs/images/reproduce/{self._image.name})"
-        figure = f"[figure](#{anchor})" if image else ""
+        images = [f"![{self.title}](../docs/images/reproduce/{path.name})" for path in self._images]
+        figure = f"[figure](#{anchor})" if images else ""
         row = f"| [{self.title}](#{anchor}) | {command} | {taken} | {verdict(self.claims)} | {figure} |"
         claims = "\n".join(f"| {one.paper} | {one.measured} | {one.word} |" for one in self.claims)
         measured = [
             f"{self.args.seeds} seeds, {taken} on {machine()}. ± and ranges are 95% intervals over seeds.",
             *self._markdown,
-            *([image] if image else []),
+            *images,
             f"| the paper | measured | verdict |\n| --- | --- | --- |\n{claims}",
         ]
         section = "\n\n".join([f"<!-- {self.name} -->", *measured, "<!-- end -->"])

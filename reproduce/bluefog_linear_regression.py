@@ -198,6 +198,7 @@ def draw(figure: Figure, curves: dict[str, Tensor], rounds: dict[str, Tensor]) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(__doc__, seeds=10).parse_args(argv)
+    torch.set_num_threads(1)  # agents are threads, or small tensors
     report = Report(__file__, "BlueFog: linear regression (listings 1, 6, 7)", args)
     steps = 1500 if args.quick else 3000
     curves: dict[str, Tensor] = {}

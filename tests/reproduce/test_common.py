@@ -46,7 +46,7 @@ def test_a_difference_that_the_seeds_do_not_separate_differs() -> None:
 def test_errors_below_a_limit() -> None:
     assert below("exact", [1e-12, 1e-13, 1e-14], 1e-9).holds
     assert not below("exact", [1e-12, 1e-3], 1e-9).holds
-    assert not below("exact", [1e-3], 1e-9).holds
+    assert not below("exact", [1e-9], 1e-9).holds
 
 
 def test_the_verdict_names_the_claims_that_fail() -> None:
