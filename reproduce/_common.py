@@ -185,15 +185,17 @@ class Report:
         script: ``__file__`` of the experiment.
         title: Heading of the experiment, as in the page's table.
         args: Parsed arguments; ``args.seeds`` is set to the number of seeds to run.
+        repeated: What is repeated, if that is not a seed, as "10 repetitions".
     """
 
-    def __init__(self, script: str, title: str, args: argparse.Namespace) -> None:
+    def __init__(self, script: str, title: str, args: argparse.Namespace, repeated: str = "") -> None:
         if args.page and args.quick:
             raise SystemExit("--page: the page has results of whole runs; leave out --quick")
         seeds, quick_seeds = args.default_seeds
         args.seeds = args.seeds or (quick_seeds if args.quick else seeds)
         self.name, self.title, self.args = Path(script).stem, title, args
         self.claims: list[Claim] = []
+        self._repeated = repeated or f"{args.seeds} seeds"
         self._markdown: list[str] = []
         self._images: list[Path] = []
         self._began = time.monotonic()
@@ -282,10 +284,11 @@ class Report:
         anchor = re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
         images = [f"![{self.title}](../docs/images/reproduce/{path.name})" for path in self._images]
         figure = f"[figure](#{anchor})" if images else ""
-        row = f"| [{self.title}](#{anchor}) | {command} | {taken} | {verdict(self.claims)} | {figure} |"
+        words, _, _ = verdict(self.claims).partition(":")  # the section names the claims
+        row = f"| [{self.title}](#{anchor}) | {command} | {taken} | {words} | {figure} |"
         claims = "\n".join(f"| {one.paper} | {one.measured} | {one.word} |" for one in self.claims)
         measured = [
-            f"{self.args.seeds} seeds, {taken} on {machine()}. ± and ranges are 95% intervals over seeds.",
+            f"{self._repeated}, {taken} on {machine()}. ± and ranges in brackets are 95% confidence intervals.",
             *self._markdown,
             *images,
             f"| the paper | measured | verdict |\n| --- | --- | --- |\n{claims}",

@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(__file__, "BlueFog: asynchronous push-sum with delays (equations 18 to 21)", args)
     simulated: dict[int, list[Run]] = {}
     for longest in DELAYS[:2] if args.quick else DELAYS:
-        ticks = 2500 if args.quick else 6000 + 300 * longest
+        ticks = 2500 if args.quick else 3000 + 200 * longest
         simulated[longest] = [simulate(seed, longest, ticks) for seed in range(args.seeds)]
         errors = powers_of_ten(run.error[-1] for run in simulated[longest])
         report.say(f"simulated, delays of 1 to {longest} ticks: error {errors}")

@@ -1,6 +1,6 @@
 """The parts of the site that are not pages in docs: a hook of MkDocs, and an extension of Griffe (see mkdocs.yml).
 
-- Pages of the repository's root (README.md, ...) become pages of the site.
+- Pages outside docs (README.md, reproduce/README.md, ...) become pages of the site.
 - The reference is made of ``tests/public_names.txt``: each public name is documented once, on the page of the package
   that a user imports it from; other packages that have it too link there.
 - Links that leave docs lead to the repository. A link to a file that does not exist stays, so the strict build fails.
@@ -25,8 +25,9 @@ ROOT_PAGES = {
     "changelog.md": "CHANGELOG.md",
     "security-policy.md": "SECURITY.md",
     "code-of-conduct.md": "CODE_OF_CONDUCT.md",
+    "reproduce.md": "reproduce/README.md",
 }
-"""Pages of the site and the files at the repository's root that they show."""
+"""Pages of the site and the files outside docs that they show."""
 NAMES = (ROOT / "tests" / "public_names.txt").read_text().split()
 ALIASES = ("shoal.bluefog", "shoal.topology_util")
 """Packages of second names: whatever they have in common with another package is documented there."""

@@ -18,6 +18,7 @@ from shoal.netmodel.network import Link, Network
 from shoal.netmodel.simulation import simulate
 from shoal.topology.families.inner_outer import InnerOuterExponential
 from shoal.topology.families.one_peer import OnePeerExponential, RingRandom
+from shoal.topology.schedule import Schedule
 
 GBIT = 1.25e8
 FLOAT = 4
@@ -107,15 +108,26 @@ def _neighbors(network: Network, nbytes: float, steps: int) -> list[Step]:
 
 
 def _leaders(network: Network, nbytes: float, steps: int) -> list[Step]:
-    """BlueFog's hierarchical form: machines average inside, and their first agents exchange whole tensors."""
-    local = network.agents_per_machine
+    """BlueFog's hierarchical form on the one-peer exponential graph of machines."""
     if network.machines == 1:
         return _neighbors(network, nbytes, steps)
+    return hierarchical_steps(network, nbytes, steps, OnePeerExponential(network.machines))
+
+
+def hierarchical_steps(network: Network, nbytes: float, steps: int, between: Schedule) -> list[Step]:
+    """Steps in which machines average inside, and their first agents exchange whole tensors.
+
+    Args:
+        network: of two machines or more.
+        nbytes: of a tensor.
+        steps: how many.
+        between: which machines exchange.
+    """
+    local = network.agents_per_machine
     (inside, *_) = hierarchical(network.machines, local, nbytes, [])
     first = np.arange(network.machines) * local
     others = np.setdiff1d(np.arange(network.size), first)
     scatter = Messages.of(others // local * local, others, nbytes / local)
-    between = OnePeerExponential(network.machines)
     hops = [messages_of_round(between, index, nbytes) for index in range(between.period or 1)]
     leaving = [Messages.of(hop.source * local, hop.destination * local, nbytes) for hop in hops]
     cycle = [[inside, inside, hop, scatter, inside] for hop in leaving]
