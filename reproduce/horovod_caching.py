@@ -2,7 +2,7 @@
 
     python reproduce/horovod_caching.py                # 4 agents, messages counted for 2 to 8
     python reproduce/horovod_caching.py --share 1      # all of the 102 MB
-    python reproduce/horovod_caching.py --count-to 64  # messages of up to 64 agents, many minutes more
+    python reproduce/horovod_caching.py --only control --count-to 64  # messages of up to 64 agents, many minutes more
 
 Romero et al., "Accelerating Collective Communication in Data Parallel Training across Deep Learning Frameworks", NSDI
 2022. Shoal negotiates one order of operations for process groups (docs/coordination.md) as Horovod does: by a
@@ -59,7 +59,6 @@ DISORDER = 4
 """How many places a gradient may be early or late in an agent's order."""
 MEASURES = ("seconds", "all-reduce", "waiting", "rounds", "negotiations", "messages")
 COUNTED_TO = 8
-WAYS = tuple(kind for kind in KINDS if kind != "tree")
 SUMMIT = (6, 96, 384, 768, 1536, 6000, 27_600)
 STEMDL_SECONDS = 0.5
 """Of a step on one GPU alone, an assumption: the paper gives none."""
@@ -278,14 +277,20 @@ Control = dict[tuple[str, int], list[float]]
 def count_control(report: Report, sizes: Sequence[int], seeds: int) -> Control:
     found: Control = {}
     for size in sizes:
-        for kind in WAYS:
+        for kind in KINDS:
             found[kind, size] = [counted(size, kind)[0] for _ in range(seeds)]
-        shown = ", ".join(f"{kind} {fmean(found[kind, size]):.0f}" for kind in WAYS)
+        shown = ", ".join(f"{kind} {fmean(found[kind, size]):.0f}" for kind in KINDS)
         report.say(f"control messages of {size} agents: {shown}")
     report.table(
         "Control messages of the busiest agent in a step with 160 averages on a ring",
-        ["agents", *WAYS],
-        [[f"{size}", *(f"{Interval.of(found[kind, size]):.0f}" for kind in WAYS)] for size in sizes],
+        ["agents", *KINDS],
+        [[f"{size}", *(f"{Interval.of(found[kind, size]):.0f}" for kind in KINDS)] for size in sizes],
+    )
+    decided = [kind for kind in KINDS if kind != "edge-matched"]
+    report.table(
+        "One negotiation of 160 calls on Summit by the network model, ms",
+        ["agents", *decided],
+        [[f"{size:,}", *(f"{1e3 * modelled(kind, size):.3f}" for kind in decided)] for size in SUMMIT],
     )
     return found
 
@@ -396,40 +401,39 @@ def show_summit(report: Report, found: dict[str, dict[str, dict[int, float]]], r
 def draw(
     figure: Figure, found: Measured, control: Control, modelled_steps: dict[str, dict[str, dict[int, float]]]
 ) -> None:
-    axes = figure.subplots(2, 2).flat
-    bins = torch.logspace(3, 8, 26).tolist()
-    for groups, label in ((0, "single calls"), (5, "5 groups")):
-        axes[0].hist(found["cache", groups]["sizes"], bins, alpha=0.6, label=label)
-    axes[0].set(xscale="log", yscale="log", xlabel="bytes of a message", ylabel="messages", title="figure 2")
-    for cache in CACHE:
+    """Four panels; those that were not measured are empty."""
+    sizes, rates, messages, scaling = figure.subplots(2, 2).flat
+    bins = torch.logspace(1, 8, 36).tolist()
+    for groups, label in ((0, "single calls"), (5, "5 groups")) if found else ():
+        sizes.hist(found["cache", groups]["sizes"], bins, alpha=0.6, label=label)
+    sizes.set(xscale="log", yscale="log", xlabel="bytes of a message", ylabel="messages", title="figure 2")
+    for cache in CACHE if found else ():
         one = [Interval.of(1 / value for value in found[cache, groups]["seconds"]) for groups in GROUPS]
-        axes[1].errorbar(
-            [str(groups) for groups in GROUPS],
-            [value.mean for value in one],
-            [value.reach for value in one],
-            fmt="o-",
-            capsize=3,
-            label=cache,
-        )
-    axes[1].set(xlabel="groups (0: single calls)", ylabel="steps a second", title="figure 8")
-    for kind in WAYS:
-        sizes = sorted(size for name, size in control if name == kind)
-        axes[2].plot(sizes, [fmean(control[kind, size]) for size in sizes], "o-", label=kind)
-    axes[2].set(xscale="log", yscale="log", xlabel="agents", ylabel="messages", title="control, busiest agent")
+        names = [str(groups) for groups in GROUPS]
+        means, reaches = [value.mean for value in one], [value.reach for value in one]
+        rates.errorbar(names, means, reaches, fmt="o-", capsize=3, label=cache)
+    rates.set(xlabel="groups (0: single calls)", ylabel="steps a second", title="figure 8")
+    for kind in KINDS if control else ():
+        counted_on = sorted(size for name, size in control if name == kind)
+        messages.plot(counted_on, [fmean(control[kind, size]) for size in counted_on], "o-", label=kind)
+    messages.set(xscale="log", yscale="log", xlabel="agents", ylabel="messages", title="control, busiest agent")
     computes = {"ResNet-50": RESNET_50.compute, "STEMDL": STEMDL_SECONDS}
-    for (model, ways), style in zip(modelled_steps.items(), ("-", "--"), strict=True):
+    for (model, ways), style in zip(modelled_steps.items(), ("-", "--"), strict=False):
         for way, seconds in ways.items():
             shares = [computes[model] / value for value in seconds.values()]
-            axes[3].plot(list(seconds), shares, f"o{style}", markersize=3, label=f"{model}, {way}")
-    axes[3].set(xscale="log", xlabel="GPUs", ylabel="share of linear scaling", title="figures 6, 7, 10, 11 (model)")
-    for one in figure.axes:
-        one.grid(alpha=0.25)
-        one.spines[["top", "right"]].set_visible(False)
-        one.legend(frameon=False, fontsize=7)
+            scaling.plot(list(seconds), shares, f"o{style}", markersize=3, label=f"{model}, {way}")
+    scaling.set(xscale="log", xlabel="GPUs", ylabel="share of linear scaling", title="figures 6, 7, 10, 11 (model)")
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=7)
 
 
 def parser() -> argparse.ArgumentParser:
     made = arguments(__doc__, seeds=3)
+    parts = ["steps", "control"]
+    made.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts of the experiment (all)")
     made.add_argument("--agents", type=int, default=AGENTS, help=f"of the measured steps ({AGENTS})")
     made.add_argument("--share", type=int, default=SHARE, help=f"divide the gradients' lengths by it ({SHARE})")
     made.add_argument(
@@ -444,18 +448,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.agent:
         agent(*args.agent)
         return 0
-    report = Report(__file__, "Horovod: response cache and groups (figures 2, 6 to 11)", args)
+    args.seeds = args.seeds or args.default_seeds[args.quick]
+    report = Report(
+        __file__, "Horovod: response cache and groups (figures 2, 6 to 11)", args, f"{args.seeds} jobs of each kind"
+    )
     agents, steps, share = (2, 1, 100) if args.quick else (args.agents, STEPS, args.share)
-    found = measure(report, agents, steps, share, args.seeds)
-    show_steps(report, found, agents, share)
-    report.claim(step_claims(found))
-    sizes = [2, 4] if args.quick else [2**power for power in range(1, args.count_to.bit_length())]
-    control = count_control(report, sizes, args.seeds)
-    report.claim(control_claims(control))
-    rounds = {"single": fmean(found["cache", 0]["rounds"]), "groups": fmean(found["cache", 5]["rounds"])}
-    steps_of = summit(rounds)
-    show_summit(report, steps_of, rounds)
-    report.claim(summit_claims(steps_of))
+    found: Measured = {}
+    control: Control = {}
+    steps_of: dict[str, dict[str, dict[int, float]]] = {}
+    if "steps" in args.only:
+        found = measure(report, agents, steps, share, args.seeds)
+        show_steps(report, found, agents, share)
+        report.claim(step_claims(found))
+        rounds = {"single": fmean(found["cache", 0]["rounds"]), "groups": fmean(found["cache", 5]["rounds"])}
+        steps_of = summit(rounds)
+        show_summit(report, steps_of, rounds)
+        report.claim(summit_claims(steps_of))
+    if "control" in args.only:
+        sizes = [2, 4] if args.quick else [2**power for power in range(1, args.count_to.bit_length())]
+        control = count_control(report, sizes, args.seeds)
+        report.claim(control_claims(control))
     report.figure(lambda figure: draw(figure, found, control, steps_of), (10, 7.5))
     return report.finish()
 

@@ -1,4 +1,4 @@
-"""What agents say to each other to agree on an order: counted on real agents, and carried on to a whole machine."""
+"""Control messages by which agents agree on an order: counted on real agents, and modelled for a whole machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from shoal.transport.process_group import ProcessGroups
 from shoal.transport.threads import ThreadLink
 from shoal.transport.wire import Kind, Message, encode
 
-COUNTED = (2, 4, 8, 16, 32, 64)
-"""Numbers of agents at which messages are counted."""
 KINDS = ("coordinator", "tree", "cached", "edge-matched")
 OPERATIONS, STEPS = 160, 3
 REQUEST_BYTES = 64
