@@ -8,8 +8,8 @@ tutorial. Three parts:
 
 1. Accuracy on scikit-learn's digits: eight simulated agents, several seeds, the same learning rates for all.
 2. A step of real agents that are attached by ``with_bagua``: one job a seed, four machines that are network namespaces
-   with NICs of 100 Mbit/s, one agent on each, and two on each for the hierarchical algorithms. Bytes are those that
-   leave the NIC of the first machine, with all headers.
+   with NICs of 100 Mbit/s, one agent on each, and two on each for the hierarchical algorithms. Bytes are
+   counted at the NIC of the first machine, with all headers.
 3. The tutorial's table of the busiest node: messages and bytes, counted for 8 to 64 nodes.
 """
 
@@ -126,7 +126,7 @@ def sent() -> int:
 
 
 def agent(ways: Sequence[str]) -> None:
-    """What each agent of a job runs: steps on random images, one way after the other."""
+    """Take steps on random images, one way after the other, on each agent of a job."""
     reporter = Reporter()
     torch.set_num_threads(1)
     bagua.init_process_group()
@@ -222,7 +222,7 @@ def accuracy_claims(found: dict[str, list[float]]) -> list[Claim]:
 
 
 def cost_claims(costs: Costs, nbytes: float) -> list[Claim]:
-    """What the tutorial says of bytes and time on a slow network."""
+    """The tutorial's statements on bytes and time on a slow network."""
 
     def models(way: str, count: float) -> Claim:
         found = [value / nbytes for value in costs[way]["bytes"]]

@@ -68,7 +68,7 @@ STEMDL_SECONDS = 0.5
 
 
 class Transfers:
-    """What the process groups of this agent transfer: messages and their times."""
+    """Records the messages of this agent's process groups, and their times."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -141,7 +141,7 @@ def step(tensors: list[torch.Tensor], groups: int, chance: random.Random, transf
 
 
 def agent(steps: int, share: int) -> None:
-    """What each agent of a job runs: the steps of all numbers of groups in turn, each one's mean over the steps."""
+    """Run the steps of all numbers of groups in turn, on each agent of a job; rank 0 reports them."""
     reporter, transfers = Reporter(), Transfers()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -401,7 +401,7 @@ def show_summit(report: Report, found: dict[str, dict[str, dict[int, float]]], r
 def draw(
     figure: Figure, found: Measured, control: Control, modelled_steps: dict[str, dict[str, dict[int, float]]]
 ) -> None:
-    """Four panels; those that were not measured are empty."""
+    """Four panels; a panel without measurements is empty."""
     sizes, rates, messages, scaling = figure.subplots(2, 2).flat
     bins = torch.logspace(1, 8, 36).tolist()
     for groups, label in ((0, "single calls"), (5, "5 groups")) if found else ():
