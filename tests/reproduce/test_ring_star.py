@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,3 +105,12 @@ def test_two_digit_numbers_are_digits_side_by_side() -> None:
     left = images[0].view(8, 16)[:, :8]
     which = [number for number, image in enumerate(digits) if torch.equal(image, left)]
     assert names[which[0]] == labels[0] // 10
+
+
+def test_cifar_10_takes_the_place_of_the_digits(tmp_path: Path) -> None:
+    chance = np.random.default_rng(0)
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        batch = {b"data": chance.integers(256, size=(52, 3072), dtype=np.uint8), b"labels": [1] * 52}
+        (tmp_path / name).write_bytes(pickle.dumps(batch))
+    found = experiment.train(experiment.cifar10(str(tmp_path), 1), experiment.RING_STAR, 8, 0)
+    assert found.steps_per_epoch == 1 and 0 <= found.own <= 100
