@@ -38,10 +38,15 @@ FINE = {("cache", groups): GROUPED for groups in experiment.GROUPS} | {
 
 
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiment.main(["--quick", "--seeds", "1"]) == 0
+    assert experiment.main(["--quick", "--seeds", "1", "--only", "steps"]) == 0
     printed = capsys.readouterr().out
     assert "0 negotiations in a later step with it" in printed
     assert "differs in" in printed, "one seed separates nothing"
+
+
+def test_a_coordinator_has_more_messages_than_the_cache() -> None:
+    (coordinator, _), (cached, _) = (experiment.counted(3, kind) for kind in ("coordinator", "cached"))
+    assert coordinator > cached > 0
 
 
 def test_steps_that_differ_are_named() -> None:
