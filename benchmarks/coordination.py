@@ -1,8 +1,9 @@
-"""One order for 160 all-reduces: what it costs to agree on it, in time, messages and bytes.
+"""One order for 160 all-reduces: the time that it takes to agree on it.
 
-    python benchmarks/coordination.py                          # times, 2, 4 and 8 agents, half an hour; messages
-    python benchmarks/coordination.py --only messages model    # counted, 2 to 64 agents; and carried on to 27,600
+    python benchmarks/coordination.py                          # 2, 4 and 8 agents, half an hour
     python benchmarks/coordination.py --picture out/coordination.png
+
+The messages and bytes of it are counted by reproduce/horovod_caching.py.
 
 160 tensors (the shapes of ResNet-50's gradients, or 64 floats each) are given to an all-reduce by every agent in an
 order of its own, and waited for. Beside Shoal, in the same processes and in turn, Gloo: all 160 in one order that
@@ -31,7 +32,6 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from _control_messages import COUNTED, KINDS, PAPER, counted, modelled
 from shoal.bench.figures import Figures
 from shoal.bench.jobs import run_job
 from shoal.bench.machine import LoadWatch
@@ -192,43 +192,13 @@ def times(
     return found
 
 
-# Messages
-
-
-def messages(console: Console, agents: Sequence[int]) -> dict[str, list[tuple[int, float, float]]]:
-    """By kind: agents, messages and bytes of control that the busiest agent sends and receives in a step."""
-    found: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in KINDS}
-    for count in agents:
-        for kind in KINDS:
-            print(f"counting: {kind}, {count} agents", file=sys.stderr)
-            found[kind].append((count, *counted(count, kind)))
-    title = "Control of a step with 160 averages on a ring: messages, and KB, at the busiest agent"
-    table = Table("agents", *KINDS, title=title)
-    for row in zip(*found.values(), strict=True):
-        table.add_row(str(row[0][0]), *(f"{sent:.0f}, {nbytes / 1e3:.1f}" for _, sent, nbytes in row))
-    console.print(table)
-    return found
-
-
-def model(console: Console) -> None:
-    """What control would take on all of Summit, beside the paper's 0.93."""
-    table = Table("agents", *(kind for kind in KINDS if kind != "edge-matched"), title=str(PAPER))
-    for count in (64, 768, 6000, PAPER.agents):
-        table.add_row(
-            f"{count:,}", *(f"{1e3 * modelled(kind, count):.3f} ms" for kind in KINDS if kind != "edge-matched")
-        )
-    console.print(table)
-
-
-def draw(
-    path: Path, found: dict[str, dict[int, dict[str, float]]], control: dict[str, list[tuple[int, float, float]]]
-) -> None:
+def draw(path: Path, found: dict[str, dict[int, dict[str, float]]]) -> None:
     from matplotlib.figure import Figure
 
     sizes = [size for size in found if found[size]]
-    figure = Figure(figsize=(5 * (len(sizes) + bool(control)), 4), layout="constrained")
-    panels = figure.subplots(1, len(sizes) + bool(control), squeeze=False)[0]
-    for axes, size in zip(panels, sizes, strict=False):
+    figure = Figure(figsize=(5 * len(sizes), 4), layout="constrained")
+    panels = figure.subplots(1, len(sizes), squeeze=False)[0]
+    for axes, size in zip(panels, sizes, strict=True):
         agents = sorted(found[size])
         most = max(agents)
         for way in ("coordinated", "cached", "edge-matched"):
@@ -240,23 +210,13 @@ def draw(
         axes.set(xscale="log", yscale="log", xlabel="groups (160: none)", ylabel="ms", title=f"{size}, {most} agents")
         axes.set_xticks([*GROUPS, OPERATIONS], [str(count) for count in (*GROUPS, OPERATIONS)])
         axes.legend(fontsize=8)
-    if control:
-        for kind, values in control.items():
-            panels[-1].plot([one[0] for one in values], [one[1] for one in values], "o-", label=kind)
-        panels[-1].set(xscale="log", yscale="log", xlabel="agents", ylabel="messages", title="control, busiest agent")
-        ticks = [one[0] for one in control[KINDS[0]]]
-        panels[-1].set_xticks(ticks, [str(count) for count in ticks])
-        panels[-1].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", choices=["times", "messages", "model"], nargs="+", default=["times", "messages", "model"]
-    )
-    parser.add_argument("--agents", type=int, nargs="+", help="how many (2 4 8; to count: 2 to 64)")
+    parser.add_argument("--agents", type=int, nargs="+", default=list(AGENTS), help="how many (2 4 8)")
     parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--picture", type=Path, help="where to draw it (matplotlib)")
@@ -268,15 +228,10 @@ def main() -> None:
         return
     console, watch = Console(width=160), LoadWatch()
     repetitions = 2 if args.quick else args.repetitions
-    timed, counted_on = args.agents or AGENTS, args.agents or COUNTED
-    if args.quick:
-        timed, counted_on = timed[:1], counted_on[:2]
-    found = times(console, timed, repetitions, args.sizes) if "times" in args.only else {}
-    control = messages(console, counted_on) if "messages" in args.only else {}
-    if "model" in args.only:
-        model(console)
+    agents = args.agents[:1] if args.quick else args.agents
+    found = times(console, agents, repetitions, args.sizes)
     if args.picture:
-        draw(args.picture, found, control)
+        draw(args.picture, found)
     console.print(str(watch.load()))
 
 

@@ -247,22 +247,22 @@ def summit_network(size: int) -> Network:
     return Network(size, Link(5e-6, 23e9), 6, Link(5e-6, 50e9))
 
 
-def summit_allreduces(size: int) -> dict[str, float]:
-    """Seconds of an all-reduce of 880 MB among so many GPUs, six a node, by its kind.
+def summit_allreduces(size: int, nbytes: float = SUMMIT_BYTES) -> dict[str, float]:
+    """Seconds of an all-reduce, of 880 MB unless said, among so many GPUs, six a node, by its kind.
 
     An exchange of a ring is like the next, and one of its nodes like the others: some exchanges of a few nodes are
     played, and stand for all. So are two exchanges of trees in which all levels are busy.
     """
     nodes = size // 6
     few = 6 * min(nodes, 8)
-    around = ring_allreduce(few, SUMMIT_BYTES / size * few)[:48]
+    around = ring_allreduce(few, nbytes / size * few)[:48]
     ring = simulate(summit_network(few), [[one] for one in around])
     found = {"one ring of all GPUs": 2 * (size - 1) * ring.seconds_per_step(skip=len(around) // 2)}
     if nodes > 1:
         network = summit_network(6)
-        inside = simulate(network, [hierarchical(1, 6, SUMMIT_BYTES, [])])
+        inside = simulate(network, [hierarchical(1, 6, nbytes, [])])
         # The shares of the six GPUs of a node go the same ways at the same time: one for the six makes the same load.
-        exchanges = tree_allreduce(nodes, SUMMIT_BYTES, SUMMIT_CHUNKS)
+        exchanges = tree_allreduce(nodes, nbytes, SUMMIT_CHUNKS)
         trees = simulate(Network(nodes, network.between), [[max(exchanges, key=len)]] * 2)
         found["shares inside nodes, two trees between"] = inside.seconds + len(exchanges) * trees.seconds_per_step()
     return found

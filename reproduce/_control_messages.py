@@ -1,4 +1,4 @@
-"""What agents say to each other to agree on an order: counted on real agents, and carried on to a whole machine."""
+"""Control messages by which agents agree on an order: counted on real agents, and modelled for a whole machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from shoal.transport.process_group import ProcessGroups
 from shoal.transport.threads import ThreadLink
 from shoal.transport.wire import Kind, Message, encode
 
-COUNTED = (2, 4, 8, 16, 32, 64)
-"""Numbers of agents at which messages are counted."""
 KINDS = ("coordinator", "tree", "cached", "edge-matched")
 OPERATIONS, STEPS = 160, 3
 REQUEST_BYTES = 64
@@ -30,7 +28,7 @@ REQUEST_BYTES = 64
 
 
 class _Counts:
-    """What agents send and receive that is no tensor."""
+    """Counts messages without tensors, of all agents."""
 
     def __init__(self, of_edges: bool) -> None:
         self.messages: Counter[int] = Counter()
@@ -61,8 +59,10 @@ class _Counts:
 
 
 def counted(size: int, kind: str) -> tuple[float, float]:
-    """Messages and bytes that the busiest agent sends and receives in a step, once the first is over: of the order, or,
-    edge-matched, the headers that carry what is said. What process groups would move is not moved."""
+    """Count messages and bytes that the busiest agent sends and receives in a step after the first.
+
+    Counted are messages about the order; of "edge-matched" calls, the headers. Tensors are not moved.
+    """
     counts = _Counts(kind == "edge-matched")
 
     def step() -> None:
@@ -114,13 +114,13 @@ def _moved_at_once(groups: ProcessGroups, _there: Any, several: list[Any]) -> No
 
 @dataclass(frozen=True)
 class Paper:
-    """Summit, as the paper on Horovod's response cache has it (Romero et al., NSDI 2022), and what it does not say.
+    """Summit in the paper on Horovod's response cache (Romero et al., NSDI 2022), with assumptions for missing numbers.
 
     Attributes:
         agents: GPUs.
         bandwidth: Of a node, bytes a second.
         latency: Of a message between nodes, seconds; an assumption: EDR InfiniBand through MPI.
-        overhead: What a message costs who sends or receives it, seconds; an assumption: MPI's on a POWER9.
+        overhead: Processor time to send or receive a message, seconds; an assumption: MPI's on a POWER9.
     """
 
     agents: int = 27_600
@@ -139,8 +139,7 @@ PAPER = Paper()
 
 
 def modelled(kind: str, agents: int, paper: Paper = PAPER) -> float:
-    """Seconds until all agents know what goes on: one round of bits, and where somebody decides, requests up and the
-    decision down."""
+    """Seconds of one negotiation: a round of bits; with a coordinator also requests up and its decision down."""
     steps = math.ceil(math.log2(agents))
     bits = steps * (paper.latency + 2 * paper.overhead + (2 * OPERATIONS / 8 + 100) / paper.bandwidth)
     if kind == "cached":
@@ -150,5 +149,5 @@ def modelled(kind: str, agents: int, paper: Paper = PAPER) -> float:
     while here < agents:
         here, levels = here * fan_out + 1, levels + 1
     said = OPERATIONS * REQUEST_BYTES
-    # Whoever is up hears and tells fan_out others, one after the other.
+    # A node of the tree receives from and sends to fan_out others, one after the other.
     return bits + 2 * levels * (paper.latency + fan_out * (paper.overhead + said / paper.bandwidth))
