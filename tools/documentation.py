@@ -4,8 +4,8 @@
 - The reference is made of ``tests/public_names.txt``: each public name is documented once, on the page of the package
   that a user imports it from; other packages that have it too link there.
 - Links that leave docs lead to the repository. A link to a file that does not exist stays, so the strict build fails.
-- Pages of the tutorial get the outputs of their cells, from the notebooks that tools/tutorial.py has executed; equations
-  become MathML.
+- Pages of the tutorial get the outputs of their cells, from the notebooks that tools/tutorial.py has executed.
+- Equations become MathML.
 - Docstrings are in reStructuredText's roles and simple tables; both are translated to Markdown.
 """
 
@@ -185,7 +185,8 @@ def with_outputs(markdown: str, notebook: Path) -> str:
         return "\n".join(shown)
 
     link = f"[Download this page as a Jupyter notebook]({notebook.name}){{ download }}"
-    title, _, text = re.sub(r"^```python\n(.*?)^```\n", output, markdown, flags=re.DOTALL | re.MULTILINE).partition("\n")
+    markdown = re.sub(r"^```python\n(.*?)^```\n", output, markdown, flags=re.DOTALL | re.MULTILINE)
+    title, _, text = markdown.partition("\n")
     return f"{title}\n\n{link}\n{text}"
 
 

@@ -3,13 +3,14 @@
     python tools/tutorial.py                   all pages, each in a process of its own, two at a time
     python tools/tutorial.py 03-gradient-descent --out FOLDER
 
-A page is Markdown, and each of its ```python blocks is a cell. So GitHub shows it, a change of it is a readable diff, and
-the checks of pages (links, English) read it like any other. `make docs` calls this program with the Python of ``.venv``,
+A page is Markdown, and each of its ```python blocks is a cell. So GitHub shows it, its diffs are readable, and the checks
+of pages (links, English, format) read it like any other. `make docs` calls this program with the Python of ``.venv``,
 which has torch and matplotlib. tools/documentation.py then adds the outputs to the pages of the site, and the notebooks
-as downloads. No output is committed, so none can be out of date.
+as downloads. No output is committed, so none can be out of date. A page is executed again only if the page, this program,
+the package or torch has changed: `make docs` and the test of the pages, in one run of CI, execute each page once.
 
-Rejected: committed .ipynb files, because their diffs are JSON and pictures; jupytext with mkdocs-jupyter, because nbconvert
-and a kernel bring some fifty packages. Needs no package of Jupyter: the format is JSON.
+Rejected: committed .ipynb files, because their diffs are JSON and pictures; jupytext with mkdocs-jupyter, because
+nbconvert and a kernel bring some fifty packages. A notebook is JSON, so this program needs no package of Jupyter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import hashlib
+import importlib.metadata
 import io
 import json
 import os
@@ -40,7 +43,11 @@ def pages() -> list[Path]:
 
 
 def execute(page: Path) -> dict[str, Any]:
-    """The notebook of a page, with its outputs. Raises whatever a cell raises; tracebacks have the page's line numbers."""
+    """The notebook of a page, with its outputs.
+
+    Raises:
+        Exception: That of a cell; its traceback has the line numbers of the page.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -68,7 +75,21 @@ def execute(page: Path) -> dict[str, Any]:
         end = cell.end()
     cells.append(_prose(text[end:]))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+    metadata = {"kernelspec": kernel, "executed": key(page)}
+    return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 4}
+
+
+def key(page: Path) -> str:
+    """A hash of everything that an execution depends on."""
+    found = hashlib.sha256(importlib.metadata.version("torch").encode())
+    package = (one for one in (ROOT / "src").rglob("*") if one.suffix in (".py", ".cpp", ".h"))
+    for path in [page, Path(__file__), *sorted(package)]:
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def is_current(page: Path, notebook: Path) -> bool:
+    return notebook.exists() and json.loads(notebook.read_text())["metadata"]["executed"] == key(page)
 
 
 def _prose(text: str) -> dict[str, Any]:
@@ -101,8 +122,9 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.page:
-        made = json.dumps(execute(PAGES / f"{options.page}.md"), indent=1, ensure_ascii=False)
-        (options.out / f"{options.page}.ipynb").write_text(made + "\n")
+        page, notebook = PAGES / f"{options.page}.md", options.out / f"{options.page}.ipynb"
+        if not is_current(page, notebook):
+            notebook.write_text(json.dumps(execute(page), indent=1, ensure_ascii=False) + "\n")
         return
     # One thread of torch for each of two processes: with more they would compete for two cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
