@@ -4,10 +4,11 @@
     python tools/tutorial.py 03-gradient-descent --out FOLDER
 
 A page is Markdown, and each of its ```python blocks is a cell. So GitHub shows it, its diffs are readable, and the
-checks of pages (links, English, format) read it like any other. `make docs` calls this program with the Python of ``.venv``,
-which has torch and matplotlib. tools/documentation.py then adds the outputs to the pages of the site, and the notebooks
-as downloads. No output is committed, so none can be out of date. A page is executed again only if the page, this
-program, the package or torch has changed: `make docs` and the test of the pages, in one run of CI, execute each page once.
+checks of pages (links, English, format) read it like any other. `make docs` calls this program with the Python of
+``.venv``, which has torch and matplotlib. tools/documentation.py then adds the outputs to the pages of the site, and
+the notebooks as downloads. No output is committed, so none can be out of date. A page is executed again only if the
+page, this program, the package or torch has changed: `make docs` and the test of the pages, in one run of CI, execute
+each page once.
 
 Rejected: committed .ipynb files, because their diffs are JSON and pictures; jupytext with mkdocs-jupyter, because
 nbconvert and a kernel bring some fifty packages. A notebook is JSON, so this program needs no package of Jupyter.
