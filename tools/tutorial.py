@@ -52,7 +52,7 @@ def execute(page: Path) -> dict[str, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
-    text = page.read_text()
+    executed, text = key(page), page.read_text()
     names: dict[str, Any] = {"__name__": "__main__"}
     cells, end = [], 0
     for number, cell in enumerate(CELL.finditer(text), 1):
@@ -76,7 +76,7 @@ def execute(page: Path) -> dict[str, Any]:
         end = cell.end()
     cells.append(_prose(text[end:]))
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    metadata = {"kernelspec": kernel, "executed": key(page)}
+    metadata = {"kernelspec": kernel, "executed": executed}
     return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 4}
 
 
@@ -90,7 +90,7 @@ def key(page: Path) -> str:
 
 
 def is_current(page: Path, notebook: Path) -> bool:
-    return notebook.exists() and json.loads(notebook.read_text())["metadata"]["executed"] == key(page)
+    return notebook.exists() and json.loads(notebook.read_text())["metadata"].get("executed") == key(page)
 
 
 def _prose(text: str) -> dict[str, Any]:
