@@ -76,8 +76,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # The site, into out/site: a broken link, a missing reference or a page that is not in mkdocs.yml fails it (not with --quiet,
-# which hides warnings from --strict).
-docs: $(DOCS)/.locked
+# which hides warnings from --strict), and so does a page of the tutorial whose code fails: each is executed before.
+docs: $(DOCS)/.locked $(STAMP)
+	$(BIN)/python tools/tutorial.py
 	PYTHONDONTWRITEBYTECODE=1 NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/.locked: requirements/docs.lock

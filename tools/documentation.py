@@ -5,11 +5,16 @@
 - The reference is made of ``tests/public_names.txt``: each public name is documented once, on the page of the package
   that a user imports it from; other packages that have it too link there.
 - Links that leave docs lead to the repository. A link to a file that does not exist stays, so the strict build fails.
+- Pages of the tutorial get the outputs of their cells, from the notebooks that tools/tutorial.py has executed.
+- Equations become MathML.
 - Docstrings are in reStructuredText's roles and simple tables; both are translated to Markdown.
 """
 
 from __future__ import annotations
 
+import base64
+import html
+import json
 import posixpath
 import re
 import runpy
@@ -18,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +37,7 @@ ROOT_PAGES = {
     "reproduce.md": "reproduce/README.md",
 }
 """Pages of the site and the files outside docs that they show."""
+TUTORIAL = ROOT / "out" / "tutorial"
 NAMES = (ROOT / "tests" / "public_names.txt").read_text().split()
 ALIASES = ("shoal.bluefog", "shoal.topology_util")
 """Packages of second names: whatever they have in common with another package is documented there."""
@@ -141,7 +149,59 @@ def on_files(files: Any, config: Any) -> Any:
     files.append(File.generated(config, "modules.md", content=runpy.run_path(str(ROOT / "tools/modules.py"))["page"]()))
     for page in sorted({page_of(package_of(name)) for name in NAMES}):
         files.append(File.generated(config, page, content=reference().page(page)))
+    for notebook in sorted(TUTORIAL.glob("*.ipynb")):
+        files.append(File.generated(config, f"tutorial/{notebook.name}", content=notebook.read_text()))
+        for name, picture in _pictures(notebook).items():
+            files.append(File.generated(config, f"tutorial/{name}", content=picture))
     return files
+
+
+def _pictures(notebook: Path) -> dict[str, bytes]:
+    """The pictures of a notebook, by the names of their files."""
+    shown = [one["data"]["image/png"] for cell in _code_cells(notebook) for one in cell["outputs"] if "data" in one]
+    return {f"{notebook.stem}-{number}.png": base64.b64decode(one) for number, one in enumerate(shown, 1)}
+
+
+def _code_cells(notebook: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def with_outputs(markdown: str, notebook: Path) -> str:
+    """A page of the tutorial with the outputs below its cells, and a link to the notebook below its title.
+
+    Raises:
+        PluginError: The notebook was not executed since the page has changed.
+    """
+    cells, picture = iter(_code_cells(notebook) if notebook.exists() else []), 0
+
+    def output(match: re.Match[str]) -> str:
+        nonlocal picture
+        cell = next(cells, None)
+        if cell is None or cell["source"] != match[1].rstrip("\n"):
+            raise PluginError(f"{notebook} does not have this page's cells: execute it by python tools/tutorial.py")
+        shown = [match[0]]
+        for one in cell["outputs"]:
+            if "text" in one:
+                shown.append(f"```text\n{one['text'].rstrip()}\n```\n")
+            else:
+                picture += 1
+                shown.append(f"![{one['data']['text/plain']}]({notebook.stem}-{picture}.png)\n")
+        return "\n".join(shown)
+
+    link = f"[Download this page as a Jupyter notebook]({notebook.name}){{ download }}"
+    markdown = re.sub(r"^```python\n(.*?)^```\n", output, markdown, flags=re.DOTALL | re.MULTILINE)
+    title, _, text = markdown.partition("\n")
+    return f"{title}\n\n{link}\n{text}"
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Let browsers show equations without a script: MathML in place of LaTeX."""
+
+    def equation(match: re.Match[str]) -> str:
+        latex = html.unescape(match[2]).strip()
+        return convert(latex[2:-2], display="block" if match[1] == "div" else "inline")
+
+    return re.sub(r'<(div|span) class="arithmatex">(.*?)</\1>', equation, content, flags=re.DOTALL)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
@@ -163,6 +223,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return f"]({config.repo_url.rstrip('/')}/{kind}/main/{path}{mark}{anchor})"
         return match[0]
 
+    if re.match(r"tutorial/\d", here):
+        markdown = with_outputs(markdown, TUTORIAL / f"{posixpath.basename(here)[:-3]}.ipynb")
     parts = re.split(r"(^```.*?^```)", markdown, flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else re.sub(r"\]\(([^)\s]+)\)", link, part) for part in parts)
 
