@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.algorithms import CATALOG, Entry
+from shoal.algorithms import CATALOG, Entry, Run
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
@@ -21,7 +21,7 @@ sys.path += [str(DOCS), str(TESTS / "algorithms")]
 import algorithms_table  # noqa: E402
 import test_every_algorithm as suite  # noqa: E402
 
-STACKED, REAL, MESSAGES, MACHINES, NEW = re.findall(
+STACKED, REAL, TWICE, SWEEP, AGENTS, MESSAGES, MACHINES, NEW = re.findall(
     r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL
 )
 
@@ -57,6 +57,32 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert names["data"].shape == (1000, 10 + 8)
     ended = names["fleet"].run(names["algorithm"], torch.zeros(10), lambda x: x - 1, 100).x
     assert (ended - 1).abs().max() < 0.05
+
+
+def test_a_researcher_goes_from_an_equation_to_real_agents(tmp_path: Path) -> None:
+    """An algorithm in ten lines, a sweep, a plot, the same algorithm in threads, and its file."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    assert len(TWICE[TWICE.index("@dataclass") :].strip().splitlines()) <= 11
+    names: dict[str, Any] = {"shoal": shoal, "__name__": "page"}
+    exec(STACKED[: STACKED.index("def measure")], names)
+    for block in (TWICE, SWEEP, AGENTS):
+        exec(compile(block, "docs/algorithms.md", "exec", dont_inherit=True), names)
+    found, runs = names["found"], names["runs"]
+    assert [(row["algorithm"], row["topology"], row["runs"]) for row in found.summary()] == [
+        (algorithm, graph, 3) for algorithm in ("D-PSGD", "twice") for graph in ("ring", "one-peer")
+    ]
+    plain, twice = found.summary()[0], found.summary()[2]
+    assert twice["consensus"] < plain["consensus"] and twice["bytes"] == 2 * plain["bytes"]
+    names["axes"].figure.savefig(tmp_path / "sweep.png")
+    assert len(names["axes"].lines) == 4 and names["axes"].get_xlabel() == "bytes"
+    cell = {"algorithm": "twice", "topology": "ring", "seed": 0}
+    simulated = [record for record in found.records if cell.items() <= record.items()]
+    assert len(simulated) == 101
+    for run in runs:
+        assert [{**cell, **record} for record in run.records] == [pytest.approx(one, abs=1e-5) for one in simulated]
+    runs[0].save(tmp_path / "run")
+    assert Run.load(tmp_path / "run").records == runs[0].records
 
 
 def test_a_new_algorithm_takes_less_than_40_lines() -> None:
