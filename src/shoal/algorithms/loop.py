@@ -86,9 +86,7 @@ def steps_of(
             if every and ((number + 1 - first) % every == 0 or number + 1 == first + steps):
                 records.append(_record(number + 1, rounds, algorithm.estimate(x, state), grad, mix, measure))
         estimate = algorithm.estimate(x, state)
-        return Run(
-            x, estimate, state, first + steps, mix.sent, rounds, mix.seconds, records, exchanges=mix.exchanges
-        )
+        return Run(x, estimate, state, first + steps, mix.sent, rounds, mix.seconds, records, exchanges=mix.exchanges)
 
 
 def _record(

@@ -105,6 +105,9 @@ class _Reader:
             kind = getattr(torch, dtype)
             if not isinstance(kind, torch.dtype):
                 raise ValueError(f"unknown dtype {dtype!r}")
-            found = torch.from_numpy(self._arrays[str(index)].copy()).view(kind).reshape(shape)
+            array = self._arrays[str(index)]
+            # An empty tensor cannot be viewed as numbers of another size.
+            flat = torch.from_numpy(array.copy()).view(kind) if len(array) else torch.empty(0, dtype=kind)
+            found = flat.reshape(shape)
             self._made[index] = found.to(self._device)
         return self._made[index]
