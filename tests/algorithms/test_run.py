@@ -19,7 +19,6 @@ from shoal.sim import StackedFleet
 from shoal.topology.families.circulant import ring
 from support.leftovers import nothing_is_left
 
-
 COLUMNS = ["step", "rounds", "exchanges", "bytes", "seconds", "consensus", "distance", "largest"]
 
 

@@ -97,7 +97,8 @@ def _record(
     everyone = None if measure is None else mix.rows_of_all(estimate)
     mean = mix.mean_of_all(estimate.to(wide)) if everyone is None else everyone.mean(0, dtype=wide)
     rows = estimate.reshape(-1, estimate.shape[-1])
-    square = sum(float(torch.linalg.vector_norm(part.to(wide) - mean)) ** 2 for part in rows.split(_ROWS))
+    parts = (rows[at : at + _ROWS].to(wide) for at in range(0, len(rows), _ROWS))
+    square = sum((float(torch.linalg.vector_norm(part - mean)) ** 2 for part in parts), 0.0)
     losses = grad.loss(mean.to(estimate.dtype).expand_as(estimate))
     loss = nan if losses is None else float(losses.sum())
     # One small message for all the sums; float64 counts bytes exactly up to 2**53.

@@ -26,7 +26,7 @@ def write_tree(tree: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """
     writer = _Writer()
     header = json.dumps({"kind": _KIND, "tree": writer.described(tree, "")})
-    arrays = {str(index): array for index, array in enumerate(writer.arrays)}
+    arrays: dict[str, Any] = {str(index): array for index, array in enumerate(writer.arrays)}
     with Path(path).open("wb") as file:  # numpy would add a suffix to a bare path
         np.savez(file, header=np.frombuffer(header.encode(), np.uint8), **arrays)
 
