@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal import topology
-from shoal.algorithms import CATALOG, Entry
+from shoal.algorithms import CATALOG, Entry, Run
 from shoal.sim.stacked import StackedMix
 
 TESTS = Path(__file__).parent
@@ -24,7 +24,7 @@ sys.path += [str(DOCS), str(TESTS / "algorithms")]
 import algorithms_table  # noqa: E402
 import test_every_algorithm as suite  # noqa: E402
 
-STACKED, REAL, MESSAGES, MACHINES, NEW, COMPRESSOR = (
+STACKED, REAL, TWICE, SWEEP, AGENTS, MESSAGES, MACHINES, NEW, COMPRESSOR = (
     code
     for page in ("algorithms.md", "compressors.md", "howto/extend.md")
     for code in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
@@ -99,6 +99,32 @@ def test_a_fleet_averages_with_a_new_compressor() -> None:
         return float(shoal.neighbor_allreduce(x, compression=names["LargestBlock"](10))[0])
 
     assert shoal.Fleet(3).run(agent) == [1.0] * 3
+
+
+def test_a_researcher_goes_from_an_equation_to_real_agents(tmp_path: Path) -> None:
+    """An algorithm in ten lines, a sweep, a plot, the same algorithm in threads, and its file."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    assert len(TWICE[TWICE.index("@dataclass") :].strip().splitlines()) <= 11
+    names: dict[str, Any] = {"shoal": shoal, "__name__": "page"}
+    exec(STACKED[: STACKED.index("def measure")], names)
+    for block in (TWICE, SWEEP, AGENTS):
+        exec(compile(block, "docs/algorithms.md", "exec", dont_inherit=True), names)
+    found, runs = names["found"], names["runs"]
+    assert [(row["algorithm"], row["topology"], row["runs"]) for row in found.summary()] == [
+        (algorithm, graph, 3) for algorithm in ("D-PSGD", "twice") for graph in ("ring", "one-peer")
+    ]
+    plain, twice = found.summary()[0], found.summary()[2]
+    assert twice["consensus"] < plain["consensus"] and twice["bytes"] == 2 * plain["bytes"]
+    names["axes"].figure.savefig(tmp_path / "sweep.png")
+    assert len(names["axes"].lines) == 4 and names["axes"].get_xlabel() == "bytes"
+    cell = {"algorithm": "twice", "topology": "ring", "seed": 0}
+    simulated = [record for record in found.records if cell.items() <= record.items()]
+    assert len(simulated) == 101
+    for run in runs:
+        assert [{**cell, **record} for record in run.records] == [pytest.approx(one, abs=1e-5) for one in simulated]
+    runs[0].save(tmp_path / "run")
+    assert Run.load(tmp_path / "run").records == runs[0].records
 
 
 def test_a_new_algorithm_takes_less_than_40_lines() -> None:

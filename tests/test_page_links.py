@@ -43,7 +43,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"\w+:", target):
+        if re.match(r"\w+:", target) or target.startswith("../reference/"):  # made by `make docs`, which checks these
             continue
         path, _, anchor = target.partition("#")
         file = page.parent / path if path else page

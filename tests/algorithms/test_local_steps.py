@@ -132,6 +132,7 @@ class Walk(Algorithm):
     """A step at random, an exchange, and another."""
 
     source = "here"
+    needs = ()
 
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
         first, stream = mix.uniform(x), mix.stream(x)

@@ -19,6 +19,8 @@ from shoal.sim import StackedFleet
 from shoal.topology.families.circulant import ring
 from support.leftovers import nothing_is_left
 
+COLUMNS = ["step", "rounds", "exchanges", "bytes", "seconds", "consensus", "distance", "largest"]
+
 
 def made(steps: int, every: int = 1) -> Run:
     fleet = StackedFleet(ring(4))
@@ -43,7 +45,7 @@ def test_records_are_plain_numbers_by_name() -> None:
     found = made(6, every=4)
     assert [type(row) for row in found.records] == [dict] * 3
     assert {type(value) for row in found.records for value in row.values()} <= {int, float}
-    assert [list(row) for row in found.records] == [["step", "rounds", "bytes", "seconds", "distance", "largest"]] * 3
+    assert [list(row) for row in found.records] == [COLUMNS] * 3
     assert [row["step"] for row in found.records] == [0, 4, 6]
     assert [row["distance"] for row in found.records] == pytest.approx([12**0.5 * 0.5**step for step in (0, 4, 6)])
 
@@ -51,15 +53,15 @@ def test_records_are_plain_numbers_by_name() -> None:
 def test_a_column_is_a_figure_over_the_records() -> None:
     found = made(6, every=4)
     assert found.column("bytes").tolist() == [0, 4 * 8 * 12, 6 * 8 * 12]
-    with pytest.raises(KeyError, match="no column 'loss'; there are: step, rounds, bytes, seconds, distance, largest"):
+    with pytest.raises(KeyError, match=f"no column 'loss'; there are: {', '.join(COLUMNS)}"):
         found.column("loss")
 
 
 def test_the_table_shows_every_record() -> None:
     head, *body = lines_of(made(3))
-    assert head == ["step", "rounds", "bytes", "seconds", "distance", "largest"]
-    assert [line[:3] for line in body] == [["0", "0", "0"], ["1", "1", "96"], ["2", "2", "192"], ["3", "3", "288"]]
-    assert body[1][4] == f"{12**0.5 / 2:.4g}"
+    assert head == COLUMNS
+    assert [line[:4] for line in body] == [[str(one)] * 3 + [str(96 * one)] for one in range(4)]
+    assert body[1][6] == f"{12**0.5 / 2:.4g}"
 
 
 def test_a_long_table_keeps_its_first_and_last_row() -> None:
@@ -77,7 +79,7 @@ def test_a_resumed_run_with_another_measure_shows_what_both_have() -> None:
     fleet, start = StackedFleet(ring(4)), torch.zeros(3)
     first = fleet.run(GradientDescent(0.5), start, lambda x: x, 1, measure=lambda x: {"a": 1.0, "b": 2.0})
     both = fleet.run(GradientDescent(0.5), start, lambda x: x, 1, measure=lambda x: {"b": 3.0}, resume=first)
-    assert lines_of(both)[0] == ["step", "rounds", "bytes", "b"]
+    assert lines_of(both)[0] == ["step", "rounds", "exchanges", "bytes", "consensus", "b"]
     assert both.column("b").tolist() == [2.0, 2.0, 3.0]
     with pytest.raises(KeyError, match="no column 'a'"):
         both.column("a")

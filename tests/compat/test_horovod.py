@@ -388,7 +388,6 @@ def test_parameters_optimizers_and_objects() -> None:
     def run() -> list[Any]:
         hvd.init()
         rank = hvd.rank()
-        torch.manual_seed(rank)
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
         if rank == 1:

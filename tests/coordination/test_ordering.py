@@ -197,7 +197,6 @@ def test_links_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_training_negotiates_nothing_after_its_first_step(fleet: Fleets, kind: str, topology: Any) -> None:
     def run() -> list[int]:
-        torch.manual_seed(shoal.rank())
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
         plain = torch.optim.SGD(model.parameters(), lr=0.05)
         shoal.broadcast_parameters(model.state_dict())

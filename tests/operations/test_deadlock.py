@@ -190,7 +190,6 @@ def test_threads_that_count_all_the_same(fleet: Fleets, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:no optimizer that averages has these parameters")
 def test_parameters_that_one_agent_adds_to_its_optimizer(fleet: Fleets) -> None:
     def run() -> tuple[int, ...]:
-        torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
         plain = torch.optim.SGD(model[0].parameters(), lr=0.1)
         optimizer = shoal.DistributedAdaptThenCombineOptimizer(plain, model)

@@ -104,8 +104,10 @@ def test_an_object_that_could_run_code_is_refused_at_the_root(
 
 
 def make_model(seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 200))
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, generator=generator)
     model.get_buffer("1.num_batches_tracked").add_(seed)
     return model
 
@@ -363,7 +365,6 @@ OPTIMIZERS: Optimizers = {
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh elsewhere", "used elsewhere"])
 def test_the_roots_optimizer_state_arrives_exactly_and_no_step_is_taken(fleet: Fleets, kind: str, fresh: bool) -> None:
     def prepare(rank: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
-        torch.manual_seed(rank)
         model = torch.nn.Linear(4, 3)
         optimizer = OPTIMIZERS[kind](model.parameters())
         optimizer.param_groups[0]["lr"] *= 1.1 + rank

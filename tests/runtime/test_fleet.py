@@ -506,3 +506,28 @@ def generator() -> Iterator[int]:
 def test_a_function_of_which_a_call_runs_nothing_is_refused(function: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match=r"runs nothing of it"):
         shoal.Fleet(2).run(function)
+
+
+def test_a_global_seed_in_an_agent_warns_and_says_what_to_do() -> None:
+    """Threads share torch's generator: one agent's seed changes the others' numbers."""
+    before = torch.manual_seed
+
+    def seeds() -> None:
+        if shoal.rank() == 0:
+            torch.manual_seed(1)
+
+    with pytest.warns(UserWarning, match=r"torch.Generator\(\).manual_seed\(seed \+ shoal.rank\(\)\)"):
+        shoal.Fleet(2).run(seeds)
+    shoal.Fleet(1).run(seeds)
+    assert torch.manual_seed is torch.random.manual_seed is before
+    torch.manual_seed(1)
+
+
+def test_generators_of_their_own_repeat_in_threads() -> None:
+    def draw() -> list[float]:
+        generator = torch.Generator().manual_seed(5 + shoal.rank())
+        return torch.randn(3, generator=generator).tolist()
+
+    found = shoal.Fleet(3).run(draw)
+    assert found == shoal.Fleet(3).run(draw)
+    assert found[0] != found[1]

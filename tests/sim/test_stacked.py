@@ -300,7 +300,7 @@ def test_a_resumed_run_draws_what_the_whole_one_draws() -> None:
     rest = fleet.run(GradientDescent(0.05), start, gradient, 7, measure=distance, resume=half)
     assert torch.equal(whole.x, rest.x)
     assert whole.records == rest.records
-    assert (whole.rounds, whole.sent) == (rest.rounds, rest.sent)
+    assert (whole.rounds, whole.exchanges, whole.sent) == (rest.rounds, rest.exchanges, rest.sent)
     assert len(half.records) == 6
 
 

@@ -6,6 +6,7 @@ stacked as the rows of one tensor, in threads, in processes and on a cluster. To
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -29,6 +30,8 @@ class Gradient:
         function: ``x`` to a tensor of its shape: ``[n, d]`` in a stacked fleet, ``[d]`` in a real agent.
         full: The gradient over all of an agent's data, where ``function`` takes a sample of it.
         draw: Called with the :class:`Mix` before each step, to choose the step's sample.
+        loss: ``x`` to the agents' losses at their rows, on the step's sample: ``[n, d]`` to ``[n]`` in a stacked fleet,
+            ``[d]`` to a tensor of one number in a real agent. It is only recorded (:class:`Run`).
     """
 
     def __init__(
@@ -36,8 +39,9 @@ class Gradient:
         function: Callable[[torch.Tensor], torch.Tensor],
         full: Callable[[torch.Tensor], torch.Tensor] | None = None,
         draw: Callable[[Mix], None] | None = None,
+        loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._function, self._full, self._draw = function, full or function, draw
+        self._function, self._full, self._draw, self._loss = function, full or function, draw, loss
 
     def draw(self, mix: Mix) -> None:
         """Choose the sample of the step that begins."""
@@ -56,6 +60,10 @@ class Gradient:
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """The gradient at ``x`` on all of the agent's data. Raises as a call does."""
         return _as(x, self._full(x))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The losses at ``x`` on the step's sample, ``[n]`` or of one number; None if the loss is not known."""
+        return None if self._loss is None else self._loss(x)
 
 
 def _as(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -96,6 +104,10 @@ class Algorithm(ABC):
     def needs(self) -> tuple[Need, ...]:
         """The conditions on the mixing under which the algorithm converges as documented; checked before the first
         step.
+
+        An algorithm declares them as this property, or as a class attribute: ``needs = (DOUBLY_STOCHASTIC,
+        CONNECTED)``, of :mod:`shoal.algorithms.needs`, or ``needs = ()`` if it works with any W. One that declares
+        nothing causes a warning.
         """
         return ()
 
@@ -148,3 +160,22 @@ class Algorithm(ABC):
         wrapped = held.get("algorithm")
         inner = wrapped.scaled(by) if isinstance(wrapped, Algorithm) else None
         return None if inner is None else replace(self, algorithm=inner)  # type: ignore[type-var]
+
+
+_warned: dict[type[Algorithm], object] = {}
+"""The classes whose missing declaration has caused a warning in this process."""
+
+
+def warn_of_undeclared_needs(algorithm: Algorithm) -> None:
+    """Warn, once for each class, of an algorithm without declared needs: no topology is refused for it."""
+    kind, wrapped = type(algorithm), getattr(algorithm, "algorithm", None)
+    if isinstance(wrapped, Algorithm):
+        warn_of_undeclared_needs(wrapped)
+    # setdefault is atomic: of agents that are threads one warns.
+    if kind.needs is Algorithm.needs and _warned.setdefault(kind, token := object()) is token:
+        warnings.warn(
+            f"{kind.__name__} declares no needs, so no topology is refused, and a run may end at a wrong point without "
+            "an error. Declare the conditions under which it converges, in the class: "
+            "needs = (DOUBLY_STOCHASTIC, CONNECTED), of shoal.algorithms.needs; or needs = () if it works with any W",
+            stacklevel=3,
+        )

@@ -13,8 +13,8 @@ from ..compression.draws import Redrawn
 from ..operations.membership import WHOLE
 from ..operations.operation import Handle, Operation
 from ..ops.alltoall import submit as submit_alltoall
-from ..ops.arguments import channel_name, where
-from ..ops.collective import submit_allreduce
+from ..ops.arguments import Internal, channel_name, where
+from ..ops.collective import allgather, allreduce, submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
 from ..ops.reduce_scatter import shares
@@ -23,7 +23,7 @@ from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
 from .agent_schedule import AgentSchedule
-from .algorithm import Algorithm, Gradient
+from .algorithm import Algorithm, Gradient, warn_of_undeclared_needs
 from .loop import Measure, Run, steps_of
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
@@ -73,8 +73,8 @@ class Exchange(Mix):
         found._name, found.seed = f"{self._name}.{number}", self.seed + number
         return found
 
-    def begin(self, round_: int) -> bool:
-        super().begin(round_)
+    def begin(self, step: int) -> bool:
+        super().begin(step)
         agent = current("algorithms.Exchange")
         # Once for the step, and not for each exchange: all exchanges and the state of a step have the same agents.
         before, self._plan = self._plan, agent.engine.plan(channel_name("step", self._name))
@@ -193,6 +193,15 @@ class Exchange(Mix):
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self.rank])
 
+    def rows_of_all(self, x: torch.Tensor) -> torch.Tensor:
+        return allgather(x.unsqueeze(0), Internal(f"{self._name} records.rows"))
+
+    def mean_of_all(self, x: torch.Tensor) -> torch.Tensor:
+        return allreduce(x, name=Internal(f"{self._name} records.mean"))
+
+    def sum_of_all(self, values: torch.Tensor) -> torch.Tensor:
+        return allreduce(values, op="sum", name=Internal(f"{self._name} records.sums"))
+
 
 def run(
     algorithm: Algorithm,
@@ -203,20 +212,27 @@ def run(
     *,
     seed: int = 0,
     measure: Measure | None = None,
-    every: int = 1,
+    every: int | None = None,
     progress: bool = False,
     resume: Run | None = None,
     unchecked: str | Iterable[str] = (),
 ) -> Run:
     """Run an algorithm on the agents that there are: each calls it with its own ``x`` ``[d]`` and its own gradient.
 
-    Arguments as for :meth:`shoal.sim.StackedFleet.run`; ``topology`` and ``seed`` must be the same on all agents.
+    Arguments as for :meth:`shoal.sim.StackedFleet.run`, also ``measure``, which takes the estimates of all agents,
+    ``[n, d]``. ``topology``, ``steps``, ``seed``, ``every``, and whether there is a ``measure``, must be the same on
+    all agents, because they take each record together: an average over all agents (``d`` numbers, and 4), or with a
+    ``measure`` the estimates of all (``n d``). :attr:`Run.sent` does not count these. ``every=0`` records nothing.
+
+    An algorithm that declares no ``needs`` causes a warning, once.
 
     Raises:
         ValueError: The mixing is not what the algorithm needs; the message names the failed condition.
     """
     check(type(algorithm).__name__, algorithm.needs, topology, dimension=x.shape[-1], unchecked=unchecked)
     mix = Exchange(topology, seed, algorithm=algorithm)
+    if mix.rank == 0:
+        warn_of_undeclared_needs(algorithm)
     # Many bars in one terminal would be unreadable.
     shown = progress and mix.rank == 0
     return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=shown, resume=resume)

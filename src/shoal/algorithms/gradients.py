@@ -38,7 +38,7 @@ def own(loss: Loss, *data: torch.Tensor, batch: int | None = None) -> Gradient:
             chosen = _chosen(mix, torch.empty(batch, dtype=torch.float64), len(data[0]))
             sample[:] = [one[chosen] for one in data]
 
-    return Gradient(lambda x: gradient(x, *sample), lambda x: gradient(x, *data), draw)
+    return Gradient(lambda x: gradient(x, *sample), lambda x: gradient(x, *data), draw, lambda x: loss(x, *sample))
 
 
 def per_agent(loss: Loss, *data: torch.Tensor, batch: int | None = None) -> Gradient:
@@ -50,7 +50,7 @@ def per_agent(loss: Loss, *data: torch.Tensor, batch: int | None = None) -> Grad
         batch: As for :func:`own`.
     """
     _check(data, 1, batch)
-    gradient = vmap(grad(loss))
+    gradient, losses = vmap(grad(loss)), vmap(loss)
     sample = list(data)
 
     def draw(mix: Mix) -> None:
@@ -60,7 +60,7 @@ def per_agent(loss: Loss, *data: torch.Tensor, batch: int | None = None) -> Grad
             rows = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
             sample[:] = [one[rows, chosen] for one in data]
 
-    return Gradient(lambda x: gradient(x, *sample), lambda x: gradient(x, *data), draw)
+    return Gradient(lambda x: gradient(x, *sample), lambda x: gradient(x, *data), draw, lambda x: losses(x, *sample))
 
 
 def _chosen(mix: Mix, like: torch.Tensor, samples: int) -> torch.Tensor:

@@ -3,83 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from math import isnan, nan, sqrt
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from ..progress_bar import shown
 from .algorithm import Algorithm, Gradient
 from .mix import Mix
+from .run_result import Run as Run
 
 Measure = Callable[[torch.Tensor], Mapping[str, float]]
-"""Computes figures, by name, of the estimates."""
-
-_WHOLE = ("step", "rounds", "bytes")
-
-
-@dataclass
-class Run:
-    """The result of a run, from which another can continue.
-
-    Attributes:
-        x: After the last step: ``[n, d]`` stacked, ``[d]`` in a real agent.
-        estimate: The agents' estimates: ``x``, or the algorithm's function of it.
-        state: The algorithm's state, to continue with.
-        steps: How many steps have been taken, since the state was new.
-        sent: Bytes sent in them: by all agents of a stacked fleet, by this one in a real agent.
-        rounds: Exchanges in them, of which an algorithm may make several in a step.
-        seconds: The simulated time of the steps on the network that the run was given; None without one.
-        records: A row for each time that was recorded: ``step``, then ``rounds``, ``bytes`` and (if there was a
-            network) ``seconds`` since the beginning, and the figures of the measure. pandas.DataFrame takes it as it
-            is.
-    """
-
-    x: torch.Tensor
-    estimate: torch.Tensor
-    state: Any
-    steps: int
-    sent: int = 0
-    rounds: int = 0
-    seconds: float | None = None
-    records: list[dict[str, float]] = field(default_factory=list)
-
-    def column(self, name: str) -> torch.Tensor:
-        """One recorded value over the steps, float64 ``[records]``, to plot.
-
-        Raises:
-            KeyError: Some record has no value of that name.
-        """
-        if self.records and name not in self._columns:
-            raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}")
-        return torch.tensor([row[name] for row in self.records], dtype=torch.float64)
-
-    def table(self, rows: int = 20) -> Table:
-        """The records for a terminal or a notebook, as ``rich.print`` shows them.
-
-        Args:
-            rows: At most so many, evenly spaced, with the first and the last among them.
-
-        Raises:
-            ValueError: ``rows`` is no count.
-        """
-        if rows < 2:
-            raise ValueError(f"rows={rows}: pass at least 2, for the first and the last")
-        made = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in self._columns:
-            made.add_column(name, justify="right")
-        last = len(self.records) - 1
-        for number in range(min(rows, last + 1)):
-            row = self.records[number if last < rows else round(number * last / (rows - 1))]
-            made.add_row(*(f"{row[name]:,.0f}" if name in _WHOLE else f"{row[name]:.4g}" for name in self._columns))
-        return made
-
-    @property
-    def _columns(self) -> list[str]:
-        """The columns that every row has: a run may have been resumed with another measure."""
-        return [name for name in self.records[-1] if all(name in row for row in self.records)] if self.records else []
+"""Computes figures, by name, of the estimates of all agents, ``[n, d]``."""
+_RECORDS = 100
+"""About so many records of a run, if ``every`` is not given."""
+_ROWS = 1024
+"""Rows whose distances are computed at once: another tensor of the size of a large fleet's might not fit."""
 
 
 def steps_of(
@@ -90,7 +29,7 @@ def steps_of(
     steps: int,
     *,
     measure: Measure | None = None,
-    every: int = 1,
+    every: int | None = None,
     progress: bool = False,
     resume: Run | None = None,
 ) -> Run:
@@ -102,41 +41,38 @@ def steps_of(
         gradient: A :class:`Gradient`, or a function of ``x``.
         mix: The exchange.
         steps: How many.
-        measure: Figures of the estimates, recorded every ``every`` steps, before the first and after the last. Without
-            one there are records only if the mix provides seconds.
-        every: How often to record.
+        measure: Figures of the estimates of all agents, ``[n, d]``, in rank order; also on a real agent, to which the
+            others then send theirs at every record.
+        every: Steps between two records; the first is before the first step, and the last after the last. If not
+            given, a hundredth of the steps, at least 1. With 0 nothing is recorded, and nothing sent for records.
+            All agents must pass the same number.
         progress: Show a bar on stderr, if that is a terminal or a notebook.
         resume: A run to continue: its ``x``, state, records, and the number of its steps.
 
     Raises:
-        ValueError: ``steps`` or ``every`` is no count.
+        ValueError: ``steps`` or ``every`` is negative.
     """
-    if steps < 0 or every < 1:
-        raise ValueError(f"steps={steps}, every={every}: pass a number of steps, and 1 or more for every")
+    every = max(1, steps // _RECORDS) if every is None else every
+    if steps < 0 or every < 0:
+        raise ValueError(
+            f"steps={steps}, every={every}: pass a number of steps, and 1 or more for every, or 0 to record nothing"
+        )
     grad = gradient if isinstance(gradient, Gradient) else Gradient(gradient)
-    first = 0
+    first = rounds = 0
     if resume is not None:
-        first, mix.sent, mix.exchanges = resume.steps, resume.sent, resume.rounds
+        first, rounds, mix.sent, mix.exchanges = resume.steps, resume.rounds, resume.sent, resume.exchanges
         if mix.seconds is not None:
             mix.seconds = resume.seconds or 0.0
     lost = mix.begin(first) and resume is not None  # a new state has no terms of lost agents
     grad.draw(mix)
+    before = mix.exchanges  # those of init belong to the first round
     with torch.no_grad():
         x, state = (x.clone(), None) if resume is None else (resume.x, resume.state)
         if resume is None:
             state = algorithm.init(x, grad, mix)
         records = [] if resume is None else list(resume.records)
-
-        def record(done: int) -> None:
-            if measure is None and mix.seconds is None:
-                return
-            books = {"step": done, "rounds": mix.exchanges, "bytes": mix.sent}
-            clock = {} if mix.seconds is None else {"seconds": mix.seconds}
-            figures = {} if measure is None else measure(algorithm.estimate(x, state))
-            records.append({**books, **clock, **{name: float(one) for name, one in figures.items()}})
-
-        if resume is None:
-            record(0)
+        if resume is None and every:
+            records.append(_record(0, rounds, algorithm.estimate(x, state), grad, mix, measure))
         numbers = range(first, first + steps)
         for number in shown(numbers, "steps") if progress else numbers:
             lost = mix.begin(number) or lost
@@ -146,7 +82,33 @@ def steps_of(
                 lost = False
             x, state = algorithm.step(x, state, grad, mix)
             mix.end()
-            if (number + 1 - first) % every == 0 or number + 1 == first + steps:
-                record(number + 1)
+            rounds, before = rounds + (mix.exchanges > before), mix.exchanges
+            if every and ((number + 1 - first) % every == 0 or number + 1 == first + steps):
+                records.append(_record(number + 1, rounds, algorithm.estimate(x, state), grad, mix, measure))
         estimate = algorithm.estimate(x, state)
-        return Run(x, estimate, state, first + steps, mix.sent, mix.exchanges, mix.seconds, records)
+        return Run(x, estimate, state, first + steps, mix.sent, rounds, mix.seconds, records, exchanges=mix.exchanges)
+
+
+def _record(
+    step: int, rounds: int, estimate: torch.Tensor, grad: Gradient, mix: Mix, measure: Measure | None
+) -> dict[str, float]:
+    """A row of the records, the same on all agents; docs in :class:`Run`."""
+    wide = torch.promote_types(estimate.dtype, torch.float32)
+    everyone = None if measure is None else mix.rows_of_all(estimate)
+    mean = mix.mean_of_all(estimate.to(wide)) if everyone is None else everyone.mean(0, dtype=wide)
+    rows = estimate.reshape(-1, estimate.shape[-1])
+    parts = (rows[at : at + _ROWS].to(wide) for at in range(0, len(rows), _ROWS))
+    square = sum((float(torch.linalg.vector_norm(part - mean)) ** 2 for part in parts), 0.0)
+    losses = grad.loss(mean.to(estimate.dtype).expand_as(estimate))
+    loss = nan if losses is None else float(losses.sum())
+    # One small message for all the sums; float64 counts bytes exactly up to 2**53.
+    mine = torch.tensor([len(rows), mix.sent, square, loss], dtype=torch.float64)
+    agents, sent, square, loss = mix.sum_of_all(mine).tolist()
+    row: dict[str, float] = {"step": step, "rounds": rounds, "exchanges": mix.exchanges, "bytes": round(sent)}
+    if mix.seconds is not None:
+        row["seconds"] = mix.seconds
+    row["consensus"] = nan if isnan(square) else sqrt(square / agents)
+    if losses is not None:
+        row["loss"] = loss / agents
+    figures: Mapping[str, Any] = {} if measure is None or everyone is None else measure(everyone)
+    return {**row, **{name: float(one) for name, one in figures.items()}}

@@ -25,12 +25,12 @@ class Mix(ABC):
     Attributes:
         size: Number of agents.
         machines: Number of machines that they are on.
-        round: The round of the topology: the number of the step, which the runner counts, or of the exchange if there
-            are steps between exchanges.
+        round: The round of the topology, which selects W: the number of the step, or of the round if an algorithm has
+            steps without exchanges between two rounds.
         step: The number of the step, which selects the random numbers.
         seed: The seed of the random numbers.
         sent: Bytes sent so far: by all agents of a stacked fleet, by this one in a real agent.
-        exchanges: How often the algorithm has exchanged something; in a step it may do so several times.
+        exchanges: How often the algorithm has exchanged something; in a round it may do so several times.
         seconds: The simulated time of the steps on a network, if there is a model of one; else None.
     """
 
@@ -45,18 +45,18 @@ class Mix(ABC):
         self.seconds: float | None = None
         self._draws = 0
 
-    def begin(self, round_: int) -> bool:
-        """Told before each step which one it is: the verbs then mean its round.
+    def begin(self, step: int) -> bool:
+        """Set the number of the next step, before it begins: the verbs then use the W of its round.
 
         Returns:
             Agents have been lost since the last step: :meth:`Algorithm.restart` comes first.
         """
-        self.round = self.step = round_
+        self.round = self.step = step
         self._draws = 0
         return False
 
     def end(self) -> None:  # noqa: B027 - only some mixes have something to do then
-        """Told after each step."""
+        """Called after each step."""
 
     @abstractmethod
     def __call__(
@@ -137,6 +137,21 @@ class Mix(ABC):
         stacked or real, an agent draws the same.
         """
         return self.stream(like).whole()
+
+    # For the records of a run, and not for equations. A stacked fleet has all rows; a real agent asks the others.
+    # Neither counts them as sent or as an exchange.
+
+    def rows_of_all(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all agents in rank order, ``[n, d]``."""
+        return x
+
+    def mean_of_all(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean over all agents, ``[d]``."""
+        return x.mean(0)
+
+    def sum_of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over processes of a few numbers: in a stacked fleet they are those of all agents already."""
+        return values
 
     def stream(self, like: torch.Tensor) -> HashStream:
         """The numbers of :meth:`uniform`, one range at a time; it counts as a call of :meth:`uniform`."""

@@ -18,7 +18,7 @@ import networkx as nx
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..algorithms.algorithm import Algorithm
+from ..algorithms.algorithm import Algorithm, warn_of_undeclared_needs
 from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
@@ -196,6 +196,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def _check_needs(self, topology: nx.Graph | Schedule | None, name: str, unchecked: str | Iterable[str]) -> None:
         """Check a given topology now; otherwise the exchange checks the weights of each round."""
         algorithm, what = self._algorithm, type(self._algorithm).__name__
+        if current("DecentralizedOptimizer").rank == 0:
+            warn_of_undeclared_needs(algorithm)
         if topology is not None:
             dimension = sum(param.numel() for param in self._names())
             check(what, algorithm.needs, topology, dimension=dimension, unchecked=unchecked)

@@ -6,7 +6,9 @@ import contextvars
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +32,9 @@ GRACE_SECONDS = 5.0
 
 class Fleet:
     """``n`` agents in this process, each a thread.
+
+    The agents share torch's random generator. ``torch.manual_seed`` in an agent therefore causes a warning; give each
+    agent a generator of its own, ``torch.Generator().manual_seed(seed + shoal.rank())``.
 
     >>> import shoal, torch
     >>> def average():
@@ -83,6 +88,10 @@ class Fleet:
             if test(function):
                 raise TypeError(f"{function!r} is {kind}: to call it runs nothing of it. Give a function that does")
         store = ThreadStore()
+        with _seeds_watched():
+            return self._run(function, args, kwargs, store)
+
+    def _run(self, function: Callable[..., T], args: Any, kwargs: Any, store: ThreadStore) -> list[T]:
         contexts = [
             AgentContext(_launch(rank, self.size), store, self._transport, self._per_machine)
             for rank in range(self.size)
@@ -90,6 +99,47 @@ class Fleet:
         for one in contexts:
             one.timeout = self._timeout
         return _FleetRun(function, args, kwargs, contexts, store).results()
+
+
+_watching = 0
+"""Fleets that run now."""
+_watch_lock = threading.Lock()
+_manual_seed = torch.manual_seed
+
+
+def _seed_with_a_warning(seed: int) -> torch.Generator:
+    """As ``torch.manual_seed``; an agent of a fleet with several agents is warned."""
+    run = _around.get()
+    if run is not None and len(run._contexts) > 1:
+        warnings.warn(
+            "torch.manual_seed() in an agent of a Fleet: the agents are threads, and share torch's generator, so the "
+            "numbers that each draws depend on the others' speed. Give each agent a generator of its own: "
+            "g = torch.Generator().manual_seed(seed + shoal.rank()), then torch.randn(3, generator=g). Create a model "
+            "before Fleet.run, and let each agent train copy.deepcopy(model). Or start processes: shoal run",
+            stacklevel=2,
+        )
+    return _manual_seed(seed)
+
+
+@contextmanager
+def _seeds_watched() -> Iterator[None]:
+    """While some fleet runs, ``torch.manual_seed`` warns the agents; then it is torch's own again.
+
+    Rejected: a generator for each thread. torch has one for all of them, and dropout, for example, takes no other.
+    """
+    global _watching, _manual_seed
+    with _watch_lock:
+        if not _watching:
+            _manual_seed = torch.manual_seed
+            torch.manual_seed = torch.random.manual_seed = _seed_with_a_warning
+        _watching += 1
+    try:
+        yield
+    finally:
+        with _watch_lock:
+            _watching -= 1
+            if not _watching:
+                torch.manual_seed = torch.random.manual_seed = _manual_seed
 
 
 def _launch(rank: int, size: int) -> Launch:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from ..algorithms.algorithm import Algorithm, Gradient
+from ..algorithms.algorithm import Algorithm, Gradient, warn_of_undeclared_needs
 from ..algorithms.loop import Measure, Run, steps_of
 from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
@@ -199,7 +199,7 @@ class StackedFleet:
         steps: int,
         *,
         measure: Measure | None = None,
-        every: int = 1,
+        every: int | None = None,
         progress: bool = False,
         resume: Run | None = None,
         network: Network | None = None,
@@ -214,9 +214,10 @@ class StackedFleet:
             gradient: ``[n, d]`` to ``[n, d]``, row i the gradient of agent i at its own row: a function, or the result
                 of :func:`~shoal.sim.per_agent` for one agent's loss.
             steps: How many.
-            measure: Takes the estimates ``[n, d]``, gives ``{name: figure}``; recorded before the first step, every
-                ``every`` steps, and after the last.
-            every: How often to record.
+            measure: Takes the estimates of all agents, ``[n, d]``, here and in :func:`shoal.algorithms.run`; gives
+                ``{name: figure}``, recorded beside the figures that are always recorded (:class:`Run`).
+            every: Steps between two records; the first is before the first step, and the last after the last. If not
+                given, a hundredth of the steps, at least 1. With 0 nothing is recorded.
             progress: Show a bar on stderr, if that is a terminal or a notebook.
             resume: A run of this fleet to continue.
             network: A network of as many agents: the records then have the time of the steps on it, as ``seconds``.
@@ -228,6 +229,7 @@ class StackedFleet:
             ValueError: A shape is wrong, or the mixing does not meet the algorithm's needs; the message names the
                 failed condition and an alternative.
         """
+        warn_of_undeclared_needs(algorithm)
         check(type(algorithm).__name__, algorithm.needs, self.topology, dimension=x.shape[-1], unchecked=unchecked)
         pace = None if network is None else Pace(network, self.topology, compute, self.agents_per_machine)
         mix = StackedMix(self.topology, self.seed, self.agents_per_machine, pace)

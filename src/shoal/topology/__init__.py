@@ -90,6 +90,7 @@ from .healing import Without as Without
 from .mixing import Mixing as Mixing
 from .schedule import AnyTopology as AnyTopology
 from .schedule import Clock as Clock
+from .schedule import CustomSchedule as CustomSchedule
 from .schedule import Edges as Edges
 from .schedule import EdgeSchedule as EdgeSchedule
 from .schedule import Schedule as Schedule

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ._edges import Edges as Edges
 from ._edges import RoundEdges, assemble
-from ._validate import as_digraph, as_int, check_rank
+from ._validate import as_digraph, as_int, check_rank, check_size
 from .mixing import Mixing
 from .weights import as_matrix
 
@@ -196,6 +196,51 @@ def as_schedule(topology: AnyTopology) -> Schedule:
         TypeError, ValueError: as :class:`Static`.
     """
     return topology if isinstance(topology, Schedule) else Static(topology)
+
+
+class CustomSchedule(EdgeSchedule):
+    """A schedule of one's own: a subclass defines two methods, :meth:`weights` and :meth:`describe`.
+
+    It works wherever a topology is taken: in a simulation, on real agents, in the analysis and in the pictures.
+
+    Args:
+        size: number of agents n.
+        period: rounds after which it repeats; None if it never does, as with random weights.
+
+    Raises:
+        ValueError: no positive number of agents, or of rounds.
+    """
+
+    def __init__(self, size: int, period: int | None = None) -> None:
+        self.size = check_size(size)
+        self.period = None if period is None else check_size(period, "period")
+
+    @abstractmethod
+    def weights(self, round: int) -> AnyTopology:
+        """The weights of all agents in a round.
+
+        Args:
+            round: From 0, below the period if there is one. The result must depend on it and on the arguments of the
+                schedule alone, because each agent computes it for itself: draw from ``numpy.random.default_rng((seed,
+                round))``.
+
+        Returns:
+            W, float [n, n], where ``W[i, j]`` is the factor of x_j on agent i; or a graph, whose edge (j, i) has it as
+            ``weight``.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line with the name of the schedule and all its arguments. Schedules with equal lines count as equal."""
+
+    def _edges(self, round: int) -> Edges:
+        found = as_schedule(self.weights(round))
+        if found.size != self.size:
+            raise ValueError(
+                f"{type(self).__name__}.weights({round}) is for {found.size} agents, and the schedule has {self.size}"
+            )
+        # A copy, because a schedule makes its arrays read-only.
+        return Edges(*(array.copy() for array in found.edges(0)))
 
 
 class Clock:
