@@ -138,8 +138,8 @@ class Mix(ABC):
         """
         return self.stream(like).whole()
 
-    # For the records of a run, and not for equations. A stacked fleet has all rows; a real agent asks the others. Neither
-    # counts them as sent or as an exchange.
+    # For the records of a run, and not for equations. A stacked fleet has all rows; a real agent asks the others.
+    # Neither counts them as sent or as an exchange.
 
     def rows_of_all(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of all agents in rank order, ``[n, d]``."""
