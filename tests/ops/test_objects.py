@@ -107,7 +107,7 @@ def make_model(seed: int) -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(5, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 200))
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
-        torch.nn.init.normal_(param, generator=generator)
+        torch.nn.init.uniform_(param, -0.15, 0.15, generator=generator)
     model.get_buffer("1.num_batches_tracked").add_(seed)
     return model
 
