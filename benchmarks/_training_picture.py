@@ -52,6 +52,7 @@ def _against(axes: Any, figures: Sequence[Figures]) -> None:
     """Steps per second as times DDP's; a short line where the goal is."""
     labels, wide = [], 0.26
     ways = [way for way in (ATC, AWC, OVERLAP) if any(f"{way}, {ONE_PEER}" in one.values for one in figures)]
+    goals = 0
     for place, one in enumerate(figures):
         labels.append(f"{NAMES[one.kind]}\n{one.agents} {'hosts' if one.kind == 'hosts' else 'agents'}")
         ddp = min(median(values) for name, values in one.values.items() if name.startswith("DDP"))
@@ -62,11 +63,16 @@ def _against(axes: Any, figures: Sequence[Figures]) -> None:
             axes.text(ratio, at, f" {ratio:.2f}", va="center", fontsize=8)
         goal = goal_of(one)
         if goal is not None:
-            axes.plot([goal, goal], [place - 0.45, place + 0.45], color="black", linewidth=1.5, linestyle=":")
-    axes.axvline(1, color=COLOURS["DDP"], linewidth=1)
+            label = None if goals else "goal"
+            axes.plot(
+                [goal] * 2, [place - 0.45, place + 0.45], color="black", linewidth=1.5, linestyle=":", label=label
+            )
+            goals += 1
+    axes.axvline(1, color=COLOURS["DDP"], linewidth=1, label="DDP")
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
-    axes.set_title("steps per second, times DDP's (dotted: the goal)", loc="left", fontsize=10)
+    axes.set_xlabel("steps per second, as a multiple of DDP's")
+    axes.set_title("speed", loc="left", fontsize=10)
     _legend(axes)
 
 
@@ -77,12 +83,12 @@ def _steps(axes: Any, figures: Sequence[Figures]) -> None:
     ways = [way for way in t if way != LOCAL]
     for place, way in enumerate(ways):
         axes.barh(place, t[LOCAL], color=COMPUTING, label=None if place else "computing")
-        axes.barh(place, max(0.0, t[way] - t[LOCAL]), left=t[LOCAL], color=COLOURS[way])
+        axes.barh(place, max(0.0, t[way] - t[LOCAL]), left=t[LOCAL], color=COLOURS[way], label=f"exchange of {way}")
     axes.set_yticks(range(len(ways)), ways, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds of a step")
-    axes.set_title("what shows of the exchange (colour)", loc="left", fontsize=10)
-    _legend(axes)
+    axes.set_xlabel("milliseconds")
+    axes.set_title("time of a step, with the exchange that shows", loc="left", fontsize=10)
+    _legend(axes, ncols=2)
 
 
 def _accuracy(axes: Any, figures: Sequence[Figures]) -> None:
@@ -92,17 +98,18 @@ def _accuracy(axes: Any, figures: Sequence[Figures]) -> None:
         seconds = [fmean(at) for at in zip(*(one.values[f"{way}: seconds"] for one in figures), strict=True)]
         reached = [fmean(at) for at in zip(*(one.values[f"{way}: accuracy"] for one in figures), strict=True)]
         axes.plot(seconds, [max(1 - value, 1e-3) for value in reached], color=COLOURS[way], label=way, marker=".")
-    axes.axhline(1 - TARGET, color="black", linewidth=0.8, linestyle=":")
+    axes.axhline(1 - TARGET, color="black", linewidth=0.8, linestyle=":", label=f"target, {TARGET:.0%}")
     axes.set_yscale("log")
     axes.invert_yaxis()
     errors = (0.9, 0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
     axes.set_yticks(errors, [f"{100 * (1 - error):g}%" for error in errors])
     axes.minorticks_off()
     axes.set_xlabel("seconds of training")
-    axes.set_title("test accuracy of the average model, digits", loc="left", fontsize=10)
+    axes.set_ylabel("test accuracy")
+    axes.set_title("accuracy of the average model, digits", loc="left", fontsize=10)
     _legend(axes)
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, ncols: int = 3) -> None:
     """Below, where it hides nothing."""
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=3)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=ncols)

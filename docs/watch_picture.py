@@ -32,12 +32,14 @@ def main() -> None:
         stop = Path(folder, "stop")
         run = [sys.executable, "-m", "shoal", "run", "--watch", "-n", "4", "--on-failure", "continue"]
         job = subprocess.Popen(
-            [*run, str(ROOT / "tests" / "watch" / "train.py"), str(stop)], stderr=subprocess.PIPE, text=True
+            [*run, str(ROOT / "tests" / "observability" / "watch" / "train.py"), str(stop)],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             assert job.stderr is not None
             address = next(found[0] for line in job.stderr if (found := re.search(r"http://\S+", line)))
-            with browser(1180, 900) as page:
+            with browser(1180, 1040) as page:
                 page.scheme("light")
                 page.open(address)
                 loss = "return document.querySelector('[data-figure=\"loss, mean\"] b').textContent"

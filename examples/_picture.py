@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 AGENTS = ("#1f77b4", "#e07b39", "#2a9d6f", "#8e5fb0")
 REFERENCE, ALONE = "#1b1f23", "#9aa5b1"
+KILLED = "#c0282d"
+MARKS = "osDv"
 MOST_ROUNDS = 4
 ERRORS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
 
@@ -26,7 +29,9 @@ def draw(path: Path, runs: list[Run], titles: dict[str, str], digits: Digits, to
     """Write the picture to `path`; its suffix says the format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(11, 7.4), layout="constrained")
+    agents = f"{len(graph)} agents learn" if len(graph) > 1 else "An agent learns"
+    figure.suptitle(f"{agents} to read handwritten digits, {len(runs[0].accuracy)} epochs")
     grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1.25, 1])
     _accuracy(figure.add_subplot(grid[0, 0]), runs, titles, len(digits.test))
     _disagreement(figure.add_subplot(grid[0, 1]), runs, titles)
@@ -34,7 +39,7 @@ def draw(path: Path, runs: list[Run], titles: dict[str, str], digits: Digits, to
     if topology == "one-peer":
         rounds = _rounds(graph)
         who = figure.add_subfigure(grid[1, 1])
-        who.suptitle("who averages with whom, in turn\n", x=0.02, ha="left", fontsize=11)
+        who.suptitle("who sends its weights to whom, in turn\n", x=0.02, ha="left", fontsize=11)
         shoal.topology.draw_rounds(rounds, len(graph), who.subplots(1, len(rounds), squeeze=False)[0])
     else:
         axes = shoal.topology.draw(graph, figure.add_subplot(grid[1, 1]))
@@ -67,8 +72,33 @@ def _line(run: Run, rank: int) -> dict[str, Any]:
         return {"color": ALONE, "linestyle": ":", "linewidth": 1.4}
     if len(run.accuracy[-1]) > len(AGENTS):
         return {"color": AGENTS[0], "linewidth": 0.9}
-    # The first is the widest, so that it shows where later ones lie on it.
-    return {"color": AGENTS[rank], "linewidth": 4.5 - rank}
+    # Lines lie on each other where agents are as accurate: each has its marker, at epochs of its own.
+    marked = {"marker": MARKS[rank], "markersize": 5, "markevery": (rank, len(AGENTS))}
+    return {"color": AGENTS[rank], "linewidth": 1.6, **marked}
+
+
+def _kills(run: Run) -> dict[int, int]:
+    """The last epoch that each agent finished before it was lost, by rank; epochs count from 1."""
+    return {
+        rank: sum(not math.isnan(one) for one in curve)
+        for rank, curve in enumerate(zip(*run.accuracy, strict=True))
+        if math.isnan(curve[-1])
+    }
+
+
+def _mark_kills(axes: Axes, run: Run, height: Callable[[int, int], float], *, with_rank: bool) -> None:
+    """A cross where an agent is lost, at the height that its rank and last epoch have."""
+    from matplotlib.patheffects import withStroke
+
+    for number, (rank, epoch) in enumerate(_kills(run).items()):
+        if epoch:
+            at = epoch, height(rank, epoch)
+            label = None if number else "an agent is killed"
+            axes.plot(*at, "x", color=KILLED, markersize=9, markeredgewidth=2.5, zorder=5, label=label)
+            if with_rank:
+                offset = {"xytext": (0, 9), "textcoords": "offset points", "zorder": 6}
+                halo = [withStroke(linewidth=3, foreground="white")]  # lines of other agents run through the text
+                axes.annotate(f"agent {rank}", at, ha="center", color=KILLED, fontsize=9, path_effects=halo, **offset)
 
 
 def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str], images: int) -> None:
@@ -79,13 +109,17 @@ def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str], images: int) 
         for rank, curve in enumerate(zip(*run.accuracy, strict=True)):
             if together and rank != there:
                 continue  # all agents have the same model
-            errors = [max(1 - accuracy, 0.5 / images) for accuracy in curve]
+            errors = [_error(accuracy, images) for accuracy in curve]
             label = titles[run.algorithm] if together or alone else f"agent {rank}"
             if len(run.accuracy[-1]) > len(AGENTS) and not together and not alone:
                 label = f"agents 0 to {len(run.accuracy[-1]) - 1}"
             first = rank == there or (not alone and len(run.accuracy[-1]) <= len(AGENTS))
             axes.plot(range(1, len(errors) + 1), errors, label=label if first else None, **_line(run, rank))
+        _mark_kills(
+            axes, run, lambda rank, epoch, run=run: _error(run.accuracy[epoch - 1][rank], images), with_rank=True
+        )
     _style(axes, "test accuracy of each agent")
+    axes.set_ylabel(f"of {images} test images")
     axes.set_yscale("log")
     axes.invert_yaxis()
     axes.set_yticks(ERRORS, [f"{100 * (1 - error):g}%" for error in ERRORS])
@@ -93,12 +127,19 @@ def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str], images: int) 
     axes.legend(frameon=False, fontsize=9)
 
 
+def _error(accuracy: float, images: int) -> float:
+    """Above 0 for the logarithmic axis; NaN stays NaN."""
+    return accuracy if math.isnan(accuracy) else max(1 - accuracy, 0.5 / images)
+
+
 def _disagreement(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
     for run in runs:
         if run.algorithm != "allreduce" and any(run.consensus_distance):
-            line = {**_line(run, 0), "linewidth": 1.8, "marker": "."}
+            line = {**_line(run, 0), "linewidth": 1.8, "marker": ".", "markevery": 1}
             axes.plot(range(1, len(run.accuracy) + 1), run.consensus_distance, label=titles[run.algorithm], **line)
+            _mark_kills(axes, run, lambda _, epoch, run=run: run.consensus_distance[epoch - 1], with_rank=False)
     _style(axes, "consensus distance between the models")
+    axes.set_ylabel("root mean square over agents")
     if axes.lines:
         axes.set_yscale("log")
         axes.legend(frameon=False, fontsize=9)
@@ -114,6 +155,7 @@ def _shards(axes: Axes, digits: Digits) -> None:
                 colour = "white" if count > 0.7 * most else REFERENCE
                 axes.text(label, rank, str(count), ha="center", va="center", fontsize=9, color=colour)
     axes.set_xticks(range(LABELS))
+    axes.set_xlabel("digit")
     axes.set_yticks(range(len(counts)), [f"agent {rank}" for rank in range(len(counts))])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

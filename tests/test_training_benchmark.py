@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import shoal
 from shoal.bench.figures import Figures
@@ -23,6 +24,7 @@ sys.path.append(str(BENCHMARKS))
 import _models  # noqa: E402
 import _table2  # noqa: E402
 import _training_agent  # noqa: E402
+import _training_picture  # noqa: E402
 import _training_tables as tables  # noqa: E402
 import _ways  # noqa: E402
 import training  # noqa: E402
@@ -213,3 +215,24 @@ def test_hosts_train_and_learn(tmp_path):
     figures = {one["kind"]: one["values"] for one in content["figures"]}
     assert {_ways.ATC, _ways.AWC, _ways.HIERARCHICAL_ATC, _ways.HIERARCHICAL_AWC, "DDP"} <= set(figures["table2"])
     assert figures["table2: seed 0"]["DDP: accuracy"] == figures["table2: seed 0"]["DDP: worst agent"]
+
+
+def test_each_panel_of_the_picture_has_axes_with_units_and_a_legend():
+    seconds = {"DDP, bucket 25 MB": 2.0, ATC: 1.0, AWC: 1.0, OVERLAP: 1.0}
+    step = Figures("table2", 1000, 8, {_ways.LOCAL: [0.02], "DDP": [0.3], _ways.ATC: [0.2]})
+    curve = {"DDP: accuracy": [0.5, 0.98], "DDP: seconds": [3.0, 6.0]}
+    speed, times, accuracy = Figure().subplots(1, 3)
+    _training_picture._against(speed, measured("mlp", 2, seconds)[:1])
+    _training_picture._steps(times, [step])
+    _training_picture._accuracy(accuracy, [Figures("table2: seed 0", 1000, 8, curve)])
+    assert [axes.get_xlabel() for axes in (speed, times, accuracy)] == [
+        "steps per second, as a multiple of DDP's",
+        "milliseconds",
+        "seconds of training",
+    ]
+    legends = [{text.get_text() for text in axes.get_legend().get_texts()} for axes in (speed, times, accuracy)]
+    assert legends == [
+        {"DDP", "goal", _ways.ATC, _ways.AWC, _ways.OVERLAP},
+        {"computing", "exchange of DDP", f"exchange of {_ways.ATC}"},
+        {"DDP", "target, 97%"},
+    ]

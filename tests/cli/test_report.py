@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import shoal
 from shoal.cli import main
-from shoal.cli.membership_report import Stay, stays
+from shoal.cli.membership_report import Stay, draw, stays
 from shoal.observability.membership_log import CAME, CHANGED, LEFT, MembershipEvent, read
 from support.limits import scaled
 from support.world import World, reserved_port
@@ -89,6 +90,22 @@ def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert picture.stat().st_size > 1000
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "there is neither a trace nor a record of an agent" in capsys.readouterr().err
+
+
+def test_the_picture_explains_itself() -> None:
+    axes = Figure().add_subplot()
+    draw(axes, stays(BY_HAND), 31.0)
+    assert axes.get_title("left") == "membership of each agent over time"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("seconds since the start", "rank")
+    legend = axes.get_legend()
+    assert legend is not None
+    named = dict(zip([text.get_text() for text in legend.get_texts()], legend.legend_handles, strict=True))
+    assert list(named) == ["lost", "member", "waits to be admitted"]
+    drawn = [(bar.get_width(), bar.get_facecolor()) for bar in axes.patches if bar.get_width()]
+    colours = [named[name].get_facecolor() for name in ("member", "waits to be admitted")]
+    assert drawn == [(30.0, colours[0]), (9.5, colours[0]), (3.25, colours[1]), (15.75, colours[0])]
+    crosses = [line for line in axes.lines if len(line.get_xdata())]
+    assert [(line.get_xdata()[0], line.get_color()) for line in crosses] == [(10.0, named["lost"].get_color())]
 
 
 SCRIPT = """

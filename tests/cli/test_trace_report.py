@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 
 import shoal
 from shoal.cli import main
-from shoal.observability.breakdown_picture import _draw_steps
+from shoal.observability.breakdown import KINDS
+from shoal.observability.breakdown_picture import _draw_parts, _draw_sizes, _draw_steps
 from shoal.observability.run_report import RunReport
 from support.fault_points import over_both
 from support.namespaces import Namespace, network_namespaces
@@ -81,6 +82,26 @@ def test_it_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         picture = tmp_path / "out" / name
         assert f"drawn: {picture}" in report(capsys, str(tmp_path), "--picture", str(picture))
         assert picture.stat().st_size > 5000
+
+
+def test_each_panel_of_the_picture_explains_itself(tmp_path: Path) -> None:
+    two_agents(tmp_path)
+    found = RunReport.of(tmp_path)
+    figure = Figure()
+    parts, steps, messages = figure.subplots(1, 3)
+    _draw_parts(parts, found)
+    _draw_steps(figure, steps, found)
+    _draw_sizes(messages, found)
+    labels = [(axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes]
+    assert labels[0] == ("Mean time of a step, by what the agent does", "milliseconds", "")
+    assert labels[1] == ("Time that each agent computes in each step", "step", "")
+    assert labels[2][1:] == ("size of a message", "share in %")
+    assert labels[3] == ("", "", "milliseconds of computing")
+    assert [text.get_text() for text in parts.get_legend().get_texts()] == list(KINDS)
+    assert len({bar.get_facecolor() for bar in parts.patches}) == len(KINDS)
+    assert [text.get_text() for text in messages.get_legend().get_texts()] == ["messages", "bytes"]
+    heights = [f"{bar.get_height():.0f}%" for bar in messages.patches]
+    assert heights == [text.get_text() for text in messages.texts] != []
 
 
 def restarted(folder: Path) -> list[Written]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 import shoal
@@ -18,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 
 import _data  # noqa: E402
+import _picture  # noqa: E402
 import _report  # noqa: E402
 import train_digits  # noqa: E402
 from support.limits import scaled  # noqa: E402
@@ -231,3 +233,29 @@ def test_whoever_is_left_goes_on_telling_and_draws_the_picture(tmp_path, capsys)
     assert re.search(r"epoch 2/2 +accuracy 70.0% ", printed)
     assert re.search(r"agent 0 .* gone", printed) and re.search(r"agent 1 .* 70.0%", printed)
     assert "read 70.0%" in printed and is_png(picture)
+
+
+def test_lines_of_agents_are_equally_wide_and_each_shows_where_another_lies_on_it():
+    run = _report.Run("atc", accuracy=[[0.5] * 4, [0.9] * 4], consensus_distance=[1.0, 0.5])
+    axes = Figure().add_subplot()
+    _picture._accuracy(axes, [run], _report.TITLES, 449)
+    lines = axes.lines
+    assert len({line.get_linewidth() for line in lines}) == 1
+    assert len({line.get_marker() for line in lines}) == len({line.get_color() for line in lines}) == 4
+    assert [line.get_markevery()[0] for line in lines] == [0, 1, 2, 3]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"agent {rank}" for rank in range(4)]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", "of 449 test images")
+
+
+def test_the_picture_marks_each_killed_agent_where_its_accuracy_was_last_measured():
+    accuracy = [[0.5] * 8, [0.6] * 8, [math.nan, *[0.7] * 7], [math.nan, 0.8, math.nan, *[0.8] * 5]]
+    run = _report.Run("atc", accuracy=accuracy, consensus_distance=[4.0, 3.0, 2.0, 1.0])
+    own, apart = Figure().subplots(1, 2)
+    _picture._accuracy(own, [run], _report.TITLES, 449)
+    _picture._disagreement(apart, [run], _report.TITLES)
+    for axes, heights in ((own, [0.4, 0.3]), (apart, [3.0, 2.0])):
+        crosses = [line for line in axes.lines if line.get_marker() == "x"]
+        assert [line.get_xdata()[0] for line in crosses] == [2, 3]
+        assert [line.get_ydata()[0] for line in crosses] == pytest.approx(heights)
+        assert [text.get_text() for text in axes.get_legend().get_texts()][-1] == "an agent is killed"
+    assert [text.get_text() for text in own.texts] == ["agent 0", "agent 2"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ pytest.importorskip("accelerate", reason="pip install 'shoal[transformers]'")
 import shoal
 from shoal.frameworks.accelerate import ShoalAccelerator
 from support import accelerate_agents as agents
+from support import accelerate_scripts
 from support.launcher import RUN
 from support.limits import scaled
 from support.world import World, plain_environment
@@ -143,3 +146,26 @@ def test_shoal_run_starts_the_example_and_accelerate_launch_goes_on_where_it_end
     assert [number for number, _ in found] == ["1", "2", "3", "4"]
     assert float(found[-1][1]) > 85.0
     assert (state / "final" / "model.safetensors").exists()
+
+
+def test_accelerates_own_checks_pass_on_agents(tmp_path: Path) -> None:
+    """The job's checks write files into its folder; each agent prints what has passed."""
+    script = Path(accelerate_scripts.__file__)
+    done = subprocess.run(
+        [*RUN, "--no-prefix", "-n", "2", str(script)],
+        cwd=tmp_path,
+        env=plain_environment() | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=scaled(200),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    passed = Counter(re.findall(r"passed (\w+\.\w+)", done.stdout))
+    assert passed == {f"{name}.{check}": 2 for name, checks in accelerate_scripts.CHECKS.items() for check in checks}
+
+
+@pytest.mark.parametrize("name", accelerate_scripts.CHECKS)
+def test_each_of_accelerates_own_checks_is_run_or_left_out_for_a_reason(name: str) -> None:
+    script = import_module(f"{accelerate_scripts.SCRIPTS}.{name}")
+    named = [*accelerate_scripts.CHECKS[name], *accelerate_scripts.LEFT_OUT[name]]
+    assert sorted(named) == sorted(accelerate_scripts.checks_of(script))

@@ -253,6 +253,17 @@ def test_a_tree_stands_in_layers_with_parents_above_the_middle_of_their_children
         assert x[rank] == pytest.approx((x[2 * rank + 1] + x[2 * rank + 2]) / 2)
 
 
+def test_a_path_is_a_line_from_left_to_right_in_its_own_order():
+    order = [1, 3, 0, 2]
+    x, y = places(draw(nx.path_graph(order).to_directed())).T
+    assert y == pytest.approx(0.0)
+    assert np.diff(x[order]) == pytest.approx(2 / 3)
+
+
+def test_a_path_too_long_for_a_line_follows_a_circle():
+    assert np.linalg.norm(places(draw(nx.path_graph(13))), axis=1) == pytest.approx(1.0)
+
+
 def test_the_hub_of_a_star_stands_in_the_middle():
     place = places(draw(StarGraph(7, center_rank=2)))
     assert place[2] == pytest.approx((0.0, 0.0))

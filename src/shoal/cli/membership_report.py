@@ -76,7 +76,7 @@ def tell(folder: Path, picture: str) -> None:
     if picture:
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(9, 1 + 0.35 * len({one.rank for one in found})), layout="constrained")
+        figure = Figure(figsize=(9, 1.5 + 0.35 * len({one.rank for one in found})), layout="constrained")
         draw(figure.subplots(), found, entries[-1].at - entries[0].at)
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture, dpi=150)
@@ -123,9 +123,14 @@ def draw(axes: Any, found: list[Stay], seconds: float) -> None:
         axes.barh(one.rank, ended - entered, left=entered, height=0.5, color=IN)
         if one.was_lost:
             axes.plot(ended, one.rank, "x", color="#d62728", markersize=7, markeredgewidth=2)
+    axes.barh(0, 0, color=IN, label="member")
+    axes.barh(0, 0, color=COMING, label="waits to be admitted")
+    axes.plot([], [], "x", color="#d62728", markersize=7, markeredgewidth=2, label="lost")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
+    axes.set_title("membership of each agent over time", loc="left", fontsize=11, pad=28)
     axes.set_yticks(sorted({one.rank for one in found}))
     axes.set_ylabel("rank")
-    axes.set_xlabel("seconds")
+    axes.set_xlabel("seconds since the start")
     axes.set_xlim(0, seconds)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

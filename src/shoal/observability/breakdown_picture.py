@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {
-    COMPUTING: "#2f6f9f",
-    SUMS: "#4c9067",
-    COORDINATION: "#8a7fb5",
-    DATA: "#e3b341",
-    OTHERS: "#c8553d",
-    TRANSFER: "#d9873a",
+    COMPUTING: "#1f77b4",
+    SUMS: "#2ca02c",
+    COORDINATION: "#9467bd",
+    DATA: "#f2c14e",
+    OTHERS: "#d62728",
+    TRANSFER: "#17becf",
 }
 INK, PALE = "#1b1f23", "#d5dade"
 MOST_STEPS = 400
@@ -57,7 +57,7 @@ def draw(report: RunReport, path: Path) -> None:
 
 def _draw_parts(axes: Axes, report: RunReport) -> None:
     """A bar for each agent, of a step's parts."""
-    scale, unit = (1e3, "milliseconds of a step") if report.has_steps else (1.0, "seconds")
+    scale, unit = (1e3, "milliseconds") if report.has_steps else (1.0, "seconds")
     at = [0.0] * len(report.typical)
     for kind in KINDS:
         widths = [scale * one.into[kind] for one in report.typical]
@@ -65,7 +65,14 @@ def _draw_parts(axes: Axes, report: RunReport) -> None:
         at = [left + width for left, width in zip(at, widths, strict=True)]
     _name_agents(axes, report)
     axes.set_xlabel(unit)
-    axes.set_title("Where the time goes", loc="left", fontsize=10, color=INK)
+    axes.set_title(
+        "Mean time of a step, by what the agent does"
+        if report.has_steps
+        else "Time of the run, by what the agent does",
+        loc="left",
+        fontsize=10,
+        color=INK,
+    )
     axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.08))
     _plain(axes)
 
@@ -96,8 +103,10 @@ def _draw_steps(figure: Figure, axes: Axes, report: RunReport) -> None:
     _name_agents(axes, report)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
-    axes.set_title("Milliseconds of computing in each step", loc="left", fontsize=10, color=INK)
-    figure.colorbar(image, ax=axes, pad=0.01)
+    axes.set_title("Time that each agent computes in each step", loc="left", fontsize=10, color=INK)
+    scale = figure.colorbar(image, ax=axes, pad=0.01)
+    scale.set_label("milliseconds of computing", fontsize=8)
+    scale.ax.tick_params(labelsize=8)
     _plain(axes)
 
 
@@ -126,11 +135,14 @@ def _draw_sizes(axes: Axes, report: RunReport) -> None:
     places = range(len(by_size))
     for shift, k, whole, label, colour in ((-0.2, 0, count, "messages", INK), (0.2, 1, nbytes, "bytes", COLOURS[DATA])):
         parts = [100 * one[k] / whole for one in by_size.values()]
-        axes.bar([place + shift for place in places], parts, width=0.38, color=colour, label=label)
+        bars = axes.bar([place + shift for place in places], parts, width=0.38, color=colour, label=label)
+        axes.bar_label(bars, fmt="%.0f%%", fontsize=8, padding=1)
     axes.set_xticks(list(places), [f"< {size_of(limit)}" for limit in by_size], fontsize=8, rotation=40, ha="right")
-    axes.set_ylabel("%")
-    axes.set_title(f"{count} messages", loc="left", fontsize=10, color=INK)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_xlabel("size of a message", fontsize=8)
+    axes.set_ylabel("share in %", fontsize=8)
+    axes.set_title(f"Sizes of {count} messages", loc="left", fontsize=10, color=INK)
+    axes.set_ylim(0, 108)
+    axes.legend(frameon=False, fontsize=8, title="share of the", title_fontsize=8)
     _plain(axes)
 
 

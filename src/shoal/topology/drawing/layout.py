@@ -1,7 +1,7 @@
 """The positions of the agents in a picture, and the curvature of lines so that none crosses a third agent. The
 positions follow from the edges: graphs that look the same from every rank are circles, a grid or torus has rows and
-columns, a hypercube is drawn as one, a tree in layers; if machines are named, each is a small circle. Only geometry, in
-units of about half a picture's width; `pictures` draws it.
+columns, a hypercube is drawn as one, a short path as a line, a tree in layers; if machines are named, each is a small
+circle. Only geometry, in units of about half a picture's width; `pictures` draws it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _NUMBER_MARGIN = 0.25
 _SMALL_AGENT = 0.1
 # Of the distance between two neighbours, so that a line between them is longer than they are wide.
 _AGENT_SHARE = 0.3
+LONGEST_LINE = 12
+"""Agents of a path that is drawn as a line. The agents of a longer line are too small for their numbers."""
 # A line stays this many radii from the centre of an agent that it does not join, if any of the bends allows it.
 _CLEARANCE = 1.5
 _BENDS = (0.0, 0.12, -0.12, 0.22, -0.22, 0.33, -0.33, 0.45, -0.45)
@@ -255,7 +257,7 @@ _HYPERCUBE_AXES: dict[int, list[Point]] = {
 
 
 def _tree(size: int, edges: set[Edge]) -> AgentLayout | None:
-    """A star around its hub, a path along a circle, and any other tree in layers below its centre."""
+    """A star around its hub, a path along a line, and any other tree in layers below its centre."""
     tree: nx.Graph = nx.Graph()
     tree.add_nodes_from(range(size))
     tree.add_edges_from(sorted(edges))
@@ -267,8 +269,15 @@ def _tree(size: int, edges: set[Edge]) -> AgentLayout | None:
         return _star(size, hub)
     if degrees[hub] == 2 and size > 3:
         start = min(rank for rank in range(size) if degrees[rank] == 1)
-        return _circle(size, list(nx.dfs_preorder_nodes(tree, start)))
+        order = list(nx.dfs_preorder_nodes(tree, start))
+        return _line(order) if size <= LONGEST_LINE else _circle(size, order)
     return _layers(tree, min(nx.center(tree)))
+
+
+def _line(order: Sequence[int]) -> AgentLayout:
+    """Agents from left to right, in this order."""
+    across = {rank: float(place) for place, rank in enumerate(order)}
+    return _fitted([(across[rank], 0.0) for rank in range(len(order))])
 
 
 def _star(size: int, hub: int) -> AgentLayout:
