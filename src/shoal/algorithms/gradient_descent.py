@@ -54,6 +54,7 @@ class ParallelGradientDescent(Algorithm):
     """
 
     lr: float
+    needs = ()  # it averages over all agents, whatever the topology
     source: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677"
     one_gradient: ClassVar[bool] = True
     separable: ClassVar[bool] = True

@@ -3,7 +3,7 @@
 :class:`StackedFleet` runs an algorithm on all of them (:class:`StackedMix` has its operations), with :func:`per_agent`
 and :func:`loss_of` for gradients and :class:`StackedModel` for neural networks. :class:`Pace` is the clock of a run:
 the time of its steps on a :class:`shoal.netmodel.Network`. :func:`sweep` runs algorithms on topologies with several
-seeds, and gives a table of means with confidence intervals.
+seeds; its result, a :class:`Sweep`, has a table of means with confidence intervals.
 """
 
 from .._lazy_import import public_names as _public_names
@@ -13,7 +13,7 @@ from .networks import loss_of as loss_of
 from .pace import Pace as Pace
 from .stacked import StackedFleet as StackedFleet
 from .stacked import StackedMix as StackedMix
-from .sweep import Sweep as Sweep
-from .sweep import sweep as sweep
+from .sweeps import Sweep as Sweep
+from .sweeps import sweep as sweep
 
 __all__ = _public_names(globals())

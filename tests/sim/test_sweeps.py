@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shoal.algorithms import EXTRA, GradientDescent
 from shoal.sim import StackedFleet, Sweep, per_agent, sweep
-from shoal.sim.sweep import interval, student_t
+from shoal.sim.sweeps import interval, student_t
 from shoal.topology import OnePeerExponential, RingGraph
 from support.least_squares import DIMENSION, loss, problem
 
