@@ -82,10 +82,14 @@ def _length(x: Tensor) -> Tensor:
     return x.norm(dim=-1, keepdim=True).clamp_min(1e-9)
 
 
-def neighbours(positions: Tensor) -> Tensor:
-    """Which fish see each other, bool [n, n], none itself."""
-    near = torch.cdist(positions, positions, compute_mode="donot_use_mm_for_euclid_dist") < RADIUS
-    return near.fill_diagonal_(False)
+def between(positions: Tensor) -> Tensor:
+    """Distances between all fish, [n, n], without the rounding that a matrix product would bring."""
+    return torch.cdist(positions, positions, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def neighbours(apart: Tensor) -> Tensor:
+    """Which fish see each other, bool [n, n], none itself; ``apart`` has the distances between them."""
+    return (apart < RADIUS).fill_diagonal_(False)
 
 
 def metropolis_hastings(near: Tensor) -> Tensor:
@@ -109,7 +113,7 @@ def adapt(w: Tensor, x: Tensor, d: Tensor, u: Tensor) -> Tensor:
 
 
 def swim(
-    mode: str, school: School, x: Tensor, v: Tensor, w: Tensor, others: Tensor, near: Tensor
+    mode: str, school: School, x: Tensor, v: Tensor, w: Tensor, others: Tensor, apart: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Positions and velocities [m, 2] of some fish after a round.
 
@@ -118,14 +122,15 @@ def swim(
         school: The school.
         x, v, w: Of these fish: positions, velocities and estimates of the predator, [m, 2].
         others: Positions of all fish, [n, 2].
-        near: Which of all fish each of these sees, bool [m, n].
+        apart: Distances of these fish from all, [m, n].
     """
     away, distance = x - w, _length(x - w)
     if mode == ESCAPE:
         wanted = torch.where(distance < school.safe, SPEED * away / distance, 0.0)
     else:
-        apart = x.unsqueeze(1) - others  # [m, n, 2]
-        push = (near.unsqueeze(-1) * apart / apart.square().sum(-1, keepdim=True).clamp_min(1e-2)).sum(1)
+        # The sum over neighbours of (x - x_j) / |x - x_j|^2, as two products; the fish itself adds nothing.
+        inverse = (apart < RADIUS) / apart.square().clamp_min(1e-2)
+        push = inverse.sum(1, keepdim=True) * x - inverse @ others
         along = torch.stack([-away[:, 1], away[:, 0]], -1) / distance
         wanted = 0.3 * (school.ring - distance) * away / distance + 0.3 * (push * along).sum(-1, keepdim=True) * along
     v = (1 - TURN) * v + TURN * wanted
@@ -165,7 +170,8 @@ def simulate(mode: str, school: School, seed: int, alone: bool = False) -> Swim:
     w = x - d * u
     path, errors, changed, before = [x], [], [], None
     for k in range(school.rounds):
-        near = neighbours(x)
+        apart = between(x)
+        near = neighbours(apart)
         if before is not None and v.norm(dim=1).mean() > SPEED / 10:
             changed.append(not torch.equal(near, before))
         before = near
@@ -173,7 +179,7 @@ def simulate(mode: str, school: School, seed: int, alone: bool = False) -> Swim:
         if not alone:
             w = metropolis_hastings(near) @ w
         errors.append(float((w - school.predator(k)).norm(dim=1).mean()))
-        x, v = swim(mode, school, x, v, w, x, near)
+        x, v = swim(mode, school, x, v, w, x, apart)
         path.append(x)
     predator = torch.stack([school.predator(k) for k in range(school.rounds + 1)])
     last = errors[-max(1, school.rounds // 10) :]
@@ -189,12 +195,13 @@ def fish(mode: str, school: School, start: Tensor, noise: Tensor) -> Tensor:
     path = [x]
     for k in range(school.rounds):
         positions = bf.allgather(x)  # fish see where the others are
-        near = neighbours(positions)
+        apart = between(positions)
+        near = neighbours(apart)
         W = metropolis_hastings(near)[rank]
         src_weights = {int(other): float(W[other]) for other in near[rank].nonzero()}
         w = adapt(w, x, *observe(x, school.predator(k), noise[k, rank : rank + 1]))
         w = bf.neighbor_allreduce(w, self_weight=float(W[rank]), src_weights=src_weights)
-        x, v = swim(mode, school, x, v, w, positions, near[rank : rank + 1])
+        x, v = swim(mode, school, x, v, w, positions, apart[rank : rank + 1])
         path.append(x)
     return torch.cat(path)
 
@@ -353,12 +360,12 @@ def animate(path: Path, runs: dict[str, Swim], school: School, frames: int) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(__doc__, seeds=5).parse_args(argv)
+    args = arguments(__doc__, seeds=3).parse_args(argv)
     torch.set_num_threads(1)  # agents are threads, or small tensors
     report = Report(__file__, "BlueFog: the fish school (figures 5 and 6)", args)
     few, many = (
         School(REAL_FISH, 60 if args.quick else 120),
-        School(60 if args.quick else MANY_FISH, 100 if args.quick else 300),
+        School(60 if args.quick else MANY_FISH, 100 if args.quick else 160),
     )
     of_few, _ = measure(few, args.seeds, 10 if args.quick else few.rounds, report)
     of_many, runs = measure(many, args.seeds, 0, report)

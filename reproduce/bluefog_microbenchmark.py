@@ -34,8 +34,8 @@ NBYTES_GPU = 10_000_000
 ALLREDUCE, RING, DYNAMIC = "all_reduce", "ring", "dynamic"
 NAMES = {
     ALLREDUCE: "allreduce",
-    RING: "neighbor_allreduce, ring",
-    DYNAMIC: "dynamic neighbor_allreduce, inner-outer exponential-2",
+    RING: "neighbor_allreduce (ring)",
+    DYNAMIC: "dynamic neighbor_allreduce",
 }
 Measured = dict[int, dict[str, list[float]]]
 """Seconds of each repetition, by the number of agents and the operation."""

@@ -30,7 +30,7 @@ def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str], tmp
 
 def test_metropolis_hastings_weights_are_doubly_stochastic_in_every_round() -> None:
     positions = experiment.School(50, 10).start(torch.Generator().manual_seed(0))
-    near = experiment.neighbours(positions)
+    near = experiment.neighbours(experiment.between(positions))
     W = experiment.metropolis_hastings(near)
     assert torch.equal(W, W.T) and (W >= 0).all()
     torch.testing.assert_close(W.sum(1), torch.ones(50, dtype=torch.float64))
