@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import shoal
@@ -13,6 +14,7 @@ import shoal.compat.bagua as bagua
 PAGE = (Path(__file__).parent.parent / "docs" / "bagua.md").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:torch.manual_seed")  # the page runs it in processes
 def test_its_script_trains() -> None:
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

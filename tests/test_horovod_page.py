@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import shoal
@@ -15,6 +16,7 @@ PAGE = (DOCS / "horovod.md").read_text()
 ROWS = [line.split(" | ") for line in PAGE.split("\n## ")[0].splitlines() if line.startswith("| `")]
 
 
+@pytest.mark.filterwarnings("ignore:torch.manual_seed")  # the page runs it in processes
 def test_its_script_trains() -> None:
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
