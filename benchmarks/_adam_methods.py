@@ -92,7 +92,7 @@ class Accumulated(Local):
 
 
 class AccumulatedW(Local):
-    """``shoal.AccumAdamW``: the moments take in the mean of n gradients, with betas to the power of n."""
+    """``shoal.optim.AccumAdamW``: the moments take in the mean of n gradients, with betas to the power of n."""
 
     title = "AccumAdamW"
     mixed: ClassVar[tuple[str, ...]] = ()

@@ -247,7 +247,7 @@ def memory(reporter: Reporter, quick: bool, way: str) -> list[Figures]:
     what they take together. One way in a process: what an earlier one leaves behind would hide what the next one takes.
     """
     work = mlp(2, 64) if quick else mlp(12, 1024)
-    shoal.set_topology(shoal.ExponentialTwoGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.ExponentialTwoGraph(shoal.size()))
     batch = work.batch(4, shoal.rank())
     if way == "DDP":
         trainer = DataParallel()(work.make())

@@ -33,16 +33,16 @@ CALLS_TIMED = 3
 """Steps of the MLP that are timed together."""
 
 WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
-    ATC: shoal.DistributedAdaptThenCombineOptimizer,
-    AWC: shoal.DistributedAdaptWithCombineOptimizer,
-    OVERLAP: shoal.DistributedAdaptThenCombineOptimizer,
-    HIERARCHICAL_ATC: shoal.DistributedAdaptThenCombineOptimizer,
-    HIERARCHICAL_AWC: shoal.DistributedAdaptWithCombineOptimizer,
-    GRADIENTS: shoal.DistributedGradientAllreduceOptimizer,
-    GRADIENTS_OVERLAP: shoal.DistributedGradientAllreduceOptimizer,
-    PUT: shoal.DistributedWinPutOptimizer,
-    GET: shoal.DistributedPullGetOptimizer,
-    PUSH_SUM: shoal.DistributedPushSumOptimizer,
+    ATC: shoal.optim.DistributedAdaptThenCombineOptimizer,
+    AWC: shoal.optim.DistributedAdaptWithCombineOptimizer,
+    OVERLAP: shoal.optim.DistributedAdaptThenCombineOptimizer,
+    HIERARCHICAL_ATC: shoal.optim.DistributedAdaptThenCombineOptimizer,
+    HIERARCHICAL_AWC: shoal.optim.DistributedAdaptWithCombineOptimizer,
+    GRADIENTS: shoal.optim.DistributedGradientAllreduceOptimizer,
+    GRADIENTS_OVERLAP: shoal.optim.DistributedGradientAllreduceOptimizer,
+    PUT: shoal.optim.DistributedWinPutOptimizer,
+    GET: shoal.optim.DistributedPullGetOptimizer,
+    PUSH_SUM: shoal.optim.DistributedPushSumOptimizer,
 }
 TOPOLOGIES: dict[str, Callable[[int], Schedule]] = {"one-peer exponential": OnePeerExponential, "ring": ring}
 ONE_PEER = "one-peer exponential"

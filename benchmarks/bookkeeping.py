@@ -38,21 +38,21 @@ class Many(nn.Module):
 
 
 def exact_diffusion(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    topology = shoal.FullyConnectedGraph(shoal.size())
+    topology = shoal.topology.FullyConnectedGraph(shoal.size())
     return shoal.DecentralizedOptimizer(optimizer, model, ExactDiffusion(1.0, lazy=True), topology=topology)
 
 
 def during_backward(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    return shoal.DistributedAdaptThenCombineOptimizer(optimizer, model, overlap="backward")
+    return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, model, overlap="backward")
 
 
 WAYS: dict[str, Make] = {
-    "adapt, then combine": shoal.DistributedAdaptThenCombineOptimizer,
-    "adapt with combine": shoal.DistributedAdaptWithCombineOptimizer,
-    "averaged gradients": shoal.DistributedGradientAllreduceOptimizer,
+    "adapt, then combine": shoal.optim.DistributedAdaptThenCombineOptimizer,
+    "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
+    "averaged gradients": shoal.optim.DistributedGradientAllreduceOptimizer,
     "during the backward pass": during_backward,
-    "windows, put": shoal.DistributedWinPutOptimizer,
-    "windows, push-sum": shoal.DistributedPushSumOptimizer,
+    "windows, put": shoal.optim.DistributedWinPutOptimizer,
+    "windows, push-sum": shoal.optim.DistributedPushSumOptimizer,
     "exact diffusion": exact_diffusion,
 }
 
@@ -92,7 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     shoal.init()
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     count, total = arguments.parameters, arguments.parameters * arguments.numel
     rows = []
     for way, make in WAYS.items():

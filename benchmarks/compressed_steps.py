@@ -77,14 +77,14 @@ in_bfloat16.__annotations__ = {}  # torch does not know them as strings
 
 
 def one_peer(model: nn.Module, compression: Compressor | None = None, overlap: str | None = None) -> Trainer:
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
         sgd(model), model, topology=OnePeerHypercube(shoal.size()), compression=compression, overlap=overlap
     )
     return Trainer(model, optimizer)
 
 
 def averaged(model: nn.Module, compression: Compressor) -> Trainer:
-    return Trainer(model, shoal.DistributedGradientAllreduceOptimizer(sgd(model), model, compression=compression))
+    return Trainer(model, shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model, compression=compression))
 
 
 WAYS: dict[str, Callable[[nn.Module], Trainer]] = {

@@ -42,7 +42,7 @@ COMPRESSORS: dict[str, Compressor | None] = {
     "top 1%": TopK(0.01),
     "random 10%": RandomK(0.1),
 }
-TOPOLOGIES: dict[str, Callable[[int], Any]] = {"ring": shoal.RingGraph, "matchings": RandomMatchings}
+TOPOLOGIES: dict[str, Callable[[int], Any]] = {"ring": shoal.topology.RingGraph, "matchings": RandomMatchings}
 Data = tuple[TensorDataset, tuple[Tensor, Tensor]]
 
 
@@ -91,21 +91,21 @@ def train(
     """This agent's accuracy, the bytes that its messages of a step have, and the algorithm."""
     train_set, (images, labels) = data
     model = own[shoal.rank()]
-    shards = shoal.dirichlet_shards(train_set.tensors[1], alpha=args.alpha, seed=seed)
+    shards = shoal.data.dirichlet_shards(train_set.tensors[1], alpha=args.alpha, seed=seed)
     sampler = shoal.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
     loader = DataLoader(train_set, batch_size=args.batch, sampler=sampler)
     local: torch.optim.Optimizer
     if args.one_bit_adam:
-        local = shoal.OneBitAdam(model.parameters(), args.lr, warmup=args.epochs * len(loader) // 8)
+        local = shoal.optim.OneBitAdam(model.parameters(), args.lr, warmup=args.epochs * len(loader) // 8)
     elif args.adam:
         local = torch.optim.AdamW(model.parameters(), lr=args.lr)
     else:
         local = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     if args.gradients:
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(local, model, compression=compressor)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(local, model, compression=compressor)
     else:
         topology = TOPOLOGIES[args.topology](shoal.size())
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
             local, model, topology=topology, compression=compressor, mix_state=None if compressor else ()
         )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader))

@@ -39,7 +39,7 @@ def main() -> None:
     keep_freed_memory()
     dist.init_process_group("gloo")
     shoal.init()
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     reporter = Reporter()
     for width in args.width:
         model = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(width, width), nn.ReLU())))

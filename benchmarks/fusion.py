@@ -69,7 +69,7 @@ def agent(repetitions: int, quick: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shoal.init()
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     seconds: dict[str, list[float]] = {}
     for kind in KINDS:
         for nbytes in SIZES[:2] if quick else SIZES:

@@ -66,14 +66,14 @@ def optimizers() -> dict[str, tuple[Make, tuple[str, ...]]]:
 
 
 WAYS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "gradients": lambda inner, model, ring, mixed: shoal.DistributedGradientAllreduceOptimizer(inner, model),
-    "adapt, then combine": lambda inner, model, ring, mixed: shoal.DistributedAdaptThenCombineOptimizer(
+    "gradients": lambda inner, model, ring, mixed: shoal.optim.DistributedGradientAllreduceOptimizer(inner, model),
+    "adapt, then combine": lambda inner, model, ring, mixed: shoal.optim.DistributedAdaptThenCombineOptimizer(
         inner, model, topology=ring, mix_state=()
     ),
-    "with mix_state": lambda inner, model, ring, mixed: shoal.DistributedAdaptThenCombineOptimizer(
+    "with mix_state": lambda inner, model, ring, mixed: shoal.optim.DistributedAdaptThenCombineOptimizer(
         inner, model, topology=ring, mix_state=mixed
     ),
-    "adapt with combine": lambda inner, model, ring, mixed: shoal.DistributedAdaptWithCombineOptimizer(
+    "adapt with combine": lambda inner, model, ring, mixed: shoal.optim.DistributedAdaptWithCombineOptimizer(
         inner, model, topology=ring, mix_state=mixed
     ),
     "exact diffusion": lambda inner, model, ring, mixed: shoal.DecentralizedOptimizer(
@@ -92,7 +92,7 @@ def train(make: Make, mixed: tuple[str, ...], way: str, steps: int, seed: int, a
 
     def agent() -> tuple[float, float]:
         model = seeded(seed, perceptron)
-        optimizer = WAYS[way](make(model), model, shoal.RingGraph(agents), mixed)
+        optimizer = WAYS[way](make(model), model, shoal.topology.RingGraph(agents), mixed)
         mode = getattr(optimizer.optimizer, "train", None)  # type: ignore[attr-defined]
         if mode is not None:
             mode()

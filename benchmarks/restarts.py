@@ -43,7 +43,7 @@ def agent(seconds: float, most: int) -> None:
     digits = _data.load(size, 0.5, 0)
     model = _data.seeded(0, make_model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=shoal.topology.OnePeerExponential(size))
+    optimizer = shoal.DecentralizedOptimizer(sgd, model, topology=shoal.topology.OnePeerExponential(size))
     checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
     step = checkpoint.load(None, missing_ok=True)
     batches = digits.shards[rank].batches(BATCH, seed=step * size + rank)

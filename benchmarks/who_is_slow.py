@@ -53,12 +53,12 @@ def train(arguments: argparse.Namespace) -> None:
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     compression = shoal.compression.MinMaxUInt8() if arguments.compress else None
     if arguments.star:
-        shoal.set_topology(shoal.StarGraph(shoal.size()), is_weighted=True)
+        shoal.set_topology(shoal.topology.StarGraph(shoal.size()), is_weighted=True)
     elif shoal.size() == 3:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     one_peer = shoal.topology.OnePeerExponential(shoal.size()) if arguments.one_peer else None
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(inner, model, compression=compression, topology=one_peer)
+    optimizer = shoal.DecentralizedOptimizer(inner, model, compression=compression, topology=one_peer)
     rows = arguments.batch * (arguments.more if shoal.rank() == arguments.straggler else 1.0)
     x, y = torch.randn(round(rows), width), torch.randint(0, 10, (round(rows),))
     seconds = []

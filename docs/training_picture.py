@@ -43,12 +43,12 @@ class Way:
 
 
 WAYS = {
-    "gradients": Way("gradient all-reduce", shoal.DistributedGradientAllreduceOptimizer, "backward"),
-    "atc": Way("adapt, then combine (ATC)", shoal.DistributedAdaptThenCombineOptimizer),
+    "gradients": Way("gradient all-reduce", shoal.optim.DistributedGradientAllreduceOptimizer, "backward"),
+    "atc": Way("adapt, then combine (ATC)", shoal.optim.DistributedAdaptThenCombineOptimizer),
     "atc during backward": Way(
-        'adapt, then combine (ATC), overlap="backward"', shoal.DistributedAdaptThenCombineOptimizer, "backward"
+        'adapt, then combine (ATC), overlap="backward"', shoal.optim.DistributedAdaptThenCombineOptimizer, "backward"
     ),
-    "awc": Way("adapt with combine (AWC)", shoal.DistributedAdaptWithCombineOptimizer),
+    "awc": Way("adapt with combine (AWC)", shoal.optim.DistributedAdaptWithCombineOptimizer),
 }
 
 

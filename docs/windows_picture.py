@@ -42,7 +42,7 @@ def states() -> list[list[Held]]:
         return found
 
     def run() -> list[Held]:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         window = shoal.windows.create(torch.tensor(float(shoal.rank())), "x", zero_init=True)
         moments = [held(window)]
         if shoal.rank() == 0:

@@ -23,7 +23,7 @@ def until_all_have(steps: int, seconds: float) -> Iterator[int]:
     Nobody waits for anybody: who is done travels from neighbour to neighbour, through a window.
     """
     done = torch.zeros(shoal.size(), dtype=torch.int32)
-    shoal.win_create(done, "done", zero_init=True)
+    shoal.bluefog.win_create(done, "done", zero_init=True)
     heard = dict.fromkeys(shoal.in_neighbor_ranks(), 1)
     following = time.monotonic()
     for step in count(1):
@@ -32,8 +32,8 @@ def until_all_have(steps: int, seconds: float) -> Iterator[int]:
         time.sleep(max(0.0, following - time.monotonic()))
         if step >= steps:
             done[shoal.rank()] = 1
-        shoal.win_update("done", 1, heard).clamp_(max=1)
-        shoal.win_put(done, "done")
+        shoal.bluefog.win_update("done", 1, heard).clamp_(max=1)
+        shoal.bluefog.win_put(done, "done")
         if done.all():  # and the neighbours have been told
             return
 

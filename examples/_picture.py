@@ -50,7 +50,7 @@ def draw(path: Path, runs: list[Run], titles: dict[str, str], digits: Digits, to
 
 def _rounds(graph: nx.DiGraph) -> list[list[tuple[int, int]]]:
     """The one-peer rounds until they repeat, or as many as there is room for."""
-    turns = [shoal.GetDynamicOnePeerSendRecvRanks(graph, rank) for rank in range(len(graph))]
+    turns = [shoal.topology.GetDynamicOnePeerSendRecvRanks(graph, rank) for rank in range(len(graph))]
     period = max(1, len(set(graph.successors(0)) - {0}))
     return shoal.topology.collect_rounds(turns, min(period, MOST_ROUNDS))
 

@@ -20,17 +20,17 @@ from rich.table import Table
 import shoal
 
 WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
-    "atc": shoal.DistributedAdaptThenCombineOptimizer,
-    "awc": shoal.DistributedAdaptWithCombineOptimizer,
-    "allreduce": shoal.DistributedGradientAllreduceOptimizer,
+    "atc": shoal.DecentralizedOptimizer,
+    "awc": shoal.optim.DistributedAdaptWithCombineOptimizer,
+    "allreduce": shoal.optim.DistributedGradientAllreduceOptimizer,
 }
 TITLES = {"atc": "adapt, then combine", "awc": "adapt with combine", "allreduce": "all-reduce"}
 TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph | shoal.topology.Schedule]] = {
     "one-peer": shoal.topology.OnePeerExponential,
-    "exponential": shoal.ExponentialTwoGraph,
-    "ring": shoal.RingGraph,
-    "star": shoal.StarGraph,
-    "full": shoal.FullyConnectedGraph,
+    "exponential": shoal.topology.ExponentialTwoGraph,
+    "ring": shoal.topology.RingGraph,
+    "star": shoal.topology.StarGraph,
+    "full": shoal.topology.FullyConnectedGraph,
 }
 
 

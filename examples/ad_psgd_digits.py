@@ -55,7 +55,7 @@ def train(args: argparse.Namespace, digits: _data.Digits, slowness: int) -> Run:
     parameters = list(model.parameters())
     start = parameters_to_vector(parameters).detach()
     descended = torch.zeros_like(start)
-    optimizer = shoal.DistributedADPSGDOptimizer(
+    optimizer = shoal.optim.DistributedADPSGDOptimizer(
         torch.optim.SGD(parameters, lr=args.lr),
         model,
         compression=shoal.compression.MinMaxUInt8() if args.compress else None,
@@ -82,7 +82,7 @@ def train(args: argparse.Namespace, digits: _data.Digits, slowness: int) -> Run:
     mean = shoal.allreduce(x)
     moved = torch.dist(mean, start - shoal.allreduce(descended)).item()
     accuracy = shoal.allgather(torch.tensor([measure(model, x, digits.test)])).tolist()
-    shoal.win_free()
+    shoal.bluefog.win_free()
     losses = gather(curve)
     return Run([len(one) / one[-1][0] for one in losses], accuracy, measure(model, mean, digits.test), losses, moved)
 
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> list[Run]:
     shoal.init()
     if shoal.size() < 2:
         raise SystemExit("pairs need two agents or more: shoal run -n 4 examples/ad_psgd_digits.py")
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     digits = _data.load(shoal.size(), args.alpha, args.seed)
     runs = [train(args, digits, slowness) for slowness in (1, SLOWNESS)]
     if shoal.rank() == 0:

@@ -68,8 +68,8 @@ def main(args: argparse.Namespace) -> Figures:
     x = torch.zeros(COLUMNS, dtype=torch.float64)
     gradient = A.T @ (A @ x - b)
     z = gradient.clone()
-    shoal.win_create(x, "x")
-    shoal.win_create(z, "z", zero_init=True)
+    shoal.bluefog.win_create(x, "x")
+    shoal.bluefog.win_create(z, "z", zero_init=True)
     pull = 1 / (len(shoal.in_neighbor_ranks()) + 1)  # each row of the weights for x sums to 1
     push = 1 / (len(shoal.out_neighbor_ranks()) + 1)  # each column of those for z
     pulls = dict.fromkeys(shoal.in_neighbor_ranks(), pull)
@@ -79,19 +79,19 @@ def main(args: argparse.Namespace) -> Figures:
     began = time.perf_counter()
     for _ in until_all_have(args.steps, interval(args.interval)):
         x.sub_(z, alpha=args.lr / shoal.size())
-        shoal.win_put(x, "x")
-        shoal.win_update("x", pull, pulls)
+        shoal.bluefog.win_put(x, "x")
+        shoal.bluefog.win_update("x", pull, pulls)
         before, gradient = gradient, A.T @ (A @ x - b)
         z.add_(gradient - before)
-        shoal.win_accumulate(z, "z", self_weight=push, dst_weights=pushes)
-        shoal.win_update_then_collect("z")
+        shoal.bluefog.win_accumulate(z, "z", self_weight=push, dst_weights=pushes)
+        shoal.bluefog.win_update_then_collect("z")
         curve.append((time.perf_counter() - began, torch.dist(x, solution).item()))
 
     shoal.barrier()  # agents end at different times; now nothing is on its way
-    shoal.win_update_then_collect("z")
+    shoal.bluefog.win_update_then_collect("z")
     untracked = torch.dist(shoal.allreduce(z, average=False), shoal.allreduce(gradient, average=False)).item()
     alone = shoal.allgather(torch.dist(solve(A, b), solution).view(1)).tolist()
-    shoal.win_free()
+    shoal.bluefog.win_free()
     curves = gather(curve)
     figures = Figures([one[-1][1] for one in curves], alone, [len(one) for one in curves], untracked)
     if shoal.rank() == 0:

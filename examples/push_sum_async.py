@@ -54,27 +54,29 @@ def main(args: argparse.Namespace) -> Figures:
     torch.set_num_threads(1)
     shoal.init()
     shoal.set_topology(irregular(shoal.size()))
-    shoal.turn_on_win_ops_with_associated_p()
+    shoal.bluefog.turn_on_win_ops_with_associated_p()
     x = torch.randn(args.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(shoal.rank()))
     mean = shoal.allreduce(x)
-    shoal.win_create(x, "x", zero_init=True)
+    shoal.bluefog.win_create(x, "x", zero_init=True)
     share = 1 / (len(shoal.out_neighbor_ranks()) + 1)
     shares = dict.fromkeys(shoal.out_neighbor_ranks(), share)
 
     curve = []
     began = time.perf_counter()
     for _ in until_all_have(args.steps, interval(args.interval)):
-        if shoal.win_associated_p("x") > SMALLEST:  # else it has heard nothing for long, and has little to give
-            shoal.win_accumulate(x, "x", self_weight=share, dst_weights=shares)
-        shoal.win_update_then_collect("x")
-        error = (x / shoal.win_associated_p("x") - mean).abs().max().item()
+        if shoal.bluefog.win_associated_p("x") > SMALLEST:  # else it has heard nothing for long, and has little to give
+            shoal.bluefog.win_accumulate(x, "x", self_weight=share, dst_weights=shares)
+        shoal.bluefog.win_update_then_collect("x")
+        error = (x / shoal.bluefog.win_associated_p("x") - mean).abs().max().item()
         curve.append((time.perf_counter() - began, error))
 
     shoal.barrier()  # agents end at different times; now nothing is on its way
-    shoal.win_update_then_collect("x")
+    shoal.bluefog.win_update_then_collect("x")
     lost = (shoal.allreduce(x) - mean).abs().max().item() * shoal.size()
-    total = shoal.allreduce(torch.tensor(shoal.win_associated_p("x"), dtype=torch.float64), average=False).item()
-    shoal.win_free()
+    total = shoal.allreduce(
+        torch.tensor(shoal.bluefog.win_associated_p("x"), dtype=torch.float64), average=False
+    ).item()
+    shoal.bluefog.win_free()
     curves = gather(curve)
     figures = Figures([one[-1][1] for one in curves], [len(one) for one in curves], max(lost, abs(total - len(curves))))
     if shoal.rank() == 0:

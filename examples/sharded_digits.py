@@ -53,7 +53,7 @@ def main() -> None:
     fully_shard(model[1], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(adam, model, mix_state=("exp_avg_sq",))
+    optimizer = shoal.DecentralizedOptimizer(adam, model, mix_state=("exp_avg_sq",))
 
     # Each process has images of its own, as under FSDP alone.
     digits, rank = load(dist.get_world_size(), alpha=1.0, seed=0), dist.get_rank()

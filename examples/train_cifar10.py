@@ -87,7 +87,7 @@ def train(
     peers = {} if algorithm == "allreduce" else {"topology": TOPOLOGIES[args.topology](shoal.size())}
     optimizer = WRAPPERS[algorithm](sgd, model, **peers)
     # From the rate for one agent's batch to that for all agents' together (Goyal et al. 2017), and to 0 in the end.
-    warmup = shoal.Warmup(optimizer, steps=max(1, args.warm_up * steps))
+    warmup = shoal.optim.Warmup(optimizer, steps=max(1, args.warm_up * steps))
     scheduler = ChainedScheduler([warmup, CosineAnnealingLR(optimizer, T_max=args.epochs * steps)])
 
     run = Run(algorithm, settings(args, algorithm))

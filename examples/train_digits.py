@@ -28,11 +28,11 @@ from _report import Report, Run
 
 BATCH = 16
 TOPOLOGIES = {
-    "one-peer": shoal.ExponentialTwoGraph,  # one neighbour on it at a time
-    "exponential": shoal.ExponentialTwoGraph,
-    "ring": shoal.RingGraph,
-    "star": shoal.StarGraph,
-    "full": shoal.FullyConnectedGraph,
+    "one-peer": shoal.topology.ExponentialTwoGraph,  # one neighbour on it at a time
+    "exponential": shoal.topology.ExponentialTwoGraph,
+    "ring": shoal.topology.RingGraph,
+    "star": shoal.topology.StarGraph,
+    "full": shoal.topology.FullyConnectedGraph,
 }
 
 
@@ -48,7 +48,7 @@ def rounds(topology: str) -> Iterator[dict[str, Any]]:
     """Whom to average with in each step, as arguments of `neighbor_allreduce`; none for the static topology."""
     while topology != "one-peer":
         yield {}
-    for destinations, sources in shoal.GetDynamicOnePeerSendRecvRanks(shoal.load_topology(), shoal.rank()):
+    for destinations, sources in shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.load_topology(), shoal.rank()):
         share = 1 / (len(sources) + 1)
         yield {"self_weight": share, "src_weights": dict.fromkeys(sources, share), "dst_weights": destinations}
 

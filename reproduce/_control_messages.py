@@ -76,7 +76,7 @@ def counted(size: int, kind: str) -> tuple[float, float]:
             handle.wait()
 
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(size))
+        shoal.set_topology(shoal.topology.RingGraph(size))
         for _ in range(2):
             step()
         together.wait()

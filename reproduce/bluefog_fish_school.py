@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import shoal as bf
+import shoal
+import shoal.bluefog as bf
 from _common import Claim, Interval, Report, arguments, exceeds
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def fish(mode: str, school: School, start: Tensor, noise: Tensor) -> Tensor:
 def difference_of_real_fish(mode: str, school: School, seed: int) -> float:
     """The largest distance between real and simulated fish in any round."""
     start, noise = noise_of(school, seed)
-    found = torch.stack(bf.Fleet(school.size).run(fish, mode, school, start, noise), 1)
+    found = torch.stack(shoal.Fleet(school.size).run(fish, mode, school, start, noise), 1)
     return float((found - simulate(mode, school, seed).path).abs().max())
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import shoal as bf
+import shoal
+import shoal.bluefog as bf
 from _common import Claim, Report, arguments, below, exceeds, powers_of_ten
 from shoal import topology_util
 from shoal.algorithms import Algorithm, ExactDiffusion, GradientDescent, GradientTracking, PushDIGing
@@ -151,7 +152,7 @@ def difference_of_real_agents(problem: Problem, rounds: int) -> dict[str, float]
             rank = bf.rank()
             return listing(problem.A[rank], problem.b[rank].unsqueeze(-1), rounds)
 
-        real = torch.stack(bf.Fleet(AGENTS).run(agent)).squeeze(-1)
+        real = torch.stack(shoal.Fleet(AGENTS).run(agent)).squeeze(-1)
         found[way] = float((real - simulate(problem, way, rounds).estimate).abs().max())
     return found
 

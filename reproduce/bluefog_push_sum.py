@@ -20,7 +20,8 @@ import networkx as nx
 import torch
 from torch import Tensor
 
-import shoal as bf
+import shoal
+import shoal.bluefog as bf
 from _common import Claim, Interval, Report, arguments, below, powers_of_ten
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def real(seed: int, steps: int, fastest: float) -> RealRun:
         interval = fastest * (1 / SLOWEST) ** (bf.rank() / (REAL_AGENTS - 1))
         return listing_3(start[bf.rank()], interval, counts, steps)
 
-    x = torch.stack(bf.Fleet(REAL_AGENTS).run(agent))
+    x = torch.stack(shoal.Fleet(REAL_AGENTS).run(agent))
     totals = torch.cat([start.sum(0), torch.tensor([REAL_AGENTS], dtype=torch.float64)])
     drift = float((x.sum(0) - totals).abs().max())
     return RealRun(_error(x[:, :-1] / x[:, -1:], start.mean(0)), drift, counts)

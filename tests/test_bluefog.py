@@ -97,7 +97,7 @@ def test_init_again_sets_the_exponential_graph_unless_it_is_given_another() -> N
     def run() -> list[bool]:
         found = []
         for again in (bf.init, lambda: bf.init(bf.StarGraph), shoal.init):
-            shoal.set_topology(shoal.RingGraph(4), is_weighted=True)
+            shoal.set_topology(shoal.topology.RingGraph(4), is_weighted=True)
             again()
             graphs = [bf.ExponentialTwoGraph(4), bf.StarGraph(4), bf.RingGraph(4)]
             found.append([bf.IsTopologyEquivalent(bf.load_topology(), graph) for graph in graphs])

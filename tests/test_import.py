@@ -96,7 +96,7 @@ import shoal
 sys.setswitchinterval(1e-6)
 ways = [
     lambda: shoal.rank, lambda: shoal.optim, lambda: shoal.Fleet, lambda: importlib.import_module("shoal.windows"),
-    lambda: dir(shoal), lambda: shoal.observability.timeline_context, lambda: exec("from shoal import ops, win_put"),
+    lambda: dir(shoal), lambda: shoal.observability.timeline_context, lambda: exec("from shoal import ops, allreduce"),
     lambda: importlib.import_module("shoal.bluefog").init,
 ]
 together, went_well = threading.Barrier(len(ways)), []

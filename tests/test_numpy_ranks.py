@@ -80,8 +80,8 @@ OPERATIONS: dict[str, Op] = {
     "broadcast_optimizer_state": lambda: shoal.broadcast_optimizer_state(
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), n(1)
     ),
-    "InferSourceFromDestinationRanks": lambda: shoal.InferSourceFromDestinationRanks([ahead()]),
-    "InferDestinationFromSourceRanks": lambda: shoal.InferDestinationFromSourceRanks(np.array([behind()])),
+    "InferSourceFromDestinationRanks": lambda: shoal.bluefog.InferSourceFromDestinationRanks([ahead()]),
+    "InferDestinationFromSourceRanks": lambda: shoal.bluefog.InferDestinationFromSourceRanks(np.array([behind()])),
     "dynamic": lambda: shoal.neighbor_allreduce(
         X,
         0.5,
@@ -93,9 +93,9 @@ OPERATIONS: dict[str, Op] = {
             )
         ),
     ),
-    "Mixing": lambda: shoal.Mixing.from_graph(shoal.RingGraph(SIZE), n(shoal.rank())),
-    "GetRecvWeights": lambda: shoal.GetRecvWeights(shoal.RingGraph(SIZE), n(shoal.rank())),
-    "GetSendWeights": lambda: shoal.GetSendWeights(shoal.RingGraph(SIZE), n(shoal.rank())),
+    "Mixing": lambda: shoal.topology.Mixing.from_graph(shoal.topology.RingGraph(SIZE), n(shoal.rank())),
+    "GetRecvWeights": lambda: shoal.topology.GetRecvWeights(shoal.topology.RingGraph(SIZE), n(shoal.rank())),
+    "GetSendWeights": lambda: shoal.topology.GetSendWeights(shoal.topology.RingGraph(SIZE), n(shoal.rank())),
     "set_topology": lambda: shoal.set_topology(numpy_graph(), is_weighted=True),
     "hvd": lambda: [hvd.broadcast(X, n(1)), hvd.broadcast_object([1], n(1)), hvd.alltoall(X[:0], [n(0)] * SIZE)],
     "ProcessSet": lambda: hvd.remove_process_set(hvd.add_process_set(np.array([3, 1]))),  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ OPERATIONS: dict[str, Op] = {
 
 def _next() -> tuple[list[Any], list[Any]]:
     """A round of BlueFog's dynamic graph, of an agent that calls itself by numpy's number."""
-    found = shoal.GetDynamicOnePeerSendRecvRanks(shoal.RingGraph(SIZE), n(shoal.rank()))
+    found = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.RingGraph(SIZE), n(shoal.rank()))
     send, receive = next(iter(found))
     return [n(one) for one in send], [n(one) for one in receive]
 
@@ -119,7 +119,7 @@ def numpy_graph() -> nx.DiGraph:
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_an_operation_takes_them(operation: Op) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         operation()
         assert shoal.allreduce(X).tolist() == [1.0] * 3
 
@@ -128,7 +128,7 @@ def test_an_operation_takes_them(operation: Op) -> None:
 
 def test_operations_between_machines_take_them() -> None:
     def run() -> None:
-        shoal.set_machine_topology(shoal.RingGraph(2))
+        shoal.set_machine_topology(shoal.topology.RingGraph(2))
         other = n(1 - shoal.machine_rank())
         found = shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: HALF}, {other: 1.0})
         assert found.tolist() == [1.0] * 3
@@ -139,7 +139,7 @@ def test_operations_between_machines_take_them() -> None:
 
 def test_windows_take_them() -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = torch.ones(3)
         assert bf.win_create(x, "w")
         both = {behind(): HALF, ahead(): HALF}
@@ -165,7 +165,7 @@ def test_an_optimizer_takes_them() -> None:
     def run() -> None:
         model = torch.nn.Linear(2, 1)
         shoal.broadcast_parameters(model.state_dict(), n(0))
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         optimizer.self_weight = HALF
         optimizer.src_weights = {behind(): HALF / 2, ahead(): HALF / 2}
         optimizer.dst_weights = np.array([ahead(), behind()])

@@ -13,9 +13,10 @@ import networkx as nx
 import pytest
 import torch
 
-import shoal as bf
+import shoal
+import shoal.bluefog as bf
 
-Fleets = Callable[..., bf.Fleet]
+Fleets = Callable[..., shoal.Fleet]
 
 NUMEL = 3
 GRAPH = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 0)])

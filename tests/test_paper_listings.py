@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-import shoal as bf
+import shoal
+import shoal.bluefog as bf
 from shoal import topology_util
 
-Fleets = Callable[..., bf.Fleet]
+Fleets = Callable[..., shoal.Fleet]
 
 ROWS, COLUMNS = 20, 4
 

@@ -68,7 +68,7 @@ MOST = {
     "lines of the longest module": 527,
     "parameters of the largest internal constructor": 13,
     "uses of engine.<part>.<member> outside of the engine": 78,
-    "names of shoal": 153,
+    "names of shoal": 95,
 }
 """Lower a limit when a change has made its number smaller; never raise one."""
 

@@ -32,7 +32,7 @@ def among_three(function: Callable[[], Any]) -> list[Any]:
     """The function's results at three agents that are all neighbours of each other."""
 
     def run() -> Any:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         result = function()
         shoal.barrier()
         return result

@@ -54,7 +54,7 @@ def paths_of_an_agent() -> dict[str, tuple[int, int]]:
     import shoal
 
     shoal.init()
-    shoal.set_topology(shoal.RingGraph(2))
+    shoal.set_topology(shoal.topology.RingGraph(2))
     small, large = torch.ones(1), torch.ones(1 << 18)
     model = torch.nn.Linear(4, 4)
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -33,7 +33,7 @@ sampler = shoal.AgentSampler(train)
 loader = DataLoader(train, batch_size=16, sampler=sampler, num_workers=1, persistent_workers=True)
 validation_loader = DataLoader(validation, batch_size=64)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-optimizer = shoal.DistributedAdaptThenCombineOptimizer(optimizer, model, mix_state=("exp_avg_sq",))
+optimizer = shoal.DecentralizedOptimizer(optimizer, model, mix_state=("exp_avg_sq",))
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs * len(loader))
 writer = SummaryWriter(args.folder) if shoal.rank() == 0 else None
 

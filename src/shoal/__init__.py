@@ -1,7 +1,7 @@
 """Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with all.
 
-``__all__`` is Shoal's own vocabulary. The attributes beside it are BlueFog's names for the same things, as in
-:mod:`shoal.bluefog`; ``docs/bluefog.md`` has the list.
+Graphs are in :mod:`shoal.topology`, other optimizers in :mod:`shoal.optim`, windows in :mod:`shoal.windows`, and all of
+BlueFog's names in :mod:`shoal.bluefog`; ``docs/bluefog.md`` maps them.
 
 The names are in ``_public.py``, which is imported with all of its dependencies at the first use of a name, because the
 command line is a part of this package and needs no torch.
@@ -19,32 +19,24 @@ else:
     __getattr__, __dir__ = _names_of(globals(), "_public")
 
 __all__ = [
-    "AccumAdamW",
     "AgentSampler",
     "Checkpoint",
     "ClippedGossip",
     "CommunicationType",
     "DeadlineExceeded",
     "DecentralizedOptimizer",
-    "DistributedADPSGDOptimizer",
     "Event",
     "FiniteOnly",
     "Fleet",
     "Handle",
-    "InferDestinationFromSourceRanks",
-    "InferSourceFromDestinationRanks",
     "Metric",
     "Metrics",
     "Mismatch",
-    "Mixing",
     "NotFinite",
     "NotInitialized",
-    "OneBitAdam",
     "PeerLost",
     "ShoalError",
-    "SlotState",
     "TrimmedMean",
-    "Warmup",
     "algorithms",
     "alive",
     "allgather",
@@ -69,7 +61,6 @@ __all__ = [
     "consensus",
     "consensus_distance",
     "data",
-    "dirichlet_shards",
     "empty",
     "events",
     "grouped_allgather",

@@ -2,6 +2,7 @@
 
 from . import algorithms as algorithms
 from . import autograd as autograd
+from . import bluefog as bluefog
 from . import compression as compression
 from . import data as data
 from . import optim as optim
@@ -9,7 +10,6 @@ from . import topology as topology
 from . import topology_util as topology_util
 from . import windows as windows
 from .data import AgentSampler as AgentSampler
-from .data import dirichlet_shards as dirichlet_shards
 from .errors import DeadlineExceeded as DeadlineExceeded
 from .errors import Mismatch as Mismatch
 from .errors import NotFinite as NotFinite
@@ -52,8 +52,6 @@ from .ops.neighbor import neighbor_allreduce as neighbor_allreduce
 from .ops.neighbor import neighbor_allreduce_nonblocking as neighbor_allreduce_nonblocking
 from .ops.neighbor_allgather import neighbor_allgather as neighbor_allgather
 from .ops.neighbor_allgather import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
-from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
-from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDestinationRanks
 from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_object as broadcast_object
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
@@ -63,26 +61,11 @@ from .ops.pair_gossip import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .ops.robust import ClippedGossip as ClippedGossip
 from .ops.robust import FiniteOnly as FiniteOnly
 from .ops.robust import TrimmedMean as TrimmedMean
-from .optim import AccumAdamW as AccumAdamW
 from .optim import Checkpoint as Checkpoint
 from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer
-from .optim import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
-from .optim import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
-from .optim import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer
-from .optim import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
-from .optim import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
-from .optim import (
-    DistributedHierarchicalNeighborAllreduceOptimizer as DistributedHierarchicalNeighborAllreduceOptimizer,
-)
-from .optim import DistributedNeighborAllreduceOptimizer as DistributedNeighborAllreduceOptimizer
-from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
-from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
-from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .optim import Metric as Metric
 from .optim import Metrics as Metrics
-from .optim import OneBitAdam as OneBitAdam
-from .optim import Warmup as Warmup
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance
 from .optim import metrics as metrics
@@ -116,45 +99,3 @@ from .runtime.queries import rank as rank
 from .runtime.queries import set_machine_topology as set_machine_topology
 from .runtime.queries import set_topology as set_topology
 from .runtime.queries import size as size
-from .topology import ExponentialGraph as ExponentialGraph
-from .topology import ExponentialTwoGraph as ExponentialTwoGraph
-from .topology import FullyConnectedGraph as FullyConnectedGraph
-from .topology import GetDynamicOnePeerSendRecvRanks as GetDynamicOnePeerSendRecvRanks
-from .topology import GetExp2DynamicSendRecvMachineRanks as GetExp2DynamicSendRecvMachineRanks
-from .topology import GetInnerOuterExpo2DynamicSendRecvRanks as GetInnerOuterExpo2DynamicSendRecvRanks
-from .topology import GetInnerOuterRingDynamicSendRecvRanks as GetInnerOuterRingDynamicSendRecvRanks
-from .topology import GetRecvWeights as GetRecvWeights
-from .topology import GetSendWeights as GetSendWeights
-from .topology import IsRegularGraph as IsRegularGraph
-from .topology import IsTopologyEquivalent as IsTopologyEquivalent
-from .topology import MeshGrid2DGraph as MeshGrid2DGraph
-from .topology import Mixing as Mixing
-from .topology import RingGraph as RingGraph
-from .topology import StarGraph as StarGraph
-from .topology import SymmetricExponentialGraph as SymmetricExponentialGraph
-from .windows import SlotState as SlotState
-from .windows.by_name import get_current_created_window_names as get_current_created_window_names
-from .windows.by_name import get_win_version as get_win_version
-from .windows.by_name import neighbor_win_accumulate as neighbor_win_accumulate
-from .windows.by_name import neighbor_win_accumulate_nonblocking as neighbor_win_accumulate_nonblocking
-from .windows.by_name import neighbor_win_get as neighbor_win_get
-from .windows.by_name import neighbor_win_get_nonblocking as neighbor_win_get_nonblocking
-from .windows.by_name import neighbor_win_put as neighbor_win_put
-from .windows.by_name import neighbor_win_put_nonblocking as neighbor_win_put_nonblocking
-from .windows.by_name import turn_off_win_ops_with_associated_p as turn_off_win_ops_with_associated_p
-from .windows.by_name import turn_on_win_ops_with_associated_p as turn_on_win_ops_with_associated_p
-from .windows.by_name import win_accumulate as win_accumulate
-from .windows.by_name import win_accumulate_nonblocking as win_accumulate_nonblocking
-from .windows.by_name import win_associated_p as win_associated_p
-from .windows.by_name import win_create as win_create
-from .windows.by_name import win_free as win_free
-from .windows.by_name import win_get as win_get
-from .windows.by_name import win_get_nonblocking as win_get_nonblocking
-from .windows.by_name import win_mutex as win_mutex
-from .windows.by_name import win_poll as win_poll
-from .windows.by_name import win_put as win_put
-from .windows.by_name import win_put_nonblocking as win_put_nonblocking
-from .windows.by_name import win_slots as win_slots
-from .windows.by_name import win_update as win_update
-from .windows.by_name import win_update_then_collect as win_update_then_collect
-from .windows.by_name import win_wait as win_wait

@@ -119,7 +119,7 @@ def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(
 
 def train(steps: int) -> int:
     model = torch.nn.Linear(3, 1)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(3)).sum().backward()
@@ -160,16 +160,16 @@ def test_one_that_is_stopped_is_named_within_two_seconds_with_its_state(environm
 
 def hold_the_mutex(seen: Path) -> None:
     """Rank 0 holds a window's mutex until there is a file, and rank 1 wants it."""
-    shoal.win_create(torch.ones(3), "weights")
+    shoal.bluefog.win_create(torch.ones(3), "weights")
     if shoal.rank() == 0:
-        with shoal.win_mutex("weights", for_self=True):
+        with shoal.bluefog.win_mutex("weights", for_self=True):
             shoal.barrier()
             until_there_is(seen)
     else:
         shoal.barrier()
-        shoal.win_put(torch.ones(3), "weights", require_mutex=True)
+        shoal.bluefog.win_put(torch.ones(3), "weights", require_mutex=True)
     shoal.barrier()
-    shoal.win_free("weights")
+    shoal.bluefog.win_free("weights")
 
 
 @over_both

@@ -217,9 +217,9 @@ def test_what_a_name_says_is_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFi
 
 def train(straggler: int, steps: int, numel: int, pause: float) -> None:
     """Steps of a model of so many numbers; one agent does something else meanwhile."""
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     model = torch.nn.Linear(numel, 1, bias=False)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(numel)).sum().backward()

@@ -289,13 +289,13 @@ def test_adam_with_momenta_in_eight_bits() -> None:
     def run(way: str) -> Tensor:
         model = deepcopy(MODEL)
         if way == "bagua":
-            adam: shoal.OneBitAdam = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=4)
+            adam: shoal.optim.OneBitAdam = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=4)
             model.with_bagua([adam], QAdamAlgorithm(adam))
             optimizer: Any = adam
         else:
-            adam = shoal.OneBitAdam(model.parameters(), 0.01, warmup=4)
+            adam = shoal.optim.OneBitAdam(model.parameters(), 0.01, warmup=4)
             eight_bits = shoal.compression.MinMaxUInt8()
-            optimizer = shoal.DistributedGradientAllreduceOptimizer(adam, model, compression=eight_bits)
+            optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=eight_bits)
         for step in range(STEPS):
             optimizer.zero_grad()
             model(batch(shoal.rank(), step)).square().mean().backward()
@@ -400,7 +400,7 @@ def test_it_is_taken_back_and_another_takes_its_place() -> None:
         if shoal.rank() == 0:  # alone: nobody is waited for
             model(batch(0, 1)).square().mean().backward()
             optimizer.step()
-        shoal.DistributedAdaptThenCombineOptimizer(optimizer, model).close()
+        shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, model).close()
 
     shoal.Fleet(2, timeout=20.0).run(agent)
 

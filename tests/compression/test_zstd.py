@@ -110,7 +110,7 @@ def test_an_exchange_is_the_same_and_sends_less(fleet: Fleets, monkeypatch: pyte
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
 
     def run() -> tuple[list[float], int, int]:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         x = numbers() + shoal.rank()
         found, sent = [], []
         for compressor in (MinMaxUInt8(), Zstd(MinMaxUInt8())):
@@ -135,8 +135,8 @@ def test_an_optimizer_trains_to_the_same_bits_and_sends_less(
         model = torch.nn.Linear(100, 30, dtype=torch.float64)
         torch.nn.init.constant_(model.weight, 0.1)
         torch.nn.init.constant_(model.bias, 0.1)
-        topology: Any = shoal.topology.OnePeerHypercube(4) if changes else shoal.RingGraph(4)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+        topology: Any = shoal.topology.OnePeerHypercube(4) if changes else shoal.topology.RingGraph(4)
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.05), model, topology=topology, compression=compressor
         )
         before = shoal.bytes_sent()
@@ -159,7 +159,7 @@ def test_pairs_through_windows_take_messages_of_one_length() -> None:
     def run() -> None:
         model = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="take the compressor in it"):
-            shoal.DistributedADPSGDOptimizer(
+            shoal.optim.DistributedADPSGDOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1), model, compression=Zstd(MinMaxUInt8())
             )
 

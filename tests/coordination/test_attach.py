@@ -67,7 +67,7 @@ def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts(engine: 
         f"""
         import torch, torch.distributed as dist, shoal
         dist.init_process_group("{engine}")
-        shoal.init(shoal.RingGraph, process_group=dist.new_group())
+        shoal.init(shoal.topology.RingGraph, process_group=dist.new_group())
         x = torch.full((50_000,), float(shoal.rank()))
         found = [shoal.neighbor_allreduce(x)[0].item(), shoal.allreduce(x)[0].item()]
         if shoal.rank() < 2:  # of these two Shoal makes one
@@ -85,7 +85,7 @@ def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts(engine: 
 @found("ucc")
 def test_groups_that_shoal_makes_of_ucc_give_the_bits_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[torch.Tensor]:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = torch.randn(50_000, generator=torch.Generator().manual_seed(shoal.rank()))
         return [shoal.neighbor_allreduce(x), shoal.broadcast(x, 1), shoal.allgather(x)]
 
@@ -101,7 +101,7 @@ def test_a_group_of_mpi_moves_tensors() -> None:
     script = """
     import torch, torch.distributed as dist, shoal
     dist.init_process_group("mpi")
-    shoal.init(shoal.RingGraph, process_group=dist.group.WORLD)
+    shoal.init(shoal.topology.RingGraph, process_group=dist.group.WORLD)
     x = torch.full((50_000,), float(shoal.rank()))
     print(shoal.neighbor_allreduce(x)[0].item(), shoal.allreduce(x)[0].item())
     shoal.shutdown()

@@ -84,7 +84,7 @@ def go_through(fleet: Fleets, seeds: list[int], size: int, count: int) -> None:
     plans = schedules(seeds, size, count)
 
     def run() -> list[list[tuple[str, int]]]:
-        shoal.set_topology(shoal.FullyConnectedGraph(size))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(size))
         rank, found = shoal.rank(), []
         for plan in plans:
             ordered: list[tuple[str, int]] = []
@@ -171,7 +171,7 @@ def test_links_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = schedules([1, 2, 3], 3, 8)
 
     def run() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         rank = shoal.rank()
         assert current().engine.backend is None
         for plan in plans:
@@ -191,7 +191,7 @@ def test_links_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ("adapt then combine", None),
         ("adapt then combine", shoal.topology.OnePeerExponential(4)),
         ("gradients", None),
-        ("exact diffusion", shoal.RingGraph(4)),
+        ("exact diffusion", shoal.topology.RingGraph(4)),
     ],
     ids=["static", "one-peer", "gradients", "exact diffusion"],
 )
@@ -201,12 +201,12 @@ def test_training_negotiates_nothing_after_its_first_step(fleet: Fleets, kind: s
         plain = torch.optim.SGD(model.parameters(), lr=0.05)
         shoal.broadcast_parameters(model.state_dict())
         if kind == "gradients":
-            optimizer = shoal.DistributedGradientAllreduceOptimizer(plain, model)
+            optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(plain, model)
         elif kind == "exact diffusion":
             algorithm = shoal.algorithms.ExactDiffusion(1.0, lazy=True)
             optimizer = shoal.DecentralizedOptimizer(plain, model, algorithm, topology=topology)
         else:
-            optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+            optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
                 plain, model, topology=topology, overlap="backward", bucket_bytes=256
             )
         found = []
@@ -223,7 +223,7 @@ def test_training_negotiates_nothing_after_its_first_step(fleet: Fleets, kind: s
 
 def test_calls_that_are_known_negotiate_nothing_whatever_their_order(fleet: Fleets) -> None:
     def run() -> list[tuple[int, int, int]]:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         found = []
         for step in range(4):
             kinds = random.Random(10 * step + shoal.rank()).sample([*CALLS][:-1], len(CALLS) - 1)
@@ -369,7 +369,7 @@ def test_a_mismatch_reaches_all_and_names_the_tensor_and_both_sides(
     fleet: Fleets, mistake: str, odd: int, known: bool
 ) -> None:
     def run() -> tuple[tuple[int, ...], str]:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         for _ in range(2 * known):
             MISTAKES[mistake](False)
         started = time.monotonic()

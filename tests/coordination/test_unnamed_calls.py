@@ -168,7 +168,7 @@ def test_a_call_that_asks_at_once_does_not_pass_an_earlier_one_that_waits_for_he
 def go_through(seeds: list[int]) -> None:
     def run() -> None:
         rank = shoal.rank()
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         for seed in seeds:
             common, own = random.Random(seed), random.Random(f"{seed} {rank}")
             handles = []

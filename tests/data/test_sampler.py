@@ -265,27 +265,27 @@ def counts_of(shards: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
 def test_dealt_shards_hold_every_sample_once_and_none_is_empty() -> None:
     labels = torch.arange(200) % 10
     for seed in range(20):
-        shards = shoal.dirichlet_shards(labels, 50, alpha=0.05, seed=seed)
+        shards = shoal.data.dirichlet_shards(labels, 50, alpha=0.05, seed=seed)
         assert sorted(chain(*(shard.tolist() for shard in shards))) == list(range(200))
         assert min(map(len, shards)) >= 1
 
 
 def test_a_small_alpha_leaves_an_agent_few_labels_and_a_large_one_all() -> None:
     labels = torch.arange(2000) % 10
-    few = counts_of(shoal.dirichlet_shards(labels, 8, alpha=0.05), labels)
-    all_ = counts_of(shoal.dirichlet_shards(labels, 8, alpha=1e4), labels)
+    few = counts_of(shoal.data.dirichlet_shards(labels, 8, alpha=0.05), labels)
+    all_ = counts_of(shoal.data.dirichlet_shards(labels, 8, alpha=1e4), labels)
     assert (few.max(dim=0).values > 100).sum() >= 8, "most of a label is with one agent"
     assert (all_ - 25).abs().max() <= 3
 
 
 def test_the_same_seed_deals_the_same_on_every_agent() -> None:
     labels = [number % 3 for number in range(60)]
-    first, second = shoal.Fleet(2).run(lambda: shoal.dirichlet_shards(labels, seed=1))
+    first, second = shoal.Fleet(2).run(lambda: shoal.data.dirichlet_shards(labels, seed=1))
     assert len(first) == 2 and all(map(torch.equal, first, second))
-    assert not torch.equal(first[0], shoal.dirichlet_shards(labels, 2, seed=2)[0])
+    assert not torch.equal(first[0], shoal.data.dirichlet_shards(labels, 2, seed=2)[0])
 
 
 @pytest.mark.parametrize(("labels", "alpha"), [([0], 0.5), ([0, 1, 2], 0.0), ([0, 1, 2], -1.0)])
 def test_shards_that_cannot_be_dealt_are_refused(labels: list[int], alpha: float) -> None:
     with pytest.raises(ValueError, match="dirichlet_shards"):
-        shoal.dirichlet_shards(labels, 2, alpha=alpha)
+        shoal.data.dirichlet_shards(labels, 2, alpha=alpha)

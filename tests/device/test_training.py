@@ -25,7 +25,7 @@ def device(transport: str) -> Iterator[SlowDevice]:
 
 def trained(make: Callable[..., Any], where: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
     """The parameters after some steps, on the CPU."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     chance = torch.Generator().manual_seed(shoal.rank())
     shapes = ((64, 96), (96,), (200, 64))
     model = torch.nn.ParameterList(
@@ -46,9 +46,9 @@ def trained(make: Callable[..., Any], where: Callable[[torch.Tensor], torch.Tens
 
 WAYS = {
     "adapt then combine": shoal.DecentralizedOptimizer,
-    "adapt with combine": shoal.DistributedAdaptWithCombineOptimizer,
+    "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
     "exact diffusion": partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0)),
-    "all-reduce": shoal.DistributedAllreduceOptimizer,
+    "all-reduce": shoal.optim.DistributedAllreduceOptimizer,
     "choco": partial(shoal.DecentralizedOptimizer, compression=TopK(0.1)),
 }
 

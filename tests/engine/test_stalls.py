@@ -152,16 +152,16 @@ def test_a_call_on_a_window_is_reported_as_well_and_once(
     caplog.set_level(logging.WARNING, "shoal")
 
     def run() -> None:
-        shoal.win_create(torch.ones(3), "weights")
+        shoal.bluefog.win_create(torch.ones(3), "weights")
         if shoal.rank() == 0:
-            with shoal.win_mutex("weights", for_self=True):
+            with shoal.bluefog.win_mutex("weights", for_self=True):
                 shoal.barrier()
                 time.sleep(4 * AFTER)
         else:
             shoal.barrier()
-            shoal.win_put(torch.ones(3), "weights", require_mutex=True)
+            shoal.bluefog.win_put(torch.ones(3), "weights", require_mutex=True)
         shoal.barrier()
-        shoal.win_free("weights")
+        shoal.bluefog.win_free("weights")
 
     fleet(2).run(run)
     found = [one for one in heard(caplog) if "on rank 1 has waited" in one]

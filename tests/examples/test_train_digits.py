@@ -180,7 +180,7 @@ def said(right, right_of_reference, sent=(3e6, 1e6)):
         run.bytes_sent = [int(nbytes)] * 2
         runs.append(run)
     args = train_digits.parse(["--picture", os.devnull])
-    report = _report.Report(args, _data.load(2, 0.5, 0), shoal.RingGraph(2), rank=1)
+    report = _report.Report(args, _data.load(2, 0.5, 0), shoal.topology.RingGraph(2), rank=1)
     return " ".join(report._verdict({run.algorithm: run for run in runs}))
 
 
@@ -200,7 +200,7 @@ def test_chance_is_that_of_a_fair_coin():
 
 def test_a_terminal_sees_every_epoch_of_every_agent():
     run = _report.Run("atc", accuracy=[[0.25, 0.5]], consensus_distance=[0.125])
-    report = _report.Report(train_digits.parse([]), _data.load(2, 0.5, 0), shoal.RingGraph(2), rank=0)
+    report = _report.Report(train_digits.parse([]), _data.load(2, 0.5, 0), shoal.topology.RingGraph(2), rank=0)
     terminal = io.StringIO()
     report._console = Console(file=terminal, force_terminal=True, width=100)
     with report:
@@ -222,7 +222,7 @@ def test_whoever_is_left_goes_on_telling_and_draws_the_picture(tmp_path, capsys)
     args = train_digits.parse(["--epochs", "2", "--picture", str(picture)])
     run = _report.Run("atc", consensus_distance=[1.0, 0.5], norm=1.0, milliseconds=2.0)
     run.correct, run.bytes_sent = torch.ones(449, dtype=torch.bool), [1000]
-    with _report.Report(args, _data.load(2, 0.5, 0), shoal.RingGraph(2), rank=1) as report:
+    with _report.Report(args, _data.load(2, 0.5, 0), shoal.topology.RingGraph(2), rank=1) as report:
         run.accuracy.append([0.5, 0.6])
         report.show(run)
         assert capsys.readouterr().out == ""

@@ -153,7 +153,7 @@ def test_nobody_stops_before_everybody_has_made_its_steps() -> None:
     made = [0] * 4
 
     def run() -> tuple[int, list[int]]:
-        shoal.set_topology(shoal.RingGraph(4, connect_style=1))  # news takes three hops
+        shoal.set_topology(shoal.topology.RingGraph(4, connect_style=1))  # news takes three hops
         own = 3 if shoal.rank() else 40
         for step in _asynchrony.until_all_have(own, 0.0005):
             made[shoal.rank()] = step

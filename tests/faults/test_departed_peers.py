@@ -37,7 +37,7 @@ def test_who_notices_first_makes_no_difference(fleet: Fleets, first: int) -> Non
     left, waits = threading.Event(), threading.Barrier(SIZE - 1)
 
     def run() -> list[Any]:
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         shoal.barrier()
         rank = shoal.rank()
         if rank == LEAVES:

@@ -50,7 +50,7 @@ def exit_without_a_word() -> None:
 
 def take_part_then(end: Callable[[], None]) -> None:
     """Three rounds, then the end."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     for _ in range(3):
         shoal.neighbor_allreduce(torch.full((30_000,), float(shoal.rank())))
     end()
@@ -347,7 +347,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def set_the_ring() -> None:
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     shoal.barrier()
 
 

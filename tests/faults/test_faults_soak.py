@@ -141,7 +141,7 @@ def test_an_agent_that_is_stopped_for_long_is_waited_for_until_the_deadline(nume
 
 def average_for_a_while(numel: int, rounds: int) -> None:
     """Over a ring of three, each result checked."""
-    shoal.set_topology(shoal.RingGraph(3))
+    shoal.set_topology(shoal.topology.RingGraph(3))
     own = torch.full((numel,), float(shoal.rank()))
     for _ in range(rounds):
         assert torch.allclose(shoal.neighbor_allreduce(own), torch.tensor(1.0))
@@ -155,7 +155,7 @@ def interrupt(machine: Namespace, seconds: float) -> None:
 
 def exchange() -> None:
     size, rank = shoal.size(), shoal.rank()
-    shoal.set_topology(shoal.FullyConnectedGraph(size))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(size))
     out = shoal.neighbor_allreduce(torch.full((100_000,), float(rank)))
     assert torch.allclose(out, torch.tensor((size - 1) / 2))
 

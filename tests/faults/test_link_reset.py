@@ -25,7 +25,7 @@ def within(machine: Namespace, *command: str) -> None:
 def average_until_told(numel: int) -> tuple[int, int]:
     """Round after round, each checked, until rank 0 has been told to end by a file; how many, and how many are left."""
     rank, size = shoal.rank(), shoal.size()
-    shoal.set_topology(shoal.RingGraph(size))
+    shoal.set_topology(shoal.topology.RingGraph(size))
     own = torch.full((numel,), float(rank))
     mean = sum({(rank + step) % size for step in (-1, 0, 1)}) / 3
     rounds, until = 0, time.monotonic() + 3.0

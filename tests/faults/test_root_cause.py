@@ -21,7 +21,9 @@ SIZE = 4
 def average_until_it_fails(graph: str, busy: bool) -> None:
     """Ends with the exception of the round that fails; a busy agent keeps the interpreter lock between the rounds."""
     size = shoal.size()
-    shoal.set_topology(shoal.RingGraph(size, connect_style=1) if graph == "directed" else shoal.RingGraph(size))
+    shoal.set_topology(
+        shoal.topology.RingGraph(size, connect_style=1) if graph == "directed" else shoal.topology.RingGraph(size)
+    )
     shoal.barrier()
     libc = ctypes.PyDLL(None)  # its calls keep the interpreter lock
     while True:

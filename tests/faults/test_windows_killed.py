@@ -329,7 +329,7 @@ def test_writing_to_a_window_that_its_owner_frees_is_a_mismatch_at_the_writer(
             assert one.error == "Mismatch" and VICTIM in one.ranks, one.trace
             assert "has freed this window" in one.message
         world.results(go_on, [0, 1], on=[0, 1])
-        world.results(shoal.win_free, on=[0, 1])
+        world.results(shoal.bluefog.win_free, on=[0, 1])
         world.results(open_window)
         for rank in (0, 1):
             world.results(write, how, 2.0, VICTIM, on=[rank])
@@ -355,7 +355,7 @@ def wait_and_free() -> float:
     """Free the window when Ctrl-C comes. The time at which it was done."""
     with suppress(KeyboardInterrupt):
         sleep_for_ever()
-    shoal.win_free(NAME)
+    shoal.bluefog.win_free(NAME)
     return time.monotonic()
 
 
@@ -363,11 +363,11 @@ def test_agents_of_a_fleet_that_do_nothing_but_write_to_windows_end_when_one_fai
     fleet: Callable[..., shoal.Fleet],
 ) -> None:
     def run() -> None:
-        assert shoal.win_create(torch.zeros(5), NAME)
+        assert shoal.bluefog.win_create(torch.zeros(5), NAME)
         if shoal.rank() == 1:
             raise ValueError("out of luck")
         while True:
-            shoal.win_put(torch.ones(5), NAME)
+            shoal.bluefog.win_put(torch.ones(5), NAME)
 
     with pytest.raises(ValueError, match="out of luck"):
         fleet(3).run(run)

@@ -67,15 +67,15 @@ def test_windows_freed_while_the_own_worker_writes_to_neighbours_harm_nobody(fle
     def run() -> int:
         failures = 0
         for i in range(40):
-            assert shoal.win_create(torch.ones(2000), "x", zero_init=True)
-            handles = [shoal.win_accumulate_nonblocking(torch.ones(2000), "x") for _ in range(6)]
+            assert shoal.bluefog.win_create(torch.ones(2000), "x", zero_init=True)
+            handles = [shoal.bluefog.win_accumulate_nonblocking(torch.ones(2000), "x") for _ in range(6)]
             if i % 2:
                 with suppress(shoal.Mismatch):  # a neighbour has freed it already
-                    shoal.win_wait(handles[0])
-            shoal.win_free("x")
+                    shoal.bluefog.win_wait(handles[0])
+            shoal.bluefog.win_free("x")
             for handle in handles[i % 2 :]:
                 try:
-                    shoal.win_wait(handle)
+                    shoal.bluefog.win_wait(handle)
                 except shoal.Mismatch as error:
                     assert "has freed this window" in str(error)
                     failures += 1
@@ -88,12 +88,12 @@ def test_windows_freed_while_the_own_worker_writes_to_neighbours_harm_nobody(fle
 def test_a_window_may_be_freed_with_its_mutexes_in_hand(fleet: Fleets) -> None:
     def run() -> None:
         for i in range(6):
-            assert shoal.win_create(torch.ones(5), "x")
+            assert shoal.bluefog.win_create(torch.ones(5), "x")
             shoal.barrier()
-            with suppress(shoal.Mismatch), shoal.win_mutex("x", for_self=i % 2 == 0):
-                shoal.win_free("x")
-            if shoal.get_current_created_window_names():  # somebody whose mutex was wanted was faster
-                shoal.win_free("x")
+            with suppress(shoal.Mismatch), shoal.bluefog.win_mutex("x", for_self=i % 2 == 0):
+                shoal.bluefog.win_free("x")
+            if shoal.bluefog.get_current_created_window_names():  # somebody whose mutex was wanted was faster
+                shoal.bluefog.win_free("x")
             shoal.barrier()
 
     fleet(3).run(run)
@@ -107,15 +107,15 @@ def test_a_window_that_a_neighbour_has_freed_before_all_have_made_it_refuses_wri
         rank = shoal.rank()
         if rank == 2:
             time.sleep(0.1)  # most likely enough for the others; the test holds in any order
-        assert shoal.win_create(torch.ones(5), "x")
+        assert shoal.bluefog.win_create(torch.ones(5), "x")
         if rank == 0:
-            shoal.win_free("x")
+            shoal.bluefog.win_free("x")
         shoal.barrier()
         if rank == 1:
             with pytest.raises(shoal.Mismatch, match="has freed this window"):
-                shoal.win_put(torch.ones(5), "x", dst_weights={0: 1.0})
+                shoal.bluefog.win_put(torch.ones(5), "x", dst_weights={0: 1.0})
         if rank == 2:
-            shoal.win_put(torch.ones(5), "x")
+            shoal.bluefog.win_put(torch.ones(5), "x")
         shoal.barrier()
 
     fleet(3).run(run)
@@ -128,7 +128,7 @@ def test_a_window_that_cannot_be_made_leaves_nothing_behind(fleet: Fleets) -> No
             return
         for _ in range(3):
             with pytest.raises((shoal.PeerLost, shoal.Mismatch)):
-                shoal.win_create(torch.ones(5), "x", timeout=5.0)
+                shoal.bluefog.win_create(torch.ones(5), "x", timeout=5.0)
 
     fleet(2).run(run)
 
@@ -143,7 +143,7 @@ def test_a_window_with_an_agent_that_is_long_gone_is_refused_by_its_name(fleet: 
             return
         assert gone.wait(10)  # it listens no more
         with pytest.raises(shoal.PeerLost) as caught:
-            shoal.win_create(torch.ones(5), "x", timeout=5.0)
+            shoal.bluefog.win_create(torch.ones(5), "x", timeout=5.0)
         assert caught.value.ranks == (1,)
 
     fleet(2).run(run)

@@ -31,10 +31,10 @@ OVER = pytest.mark.parametrize(
     ],
 )
 OPTIMIZERS = {
-    "put": shoal.DistributedWinPutOptimizer,
-    "get": shoal.DistributedPullGetOptimizer,
-    "push": shoal.DistributedPushSumOptimizer,
-    "pairs": shoal.DistributedADPSGDOptimizer,
+    "put": shoal.optim.DistributedWinPutOptimizer,
+    "get": shoal.optim.DistributedPullGetOptimizer,
+    "push": shoal.optim.DistributedPushSumOptimizer,
+    "pairs": shoal.optim.DistributedADPSGDOptimizer,
 }
 KIND = pytest.mark.parametrize("kind", OPTIMIZERS)
 Ended = tuple[str, tuple[int, ...], str]
@@ -43,7 +43,7 @@ Ended = tuple[str, tuple[int, ...], str]
 
 def train(kind: str, steps: int | None, then: str, at: Callable[[int], object] = lambda step: None) -> Ended:
     """Train on a ring for some steps, or until an error, which it returns, and ``then`` close, leave, or do nothing."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     model = torch.nn.Linear(100, 100)
     optimizer = OPTIMIZERS[kind](torch.optim.SGD(model.parameters(), lr=0.01), model)
     x = torch.ones(4, 100)
@@ -107,7 +107,7 @@ def test_an_owner_that_is_killed_in_the_middle_of_its_answer_is_named_at_once() 
     with World(3, environment={"SHOAL_TRANSPORT": "network"}) as world:
         world.results(open_window, LARGE)
         world.results(fault_points.arm, Point("Chunk out", 2), on=[VICTIM])
-        reader = world.run_on(0, shoal.win_get, "window", {VICTIM: 1.0})
+        reader = world.run_on(0, shoal.bluefog.win_get, "window", {VICTIM: 1.0})
         dead = world.run_on(VICTIM, time.sleep, 60).outcome()
         assert dead.error == "Died", dead.trace
         got = reader.outcome()

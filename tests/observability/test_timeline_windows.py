@@ -27,13 +27,13 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def call_everything() -> None:
     """Each kind of call, in the order of CALLS, on a window that is called weights."""
     x = torch.ones(1000)
-    shoal.win_create(x, "weights")
-    shoal.win_put(x, "weights")
-    shoal.win_accumulate(x, "weights")
-    shoal.win_get("weights")
-    shoal.win_update("weights")
-    shoal.win_update_then_collect("weights")
-    shoal.win_wait(shoal.win_put_nonblocking(x, "weights"))
+    shoal.bluefog.win_create(x, "weights")
+    shoal.bluefog.win_put(x, "weights")
+    shoal.bluefog.win_accumulate(x, "weights")
+    shoal.bluefog.win_get("weights")
+    shoal.bluefog.win_update("weights")
+    shoal.bluefog.win_update_then_collect("weights")
+    shoal.bluefog.win_wait(shoal.bluefog.win_put_nonblocking(x, "weights"))
     shoal.barrier()
 
 
@@ -68,11 +68,11 @@ def test_a_call_that_waits_for_a_mutex_is_as_long_as_the_wait(traces: Path) -> N
     patience = 0.2
 
     def hold() -> None:
-        shoal.win_create(torch.ones(3), "weights")
-        with shoal.win_mutex("weights", for_self=True):
+        shoal.bluefog.win_create(torch.ones(3), "weights")
+        with shoal.bluefog.win_mutex("weights", for_self=True):
             shoal.barrier()
             with pytest.raises(shoal.DeadlineExceeded):
-                shoal.win_put(torch.ones(3), "weights", require_mutex=True, timeout=patience)
+                shoal.bluefog.win_put(torch.ones(3), "weights", require_mutex=True, timeout=patience)
             shoal.barrier()
 
     shoal.Fleet(2).run(hold)
@@ -82,14 +82,14 @@ def test_a_call_that_waits_for_a_mutex_is_as_long_as_the_wait(traces: Path) -> N
 
 def test_a_failed_call_shows_its_error(traces: Path) -> None:
     def run() -> None:
-        shoal.win_create(torch.ones(3), "weights")
+        shoal.bluefog.win_create(torch.ones(3), "weights")
         shoal.barrier()
         if shoal.rank() == 1:
-            shoal.win_free("weights")
+            shoal.bluefog.win_free("weights")
         shoal.barrier()
         if shoal.rank() == 0:
             with pytest.raises(shoal.Mismatch):
-                shoal.win_put(torch.ones(3), "weights")
+                shoal.bluefog.win_put(torch.ones(3), "weights")
         shoal.barrier()
 
     shoal.Fleet(2).run(run)

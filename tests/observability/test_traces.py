@@ -53,7 +53,7 @@ def work() -> int:
     """Calls of all kinds, and steps of an optimizer."""
     shoal.barrier()  # its messages may come before a trace has begun
     model = torch.nn.Linear(300, 300)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.ones(300)).sum().backward()

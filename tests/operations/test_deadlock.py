@@ -192,7 +192,7 @@ def test_parameters_that_one_agent_adds_to_its_optimizer(fleet: Fleets) -> None:
     def run() -> tuple[int, ...]:
         model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
         plain = torch.optim.SGD(model[0].parameters(), lr=0.1)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(plain, model)
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(plain, model)
 
         def step() -> None:
             model[0](torch.ones(1, 3)).sum().backward()

@@ -202,7 +202,7 @@ def test_more_neighbours_at_once_than_are_let_in_wait_for_their_turn(monkeypatch
     monkeypatch.setattr(unauthenticated, "KNOWN_ROOM", -9)  # three at a time: all twelve are at one address
 
     def run() -> float:
-        shoal.set_topology(shoal.FullyConnectedGraph(12))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(12))
         shoal.barrier()
         return shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())])).item()
 

@@ -60,7 +60,7 @@ def value(index: int, rank: int) -> torch.Tensor:
 
 
 def expected(index: int, size: int) -> list[torch.Tensor]:
-    graph = shoal.ExponentialTwoGraph(size)
+    graph = shoal.topology.ExponentialTwoGraph(size)
     return averaged_over(graph, [value(index, rank) for rank in range(size)], is_weighted=False)
 
 
@@ -75,7 +75,7 @@ def test_a_burst_travels_as_one_message_and_keeps_every_bit(fleet: Fleets) -> No
         found = [handle.wait() for handle in handles]
         return found, post.fused, post.single
 
-    graph = shoal.ExponentialTwoGraph(4)
+    graph = shoal.topology.ExponentialTwoGraph(4)
     averages = [averaged_over(graph, samples(4, (5,), seed=i), is_weighted=False) for i in range(count)]
     for rank, (found, fused, single) in enumerate(fleet(4).run(run)):
         assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(found))
@@ -185,7 +185,7 @@ def test_several_neighbours_that_came_early_and_do_not_fit_fail_that_call_alone(
     """Rank 0 fuses what both of the others have sent one by one before, in one call with another shape."""
 
     def run() -> list[str]:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         shoal.barrier()
         handles: Handles = {}
         if shoal.rank():
@@ -412,7 +412,7 @@ def test_a_fused_operation_of_which_not_all_has_come_is_no_broken_promise() -> N
     """Who is late answers the questions of before when its calls have ended; what it sent them in is still coming."""
 
     def run() -> float:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         shoal.barrier()
         if shoal.rank() == 0:
             time.sleep(0.3)

@@ -143,7 +143,7 @@ def test_calls_in_the_same_round_of_a_schedule_go_together_and_others_do_not(fle
     """Ten tensors in each of three rounds of a one-peer schedule, all submitted before anybody drives."""
 
     def run() -> tuple[list[float], tuple[int, int]]:
-        schedule = shoal.GetDynamicOnePeerSendRecvRanks(shoal.ExponentialTwoGraph(8), shoal.rank())
+        schedule = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.ExponentialTwoGraph(8), shoal.rank())
         shoal.barrier()
         post, handles = Postman(), []
         with current().engine.lock:

@@ -107,7 +107,7 @@ def test_a_shape_that_differs_in_one_call_fails_that_one_on_all_that_need_it(fle
 
     def run() -> dict[str, Any]:
         x = {name: torch.ones(5 if name == "b" and shoal.rank() == other else 2) for name in "abc"}
-        shoal.set_machine_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(2))
         with current().engine.lock:
             handles = {
                 name: shoal.hierarchical_neighbor_allreduce_nonblocking(one, name=name) for name, one in x.items()
@@ -138,7 +138,7 @@ def test_a_call_that_an_agent_leaves_out_is_named_at_its_deadline(fleet: Fleets)
     """The first agent of the other machine has it from its own, and says so."""
 
     def run() -> dict[str, Any]:
-        shoal.set_machine_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(2))
         names = "ab" if shoal.rank() == 3 else "abc"
         with current().engine.lock:
             handles = {

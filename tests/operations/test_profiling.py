@@ -66,7 +66,7 @@ def windows() -> dict[str, int]:
     shoal.barrier()
     found = spans_of(window.put)
     shoal.barrier()
-    shoal.win_free("weights")
+    shoal.bluefog.win_free("weights")
     return found
 
 

@@ -167,7 +167,7 @@ def test_weights_that_make_no_round_are_refused(
 @pytest.mark.parametrize("form", ["src_weights", "dst_weights"])
 def test_without_the_check_a_rank_that_is_no_neighbour_is_refused_where_it_is_named(fleet: Fleets, form: str) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(4))
+        shoal.set_topology(shoal.topology.RingGraph(4))
         far = (shoal.rank() + 2) % 4
         arguments: dict[str, Any] = {"self_weight": 1.0, form: {far: 1.0}, "enable_topo_check": False}
         with pytest.raises(
@@ -283,7 +283,7 @@ def edges(*given: tuple[int, int]) -> nx.DiGraph:
         ([[0.5, 0.5], [0.5, 0.5]], TypeError, "list"),
         (np.eye(3), TypeError, "ndarray"),
         (edges((0, 1)), ValueError, "2 nodes and there are 3 agents"),
-        (shoal.RingGraph(4), ValueError, "4 nodes and there are 3 agents"),
+        (shoal.topology.RingGraph(4), ValueError, "4 nodes and there are 3 agents"),
         (edges((1, 2), (2, 3)), ValueError, "0 to 2"),
         (nx.DiGraph([("a", "b"), ("b", "c")]), ValueError, "0 to 2"),
     ],
@@ -307,7 +307,7 @@ def test_a_topology_of_the_wrong_type_or_size_is_refused_and_the_old_one_stays(
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), "heavy", 1j])
 def test_a_topology_with_impossible_weights_is_refused_when_they_are_to_be_used(fleet: Fleets, weight: Any) -> None:
     def run() -> None:
-        graph = nx.DiGraph(shoal.RingGraph(2))
+        graph = nx.DiGraph(shoal.topology.RingGraph(2))
         graph.edges[0, 1]["weight"] = weight
         graph.edges[1, 0]["weight"] = weight
         before = shoal.load_topology()

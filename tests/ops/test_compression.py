@@ -59,7 +59,7 @@ def test_it_is_what_the_equation_says(fleet: Fleets, anywhere: None, compressor:
     """x_i + sum_j w_ij C(x_j) - C(x_i), one agent at a time, with numpy."""
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = mine()
         before = x.clone()
         found = shoal.neighbor_allreduce(x, compression=compressor, **FORMS[form](shoal.rank()))
@@ -81,7 +81,7 @@ def test_the_mean_stays(fleet: Fleets, anywhere: None, compressor: Compressor) -
     """Also with those that draw, whose messages are other ones in each round."""
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = mine()
         return (
             x,
@@ -102,7 +102,7 @@ def test_encoded_or_not_it_is_the_same_bit_for_bit(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, compressor: Compressor, dtype: torch.dtype
 ) -> None:
     def run() -> list[bytes]:
-        shoal.set_topology(shoal.ExponentialTwoGraph(SIZE))
+        shoal.set_topology(shoal.topology.ExponentialTwoGraph(SIZE))
         found = [shoal.neighbor_allreduce(mine(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)]
         return [one.view(torch.uint8).numpy().tobytes() for one in found]
 
@@ -121,7 +121,7 @@ def test_only_what_others_read_is_published(fleet: Fleets, monkeypatch: pytest.M
         return allocate(arena, nbytes)
 
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         shoal.neighbor_allreduce(mine(1_000_000, torch.float32), compression=Sign())
 
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
@@ -133,7 +133,7 @@ def test_only_what_others_read_is_published(fleet: Fleets, monkeypatch: pytest.M
 
 def test_a_nonblocking_call_has_the_tensor_as_it_was_and_writes_to_out(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x, out = mine(), torch.zeros(1001, dtype=torch.float64)
         expected = shoal.neighbor_allreduce(x, compression=Sign())
         handle = shoal.neighbor_allreduce_nonblocking(x, compression=Sign(), out=out)
@@ -146,7 +146,7 @@ def test_a_nonblocking_call_has_the_tensor_as_it_was_and_writes_to_out(fleet: Fl
 
 def test_a_robust_rule_sees_what_the_messages_say(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = mine()
         if shoal.rank() == 2:
             x[5] = torch.nan
@@ -158,7 +158,7 @@ def test_a_robust_rule_sees_what_the_messages_say(fleet: Fleets, anywhere: None)
 
 def test_it_is_short_between_machines_and_not_within_one(transport: str) -> None:
     def run() -> int:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         shoal.neighbor_allreduce(mine(100_000, torch.float32), compression=MinMaxUInt8())
         return shoal.bytes_sent()
 
@@ -181,7 +181,7 @@ def test_other_compressors_shapes_and_dtypes_are_a_mismatch(fleet: Fleets, anywh
     ]
 
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         for number, call in enumerate(calls):
             with pytest.raises(shoal.Mismatch, match="a different topology, form") as caught:
                 call()
@@ -204,7 +204,7 @@ class OfOnesOwn(Compressor):
 
 def test_what_cannot_be_a_message_is_refused_before_anything_is_sent(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         for wrong, compressor, said in [
             (mine(), OfOnesOwn(), "no wire format"),
             (mine(), "Sign", "is no compressor"),
@@ -262,7 +262,7 @@ def test_a_message_that_nobody_sends_names_its_sender_and_the_next_call_works(
     monkeypatch.setattr(encoding.Encoded, "of", classmethod(spoiled(change)))
 
     def run() -> str:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         message = ""
         try:
             shoal.neighbor_allreduce(mine(), compression=compressor, name="spoiled")
@@ -305,7 +305,7 @@ def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere
 @every_compressor
 def test_the_mean_of_machines_stays(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        shoal.set_machine_topology(shoal.RingGraph(2), is_weighted=True)
+        shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
         x = found = mine()
         for _ in range(3):
             found = shoal.hierarchical_neighbor_allreduce(found, compression=compressor, name="x")
@@ -318,7 +318,7 @@ def test_the_mean_of_machines_stays(fleet: Fleets, anywhere: None, compressor: C
 
 def test_between_machines_compressors_must_be_the_same(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
-        shoal.set_machine_topology(shoal.RingGraph(2), is_weighted=True)
+        shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
         one = Sign() if shoal.machine_rank() else MinMaxUInt8()
         shoal.hierarchical_neighbor_allreduce(mine(), compression=one, name="x")
 

@@ -156,7 +156,7 @@ def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_topologies_that_differ_in_an_edge_or_a_weight(fleet: Fleets, size: int) -> None:
     def run(change: Callable[[nx.DiGraph], None], is_weighted: bool) -> None:
-        graph = nx.DiGraph(shoal.FullyConnectedGraph(size))
+        graph = nx.DiGraph(shoal.topology.FullyConnectedGraph(size))
         if shoal.rank() == 0:
             change(graph)
         shoal.set_topology(graph, is_weighted)
@@ -164,7 +164,7 @@ def test_topologies_that_differ_in_an_edge_or_a_weight(fleet: Fleets, size: int)
             error, seconds = told(partial(call, torch.ones(3)))
             assert seconds < scaled(SOON)
             assert 0 in error.ranks
-        shoal.set_topology(shoal.FullyConnectedGraph(size))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(size))
         agree_again()
 
     fleet(size).run(run, lambda graph: graph.remove_edge(1, 0), False)
@@ -322,7 +322,7 @@ def test_an_agent_that_never_comes_is_named_at_the_deadline(fleet: Fleets, name:
     done, both = threading.Event(), threading.Barrier(2)
 
     def start() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         run()
 
     fleet(3).run(start)
@@ -482,8 +482,8 @@ def test_everything_before_init_and_after_shutdown_says_so(fleet: Fleets) -> Non
         lambda: shoal.broadcast_parameters({"x": x}),
         lambda: shoal.allreduce_parameters({"x": x}),
         lambda: shoal.broadcast_optimizer_state(torch.optim.SGD([torch.nn.Parameter(x)], lr=0.1)),
-        lambda: shoal.InferSourceFromDestinationRanks([]),
-        lambda: shoal.InferDestinationFromSourceRanks([]),
+        lambda: shoal.bluefog.InferSourceFromDestinationRanks([]),
+        lambda: shoal.bluefog.InferDestinationFromSourceRanks([]),
         shoal.rank,
         shoal.size,
         shoal.local_rank,

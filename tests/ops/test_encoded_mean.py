@@ -124,7 +124,7 @@ def test_what_differs_is_a_mismatch_on_both_and_the_next_call_works(one: Any, ot
 
 def optimizer_of(model: torch.nn.Module, compressor: Compressor, **options: Any) -> shoal.DecentralizedOptimizer:
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    return shoal.DistributedGradientAllreduceOptimizer(sgd, model, compression=compressor, **options)
+    return shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, compression=compressor, **options)
 
 
 def take_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> None:

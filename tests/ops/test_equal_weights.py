@@ -44,7 +44,7 @@ def test_a_round_of_whole_numbers_with_equal_weights_is_the_exact_sum_divided_on
     fleet: Fleets, nonblocking: bool
 ) -> None:
     def run() -> list[torch.Tensor]:
-        shoal.set_topology(shoal.RingGraph(5), is_weighted=True)
+        shoal.set_topology(shoal.topology.RingGraph(5), is_weighted=True)
         inputs = [whole(shoal.rank(), numel) for numel in SIZES]
         if nonblocking:
             return [shoal.wait(handle) for handle in [shoal.neighbor_allreduce_nonblocking(x) for x in inputs]]
@@ -65,7 +65,7 @@ def test_fifty_tensors_that_travel_together_have_exact_means(fleet: Fleets) -> N
         return torch.full((3, 1 + number % 7), float((1 + number) * (rank + 1)))
 
     def run() -> tuple[list[torch.Tensor], int]:
-        shoal.set_topology(shoal.ExponentialTwoGraph(size))
+        shoal.set_topology(shoal.topology.ExponentialTwoGraph(size))
         sources = shoal.in_neighbor_ranks()
         handles = [
             shoal.neighbor_allreduce_nonblocking(tensor(shoal.rank(), number), name=f"fused {number}")
@@ -89,18 +89,18 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
         rank, x = shoal.rank(), whole(shoal.rank(), 1_000)
         before, after = (rank - 1) % size, (rank + 1) % size
         third = {before: 1 / 3, after: 1 / 3}
-        shoal.set_topology(shoal.RingGraph(size))
-        shoal.win_create(x.clone(), "window")
-        shoal.win_put(x, "window")
+        shoal.set_topology(shoal.topology.RingGraph(size))
+        shoal.bluefog.win_create(x.clone(), "window")
+        shoal.bluefog.win_put(x, "window")
         shoal.barrier()
         found = {
             "pull": shoal.neighbor_allreduce(x, 1 / 3, third),
             "push": shoal.neighbor_allreduce(x, 1 / 3, dst_weights=third),
             "push-pull": shoal.neighbor_allreduce(x, 1 / 3, third, [before, after]),
-            "update": shoal.win_update("window", 1 / 3, third, clone=True),
+            "update": shoal.bluefog.win_update("window", 1 / 3, third, clone=True),
             "allreduce": shoal.allreduce(x),
         }
-        shoal.win_free()
+        shoal.bluefog.win_free()
         return found
 
     for rank, found in enumerate(fleet(size).run(run)):

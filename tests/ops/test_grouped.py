@@ -51,7 +51,7 @@ def test_reductions_have_the_bits_of_single_calls(fleet: Fleets, transport: str,
 
 def test_averages_with_neighbours_have_the_bits_of_single_calls_in_every_form(fleet: Fleets) -> None:
     def run() -> list[bool]:
-        shoal.set_topology(shoal.RingGraph(4))
+        shoal.set_topology(shoal.topology.RingGraph(4))
         rank, tensors = shoal.rank(), group(shoal.rank(), WEIGHABLE)
         ahead, behind = (rank + 1) % 4, (rank - 1) % 4
         forms: list[dict[str, Any]] = [
@@ -76,7 +76,7 @@ def test_a_compressed_group_is_one_vector(fleet: Fleets, monkeypatch: pytest.Mon
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
 
     def run() -> bool:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         tensors = [sample(shoal.rank() + i, shape) for i, shape in enumerate([(30,), (4, 5), (1,)])]
         whole = torch.cat([one.flatten() for one in tensors])
         expected = shoal.neighbor_allreduce(whole, compression=MinMaxUInt8())
@@ -133,7 +133,7 @@ def test_results_go_where_the_caller_wants_them(fleet: Fleets, transport: str) -
 
 def test_a_group_is_one_message_of_each_dtype_to_each_neighbour(fleet: Fleets) -> None:
     def run() -> list[tuple[str, int]]:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         tensors = [torch.ones(7) for _ in range(40)] + [torch.ones(3, dtype=torch.float64)]
         sent: list[tuple[str, int]] = []
         stop = shoal.events().subscribe(lambda event: event.kind == "sent" and sent.append((event.name, event.nbytes)))
@@ -182,7 +182,7 @@ def test_groups_that_differ_are_named_with_what_is_in_them_and_the_next_call_wor
     }[kind]
 
     def run() -> str:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         tensors = [torch.ones(2, 6), torch.ones(4, 3), torch.ones(5)]
         if shoal.rank() == 1:
             tensors = {

@@ -98,7 +98,9 @@ def test_parameters_of_a_group_are_broadcast_and_averaged_in_it(fleet: Fleets) -
     assert fleet(SIZE).run(run) == [(0.0, 2.0), (1.0, 2.0), (0.0, 2.0), (1.0, 2.0), (0.0, 2.0)]
 
 
-@pytest.mark.parametrize("graph", [shoal.RingGraph(SIZE), shoal.ExponentialTwoGraph(SIZE)], ids=["ring", "exp2"])
+@pytest.mark.parametrize(
+    "graph", [shoal.topology.RingGraph(SIZE), shoal.topology.ExponentialTwoGraph(SIZE)], ids=["ring", "exp2"]
+)
 def test_neighbours_in_a_group_average_as_if_the_others_were_gone(fleet: Fleets, graph: nx.DiGraph) -> None:
     def run() -> list[torch.Tensor]:
         shoal.set_topology(graph)

@@ -80,7 +80,7 @@ def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
 
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(shoal.bind(work), range(4)))
-        graph = shoal.ExponentialTwoGraph(3)
+        graph = shoal.topology.ExponentialTwoGraph(3)
         for step in range(10):
             inputs = samples(3, (numels[step],), seed=step)
             expected = averaged_over(graph, inputs, is_weighted=False)[shoal.rank()]

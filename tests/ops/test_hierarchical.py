@@ -48,7 +48,7 @@ def test_it_is_the_machine_matrix_kron_the_mean_of_a_machine(fleet: Fleets, mach
 
 @pytest.mark.parametrize("dtype", WEIGHABLE, ids=str)
 def test_every_dtype_and_size_has_the_bits_of_the_reference(fleet: Fleets, dtype: torch.dtype) -> None:
-    graph = shoal.RingGraph(2)
+    graph = shoal.topology.RingGraph(2)
 
     def run() -> list[torch.Tensor]:
         shoal.set_machine_topology(graph)
@@ -102,8 +102,8 @@ def test_one_machine_is_the_average_without_any_topology(fleet: Fleets) -> None:
 
 def test_one_agent_a_machine_is_neighbor_allreduce(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.ExponentialTwoGraph(5))
-        shoal.set_machine_topology(shoal.ExponentialTwoGraph(5))
+        shoal.set_topology(shoal.topology.ExponentialTwoGraph(5))
+        shoal.set_machine_topology(shoal.topology.ExponentialTwoGraph(5))
         x = sample(shoal.rank(), (5000,))
         assert same_bits(shoal.hierarchical_neighbor_allreduce(x), shoal.neighbor_allreduce(x))
 
@@ -112,7 +112,7 @@ def test_one_agent_a_machine_is_neighbor_allreduce(fleet: Fleets) -> None:
 
 def test_machines_of_different_sizes_are_refused_with_their_sizes(fleet: Fleets) -> None:
     def run() -> str:
-        shoal.set_machine_topology(shoal.RingGraph(shoal.machine_size()))
+        shoal.set_machine_topology(shoal.topology.RingGraph(shoal.machine_size()))
         with pytest.raises(ValueError, match="equally many agents") as caught:
             shoal.hierarchical_neighbor_allreduce(torch.ones(2))
         return str(caught.value)
@@ -144,7 +144,7 @@ def test_no_agent_of_a_machine_carries_more_than_the_others(fleet: Fleets) -> No
     """Each sends its share of the machine's mean to its counterparts: n/L of the tensor, not the leader all of it."""
 
     def run() -> int:
-        shoal.set_machine_topology(shoal.RingGraph(2))
+        shoal.set_machine_topology(shoal.topology.RingGraph(2))
         before = shoal.bytes_sent()
         shoal.hierarchical_neighbor_allreduce(torch.zeros(64_000))
         return shoal.bytes_sent() - before
@@ -156,7 +156,7 @@ def test_no_agent_of_a_machine_carries_more_than_the_others(fleet: Fleets) -> No
 @pytest.mark.parametrize("numel", [3, 64_000], ids=["small", "large"])
 def test_machine_topologies_that_differ_are_a_mismatch(fleet: Fleets, numel: int) -> None:
     def run() -> None:
-        graph = nx.DiGraph(shoal.RingGraph(2))
+        graph = nx.DiGraph(shoal.topology.RingGraph(2))
         if shoal.machine_rank():
             graph.edges[0, 1]["weight"] = 0.75
         shoal.set_machine_topology(graph, is_weighted=True)
@@ -168,7 +168,7 @@ def test_machine_topologies_that_differ_are_a_mismatch(fleet: Fleets, numel: int
 
 def test_it_matches_by_name_and_has_a_nonblocking_form(fleet: Fleets) -> None:
     def run() -> list[float]:
-        shoal.set_machine_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(2))
         names = ["a", "b", "c"] if shoal.rank() % 2 else ["c", "b", "a"]
         x = torch.tensor(float(shoal.rank()))
         handles = {n: shoal.hierarchical_neighbor_allreduce_nonblocking(x + ord(n), n) for n in names}

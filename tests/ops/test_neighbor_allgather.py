@@ -39,7 +39,7 @@ def test_every_dtype_and_size_arrives_as_it_was(fleet: Fleets, dtype: torch.dtyp
     sizes = [shape for shape in shapes(dtype) if shape]
 
     def run() -> list[torch.Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         return [shoal.neighbor_allgather(sample(shoal.rank(), shape, dtype)) for shape in sizes]
 
     for rank, results in enumerate(fleet(3).run(run)):
@@ -53,7 +53,7 @@ def test_first_dimensions_may_differ_and_may_be_zero(fleet: Fleets, width: int) 
     rows = [3, 0, 5, 1]
 
     def run() -> torch.Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(4))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(4))
         return shoal.neighbor_allgather(sample(shoal.rank(), (rows[shoal.rank()], width, 2)))
 
     for rank, result in enumerate(fleet(4).run(run)):

@@ -100,7 +100,7 @@ def test_push_pull_has_the_bits_of_the_reference_for_every_size(fleet: Fleets, d
 @pytest.mark.parametrize("shape", [(6,), (9000,)], ids=["inline", "region"])
 def test_push_and_pull_within_the_topology_need_no_discovery(fleet: Fleets, form: str, shape: tuple[int, ...]) -> None:
     """Each agent picks a subset of its neighbours, none of them at all in some rounds."""
-    size, static = 5, shoal.ExponentialTwoGraph(5)
+    size, static = 5, shoal.topology.ExponentialTwoGraph(5)
     wanted = [random_digraph(size, seed, density=0.5) for seed in SEEDS]
     allowed = static.has_edge
     within = [
@@ -141,7 +141,7 @@ def test_a_subset_of_the_sources_in_pull_form_counts_only_those(fleet: Fleets) -
     """The case in which BlueFog silently averages over all neighbours: fully connected, one source named."""
 
     def run() -> list[float]:
-        shoal.set_topology(shoal.FullyConnectedGraph(4))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(4))
         x = torch.tensor(float(shoal.rank()))
         sources = {2: 0.25} if shoal.rank() == 0 else {}
         checks = [shoal.neighbor_allreduce(x, 0.75, sources, enable_topo_check=check).item() for check in (True, False)]
@@ -201,7 +201,7 @@ def test_one_peer_rounds_of_the_exponential_graph_average_exactly(fleet: Fleets)
     """Three rounds of the one-peer exponential graph of eight agents are the exact average."""
 
     def run() -> float:
-        schedule = shoal.GetDynamicOnePeerSendRecvRanks(shoal.ExponentialTwoGraph(8), shoal.rank())
+        schedule = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.ExponentialTwoGraph(8), shoal.rank())
         x = torch.tensor(float(shoal.rank()))
         for _ in range(3):
             send, receive = next(schedule)
@@ -216,7 +216,7 @@ def test_the_forms_may_alternate_under_one_name(fleet: Fleets) -> None:
         rank = shoal.rank()
         ahead, behind = (rank + 1) % 3, (rank - 1) % 3
         x = torch.tensor(float(rank))
-        shoal.set_topology(shoal.RingGraph(3, connect_style=2))
+        shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         return [
             shoal.neighbor_allreduce(x, "v").item(),
             shoal.neighbor_allreduce(x, 1, None, {ahead: 1}, name="v").item(),

@@ -38,7 +38,7 @@ def test_every_bluefog_graph_gives_its_average_uniform_and_weighted(fleet: Fleet
 
 @pytest.mark.parametrize("dtype", WEIGHABLE, ids=str)
 def test_every_size_has_the_bits_of_the_reference(fleet: Fleets, dtype: torch.dtype) -> None:
-    graph = shoal.MeshGrid2DGraph(4)
+    graph = shoal.topology.MeshGrid2DGraph(4)
 
     def run() -> list[torch.Tensor]:
         shoal.set_topology(graph, is_weighted=True)
@@ -53,7 +53,7 @@ def test_every_size_has_the_bits_of_the_reference(fleet: Fleets, dtype: torch.dt
 
 def test_without_arguments_the_topology_is_the_uniform_exponential_graph(fleet: Fleets) -> None:
     found = fleet(6).run(lambda: shoal.neighbor_allreduce(sample(shoal.rank(), (3,))))
-    expected = averaged_over(shoal.ExponentialTwoGraph(6), samples(6, (3,)), is_weighted=False)
+    expected = averaged_over(shoal.topology.ExponentialTwoGraph(6), samples(6, (3,)), is_weighted=False)
     assert all(map(same_bits, found, expected))
 
 
@@ -90,7 +90,7 @@ def test_an_agent_without_any_edge_keeps_its_own_tensor(fleet: Fleets) -> None:
 
 
 def test_the_order_of_a_graphs_nodes_and_edges_does_not_matter(fleet: Fleets) -> None:
-    graph = shoal.ExponentialTwoGraph(5)
+    graph = shoal.topology.ExponentialTwoGraph(5)
     shuffled = nx.DiGraph()
     shuffled.add_nodes_from([3, 0, 4, 1, 2])
     shuffled.add_weighted_edges_from(reversed(list(graph.edges(data="weight"))))
@@ -104,7 +104,7 @@ def test_the_order_of_a_graphs_nodes_and_edges_does_not_matter(fleet: Fleets) ->
 
 def test_a_doubly_stochastic_graph_keeps_the_sum_of_the_fleet(fleet: Fleets) -> None:
     def run() -> torch.Tensor:
-        shoal.set_topology(shoal.StarGraph(5), is_weighted=True)
+        shoal.set_topology(shoal.topology.StarGraph(5), is_weighted=True)
         x = sample(shoal.rank(), (50,), torch.float64)
         for _ in range(3):
             x = shoal.neighbor_allreduce(x)
@@ -125,7 +125,7 @@ def test_repeated_rounds_reach_the_average_of_the_fleet(fleet: Fleets) -> None:
 
 
 def test_a_new_topology_takes_effect_with_the_next_call(fleet: Fleets) -> None:
-    graphs = [shoal.RingGraph(5), shoal.StarGraph(5), shoal.FullyConnectedGraph(5)]
+    graphs = [shoal.topology.RingGraph(5), shoal.topology.StarGraph(5), shoal.topology.FullyConnectedGraph(5)]
 
     def run() -> list[torch.Tensor]:
         results = []
@@ -142,9 +142,9 @@ def test_a_new_topology_takes_effect_with_the_next_call(fleet: Fleets) -> None:
 
 def test_a_nonblocking_call_uses_the_topology_of_its_submission(fleet: Fleets) -> None:
     def run() -> float:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
-        shoal.set_topology(shoal.RingGraph(3, connect_style=1))
+        shoal.set_topology(shoal.topology.RingGraph(3, connect_style=1))
         return handle.wait().item()
 
     assert fleet(3).run(run) == pytest.approx([1.0, 1.0, 1.0])
@@ -167,7 +167,7 @@ def test_a_string_in_second_place_is_the_name(fleet: Fleets) -> None:
 
 def test_bytes_sent_counts_the_tensor_once_for_each_destination(fleet: Fleets) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.StarGraph(4))
+        shoal.set_topology(shoal.topology.StarGraph(4))
         counts = []
         for numel in (10, 10_000):
             before = shoal.bytes_sent()

@@ -60,15 +60,15 @@ def test_every_operation_takes_ranks_that_have_an_index(fleet: Fleets, rank_of: 
         assert shoal.hierarchical_neighbor_allreduce(x, 0.5, {other: 0.5}, [other]).tolist() == mean
         assert shoal.broadcast(x, rank_of(1)).tolist() == [1.0, 1.0]
         assert shoal.broadcast_object(rank, rank_of(1)) == 1
-        assert shoal.InferSourceFromDestinationRanks([other]) == [1 - rank]
-        shoal.win_create(x.clone(), "w", zero_init=True)
-        shoal.win_put(x, "w", dst_weights={other: 1.0})
+        assert shoal.bluefog.InferSourceFromDestinationRanks([other]) == [1 - rank]
+        shoal.bluefog.win_create(x.clone(), "w", zero_init=True)
+        shoal.bluefog.win_put(x, "w", dst_weights={other: 1.0})
         shoal.barrier()
-        assert shoal.win_update("w", 0.5, {other: 0.5}).tolist() == mean
-        with shoal.win_mutex("w", ranks=[other]):
+        assert shoal.bluefog.win_update("w", 0.5, {other: 0.5}).tolist() == mean
+        with shoal.bluefog.win_mutex("w", ranks=[other]):
             pass
         shoal.barrier()
-        shoal.win_free()
+        shoal.bluefog.win_free()
 
     fleet(rank_of(2), agents_per_machine=rank_of(1)).run(run)
 
@@ -84,11 +84,11 @@ def test_every_operation_takes_weights_that_have_a_float(fleet: Fleets, weight_o
         assert shoal.neighbor_allreduce(x, half, {other: half}).tolist() == mean
         assert shoal.neighbor_allreduce(x, half, dst_weights={other: half}).tolist() == mean
         assert shoal.pair_gossip(x, other, half, half).tolist() == mean
-        shoal.win_create(x.clone(), "w", zero_init=True)
-        shoal.win_put(x, "w", dst_weights={other: half})
+        shoal.bluefog.win_create(x.clone(), "w", zero_init=True)
+        shoal.bluefog.win_put(x, "w", dst_weights={other: half})
         shoal.barrier()
-        assert shoal.win_update("w", quarter, {other: half}, clone=True).tolist() == [0.25] * 2
-        shoal.win_free()
+        assert shoal.bluefog.win_update("w", quarter, {other: half}, clone=True).tolist() == [0.25] * 2
+        shoal.bluefog.win_free()
         graph = nx.DiGraph()
         graph.add_weighted_edges_from((j, i, half) for j in (0, 1) for i in (0, 1))
         shoal.set_topology(graph, is_weighted=True)
@@ -143,9 +143,9 @@ def test_whole_numbers_of_a_window_keep_all_their_digits(fleet: Fleets) -> None:
 
     def run() -> list[int]:
         x = torch.ones(1, dtype=torch.int64)
-        shoal.win_create(x, "w")
-        shoal.win_put(x, "w", dst_weights={1 - shoal.rank(): large})
+        shoal.bluefog.win_create(x, "w")
+        shoal.bluefog.win_put(x, "w", dst_weights={1 - shoal.rank(): large})
         shoal.barrier()
-        return shoal.win_update("w", 0, {1 - shoal.rank(): 1}, clone=True).tolist()
+        return shoal.bluefog.win_update("w", 0, {1 - shoal.rank(): 1}, clone=True).tolist()
 
     assert fleet(2).run(run) == [[large]] * 2

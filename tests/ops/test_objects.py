@@ -437,8 +437,8 @@ def test_infer_finds_the_other_side_of_random_digraphs(fleet: Fleets, size: int)
         rank = shoal.rank()
         return [
             (
-                shoal.InferSourceFromDestinationRanks(send[rank]),
-                shoal.InferDestinationFromSourceRanks(incoming(send)[rank]),
+                shoal.bluefog.InferSourceFromDestinationRanks(send[rank]),
+                shoal.bluefog.InferDestinationFromSourceRanks(incoming(send)[rank]),
             )
             for send in sends
         ]
@@ -461,8 +461,10 @@ def test_infer_gives_the_matrix_of_uniform_weights_with_columns_that_sum_to_one(
 
     def run() -> None:
         rank = shoal.rank()
-        sources, one = shoal.InferSourceFromDestinationRanks(sends[rank], True)
-        destinations, other = shoal.InferDestinationFromSourceRanks(receives[rank], construct_adjacency_matrix=True)
+        sources, one = shoal.bluefog.InferSourceFromDestinationRanks(sends[rank], True)
+        destinations, other = shoal.bluefog.InferDestinationFromSourceRanks(
+            receives[rank], construct_adjacency_matrix=True
+        )
         assert (sources, destinations) == (receives[rank], sorted(sends[rank]))
         torch.testing.assert_close(one, expected)
         torch.testing.assert_close(other, expected)
@@ -481,7 +483,7 @@ def test_infer_refuses_what_is_no_list_of_distinct_other_ranks(
 ) -> None:
     def run() -> None:
         if shoal.rank() == 0:
-            for infer in (shoal.InferSourceFromDestinationRanks, shoal.InferDestinationFromSourceRanks):
+            for infer in (shoal.bluefog.InferSourceFromDestinationRanks, shoal.bluefog.InferDestinationFromSourceRanks):
                 with pytest.raises(error):
                     infer(ranks)
 

@@ -135,7 +135,7 @@ def test_who_sends_what_is_not_finite_is_named(caplog: pytest.LogCaptureFixture)
 
 
 def too_few(call: Callable[[], torch.Tensor]) -> str:
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     try:
         call()
     except ValueError as error:
@@ -166,7 +166,7 @@ def test_too_few_neighbours_in_a_round_are_refused_with_the_remedy(rule: Robust,
 
 def in_a_group(rule: Robust) -> torch.Tensor:
     """Agents 0 to 3 of 6, of which each has the three others as neighbours, and 4 and 5 with one."""
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     group = [0, 1, 2, 3] if shoal.rank() < 4 else [4, 5]
     return shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())]), robust=rule, group=group)
 
@@ -178,7 +178,7 @@ def test_the_neighbours_of_a_group_count() -> None:
 
 
 def without_a_need() -> list[float]:
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     x = torch.tensor([float(shoal.rank())])
     rules = (shoal.FiniteOnly(), shoal.ClippedGossip(radius=9.0))
     found = [shoal.neighbor_allreduce(x, robust=rule).item() for rule in rules]
@@ -196,7 +196,7 @@ def with_schedule(schedule: shoal.topology.Schedule, rule: Robust) -> str:
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule, robust=rule)
+        shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule, robust=rule)
     except ValueError as error:
         return str(error)
     return ""
@@ -214,7 +214,7 @@ def test_an_optimizer_looks_at_the_rounds_of_its_schedule() -> None:
 
 def by_hand() -> str:
     model = torch.nn.Linear(1, 1)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     optimizer.robust, rank, size = shoal.ClippedGossip(), shoal.rank(), shoal.size()
     optimizer.self_weight, optimizer.src_weights = 0.5, {(rank - 1) % size: 0.5}
     optimizer.dst_weights = [(rank + 1) % size]
@@ -232,7 +232,7 @@ def test_an_optimizer_looks_at_weights_by_hand_in_the_step() -> None:
 
 
 def after_a_loss(rule: Robust) -> list[float]:
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     x, found = torch.tensor([float(shoal.rank())]), []
     for round_ in range(3):
         if round_ == 1 and shoal.rank() == 3:
@@ -262,8 +262,8 @@ def test_survivors_with_too_few_neighbours_are_warned_once_and_go_on(
 def train(rule: Robust | None, liar: str) -> list[float]:
     """Rank 4 is dishonest, if it is; the others minimise what they have."""
     rank, model = shoal.rank(), Point3()
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.02), model, topology=shoal.FullyConnectedGraph(5), robust=rule
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.02), model, topology=shoal.topology.FullyConnectedGraph(5), robust=rule
     )
     c, h = torch.tensor(target(min(rank, 3)) * 0.1), curvature(0)
     draw = torch.Generator().manual_seed(1)
@@ -332,8 +332,8 @@ def refused() -> list[str]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     calls: list[Any] = [
-        lambda: shoal.DistributedAdaptThenCombineOptimizer(sgd, model, robust="median"),
-        lambda: shoal.DistributedGradientAllreduceOptimizer(sgd, model, robust=shoal.TrimmedMean()),
+        lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, robust="median"),
+        lambda: shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, robust=shoal.TrimmedMean()),
         lambda: shoal.DecentralizedOptimizer(
             sgd, model, shoal.algorithms.GradientTracking(1.0), robust=shoal.TrimmedMean()
         ),

@@ -212,12 +212,12 @@ def test_nan_and_infinity_pass_through_unharmed(fleet: Fleets, transport: str, d
         return x
 
     def run() -> list[torch.Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         x = given(shoal.rank())
         return [shoal.neighbor_allreduce(x), shoal.allreduce(x, average=False), shoal.broadcast(x, 1)]
 
     inputs = [given(rank) for rank in range(3)]
-    averages = averaged_over(shoal.FullyConnectedGraph(3), inputs, is_weighted=False)
+    averages = averaged_over(shoal.topology.FullyConnectedGraph(3), inputs, is_weighted=False)
     total = reduced("sum", inputs)
     for rank, (average, sums, copy) in enumerate(fleet(3).run(run)):
         assert _same_numbers(average, averages[rank])

@@ -54,12 +54,12 @@ def calls_with_a_timeout(folder: Path) -> Calls:
         return handle
 
     def create(**timeout: Any) -> None:
-        shoal.win_create(x, "made", **timeout)
+        shoal.bluefog.win_create(x, "made", **timeout)
         shoal.barrier()
-        shoal.win_free("made")
+        shoal.bluefog.win_free("made")
 
     def mutex(**timeout: Any) -> None:
-        with shoal.win_mutex("x", for_self=True, **timeout):
+        with shoal.bluefog.win_mutex("x", for_self=True, **timeout):
             pass
 
     def consensus(**timeout: Any) -> None:
@@ -85,8 +85,8 @@ def calls_with_a_timeout(folder: Path) -> Calls:
         "save": lambda **t: shoal.save(model, folder / f"model of {shoal.rank()}.pt", **t),
         "win_create": create,
         "win_mutex": mutex,
-        "win_update": lambda **t: shoal.win_update("x", **t),
-        "win_update_then_collect": lambda **t: shoal.win_update_then_collect("x", **t),
+        "win_update": lambda **t: shoal.bluefog.win_update("x", **t),
+        "win_update_then_collect": lambda **t: shoal.bluefog.win_update_then_collect("x", **t),
         **{name: lambda **t: finished().wait(**t) for name in HANDLES},
     }
     for name in ("allreduce", "broadcast", "allgather", "neighbor_allgather", "neighbor_allreduce", "pair_gossip"):
@@ -127,8 +127,8 @@ def test_every_function_takes_any_number_of_seconds_and_refuses_the_rest_in_word
     fleet: Fleets, tmp_path: Path
 ) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
-        shoal.win_create(torch.ones(2), "x")
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
+        shoal.bluefog.win_create(torch.ones(2), "x")
         calls = calls_with_a_timeout(tmp_path)
         hierarchical = {"hierarchical_neighbor_allreduce", "hierarchical_neighbor_allreduce_nonblocking"}
         assert set(calls) == public_functions_with_a_timeout() - hierarchical  # those two begin as the others do
@@ -165,14 +165,14 @@ def test_an_infinite_wait_for_a_mutex_ends_when_it_is_free(fleet: Fleets) -> Non
     let_go = threading.Event()
 
     def take() -> None:
-        with shoal.win_mutex("x", ranks=[0], timeout=math.inf):
+        with shoal.bluefog.win_mutex("x", ranks=[0], timeout=math.inf):
             pass
 
     def run() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
-        shoal.win_create(torch.zeros(2), "x")
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
+        shoal.bluefog.win_create(torch.zeros(2), "x")
         if shoal.rank() == 0:
-            with shoal.win_mutex("x", for_self=True):
+            with shoal.bluefog.win_mutex("x", for_self=True):
                 shoal.barrier()
                 let_go.wait(10)
         else:
@@ -196,20 +196,20 @@ def test_the_deadline_of_a_nonblocking_call_counts_from_the_call(fleet: Fleets) 
     over = threading.Event()
 
     def run() -> int:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
-        shoal.win_create(torch.zeros(2), "x")
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
+        shoal.bluefog.win_create(torch.zeros(2), "x")
         if shoal.rank() == 1:
-            with shoal.win_mutex("x", for_self=True):
+            with shoal.bluefog.win_mutex("x", for_self=True):
                 shoal.barrier()
                 over.wait(15)
             shoal.barrier()
-            return shoal.win_slots("x")[0].puts
+            return shoal.bluefog.win_slots("x")[0].puts
         shoal.barrier()
         x = torch.ones(2)
-        first = shoal.win_put_nonblocking(x, "x", require_mutex=True, timeout=15)
+        first = shoal.bluefog.win_put_nonblocking(x, "x", require_mutex=True, timeout=15)
         began = time.monotonic()
-        second = shoal.win_put_nonblocking(x, "x", timeout=0.3)
-        third = shoal.win_put_nonblocking(x, "x", timeout=math.inf)
+        second = shoal.bluefog.win_put_nonblocking(x, "x", timeout=0.3)
+        third = shoal.bluefog.win_put_nonblocking(x, "x", timeout=math.inf)
         with pytest.raises(shoal.DeadlineExceeded, match=r"win_put 'x'.* waits for ranks \[1\]") as looked:
             second.wait(0.05)
         assert looked.value.ranks == (1,)
@@ -230,17 +230,17 @@ def test_a_deadline_that_passes_while_nobody_waits_ends_the_call_too(fleet: Flee
     over = threading.Event()
 
     def run() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
-        shoal.win_create(torch.zeros(2), "x")
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
+        shoal.bluefog.win_create(torch.zeros(2), "x")
         if shoal.rank() == 1:
-            with shoal.win_mutex("x", for_self=True):
+            with shoal.bluefog.win_mutex("x", for_self=True):
                 shoal.barrier()
                 over.wait(15)
         else:
             shoal.barrier()
             told = threading.Event()
-            first = shoal.win_put_nonblocking(torch.ones(2), "x", require_mutex=True, timeout=15)
-            second = shoal.win_get_nonblocking("x", timeout=0.2)
+            first = shoal.bluefog.win_put_nonblocking(torch.ones(2), "x", require_mutex=True, timeout=15)
+            second = shoal.bluefog.win_get_nonblocking("x", timeout=0.2)
             second.add_done_callback(lambda _: told.set())
             assert told.wait(5) and second.poll() and not first.poll()
             over.set()
@@ -253,23 +253,23 @@ def test_a_deadline_that_passes_while_nobody_waits_ends_the_call_too(fleet: Flee
 @pytest.mark.parametrize("second", ["win_update", "win_put"])
 def test_a_second_thread_waits_for_the_first_until_its_own_deadline(fleet: Fleets, second: str) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         x = torch.zeros(2)
-        shoal.win_create(x, "x")
+        shoal.bluefog.win_create(x, "x")
         shoal.barrier()
         if shoal.rank() == 0:
             window = windows_of(current()).get("test", "x")
             ended: list[object] = []
-            thread = threading.Thread(target=bind(lambda: ended.append(shoal.win_update("x", timeout=15))))
+            thread = threading.Thread(target=bind(lambda: ended.append(shoal.bluefog.win_update("x", timeout=15))))
             with window.memory.hold([OWN], 1, math.inf):  # as a neighbour does that reads the tensor
                 thread.start()
                 assert wait_until(lambda: not window._turn.acquire(blocking=False) or window._turn.release(), 5.0)
                 began = time.monotonic()
                 with pytest.raises(shoal.DeadlineExceeded, match="another thread of rank 0") as caught:
                     if second == "win_update":
-                        shoal.win_update("x", timeout=0.2)
+                        shoal.bluefog.win_update("x", timeout=0.2)
                     else:
-                        shoal.win_put(x, "x", timeout=0.2)
+                        shoal.bluefog.win_put(x, "x", timeout=0.2)
                 assert time.monotonic() - began < scaled(5)
                 assert caught.value.ranks == (0,)
             thread.join(10)

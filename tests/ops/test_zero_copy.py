@@ -85,7 +85,7 @@ def test_what_others_cannot_read_where_it_lies_is_copied(fleet: Fleets, what: st
 def test_every_operation_gives_the_same_bits_on_it(fleet: Fleets, operation: str) -> None:
     def run() -> bool:
         engine = current().engine
-        shoal.set_machine_topology(shoal.RingGraph(2))
+        shoal.set_machine_topology(shoal.topology.RingGraph(2))
 
         def call(tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:
             agent = current()

@@ -31,7 +31,7 @@ def parameter() -> torch.nn.Parameter:
 def test_one_gradient_at_a_time_is_adamw() -> None:
     ours, torchs = parameter(), parameter()
     options: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    found = stepped(shoal.AccumAdamW([ours], accumulate=1, **options), ours, gradients(7))
+    found = stepped(shoal.optim.AccumAdamW([ours], accumulate=1, **options), ours, gradients(7))
     torch.testing.assert_close(found, stepped(torch.optim.AdamW([torchs], **options), torchs, gradients(7)))
 
 
@@ -49,7 +49,7 @@ def test_moments_take_in_the_mean_of_several_gradients_with_betas_to_their_power
             m = beta1**every * m + (1 - beta1**every) * b
             v = beta2**every * v + (1 - beta2**every) * b**2
             b = torch.zeros_like(b)
-    adam = shoal.AccumAdamW([param], lr, accumulate=every, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    adam = shoal.optim.AccumAdamW([param], lr, accumulate=every, betas=(beta1, beta2), eps=eps, weight_decay=decay)
     torch.testing.assert_close(stepped(adam, param, gradients(8)), x)
 
 
@@ -57,7 +57,7 @@ def test_in_noise_it_divides_by_that_of_as_many_gradients_as_it_takes_in() -> No
     """What AdamW with the mean over so many agents' gradients divides by; AdamW alone divides by twice as much."""
     generator = torch.Generator().manual_seed(1)
     param = torch.nn.Parameter(torch.zeros(4000))
-    adam = shoal.AccumAdamW([param], 0.0, accumulate=4, betas=(0.9, 0.99), weight_decay=0.0)
+    adam = shoal.optim.AccumAdamW([param], 0.0, accumulate=4, betas=(0.9, 0.99), weight_decay=0.0)
     for _ in range(800):
         param.grad = torch.randn(4000, generator=generator)
         adam.step()
@@ -66,11 +66,11 @@ def test_in_noise_it_divides_by_that_of_as_many_gradients_as_it_takes_in() -> No
 
 def test_a_state_that_is_loaded_goes_on_between_two_takings() -> None:
     whole, param, again = parameter(), parameter(), parameter()
-    expected = stepped(shoal.AccumAdamW([whole], accumulate=3), whole, gradients(8))
-    first = shoal.AccumAdamW([param], accumulate=3)
+    expected = stepped(shoal.optim.AccumAdamW([whole], accumulate=3), whole, gradients(8))
+    first = shoal.optim.AccumAdamW([param], accumulate=3)
     stepped(first, param, gradients(8)[:4])
     again.data.copy_(param)
-    second = shoal.AccumAdamW([again], accumulate=3)
+    second = shoal.optim.AccumAdamW([again], accumulate=3)
     second.load_state_dict(first.state_dict())
     assert torch.equal(stepped(second, again, gradients(8)[4:]), expected)
 
@@ -87,14 +87,14 @@ def test_a_state_that_is_loaded_goes_on_between_two_takings() -> None:
 )
 def test_numbers_out_of_their_range_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        shoal.AccumAdamW([parameter()], **options)
+        shoal.optim.AccumAdamW([parameter()], **options)
 
 
 def test_its_second_moments_can_be_mixed() -> None:
     def agent() -> torch.Tensor:
         model = torch.nn.Linear(3, 1)
-        adam = shoal.AccumAdamW(model.parameters(), accumulate=2)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(adam, model, mix_state=("exp_avg_sq",))
+        adam = shoal.optim.AccumAdamW(model.parameters(), accumulate=2)
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(adam, model, mix_state=("exp_avg_sq",))
         for _ in range(2):
             optimizer.zero_grad()
             (model(torch.ones(3)) * (1 + shoal.rank())).backward()

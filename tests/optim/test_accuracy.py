@@ -44,11 +44,11 @@ def train(decentralized: bool, seed: int) -> float:
     model = make_model(seed)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer: Any = (
-        shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=OnePeerExponential(SIZE))
+        shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=OnePeerExponential(SIZE))
         if decentralized
-        else shoal.DistributedGradientAllreduceOptimizer(sgd, model)
+        else shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model)
     )
-    shards = shoal.dirichlet_shards(train_set.tensors[1], alpha=0.5, seed=seed)
+    shards = shoal.data.dirichlet_shards(train_set.tensors[1], alpha=0.5, seed=seed)
     sampler = shoal.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
     loader = DataLoader(train_set, batch_size=BATCH, sampler=sampler)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
@@ -83,13 +83,13 @@ ADAM_AGENTS, ADAM_STEPS = 8, 80
 def train_with_adam(mix_state: tuple[str, ...]) -> float:
     """The same with labels dealt out as unevenly as it goes, and batches drawn from them."""
     train_set, test_set = digits(0)
-    shard = shoal.dirichlet_shards(train_set.tensors[1], alpha=0.1, seed=0)[shoal.rank()]
+    shard = shoal.data.dirichlet_shards(train_set.tensors[1], alpha=0.1, seed=0)[shoal.rank()]
     images, labels = (one[shard] for one in train_set.tensors)
     weight = len(shard) * ADAM_AGENTS / len(train_set)
     model, chance = make_model(0), torch.Generator().manual_seed(shoal.rank())
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = OnePeerExponential(ADAM_AGENTS)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(adam, model, topology=schedule, mix_state=mix_state)
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(adam, model, topology=schedule, mix_state=mix_state)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ADAM_STEPS)
     for _ in range(ADAM_STEPS):
         chosen = torch.randint(len(shard), (BATCH,), generator=chance)

@@ -66,13 +66,13 @@ def simulated(algorithm: Algorithm, steps: int = STEPS) -> Tensor:
             return LR * torch.stack([gradient(model, x[rank], rank, now[0]) for rank in range(SIZE)])
 
     moved = Gradient(of_all, draw=lambda mix: now.__setitem__(0, mix.round))
-    return StackedFleet(shoal.RingGraph(SIZE)).run(algorithm, flat(MODEL), moved, steps).estimate
+    return StackedFleet(shoal.topology.RingGraph(SIZE)).run(algorithm, flat(MODEL), moved, steps).estimate
 
 
 def train(algorithm: Algorithm, steps: int = STEPS, topology: object = None) -> Tensor:
     model = deepcopy(MODEL)
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer = shoal.DecentralizedOptimizer(sgd, model, algorithm, topology=topology or shoal.RingGraph(SIZE))
+    optimizer = shoal.DecentralizedOptimizer(sgd, model, algorithm, topology=topology or shoal.topology.RingGraph(SIZE))
     for step in range(steps):
         one_step(model, optimizer, step)
     return flat(model)
@@ -108,7 +108,7 @@ def test_the_common_ones_are_their_equation_too(fleet: Fleets, algorithm: Algori
 
 def test_the_static_topology_is_taken_where_none_is_given(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(
             torch.optim.SGD(model.parameters(), lr=LR), model, ExactDiffusion(1.0, lazy=True)
@@ -131,7 +131,7 @@ def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         def make() -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:
             model = deepcopy(MODEL)
             adam = torch.optim.Adam(model.parameters(), lr=0.01)
-            return model, shoal.DecentralizedOptimizer(adam, model, algorithm, topology=shoal.RingGraph(SIZE))
+            return model, shoal.DecentralizedOptimizer(adam, model, algorithm, topology=shoal.topology.RingGraph(SIZE))
 
         whole, first, second = make(), make(), make()
         for step in range(6):
@@ -156,7 +156,7 @@ def test_local_steps_between_two_exchanges_add_up(fleet: Fleets) -> None:
             torch.optim.SGD(model.parameters(), lr=LR),
             model,
             ExactDiffusion(1.0, lazy=True),
-            topology=shoal.RingGraph(SIZE),
+            topology=shoal.topology.RingGraph(SIZE),
             num_steps_per_communication=2,
         )
         for step in range(4):
@@ -164,7 +164,7 @@ def test_local_steps_between_two_exchanges_add_up(fleet: Fleets) -> None:
         assert optimizer.rounds == 2
         return flat(model)
 
-    W = torch.from_numpy(shoal.topology.mixing_matrix(shoal.RingGraph(SIZE)))
+    W = torch.from_numpy(shoal.topology.mixing_matrix(shoal.topology.RingGraph(SIZE)))
     W = (W + torch.eye(SIZE)) / 2
     model = deepcopy(MODEL)
     x = flat(model).repeat(SIZE, 1)
@@ -187,8 +187,8 @@ def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
         with pytest.raises(TypeError, match=r"an algorithm of shoal\.algorithms is wanted, not 'atc'"):
             make("atc")
         with pytest.raises(ValueError, match=r"give step\(\) a closure"):
-            make(GradientTracking(1.0), topology=shoal.RingGraph(2)).step()
-        averaged = make(DualAveraging(1.0), topology=shoal.RingGraph(2))
+            make(GradientTracking(1.0), topology=shoal.topology.RingGraph(2)).step()
+        averaged = make(DualAveraging(1.0), topology=shoal.topology.RingGraph(2))
         averaged.step()  # which begins where the model is
         with pytest.raises(ValueError, match="not where the model is"):
             averaged.step()
@@ -208,10 +208,10 @@ def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
 
             make(ExactDiffusion(1.0, lazy=True), bucket_exchange=PutExchange)
         with pytest.raises(ValueError, match="the topology is for 3, and there are 2 agents"):
-            make(GradientDescent(1.0), topology=shoal.RingGraph(3))
+            make(GradientDescent(1.0), topology=shoal.topology.RingGraph(3))
         mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
         sgd = torch.optim.SGD(mixed.parameters(), lr=LR)
         with pytest.raises(ValueError, match="these have 2 dtypes"):
-            shoal.DecentralizedOptimizer(sgd, mixed, PowerGossip(1.0), topology=shoal.RingGraph(2)).step()
+            shoal.DecentralizedOptimizer(sgd, mixed, PowerGossip(1.0), topology=shoal.topology.RingGraph(2)).step()
 
     fleet(2).run(run)

@@ -17,8 +17,8 @@ from support.optimizers import LR, MODEL, SIZE, batch, flat
 Fleets = Callable[..., shoal.Fleet]
 Step = Callable[[torch.nn.Module, shoal.DecentralizedOptimizer, int], None]
 
-ATC, AWC = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedAdaptWithCombineOptimizer
-GRADIENTS = shoal.DistributedGradientAllreduceOptimizer
+ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
+GRADIENTS = shoal.optim.DistributedGradientAllreduceOptimizer
 
 
 def loss_of(model: torch.nn.Module, step: int) -> Tensor:
@@ -77,7 +77,7 @@ HOW += [with_more_forward_passes_on_one_agent]
 @pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
 def test_every_second_step_is_followed_by_an_exchange(fleet: Fleets, make: Any, one_step: Step) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
         optimizer = make(torch.optim.SGD(model.parameters(), lr=LR), model, num_steps_per_communication=2)
         rounds = []
@@ -94,7 +94,7 @@ def test_every_second_step_is_followed_by_an_exchange(fleet: Fleets, make: Any, 
 @pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
 def test_a_count_that_is_set_later_holds_from_then_on(fleet: Fleets, make: Any) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
         optimizer = make(torch.optim.SGD(model.parameters(), lr=LR), model)
         rounds = []

@@ -29,8 +29,8 @@ def train(folder: str) -> list[list[float]]:
     model = DistributedDataParallel(deepcopy(MODEL))
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(ValueError, match="DistributedDataParallel averages gradients after"):
-        shoal.DistributedAdaptThenCombineOptimizer(sgd, model, overlap="backward")
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+        shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, overlap="backward")
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
         sgd, model, shoal.CommunicationType.hierarchical_neighbor_allreduce
     )
     for step in range(STEPS):

@@ -113,7 +113,7 @@ def for_each_parameter(
     """Touches and instructions that each parameter costs an agent beside the plain optimizer's."""
 
     def run() -> tuple[float, float]:
-        shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
         few, many, few_plain, many_plain = (
             torch.tensor(counts(count, numel, one, local, backward)) for one in (make, None) for count in (FEW, MANY)
         )
@@ -125,13 +125,13 @@ def for_each_parameter(
 
 
 def equation(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    topology = shoal.FullyConnectedGraph(shoal.size())
+    topology = shoal.topology.FullyConnectedGraph(shoal.size())
     return shoal.DecentralizedOptimizer(optimizer, model, ExactDiffusion(1.0, lazy=True), topology=topology)
 
 
-ATC, AWC = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedAdaptWithCombineOptimizer
-GRADIENTS = shoal.DistributedGradientAllreduceOptimizer
-PUT, PUSH_SUM = shoal.DistributedWinPutOptimizer, shoal.DistributedPushSumOptimizer
+ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
+GRADIENTS = shoal.optim.DistributedGradientAllreduceOptimizer
+PUT, PUSH_SUM = shoal.optim.DistributedWinPutOptimizer, shoal.optim.DistributedPushSumOptimizer
 SMALL, LARGE = 8, 2000
 
 # Whether a parameter requires gradients, where it is, of which size, and before and after an exchange that lasts its

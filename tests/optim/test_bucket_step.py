@@ -69,7 +69,9 @@ SEPARABLE = [
 
 
 def topology_of(algorithm: Algorithm) -> Any:
-    return shoal.topology.ChainGraph(SIZE) if isinstance(algorithm, RelaySum) else shoal.RingGraph(shoal.size())
+    return (
+        shoal.topology.ChainGraph(SIZE) if isinstance(algorithm, RelaySum) else shoal.topology.RingGraph(shoal.size())
+    )
 
 
 def make(
@@ -219,7 +221,7 @@ def test_agents_without_batches_take_part_with_a_gradient_of_zero(fleet: Fleets)
             sgd,
             model,
             algorithm,
-            topology=shoal.RingGraph(SIZE),
+            topology=shoal.topology.RingGraph(SIZE),
             overlap=overlap,  # type: ignore[arg-type]
         )
         with optimizer.join():
@@ -255,7 +257,7 @@ def test_local_steps_before_the_batches_end_are_not_lost(fleet: Fleets, overlap:
             torch.optim.SGD(model.parameters(), lr=LR),
             model,
             ExactDiffusion(1.0, lazy=True),
-            topology=shoal.RingGraph(SIZE),
+            topology=shoal.topology.RingGraph(SIZE),
             overlap=overlap,
             num_steps_per_communication=2,
         )
@@ -343,7 +345,9 @@ def test_parameters_that_are_added_begin_when_they_come(fleet: Fleets, algorithm
 
     def optimizer_of(model: Two, *groups: nn.Parameter) -> shoal.DecentralizedOptimizer:
         sgd = torch.optim.SGD([{"params": [group]} for group in groups], lr=LR, momentum=0.5)
-        return shoal.DecentralizedOptimizer(sgd, model, algorithm, topology=shoal.RingGraph(SIZE), overlap=overlap)
+        return shoal.DecentralizedOptimizer(
+            sgd, model, algorithm, topology=shoal.topology.RingGraph(SIZE), overlap=overlap
+        )
 
     def alone(name: str, steps: int) -> Tensor:
         model = Two()
@@ -387,7 +391,10 @@ def test_parameters_are_not_added_to_one_vector_that_has_begun(fleet: Fleets) ->
         for param in model[2].parameters():
             param.requires_grad_(False)
         optimizer = shoal.DecentralizedOptimizer(
-            torch.optim.SGD(model[0].parameters(), lr=LR), model, PowerGossip(1.0), topology=shoal.RingGraph(SIZE)
+            torch.optim.SGD(model[0].parameters(), lr=LR),
+            model,
+            PowerGossip(1.0),
+            topology=shoal.topology.RingGraph(SIZE),
         )
         go_on(model, optimizer, range(2))
         with pytest.raises(ValueError, match="PowerGossip has begun, and takes all parameters as one vector"):
@@ -415,7 +422,7 @@ def test_a_part_leaves_while_the_gradients_in_front_of_it_are_computed(fleet: Fl
             torch.optim.SGD(model.parameters(), lr=LR),
             model,
             Telling(1.0, atc=False),
-            topology=shoal.RingGraph(2),
+            topology=shoal.topology.RingGraph(2),
             overlap="backward",
             bucket_bytes=1,
         )

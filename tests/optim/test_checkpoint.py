@@ -266,7 +266,7 @@ def test_from_the_consensus_every_agent_begins_at_the_mean(size: int, tmp_path: 
 def masses(folder: Path, start: Any = None) -> dict[str, Any]:
     """What push-sum has saved, or loaded."""
     model = deepcopy(MODEL)
-    optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
     if start is None:
         for step in range(3):
@@ -461,7 +461,7 @@ def test_data_that_became_something_else_is_named_when_it_is_saved(tmp_path: Pat
 def test_a_schedule_that_is_not_saved_is_noticed_once(tmp_path: Path) -> None:
     def run() -> None:
         model = weight(1.0)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         without = shoal.Checkpoint(model=model, optimizer=optimizer)
         without.save(tmp_path, 1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)

@@ -25,7 +25,7 @@ def trained(algorithm: Algorithm, kind: str, in_the_loss: bool) -> torch.Tensor:
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay),
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.0, 0.0), eps=1e-300, weight_decay=decay),
     }[kind]()
-    ring = shoal.RingGraph(SIZE)
+    ring = shoal.topology.RingGraph(SIZE)
     optimizer = shoal.DecentralizedOptimizer(inner, model, algorithm, topology=ring, mix_state=())
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -78,7 +78,7 @@ def test_the_interval_of_bagua_is_the_attribute_set_after_the_first_step(fleet: 
             sgd,
             model,
             GradientDescent(1.0, atc=atc),
-            topology=shoal.RingGraph(SIZE),
+            topology=shoal.topology.RingGraph(SIZE),
             num_steps_per_communication=first,
         )
         for _ in range(steps):

@@ -25,8 +25,8 @@ NUMBERS = sum(param.numel() for param in MODEL.parameters())
 
 def optimizer_of(model: torch.nn.Module, topology: Any = None, **options: Any) -> shoal.DecentralizedOptimizer:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    return shoal.DistributedAdaptThenCombineOptimizer(
-        sgd, model, topology=shoal.RingGraph(shoal.size()) if topology is None else topology, **options
+    return shoal.optim.DistributedAdaptThenCombineOptimizer(
+        sgd, model, topology=shoal.topology.RingGraph(shoal.size()) if topology is None else topology, **options
     )
 
 
@@ -43,7 +43,7 @@ def test_the_algorithm_is_one_that_is_sound_for_the_compressor_and_the_topology(
         assert isinstance(one, Algorithm)
         return one
 
-    ring = shoal.RingGraph(SIZE)
+    ring = shoal.topology.RingGraph(SIZE)
     assert found(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS) / 2, TopK(0.1))
     assert found(ring, RandomK(0.1)) == ChocoSGD(1.0, share_kept(RandomK(0.1), NUMBERS), RandomK(0.1))
     assert found(Static(ring), Sign()) == ChocoSGD(1.0, share_kept(Sign(), NUMBERS), Sign())
@@ -112,7 +112,7 @@ def train(compressor: Compressor | None, algorithm: Algorithm | None, topology: 
 
 
 def test_a_step_is_the_algorithms(fleet: Fleets) -> None:
-    ring = shoal.RingGraph(SIZE)
+    ring = shoal.topology.RingGraph(SIZE)
     algorithm = ChocoSGD(1.0, share_kept(TopK(0.2), NUMBERS), TopK(0.2))
     short, whole = (fleet(SIZE).run(train, *how, ring, 5) for how in ((TopK(0.2), None), (None, algorithm)))
     assert all(torch.equal(one, other) for one, other in zip(short, whole, strict=True))
@@ -128,7 +128,7 @@ def pulled(compressor: Compressor | None, topology: Any) -> torch.Tensor:
     model, target = torch.nn.Module(), targets()[shoal.rank()]
     model.x = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
     sgd = torch.optim.SGD(model.parameters(), lr=0.02)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=topology, compression=compressor)
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=topology, compression=compressor)
     for _ in range(250):
         optimizer.zero_grad()
         (model.x - target).square().sum().div(2).backward()
@@ -139,7 +139,7 @@ def pulled(compressor: Compressor | None, topology: Any) -> torch.Tensor:
 
 @cache
 def pulled_on_a_ring(compressor: Compressor | None) -> torch.Tensor:
-    return torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, shoal.RingGraph(SIZE)))
+    return torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, shoal.topology.RingGraph(SIZE)))
 
 
 @pytest.mark.parametrize("compressor", [MinMaxUInt8(), Sign(), TopK(0.1), RandomK(0.1), QSGD(7)], ids=repr)

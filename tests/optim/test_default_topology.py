@@ -20,7 +20,7 @@ from shoal.topology import ChainGraph, ExponentialTwoGraph, OnePeerExponential, 
 from shoal.topology.schedule import Schedule, Static
 
 Fleets = Callable[..., shoal.Fleet]
-ATC, AWC = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedAdaptWithCombineOptimizer
+ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
 
 
 def steps_of(make: Any, count: int = 3, **options: Any) -> list[float]:

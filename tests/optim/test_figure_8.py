@@ -29,7 +29,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 PATIENCE = 8.0
 NUMEL = 5000
-GRADIENTS = Way("", shoal.DistributedGradientAllreduceOptimizer)
+GRADIENTS = Way("", shoal.optim.DistributedGradientAllreduceOptimizer)
 
 
 class Pace:

@@ -84,7 +84,7 @@ def test_frozen_parameters_stay_and_the_others_go_on(fleet: Fleets, way: str, pa
     frozen = PATTERNS[pattern]
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(sgd(model), model, bucket_bytes=bucket_bytes, **WAYS[way])
         for step, layers in enumerate(frozen):
@@ -126,7 +126,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
         inner, model, PARALLEL, compression=shoal.compression.MinMaxUInt8()
     ),
     "compressed": lambda inner, model: shoal.DecentralizedOptimizer(
-        inner, model, compression=shoal.compression.MinMaxUInt8(), topology=shoal.RingGraph(2)
+        inner, model, compression=shoal.compression.MinMaxUInt8(), topology=shoal.topology.RingGraph(2)
     ),
     "all": lambda inner, model: shoal.DecentralizedOptimizer(
         inner, model, communication_type=shoal.CommunicationType.allreduce
@@ -147,7 +147,7 @@ def test_frozen_parameters_are_not_sent(fleet: Fleets, maker: str, late: bool) -
         pytest.skip("an algorithm that remembers a vector goes on to exchange it")
 
     def run() -> int:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = Adapter()
         model.base.requires_grad_(late)
         shoal.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -176,7 +176,7 @@ def test_windows_of_frozen_parameters_alone_are_left_out(fleet: Fleets, make: An
     """None is made where they are frozen from the beginning; later nothing is put there or taken from there."""
 
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = Adapter()
         model.base.bias.requires_grad_(True)
         shoal.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -220,7 +220,7 @@ def test_an_agent_that_freezes_by_itself_is_a_mismatch_that_names_the_parameter(
     all_have_failed = threading.Barrier(3)
 
     def run() -> str:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         model = deepcopy(MODEL)
         model[0].requires_grad_(what != "unfreezes")
         optimizer = shoal.DecentralizedOptimizer(sgd(model), model, **WAYS[way])
@@ -248,10 +248,10 @@ def test_an_agent_that_freezes_by_itself_is_a_mismatch_that_names_the_parameter(
 
 
 EQUATIONS: dict[str, dict[str, Any]] = {
-    "exact diffusion": {"algorithm": ExactDiffusion(1.0, lazy=True), "topology": shoal.FullyConnectedGraph(2)},
-    "compressed": {"compression": shoal.compression.MinMaxUInt8(), "topology": shoal.RingGraph(2)},
-    "mean of all": {"algorithm": GossipPGA(GradientDescent(1.0), 2), "topology": shoal.RingGraph(2)},
-    "edges": {"algorithm": RelaySum(1.0), "topology": shoal.RingGraph(2)},
+    "exact diffusion": {"algorithm": ExactDiffusion(1.0, lazy=True), "topology": shoal.topology.FullyConnectedGraph(2)},
+    "compressed": {"compression": shoal.compression.MinMaxUInt8(), "topology": shoal.topology.RingGraph(2)},
+    "mean of all": {"algorithm": GossipPGA(GradientDescent(1.0), 2), "topology": shoal.topology.RingGraph(2)},
+    "edges": {"algorithm": RelaySum(1.0), "topology": shoal.topology.RingGraph(2)},
 }
 
 
@@ -276,7 +276,7 @@ def test_under_any_algorithm_it_is_a_mismatch_too(fleet: Fleets, equation: str, 
 
 def test_another_layer_of_the_same_shape_is_a_mismatch(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
         optimizer = shoal.DecentralizedOptimizer(sgd(model), model)
         step_of(model, optimizer, 0)
@@ -301,7 +301,7 @@ def test_agents_that_differ_at_the_first_step(fleet: Fleets) -> None:
 
 def test_frozen_values_that_differ_are_averaged_once(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         model[0].requires_grad_(False)
         with torch.no_grad():
@@ -338,7 +338,7 @@ def test_frozen_integers_that_differ_are_refused_by_name(fleet: Fleets) -> None:
 @ways
 def test_gradients_of_frozen_parameters_are_dropped(fleet: Fleets, way: str) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(sgd(model), model, **WAYS[way])
         step_of(model, optimizer, 0)
@@ -358,7 +358,7 @@ def test_gradients_of_frozen_parameters_are_dropped(fleet: Fleets, way: str) -> 
 
 def test_layers_that_take_turns_are_not_moved_again(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
         optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
         places: list[set[int]] = []
@@ -401,7 +401,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, what
         return shoal.DecentralizedOptimizer(sgd(model), model, name="resumed", **RESUMED[what])
 
     def run(stop: bool) -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
         optimizer = made(model)
         go_on(model, optimizer, range(4))
@@ -432,7 +432,7 @@ def test_a_generator_and_a_discriminator_that_take_turns(fleet: Fleets) -> None:
     """D runs frozen within G's step, which arms nothing."""
 
     def run(overlap: str | None) -> Tensor:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         generator = torch.Generator().manual_seed(shoal.rank())
         first = torch.Generator().manual_seed(7)
         G, D = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
@@ -441,7 +441,7 @@ def test_a_generator_and_a_discriminator_that_take_turns(fleet: Fleets) -> None:
 
         def wrapped(model: nn.Module) -> Any:
             inner = torch.optim.SGD(model.parameters(), lr=0.05)
-            return shoal.DistributedAdaptThenCombineOptimizer(inner, model, overlap=overlap)
+            return shoal.optim.DistributedAdaptThenCombineOptimizer(inner, model, overlap=overlap)
 
         def drawn(count: int) -> Tensor:
             return torch.randn(8, count, generator=generator, dtype=torch.float64)
@@ -483,7 +483,7 @@ class Tail(nn.Module):
 @pytest.mark.parametrize("what", ["a group is added", "frozen after the forward pass", "unfrozen after it"])
 def test_a_change_midway_with_exchanges_during_the_backward_pass_equals_one_without(fleet: Fleets, what: str) -> None:
     def run(overlap: str | None) -> Tensor:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = Tail()
         model.both = what != "a group is added"
         model.second.requires_grad_(what != "unfrozen after it")

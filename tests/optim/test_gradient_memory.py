@@ -32,7 +32,7 @@ def test_gradients_are_read_where_they_were_joined(fleet: Fleets) -> None:
     def run() -> int:
         model = one_layer()
         wrapped = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(wrapped, model)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(wrapped, model)
         for _ in range(3):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
@@ -54,7 +54,7 @@ def test_no_round_sees_the_gradients_of_another(fleet: Fleets, size: int, overla
         with torch.no_grad():
             model.weight.zero_()
         wrapped = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(wrapped, model, overlap=overlap)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(wrapped, model, overlap=overlap)
         found = []
         for number in range(rounds):
             gradient = sample(shoal.rank(), (300, 400), seed=number)

@@ -15,7 +15,7 @@ from shoal.optim.exchanges.grouping import as_given, by_count
 from support.optimizers import MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]
-ATC, GRADIENTS = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedGradientAllreduceOptimizer
+ATC, GRADIENTS = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedGradientAllreduceOptimizer
 Options = dict[str, Any]
 
 
@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 def train(make: Any, options: Options) -> tuple[torch.Tensor, list[list[str]]]:
     """The model after three steps, and what travelled in each message of a step, as its size says."""
-    shoal.set_topology(shoal.RingGraph(SIZE))
+    shoal.set_topology(shoal.topology.RingGraph(SIZE))
     model = deepcopy(MODEL)
     optimizer = make(sgd(model), model, **options)
     for step in range(3):
@@ -59,7 +59,7 @@ def test_groups_change_no_bits(fleet: Fleets, make: Any, overlap: str | None) ->
 
 def test_a_group_is_one_message_to_each_neighbour(fleet: Fleets) -> None:
     def run(count: int) -> int:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model, sent = deepcopy(MODEL), []
         optimizer = ATC(sgd(model), model, num_groups=count)
         model(batch(shoal.rank(), 0)).square().mean().backward()
@@ -111,7 +111,7 @@ def test_parameters_are_given_themselves_or_by_name() -> None:
 def test_what_is_no_grouping_is_refused() -> None:
     def make(**options: Any) -> None:
         model = deepcopy(MODEL)
-        ATC(sgd(model), model, topology=shoal.RingGraph(2), **options)
+        ATC(sgd(model), model, topology=shoal.topology.RingGraph(2), **options)
 
     def run() -> None:
         for options, error, says in [

@@ -20,7 +20,7 @@ BATCHES = [5, 2, 0, 4]
 
 
 def train(algorithm: Algorithm, overlap: str | None = None) -> Tensor:
-    shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
+    shoal.set_topology(shoal.topology.RingGraph(SIZE), is_weighted=True)
     model = deepcopy(MODEL)
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
     optimizer = shoal.DecentralizedOptimizer(sgd, model, algorithm, overlap=overlap)  # type: ignore[arg-type]
@@ -77,12 +77,12 @@ def test_an_asynchronous_agent_passes_on_what_comes_until_all_have_ended(fleet: 
     """No mass is lost, and the agents agree, though their loops end at different times."""
 
     def run() -> tuple[Tensor, float]:
-        shoal.set_topology(shoal.RingGraph(SIZE, connect_style=1))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE, connect_style=1))
         model = torch.nn.Linear(3, 1, bias=False).double()
         with torch.no_grad():
             model.weight.fill_(float(shoal.rank()))
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = shoal.DistributedPushSumOptimizer(sgd, model)
+        optimizer = shoal.optim.DistributedPushSumOptimizer(sgd, model)
         with optimizer.join():
             for _ in range(20 * shoal.rank()):
                 optimizer.step()
@@ -110,7 +110,9 @@ def test_what_cannot_go_on_without_batches_is_refused(fleet: Fleets) -> None:
         with pytest.raises(RuntimeError, match=r"leave the loop after step\(\)"), optimizer.join():
             model(batch(shoal.rank(), 0))
         optimizer.close()
-        optimizer = shoal.DecentralizedOptimizer(sgd, model, GradientTracking(1.0), topology=shoal.RingGraph(2))
+        optimizer = shoal.DecentralizedOptimizer(
+            sgd, model, GradientTracking(1.0), topology=shoal.topology.RingGraph(2)
+        )
         with pytest.raises(ValueError, match="Deal out equally many batches"), optimizer.join():
             raise AssertionError("the first batch, though the last one could not be joined")
 

@@ -115,7 +115,7 @@ def wrapped(
     algorithm: Algorithm, model: Point, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any
 ) -> shoal.DecentralizedOptimizer:
     inner = kind(model.parameters(), lr=LR)  # type: ignore[call-arg]
-    return shoal.DecentralizedOptimizer(inner, model, algorithm, topology=shoal.RingGraph(SIZE), **options)
+    return shoal.DecentralizedOptimizer(inner, model, algorithm, topology=shoal.topology.RingGraph(SIZE), **options)
 
 
 def trained(algorithm: Algorithm, rates: list[float]) -> torch.Tensor:
@@ -173,7 +173,7 @@ def in_groups(rates: list[list[float]], algorithm: Algorithm) -> torch.Tensor:
     model = Point(pieces=2)
     groups = [{"params": [piece], "lr": 1.0} for piece in model.pieces]
     inner = torch.optim.SGD(groups, lr=1.0)
-    optimizer = shoal.DecentralizedOptimizer(inner, model, algorithm, topology=shoal.RingGraph(SIZE))
+    optimizer = shoal.DecentralizedOptimizer(inner, model, algorithm, topology=shoal.topology.RingGraph(SIZE))
     for now in rates:
         for group, rate in zip(optimizer.param_groups, now, strict=True):
             group["lr"] = rate

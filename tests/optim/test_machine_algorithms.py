@@ -128,7 +128,7 @@ def test_simulated_and_real_agents_send_the_same_messages(fleet: Fleets, compres
 def test_compression_between_machines_is_an_algorithm_of_machines() -> None:
     def agent(topology: Any) -> Algorithm:
         sgd = torch.optim.SGD((model := deepcopy(MODEL)).parameters(), lr=LR)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
             sgd, model, BETWEEN, topology=topology, compression=MinMaxUInt8()
         )
         assert optimizer.communication_type is BETWEEN
@@ -145,12 +145,12 @@ def test_compression_between_machines_is_an_algorithm_of_machines() -> None:
 
 def test_without_a_topology_it_is_that_of_the_machines() -> None:
     def agent() -> list[float]:
-        shoal.set_machine_topology(shoal.RingGraph(MACHINES), is_weighted=True)
+        shoal.set_machine_topology(shoal.topology.RingGraph(MACHINES), is_weighted=True)
         return train(EXTRA(1.0), topology=None).tolist()
 
     fleet = shoal.Fleet(SIZE, agents_per_machine=EACH)
     found = torch.tensor(fleet.run(agent), dtype=torch.float64)
-    expected = torch.stack(fleet.run(train, EXTRA(1.0), topology=as_schedule(shoal.RingGraph(MACHINES))))
+    expected = torch.stack(fleet.run(train, EXTRA(1.0), topology=as_schedule(shoal.topology.RingGraph(MACHINES))))
     assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="no machine topology is set"):
         fleet.run(train, EXTRA(1.0), topology=None)
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused() -> None:
 def sent_in_steps(steps: int) -> int:
     model = torch.nn.Linear(1000, 200)
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
         sgd, model, BETWEEN, topology=Circulant(2, {0: 0.5, 1: 0.5}), compression=MinMaxUInt8()
     )
     counted = []

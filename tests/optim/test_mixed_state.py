@@ -23,8 +23,8 @@ from support.optimizers import MEAN, MODEL, RING, SIZE, batch, flat, gradient
 Fleets = Callable[..., shoal.Fleet]
 Rows = NDArray[np.float64]
 
-ATC, AWC = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedAdaptWithCombineOptimizer
-GRADIENTS, PUT = shoal.DistributedGradientAllreduceOptimizer, shoal.DistributedWinPutOptimizer
+ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
+GRADIENTS, PUT = shoal.optim.DistributedGradientAllreduceOptimizer, shoal.optim.DistributedWinPutOptimizer
 SECOND = ("exp_avg_sq",)
 BOTH = ("exp_avg", "exp_avg_sq")
 LR, BETAS, EPS, STEPS = 0.01, (0.8, 0.95), 1e-8, 6
@@ -73,7 +73,7 @@ def train(
     local: Callable[[nn.Module], torch.optim.Optimizer] = adam,
     **options: Any,
 ) -> Tensor:
-    shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
+    shoal.set_topology(shoal.topology.RingGraph(SIZE), is_weighted=True)
     model = deepcopy(MODEL)
     optimizer = make(local(model), model, mix_state=keys, **options)
     for step in range(steps):
@@ -147,7 +147,7 @@ def test_however_torch_computes_it(make: Any, options: dict[str, bool]) -> None:
 
 def test_the_largest_second_moments_of_amsgrad() -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         model = deepcopy(MODEL)
         local = adam(model, amsgrad=True)
         optimizer = ATC(local, model, mix_state=("exp_avg_sq", "max_exp_avg_sq"))
@@ -167,7 +167,7 @@ def test_agents_without_batches_pass_state_on(fleet: Fleets, make: Any) -> None:
     batches = [5, 2, 0, 4]
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
+        shoal.set_topology(shoal.topology.RingGraph(SIZE), is_weighted=True)
         model = deepcopy(MODEL)
         optimizer = make(adam(model), model, mix_state=SECOND)
         with optimizer.join():
@@ -188,7 +188,7 @@ def test_what_comes_before_there_is_state_is_added_to_what_it_begins_with(fleet:
     """Rank 1 has its first gradient in the third step. Until then it has no state and passes on what it gets."""
 
     def run() -> list[Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Linear(3, 1, bias=False).double()
         local = adam(model)
         optimizer = make(local, model, mix_state=SECOND)
@@ -235,7 +235,7 @@ def test_an_agent_whose_gradients_overflow_passes_its_state_on(make: Any) -> Non
     """Its neighbours wait for it, also before it has any state."""
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model, scaler = deepcopy(MODEL).float(), torch.amp.GradScaler("cpu", init_scale=4.0)
         optimizer = make(adam(model), model, mix_state=SECOND)
         for step in range(4):
@@ -252,7 +252,7 @@ def test_an_agent_whose_gradients_overflow_passes_its_state_on(make: Any) -> Non
 
 def test_frozen_parameters_have_no_state(fleet: Fleets) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         model[0].requires_grad_(False)
         optimizer = ATC(adam(model), model, mix_state=SECOND)
@@ -282,7 +282,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make
         return torch.cat([flat(model), *(s["exp_avg_sq"].flatten() for s in optimizer.state.values())])
 
     def run(stop: bool) -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = make(adam(model), model, mix_state=SECOND)
         steps(model, optimizer, range(3))
@@ -306,7 +306,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make
 
 def test_an_agent_may_load_its_state_alone(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
+        shoal.set_topology(shoal.topology.RingGraph(SIZE), is_weighted=True)
         model = deepcopy(MODEL)
         optimizer = ATC(adam(model), model, mix_state=SECOND)
         for step in range(STEPS):
@@ -324,7 +324,7 @@ def test_state_that_is_loaded_between_steps_counts(fleet: Fleets) -> None:
     """Also into the optimizer that was wrapped, behind the back of ours."""
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Linear(3, 1, bias=False).double()
         local = adam(model)
         optimizer = ATC(local, model, mix_state=SECOND)
@@ -346,7 +346,7 @@ def test_state_that_is_loaded_between_steps_counts(fleet: Fleets) -> None:
 @both_ways
 def test_parameters_that_are_added(fleet: Fleets, make: Any) -> None:
     def run(at_once: bool) -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         groups: list[Any] = [list(model[2].parameters()), list(model[0].parameters())]
         local = torch.optim.Adam([{"params": group} for group in (groups if at_once else groups[:1])], lr=LR)
@@ -368,7 +368,7 @@ def test_parameters_that_are_added(fleet: Fleets, make: Any) -> None:
 
 def test_parameters_that_are_added_after_some_steps_leave_the_others_what_they_have(fleet: Fleets) -> None:
     def run(add: bool) -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model, head = deepcopy(MODEL), nn.Linear(2, 2).double()
         optimizer = ATC(adam(model), [model, head], mix_state=SECOND)
         for step in range(4):
@@ -388,7 +388,7 @@ def test_parameters_that_are_added_after_some_steps_leave_the_others_what_they_h
 @both_ways
 def test_sixteen_bits(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[Tensor, torch.dtype]:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL).to(torch.bfloat16)
         optimizer = make(adam(model), model, mix_state=SECOND)
         for step in range(STEPS):
@@ -411,7 +411,7 @@ def test_a_compiled_model_shares_its_second_moments() -> None:
     load_compiler()
 
     def run() -> float:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
         compiled = torch.compile(model, backend="eager")
         optimizer = ATC(adam(model), model, mix_state=SECOND)  # type: ignore[arg-type]
@@ -428,7 +428,7 @@ def test_a_compiled_model_shares_its_second_moments() -> None:
 
 def test_what_an_agent_sends_is_doubled_and_not_more(fleet: Fleets) -> None:
     def run(keys: tuple[str, ...]) -> int:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = nn.Linear(100, 100, bias=False)
         optimizer = ATC(adam(model), model, mix_state=keys)
         sent = []
@@ -503,7 +503,7 @@ def test_agents_that_mix_different_things_hear_of_it(fleet: Fleets) -> None:
 
 
 def negative() -> Any:
-    graph = shoal.RingGraph(SIZE)
+    graph = shoal.topology.RingGraph(SIZE)
     for source, destination in graph.edges:
         graph[source][destination]["weight"] = 1.5 if source == destination else -0.25
     return graph
@@ -512,7 +512,7 @@ def negative() -> Any:
 @pytest.mark.parametrize("how", ["static", "topology", "by hand", "push"])
 def test_negative_weights_are_refused(fleet: Fleets, how: str) -> None:
     def run() -> None:
-        ring = shoal.RingGraph(SIZE)
+        ring = shoal.topology.RingGraph(SIZE)
         shoal.set_topology(negative() if how == "static" else ring, is_weighted=how == "static")
         model = deepcopy(MODEL)
         topology = negative() if how == "topology" else None
@@ -531,7 +531,7 @@ def test_negative_weights_are_refused(fleet: Fleets, how: str) -> None:
 
 def test_state_that_changes_while_it_is_under_way_is_named(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
         optimizer = AWC(adam(model), model, mix_state=SECOND)
         loss_of(model, 0).backward()
@@ -571,7 +571,7 @@ ADAPTIVE: dict[str, Any] = {
 @pytest.mark.parametrize("key", ADAPTIVE)
 def test_the_warning_names_what_to_mix_and_it_can_be_mixed(key: str) -> None:
     def run(keys: tuple[str, ...] | None) -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
         local = ADAPTIVE[key](model.parameters(), lr=LR)
         GRADIENTS(local, model).close()

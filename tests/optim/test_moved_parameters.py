@@ -61,7 +61,7 @@ WIDTHS = pytest.mark.parametrize("width", [3, 60], ids=["small", "large"])
 @pytest.mark.parametrize("how", ["atc", "awc", "backward", "equation", "put", "gradients"])
 def test_a_local_step_that_gives_parameters_new_data_counts(fleet: Fleets, how: str, width: int) -> None:
     def run(local: type[torch.optim.SGD]) -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         options: dict[str, Any] = {
             "atc": {},
             "awc": {"algorithm": AWC},
@@ -109,7 +109,7 @@ def test_parameters_that_are_cut_where_they_lie_are_exchanged_as_they_are(fleet:
     """As in structured pruning; what is left begins at the same address."""
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         net = model(width)
         optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net)
         net(torch.ones(1, width)).sum().backward()
@@ -133,7 +133,7 @@ def test_where_nothing_is_done_to_it_a_parameter_is_not_copied_before_an_exchang
     """It lies in one of two places, or, where it is small, always in one."""
 
     def run() -> int:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         net = model(width)
         optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
         places = set()
@@ -274,7 +274,7 @@ def train(net: nn.Module, optimizer: Any, steps: range) -> None:
 @pytest.mark.parametrize("how", [*SHARING])
 def test_parameters_that_share_memory_go_on_to(fleet: Fleets, how: str) -> None:
     def run() -> tuple[Tensor, bool]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         net = Tied()
         shoal.broadcast_parameters(net.state_dict(), root_rank=0)
         optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net, **SHARING[how])
@@ -295,7 +295,7 @@ def test_what_shares_memory_steps_as_it_does_alone(fleet: Fleets, way: str) -> N
     start = Tied().state_dict()
 
     def run(wrapped: bool, overlap: str | None = None) -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
         net = Tied()
         net.load_state_dict(start)
         optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -317,7 +317,7 @@ def test_what_shares_memory_steps_as_it_does_alone(fleet: Fleets, way: str) -> N
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after two steps"])
 def test_a_model_in_shared_memory_stays_there(fleet: Fleets, late: bool) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         net = model(60)
         optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net, ATC)
         for step in range(4):
@@ -340,7 +340,7 @@ def test_agents_of_which_one_shares_memory_go_on_together_or_are_told(fleet: Fle
     """Shared memory is an agent's own matter; ties are not."""
 
     def run() -> None:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         net = model(3)
         if shoal.rank() == 0:
             net.share_memory()

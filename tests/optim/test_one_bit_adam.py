@@ -22,8 +22,8 @@ AGENTS, WARMUP, STEPS, LR, BETAS = 3, 4, 10, 0.01, (0.9, 0.99)
 
 def train(compression: Compressor | None, batches: int = STEPS, **options: Any) -> Tensor:
     model = deepcopy(MODEL)
-    adam = shoal.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS, **options)
-    optimizer = shoal.DistributedGradientAllreduceOptimizer(adam, model, compression=compression)
+    adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS, **options)
+    optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=compression)
     go_on(model, optimizer, range(batches))
     return flat(model)
 
@@ -81,7 +81,7 @@ def by_hand(compressor: Compressor) -> Tensor:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_it_is_adam_while_it_warms_up(weight_decay: float) -> None:
     models = [deepcopy(MODEL) for _ in range(2)]
-    ours = shoal.OneBitAdam(models[0].parameters(), LR, warmup=STEPS, betas=BETAS, weight_decay=weight_decay)
+    ours = shoal.optim.OneBitAdam(models[0].parameters(), LR, warmup=STEPS, betas=BETAS, weight_decay=weight_decay)
     theirs = torch.optim.Adam(models[1].parameters(), LR, betas=BETAS, weight_decay=weight_decay)
     for step in range(STEPS):
         for model, optimizer in zip(models, (ours, theirs), strict=True):
@@ -108,8 +108,8 @@ def test_after_the_warm_up_messages_are_short() -> None:
     def run() -> list[int]:
         model = nn.Linear(300, 100)
         shoal.broadcast_parameters(model.state_dict(), 0)
-        adam = shoal.OneBitAdam(model.parameters(), LR, warmup=2)
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
+        adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=2)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
         sent = [shoal.bytes_sent()]
         for _ in range(5):
             optimizer.zero_grad()
@@ -126,7 +126,7 @@ def test_after_the_warm_up_messages_are_short() -> None:
 
 def test_what_had_no_gradient_while_it_warmed_up_learns_by_steps_of_its_size() -> None:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    adam = shoal.OneBitAdam([param], LR, warmup=3, betas=BETAS)
+    adam = shoal.optim.OneBitAdam([param], LR, warmup=3, betas=BETAS)
     for step in range(12):
         param.grad = torch.tensor([1.0, 0.0 if step < 5 else 50.0], dtype=torch.float64)
         before = param.detach().clone()
@@ -140,7 +140,7 @@ def test_what_had_no_gradient_while_it_warmed_up_learns_by_steps_of_its_size() -
 def test_a_second_moment_that_comes_after_the_warm_up_is_the_square_of_a_gradient() -> None:
     """Of the first mean without its factor 1 - b1: the first step would be ten times as long otherwise."""
     param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    adam = shoal.OneBitAdam([param], LR, warmup=2, betas=BETAS)
+    adam = shoal.optim.OneBitAdam([param], LR, warmup=2, betas=BETAS)
     for gradient_ in (0.0, 0.0, 50.0):
         param.grad = torch.tensor([gradient_], dtype=torch.float64)
         adam.step()
@@ -150,8 +150,8 @@ def test_a_second_moment_that_comes_after_the_warm_up_is_the_square_of_a_gradien
 def test_given_back_it_steps_with_gradients_again() -> None:
     def run() -> tuple[Tensor, Tensor]:
         models = [deepcopy(MODEL) for _ in range(2)]
-        adams = [shoal.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS) for model in models]
-        around = shoal.DistributedGradientAllreduceOptimizer(adams[0], models[0])
+        adams = [shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS) for model in models]
+        around = shoal.optim.DistributedGradientAllreduceOptimizer(adams[0], models[0])
         go_on(models[0], around, range(WARMUP + 2))
         around.close()
         go_on(models[0], adams[0], range(WARMUP + 2, STEPS))
@@ -167,8 +167,8 @@ def test_agents_without_batches_count_as_nobody(fleet: Fleets) -> None:
 
     def run() -> Tensor:
         model = deepcopy(MODEL)
-        adam = shoal.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(adam, model)
+        adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model)
         with optimizer.join():
             go_on(model, optimizer, range(batches[shoal.rank()]))
         return flat(model)
@@ -189,8 +189,8 @@ def test_agents_without_batches_count_as_nobody(fleet: Fleets) -> None:
 def test_it_is_resumed_bit_for_bit(fleet: Fleets, at: int) -> None:
     def make() -> tuple[nn.Module, Any]:
         model = deepcopy(MODEL)
-        adam = shoal.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
-        return model, shoal.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
+        adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
+        return model, shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
 
     def run() -> bool:
         whole, first, second = make(), make(), make()
@@ -216,15 +216,15 @@ def test_it_is_resumed_bit_for_bit(fleet: Fleets, at: int) -> None:
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        shoal.OneBitAdam(MODEL.parameters(), **options)
+        shoal.optim.OneBitAdam(MODEL.parameters(), **options)
 
 
 def test_it_does_not_go_with_the_backward_pass() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
-        adam = shoal.OneBitAdam(model.parameters(), warmup=1)
+        adam = shoal.optim.OneBitAdam(model.parameters(), warmup=1)
         with pytest.raises(ValueError, match="OneBitAdam averages momenta behind the backward pass"):
-            shoal.DistributedGradientAllreduceOptimizer(
+            shoal.optim.DistributedGradientAllreduceOptimizer(
                 adam, model, compression=Cast(torch.bfloat16), overlap="backward"
             )
 

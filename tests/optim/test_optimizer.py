@@ -17,7 +17,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 def train(way: Algorithm, bucket_bytes: int, communication: shoal.CommunicationType) -> Tensor:
-    shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
+    shoal.set_topology(shoal.topology.RingGraph(SIZE), is_weighted=True)
     model = deepcopy(MODEL)
     plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     settings = {} if way == PARALLEL else {"communication_type": communication}

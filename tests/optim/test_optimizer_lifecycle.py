@@ -22,9 +22,9 @@ from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 
-ATC, AWC = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedAdaptWithCombineOptimizer
-GRADIENTS = shoal.DistributedGradientAllreduceOptimizer
-PUT, PUSH_SUM = shoal.DistributedWinPutOptimizer, shoal.DistributedPushSumOptimizer
+ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
+GRADIENTS = shoal.optim.DistributedGradientAllreduceOptimizer
+PUT, PUSH_SUM = shoal.optim.DistributedWinPutOptimizer, shoal.optim.DistributedPushSumOptimizer
 both_ways = pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
 
 
@@ -64,7 +64,7 @@ def test_another_order_in_memory_is_a_mismatch_with_a_name(fleet: Fleets) -> Non
 
 def test_an_order_in_memory_that_changes_later_does_not_mix_up_the_elements(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Sequential(nn.Conv2d(3, 4, 2))
         with torch.no_grad():
             model[0].weight.copy_(torch.arange(48.0).view(4, 3, 2, 2))
@@ -107,7 +107,7 @@ def test_averaged_gradients_want_models_that_begin_alike(fleet: Fleets, overlap:
 @both_ways
 def test_a_copy_of_the_model_does_not_drive_the_optimizer(fleet: Fleets, make: Any) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
         optimizer = make(sgd(model), model)
         teacher = deepcopy(model)
@@ -125,7 +125,7 @@ def test_a_copy_of_the_model_does_not_drive_the_optimizer(fleet: Fleets, make: A
 
 def test_a_wrapped_model_can_be_saved_whole(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
         optimizer = AWC(sgd(model), model, num_steps_per_communication=2)
         loss_of(model).backward()
@@ -145,7 +145,7 @@ def test_a_wrapped_model_can_be_saved_whole(fleet: Fleets) -> None:
 @both_ways
 def test_a_model_that_is_converted_between_steps_trains_on_as_it_is(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[torch.dtype, Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL).float()
         optimizer = make(sgd(model, lr=0.0), model)
         model(batch(0, 0).float()).sum().backward()
@@ -196,7 +196,7 @@ def test_imaginary_parts_count(fleet: Fleets) -> None:
 
 def test_optimizers_without_a_name_do_not_mix_models_up(fleet: Fleets) -> None:
     def run() -> tuple[Tensor, Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         models = [nn.Linear(3, 1), nn.Linear(3, 1)]
         optimizers = []
         for number, model in enumerate(models):
@@ -244,7 +244,7 @@ def test_an_optimizer_that_is_forgotten_gives_its_parameters_back() -> None:
 @pytest.mark.parametrize("make", [ATC, AWC, PUT], ids=["atc", "awc", "put"])
 def test_parameters_that_are_added_are_exchanged_from_then_on(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[int, Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
         for param in model[2].parameters():
             param.requires_grad_(False)
@@ -278,7 +278,7 @@ def test_a_window_optimizer_whose_neighbour_left_can_be_closed(fleet: Fleets) ->
     both = threading.Barrier(2)
 
     def run() -> bool:
-        shoal.set_topology(shoal.RingGraph(3, connect_style=1))
+        shoal.set_topology(shoal.topology.RingGraph(3, connect_style=1))
         model = deepcopy(MODEL)
         optimizer = PUT(sgd(model), model)
         loss_of(model).backward()
@@ -294,7 +294,7 @@ def test_a_window_optimizer_whose_neighbour_left_can_be_closed(fleet: Fleets) ->
                 optimizer.step()
         both.wait(10)  # or the other one would be gone, too
         optimizer.close()
-        return shoal.get_current_created_window_names() == []
+        return shoal.bluefog.get_current_created_window_names() == []
 
     assert fleet(3).run(run) == [True] * 3
 
@@ -304,7 +304,7 @@ def test_push_sum_takes_the_local_steps_of_either_order(fleet: Fleets, atc: bool
     """A gradient of ones everywhere: every step moves every agent by the same, wherever its share is."""
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         model = deepcopy(MODEL)
         algorithm = GradientDescent(1.0, atc=atc)
         optimizer = shoal.DecentralizedOptimizer(sgd(model), model, algorithm, bucket_exchange=PushSumExchange)
@@ -327,7 +327,7 @@ def test_push_sum_takes_the_local_steps_of_either_order(fleet: Fleets, atc: bool
 
 def test_what_is_done_to_the_parameters_between_steps_counts_with_push_sum(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(3, connect_style=1))
+        shoal.set_topology(shoal.topology.RingGraph(3, connect_style=1))
         model = of_rank(deepcopy(MODEL))
         optimizer = PUSH_SUM(sgd(model, lr=0.0), model)
         for _ in range(5):
@@ -368,7 +368,7 @@ def test_a_state_from_before_the_first_step_begins_anew(fleet: Fleets) -> None:
     def run() -> bool:
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(
-            sgd(model), model, ExactDiffusion(1.0, lazy=True), topology=shoal.RingGraph(SIZE)
+            sgd(model), model, ExactDiffusion(1.0, lazy=True), topology=shoal.topology.RingGraph(SIZE)
         )
         start, ends = deepcopy((model.state_dict(), optimizer.state_dict())), []
         for _ in range(2):
@@ -428,14 +428,14 @@ def test_settings_that_windows_do_not_read_are_refused(fleet: Fleets) -> None:
 @pytest.mark.parametrize("kind", ["neighbors", "all", "machines"])
 def test_bluefogs_older_names_adapt_with_combine(fleet: Fleets, kind: str) -> None:
     makes = {
-        "neighbors": shoal.DistributedNeighborAllreduceOptimizer,
-        "all": shoal.DistributedAllreduceOptimizer,
-        "machines": shoal.DistributedHierarchicalNeighborAllreduceOptimizer,
+        "neighbors": shoal.optim.DistributedNeighborAllreduceOptimizer,
+        "all": shoal.optim.DistributedAllreduceOptimizer,
+        "machines": shoal.optim.DistributedHierarchicalNeighborAllreduceOptimizer,
     }
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
-        shoal.set_machine_topology(shoal.RingGraph(2, connect_style=1), is_weighted=True)
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
+        shoal.set_machine_topology(shoal.topology.RingGraph(2, connect_style=1), is_weighted=True)
         model = deepcopy(MODEL)
         with torch.no_grad():
             for param in model.parameters():
@@ -464,7 +464,7 @@ def test_bluefogs_older_names_adapt_with_combine(fleet: Fleets, kind: str) -> No
 
 def test_without_the_check_a_push_stays_within_the_topology(fleet: Fleets) -> None:
     def run() -> str:
-        shoal.set_topology(shoal.RingGraph(SIZE, connect_style=1))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE, connect_style=1))
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model)
         optimizer.self_weight, optimizer.dst_weights = 0.5, {(shoal.rank() + 1) % SIZE: 0.5}
@@ -501,7 +501,7 @@ def test_what_is_set_in_the_middle_of_a_round_holds_from_the_next_on(fleet: Flee
     """Some buckets left during the backward pass; one whose gradients never came leaves at the step."""
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = of_rank(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
         optimizer = ATC(sgd(model, lr=0.0), model, overlap="backward", bucket_bytes=1)
         model(torch.ones(1, 3))

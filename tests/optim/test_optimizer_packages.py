@@ -95,10 +95,10 @@ def gradients_through(model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 def wrapped(known: Known, way: str, model: nn.Module, **said: Any) -> Any:
     inner = known.make(model)
     if way == "gradients":
-        return shoal.DistributedGradientAllreduceOptimizer(inner, model, **said)
+        return shoal.optim.DistributedGradientAllreduceOptimizer(inner, model, **said)
     how = {
-        "adapt then combine": shoal.DistributedAdaptThenCombineOptimizer,
-        "adapt with combine": shoal.DistributedAdaptWithCombineOptimizer,
+        "adapt then combine": shoal.optim.DistributedAdaptThenCombineOptimizer,
+        "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
     }[way]
     return how(inner, model, topology=UNEVEN, mix_state=known.mixed, **said)
 
@@ -172,10 +172,10 @@ def test_a_schedule_free_optimizer_is_refused_where_its_z_stays_each_agent_s_own
     def agent() -> None:
         model = initial()
         for how, said in (
-            (shoal.DistributedAdaptThenCombineOptimizer, r'give mix_state=\("z",\)'),
-            (shoal.DistributedAdaptWithCombineOptimizer, r'give mix_state=\("z",\)'),
+            (shoal.optim.DistributedAdaptThenCombineOptimizer, r'give mix_state=\("z",\)'),
+            (shoal.optim.DistributedAdaptWithCombineOptimizer, r'give mix_state=\("z",\)'),
             (partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0, lazy=True)), "the parameters alone"),
-            (shoal.DistributedWinPutOptimizer, "the parameters alone"),
+            (shoal.optim.DistributedWinPutOptimizer, "the parameters alone"),
         ):
             with pytest.raises(ValueError, match=said):
                 how(known.make(model), model)
@@ -193,8 +193,8 @@ def test_schedule_free_agents_stay_together_where_their_data_differ() -> None:
         nn.init.zeros_(model.weight)
         sgd = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
         sgd.train()
-        ring = shoal.RingGraph(4)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=ring, mix_state=("z",))
+        ring = shoal.topology.RingGraph(4)
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=ring, mix_state=("z",))
         for _ in range(100):
             optimizer.zero_grad()
             (model.weight[0] - centres[shoal.rank()]).square().sum().div(2).backward()

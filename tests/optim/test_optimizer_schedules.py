@@ -54,7 +54,7 @@ def test_a_resumed_run_goes_on_in_the_round_where_it_was(fleet: Fleets) -> None:
             model = deepcopy(MODEL)
             sgd = torch.optim.SGD(model.parameters(), lr=LR)
             schedule = OnePeerExponential(SIZE)
-            return model, shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule)
+            return model, shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule)
 
         whole, first, second = make(), make(), make()
         take_steps(*whole, range(5))
@@ -75,7 +75,7 @@ def test_rounds_of_machines(fleet: Fleets) -> None:
         model = torch.nn.Linear(1, 1, bias=False).double()
         with torch.no_grad():
             model.weight.fill_(float(2 ** shoal.rank()))
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.0),
             model,
             shoal.CommunicationType.hierarchical_neighbor_allreduce,
@@ -92,15 +92,15 @@ def test_weights_by_hand_beside_a_schedule_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=OnePeerExponential(2))
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=OnePeerExponential(2))
         with pytest.raises(ValueError, match="come from its topology="):
             optimizer.self_weight = 0.5
         optimizer.communication_type = shoal.CommunicationType.allreduce
         optimizer.close()
         with pytest.raises(ValueError, match=r"call shoal\.set_topology"):
-            shoal.DistributedWinPutOptimizer(sgd, model, topology=OnePeerExponential(2))
+            shoal.optim.DistributedWinPutOptimizer(sgd, model, topology=OnePeerExponential(2))
         with pytest.raises(ValueError, match="averaged over all agents, whatever the topology"):
-            shoal.DistributedGradientAllreduceOptimizer(sgd, model, topology=OnePeerExponential(2))
+            shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, topology=OnePeerExponential(2))
 
     fleet(2).run(run)
 

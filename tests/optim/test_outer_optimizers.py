@@ -35,7 +35,7 @@ def train(algorithm: Algorithm, per_exchange: int, steps: int = EVERY * ROUNDS) 
     model = deepcopy(MODEL)
     adam = torch.optim.AdamW(model.parameters(), **OF_ALL)
     optimizer = shoal.DecentralizedOptimizer(
-        adam, model, algorithm, topology=shoal.RingGraph(SIZE), num_steps_per_communication=per_exchange
+        adam, model, algorithm, topology=shoal.topology.RingGraph(SIZE), num_steps_per_communication=per_exchange
     )
     rates = torch.optim.lr_scheduler.LambdaLR(adam, schedule)
     for step in range(steps):

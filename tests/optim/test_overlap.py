@@ -19,7 +19,7 @@ from support.optimizers import MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]
 
-ATC, GRADIENTS = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedGradientAllreduceOptimizer
+ATC, GRADIENTS = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedGradientAllreduceOptimizer
 LOCAL: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def train(make: Any, local: str, overlap: str | None, bucket_bytes: int, passes: int = 1) -> Tensor:
-    shoal.set_topology(shoal.RingGraph(SIZE))
+    shoal.set_topology(shoal.topology.RingGraph(SIZE))
     model = deepcopy(MODEL)
     optimizer = make(
         LOCAL[local](model.parameters()),
@@ -108,7 +108,7 @@ UNUSED = Unused()
 @both_ways
 def test_parameters_without_a_gradient_travel_at_the_step(fleet: Fleets, make: Any) -> None:
     def run(overlap: str | None) -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(UNUSED)
         with torch.no_grad():
             for param in model.parameters():
@@ -128,7 +128,7 @@ def test_parameters_without_a_gradient_travel_at_the_step(fleet: Fleets, make: A
 
 def test_evaluation_and_local_steps_do_not_arm_it(fleet: Fleets) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model, overlap="backward", num_steps_per_communication=2)
         rounds = []
@@ -168,7 +168,7 @@ def test_what_needs_all_gradients_first_is_refused(fleet: Fleets) -> None:
         with pytest.raises(ValueError, match="too early for a GradScaler"):
             scaler.step(optimizer)
         optimizer.close()
-        for make in (shoal.DistributedAdaptWithCombineOptimizer, shoal.DistributedPushSumOptimizer):
+        for make in (shoal.optim.DistributedAdaptWithCombineOptimizer, shoal.optim.DistributedPushSumOptimizer):
             with pytest.raises(ValueError, match='overlap="backward" is for adapt, then combine'):
                 make(sgd(model), model, overlap="backward")
         with pytest.raises(ValueError, match="overlap='forward'"):
@@ -182,7 +182,7 @@ def test_parameters_are_read_where_they_lie(fleet: Fleets, overlap: str | None) 
     """An agent's memory for exchanges is the parameters and one place for their average, whatever the degree."""
 
     def run() -> tuple[int, int]:
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         model = nn.Linear(1000, 1000, bias=False)
         optimizer = ATC(sgd(model), model, overlap=overlap)
         for _ in range(3):
@@ -198,7 +198,7 @@ def test_parameters_are_read_where_they_lie(fleet: Fleets, overlap: str | None) 
 def test_a_changed_parameter_under_way_is_an_error_and_not_a_loss(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
-        optimizer = shoal.DistributedAdaptWithCombineOptimizer(sgd(model), model)
+        optimizer = shoal.optim.DistributedAdaptWithCombineOptimizer(sgd(model), model)
         loss_of(model, 0).backward()
         if shoal.rank() == 0:
             with torch.no_grad():

@@ -28,7 +28,7 @@ CLOSE = 1e-6
 
 
 def make(model: torch.nn.Module, lr: float, **options: Any) -> shoal.DecentralizedOptimizer:
-    return shoal.DistributedADPSGDOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model, **options)
+    return shoal.optim.DistributedADPSGDOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model, **options)
 
 
 def start() -> torch.nn.Module:
@@ -43,7 +43,7 @@ def gossip(compressor: Compressor | None, bucket_bytes: int, steps: int) -> tupl
     Every agent takes another number of steps at another pace. They go on until all agree to ``CLOSE``, and stop after
     40 times ``steps``: how fast they agree depends on the order in which the machine runs them.
     """
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     model = start()
     before = shoal.allreduce(flat(model))
     optimizer = make(model, 0.0, compression=compressor, bucket_bytes=bucket_bytes)
@@ -117,7 +117,7 @@ def test_a_slow_agent_slows_nobody(fleet: Fleets, staleness: int | None) -> None
     taken = [threading.Semaphore(0) for _ in range(batches)]
 
     def optimum_distance() -> float:
-        shoal.set_topology(shoal.RingGraph(shoal.size()))
+        shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
         model = torch.nn.Linear(1, 6, bias=False).double()
         shoal.broadcast_parameters(model.state_dict(), 0)
         optimizer = make(model, 0.05, staleness=staleness)
@@ -200,7 +200,7 @@ def run_until_lost(victim: int) -> tuple[int, str, float]:
     import os
     import signal
 
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     model = start()
     optimizer = make(model, 0.01)
     shoal.barrier()

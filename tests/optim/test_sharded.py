@@ -111,7 +111,7 @@ def train_halved(way: str) -> bytes:
         found = packed(whole(model))
         with pytest.raises(ValueError, match=r"has a copy of '2.bias'. MinMaxUInt8 looks at several numbers together"):
             wrapped(
-                SGD, shoal.DistributedAdaptThenCombineOptimizer, halved(of["tensor"]),
+                SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, halved(of["tensor"]),
                 topology=UNEVEN, compression=shoal.compression.MinMaxUInt8(),
             )  # fmt: skip
         if way == "adapt then combine":
@@ -264,15 +264,17 @@ def refused() -> dict[str, str]:
     with among_replicas(of):
         model = sharded(of["shard"])
         note("HSDP", lambda: ATC(sharded(of)))
-        note("windows", lambda: wrapped(SGD, shoal.DistributedWinPutOptimizer, model))
-        note("pairs", lambda: wrapped(SGD, shoal.DistributedADPSGDOptimizer, model))
-        note("overlap", lambda: wrapped(SGD, shoal.DistributedAdaptThenCombineOptimizer, model, overlap="backward"))
+        note("windows", lambda: wrapped(SGD, shoal.optim.DistributedWinPutOptimizer, model))
+        note("pairs", lambda: wrapped(SGD, shoal.optim.DistributedADPSGDOptimizer, model))
+        note(
+            "overlap", lambda: wrapped(SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, model, overlap="backward")
+        )
         note("tensor", lambda: shoal.neighbor_allreduce(next(model.parameters())))
         flat = Flat(deepcopy(MODEL))
         note("flat", lambda: ATC(flat))
         plain = deepcopy(MODEL)
         zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, of["shard"].get_group(), lr=0.1)
-        note("ZeRO", lambda: shoal.DistributedAdaptThenCombineOptimizer(zero, plain))
+        note("ZeRO", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(zero, plain))
 
         def convert() -> None:
             with shoal.consensus(model):
@@ -284,7 +286,7 @@ def refused() -> dict[str, str]:
     note("wrong dimension", lambda: ATC(sharded(of["shard"])))
     shoal.shutdown()
     shoal.init()
-    note("no replicas", lambda: shoal.DistributedAdaptThenCombineOptimizer(SGD(model.parameters()), model))
+    note("no replicas", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(SGD(model.parameters()), model))
     shoal.shutdown()
     return said
 
@@ -321,7 +323,7 @@ def other_shards() -> str:
             return Shard(dim if param.dim() > 1 else 0)
 
         model = fully_shard(model, mesh=of["shard"], shard_placement_fn=place)
-        optimizer = wrapped(SGD, shoal.DistributedAdaptThenCombineOptimizer, model)
+        optimizer = wrapped(SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, model)
         model(torch.ones(2, 4)).sum().backward()
         try:
             optimizer.step()

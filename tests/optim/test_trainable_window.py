@@ -16,10 +16,10 @@ from support.optimizers import LR, MODEL, batch
 
 Fleets = Callable[..., shoal.Fleet]
 MAKERS = [
-    shoal.DistributedWinPutOptimizer,
-    shoal.DistributedPullGetOptimizer,
-    shoal.DistributedPushSumOptimizer,
-    shoal.DistributedADPSGDOptimizer,
+    shoal.optim.DistributedWinPutOptimizer,
+    shoal.optim.DistributedPullGetOptimizer,
+    shoal.optim.DistributedPushSumOptimizer,
+    shoal.optim.DistributedADPSGDOptimizer,
 ]
 NEVER = 3600.0
 """A deadline that the test does not live to see."""
@@ -38,7 +38,7 @@ def test_a_change_of_one_agent_is_a_mismatch_that_names_the_parameter(
     fleet: Fleets, make: Any, what: str, first: str
 ) -> None:
     def run() -> tuple[str, tuple[int, ...]]:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         model = deepcopy(MODEL)
         if first == "frozen from the beginning" and what == "unfreezes":
             model[0].requires_grad_(False)
@@ -73,7 +73,7 @@ def test_agents_that_change_alike_at_their_own_pace_go_on(fleet: Fleets, make: A
     turns = [[0], [], [2], [0], []]
 
     def run() -> bool:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         model = deepcopy(MODEL)
         optimizer = make(torch.optim.SGD(model.parameters(), lr=LR), model)
         for frozen in turns:
@@ -89,6 +89,6 @@ def test_agents_that_change_alike_at_their_own_pace_go_on(fleet: Fleets, make: A
                     step_of(model, optimizer, step)
         shoal.barrier()
         optimizer.close()
-        return shoal.get_current_created_window_names() == []
+        return shoal.bluefog.get_current_created_window_names() == []
 
     assert fleet(3, timeout=60.0).run(run) == [True] * 3

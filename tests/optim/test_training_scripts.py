@@ -18,7 +18,7 @@ from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 Fleets = Callable[..., shoal.Fleet]
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 
-ATC, AWC = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedAdaptWithCombineOptimizer
+ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
 both_ways = pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
 
 
@@ -67,7 +67,7 @@ def test_any_local_optimizer_unmodified(fleet: Fleets, make: Any, name: str) -> 
     """Against the same optimizer on every row by hand, its state kept."""
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = make(LOCAL[name](model.parameters()), model, mix_state=())
         for step in range(4):
@@ -125,7 +125,7 @@ def test_lbfgs_is_refused_with_the_reason() -> None:
 @both_ways
 def test_accumulated_micro_batches_all_count(fleet: Fleets, make: Any) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = make(sgd(model), model, num_steps_per_communication=3)
         for micro in range(3):
@@ -143,7 +143,7 @@ def test_accumulated_micro_batches_all_count(fleet: Fleets, make: Any) -> None:
 
 def test_steps_between_communications_are_local(fleet: Fleets) -> None:
     def run() -> int:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model, num_steps_per_communication=2)
         for step in range(5):
@@ -159,7 +159,7 @@ def test_steps_between_communications_are_local(fleet: Fleets) -> None:
 
 def test_clipping_sees_the_local_gradients_and_holds(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model, lr=1.0), model, communication_type=shoal.CommunicationType.empty)
         (1000 * loss_of(model, shoal.rank(), 0)).backward()
@@ -190,7 +190,7 @@ def test_schedulers_drive_the_learning_rate(fleet: Fleets) -> None:
 @both_ways
 def test_an_overflow_on_one_agent_skips_its_step_and_not_its_exchange(fleet: Fleets, make: Any) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = make(sgd(model), model)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -212,7 +212,7 @@ def test_an_overflow_on_one_agent_skips_its_step_and_not_its_exchange(fleet: Fle
 def test_where_gradients_are_averaged_an_overflow_counts_as_zero_and_models_stay_equal(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(sgd(model), model)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         loss = loss_of(model, shoal.rank(), 0) * (float("inf") if shoal.rank() == 1 else 1.0)
         scaler.scale(loss).backward()
@@ -231,7 +231,7 @@ def test_autocast_changes_the_forward_pass_alone(fleet: Fleets, make: Any) -> No
     """Parameters stay what they were, and so does what is averaged."""
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL).float()
         optimizer = make(sgd(model), model)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -250,10 +250,10 @@ def test_autocast_changes_the_forward_pass_alone(fleet: Fleets, make: Any) -> No
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("make", [ATC, shoal.DistributedGradientAllreduceOptimizer], ids=["atc", "gradients"])
+@pytest.mark.parametrize("make", [ATC, shoal.optim.DistributedGradientAllreduceOptimizer], ids=["atc", "gradients"])
 def test_gradients_may_be_zeroed_or_dropped(fleet: Fleets, make: Any, set_to_none: bool) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = make(sgd(model), model)
         for step in range(3):
@@ -274,7 +274,7 @@ def test_gradients_may_be_zeroed_or_dropped(fleet: Fleets, make: Any, set_to_non
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_scaler_changes_nothing_where_nothing_overflows(fleet: Fleets, unscaled: bool) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -288,7 +288,7 @@ def test_a_scaler_changes_nothing_where_nothing_overflows(fleet: Fleets, unscale
         return flat(model)
 
     def plain() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model)
         for step in range(2):
@@ -324,7 +324,7 @@ AWKWARD = Awkward()
 @both_ways
 def test_awkward_parameters_are_averaged_like_all_others(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[Tensor, Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         model = deepcopy(AWKWARD)
         with torch.no_grad():
             for param in model.parameters():
@@ -345,7 +345,7 @@ def test_awkward_parameters_are_averaged_like_all_others(fleet: Fleets, make: An
 
 def test_a_root_module_that_is_a_leaf(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Linear(5, 1).double()
         with torch.no_grad():
             for param in model.parameters():
@@ -360,11 +360,11 @@ def test_a_root_module_that_is_a_leaf(fleet: Fleets) -> None:
 
 def test_sparse_gradients(fleet: Fleets) -> None:
     def run(gradients: bool) -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Embedding(6, 2, sparse=True).double()
         with torch.no_grad():
             model.weight.zero_()
-        make = shoal.DistributedGradientAllreduceOptimizer if gradients else ATC
+        make = shoal.optim.DistributedGradientAllreduceOptimizer if gradients else ATC
         optimizer = make(sgd(model, lr=1.0), model)
         model(torch.tensor([shoal.rank()])).sum().backward()
         optimizer.step()
@@ -378,7 +378,7 @@ def test_sparse_gradients(fleet: Fleets) -> None:
 
 def test_several_models_and_several_optimizers(fleet: Fleets) -> None:
     def run() -> tuple[Tensor, Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         parts = [nn.Linear(5, 5).double(), nn.Linear(5, 5).double(), nn.Linear(5, 1).double()]
         for part in parts:
             with torch.no_grad():
@@ -399,7 +399,7 @@ def test_a_compiled_model_with_the_exchange_outside(fleet: Fleets) -> None:
     load_compiler()
 
     def run() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
         optimizer = AWC(sgd(model), model)
         compiled = torch.compile(model, backend="eager")
@@ -410,7 +410,7 @@ def test_a_compiled_model_with_the_exchange_outside(fleet: Fleets) -> None:
         return flat(model)
 
     def plain() -> Tensor:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
         optimizer = AWC(sgd(model), model)
         loss_of(model, shoal.rank(), 0).backward()
@@ -423,7 +423,7 @@ def test_a_compiled_model_with_the_exchange_outside(fleet: Fleets) -> None:
 
 def test_attributes_set_after_the_forward_pass_hold_from_the_next_round_on_with_a_warning(fleet: Fleets) -> None:
     def run() -> list[float]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Linear(1, 1, bias=False).double()
         with torch.no_grad():
             model.weight.fill_(float(shoal.rank()))
@@ -465,7 +465,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make
             optimizer.step()
 
     def run() -> bool:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         whole, first, second = (deepcopy(MODEL) for _ in range(3))
         made = [make(LOCAL["adam"](model.parameters()), model, mix_state=()) for model in (whole, first)]
         steps(whole, made[0], range(6))
@@ -538,7 +538,7 @@ def test_a_bucket_size_that_is_none_is_refused(nbytes: Any) -> None:
 
 def test_data_that_somebody_has_put_elsewhere_are_taken_in_again(fleet: Fleets) -> None:
     def run() -> Tensor:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model, lr=0.0), model)
         optimizer.step()
@@ -552,7 +552,7 @@ def test_data_that_somebody_has_put_elsewhere_are_taken_in_again(fleet: Fleets) 
 
 def test_channels_last_parameters_keep_their_strides(fleet: Fleets) -> None:
     def run() -> tuple[bool, Tensor]:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with torch.no_grad():
             model.weight.copy_(torch.arange(108).view(4, 3, 3, 3) * (1 + shoal.rank()))
@@ -666,7 +666,7 @@ def test_a_world_of_one_trains_as_the_plain_optimizer_does() -> None:
 def test_gradients_of_agents_that_lack_one_count_as_zero(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(sgd(model), model)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model)
         if shoal.rank() == 0:
             loss_of(model, 0, 0).backward()
         optimizer.step()

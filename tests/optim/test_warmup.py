@@ -41,7 +41,7 @@ def ramp(factor: float, step: int) -> float:
 def test_it_rises_by_equal_steps_to_as_many_times_as_there_are_agents() -> None:
     def run() -> list[float]:
         optimizer = sgd()
-        return rates(optimizer, shoal.Warmup(optimizer, STEPS), STEPS + 3)
+        return rates(optimizer, shoal.optim.Warmup(optimizer, STEPS), STEPS + 3)
 
     for each in shoal.Fleet(4).run(run):
         assert each == pytest.approx([ramp(4, step) for step in range(STEPS + 3)], rel=1e-12)
@@ -49,25 +49,25 @@ def test_it_rises_by_equal_steps_to_as_many_times_as_there_are_agents() -> None:
 
 def test_a_factor_may_be_given() -> None:
     optimizer = sgd()
-    found = rates(optimizer, shoal.Warmup(optimizer, STEPS, factor=math.sqrt(8)), STEPS + 1)
+    found = rates(optimizer, shoal.optim.Warmup(optimizer, STEPS, factor=math.sqrt(8)), STEPS + 1)
     assert found == pytest.approx([ramp(math.sqrt(8), step) for step in range(STEPS + 1)], rel=1e-12)
 
 
 def test_one_agent_keeps_its_rate() -> None:
     def run() -> list[float]:
         optimizer = sgd()
-        return rates(optimizer, shoal.Warmup(optimizer, STEPS), STEPS + 2)
+        return rates(optimizer, shoal.optim.Warmup(optimizer, STEPS), STEPS + 2)
 
     assert alone(run) == [LR] * (STEPS + 2)
 
 
 def followed_by_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    warmup = shoal.Warmup(optimizer, STEPS, factor=4)
+    warmup = shoal.optim.Warmup(optimizer, STEPS, factor=4)
     return SequentialLR(optimizer, [warmup, CosineAnnealingLR(optimizer, AFTER)], milestones=[STEPS])
 
 
 def with_decay(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    warmup = shoal.Warmup(optimizer, STEPS, factor=4)
+    warmup = shoal.optim.Warmup(optimizer, STEPS, factor=4)
     return ChainedScheduler([warmup, ExponentialLR(optimizer, 0.9)])
 
 
@@ -110,10 +110,10 @@ def test_it_resumes_to_the_bit(schedule: Schedule, expected: object, stop: int) 
 
 def test_it_works_on_a_decentralized_optimizer() -> None:
     def run() -> list[float]:
-        shoal.set_topology(shoal.RingGraph(4))
+        shoal.set_topology(shoal.topology.RingGraph(4))
         model = torch.nn.Linear(2, 1)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
-        scheduler = shoal.Warmup(optimizer, STEPS)
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
+        scheduler = shoal.optim.Warmup(optimizer, STEPS)
         found = []
         for _ in range(STEPS + 1):
             found.append(optimizer.param_groups[0]["lr"])
@@ -130,7 +130,7 @@ def test_groups_that_share_a_tensor_as_their_rate_are_raised_once() -> None:
     shared = torch.tensor(LR, dtype=torch.float64)
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
     optimizer = torch.optim.SGD(groups, lr=shared)
-    scheduler = shoal.Warmup(optimizer, STEPS, factor=4)
+    scheduler = shoal.optim.Warmup(optimizer, STEPS, factor=4)
     rates(optimizer, scheduler, STEPS)
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([4 * LR] * 2, rel=1e-12)
     assert float(shared) == LR
@@ -141,12 +141,12 @@ def test_groups_that_share_a_tensor_as_their_rate_are_raised_once() -> None:
 )
 def test_what_is_no_warm_up_is_refused(steps: int, factor: float) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        shoal.Warmup(sgd(), steps, factor)
+        shoal.optim.Warmup(sgd(), steps, factor)
 
 
 def test_a_scheduler_that_was_there_first_is_named_as_the_reason() -> None:
     optimizer = sgd()
     CosineAnnealingLR(optimizer, 10)
     with pytest.raises(ValueError, match="Make Warmup first"):
-        shoal.Warmup(optimizer, STEPS, factor=2)
+        shoal.optim.Warmup(optimizer, STEPS, factor=2)
     assert optimizer.param_groups[0]["lr"] == LR

@@ -21,7 +21,7 @@ from support.optimizers import ATC, AWC, LR, MODEL, batch
 Fleets = Callable[..., shoal.Fleet]
 Wrap = Callable[..., shoal.DecentralizedOptimizer]
 SIZE = 4
-STAR = with_uniform_weights(shoal.StarGraph(SIZE))
+STAR = with_uniform_weights(shoal.topology.StarGraph(SIZE))
 """Uniform weights: the rows sum to 1, the centre's column does not."""
 KINDS = shoal.CommunicationType
 
@@ -48,9 +48,9 @@ def awc(sgd: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> s
 SCHEDULED = [
     atc,
     awc,
-    shoal.DistributedAdaptThenCombineOptimizer,
-    shoal.DistributedAdaptWithCombineOptimizer,
-    shoal.DistributedNeighborAllreduceOptimizer,
+    shoal.optim.DistributedAdaptThenCombineOptimizer,
+    shoal.optim.DistributedAdaptWithCombineOptimizer,
+    shoal.optim.DistributedNeighborAllreduceOptimizer,
 ]
 
 
@@ -90,7 +90,7 @@ def test_what_other_algorithms_need_is_checked_when_they_are_given_a_topology(fl
         for algorithm, topology, told in (
             (ExactDiffusion(1.0), Circulant(SIZE, {0: 0.2, 1: 0.4, -1: 0.4}), "above -1/3"),
             (ExactDiffusion(1.0, lazy=True), OnePeerExponential(SIZE), "static"),
-            (ChocoSGD(1.0, 0.2, RandomK(0.1, scaled=True)), shoal.RingGraph(SIZE), "contraction"),
+            (ChocoSGD(1.0, 0.2, RandomK(0.1, scaled=True)), shoal.topology.RingGraph(SIZE), "contraction"),
         ):
             with pytest.raises(ValueError, match=told):
                 make(partial(shoal.DecentralizedOptimizer, algorithm=algorithm), topology=topology)
@@ -100,7 +100,10 @@ def test_what_other_algorithms_need_is_checked_when_they_are_given_a_topology(fl
 
 def test_exact_diffusion_at_minus_a_third_is_warned_of() -> None:
     def run() -> None:
-        make(partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0)), topology=shoal.RingGraph(SIZE))
+        make(
+            partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0)),
+            topology=shoal.topology.RingGraph(SIZE),
+        )
 
     assert all("where they are flat, the noise of gradients adds up" in one for one in heard(SIZE, run))
     assert heard(SIZE, run)
@@ -129,10 +132,10 @@ def heard(size: int, function: Callable[[], object], **options: Any) -> list[str
 STATIC = [
     atc,
     awc,
-    shoal.DistributedAdaptThenCombineOptimizer,
-    shoal.DistributedAdaptWithCombineOptimizer,
-    shoal.DistributedWinPutOptimizer,
-    shoal.DistributedPullGetOptimizer,
+    shoal.optim.DistributedAdaptThenCombineOptimizer,
+    shoal.optim.DistributedAdaptWithCombineOptimizer,
+    shoal.optim.DistributedWinPutOptimizer,
+    shoal.optim.DistributedPullGetOptimizer,
 ]
 
 
@@ -154,7 +157,7 @@ def test_a_static_topology_that_does_not_balance_is_warned_of_once(wrap: Wrap) -
 
 
 def test_uniform_weights_in_place_of_those_that_a_graph_has_are_named() -> None:
-    graph = shoal.StarGraph(SIZE)
+    graph = shoal.topology.StarGraph(SIZE)
     (told,) = heard(SIZE, lambda: train(atc, nx.DiGraph(graph.edges), weighted=False))
     assert "column 0 of W sums to 1.75" in told
     assert "with uniform weights since it was set without is_weighted=True" in told
@@ -162,25 +165,25 @@ def test_uniform_weights_in_place_of_those_that_a_graph_has_are_named() -> None:
 
 @pytest.mark.parametrize(
     "wrap",
-    [*STATIC, shoal.DistributedPushSumOptimizer, shoal.DistributedAllreduceOptimizer],
+    [*STATIC, shoal.optim.DistributedPushSumOptimizer, shoal.optim.DistributedAllreduceOptimizer],
     ids=lambda one: one.__name__,
 )
 def test_the_default_topology_and_rings_are_silent(wrap: Wrap) -> None:
-    for graph in (None, shoal.RingGraph(SIZE), shoal.RingGraph(SIZE, connect_style=1)):
+    for graph in (None, shoal.topology.RingGraph(SIZE), shoal.topology.RingGraph(SIZE, connect_style=1)):
         assert heard(SIZE, lambda graph=graph: train(wrap, graph, weighted=False)) == []
 
 
 def test_what_does_not_use_the_static_topology_or_is_sound_on_it_is_silent() -> None:
-    assert heard(SIZE, lambda: train(shoal.DistributedPushSumOptimizer, STAR)) == []
-    assert heard(SIZE, lambda: train(shoal.DistributedAllreduceOptimizer, STAR)) == []
-    assert heard(SIZE, lambda: train(shoal.DistributedGradientAllreduceOptimizer, STAR)) == []
+    assert heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, STAR)) == []
+    assert heard(SIZE, lambda: train(shoal.optim.DistributedAllreduceOptimizer, STAR)) == []
+    assert heard(SIZE, lambda: train(shoal.optim.DistributedGradientAllreduceOptimizer, STAR)) == []
     assert heard(SIZE, lambda: train(atc, STAR, communication_type=KINDS.empty)) == []
     assert heard(SIZE, lambda: train(atc, STAR, unchecked="doubly stochastic")) == []
 
 
 def test_push_sum_where_not_all_hear_of_each_other_is_warned_of() -> None:
     pairs = nx.DiGraph([(0, 1), (1, 0), (2, 3), (3, 2)])
-    (told,) = heard(SIZE, lambda: train(shoal.DistributedPushSumOptimizer, pairs, weighted=False))
+    (told,) = heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, pairs, weighted=False))
     assert "needs W to be connected, and its agents fall into 2 parts" in told
 
 
@@ -280,7 +283,7 @@ def test_weights_that_windows_would_weigh_twice_are_warned_of() -> None:
     def half(rank: int, step: int) -> dict[str, Any]:
         return {"dst_weights": {(rank + 1) % SIZE: 0.5 if rank == 1 else 1.0}}
 
-    (found,) = heard(SIZE, lambda: by_hand(half, wrap=shoal.DistributedWinPutOptimizer))
+    (found,) = heard(SIZE, lambda: by_hand(half, wrap=shoal.optim.DistributedWinPutOptimizer))
     assert "dst_weights scales what is then averaged with the weights of the static topology: 0.5 for rank 2" in found
 
 
@@ -336,7 +339,7 @@ def test_a_static_topology_on_which_differences_last_is_warned_of_once(wrap: Wra
 
 
 def test_push_sum_keeps_shares_of_its_own_where_the_graph_gives_none() -> None:
-    assert heard(SIZE, lambda: train(shoal.DistributedPushSumOptimizer, without_self_weights())) == []
+    assert heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, without_self_weights())) == []
 
 
 def test_weights_by_hand_that_let_differences_grow_are_warned_of() -> None:

@@ -21,7 +21,7 @@ IRREGULAR = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
 
 
 def train_in_step(make: Make, bucket_bytes: int) -> torch.Tensor:
-    shoal.set_topology(shoal.RingGraph(SIZE))
+    shoal.set_topology(shoal.topology.RingGraph(SIZE))
     model = deepcopy(MODEL)
     optimizer = make(torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM), model, bucket_bytes=bucket_bytes)
     for step in range(STEPS):
@@ -32,12 +32,12 @@ def train_in_step(make: Make, bucket_bytes: int) -> torch.Tensor:
         optimizer.step()
         shoal.barrier()
     optimizer.close()
-    assert shoal.get_current_created_window_names() == []
+    assert shoal.bluefog.get_current_created_window_names() == []
     return flat(model)
 
 
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
-@pytest.mark.parametrize("make", [shoal.DistributedWinPutOptimizer, shoal.DistributedPullGetOptimizer])
+@pytest.mark.parametrize("make", [shoal.optim.DistributedWinPutOptimizer, shoal.optim.DistributedPullGetOptimizer])
 def test_put_and_get_in_step_are_adapt_with_combine(fleet: Fleets, make: Make, bucket_bytes: int) -> None:
     found = torch.stack(fleet(SIZE).run(train_in_step, make, bucket_bytes))
     assert (found - by_hand(AWC, RING)).abs().max() < 1e-12
@@ -51,7 +51,7 @@ def test_push_sum_agrees_on_the_mean_over_a_directed_graph_out_of_step(fleet: Fl
         model = deepcopy(MODEL)
         start = flat(model) + shoal.rank()
         torch.nn.utils.vector_to_parameters(start, model.parameters())
-        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer = shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
         for step in range(2000):
             optimizer.step()
             if step == 150:
@@ -78,7 +78,7 @@ def test_push_sum_takes_the_gradient_step(fleet: Fleets) -> None:
         model = torch.nn.Linear(1, 1, bias=False).double()
         with torch.no_grad():
             model.weight.fill_(5.0)
-        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        optimizer = shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
         for _ in range(6):
             optimizer.zero_grad()
             (model.weight.sum() * (shoal.rank() + 1)).backward()
@@ -98,10 +98,10 @@ def test_push_sum_takes_the_gradient_step(fleet: Fleets) -> None:
 
 
 MAKES = (
-    shoal.DistributedWinPutOptimizer,
-    shoal.DistributedPullGetOptimizer,
-    shoal.DistributedPushSumOptimizer,
-    shoal.DistributedADPSGDOptimizer,
+    shoal.optim.DistributedWinPutOptimizer,
+    shoal.optim.DistributedPullGetOptimizer,
+    shoal.optim.DistributedPushSumOptimizer,
+    shoal.optim.DistributedADPSGDOptimizer,
 )
 
 
@@ -110,7 +110,7 @@ def test_unregister_window_frees_the_windows_and_the_next_step_makes_them_anew(f
     """So the topology may change in the middle of training."""
 
     def run() -> torch.Tensor:
-        assert shoal.set_topology(shoal.RingGraph(SIZE))
+        assert shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
         torch.nn.utils.vector_to_parameters(flat(model) + shoal.rank(), model.parameters())
         optimizer = make(torch.optim.SGD(model.parameters(), lr=0.0), model)
@@ -119,9 +119,9 @@ def test_unregister_window_frees_the_windows_and_the_next_step_makes_them_anew(f
         before = flat(model)
         optimizer.unregister_window()
         assert shoal.windows.names() == []
-        if make is not shoal.DistributedADPSGDOptimizer:  # with which the others' averages are kept
+        if make is not shoal.optim.DistributedADPSGDOptimizer:  # with which the others' averages are kept
             assert torch.equal(flat(model), before)
-        assert shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        assert shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         for _ in range(40):
             optimizer.step()
             shoal.barrier()
@@ -137,7 +137,7 @@ def test_unregister_window_frees_the_windows_and_the_next_step_makes_them_anew(f
 def test_windows_made_anew_do_not_go_back_to_a_state_that_was_loaded_before(fleet: Fleets) -> None:
     def run() -> float:
         model = torch.nn.Linear(1, 1, bias=False).double()
-        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer = shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
@@ -159,7 +159,7 @@ def test_force_barrier_lets_all_meet_before_each_step(fleet: Fleets) -> None:
 
     def run() -> list[int]:
         model = deepcopy(MODEL)
-        optimizer = shoal.DistributedWinPutOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer = shoal.optim.DistributedWinPutOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
         assert optimizer.force_barrier is False
         optimizer.step()
         optimizer.force_barrier = True
@@ -178,9 +178,9 @@ def test_force_barrier_lets_all_meet_before_each_step(fleet: Fleets) -> None:
 
 def test_push_sum_refuses_shares_that_do_not_sum_to_one(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
-        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         optimizer.self_weight = 0.5
         optimizer.dst_weights = dict.fromkeys(shoal.out_neighbor_ranks(), 0.5)
         with pytest.raises(ValueError, match="must sum to 1"):
@@ -195,7 +195,7 @@ def test_a_state_that_is_saved_out_of_step_has_all_of_the_mass_and_the_run_goes_
     """Agents save after different numbers of steps, and others of theirs are on their way then."""
 
     def make(model: torch.nn.Module) -> shoal.DecentralizedOptimizer:
-        return shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        return shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
 
     def run() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         shoal.set_topology(IRREGULAR)

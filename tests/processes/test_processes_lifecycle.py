@@ -26,7 +26,7 @@ OVER = [
 
 def average() -> float:
     """The mean of all ranks, if the agents are in step."""
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     values = {shoal.neighbor_allreduce(torch.full((n,), float(shoal.rank())))[-1].item() for n in (1, 100_000)}
     [value] = values
     return value
@@ -51,8 +51,8 @@ def test_init_works_again_after_shutdown_and_nothing_is_left_between(environment
 def init_twice() -> bool:
     shoal.init()
     first = current()
-    shoal.init(lambda size: shoal.RingGraph(size, connect_style=2))
-    assert shoal.IsTopologyEquivalent(shoal.load_topology(), shoal.RingGraph(SIZE, connect_style=2))
+    shoal.init(lambda size: shoal.topology.RingGraph(size, connect_style=2))
+    assert shoal.topology.IsTopologyEquivalent(shoal.load_topology(), shoal.topology.RingGraph(SIZE, connect_style=2))
     return current() is first
 
 

@@ -50,7 +50,7 @@ def _address(text: str) -> str:
 
 
 def average() -> list[float]:
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     return [shoal.neighbor_allreduce(torch.full((n,), float(shoal.rank())))[-1].item() for n in (1, 100_000)]
 
 
@@ -83,7 +83,7 @@ def test_machines_of_different_sizes_work_and_have_no_hierarchical_average() -> 
 
 
 def average_by_machines() -> None:
-    shoal.set_machine_topology(shoal.RingGraph(shoal.machine_size()))
+    shoal.set_machine_topology(shoal.topology.RingGraph(shoal.machine_size()))
     shoal.hierarchical_neighbor_allreduce(torch.ones(3))
 
 
@@ -254,7 +254,7 @@ def test_agents_that_disagree_about_agents_per_machine_name_each_other() -> None
 
 def averages_and_reversed_links() -> tuple[list[float], list[int]]:
     """Small and large averages, and the ranks to which this agent sends over connections that they have opened."""
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     found = [float(shoal.neighbor_allreduce(torch.full((n,), float(shoal.rank())))[-1]) for n in (3, 300_000)]
     links = current().engine.router.links
     reversed_ones = [rank for rank, link in links.items() if isinstance(link, NetworkLink) and link.is_reversed]

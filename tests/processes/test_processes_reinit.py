@@ -16,7 +16,7 @@ SIZE = 3
 
 
 def average() -> float:
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     return shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())])).item()
 
 

@@ -41,7 +41,7 @@ def usage() -> Usage:
 def average_in_every_form(rounds: int) -> tuple[Usage, Usage]:
     """What is used after the first thousand rounds, and after all."""
     rank, size = shoal.rank(), shoal.size()
-    shoal.set_topology(shoal.RingGraph(size))
+    shoal.set_topology(shoal.topology.RingGraph(size))
     small, large = torch.full((16,), float(rank)), torch.full((40_000,), float(rank))
     out = torch.empty_like(large)
     before = None
@@ -79,7 +79,7 @@ def come_and_go(times: int) -> tuple[Usage, Usage]:
     before = None
     for life in range(times):
         shoal.init()
-        shoal.set_topology(shoal.RingGraph(shoal.size()))
+        shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
         shoal.neighbor_allreduce(torch.ones(100_000))
         if life == 10:
             before = usage()

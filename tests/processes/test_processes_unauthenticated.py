@@ -57,7 +57,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def average() -> None:
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     for numel in (5, 100_000):
         out = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())))
         rank, size = shoal.rank(), shoal.size()
@@ -198,7 +198,7 @@ def lose_the_claimed_one(world: World, speak: Callable[[socket.socket, Keys], No
 
 
 def average_until_lost() -> None:
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     while True:
         shoal.neighbor_allreduce(torch.ones(5), name="x")
 

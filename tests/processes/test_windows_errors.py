@@ -42,8 +42,8 @@ def failure_of(call: Callable[[], object]) -> Failure:
 
 def make_window(name: str = "x") -> None:
     """A ring, and a window of two float32 on all its agents."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
-    assert shoal.win_create(torch.full((2,), float(shoal.rank())), name)
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
+    assert shoal.bluefog.win_create(torch.full((2,), float(shoal.rank())), name)
     shoal.barrier()
 
 
@@ -51,26 +51,26 @@ def wrong_calls(stranger: int) -> dict[str, Failure]:
     """Call everything wrongly that can be called wrongly, with ``stranger`` for a rank that is no neighbour."""
     good = torch.zeros(2)
     calls: dict[str, Callable[[], object]] = {
-        "put to no window": lambda: shoal.win_put(good, "y"),
-        "accumulate to no window": lambda: shoal.win_accumulate(good, "y"),
-        "get from no window": lambda: shoal.win_get("y"),
-        "update no window": lambda: shoal.win_update("y"),
-        "collect no window": lambda: shoal.win_update_then_collect("y"),
-        "lock no window": lambda: shoal.win_mutex("y").__enter__(),
-        "free no window": lambda: shoal.win_free("y"),
-        "count no window": lambda: shoal.get_win_version("y"),
-        "put another shape": lambda: shoal.win_put(torch.zeros(3), "x"),
-        "accumulate another shape": lambda: shoal.win_accumulate(torch.zeros(2, 1), "x"),
-        "put another dtype": lambda: shoal.win_put(torch.zeros(2, dtype=torch.float64), "x"),
-        "accumulate another dtype": lambda: shoal.win_accumulate(torch.zeros(2, dtype=torch.int32), "x"),
-        "put to a stranger": lambda: shoal.win_put(good, "x", dst_weights={stranger: 1.0}),
-        "accumulate to a stranger": lambda: shoal.win_accumulate(good, "x", dst_weights=[stranger]),
-        "get from a stranger": lambda: shoal.win_get("x", src_weights={stranger: 1.0}),
-        "update with a stranger": lambda: shoal.win_update("x", 0.5, {stranger: 0.5}),
-        "lock a stranger": lambda: shoal.win_mutex("x", ranks=[stranger]).__enter__(),
-        "put to nobody": lambda: shoal.win_put(good, "x", dst_weights={shoal.size(): 1.0}),
-        "put later to no window": lambda: shoal.win_put_nonblocking(good, "y"),
-        "put later to a stranger": lambda: shoal.win_put_nonblocking(good, "x", dst_weights={stranger: 1.0}),
+        "put to no window": lambda: shoal.bluefog.win_put(good, "y"),
+        "accumulate to no window": lambda: shoal.bluefog.win_accumulate(good, "y"),
+        "get from no window": lambda: shoal.bluefog.win_get("y"),
+        "update no window": lambda: shoal.bluefog.win_update("y"),
+        "collect no window": lambda: shoal.bluefog.win_update_then_collect("y"),
+        "lock no window": lambda: shoal.bluefog.win_mutex("y").__enter__(),
+        "free no window": lambda: shoal.bluefog.win_free("y"),
+        "count no window": lambda: shoal.bluefog.get_win_version("y"),
+        "put another shape": lambda: shoal.bluefog.win_put(torch.zeros(3), "x"),
+        "accumulate another shape": lambda: shoal.bluefog.win_accumulate(torch.zeros(2, 1), "x"),
+        "put another dtype": lambda: shoal.bluefog.win_put(torch.zeros(2, dtype=torch.float64), "x"),
+        "accumulate another dtype": lambda: shoal.bluefog.win_accumulate(torch.zeros(2, dtype=torch.int32), "x"),
+        "put to a stranger": lambda: shoal.bluefog.win_put(good, "x", dst_weights={stranger: 1.0}),
+        "accumulate to a stranger": lambda: shoal.bluefog.win_accumulate(good, "x", dst_weights=[stranger]),
+        "get from a stranger": lambda: shoal.bluefog.win_get("x", src_weights={stranger: 1.0}),
+        "update with a stranger": lambda: shoal.bluefog.win_update("x", 0.5, {stranger: 0.5}),
+        "lock a stranger": lambda: shoal.bluefog.win_mutex("x", ranks=[stranger]).__enter__(),
+        "put to nobody": lambda: shoal.bluefog.win_put(good, "x", dst_weights={shoal.size(): 1.0}),
+        "put later to no window": lambda: shoal.bluefog.win_put_nonblocking(good, "y"),
+        "put later to a stranger": lambda: shoal.bluefog.win_put_nonblocking(good, "x", dst_weights={stranger: 1.0}),
     }
     return {what: failure_of(call) for what, call in calls.items()}
 
@@ -78,37 +78,37 @@ def wrong_calls(stranger: int) -> dict[str, Failure]:
 def keep_working(rounds: int, name: str = "x") -> None:
     """Put, get and update as usual, whatever others do meanwhile."""
     for _ in range(rounds):
-        shoal.win_put(torch.ones(2), name)
-        shoal.win_get(name)
-        shoal.win_update(name)
+        shoal.bluefog.win_put(torch.ones(2), name)
+        shoal.bluefog.win_get(name)
+        shoal.bluefog.win_update(name)
 
 
 def free(name: str = "x") -> None:
-    shoal.win_free(name)
+    shoal.bluefog.win_free(name)
 
 
 def counts(name: str = "x") -> int:
     """How often anything has been written to the slots of this agent."""
-    return sum(one.puts + one.gets + one.accumulates for one in shoal.win_slots(name).values())
+    return sum(one.puts + one.gets + one.accumulates for one in shoal.bluefog.win_slots(name).values())
 
 
 def create_another(odd: int, shape: int, dtype: torch.dtype) -> bool:
     """Make a window together; agent ``odd`` with another shape or dtype than the others' two float32."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     mine = torch.zeros(shape, dtype=dtype) if shoal.rank() == odd else torch.zeros(2)
-    return shoal.win_create(mine, "x", timeout=10.0)
+    return shoal.bluefog.win_create(mine, "x", timeout=10.0)
 
 
 def put_to(to: int, name: str = "x") -> bool:
-    return shoal.win_put(torch.ones(2), name, dst_weights={to: 1.0})
+    return shoal.bluefog.win_put(torch.ones(2), name, dst_weights={to: 1.0})
 
 
 def get_from(source: int, name: str = "x") -> bool:
-    return shoal.win_get(name, src_weights={source: 1.0})
+    return shoal.bluefog.win_get(name, src_weights={source: 1.0})
 
 
 def names() -> list[str]:
-    return shoal.get_current_created_window_names()
+    return shoal.bluefog.get_current_created_window_names()
 
 
 # The tests
@@ -200,10 +200,10 @@ import time
 import shoal, torch
 shoal.init()
 x = torch.zeros(4)
-shoal.win_create(x, "x")
+shoal.bluefog.win_create(x, "x")
 shoal.barrier()
 if shoal.rank() == 1:
-    with shoal.win_mutex("x", for_self=True):
+    with shoal.bluefog.win_mutex("x", for_self=True):
         shoal.barrier()
         started = time.monotonic()
         try:
@@ -212,7 +212,7 @@ if shoal.rank() == 1:
             print("heard", time.monotonic() - started, lost.ranks, "a bug in the script" in str(lost), flush=True)
 else:
     shoal.barrier()
-    shoal.win_put_nonblocking(x, "x", require_mutex=True)
+    shoal.bluefog.win_put_nonblocking(x, "x", require_mutex=True)
     time.sleep(0.3)
     raise ValueError("a bug in the script")
 """

@@ -42,7 +42,11 @@ def test_who_leaves_is_not_counted_as_gone_before_what_it_sent_has_come(
 
     def run() -> list[float]:
         sums = []
-        for graph in (shoal.ExponentialTwoGraph(SIZE), shoal.StarGraph(SIZE), shoal.MeshGrid2DGraph(SIZE)):
+        for graph in (
+            shoal.topology.ExponentialTwoGraph(SIZE),
+            shoal.topology.StarGraph(SIZE),
+            shoal.topology.MeshGrid2DGraph(SIZE),
+        ):
             shoal.set_topology(graph)
             sums.append(shoal.neighbor_allgather(torch.tensor([float(shoal.rank())])).sum().item())
         if shoal.rank() not in (SENDER, RECEIVER) and not others_leave:
@@ -92,9 +96,10 @@ def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: 
 
 FLEETS = """
 import sys, time, torch, shoal
+from shoal import topology
 
 def run():
-    for graph in (shoal.ExponentialTwoGraph(8), shoal.StarGraph(8), shoal.MeshGrid2DGraph(8)):
+    for graph in (topology.ExponentialTwoGraph(8), topology.StarGraph(8), topology.MeshGrid2DGraph(8)):
         shoal.set_topology(graph)
         shoal.neighbor_allgather(torch.ones(2, 3))
 

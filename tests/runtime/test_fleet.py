@@ -44,17 +44,17 @@ def test_a_fleet_may_run_again_and_again(fleet: Fleets) -> None:
 
 def test_every_run_begins_afresh(fleet: Fleets) -> None:
     def change() -> None:
-        shoal.set_topology(shoal.RingGraph(3))
+        shoal.set_topology(shoal.topology.RingGraph(3))
         shoal.neighbor_allreduce(torch.ones(2), "x")
 
     one = fleet(3)
     one.run(change)
-    found = one.run(lambda: (shoal.bytes_sent(), shoal.IsTopologyEquivalent(*graphs())))
+    found = one.run(lambda: (shoal.bytes_sent(), shoal.topology.IsTopologyEquivalent(*graphs())))
     assert found == [(0, True)] * 3
 
 
 def graphs() -> tuple[nx.DiGraph, nx.DiGraph]:
-    return shoal.load_topology(), shoal.ExponentialTwoGraph(shoal.size())
+    return shoal.load_topology(), shoal.topology.ExponentialTwoGraph(shoal.size())
 
 
 class Unlucky(Exception):
@@ -239,9 +239,9 @@ def test_agents_may_leave_early_and_come_back(fleet: Fleets) -> None:
 
 def test_shutdown_twice_and_init_twice_are_harmless(fleet: Fleets) -> None:
     def run() -> bool:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         shoal.init()
-        same = shoal.IsTopologyEquivalent(shoal.load_topology(), shoal.RingGraph(2))
+        same = shoal.topology.IsTopologyEquivalent(shoal.load_topology(), shoal.topology.RingGraph(2))
         shoal.barrier()
         shoal.shutdown()
         shoal.shutdown()
@@ -253,7 +253,7 @@ def test_shutdown_twice_and_init_twice_are_harmless(fleet: Fleets) -> None:
 def test_a_large_fleet_in_one_process_works(fleet: Fleets) -> None:
     def run() -> float:
         x = torch.tensor(float(shoal.rank()), dtype=torch.float64)
-        schedule = shoal.GetDynamicOnePeerSendRecvRanks(shoal.load_topology(), shoal.rank())
+        schedule = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.load_topology(), shoal.rank())
         for _ in range(5):  # log2(32) rounds of the one-peer graph are the exact average
             send, receive = next(schedule)
             x = shoal.neighbor_allreduce(x, 0.5, dict.fromkeys(receive, 0.5), send)
@@ -305,7 +305,7 @@ def test_random_generators_belong_to_each_agent_if_it_makes_one(fleet: Fleets) -
 
 def test_a_fleet_that_has_done_its_work_ends_at_once(fleet: Fleets) -> None:
     """Agents that leave at the same time hang up on each other; none of them waits for one that is gone."""
-    graph_of = [shoal.ExponentialTwoGraph(8), shoal.StarGraph(8), shoal.MeshGrid2DGraph(8)]
+    graph_of = [shoal.topology.ExponentialTwoGraph(8), shoal.topology.StarGraph(8), shoal.topology.MeshGrid2DGraph(8)]
 
     def run() -> None:
         for graph in graph_of:

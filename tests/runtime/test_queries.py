@@ -88,7 +88,7 @@ def test_the_variable_for_the_timeout_is_the_deadline_of_calls(transport: str, m
 def test_init_starts_with_the_exponential_graph_unweighted(fleet: Fleets) -> None:
     def run() -> tuple[bool, bool, bool, object, list[int], list[int]]:
         return (
-            shoal.IsTopologyEquivalent(shoal.load_topology(), shoal.ExponentialTwoGraph(6)),
+            shoal.topology.IsTopologyEquivalent(shoal.load_topology(), shoal.topology.ExponentialTwoGraph(6)),
             shoal.is_topo_weighted(),
             shoal.is_machine_topo_weighted(),
             shoal.load_machine_topology(),
@@ -103,8 +103,10 @@ def test_init_starts_with_the_exponential_graph_unweighted(fleet: Fleets) -> Non
 
 def test_init_takes_a_function_from_the_size_to_a_graph(fleet: Fleets) -> None:
     def run() -> tuple[bool, bool]:
-        shoal.init(shoal.RingGraph, is_weighted=True)
-        return shoal.IsTopologyEquivalent(shoal.load_topology(), shoal.RingGraph(5)), shoal.is_topo_weighted()
+        shoal.init(shoal.topology.RingGraph, is_weighted=True)
+        return shoal.topology.IsTopologyEquivalent(
+            shoal.load_topology(), shoal.topology.RingGraph(5)
+        ), shoal.is_topo_weighted()
 
     assert fleet(5).run(run) == [(True, True)] * 5
 
@@ -113,22 +115,27 @@ def test_init_again_keeps_what_the_user_has_set(fleet: Fleets) -> None:
     """Topology, weights and windows: a library that calls it to be sure takes nothing from who called it first."""
 
     def run() -> tuple[list[int], bool, list[str], float]:
-        graph = shoal.RingGraph(4, connect_style=2)
+        graph = shoal.topology.RingGraph(4, connect_style=2)
         shoal.set_topology(graph, is_weighted=True)
-        shoal.set_machine_topology(shoal.FullyConnectedGraph(1))
+        shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(1))
         shoal.init()
         assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
         x = torch.tensor(float(shoal.rank()))
-        shoal.win_create(x, "x")
+        shoal.bluefog.win_create(x, "x")
         shoal.init()
         assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
-        shoal.init(lambda size: shoal.RingGraph(size, connect_style=2), is_weighted=True)  # what is set
+        shoal.init(lambda size: shoal.topology.RingGraph(size, connect_style=2), is_weighted=True)  # what is set
         assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.load_machine_topology() is not None
-        shoal.win_put(x, "x")
+        shoal.bluefog.win_put(x, "x")
         shoal.barrier()
-        value = shoal.win_update("x", 0.0, {shoal.in_neighbor_ranks()[0]: 1.0}, clone=True).item()
+        value = shoal.bluefog.win_update("x", 0.0, {shoal.in_neighbor_ranks()[0]: 1.0}, clone=True).item()
         shoal.barrier()
-        return shoal.in_neighbor_ranks(), shoal.is_topo_weighted(), shoal.get_current_created_window_names(), value
+        return (
+            shoal.in_neighbor_ranks(),
+            shoal.is_topo_weighted(),
+            shoal.bluefog.get_current_created_window_names(),
+            value,
+        )
 
     assert fleet(4).run(run) == [([(r - 1) % 4], True, ["x"], float((r - 1) % 4)) for r in range(4)]
 
@@ -137,14 +144,14 @@ def test_init_again_with_a_topology_sets_it_unless_there_are_windows(
     fleet: Fleets, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run() -> tuple[list[int], list[int], list[int]]:
-        shoal.init(shoal.RingGraph)
+        shoal.init(shoal.topology.RingGraph)
         ring = shoal.in_neighbor_ranks()
-        shoal.win_create(torch.zeros(2), "x")
-        shoal.init(shoal.FullyConnectedGraph)
+        shoal.bluefog.win_create(torch.zeros(2), "x")
+        shoal.init(shoal.topology.FullyConnectedGraph)
         kept = shoal.in_neighbor_ranks()
         shoal.barrier()
-        shoal.win_free("x")
-        shoal.init(shoal.FullyConnectedGraph)
+        shoal.bluefog.win_free("x")
+        shoal.init(shoal.topology.FullyConnectedGraph)
         return ring, kept, shoal.in_neighbor_ranks()
 
     for rank, (ring, kept, full) in enumerate(fleet(5).run(run)):
@@ -153,12 +160,12 @@ def test_init_again_with_a_topology_sets_it_unless_there_are_windows(
     assert caplog.text.count("does nothing while there are windows") == 5
 
 
-@pytest.mark.parametrize("wrong", [lambda size: shoal.RingGraph(size + 1), lambda size: "a ring"])
+@pytest.mark.parametrize("wrong", [lambda size: shoal.topology.RingGraph(size + 1), lambda size: "a ring"])
 def test_init_again_with_what_is_no_topology_is_refused_and_changes_nothing(
     fleet: Fleets, wrong: Callable[[int], nx.DiGraph]
 ) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.RingGraph(4, connect_style=2))
+        shoal.set_topology(shoal.topology.RingGraph(4, connect_style=2))
         with pytest.raises((TypeError, ValueError), match="topology"):
             shoal.init(wrong)
         return shoal.in_neighbor_ranks()
@@ -168,7 +175,7 @@ def test_init_again_with_what_is_no_topology_is_refused_and_changes_nothing(
 
 def test_init_after_shutdown_begins_with_the_default_topology(fleet: Fleets) -> None:
     def run() -> list[int]:
-        shoal.set_topology(shoal.RingGraph(8, connect_style=2))
+        shoal.set_topology(shoal.topology.RingGraph(8, connect_style=2))
         shoal.barrier()
         shoal.shutdown()
         shoal.init()
@@ -179,7 +186,7 @@ def test_init_after_shutdown_begins_with_the_default_topology(fleet: Fleets) -> 
 
 
 def test_load_topology_gives_back_the_graph_that_was_set(fleet: Fleets) -> None:
-    graph, machines = shoal.StarGraph(4), shoal.RingGraph(2)
+    graph, machines = shoal.topology.StarGraph(4), shoal.topology.RingGraph(2)
 
     def run() -> None:
         assert shoal.set_topology(graph, is_weighted=True) is True
@@ -191,7 +198,7 @@ def test_load_topology_gives_back_the_graph_that_was_set(fleet: Fleets) -> None:
         assert shoal.load_machine_topology() is machines
         assert shoal.is_machine_topo_weighted()
         assert shoal.set_topology() is True  # nothing given: the exponential graph
-        assert shoal.IsTopologyEquivalent(shoal.load_topology(), shoal.ExponentialTwoGraph(4))
+        assert shoal.topology.IsTopologyEquivalent(shoal.load_topology(), shoal.topology.ExponentialTwoGraph(4))
 
     fleet(4, agents_per_machine=2).run(run)
 
@@ -200,7 +207,7 @@ def test_changing_a_graph_after_it_was_set_changes_nothing(fleet: Fleets) -> Non
     """Otherwise two agents that share the object, or one that edits it, would average over different graphs."""
 
     def run() -> tuple[list[int], float]:
-        graph = nx.DiGraph(shoal.FullyConnectedGraph(3))
+        graph = nx.DiGraph(shoal.topology.FullyConnectedGraph(3))
         shoal.set_topology(graph)
         graph.remove_edges_from(list(graph.edges))
         return shoal.in_neighbor_ranks(), shoal.neighbor_allreduce(torch.tensor(float(shoal.rank()))).item()
@@ -221,7 +228,7 @@ def test_neighbours_leave_out_self_and_follow_the_direction_of_edges(fleet: Flee
 def test_machine_neighbours_are_machines(fleet: Fleets) -> None:
     def run() -> tuple[list[int], ...]:
         before = shoal.in_neighbor_machine_ranks(), shoal.out_neighbor_machine_ranks()
-        shoal.set_machine_topology(shoal.RingGraph(3, connect_style=2))
+        shoal.set_machine_topology(shoal.topology.RingGraph(3, connect_style=2))
         return (*before, shoal.in_neighbor_machine_ranks(), shoal.out_neighbor_machine_ranks())
 
     found = fleet(6, agents_per_machine=2).run(run)
@@ -230,17 +237,17 @@ def test_machine_neighbours_are_machines(fleet: Fleets) -> None:
 
 def test_setting_a_topology_before_init_is_false_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "shoal"):
-        assert shoal.set_topology(shoal.RingGraph(2)) is False
-        assert shoal.set_machine_topology(shoal.RingGraph(2)) is False
+        assert shoal.set_topology(shoal.topology.RingGraph(2)) is False
+        assert shoal.set_machine_topology(shoal.topology.RingGraph(2)) is False
     assert caplog.text.count("before shoal.init()") == 2
 
 
 @pytest.mark.parametrize(
     ("graph", "warned"),
     [
-        (shoal.StarGraph(4), True),
-        (shoal.MeshGrid2DGraph(6), True),
-        (shoal.RingGraph(4), False),
+        (shoal.topology.StarGraph(4), True),
+        (shoal.topology.MeshGrid2DGraph(6), True),
+        (shoal.topology.RingGraph(4), False),
         (nx.DiGraph([(0, 1), (1, 0), (1, 2)]), False),
     ],
 )
@@ -364,13 +371,18 @@ def test_without_a_launcher_every_operation_works_in_a_world_of_one() -> None:
         assert shoal.neighbor_allreduce(x, 2.0, {}, {}).tolist() == [2.0, 4.0, 6.0]
         assert shoal.neighbor_allgather(x).shape == (0,)
         assert shoal.broadcast_object({"a": 1}) == {"a": 1}
-        assert shoal.InferSourceFromDestinationRanks([]) == []
+        assert shoal.bluefog.InferSourceFromDestinationRanks([]) == []
         model = torch.nn.Linear(2, 2)
         shoal.broadcast_parameters(model.state_dict())
         shoal.allreduce_parameters(model.parameters())
         shoal.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
         shoal.barrier()
-        for graph in (shoal.RingGraph(1), shoal.StarGraph(1), shoal.MeshGrid2DGraph(1), shoal.FullyConnectedGraph(1)):
+        for graph in (
+            shoal.topology.RingGraph(1),
+            shoal.topology.StarGraph(1),
+            shoal.topology.MeshGrid2DGraph(1),
+            shoal.topology.FullyConnectedGraph(1),
+        ):
             assert shoal.set_topology(graph, is_weighted=True)
             assert shoal.neighbor_allreduce(x).tolist() == kept
     finally:

@@ -94,7 +94,7 @@ def test_integers_and_metrics_are_not_looked_at(fleet: Fleets) -> None:
 def test_training_stops_before_the_parameters_are_spoiled(fleet: Fleets, overlap: Any) -> None:
     def run() -> tuple[bool, str]:
         model = torch.nn.Linear(40, 40)
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model, topology="static", overlap=overlap
         )
         told = ""
@@ -133,13 +133,13 @@ def test_windows_are_not_looked_at(fleet: Fleets) -> None:
 
     def run() -> list[bool]:
         x = torch.full((3000,), math.nan if shoal.rank() else 1.0)
-        shoal.win_create(x, "x", zero_init=True)
+        shoal.bluefog.win_create(x, "x", zero_init=True)
         shoal.barrier()
-        shoal.win_get("x")
-        shoal.win_put(x, "x")
+        shoal.bluefog.win_get("x")
+        shoal.bluefog.win_put(x, "x")
         shoal.barrier()
-        found = shoal.win_update("x")
-        shoal.win_free("x")
+        found = shoal.bluefog.win_update("x")
+        shoal.bluefog.win_free("x")
         return [bool(torch.isnan(found).all()), float(shoal.allreduce(torch.ones(1))) == 1.0]
 
     assert fleet(2).run(run) == [[True, True]] * 2

@@ -36,14 +36,14 @@ def endpoint() -> tuple[str, str, int]:
 
 
 def in_a_ring() -> float:
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     return shoal.neighbor_allreduce(torch.ones(3), name="ring")[0].item()
 
 
 def with_everybody() -> float:
     """Uses links that the ring has no use for. Seconds."""
     began = time.monotonic()
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     for numel in (5, 100_000):
         out = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), name=f"all {numel}")
         assert torch.allclose(out, torch.tensor((shoal.size() - 1) / 2))
@@ -52,7 +52,7 @@ def with_everybody() -> float:
 
 def averages(count: int) -> float:
     """So many calls one after another, each checked. The seconds that the longest took."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     rank, size = shoal.rank(), shoal.size()
     mean = sum({(rank + step) % size for step in (-1, 0, 1)}) / min(size, 3)
     longest = 0.0
@@ -137,7 +137,7 @@ def test_a_link_that_is_cut_while_it_begins_is_tried_again_with_all_that_is_queu
         in_a_ring()
         turn_away(5)
         shoal.barrier()
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         tensors = [torch.full((numel,), float(shoal.rank())) for numel in (3, 200_000, 3, 5000, 100_000)]
         handles = [shoal.neighbor_allreduce_nonblocking(x, name=str(k)) for k, x in enumerate(tensors)]
         return [handle.wait().mean().item() for handle in handles]
@@ -152,7 +152,7 @@ def test_an_operation_whose_link_is_cut_again_and_again_keeps_its_deadline(trans
         if shoal.rank() == 0:
             turn_away(1_000_000)
         shoal.barrier()
-        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         began = time.monotonic()
         if shoal.rank() == 0:
             with pytest.raises(shoal.DeadlineExceeded) as caught:
@@ -325,7 +325,7 @@ OPENED: list[Any] = []
 
 def test_over_a_network_one_connection_takes_the_place_of_another() -> None:
     def run() -> int:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         shoal.barrier()
         if shoal.rank() == 2:
             with current().engine.lock:
@@ -345,7 +345,7 @@ def test_over_a_network_one_connection_takes_the_place_of_another() -> None:
 @pytest.mark.parametrize("transport", ["shared_memory"])
 def test_an_agent_that_opens_one_connection_after_another_is_lost(transport: str) -> None:
     def run() -> str:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         with pytest.raises(shoal.ShoalError) as caught:
             shoal.barrier()
             if shoal.rank() == 2:

@@ -64,7 +64,7 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
     """What the agents other than the greedy one say when that one has sent these. The victim keeps nothing of them."""
 
     def run() -> str:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         with pytest.raises(shoal.ShoalError) as caught:
             shoal.barrier()
             if shoal.rank() == GREEDY:
@@ -100,7 +100,7 @@ def test_who_asks_too_many_questions_is_lost(fleet: Fleets, few: None) -> None:
 
 def test_one_message_or_question_again_and_again_is_one(fleet: Fleets, few: None) -> None:
     def run() -> float:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         shoal.barrier()
         if shoal.rank() == GREEDY:
             send(early(1) for _ in range(3 * FEW))
@@ -134,7 +134,7 @@ def test_what_lies_in_the_memory_of_its_sender_costs_nothing(monkeypatch: pytest
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
 
     def run() -> float:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         shoal.barrier()
         if shoal.rank() == VICTIM:
             time.sleep(0.2)
@@ -148,7 +148,7 @@ def test_a_budget_is_there_again_when_the_calls_have_been_made(fleet: Fleets, fe
     """Ten times as many messages as may be kept at a time, half of them early and never all at once."""
 
     def run() -> int:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         engine = current().engine
         for step in range(20):
             shoal.barrier()
@@ -172,7 +172,7 @@ def test_a_burst_of_ten_thousand_calls_to_an_agent_that_is_late_passes_no_budget
     count = 10_000
 
     def run() -> float:
-        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         shoal.barrier()
         if shoal.rank() == VICTIM:
             time.sleep(0.3)

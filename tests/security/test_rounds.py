@@ -119,7 +119,7 @@ def test_random_programs_give_what_a_model_gives_or_raise(transport: str, size: 
     late = data.draw(st.sets(st.tuples(st.integers(0, length - 1), st.integers(0, size - 1)), max_size=3), label="late")
 
     def run() -> list[tuple[str, float | str]]:
-        shoal.set_topology(shoal.RingGraph(size))
+        shoal.set_topology(shoal.topology.RingGraph(size))
         found = []
         for step, call in enumerate([*common, *["average", "sum"] * 4]):
             mine = odd[step][1] if step in odd and odd[step][0] == shoal.rank() else call
@@ -148,7 +148,7 @@ def test_messages_that_came_before_on_another_topology(
 
     def run() -> list[float | str]:
         rank = shoal.rank()
-        shoal.set_topology(shoal.FullyConnectedGraph(4) if rank == 0 else shoal.RingGraph(4))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(4) if rank == 0 else shoal.topology.RingGraph(4))
         shoal.barrier()
         if rank == 0:
             time.sleep(0.2)  # until all has come
@@ -159,7 +159,7 @@ def test_messages_that_came_before_on_another_topology(
             while not all(handle.poll() for handle in handles) and time.monotonic() < limit:
                 time.sleep(0.01)
         found = [_outcome(handle) for handle in handles]
-        shoal.set_topology(shoal.RingGraph(4))
+        shoal.set_topology(shoal.topology.RingGraph(4))
         for name in ("a", "b", "b"):
             found.append(average(float(rank), name))
         return found

@@ -65,7 +65,7 @@ def fleet(timeout: float = 20.0) -> shoal.Fleet:
 
 def everything() -> list[torch.Tensor]:
     """What operations of all kinds give, tensors of all dtypes and sizes among them."""
-    shoal.set_topology(shoal.RingGraph(SIZE))
+    shoal.set_topology(shoal.topology.RingGraph(SIZE))
     found = [
         shoal.neighbor_allgather(sample(shoal.rank(), (2, *shape), dtype)) for dtype in ALL_DTYPES for shape in SHAPES
     ]
@@ -74,12 +74,12 @@ def everything() -> list[torch.Tensor]:
         handles = [shoal.allreduce_nonblocking(sample(step, shape, torch.float64)) for step in range(5)]
         found += [handle.wait() for handle in handles]
     x = sample(shoal.rank(), (300_000,), torch.float32)
-    shoal.win_create(x, "x", zero_init=True)
-    shoal.win_put(x, "x")
+    shoal.bluefog.win_create(x, "x", zero_init=True)
+    shoal.bluefog.win_put(x, "x")
     shoal.barrier()
-    found.append(shoal.win_update("x").clone())
+    found.append(shoal.bluefog.win_update("x").clone())
     shoal.barrier()
-    shoal.win_free("x")
+    shoal.bluefog.win_free("x")
     return found
 
 

@@ -20,7 +20,7 @@ def test_memory_that_others_still_read_is_not_given_back_at_the_word_of_a_third(
 
     def run() -> list[tuple[int, int]]:
         engine = current().engine
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         x = torch.full((70_000,), 1.0)
         found = []
         for step in range(4):

@@ -191,7 +191,7 @@ def save_model(folder: str) -> dict[str, Any]:
 def _apart(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> shoal.DecentralizedOptimizer:
     """Agents that exchange nothing: their models go different ways."""
     kind = shoal.CommunicationType.empty
-    return shoal.DistributedAdaptThenCombineOptimizer(optimizer, models, kind, mix_state=())
+    return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, models, kind, mix_state=())
 
 
 def refused(what: str) -> str:

@@ -24,8 +24,8 @@ class Run:
     def __init__(self) -> None:
         self.model = deepcopy(MODEL)
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, self.model)
-        self.schedule = shoal.Warmup(self.optimizer, 4)
+        self.optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, self.model)
+        self.schedule = shoal.optim.Warmup(self.optimizer, 4)
         self.sampler = shoal.AgentSampler(DATA)
         self.noise = torch.Generator().manual_seed(shoal.rank())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)

@@ -38,7 +38,7 @@ def average_and_go_on(victim: int, point: Point, rounds: int) -> tuple[int, ...]
     if shoal.rank() == victim:
         arm(point)
     own = torch.arange(NUMEL) * (shoal.rank() + 0.25)
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     with in_use():
         shoal.barrier()
         for _ in range(4 * rounds):  # the victim is killed in one of them

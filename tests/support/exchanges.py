@@ -94,7 +94,7 @@ def gossip(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def neighbor_allgather(tensor: torch.Tensor) -> torch.Tensor:
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     return shoal.neighbor_allgather(tensor.reshape(-1)[: tensor.numel() - shoal.rank()])
 
 
@@ -128,7 +128,7 @@ def broadcast_object(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hierarchical(tensor: torch.Tensor) -> torch.Tensor:
-    shoal.set_machine_topology(shoal.RingGraph(shoal.machine_size()))
+    shoal.set_machine_topology(shoal.topology.RingGraph(shoal.machine_size()))
     return shoal.hierarchical_neighbor_allreduce(tensor)
 
 
@@ -141,7 +141,7 @@ def hierarchical_dynamic(tensor: torch.Tensor) -> torch.Tensor:
 
 def in_flight_together(tensor: torch.Tensor) -> torch.Tensor:
     """Four operations, begun in an order that differs between the agents."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     begun = {}
     for turn in range(4):
         k = (turn + shoal.rank()) % 4

@@ -64,7 +64,7 @@ class Training:
 
 def train(gradients: bool = False, accumulate: int = 1) -> dict[str, Any]:
     """An epoch; what was set up, and what came of it."""
-    run = Training(shoal.DistributedGradientAllreduceOptimizer if gradients else None)
+    run = Training(shoal.optim.DistributedGradientAllreduceOptimizer if gradients else None)
     run.epoch(accumulate)
     loader = run.fabric.setup_dataloaders(torch.utils.data.DataLoader(VALID, batch_size=3))
     with torch.no_grad(), shoal.consensus(run.net.module):

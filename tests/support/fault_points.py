@@ -170,7 +170,7 @@ def average_until_it_fails(numel: int, victim: int = -1, point: Point | None = N
     if point is not None and shoal.rank() == victim:
         arm(point)
     rank, size = shoal.rank(), shoal.size()
-    shoal.set_topology(shoal.RingGraph(size))
+    shoal.set_topology(shoal.topology.RingGraph(size))
     group = {(rank + step) % size for step in (-1, 0, 1)}
     mean = sum(group) / len(group)
     own = torch.full((numel,), float(rank))

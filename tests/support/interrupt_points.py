@@ -92,21 +92,21 @@ CALLS: dict[str, Callable[[str], None]] = {
 
 
 def make_window() -> None:
-    shoal.win_create(torch.zeros(1000), "window", zero_init=True)
+    shoal.bluefog.win_create(torch.zeros(1000), "window", zero_init=True)
 
 
 def free_window() -> None:
     shoal.barrier()
-    shoal.win_free("window")
+    shoal.bluefog.win_free("window")
 
 
 def put_and_update() -> None:
-    with shoal.win_mutex("window"):
-        shoal.win_put(torch.ones(1000), "window", require_mutex=True)
-    handle = shoal.win_accumulate_nonblocking(torch.ones(1000), "window")
-    shoal.win_get("window")
-    shoal.win_wait(handle)
-    shoal.win_update("window", require_mutex=True)
+    with shoal.bluefog.win_mutex("window"):
+        shoal.bluefog.win_put(torch.ones(1000), "window", require_mutex=True)
+    handle = shoal.bluefog.win_accumulate_nonblocking(torch.ones(1000), "window")
+    shoal.bluefog.win_get("window")
+    shoal.bluefog.win_wait(handle)
+    shoal.bluefog.win_update("window", require_mutex=True)
 
 
 def lines_of_window_calls() -> int:
@@ -128,7 +128,10 @@ def interrupt_window_calls(points: list[int]) -> None:
             assert not lines.place, f"Ctrl-C at {lines.place} was lost"
         finally:
             sys.settrace(None)
-        with shoal.win_mutex("window", timeout=2.0), shoal.win_mutex("window", for_self=True, timeout=2.0):
+        with (
+            shoal.bluefog.win_mutex("window", timeout=2.0),
+            shoal.bluefog.win_mutex("window", for_self=True, timeout=2.0),
+        ):
             put_and_update()
         assert wait_until(lambda: not in_flight(), SETTLED_SECONDS), f"{lines.place} left {in_flight()} in flight"
 

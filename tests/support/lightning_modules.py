@@ -156,34 +156,36 @@ def loaders(batch: int = 2, workers: int = 0, resumable: bool = False, uneven: b
 
 
 def _ring(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoal.DecentralizedOptimizer:
-    ring = shoal.RingGraph(shoal.size())
+    ring = shoal.topology.RingGraph(shoal.size())
     return shoal.DecentralizedOptimizer(optimizer, module, ExactDiffusion(1.0, lazy=True), topology=ring)
 
 
 def _overlapping(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoal.DecentralizedOptimizer:
-    return shoal.DistributedAdaptThenCombineOptimizer(
+    return shoal.optim.DistributedAdaptThenCombineOptimizer(
         optimizer, module, topology=shoal.topology.OnePeerExponential(shoal.size()), overlap="backward"
     )
 
 
 def _tracking(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoal.DecentralizedOptimizer:
     return shoal.DecentralizedOptimizer(
-        optimizer, module, GradientTracking(1.0), topology=shoal.RingGraph(shoal.size())
+        optimizer, module, GradientTracking(1.0), topology=shoal.topology.RingGraph(shoal.size())
     )
 
 
 def _every_second(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoal.DecentralizedOptimizer:
-    return shoal.DistributedAdaptThenCombineOptimizer(optimizer, module, num_steps_per_communication=4)
+    return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, module, num_steps_per_communication=4)
 
 
 WRAPPERS: dict[str, Any] = {
     "": None,
-    "gradients": shoal.DistributedGradientAllreduceOptimizer,
+    "gradients": shoal.optim.DistributedGradientAllreduceOptimizer,
     "ring": _ring,
     "overlapping": _overlapping,
     "tracking": _tracking,
     "every second": _every_second,
-    "mixed": lambda adam, module: shoal.DistributedAdaptThenCombineOptimizer(adam, module, mix_state=("exp_avg_sq",)),
+    "mixed": lambda adam, module: shoal.optim.DistributedAdaptThenCombineOptimizer(
+        adam, module, mix_state=("exp_avg_sq",)
+    ),
 }
 
 

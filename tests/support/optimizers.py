@@ -53,5 +53,5 @@ def by_hand(way: Algorithm, W: Tensor) -> Tensor:
     return x
 
 
-RING = torch.from_numpy(shoal.topology.mixing_matrix(shoal.RingGraph(SIZE)))
+RING = torch.from_numpy(shoal.topology.mixing_matrix(shoal.topology.RingGraph(SIZE)))
 MEAN = torch.full((SIZE, SIZE), 1 / SIZE, dtype=torch.float64)

@@ -10,7 +10,7 @@ import shoal
 
 Vectors = NDArray[np.float64]
 SIZE, D, LR = 4, 6, 0.1
-W = np.array(shoal.topology.mixing_matrix(shoal.RingGraph(SIZE)))
+W = np.array(shoal.topology.mixing_matrix(shoal.topology.RingGraph(SIZE)))
 _DRAW = np.random.default_rng(8)
 CURVED, CENTRES = _DRAW.uniform(0.2, 1.5, (SIZE, D)), _DRAW.normal(size=(SIZE, D))
 START = _DRAW.normal(size=(SIZE, D))

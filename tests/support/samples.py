@@ -51,16 +51,16 @@ def samples(size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
 def bluefog_graphs(size: int) -> dict[str, nx.DiGraph]:
     """Every graph that BlueFog has a constructor for."""
     return {
-        "exponential two": shoal.ExponentialTwoGraph(size),
-        "exponential, base 3": shoal.ExponentialGraph(size, base=3),
-        "symmetric exponential": shoal.SymmetricExponentialGraph(size),
-        "ring": shoal.RingGraph(size),
-        "ring to the left": shoal.RingGraph(size, connect_style=1),
-        "ring to the right": shoal.RingGraph(size, connect_style=2),
-        "star": shoal.StarGraph(size),
-        "star around the last": shoal.StarGraph(size, center_rank=size - 1),
-        "grid": shoal.MeshGrid2DGraph(size),
-        "fully connected": shoal.FullyConnectedGraph(size),
+        "exponential two": shoal.topology.ExponentialTwoGraph(size),
+        "exponential, base 3": shoal.topology.ExponentialGraph(size, base=3),
+        "symmetric exponential": shoal.topology.SymmetricExponentialGraph(size),
+        "ring": shoal.topology.RingGraph(size),
+        "ring to the left": shoal.topology.RingGraph(size, connect_style=1),
+        "ring to the right": shoal.topology.RingGraph(size, connect_style=2),
+        "star": shoal.topology.StarGraph(size),
+        "star around the last": shoal.topology.StarGraph(size, center_rank=size - 1),
+        "grid": shoal.topology.MeshGrid2DGraph(size),
+        "fully connected": shoal.topology.FullyConnectedGraph(size),
     }
 
 

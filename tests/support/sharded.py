@@ -52,19 +52,19 @@ def wrapped(local: Callable[..., torch.optim.Optimizer], how: Any, model: nn.Mod
 
 
 WAYS: dict[str, Make] = {
-    "adapt then combine": partial(wrapped, SGD, shoal.DistributedAdaptThenCombineOptimizer, topology=UNEVEN),
-    "adapt with combine": partial(wrapped, SGD, shoal.DistributedAdaptWithCombineOptimizer, topology=UNEVEN),
-    "gradients": partial(wrapped, SGD, shoal.DistributedGradientAllreduceOptimizer),
+    "adapt then combine": partial(wrapped, SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, topology=UNEVEN),
+    "adapt with combine": partial(wrapped, SGD, shoal.optim.DistributedAdaptWithCombineOptimizer, topology=UNEVEN),
+    "gradients": partial(wrapped, SGD, shoal.optim.DistributedGradientAllreduceOptimizer),
     "exact diffusion": partial(
         wrapped, SGD, shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0, lazy=True), topology=UNEVEN
     ),
     "Adam, its second moments too": partial(
-        wrapped, ADAM, shoal.DistributedAdaptThenCombineOptimizer, topology=UNEVEN, mix_state=("exp_avg_sq",)
+        wrapped, ADAM, shoal.optim.DistributedAdaptThenCombineOptimizer, topology=UNEVEN, mix_state=("exp_avg_sq",)
     ),
     "compressed": partial(
         wrapped,
         SGD,
-        shoal.DistributedAdaptThenCombineOptimizer,
+        shoal.optim.DistributedAdaptThenCombineOptimizer,
         topology=UNEVEN,
         compression=shoal.compression.MinMaxUInt8(),
     ),

@@ -33,7 +33,7 @@ AT_LEAST = 0.002
 
 def _halves(size: int) -> Any:
     """A ring whose agents keep half, on which every algorithm converges."""
-    return Circulant(size, {0: 0.5, 1: 0.25, -1: 0.25}) if size > 2 else shoal.FullyConnectedGraph(2)
+    return Circulant(size, {0: 0.5, 1: 0.25, -1: 0.25}) if size > 2 else shoal.topology.FullyConnectedGraph(2)
 
 
 def _of_algorithm(algorithm: Any, inner: torch.optim.Optimizer, model: torch.nn.Module) -> Any:
@@ -41,16 +41,18 @@ def _of_algorithm(algorithm: Any, inner: torch.optim.Optimizer, model: torch.nn.
 
 
 WRAPPERS: dict[str, Callable[[torch.optim.Optimizer, torch.nn.Module], Any]] = {
-    "atc": shoal.DistributedAdaptThenCombineOptimizer,
-    "awc": shoal.DistributedAdaptWithCombineOptimizer,
-    "backward": functools.partial(shoal.DistributedAdaptThenCombineOptimizer, overlap="backward", bucket_bytes=1 << 17),
-    "gradients": shoal.DistributedGradientAllreduceOptimizer,
+    "atc": shoal.optim.DistributedAdaptThenCombineOptimizer,
+    "awc": shoal.optim.DistributedAdaptWithCombineOptimizer,
+    "backward": functools.partial(
+        shoal.optim.DistributedAdaptThenCombineOptimizer, overlap="backward", bucket_bytes=1 << 17
+    ),
+    "gradients": shoal.optim.DistributedGradientAllreduceOptimizer,
     "tracking": functools.partial(_of_algorithm, GradientTracking(1.0)),
     "diffusion": functools.partial(_of_algorithm, ExactDiffusion(1.0, lazy=True)),
     "quasi-global": functools.partial(_of_algorithm, QuasiGlobalMomentum(1.0, 0.5)),
-    "put": shoal.DistributedWinPutOptimizer,
-    "get": shoal.DistributedPullGetOptimizer,
-    "push": shoal.DistributedPushSumOptimizer,
+    "put": shoal.optim.DistributedWinPutOptimizer,
+    "get": shoal.optim.DistributedPullGetOptimizer,
+    "push": shoal.optim.DistributedPushSumOptimizer,
 }
 WINDOWS = ("put", "get", "push")
 
@@ -174,7 +176,9 @@ class _Loop:
         self.fault, self.steps = fault, 0
         self.failing = shoal.rank() == fault.victim
         size = shoal.size()
-        shoal.set_topology(shoal.RingGraph(size) if fault.graph == "ring" else shoal.ExponentialTwoGraph(size))
+        shoal.set_topology(
+            shoal.topology.RingGraph(size) if fault.graph == "ring" else shoal.topology.ExponentialTwoGraph(size)
+        )
         torch.manual_seed(0)
         self.model = MODELS[fault.model]()
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1e-4)

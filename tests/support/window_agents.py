@@ -59,43 +59,44 @@ def in_threads(count: int, function: Callable[[int], object]) -> None:
 
 def every_operation(numel: int) -> dict[str, list[float]]:
     """What the slots of this agent hold after each operation of all agents, in the order of its in-neighbours."""
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     me = shoal.rank()
     x = torch.full((numel,), me + 1.0)
-    shoal.win_create(x, "x", zero_init=True)
+    shoal.bluefog.win_create(x, "x", zero_init=True)
     found = {}
 
     def note(what: str) -> None:
         shoal.barrier()
         found[what] = [
-            common_value(shoal.win_update("x", 0.0, {source: 1.0}, clone=True)) for source in shoal.in_neighbor_ranks()
+            common_value(shoal.bluefog.win_update("x", 0.0, {source: 1.0}, clone=True))
+            for source in shoal.in_neighbor_ranks()
         ]
         shoal.barrier()
 
-    shoal.win_put(x * 10, "x", dst_weights={to: to + 1 for to in shoal.out_neighbor_ranks()})
+    shoal.bluefog.win_put(x * 10, "x", dst_weights={to: to + 1 for to in shoal.out_neighbor_ranks()})
     note("put")
-    shoal.win_accumulate(x, "x", require_mutex=True)
+    shoal.bluefog.win_accumulate(x, "x", require_mutex=True)
     note("accumulate")
-    shoal.win_update_then_collect("x")
+    shoal.bluefog.win_update_then_collect("x")
     note("collect")
-    shoal.win_get("x", src_weights=dict.fromkeys(shoal.in_neighbor_ranks(), 0.5))
+    shoal.bluefog.win_get("x", src_weights=dict.fromkeys(shoal.in_neighbor_ranks(), 0.5))
     note("get")
-    shoal.win_free("x")
+    shoal.bluefog.win_free("x")
     return found
 
 
 def times_in_mutex(rounds: int) -> list[tuple[int, int]]:
     """From when to when, in ``time.monotonic_ns()``, this agent had the mutex of agent 0 each time."""
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
-    shoal.win_create(torch.zeros(1), "x")
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
+    shoal.bluefog.win_create(torch.zeros(1), "x")
     found = []
     for _ in range(rounds):
-        with shoal.win_mutex("x", for_self=shoal.rank() == 0, ranks=[0]):
+        with shoal.bluefog.win_mutex("x", for_self=shoal.rank() == 0, ranks=[0]):
             began = time.monotonic_ns()
             time.sleep(0.0002)
             found.append((began, time.monotonic_ns()))
     shoal.barrier()
-    shoal.win_free("x")
+    shoal.bluefog.win_free("x")
     return found
 
 
@@ -133,11 +134,11 @@ class Program:
 
 def record_history(program: Program) -> dict[Edge, list[Record]]:
     """Be one agent of a program. The histories of the slots, as far as this agent took part in them."""
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     if program.with_p:
-        shoal.turn_on_win_ops_with_associated_p()
+        shoal.bluefog.turn_on_win_ops_with_associated_p()
     x = (shoal.empty if program.in_place else torch.empty)(program.numel, dtype=program.dtype).fill_(shoal.rank() + 1)
-    shoal.win_create(x, "x", zero_init=True)
+    shoal.bluefog.win_create(x, "x", zero_init=True)
     recorders = [Recorder(f"rank {shoal.rank()} thread {thread}") for thread in range(program.threads)]
     shoal.barrier()
     in_threads(program.threads, lambda thread: _Thread(program, thread, x, recorders[thread]).run())
@@ -147,8 +148,8 @@ def record_history(program: Program) -> dict[Edge, list[Record]]:
         last.look()
         last.read()
     shoal.barrier()
-    shoal.win_free("x")
-    shoal.turn_off_win_ops_with_associated_p()
+    shoal.bluefog.win_free("x")
+    shoal.bluefog.turn_off_win_ops_with_associated_p()
     return dict(merged(one.histories for one in recorders))
 
 
@@ -200,7 +201,7 @@ class _Thread:
         p = self._program.with_p
         effects: Steps = [((self._me, to), Put(value, float(weights[to]) if p else None)) for to in weights]
         self._recorder.run(
-            lambda: shoal.win_put(tensor, "x", dst_weights=weights, require_mutex=self._program.require_mutex),
+            lambda: shoal.bluefog.win_put(tensor, "x", dst_weights=weights, require_mutex=self._program.require_mutex),
             lambda _: effects,
         )
 
@@ -209,7 +210,9 @@ class _Thread:
         p = self._program.with_p
         effects: Steps = [((self._me, to), Accumulate(value, float(weights[to]) if p else 0.0)) for to in weights]
         self._recorder.run(
-            lambda: shoal.win_accumulate(tensor, "x", dst_weights=weights, require_mutex=self._program.require_mutex),
+            lambda: shoal.bluefog.win_accumulate(
+                tensor, "x", dst_weights=weights, require_mutex=self._program.require_mutex
+            ),
             lambda _: effects,
         )
 
@@ -221,7 +224,9 @@ class _Thread:
             number = next(_get_numbers)
             effects += [((source, self._me), Fetch(number)), ((source, self._me), Store(number))]
         mutex = self._program.require_mutex
-        self._recorder.run(lambda: shoal.win_get("x", src_weights=weights, require_mutex=mutex), lambda _: effects)
+        self._recorder.run(
+            lambda: shoal.bluefog.win_get("x", src_weights=weights, require_mutex=mutex), lambda _: effects
+        )
 
     def read(self) -> None:
         self._recorder.run(
@@ -245,14 +250,16 @@ class _Thread:
             return [((source, self._me), Read(found)), ((self._me, source), Register(found))]
 
         def update() -> float:
-            shoal.win_update("x", 0.0, {source: 1.0}, require_mutex=self._program.require_mutex)
+            shoal.bluefog.win_update("x", 0.0, {source: 1.0}, require_mutex=self._program.require_mutex)
             return common_value(self._x)
 
         self._recorder.run(update, effects)
 
     def _update(self, reset: bool) -> torch.Tensor:
         ones = dict.fromkeys(self._sources, 1)
-        return shoal.win_update("x", 0, ones, reset=reset, clone=True, require_mutex=self._program.require_mutex)
+        return shoal.bluefog.win_update(
+            "x", 0, ones, reset=reset, clone=True, require_mutex=self._program.require_mutex
+        )
 
     def _apart(self, kind: type[Read] | type[Collect], found: torch.Tensor) -> Steps:
         total = common_value(found)
@@ -264,13 +271,13 @@ class _Thread:
         return steps
 
     def look(self) -> None:
-        def effects(found: dict[int, shoal.SlotState] | None) -> Steps:
+        def effects(found: dict[int, shoal.windows.SlotState] | None) -> Steps:
             assert found is not None
             return [
                 ((source, self._me), Look(one.puts, one.gets, one.accumulates, one.p)) for source, one in found.items()
             ]
 
-        self._recorder.run(lambda: shoal.win_slots("x"), effects)
+        self._recorder.run(lambda: shoal.bluefog.win_slots("x"), effects)
 
 
 # Mass
@@ -325,10 +332,10 @@ def first_mass(rank: int, numel: int) -> list[float]:
 def move_mass(flow: Flow) -> list[Mass]:
     """Be one agent of a flow. What this agent had after each phase, when no operation was in progress."""
     shoal.set_topology(flow_graph(shoal.size()))
-    shoal.turn_on_win_ops_with_associated_p()
+    shoal.bluefog.turn_on_win_ops_with_associated_p()
     first = torch.tensor(first_mass(shoal.rank(), flow.numel), dtype=torch.float64)
     x = shoal.empty(flow.numel, dtype=torch.float64).copy_(first) if flow.in_place else first
-    shoal.win_create(x, "x", zero_init=True)
+    shoal.bluefog.win_create(x, "x", zero_init=True)
     movers = [_Mover(flow, x, thread) for thread in range(flow.threads)]
     found = []
     for _ in range(flow.phases):
@@ -336,16 +343,16 @@ def move_mass(flow: Flow) -> list[Mass]:
         shoal.barrier()
         found.append(_count())
         shoal.barrier()
-    shoal.win_free("x")
-    shoal.turn_off_win_ops_with_associated_p()
+    shoal.bluefog.win_free("x")
+    shoal.bluefog.turn_off_win_ops_with_associated_p()
     return found
 
 
 def _count() -> Mass:
-    p = shoal.win_associated_p("x") + sum(one.p for one in shoal.win_slots("x").values())
-    shoal.turn_off_win_ops_with_associated_p()  # else the update below would count them a second time
-    values = shoal.win_update("x", 1.0, dict.fromkeys(shoal.in_neighbor_ranks(), 1.0), clone=True)
-    shoal.turn_on_win_ops_with_associated_p()
+    p = shoal.bluefog.win_associated_p("x") + sum(one.p for one in shoal.bluefog.win_slots("x").values())
+    shoal.bluefog.turn_off_win_ops_with_associated_p()  # else the update below would count them a second time
+    values = shoal.bluefog.win_update("x", 1.0, dict.fromkeys(shoal.in_neighbor_ranks(), 1.0), clone=True)
+    shoal.bluefog.turn_on_win_ops_with_associated_p()
     return Mass(tuple(values.tolist()), p)
 
 
@@ -368,31 +375,31 @@ class _Mover:
             elif alone:
                 self._push(require_mutex=self._chance.random() < 0.5)
             else:
-                with shoal.win_mutex("x", for_self=True):
+                with shoal.bluefog.win_mutex("x", for_self=True):
                     self._push(require_mutex=False)
 
     def _collect(self, require_mutex: bool) -> None:
         if self._chance.random() < 0.5:
-            shoal.win_update_then_collect("x", require_mutex)
+            shoal.bluefog.win_update_then_collect("x", require_mutex)
         else:
             ones = dict.fromkeys(shoal.in_neighbor_ranks(), 1.0)
-            shoal.win_update("x", 1.0, ones, reset=True, require_mutex=require_mutex)
+            shoal.bluefog.win_update("x", 1.0, ones, reset=True, require_mutex=require_mutex)
 
     def _push(self, require_mutex: bool) -> None:
         neighbours = shoal.out_neighbor_ranks()
         some = self._chance.sample(neighbours, self._chance.randint(1, len(neighbours)))
         kept, sent = self._shares(some)
         if self._chance.random() < 0.5:
-            shoal.win_accumulate(self._x, "x", kept, sent, require_mutex)
+            shoal.bluefog.win_accumulate(self._x, "x", kept, sent, require_mutex)
         else:
-            shoal.win_wait(shoal.win_accumulate_nonblocking(self._x, "x", kept, sent, require_mutex))
+            shoal.bluefog.win_wait(shoal.bluefog.win_accumulate_nonblocking(self._x, "x", kept, sent, require_mutex))
 
     def _shares(self, some: list[int]) -> tuple[float, dict[int, float]]:
         """What is kept and what each gets; together one."""
         if not self._flow.dyadic:
             return 1 / (1 + len(some)), dict.fromkeys(some, 1 / (1 + len(some)))
         shares = [2.0 ** -(k + 1) for k in range(len(some))]
-        parts = torch.cat([self._x, self._x.new_tensor([shoal.win_associated_p("x")])]) * shares[-1]
+        parts = torch.cat([self._x, self._x.new_tensor([shoal.bluefog.win_associated_p("x")])]) * shares[-1]
         units = parts * 2.0**QUANTUM_BITS
         if bool((units == units.round()).all()):
             return shares[0], dict(zip(some, [*shares[1:], shares[-1]], strict=True))

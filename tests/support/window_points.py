@@ -119,14 +119,14 @@ _ones = torch.empty(0)
 def open_window(numel: int = NUMEL) -> None:
     global _ones
     _ones = torch.ones(numel)
-    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
-    shoal.turn_on_win_ops_with_associated_p()
-    assert shoal.win_create(torch.zeros(numel), NAME, zero_init=True)
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
+    shoal.bluefog.turn_on_win_ops_with_associated_p()
+    assert shoal.bluefog.win_create(torch.zeros(numel), NAME, zero_init=True)
     shoal.barrier()
 
 
 def write(how: str, multiple: float, to: int, timeout: float | None = None) -> None:
-    function = shoal.win_put if how == PUT else shoal.win_accumulate
+    function = shoal.bluefog.win_put if how == PUT else shoal.bluefog.win_accumulate
     assert function(_ones, NAME, dst_weights={to: multiple}, timeout=timeout)
 
 
@@ -150,19 +150,19 @@ def write_for_ever(how: str, to: int) -> None:
 
 def write_for_ever_without_waiting(how: str, to: int) -> None:
     """The same through this agent's worker, several on their way at a time."""
-    function = shoal.win_put_nonblocking if how == PUT else shoal.win_accumulate_nonblocking
+    function = shoal.bluefog.win_put_nonblocking if how == PUT else shoal.bluefog.win_accumulate_nonblocking
     count = 0
     while True:
         count += 1
         weights = {to: float(count) if how == PUT else 1.0}
         for handle in [function(_ones, NAME, dst_weights=weights) for _ in range(4)]:
-            shoal.win_wait(handle)
+            shoal.bluefog.win_wait(handle)
 
 
 def read(source: int, timeout: float = 1.0) -> Slot:
     """What lies in this agent's slot for a neighbour. From then on its own associated weight is that of the slot."""
-    value = shoal.win_update(NAME, 0.0, {source: 1.0}, clone=True, timeout=timeout)
-    return Slot(value.min().item(), value.max().item(), shoal.win_associated_p(NAME))
+    value = shoal.bluefog.win_update(NAME, 0.0, {source: 1.0}, clone=True, timeout=timeout)
+    return Slot(value.min().item(), value.max().item(), shoal.bluefog.win_associated_p(NAME))
 
 
 def read_until(source: int, count: int, seconds: float = 10.0) -> list[Slot]:
@@ -180,7 +180,7 @@ def read_until(source: int, count: int, seconds: float = 10.0) -> list[Slot]:
 
 
 def accumulates(source: int) -> int:
-    return shoal.win_slots(NAME)[source].accumulates
+    return shoal.bluefog.win_slots(NAME)[source].accumulates
 
 
 def update_and_stop(source: int) -> Slot:
@@ -192,11 +192,11 @@ def update_and_stop(source: int) -> Slot:
 def get_and_stop(source: int) -> None:
     """Stops with the lock of its neighbour's tensor in its hands."""
     arm_write("locked", stop)
-    shoal.win_get(NAME, {source: 1.0})
+    shoal.bluefog.win_get(NAME, {source: 1.0})
 
 
 def hold_mutex(of: int, then: Callable[[], T]) -> T:
-    with shoal.win_mutex(NAME, for_self=of == shoal.rank(), ranks=[of]):
+    with shoal.bluefog.win_mutex(NAME, for_self=of == shoal.rank(), ranks=[of]):
         return then()
 
 
@@ -219,7 +219,7 @@ def end_when_waiting(pid: int, how: int = signal.SIGKILL) -> None:
 
 def take_mutex(of: int, timeout: float | None = None) -> float:
     """The time at which this agent has it."""
-    with shoal.win_mutex(NAME, for_self=of == shoal.rank(), ranks=[of], timeout=timeout):
+    with shoal.bluefog.win_mutex(NAME, for_self=of == shoal.rank(), ranks=[of], timeout=timeout):
         return time.monotonic()
 
 
@@ -245,7 +245,7 @@ def _read_when(source: int, value: float, limit: float) -> Slot:
 def free_after(count: int, source: int) -> None:
     """Free the window when so many values have come."""
     read_until(source, count)
-    shoal.win_free(NAME)
+    shoal.bluefog.win_free(NAME)
 
 
 def cycle(count: int, warm: int) -> tuple[list[str], int]:
@@ -262,11 +262,11 @@ def cycle(count: int, warm: int) -> tuple[list[str], int]:
             before, resident = holdings(), resident_bytes()
         name = f"{NAME} {i % 3}"
         tensor = shoal.empty(5000) if i % 2 else torch.empty(5000)
-        assert shoal.win_create(tensor.fill_(1.0), name)
+        assert shoal.bluefog.win_create(tensor.fill_(1.0), name)
         with contextlib.suppress(shoal.Mismatch):  # its neighbour may have freed it already
-            shoal.win_accumulate(tensor, name)
-            shoal.win_wait(shoal.win_put_nonblocking(tensor, name, require_mutex=i % 7 == 0))
-        shoal.win_free(name)
+            shoal.bluefog.win_accumulate(tensor, name)
+            shoal.bluefog.win_wait(shoal.bluefog.win_put_nonblocking(tensor, name, require_mutex=i % 7 == 0))
+        shoal.bluefog.win_free(name)
     shoal.barrier()
     assert before is not None
     limit = time.monotonic() + 2.0

@@ -213,12 +213,12 @@ def test_machines_average_by_what_is_left_of_each(fleet: Fleets, gone: tuple[int
 def test_new_windows_are_on_what_is_left_of_the_topology(fleet: Fleets) -> None:
     def does() -> list[float]:
         x = value(shoal.rank())
-        assert shoal.win_create(x, "w", zero_init=True)
-        shoal.win_put(x, "w")
+        assert shoal.bluefog.win_create(x, "w", zero_init=True)
+        shoal.bluefog.win_put(x, "w")
         shoal.barrier()
-        found = shoal.win_update("w").tolist()
+        found = shoal.bluefog.win_update("w").tolist()
         shoal.barrier()
-        shoal.win_free("w")
+        shoal.bluefog.win_free("w")
         return found
 
     found = results(fleet, does)

@@ -235,7 +235,7 @@ def alone() -> list[str]:
     """What an agent hears that does not load first."""
     x, found = torch.ones(2), []
     model = torch.nn.Linear(2, 1)
-    optimizer = shoal.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert torch.equal(shoal.broadcast(x, 0), x) and shoal.alive() == (shoal.rank(),)
     for call in (
         lambda: shoal.neighbor_allreduce(x),
@@ -278,7 +278,7 @@ def test_nobody_is_left_to_let_it_in() -> None:
 def hand_over_on_a_ring() -> Any:
     """Ranks 1 and 2 need what 0 and 3 have; 3, which is near 2, dies of being asked."""
     agent = current()
-    shoal.set_topology(shoal.RingGraph(4))
+    shoal.set_topology(shoal.topology.RingGraph(4))
 
     def state() -> list[int]:
         if agent.rank == 3:
@@ -298,11 +298,11 @@ def test_who_has_just_been_given_the_state_gives_it_on_where_its_giver_dies() ->
 def puts_before_and_after() -> str:
     """A window of three agents, of whom one comes back without it: what a call that needs it says, and a new window."""
     checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
-    shoal.set_topology(shoal.FullyConnectedGraph(3))
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
     x, said = torch.full((2,), float(shoal.rank())), ""
     if not shoal.is_entering():
-        shoal.win_create(x, "w")
-        shoal.win_put(x, "w")
+        shoal.bluefog.win_create(x, "w")
+        shoal.bluefog.win_put(x, "w")
         shoal.barrier()
         if shoal.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -312,20 +312,20 @@ def puts_before_and_after() -> str:
         checkpoint.save(None, step)
         time.sleep(0.01)
     if shoal.rank() != 1:
-        shoal.win_put(x, "w")  # to those that are left of its neighbours
+        shoal.bluefog.win_put(x, "w")  # to those that are left of its neighbours
         try:
-            shoal.win_put(x, "w", dst_weights=[1])
+            shoal.bluefog.win_put(x, "w", dst_weights=[1])
         except shoal.PeerLost as error:
             said = str(error)
     shoal.barrier()
     if shoal.rank() != 1:
-        shoal.win_free("w")
-    assert shoal.win_create(x, "w", zero_init=True)
-    shoal.win_put(x, "w")
+        shoal.bluefog.win_free("w")
+    assert shoal.bluefog.win_create(x, "w", zero_init=True)
+    shoal.bluefog.win_put(x, "w")
     shoal.barrier()
-    assert torch.equal(shoal.win_update("w"), torch.full((2,), 1.0))
+    assert torch.equal(shoal.bluefog.win_update("w"), torch.full((2,), 1.0))
     shoal.barrier()
-    shoal.win_free("w")
+    shoal.bluefog.win_free("w")
     return said
 
 

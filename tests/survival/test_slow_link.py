@@ -21,9 +21,9 @@ AWAY = [1, 2]
 KBIT = 2000
 SECONDS, PAUSE = 2.0, 0.01
 WAYS: dict[str, Any] = {
-    "put": shoal.DistributedWinPutOptimizer,
-    "get": shoal.DistributedPullGetOptimizer,
-    "in step": shoal.DistributedAdaptThenCombineOptimizer,
+    "put": shoal.optim.DistributedWinPutOptimizer,
+    "get": shoal.optim.DistributedPullGetOptimizer,
+    "in step": shoal.optim.DistributedAdaptThenCombineOptimizer,
 }
 
 

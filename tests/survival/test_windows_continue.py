@@ -26,10 +26,10 @@ SIZE, VICTIM = 4, 1
 LEFT = [rank for rank in range(SIZE) if rank != VICTIM]
 RING = Static(topology_util.RingGraph(SIZE))
 WAYS = {
-    "put": shoal.DistributedWinPutOptimizer,
-    "get": shoal.DistributedPullGetOptimizer,
-    "push-sum": shoal.DistributedPushSumOptimizer,
-    "pairs": shoal.DistributedADPSGDOptimizer,
+    "put": shoal.optim.DistributedWinPutOptimizer,
+    "get": shoal.optim.DistributedPullGetOptimizer,
+    "push-sum": shoal.optim.DistributedPushSumOptimizer,
+    "pairs": shoal.optim.DistributedADPSGDOptimizer,
 }
 NEAR = {"put": 1e-8, "get": 0.2}
 """What is got may lie between a neighbour's average and its local step; what is put lies at the end of a step."""
@@ -115,7 +115,7 @@ def test_the_others_come_to_rest_where_those_that_are_left_do(
 def look_until_lost() -> tuple[int, ...]:
     """Ask the neighbours whether they are there, without a pause, until the victim has died; who is there then."""
     shoal.set_topology(topology_util.RingGraph(SIZE))
-    shoal.win_create(torch.zeros(3), "asked")
+    shoal.bluefog.win_create(torch.zeros(3), "asked")
     window = windows_of(current("a test")).get("win_put", "asked")
     limit = time.monotonic() + (0.3 if shoal.rank() == VICTIM else MOST_SECONDS)
     while VICTIM in shoal.alive() and time.monotonic() < limit:
@@ -123,7 +123,7 @@ def look_until_lost() -> tuple[int, ...]:
     if shoal.rank() == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     shoal.barrier()
-    shoal.win_free("asked")
+    shoal.bluefog.win_free("asked")
     return shoal.alive()
 
 

@@ -328,7 +328,7 @@ def test_one_published_copy_serves_every_destination(fleet: Fleets) -> None:
     def run() -> int:
         from shoal.runtime.agent import current
 
-        shoal.set_topology(shoal.FullyConnectedGraph(8))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(8))
         shoal.neighbor_allreduce(torch.ones(1_000_000))
         return current().engine.arena.nbytes
 

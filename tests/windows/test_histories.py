@@ -294,7 +294,7 @@ def test_what_ended_in_a_deadline_takes_effect_once_or_not_at_all(fleet: Fleets)
         for k in range(12):
             tensor = torch.full((50,), 2.0**k)
             adds = chance.random() < 0.5
-            call = shoal.win_accumulate if adds else shoal.win_put
+            call = shoal.bluefog.win_accumulate if adds else shoal.bluefog.win_put
             steps: list[tuple[Edge, Effect]] = [((1, 0), Accumulate(2.0**k) if adds else Put(2.0**k))]
             if k % 2:
                 assert held.wait(20.0)
@@ -302,16 +302,16 @@ def test_what_ended_in_a_deadline_takes_effect_once_or_not_at_all(fleet: Fleets)
 
     def read(name: str, recorder: Recorder) -> None:
         recorder.run(
-            lambda: common_value(shoal.win_update(name, 0.0, {1: 1.0}, clone=True)),
+            lambda: common_value(shoal.bluefog.win_update(name, 0.0, {1: 1.0}, clone=True)),
             lambda found: [] if found is None else [((1, 0), Read(found))],
         )
 
     def run() -> list[list[Record]]:
-        shoal.set_topology(shoal.RingGraph(2))
+        shoal.set_topology(shoal.topology.RingGraph(2))
         found = []
         for number in rounds:
             name, recorder = f"x{number}", Recorder(f"rank {shoal.rank()}")
-            shoal.win_create(torch.zeros(50), name, zero_init=True)
+            shoal.bluefog.win_create(torch.zeros(50), name, zero_init=True)
             if shoal.rank() == 1:
                 write(name, recorder)
                 written[number].set()
@@ -323,7 +323,7 @@ def test_what_ended_in_a_deadline_takes_effect_once_or_not_at_all(fleet: Fleets)
                 shoal.barrier()
                 read(name, recorder)
             shoal.barrier()
-            shoal.win_free(name)
+            shoal.bluefog.win_free(name)
             found.append(recorder.histories[1, 0])
         return found
 

@@ -25,23 +25,23 @@ def put_and_update() -> list[int]:
     sender = shoal.rank() == 0
     sent = torch.zeros(NUMEL if sender else 0, dtype=torch.uint8)
     x = sent if sender else shoal.empty(NUMEL, dtype=torch.uint8).zero_()
-    shoal.win_create(x, "x", zero_init=True)
+    shoal.bluefog.win_create(x, "x", zero_init=True)
     found: list[int] = []
     if sender:
         for k, place in enumerate(PLACES):
             sent[place] = k + 1
-        shoal.win_put(sent, "x")
-        shoal.win_accumulate(sent, "x", dst_weights={1: 10})
+        shoal.bluefog.win_put(sent, "x")
+        shoal.bluefog.win_accumulate(sent, "x", dst_weights={1: 10})
     shoal.barrier()
     if not sender:
-        assert shoal.win_update_then_collect("x") is x
+        assert shoal.bluefog.win_update_then_collect("x") is x
         found += [int(x[place]) for place in PLACES]
         found.append(int(x.count_nonzero()))
-        shoal.win_get("x")
-        shoal.win_update("x", 0, {0: 1})
+        shoal.bluefog.win_get("x")
+        shoal.bluefog.win_update("x", 0, {0: 1})
         found += [int(x[place]) for place in PLACES]
     shoal.barrier()
-    shoal.win_free("x")
+    shoal.bluefog.win_free("x")
     return found
 
 

@@ -55,11 +55,11 @@ def at_locks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
 def test_a_put_is_written_in_short_turns(at_locks: list[tuple[float, bool]], numel: int) -> None:
     def run() -> float:
         x = torch.full((numel,), float(shoal.rank()))
-        shoal.win_create(x, "x")
+        shoal.bluefog.win_create(x, "x")
         if shoal.rank() == 1:
-            shoal.win_put(x, "x")
+            shoal.bluefog.win_put(x, "x")
         shoal.barrier()
-        return float(shoal.win_update("x", 0.0, {1 - shoal.rank(): 1.0}, clone=True)[-1])
+        return float(shoal.bluefog.win_update("x", 0.0, {1 - shoal.rank(): 1.0}, clone=True)[-1])
 
     assert shoal.Fleet(2, transport="network", timeout=20.0).run(run)[0] == 1.0
     assert at_locks == [(SECONDS, True)]
@@ -72,12 +72,12 @@ def test_a_lock_that_was_taken_is_tried_again_in_short_turns(at_locks: list[tupl
 
     def run() -> bool:
         x = torch.zeros(1)
-        shoal.win_create(x, "x")
+        shoal.bluefog.win_create(x, "x")
         if shoal.rank() == 1:
             held.wait(10)
-            done = shoal.win_put(x, "x", require_mutex=True)
+            done = shoal.bluefog.win_put(x, "x", require_mutex=True)
         else:
-            with shoal.win_mutex("x", for_self=True):
+            with shoal.bluefog.win_mutex("x", for_self=True):
                 held.set()
                 done = wait_until(lambda: len(at_locks) > 2)
         shoal.barrier()

@@ -17,7 +17,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 def ring_of_two() -> int:
     """The other agent."""
-    shoal.set_topology(shoal.RingGraph(2))
+    shoal.set_topology(shoal.topology.RingGraph(2))
     return 1 - shoal.rank()
 
 
@@ -25,7 +25,7 @@ def test_put_and_get_of_a_scalar_between_three_agents(fleet: Fleets) -> None:
     """The BlueFog paper's figure 4."""
 
     def run() -> tuple[float, float]:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         window = shoal.windows.create(torch.tensor(float(shoal.rank())), "x", zero_init=True)
         ones = dict.fromkeys(window.sources, 1.0)
         if shoal.rank() == 0:
@@ -95,7 +95,7 @@ def test_an_update_takes_the_weights_of_the_topology_and_empties_what_it_has_rea
 
 def test_the_associated_weight_goes_where_the_tensor_goes(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
-        shoal.set_topology(shoal.RingGraph(3, connect_style=2))
+        shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         shoal.windows.turn_on_associated_p()
         x = torch.tensor([float(shoal.rank())], dtype=torch.float64)
         window = shoal.windows.create(x, "x", zero_init=True)
@@ -118,7 +118,7 @@ def test_the_associated_weight_goes_where_the_tensor_goes(fleet: Fleets) -> None
 
 def test_it_knows_its_neighbours_and_what_has_come_from_them(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(3, connect_style=2))
+        shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         rank = shoal.rank()
         x = torch.zeros(2)
         window = shoal.windows.create(x, "x")
@@ -146,7 +146,7 @@ def test_its_mutex_excludes_everybody_and_may_be_taken_again_by_its_holder(fleet
     inside: list[int] = []
 
     def run() -> bool:
-        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         window, rank = shoal.windows.create(torch.zeros(1), "x"), shoal.rank()
         alone = True
         for _ in range(20):
@@ -211,7 +211,7 @@ def test_an_update_waits_for_its_own_mutex_where_it_is_asked_to(fleet: Fleets) -
 
 def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
     def run() -> None:
-        shoal.set_topology(shoal.RingGraph(4, connect_style=2))
+        shoal.set_topology(shoal.topology.RingGraph(4, connect_style=2))
         before, after = (shoal.rank() - 1) % 4, (shoal.rank() + 1) % 4
         window = shoal.windows.create(torch.zeros(2), "x")
         whole = shoal.windows.create(torch.zeros(2, dtype=torch.int64), "whole")
@@ -306,17 +306,17 @@ def test_bluefogs_functions_and_the_methods_are_one_window(fleet: Fleets) -> Non
     def run() -> list[float]:
         other = ring_of_two()
         x = torch.tensor([shoal.rank() + 1.0])
-        assert shoal.win_create(x, "x", zero_init=True)
+        assert shoal.bluefog.win_create(x, "x", zero_init=True)
         window = shoal.windows.named("x")
         window.put()
-        shoal.win_accumulate(x, "x", dst_weights={other: 2.0})
+        shoal.bluefog.win_accumulate(x, "x", dst_weights={other: 2.0})
         shoal.barrier()
-        assert window.slots()[other].puts == shoal.win_slots("x")[other].puts == 1
-        assert window.version() == shoal.get_win_version("x")
-        assert window.p == shoal.win_associated_p("x")
-        found = [window.update(0.0, {other: 1.0}, clone=True).item(), shoal.win_update_then_collect("x").item()]
+        assert window.slots()[other].puts == shoal.bluefog.win_slots("x")[other].puts == 1
+        assert window.version() == shoal.bluefog.get_win_version("x")
+        assert window.p == shoal.bluefog.win_associated_p("x")
+        found = [window.update(0.0, {other: 1.0}, clone=True).item(), shoal.bluefog.win_update_then_collect("x").item()]
         shoal.barrier()
-        assert shoal.win_free("x")
+        assert shoal.bluefog.win_free("x")
         with pytest.raises(ValueError, match="freed"):
             window.put()
         return found
@@ -341,10 +341,10 @@ def test_the_calls_of_both_forms_are_alike_in_the_events(fleet: Fleets) -> None:
         window.put_nonblocking().wait()
         shoal.barrier()
         methods, seen[:] = list(seen), []
-        shoal.win_put(x, "x")
-        shoal.win_update("x")
-        shoal.win_update_then_collect("x", require_mutex=False)
-        shoal.win_wait(shoal.win_put_nonblocking(x, "x"))
+        shoal.bluefog.win_put(x, "x")
+        shoal.bluefog.win_update("x")
+        shoal.bluefog.win_update_then_collect("x", require_mutex=False)
+        shoal.bluefog.win_wait(shoal.bluefog.win_put_nonblocking(x, "x"))
         shoal.barrier()
         unsubscribe()
         return methods, list(seen)

@@ -26,9 +26,9 @@ def measure(reporter: Reporter, quick: bool) -> list[Figures]:
     size = shoal.size()
     published = [
         # Each of its own size, so that no freed memory of the previous one is reused.
-        _published(shoal.RingGraph(size, connect_style=2), 12 * MIB, 1),
-        _published(shoal.FullyConnectedGraph(size), 16 * MIB, 1),
-        _published(shoal.FullyConnectedGraph(size), 20 * MIB, 3),
+        _published(shoal.topology.RingGraph(size, connect_style=2), 12 * MIB, 1),
+        _published(shoal.topology.FullyConnectedGraph(size), 16 * MIB, 1),
+        _published(shoal.topology.FullyConnectedGraph(size), 20 * MIB, 3),
     ]
     return [*published, _rounds(reporter, 300 if quick else 10_000)]
 
@@ -52,9 +52,11 @@ def _published(graph: nx.DiGraph, nbytes: int, in_flight: int) -> Figures:
 
 def _rounds(reporter: Reporter, rounds: int) -> Figures:
     """Memory of a process before and after many rounds of one call that publishes and another that does not."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     large, little = torch.ones(1 << 14), torch.ones(64)
-    peers = shoal.GetDynamicOnePeerSendRecvRanks(shoal.ExponentialTwoGraph(shoal.size()), shoal.rank())
+    peers = shoal.topology.GetDynamicOnePeerSendRecvRanks(
+        shoal.topology.ExponentialTwoGraph(shoal.size()), shoal.rank()
+    )
 
     def run(count: int, what: str) -> None:
         for done in range(count):

@@ -22,7 +22,7 @@ REPETITIONS = 10
 
 def measure(reporter: Reporter, quick: bool) -> list[Figures]:
     """Seconds of one call at two sizes."""
-    shoal.set_topology(shoal.RingGraph(shoal.size(), connect_style=2))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size(), connect_style=2))
     return [_measure(reporter, nbytes) for nbytes in ((MB // 100, MB // 10) if quick else (MB, 10 * MB))]
 
 
@@ -30,7 +30,7 @@ def _measure(reporter: Reporter, nbytes: int) -> Figures:
     size, rank = shoal.size(), shoal.rank()
     x = torch.full((nbytes // 4,), float(rank))
     reduced, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
-    rounds = shoal.GetInnerOuterExpo2DynamicSendRecvRanks(size, local_size=size, self_rank=rank)
+    rounds = shoal.topology.GetInnerOuterExpo2DynamicSendRecvRanks(size, local_size=size, self_rank=rank)
 
     def dynamic() -> None:
         destinations, sources = next(rounds)

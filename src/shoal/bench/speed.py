@@ -103,13 +103,15 @@ class _Tensors:
     """One agent's tensors of one size, and the methods to reduce or average them with other agents' tensors."""
 
     def __init__(self, elements: int) -> None:
-        shoal.set_topology(shoal.RingGraph(shoal.size()))
+        shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
         self._x = torch.full((elements,), float(shoal.rank()))
         # Sums of zero stay finite, however often they are taken in place. zeros() would leave the pages untouched.
         self._reduced = torch.full((elements,), 0.0)
         self._out = torch.full((elements,), 0.0)
         self._fresh = self._out
-        self._rounds = shoal.GetDynamicOnePeerSendRecvRanks(shoal.ExponentialTwoGraph(shoal.size()), shoal.rank())
+        self._rounds = shoal.topology.GetDynamicOnePeerSendRecvRanks(
+            shoal.topology.ExponentialTwoGraph(shoal.size()), shoal.rank()
+        )
 
     def all_reduce(self) -> None:
         dist.all_reduce(self._reduced)

@@ -25,16 +25,16 @@ PAUSE = 0.003
 
 def measure(reporter: Reporter, quick: bool) -> list[Figures]:
     """Put and update on a ring, at 4 B, 16 MB and 100 MB."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     sizes = (4, MB // 4, MB) if quick else (4, 16 * MB, 100 * MB)
     return [_at(reporter, nbytes, nbytes == sizes[-1], quick) for nbytes in sizes]
 
 
 def over_wire(reporter: Reporter, quick: bool) -> list[Figures]:
     """How long a put of 4 B to another machine takes whose main thread computes: in torch, and in pure Python."""
-    shoal.set_topology(shoal.RingGraph(2))
+    shoal.set_topology(shoal.topology.RingGraph(2))
     x = torch.zeros(1)
-    shoal.win_create(x, "latency")
+    shoal.bluefog.win_create(x, "latency")
     seconds = {}
     for number, (what, compute) in enumerate({"torch": _torch_operations, "Python": _pure_python}.items()):
         reporter.progress("puts to an agent that computes", number, 2)
@@ -47,7 +47,7 @@ def over_wire(reporter: Reporter, quick: bool) -> list[Figures]:
                 compute()
         dist.barrier()
     shoal.barrier()
-    shoal.win_free("latency")
+    shoal.bluefog.win_free("latency")
     return [Figures("latency", 4, 2, seconds)]
 
 
@@ -56,7 +56,7 @@ def _latencies(x: torch.Tensor, end: float) -> list[float]:
     found = []
     while time.monotonic() < end:
         start = time.perf_counter()
-        shoal.win_put(x, "latency")
+        shoal.bluefog.win_put(x, "latency")
         found.append(time.perf_counter() - start)
         time.sleep(PAUSE * float(torch.rand(1)) * 2)
     return found
@@ -78,11 +78,11 @@ def _at(reporter: Reporter, nbytes: int, with_copies: bool, quick: bool) -> Figu
     x = shoal.empty(nbytes // 4)  # a window in place
     x.fill_(float(shoal.rank()))
     reduced, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
-    shoal.win_create(x, "bench")
+    shoal.bluefog.win_create(x, "bench")
 
     def put_and_update() -> None:
-        shoal.win_put(x, "bench")
-        shoal.win_update("bench")
+        shoal.bluefog.win_put(x, "bench")
+        shoal.bluefog.win_update("bench")
 
     def copy_four_times() -> None:
         for _ in range(4):
@@ -96,7 +96,7 @@ def _at(reporter: Reporter, nbytes: int, with_copies: bool, quick: bool) -> Figu
     seconds = compare(reporter, f"windows of {nbytes / MB:g} MB", cases, repetitions, calls)
     _check(x)
     shoal.barrier()
-    shoal.win_free("bench")
+    shoal.bluefog.win_free("bench")
     return Figures("windows", nbytes, shoal.size(), seconds)
 
 
@@ -106,8 +106,8 @@ def _check(x: torch.Tensor) -> None:
     dist.barrier()
     x.fill_(float(shoal.rank()))
     shoal.barrier()
-    shoal.win_put(x, "bench")
+    shoal.bluefog.win_put(x, "bench")
     shoal.barrier()
-    shoal.win_update("bench")
+    shoal.bluefog.win_update("bench")
     if not torch.allclose(x[:1000], torch.tensor(sum(around) / len(around))):
         raise AssertionError(f"rank {shoal.rank()} averaged to {x[:4].tolist()}..., and {sum(around)} / 3 is right")

@@ -43,7 +43,7 @@ from .random_state import RandomState
 __all__ = ["ShoalAccelerator"]
 
 Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.nn.Module]], DecentralizedOptimizer]
-"""Makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
+"""Makes an optimizer decentralized: ``shoal.DecentralizedOptimizer``, or a function around it."""
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 _CHECKPOINTS = "checkpoints"
 

@@ -41,8 +41,8 @@ class ShoalTrainingArguments(TrainingArguments):
     adam_accumulate: int = field(
         default=0,
         metadata={
-            "help": "How many gradients AdamW's moments take in at a time (shoal.AccumAdamW); 0: as many as there are "
-            "agents, 1: plain AdamW."
+            "help": "How many gradients AdamW's moments take in at a time (shoal.optim.AccumAdamW); 0: as many "
+            "as there are agents, 1: plain AdamW."
         },
     )
     resume_from: str = field(

@@ -52,8 +52,8 @@ class ShoalTrainer(Trainer):
         model: As of ``Trainer``; or ``model_init``.
         args: :class:`ShoalTrainingArguments`.
         wrapper: Makes the optimizer decentralized, of it and the models: any of Shoal's wrappers
-            (``shoal.DistributedGradientAllreduceOptimizer``), or a function around one. If none is given, adapt, then
-            combine, with one neighbour at a time, and AdamW of ``args`` is :class:`shoal.AccumAdamW`.
+            (``shoal.optim.DistributedGradientAllreduceOptimizer``), or a function around one. If none is given, adapt,
+            then combine, with one neighbour at a time, and AdamW of ``args`` is :class:`shoal.optim.AccumAdamW`.
         options: The options of ``Trainer``, by name. An optimizer in ``optimizers`` is wrapped on each agent.
 
     Raises:

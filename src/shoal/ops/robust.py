@@ -183,7 +183,7 @@ def too_few(rule: Robust, found: str) -> str:
     return (
         f"robust={rule}: an agent needs at least {rule.neighbours_needed} neighbours in a round to tell honest tensors "
         f"from others, and {found}; with fewer the average can stop before agents agree. Take a topology with more "
-        "neighbours in a round, such as shoal.FullyConnectedGraph, or ClippedGossip(radius=...) or FiniteOnly()"
+        "neighbours in a round, such as topology.FullyConnectedGraph, or ClippedGossip(radius=...) or FiniteOnly()"
     )
 
 

@@ -13,8 +13,8 @@ from .adam_arguments import check_adam
 class AccumAdamW(torch.optim.Optimizer):
     """AdamW whose moments take in the mean of ``accumulate`` gradients at a time, for agents that average parameters.
 
-        adam = shoal.AccumAdamW(model.parameters(), lr=1e-3, accumulate=shoal.size())
-        optimizer = shoal.DistributedAdaptThenCombineOptimizer(adam, model, mix_state=())
+        adam = shoal.optim.AccumAdamW(model.parameters(), lr=1e-3, accumulate=shoal.size())
+        optimizer = shoal.DecentralizedOptimizer(adam, model, mix_state=())
 
     AdamW divides by the root of the mean square of its gradients, and the square of a gradient holds its noise. In
     data-parallel training that is the noise of the batches of all n agents together; of one agent's batch it is n times

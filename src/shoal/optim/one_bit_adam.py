@@ -14,8 +14,8 @@ from .adam_arguments import check_adam
 class OneBitAdam(torch.optim.Optimizer):
     """Adam that fixes its second moment after some steps, so that the averaged momentum may be compressed to one bit.
 
-        adam = shoal.OneBitAdam(model.parameters(), lr=1e-3, warmup=500)
-        optimizer = shoal.DistributedGradientAllreduceOptimizer(adam, model, compression=shoal.compression.Sign())
+        adam = shoal.optim.OneBitAdam(model.parameters(), lr=1e-3, warmup=500)
+        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=shoal.compression.Sign())
 
     The square of a coarsely compressed gradient is of little use, and the second moment hardly changes after the first
     part of a training. So for ``warmup`` steps this is Adam, on the mean of uncompressed gradients:

@@ -21,7 +21,7 @@ class Warmup(torch.optim.lr_scheduler.LinearLR):
     It is torch's ``LinearLR`` on a rate that is raised first, and composes as that does. Make it before the other
     schedulers, which then begin from the raised rate::
 
-        warmup = shoal.Warmup(optimizer, steps=500)
+        warmup = shoal.optim.Warmup(optimizer, steps=500)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total_steps - 500)
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[500])
 

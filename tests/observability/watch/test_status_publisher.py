@@ -50,7 +50,7 @@ def one_way(steps: int) -> None:
     """Each sends to the next, and to nobody else."""
     rank, size = shoal.rank(), shoal.size()
     model = torch.nn.Linear(3, 1)
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for step in range(steps):
         optimizer.zero_grad()
         model(torch.ones(3)).sum().backward()

@@ -34,9 +34,9 @@ KINDS = (
 FUSIBLE = ("static", "average", "sum", "push-pull")
 BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather", "optimizer"})
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
-    "exponential": shoal.ExponentialTwoGraph,
-    "ring": shoal.RingGraph,
-    "full": shoal.FullyConnectedGraph,
+    "exponential": shoal.topology.ExponentialTwoGraph,
+    "ring": shoal.topology.RingGraph,
+    "full": shoal.topology.FullyConnectedGraph,
 }
 
 
@@ -229,12 +229,12 @@ class Program:
 
 
 def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    shoal.win_create(tensor.clone(), name)
-    shoal.win_put(tensor, name, require_mutex=True)
+    shoal.bluefog.win_create(tensor.clone(), name)
+    shoal.bluefog.win_put(tensor, name, require_mutex=True)
     shoal.barrier(name=f"{name}: all have put")
-    found = shoal.win_update(name, clone=True)
+    found = shoal.bluefog.win_update(name, clone=True)
     shoal.barrier(name=f"{name}: all have read")
-    shoal.win_free(name)
+    shoal.bluefog.win_free(name)
     return found
 
 

@@ -11,7 +11,7 @@ from ...optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ...optim.optimizer import DecentralizedOptimizer
 
 Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, torch.nn.Module], DecentralizedOptimizer]
-"""Makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
+"""Makes an optimizer decentralized: ``shoal.DecentralizedOptimizer``, or a function around it."""
 
 
 def one_peer_at_a_time(

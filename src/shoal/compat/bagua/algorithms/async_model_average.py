@@ -20,7 +20,7 @@ __all__ = ["AsyncModelAverageAlgorithm"]
 
 class AsyncModelAverageAlgorithm(Algorithm):
     """In each step an agent averages with a random other agent, asynchronously
-    (:class:`shoal.DistributedADPSGDOptimizer`). The topology becomes the fully connected one.
+    (:class:`shoal.optim.DistributedADPSGDOptimizer`). The topology becomes the fully connected one.
 
     Args:
         peer_selection_mode: ``"all"``.

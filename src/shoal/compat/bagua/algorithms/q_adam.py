@@ -17,7 +17,7 @@ __all__ = ["QAdamAlgorithm", "QAdamOptimizer"]
 
 
 class QAdamOptimizer(OneBitAdam):
-    """:class:`shoal.OneBitAdam` with BAGUA's arguments.
+    """:class:`shoal.optim.OneBitAdam` with BAGUA's arguments.
 
     Args:
         params: As of any optimizer of torch.
