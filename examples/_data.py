@@ -26,7 +26,7 @@ _one_at_a_time = threading.Lock()
 def seeded(seed: int, make: Callable[[], T]) -> T:
     """What `make` makes of the random numbers of a seed. Agents that are threads draw from one generator, in turn."""
     with _one_at_a_time:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed warns in threads, which take no turns elsewhere
         return make()
 
 

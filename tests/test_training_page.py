@@ -91,6 +91,6 @@ def test_the_imports_of_the_page_about_migration_exist() -> None:
 
 
 def test_every_wrapper_is_on_it() -> None:
-    wrappers = {name for name in dir(shoal) if name.startswith("Distributed") and name.endswith("Optimizer")}
+    wrappers = {name for name in dir(shoal.optim) if name.startswith("Distributed") and name.endswith("Optimizer")}
     assert len(wrappers) == 10
     assert all(name in PAGE for name in wrappers)

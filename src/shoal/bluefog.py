@@ -110,6 +110,7 @@ from .windows.by_name import win_mutex as win_mutex
 from .windows.by_name import win_poll as win_poll
 from .windows.by_name import win_put as win_put
 from .windows.by_name import win_put_nonblocking as win_put_nonblocking
+from .windows.by_name import win_slots as win_slots  # Shoal's, in the manner of BlueFog's names
 from .windows.by_name import win_update as win_update
 from .windows.by_name import win_update_then_collect as win_update_then_collect
 from .windows.by_name import win_wait as win_wait

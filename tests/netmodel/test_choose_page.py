@@ -52,12 +52,12 @@ def test_the_code_of_the_rules_runs() -> None:
             code.replace("shoal.size()", "8").replace("agents_per_machine=4", "agents_per_machine=2"), names
         )
         assert schedule.size in (4, 8)
-    used = set(re.findall(r"\b(?:shoal\.)?(Distributed\w+Optimizer)\b", PAGE))
-    assert len(used) >= 5 and all(hasattr(shoal, name) for name in used)
+    used = set(re.findall(r"\b(?:shoal\.optim\.)?(D\w+Optimizer)\b", PAGE))
+    assert len(used) >= 5 and all(hasattr(shoal.optim, name) for name in used)
     assert CecaPairs(12).period == 4
     assert shoal.CommunicationType.hierarchical_neighbor_allreduce
     named = re.findall(r"\| `(\w+)(?:\([^`]*\))?` \|", PAGE)
     assert {"ExactDiffusion", "QuasiGlobalMomentum"} <= set(named) and all(
-        hasattr(shoal.algorithms, name) or hasattr(shoal, name) for name in named
+        hasattr(shoal.algorithms, name) or hasattr(shoal.optim, name) for name in named
     )
     assert all(word in " ".join(PAGE.split()) for word in (*NICS, "0.1 and 100 MB", "equal, shuffled and different"))

@@ -103,7 +103,7 @@ def calls_with_a_timeout(folder: Path) -> Calls:
 
 def _with_variants(calls: Calls, name: str, *arguments: object) -> None:
     for one in (name, f"{name}_", f"{name}_nonblocking", f"{name}_nonblocking_"):
-        function = getattr(shoal, one, None)
+        function = getattr(shoal, one, None) or getattr(shoal.bluefog, one, None)
         if function is not None:
             calls[one] = lambda function=function, **t: (  # type: ignore[misc]
                 found.wait() if isinstance(found := function(*arguments, **t), shoal.Handle) else found
@@ -112,8 +112,8 @@ def _with_variants(calls: Calls, name: str, *arguments: object) -> None:
 
 def public_functions_with_a_timeout() -> set[str]:
     found = set()
-    for name in dir(shoal):
-        one = getattr(shoal, name)
+    by_name = {name: getattr(shoal.bluefog, name) for name in dir(shoal.bluefog) if "win_" in name}
+    for name, one in ({name: getattr(shoal, name) for name in dir(shoal)} | by_name).items():
         methods = inspect.getmembers(one, inspect.isfunction) if inspect.isclass(one) else []
         functions = {f"{name}.{method}": function for method, function in methods} or {name: one}
         for called, function in functions.items():

@@ -567,7 +567,7 @@ def test_channels_last_parameters_keep_their_strides(fleet: Fleets) -> None:
 
 def test_listing_4(fleet: Fleets) -> None:
     """The calls and attributes of the BlueFog paper's listing 4, with its periodic average over all."""
-    bf = shoal
+    bf = shoal.bluefog
 
     def run() -> tuple[Tensor, Tensor]:
         bf.init()

@@ -136,7 +136,7 @@ def test_what_is_said_in_the_lobby_waits_in_order_and_has_a_budget() -> None:
     ids=str,
 )
 def test_a_place_that_makes_no_sense_is_none(change: dict[str, Any]) -> None:
-    from shoal.fault_tolerance.agreement import NONSENSE
+    from shoal.errors import NONSENSE
     from shoal.fault_tolerance.rejoin import JoiningPeer
 
     said = json.loads(JoiningPeer(replace(local_peer_id(1), incarnation=1), Endpoint()).as_json())

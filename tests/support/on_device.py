@@ -118,8 +118,9 @@ def all_on_device(moves: Moves) -> Iterator[None]:
         patch.setenv("SHOAL_DEVICE_MEMORY", "1")
         for name in OPERATIONS:
             for variant in (name, f"{name}_nonblocking", f"{name[:-1]}_nonblocking_"):
-                if hasattr(shoal, variant):
-                    patch.setattr(shoal, variant, _wrapped(getattr(shoal, variant), moves, name.endswith("_")))
+                home = shoal if hasattr(shoal, variant) else shoal.bluefog
+                if hasattr(home, variant):
+                    patch.setattr(home, variant, _wrapped(getattr(home, variant), moves, name.endswith("_")))
         for name in ("wait", "synchronize", "poll"):
             call = getattr(shoal, name)
 
