@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from support.limits import scaled
 
 BROKEN = 'raise OSError("libtorch_cpu.so: cannot open shared object file")'
@@ -110,6 +111,14 @@ threads = [threading.Thread(target=first, args=(way,)) for way in ways]
 print(len(went_well) == len(ways))
 """
     assert said(program) == "True"
+
+
+@pytest.mark.parametrize(("name", "place"), [(n, p) for p, names in shoal._MOVED.items() for n in names.split()])
+def test_a_name_that_has_moved_is_the_same_object_with_a_warning(name: str, place: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"^shoal\.{name} is now shoal\.{place}\.{name}$"):
+        found = getattr(shoal, name)
+    assert found is getattr(getattr(shoal, place), name)
+    assert name not in dir(shoal)
 
 
 def test_what_takes_the_place_of_a_name_stays() -> None:

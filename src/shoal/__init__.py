@@ -13,10 +13,40 @@ import typing as _typing
 from ._lazy_import import names_of as _names_of
 from ._version import __version__ as __version__
 
+_MOVED = {
+    "topology": """
+        ExponentialGraph ExponentialTwoGraph FullyConnectedGraph GetDynamicOnePeerSendRecvRanks
+        GetExp2DynamicSendRecvMachineRanks GetInnerOuterExpo2DynamicSendRecvRanks
+        GetInnerOuterRingDynamicSendRecvRanks GetRecvWeights GetSendWeights IsRegularGraph IsTopologyEquivalent
+        MeshGrid2DGraph Mixing RingGraph StarGraph SymmetricExponentialGraph
+    """,
+    "optim": """
+        AccumAdamW DistributedADPSGDOptimizer DistributedAdaptThenCombineOptimizer
+        DistributedAdaptWithCombineOptimizer DistributedAllreduceOptimizer DistributedGradientAllreduceOptimizer
+        DistributedHierarchicalNeighborAllreduceOptimizer DistributedNeighborAllreduceOptimizer
+        DistributedPullGetOptimizer DistributedPushSumOptimizer DistributedWinPutOptimizer OneBitAdam Warmup
+    """,
+    "bluefog": """
+        InferDestinationFromSourceRanks InferSourceFromDestinationRanks get_current_created_window_names
+        get_win_version neighbor_win_accumulate neighbor_win_accumulate_nonblocking neighbor_win_get
+        neighbor_win_get_nonblocking neighbor_win_put neighbor_win_put_nonblocking
+        turn_off_win_ops_with_associated_p turn_on_win_ops_with_associated_p win_accumulate
+        win_accumulate_nonblocking win_associated_p win_create win_free win_get win_get_nonblocking win_mutex
+        win_poll win_put win_put_nonblocking win_slots win_update win_update_then_collect win_wait
+    """,
+    "data": """
+        dirichlet_shards
+    """,
+    "windows": """
+        SlotState
+    """,
+}
+"""Names that were here before, by the package where they are: they work, with a DeprecationWarning, until 0.2."""
+
 if _typing.TYPE_CHECKING:
     from ._public import *  # noqa: F403 - as checkers and editors see them
 else:
-    __getattr__, __dir__ = _names_of(globals(), "_public")
+    __getattr__, __dir__ = _names_of(globals(), "_public", _MOVED)
 
 __all__ = [
     "AgentSampler",

@@ -6,14 +6,17 @@ an error in that module is raised unchanged at the first use, and at each later 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 
-def names_of(package: dict[str, Any], module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def names_of(
+    package: dict[str, Any], module: str, moved: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a package.
 
     Its modules are imported separately, on first use; the first use of another name imports all of them into the
@@ -22,8 +25,10 @@ def names_of(package: dict[str, Any], module: str) -> tuple[Callable[[str], obje
     Args:
         package: The ``globals()`` of the package.
         module: The module with the names. Modules whose names begin with an underscore are not imported.
+        moved: Names that are in another package now, separated by spaces, by that package. They cause a warning.
     """
     name_of_package = package["__name__"]
+    places = {name: place for place, names in (moved or {}).items() for name in names.split()}
 
     def find_all() -> None:
         for name, value in vars(import_module(f"{name_of_package}.{module}")).items():
@@ -38,6 +43,10 @@ def names_of(package: dict[str, Any], module: str) -> tuple[Callable[[str], obje
             find_all()
             if name in package:
                 return package[name]
+            if name in places:
+                place = f"{name_of_package}.{places[name]}"
+                warnings.warn(f"{name_of_package}.{name} is now {place}.{name}", DeprecationWarning, stacklevel=2)
+                return getattr(import_module(place), name)
         raise AttributeError(f"module {name_of_package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
