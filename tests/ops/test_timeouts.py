@@ -103,7 +103,7 @@ def calls_with_a_timeout(folder: Path) -> Calls:
 
 def _with_variants(calls: Calls, name: str, *arguments: object) -> None:
     for one in (name, f"{name}_", f"{name}_nonblocking", f"{name}_nonblocking_"):
-        function = getattr(shoal, one, None) or getattr(shoal.bluefog, one, None)
+        function = getattr(shoal.bluefog if "win_" in one else shoal, one, None)
         if function is not None:
             calls[one] = lambda function=function, **t: (  # type: ignore[misc]
                 found.wait() if isinstance(found := function(*arguments, **t), shoal.Handle) else found
