@@ -52,11 +52,11 @@ def run_through(
     if victims and rank in victims:
         arm(victims[rank])
     gradient, topology = own(loss, A[rank], b[rank]), case_of(entry).topology(size)
-    found = run(algorithm, start, gradient, topology, pause or leaves.get(rank, steps), seed=3)
+    found = run(algorithm, start, gradient, topology, pause or leaves.get(rank, steps), seed=3, every=0)
     if pause and rank not in leaves:
         while set(leaves) & set(shoal.allgather(torch.tensor([rank])).tolist()):
             pass
-        found = run(algorithm, start, gradient, topology, steps - pause, seed=3, resume=found)
+        found = run(algorithm, start, gradient, topology, steps - pause, seed=3, every=0, resume=found)
     story.estimate = found.estimate.tolist()
     if rank not in leaves:
         shoal.barrier()

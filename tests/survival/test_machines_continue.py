@@ -43,7 +43,7 @@ def go_through(leaves: dict[int, int], victims: dict[int, Point]) -> list[float]
     if rank in victims:
         arm(victims[rank])
     algorithm = OfMachines(EXTRA(0.3))
-    found = run(algorithm, start, own(ridge, A[rank], b[rank]), TOPOLOGY, leaves.get(rank, STEPS))
+    found = run(algorithm, start, own(ridge, A[rank], b[rank]), TOPOLOGY, leaves.get(rank, STEPS), every=0)
     if rank not in leaves:
         shoal.barrier()
     return found.x.tolist()

@@ -45,7 +45,7 @@ def steps_of(
             others then send theirs at every record.
         every: Steps between two records; the first is before the first step, and the last after the last. If not
             given, a hundredth of the steps, at least 1. With 0 nothing is recorded, and nothing sent for records.
-            All agents must pass the same number.
+            All agents must pass the same number, and the same ``steps`` unless it is 0.
         progress: Show a bar on stderr, if that is a terminal or a notebook.
         resume: A run to continue: its ``x``, state, records, and the number of its steps.
 
