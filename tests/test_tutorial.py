@@ -79,6 +79,8 @@ def test_outputs_and_figures_stand_below_their_cell(program: ModuleType, tmp_pat
         "# A\n\n[b](../topology.md#graphs), [c](02-x.md)\n\n```python\nx = 3\nprint(x)\n```\n\n```python\n"
         "import matplotlib.pyplot as plt\n\nfigure, ax = plt.subplots()\nax.set_title('Line')\n```\n\nEnd\n"
     )
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.figure()  # another test's, left open
     notebook = program.execute(page)
     first, second = code_of(notebook)
     assert [one["text"] for one in first["outputs"]] == ["3\n"]

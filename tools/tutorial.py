@@ -52,6 +52,9 @@ def execute(page: Path) -> dict[str, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.close("all")  # a figure that the process has left open would stand below the first cell
     executed, text = key(page), page.read_text()
     names: dict[str, Any] = {"__name__": "__main__"}
     cells, end = [], 0
