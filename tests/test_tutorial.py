@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorial").glob("[0-9]*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+EXECUTED = ("01-averaging", "10-failures")
+"""These are executed by `make test`, too; the others by `make docs` and the slow tests."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,9 @@ def code_of(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-@each_page
+@pytest.mark.parametrize(
+    "page", [pytest.param(one, marks=[] if one.stem in EXECUTED else pytest.mark.slow, id=one.stem) for one in PAGES]
+)
 def test_the_notebook_runs_without_a_warning_and_shows_plots(page: Path) -> None:
     """In a process of its own; not again if `make docs` has just executed the same page with the same package."""
     done = subprocess.run(

@@ -273,7 +273,7 @@ for step in range(1000):
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [
-        ("sys.exit(9)", 9, "its script ended with SystemExit: 9"),
+        pytest.param("sys.exit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
         pytest.param("raise SystemExit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
         pytest.param("exit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
         pytest.param(

@@ -214,7 +214,7 @@ def test_averaged_gradients_in_eight_bits() -> None:
 # Asynchronous
 
 
-@pytest.mark.parametrize("compression", [None, shoal.compression.MinMaxUInt8()])
+@pytest.mark.parametrize("compression", [None, pytest.param(shoal.compression.MinMaxUInt8(), marks=pytest.mark.slow)])
 def test_at_any_pace_agents_come_near_each_other_and_the_one_optimum(
     compression: shoal.compression.Compressor | None,
 ) -> None:

@@ -26,6 +26,7 @@ def rule(size: int, local: int, nbytes: float, difference: float) -> str:
     return "all-reduce" if difference >= 0.1 else "one-peer-exponential"
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("size, local", [(4, 1), (8, 2)])
 @pytest.mark.parametrize("nbytes", SIZES.values(), ids=SIZES)

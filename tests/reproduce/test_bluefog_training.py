@@ -23,6 +23,7 @@ FINE = {way: [97.0, 97.1, 97.2] for way in experiment.WAYS} | {
 SECONDS = {way: 1.0 if way.endswith(experiment.STATIC) else 0.9 for way in experiment.WAYS} | {experiment.PARALLEL: 1.2}
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "training.png"
     assert experiment.main(["--quick", "--seeds", "2", "--steps", "20", "--figure", str(picture)]) == 0

@@ -37,6 +37,7 @@ FINE = {("cache", groups): GROUPED for groups in experiment.GROUPS} | {
 }
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(["--quick", "--seeds", "1", "--only", "steps"]) == 0
     printed = capsys.readouterr().out

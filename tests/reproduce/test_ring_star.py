@@ -32,6 +32,7 @@ RESNET_16 = dict(zip(experiment.METHODS, (91.98, 91.93, 91.68, 91.59, 90.76), st
 RESNET_64 = dict(zip(experiment.METHODS, (90.90, 90.50, 89.44, 87.32, 81.32), strict=True))
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(["--quick", "--seeds", "2", "--only", "figure1", "time"]) == 0
     printed = capsys.readouterr().out

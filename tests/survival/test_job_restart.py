@@ -86,6 +86,7 @@ shoal.Checkpoint(model=torch.nn.Linear(1, 1)).load(None)
 """
 
 
+@pytest.mark.slow
 def test_an_agent_that_waits_for_others_of_whom_the_last_dies_is_nobody_to_come_back_to(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAST_ONE)
     done = begin(tmp_path / "train.py")
