@@ -201,6 +201,7 @@ def test_a_job_that_is_killed_leaves_nothing(job: Notebook) -> None:
 
 @pytest.mark.slow
 def test_it_starts_again_after_that_and_stop_ends_engines_that_are_busy(job: Notebook) -> None:
+    job.say("stop")  # where the test before did not run
     again = job.start("-n", "1")
     assert again.returncode == 0, again.stderr
     mark = job.home / "busy"
