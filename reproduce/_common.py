@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -24,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.bench.machine import here
+from shoal.sim.sweeps import interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_name("README.md")
 IMAGES = ROOT / "docs" / "images" / "reproduce"
-
-# Quantiles of Student's t at 97.5%, for 1 to 30 degrees of freedom; above that, the normal distribution's.
-_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-_T_LARGE = 1.96
 
 
 @dataclass(frozen=True)
@@ -65,8 +57,7 @@ class Interval:
             raise ValueError("no values: run at least one seed")
         if len(found) == 1:
             return cls(found[0], math.inf)
-        t = _T[len(found) - 2] if len(found) - 1 <= len(_T) else _T_LARGE
-        return cls(fmean(found), t * stdev(found) / math.sqrt(len(found)))
+        return cls(*interval(found, 0.95))
 
     @property
     def low(self) -> float:

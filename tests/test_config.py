@@ -66,6 +66,11 @@ def test_an_invalid_variable_is_named_with_its_value_and_what_it_must_be(name: s
         config.read({name: text})
 
 
+def test_the_secret_is_not_shown() -> None:
+    shown = repr(config.read({"SHOAL_SECRET": "open sesame", "SHOAL_TIMEOUT": "5"}))
+    assert "open sesame" not in shown and "timeout=5.0" in shown
+
+
 def test_the_table_has_each_variable_that_the_library_names() -> None:
     [package] = shoal.__path__
     sources = [path.read_text() for path in Path(package).rglob("*.py")]

@@ -1,7 +1,8 @@
 """The environment variables of Shoal. One table gives each its value, default and effect; ``read`` parses them all.
 
-``init()`` and the launchers call :func:`read` once and pass the result on. ``shoal doctor`` prints the variables that
-are set, and ``tools/environment_page.py`` writes docs/environment.md from the table.
+``init()`` calls :func:`read` once and keeps the result in the agent. A command of the command line calls it where it
+needs a variable. ``shoal doctor`` prints the variables that are set, and ``tools/environment_page.py`` writes
+docs/environment.md from the table.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Variable:
         section: The section of the page that lists it.
         values: The texts that it may have, in Markdown.
         default: The effect of an unset variable, in Markdown; empty for a variable that launchers set.
-        effect: What it sets, in Markdown with links relative to ``docs``.
-        parse: Turns a text that is not empty into the value; raises ValueError with what it must be.
+        effect: Its effect, in Markdown with links relative to ``docs``.
+        parse: Turns a text that is not empty into the value; raises ValueError with the permitted values.
     """
 
     name: str
@@ -50,10 +51,6 @@ class Variable:
     default: str
     effect: str
     parse: Callable[[str], Any]
-
-
-def _text(text: str) -> str:
-    return text
 
 
 def _seconds(text: str) -> float:
@@ -103,7 +100,8 @@ def _variable(
     name: str, section: str, values: str, default_text: str, effect: str, parse: Callable[[str], Any], default: Any
 ) -> Any:
     row = Variable(name, section, values, default_text, effect, parse)
-    return field(default=default, metadata={"variable": row})
+    # Agents and their errors may be printed, and the secret must not be.
+    return field(default=default, metadata={"variable": row}, repr=name != "SHOAL_SECRET")
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ class Config:
         "`host:port`",
         "from the launcher",
         "The address where agents find each other ([rendezvous](rendezvous.md#rendezvous-address)).",
-        _text,
+        str,
         "",
     )
     ports: str = _variable(
@@ -192,7 +190,7 @@ class Config:
         "any free port",
         "The data ports on which agents listen between machines. Each agent takes the first free one "
         "([ports and firewalls](howto/machines.md#ports-and-firewalls)).",
-        _text,
+        str,
         "",
     )
     interface: str = _variable(
@@ -201,7 +199,7 @@ class Config:
         "the name of an interface, or an address",
         "the interface towards the rendezvous",
         "The interface on which agents and launchers listen.",
-        _text,
+        str,
         "",
     )
     agents_per_machine: int | None = _variable(
@@ -219,7 +217,7 @@ class Config:
         "`threads`, `shared_memory`, `network` or `process-group`",
         "the fastest for each pair of agents",
         "The transport between all agents.",
-        _text,
+        str,
         "",
     )
     process_group: str = _variable(
@@ -228,7 +226,7 @@ class Config:
         "a backend of `torch.distributed`",
         "`gloo`",
         "The backend for `SHOAL_TRANSPORT=process-group` ([operation ordering](coordination.md)).",
-        _text,
+        str,
         "gloo",
     )
     cache_capacity: int = _variable(
@@ -275,7 +273,7 @@ class Config:
         "generated",
         "The secret by which agents authenticate each other. Set it for several machines "
         "([threat model](security.md)).",
-        _text,
+        str,
         "",
     )
     tls: bool = _variable("SHOAL_TLS", SECURITY, "`on` or `off`", "`off`", "TLS between machines.", _is_on, False)
@@ -285,7 +283,7 @@ class Config:
         "a folder",
         "unset",
         "The certificates for `SHOAL_TLS=on`, made by `shoal certificates`.",
-        _text,
+        str,
         "",
     )
     timeline: str = _variable(
@@ -294,7 +292,7 @@ class Config:
         "a folder",
         "unset",
         "Each agent writes a Chrome trace there ([timeline](timeline.md)). `shoal run --timeline` sets it.",
-        _text,
+        str,
         "",
     )
     record: str = _variable(
@@ -303,7 +301,7 @@ class Config:
         "a folder",
         "unset",
         "Each agent writes a membership log there. `shoal run --record` sets it.",
-        _text,
+        str,
         "",
     )
     incarnation: str = _variable(
@@ -312,7 +310,7 @@ class Config:
         "a number",
         "",
         "How many times this agent was restarted while the others continued. Above 0 the agent asks to rejoin.",
-        _text,
+        str,
         "",
     )
     begin_with: str = _variable(
@@ -321,7 +319,7 @@ class Config:
         "a number",
         "",
         "The initial number of agents of an elastic job. The other ranks may join later.",
-        _text,
+        str,
         "",
     )
     launcher: str = _variable(
@@ -330,11 +328,11 @@ class Config:
         "a name",
         "",
         "Identifies the launcher of this machine. A replacement has another name.",
-        _text,
+        str,
         "",
     )
     watch: str = _variable(
-        WATCH, LAUNCHERS, "a path", "", "The socket to which agents send their status for `--watch`.", _text, ""
+        WATCH, LAUNCHERS, "a path", "", "The socket to which agents send their status for `--watch`.", str, ""
     )
     exit_notes: str = _variable(
         EXIT_NOTES,
@@ -342,7 +340,7 @@ class Config:
         "a path",
         "",
         "The memory file in which an agent notes why its script failed.",
-        _text,
+        str,
         "",
     )
 
@@ -358,7 +356,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         environ: The variables; those of this process by default.
 
     Raises:
-        ValueError: A variable is invalid; the message has its name, its value, and what it must be.
+        ValueError: A variable is invalid; the message has its name, its value, and the permitted values.
     """
     values = {}
     for one in fields(Config):

@@ -148,11 +148,15 @@ def test_a_file_keeps_dtypes_and_nesting(tmp_path: Path) -> None:
 
 def test_no_pickle_is_read_or_written(tmp_path: Path) -> None:
     made = stacked(GradientDescent(0.1), 1)
-    with pytest.raises(TypeError, match=r"state\[0\] is a object, which cannot be saved without pickle"):
+    with pytest.raises(TypeError, match=r"run\['state'\]\[0\] is a object, which cannot be saved without pickle"):
         replace(made, state=(object(),)).save(tmp_path / "bad")
     (tmp_path / "pickled").write_bytes(pickle.dumps(made.records))
-    with pytest.raises(ValueError, match="is not a saved run"):
-        Run.load(tmp_path / "pickled")
+    (tmp_path / "empty").touch()
+    made.save(tmp_path / "cut")
+    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-1])
+    for name in ("pickled", "empty", "cut"):
+        with pytest.raises(ValueError, match="is not a saved run"):
+            Run.load(tmp_path / name)
 
 
 def test_a_plot_has_one_figure_over_another() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -72,6 +73,12 @@ def test_a_plot_has_a_line_for_each_pair() -> None:
 )
 def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
     assert student_t(0.975, freedom) == pytest.approx(quantile, rel=1e-5)
+
+
+def test_quantiles_fall_to_the_normal_distributions() -> None:
+    quantiles = [student_t(0.975, freedom) for freedom in (1, 2, 3, 10, 100, 10_000)]
+    assert quantiles == sorted(quantiles, reverse=True)
+    assert quantiles[-1] == pytest.approx(NormalDist().inv_cdf(0.975), abs=1e-3)
 
 
 def test_one_value_has_no_interval() -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..ops import safe_serialization
 from .plotting import axes_for, frame_of, scale
-from .run_files import read_tree, write_tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_KIND = "shoal run, version 1"
 WHOLE = ("step", "rounds", "exchanges", "bytes")
 """The recorded counts; the other figures are numbers with fractions."""
 
@@ -136,7 +138,12 @@ class Run:
         Raises:
             TypeError: The algorithm's state has a part that is no tensor, number, string or container of these.
         """
-        write_tree({one.name: getattr(self, one.name) for one in fields(self)}, path)
+        content = {"kind": _KIND, **{one.name: getattr(self, one.name) for one in fields(self)}}
+        try:
+            data = safe_serialization.write(content, "run")
+        except TypeError as error:
+            raise TypeError(f"{error}, which cannot be saved without pickle: use tensors and plain data") from None
+        Path(path).write_bytes(data.numpy().tobytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
@@ -149,9 +156,25 @@ class Run:
         Raises:
             ValueError: The file is not one of :meth:`save`.
         """
-        return cls(**read_tree(path, {one.name for one in fields(cls)}, torch.device(device)))
+        data = bytearray(Path(path).read_bytes())
+        try:
+            content = safe_serialization.read(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0))
+            if content.pop("kind") != _KIND or content.keys() != {one.name for one in fields(cls)}:
+                raise ValueError(f"this version of Shoal reads {_KIND!r}")
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{os.fspath(path)} is not a saved run, or is damaged: {error}") from error
+        return cls(**_on(torch.device(device), content))
 
     @property
     def _columns(self) -> list[str]:
         """The columns that every row has: a run may have been resumed with another measure."""
         return [name for name in self.records[-1] if all(name in row for row in self.records)] if self.records else []
+
+
+def _on(device: torch.device, content: Any) -> Any:
+    """The content with its tensors on a device."""
+    if isinstance(content, torch.Tensor):
+        return content.to(device)
+    if isinstance(content, dict):
+        return {name: _on(device, one) for name, one in content.items()}
+    return type(content)(_on(device, one) for one in content) if isinstance(content, (tuple, list)) else content

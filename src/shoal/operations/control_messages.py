@@ -78,26 +78,18 @@ class ControlMessages:
         """
         if message.dtype != torch.uint8:
             raise ProtocolError("a control message without text")
-        when_arrived(message, partial(self._take, source, message, about, parse, then, limit))
 
-    def _take(
-        self,
-        source: int,
-        message: Message,
-        about: str,
-        parse: Callable[[Any], T],
-        then: Callable[[T], object],
-        limit: float,
-        data: torch.Tensor,
-    ) -> None:
-        try:
-            if data.numel() > limit:
-                raise ValueError(f"{data.numel():,} bytes")
-            value = parse(json.loads(bytes(data.numpy())))
-        except NONSENSE as error:
-            raise ProtocolError(f"a message about {about} makes no sense: {error}") from None
-        self.acknowledge(source, message)
-        then(value)
+        def take(data: torch.Tensor) -> None:
+            try:
+                if data.numel() > limit:
+                    raise ValueError(f"{data.numel():,} bytes")
+                value = parse(json.loads(bytes(data.numpy())))
+            except NONSENSE as error:
+                raise ProtocolError(f"a message about {about} makes no sense: {error}") from None
+            self.acknowledge(source, message)
+            then(value)
+
+        when_arrived(message, take)
 
 
 def when_arrived(message: Message, then: Callable[[torch.Tensor], None]) -> None:
