@@ -121,8 +121,12 @@ Costs = dict[str, dict[str, list[float]]]
 
 
 def sent() -> int:
-    """Bytes that have left this machine's NIC."""
-    return int(Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes").read_text())
+    """Bytes that have left this machine's NIC.
+
+    /proc/net is that of the process's network namespace, while /sys stays that of the namespace that mounted it.
+    """
+    [line] = [one for one in Path("/proc/net/dev").read_text().splitlines() if one.strip().startswith(f"{DEVICE}:")]
+    return int(line.split(":")[1].split()[8])  # after eight counts of what was received
 
 
 def agent(ways: Sequence[str]) -> None:
