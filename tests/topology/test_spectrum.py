@@ -3,7 +3,7 @@
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.topology import (
@@ -83,6 +83,9 @@ def test_a_torus_is_transformed_in_two_dimensions(shape: tuple[int, int]) -> Non
 def test_an_iteration_is_as_near_as_it_says() -> None:
     @settings(max_examples=80, deadline=None)
     @given(graph=undirected(), share=st.sampled_from([1.0, 1.6]))
+    # The start has almost nothing of the largest eigenvalue; or the two largest are 7e-5 apart.
+    @example(graph=nx.gnp_random_graph(19, 0.9, seed=6626), share=1.0)
+    @example(graph=nx.gnp_random_graph(16, 0.9, seed=3796), share=1.0)
     def holds(graph: nx.Graph, share: float) -> None:
         # More than all of a step makes negative eigenvalues the largest.
         matrix = (1 - share) * np.eye(len(graph)) + share * mixing_matrix(with_metropolis_hastings_weights(graph))

@@ -157,7 +157,13 @@ class TcpStore:
             raise
 
     def set(self, key: str, value: bytes) -> None:
-        self._call(lambda: self._store.set(self._prefix + key, cast(str, value)), f"set {key!r} in {self._name}")
+        def confirmed() -> None:
+            self._store.set(self._prefix + key, cast(str, value))
+            # torch's server answers no `set`, but a connection's requests in turn. Without the second one another agent
+            # may still get the value before, or a message to it may overtake the value.
+            self._store.check([self._prefix + key])
+
+        self._call(confirmed, f"set {key!r} in {self._name}")
 
     def get(self, key: str, deadline: float) -> bytes:
         return self.first([key], deadline)[1]

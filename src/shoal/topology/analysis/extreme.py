@@ -22,12 +22,15 @@ _FEWEST_STEPS = 200
 _REFRESH = 50
 _ACCURACY = 2e-4
 _FLOOR = 1e-13
+_CONFIRMATIONS = 8
+"""Further steps that must not move the value. Without them the iteration may end near another eigenvalue, where the
+vector has almost nothing of the largest one: then the residual is mostly that rest, and the next steps make it grow."""
 
 
 def largest_eigenvalue(
     apply: Callable[[Vector], Vector], size: int, edges: int, *, root: bool = False
 ) -> tuple[float, float]:
-    """A value at or below the largest eigenvalue, and its residual; or the ``root`` of that value, and the
+    """A value at or below the largest eigenvalue, and a bound of its error; or the ``root`` of that value, and the
     corresponding error of the root.
 
     If all eigenvalues are small, so is every residual: only with ``root`` the iteration continues until the largest is
@@ -35,7 +38,7 @@ def largest_eigenvalue(
 
     Locally optimal conjugate gradients (Knyazev 2001, "Toward the Optimal Preconditioned Eigensolver", one vector and
     no preconditioner): the best vector in the span of the current one, its residual, and the last step. It stops when
-    three digits of the distance of the value from one are known, or at :data:`WORK`.
+    three digits of the distance of the value from one have been known for some steps, or at :data:`WORK`.
 
     Args:
         apply: x -> A x for x float64 [size], A symmetric with eigenvalues in -1 to 1, or about.
@@ -46,6 +49,7 @@ def largest_eigenvalue(
     step: tuple[Vector, Vector] | None = None
     image = apply(vector)
     value, error = 0.0, inf
+    confirmed = 0
     for count in range(1, min(_MOST_STEPS, max(_FEWEST_STEPS, WORK // max(1, edges))) + 1):
         quotient = float(vector @ image)
         residual = image - quotient * vector
@@ -53,7 +57,13 @@ def largest_eigenvalue(
         if root:
             value = sqrt(max(quotient, 0.0))
             error = min(error / value if value else inf, sqrt(error))
-        if error <= max(_ACCURACY * abs(1.0 - value), _FLOOR):
+        enough = _ACCURACY * abs(1.0 - value)
+        confirmed = confirmed + 1 if error <= enough else 0
+        if error <= _FLOOR:
+            break
+        if confirmed > _CONFIRMATIONS:
+            # An eigenvalue that is larger by less than this may not have been told apart, however small the residual.
+            error = enough
             break
         downhill = _unit(residual - vector * (vector @ residual))
         span, images = [vector, downhill], [image, apply(downhill)]
