@@ -35,13 +35,13 @@ test: $(STAMP)
 # With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
 # And the programs of kernels/, which need Triton.
 frameworks: $(FRAMEWORKS)/.locked
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/frameworks tests/kernels \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest -rfE tests/frameworks tests/kernels \
 		--ignore $(RAY)
 
 # Manifests against the schemas of Kubernetes, JobSet and Kubeflow, the image's file, and Ray on two nodes. Afterwards: Ray's
 # nodes take long to come where others want the cores.
 clusters: $(FRAMEWORKS)/.locked
-	PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/test_kubernetes_manifests.py \
+	PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest -rfE tests/test_kubernetes_manifests.py \
 		tests/test_dockerfile.py $(RAY)
 
 # Triton by itself: torch 2.13 asks for 3.7, whose interpreter rounds a fused multiply-add twice, as no device does.
