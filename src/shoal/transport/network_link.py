@@ -102,6 +102,7 @@ class NetworkLink(Outgoing):
 
     def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
         self._tls = None
+        # These bytes bear the seal of the connection before. Their units are in `_sent`, which sends them again.
         self._sending.clear()
         super().begin_again(sock, greeting)
 
@@ -174,6 +175,7 @@ class NetworkLink(Outgoing):
             return True
         again = self._sent.next_to_resend()
         if again is not None:
+            # Before any new unit: both sides only count units, so a new one would be taken for the lost one.
             self._send(again)
             return True
         self._pack()
@@ -183,6 +185,7 @@ class NetworkLink(Outgoing):
             return True
         if not self._streams:
             return False
+        # One chunk, then the next stream: a large tensor must not delay the tensors behind it until its end.
         stream = self._streams.popleft()
         chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
         self._send(_Piece(stream.token, chunk, stream.start, stream.keep))
@@ -201,6 +204,7 @@ class NetworkLink(Outgoing):
             return
         check = unit.keep.check_of(unit.start, unit.data, self._guard.check)
         header = Message(Kind.CHUNK, token=unit.token, nbytes=len(unit.data), text=check)
+        # The header and its bytes follow each other without a packet between them; `_start_chunk` relies on it.
         self._sending.append(self._sealed(encode(header)))
         self._sending.append(unit.data)
 
@@ -302,7 +306,9 @@ class NetworkIncoming(Incoming):
         self._receiver = before._receiver
         self._frames, self._had = before._frames, before._had
         self._arriving, self._announced = before._arriving, before._announced
-        if before._chunk is not None:  # it is sent again
+        if before._chunk is not None:
+            # A chunk is one unit, which did not count: it is sent again as a whole. Keeping its first bytes would place
+            # the whole chunk behind them.
             before._chunk.at, before._chunk.rest = before._chunk.begin, 0
 
     def _is_private(self) -> bool:
@@ -321,6 +327,8 @@ class NetworkIncoming(Incoming):
         try:
             self._read()
         except CorruptMessage as error:
+            # As after a cut: the unit did not count, so the next connection brings it again. A device on the path that
+            # changes each copy must not make this go on forever.
             if self._had.add_corrupt():
                 raise
             raise ConnectionCut(str(error)) from None
@@ -364,6 +372,7 @@ class NetworkIncoming(Incoming):
         if one.rest:
             return
         self._chunk = None
+        # Before `available` moves: an operation may add the new bytes to its sum at once, and cannot subtract them.
         if self._guard.check(one.memory[one.begin : one.at]) != one.expected:
             raise CorruptMessage("a part of a tensor was changed on the way")
         if one.at == len(one.memory):
@@ -393,6 +402,7 @@ class NetworkIncoming(Incoming):
             if self._filled - self._at < _LENGTH.size:
                 break
             length, inverse = _LENGTH.unpack_from(self._view, self._at)
+            # After a wrong length this side would wait for bytes that never come, and never reach the seal.
             if length ^ inverse != _ALL_BITS or not self._seal.size < length <= READ_BYTES - _LENGTH.size:
                 raise CorruptMessage(f"a packet of {length} bytes")
             start = self._at + _LENGTH.size
@@ -418,6 +428,7 @@ class NetworkIncoming(Incoming):
                 raise ProtocolError("a tensor announced twice, or without bytes")
             if message.nbytes > MACHINE_BYTES:
                 raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
+            # Before the memory is allocated: a peer may announce any number of tensors and send none of them.
             self._announced.take(message.nbytes)
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)

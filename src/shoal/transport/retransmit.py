@@ -56,6 +56,8 @@ class SendBuffer(Generic[T]):
         if not 0 <= news <= len(self._kept):
             most = self._acknowledged + len(self._kept)
             raise ProtocolError(f"it has had {count:,} packets; {self._acknowledged:,} to {most:,} were expected")
+        # Units have no numbers on the wire: the position in this queue is the number. So it is kept in the order of
+        # sending, and nothing is removed from its middle.
         for _ in range(news):
             self._kept.popleft()
         self._acknowledged = count
@@ -95,6 +97,8 @@ class ReceivedOffset:
         self.count += 1
         self._nbytes += nbytes
         self._spoiled = 0
+        # Without acknowledgements the sender keeps everything that it has ever sent; one for each unit would cost a
+        # system call on both sides.
         return self.count - self._reported >= SAY_AFTER_UNITS or self._nbytes >= SAY_AFTER_BYTES
 
     def add_corrupt(self) -> bool:

@@ -230,6 +230,7 @@ class Router:
         Queued messages stay. If no process listens any more, the next attempt shows it. A peer that has received our
         shutdown message has forgotten its count, and would receive messages again.
         """
+        # Connecting again would make the peer wait for messages of an agent that has none left.
         if self._leaving and link.idle:
             link.fail(cause, certain=True)
             return
@@ -239,6 +240,7 @@ class Router:
             return
         self.reversing.failed(link, link.problem)
         tries = self._tries[link.peer] = 0 if at_once else self._tries.get(link.peer, 0) + 1
+        # A drawn part of it, or all agents would come back to a flooded listener at the same moments.
         pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * clock.uniform(0.5, 1.0)
         self._again[link.peer] = clock.monotonic() + (pause if tries else 0.0)
         self.poller.wake()
@@ -304,6 +306,8 @@ class Router:
         self.acceptor.unauthenticated.remove(connection)
         self.reversing.ask_soon(connection.peer)
         incarnation = self._places[connection.peer].incarnation
+        # Its messages wait too: handled before the agent is a member, they would meet round counters and plans of the
+        # membership before it.
         if connection.incarnation > incarnation or self.is_joining:
             waiting = self._pending_peers.of(connection.peer, connection.incarnation)
             if waiting and network_link.goes_on(connection, waiting[0]):
@@ -329,6 +333,7 @@ class Router:
 
     def _hear_no_more(self, connection: Incoming, cause: str) -> None:
         """The incoming connection of an agent was cut. If it lives, it connects again."""
+        # It is kept though it is closed: its count of units is where the next connection of this agent continues.
         connection.close()
         known = self.incoming.get(connection.peer, [])
         if connection in known:

@@ -255,6 +255,7 @@ class Arena(_Returns[Region]):
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
+        # An interrupt between the two lines would lose the region: nobody would own it, and nobody return it.
         with deferred:
             region = self.allocate(nbytes)
             # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
@@ -312,6 +313,7 @@ class PeerMemory:
             self._check_number(ident)
             if lockable and len(self._descriptors) >= quotas.descriptor_limit():
                 raise ProtocolError(f"it has passed its budget of {quotas.descriptor_limit():,} windows")
+            # Reading a page that the owner has cut off ends this process with SIGBUS.
             seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
             if not seals & F_SEAL_SHRINK:
                 raise ProtocolError("shared memory that its owner could shrink")
@@ -375,6 +377,7 @@ class PeerMemory:
         segment = self._segments.get(ident)
         if segment is None:
             raise ProtocolError(f"a reference to memory {ident}, which was never shared")
+        # The peer has chosen these numbers; a view beyond the end would read or end this process.
         if offset % dtype.itemsize or offset + nbytes > segment.numel():
             raise ProtocolError(f"bytes {offset} to {offset + nbytes} of a memory file of {segment.numel()}")
         return segment[offset : offset + nbytes].view(dtype)

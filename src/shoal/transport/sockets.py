@@ -174,6 +174,8 @@ class Outgoing:
     def _end(self, error: Exception, what: str = "") -> None:
         """The connection has ended by an error: make it again, or fail."""
         cause = f"{what}{error}" if str(error) else repr(error)
+        # A peer that shuts down sends its reason and closes, and our last write to it may fail before that is read.
+        # Without this read its orderly end would look like a cut, and be tried again.
         if self.open:
             self._hear_last_words()
         if self.open:
@@ -421,6 +423,7 @@ class Incoming:
             self.sock.send(self._greeting.welcome(self.answer(peer, self._greeting.incarnation)))
             raise ConnectionCut("it has only asked")
         if self.is_shut_out(peer, self._greeting.incarnation):
+            # With an answer: an agent that only sees its connection end would try again until its deadline.
             self.sock.send(self._greeting.welcome(SHUT_OUT))
             raise ConnectionCut("it counts as lost")  # and its end is no loss: another process may have its rank by now
         if self._greeting.is_for_another_process:
@@ -430,6 +433,7 @@ class Incoming:
             self.on_reversed(self, peer, self._greeting)
             return
         self._know(self._greeting.keys, peer, self._greeting.incarnation)
+        # First the hook, which takes over the state of the connection before: the welcome says how many units it had.
         self.on_known(self)
         self.sock.send(self._greeting.welcome(self.had))
 
