@@ -85,6 +85,7 @@ def test_each_direction_is_named_with_what_is_wrong(
     assert output.count("note: agents of machine 1 open the connections for both directions") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.transport("namespaces")
 @pytest.mark.timeout(180)
 def test_a_firewall_in_one_direction_is_named_with_the_direction() -> None:

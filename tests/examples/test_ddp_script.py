@@ -124,6 +124,7 @@ def test_at_most_20_lines_change() -> None:
     assert "torch.distributed" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
 def test_before_and_after_learn_alike(tmp_path: Path, wrapper: Path, start: Callable[..., Job]) -> None:
     found = {}

@@ -253,6 +253,7 @@ def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 def test_they_compile_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-Werror"])

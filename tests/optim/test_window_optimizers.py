@@ -213,7 +213,7 @@ def test_a_state_that_is_saved_out_of_step_has_all_of_the_mass_and_the_run_goes_
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
                 assert optimizer.rounds == 1 + 3 * shoal.rank()
-            for _ in range(60):
+            for _ in range(100):
                 optimizer.step()
                 shoal.barrier()
             went_on.append(flat(model))

@@ -32,6 +32,7 @@ def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str], tmp
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_cifar10_is_read_from_the_given_folder(tmp_path: Path) -> None:
     chance = np.random.default_rng(0)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
