@@ -94,6 +94,13 @@ def test_who_is_connected_to_the_dead_sees_for_himself(clock: Clock) -> None:
     assert apart == Departure(2, "its process ended", True, 1)
 
 
+def test_a_departure_names_the_agent_that_saw_it_and_not_the_one_that_passes_it_on(clock: Clock) -> None:
+    found = detector(Connections()).notice(1, died(2, told_by=3))
+    assert found == Departure(2, "its process ended", True, 3)
+    left = Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")
+    assert detector(Connections()).notice(2, left) == Departure(2, "it called shoal.shutdown()", False, 2)
+
+
 def test_who_goes_while_another_is_about_to_be_lost_is_counted_after_it(clock: Clock) -> None:
     found = detector(Connections(known={1, 2}))
     due = found.suspect(1, "closed", final=False, certain=False)
