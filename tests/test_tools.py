@@ -83,6 +83,7 @@ def test_mutations_leave_logged_texts_and_checks_of_types_alone() -> None:
         ("operations/matching.py", "operations/test_matching.py"),
         ("observability/status_publisher.py", "observability/watch/test_status_publisher.py"),  # of another folder
         ("engine/dispatch.py", "operations/test_fusion.py"),  # by modules.txt
+        ("rendezvous/peer_directory.py", "security/test_rejoin.py"),  # imports it
     ],
 )
 def test_a_mutation_is_tried_with_the_tests_of_its_module_first(

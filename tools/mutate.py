@@ -164,9 +164,10 @@ def drawn(paths: Sequence[Path], count: int, seed: int) -> list[Mutation]:
 
 
 def tests_of(path: Path, anywhere: bool) -> list[str]:
-    """The test files of a source file's folder and of its own, by name or ``modules.txt``: the likeliest to fail first.
+    """The test files of a source file's folder and its own ones, the likeliest to fail first.
 
-    ``anywhere`` adds the test files of other folders that import it.
+    Its own ones have its name or a line of ``modules.txt``. If there are none, they are those that import it, in any
+    folder; ``anywhere`` adds these in every case.
     """
     inside = path.relative_to(SOURCES).parts[:-1]
     folder = next(found for depth in range(len(inside), -1, -1) if (found := TESTS.joinpath(*inside[:depth])).is_dir())
@@ -182,7 +183,8 @@ def tests_of(path: Path, anywhere: bool) -> list[str]:
         is_its_own = file in its_own or file.stem.startswith(stem)
         return not is_its_own, not module.search(text), -len(own & set(re.findall(r"\w+", text))), len(text)
 
-    elsewhere = {file for file in TESTS.rglob("test_*.py") if anywhere and module.search(file.read_text())}
+    by_import = anywhere or not its_own
+    elsewhere = {file for file in TESTS.rglob("test_*.py") if by_import and module.search(file.read_text())}
     return [str(one) for one in sorted({*folder.glob("test_*.py"), *its_own, *elsewhere}, key=rank)]
 
 
