@@ -241,7 +241,7 @@ class Runner:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
         text = output.read_text()
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", text, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+\.py[^\n]*?)(?: - |$)", text, re.MULTILINE)
         return os.waitstatus_to_exitcode(wait_status) if ended else None, failed, " passed" in text
 
     def outcome(self, mutation: Mutation, tests: Sequence[str]) -> tuple[str, str]:
@@ -295,8 +295,14 @@ def main() -> int:
                 began, tests = time.monotonic(), given.tests or tests_of(draw[number].path, given.anywhere)
                 found[number] = runner.outcome(draw[number], tests)
                 print(f"{number:3} {found[number][0]} in {time.monotonic() - began:.0f} s", flush=True)
-        killers = {test for what, test in found.values() if what == "killed" and test}
-        broken = runner.run(sorted(killers))[1] if killers else []
+        killers = {test for what, test in found.values() if what == "killed"}
+        files = {test for test in killers if "::" not in test}  # that could not be imported
+        broken = [
+            test
+            for tests, options in ((killers - files, ()), (files, ("--collect-only",)))
+            if tests
+            for test in runner.run(sorted(tests), *options)[1]
+        ]
     counts: Counter[str] = Counter()
     print("Number  Outcome   Mutation, and the test that failed")
     for number, (what, test) in found.items():
