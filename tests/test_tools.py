@@ -1,8 +1,9 @@
-"""What `make coverage` prints, what `make versions` installs, and sizes that may only become smaller."""
+"""What `make coverage` prints, what `make versions` installs, what `tools/mutate.py` changes, and sizes."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 def tool(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # a dataclass looks itself up there
     spec.loader.exec_module(module)
     return module
 
@@ -61,6 +62,35 @@ def test_a_dependency_without_a_lower_bound_is_not_passed_over() -> None:
 
 def test_the_core_tests_are_there() -> None:
     assert [name for name in tool("versions").CORE if not (ROOT / name).exists()] == []
+
+
+def test_mutations_leave_logged_texts_and_checks_of_types_alone() -> None:
+    source = b"if TYPE_CHECKING:\n    import a\nlog.warning('%s', 1)\nprint(b, 1 < c)\nraise ValueError(f'{d + 1}')\n"
+    found = tool("mutate").mutations(Path("one.py"), source)
+    assert [(one.line, one.kind) for one in found] == [
+        (4, "statement deleted"),
+        (4, "argument swapped"),
+        (4, "comparison swapped"),
+        (4, "constant off by one"),
+        (5, "statement deleted"),
+    ]
+    assert found[2].of(source) == source.replace(b"1 < c", b"(1 <= c)")
+
+
+@pytest.mark.parametrize(
+    ("module", "test"),
+    [
+        ("operations/matching.py", "operations/test_matching.py"),
+        ("observability/status_publisher.py", "observability/watch/test_status_publisher.py"),  # of another folder
+        ("operations/sender.py", "operations/test_fusion.py"),  # by modules.txt
+        ("rendezvous/peer_directory.py", "security/test_rejoin.py"),  # imports it
+    ],
+)
+def test_a_mutation_is_tried_with_the_tests_of_its_module_first(
+    module: str, test: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert tool("mutate").tests_of(Path("src/shoal", module), anywhere=False)[0] == f"tests/{test}"
 
 
 MOST = {

@@ -14,7 +14,8 @@ and tests over no transport or over threads come before the others.
 
 A mutation is *killed* by a failed test that passes without the mutation, *survives* where all tests pass, and ends in a
 *timeout* where they did not end in time: then nothing is known of it. A test that fails without the mutation too makes
-it *unclear*. Survivors are either gaps of the tests or equivalent to the source: somebody has to read them.
+it *unclear*. Where all are skipped, for lack of a package or a device, it is *untested*. Survivors are either gaps of
+the tests or equivalent to the source: somebody has to read them.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ COPIED = ("src", "tests", "tools", "docs", "examples", "benchmarks", "pyproject.
 _PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
 COMPARISONS = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add}
-QUIET = ("log", "warnings")
-"""Whose calls are not deleted: what is logged is tested elsewhere."""
+QUIET = ("log.", "warnings.")
+"""Whose calls are not changed: the tests of what is logged are elsewhere."""
 LIKELIEST = 4
 """Files that are run first, by themselves: to collect the tests of a folder takes longer than most failures."""
 SYMMETRIC = ("max", "min", "torch.equal", "torch.maximum", "torch.minimum")
@@ -95,6 +96,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
         return
     if isinstance(node, ast.keyword) and node.arg == "strict":
         return  # of a zip over what is equally long
+    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(QUIET):
+        return
     yield from _of_expression(node)
     yield from _of_statement(node)
     for name, child in ast.iter_fields(node):
@@ -161,19 +164,28 @@ def drawn(paths: Sequence[Path], count: int, seed: int) -> list[Mutation]:
 
 
 def tests_of(path: Path, anywhere: bool) -> list[str]:
-    """The test files of a source file's folder, and elsewhere those that import it, the likeliest to fail first."""
+    """The test files of a source file's folder and its own ones, the likeliest to fail first.
+
+    Its own ones have its name or a line of ``modules.txt``. If there are none, they are those that import it, in any
+    folder; ``anywhere`` adds these in every case.
+    """
     inside = path.relative_to(SOURCES).parts[:-1]
     folder = next(found for depth in range(len(inside), -1, -1) if (found := TESTS.joinpath(*inside[:depth])).is_dir())
     own = {name for name in re.findall(r"(?:def|class) (\w+)", path.read_text()) if name[0] != "_" and len(name) > 3}
     module = re.compile(rf"shoal\.{'.'.join(inside)}(\.| import .*\b){path.stem}\b")
+    lines = re.findall(r"^(\S+\.py) (\S+)$", (TESTS / "modules.txt").read_text(), re.MULTILINE)
+    its_own = {TESTS / test for name, test in lines if SOURCES / name == path}
+    stem = f"test_{path.stem.strip('_')}"
+    its_own |= set(TESTS.rglob(f"{stem}.py"))
 
     def rank(file: Path) -> tuple[bool, bool, int, int]:
         text = file.read_text()
-        named_after = file.stem.startswith(f"test_{path.stem.strip('_')}")
-        return not named_after, not module.search(text), -len(own & set(re.findall(r"\w+", text))), len(text)
+        is_its_own = file in its_own or file.stem.startswith(stem)
+        return not is_its_own, not module.search(text), -len(own & set(re.findall(r"\w+", text))), len(text)
 
-    elsewhere = {file for file in TESTS.rglob("test_*.py") if anywhere and module.search(file.read_text())}
-    return [str(one) for one in sorted({*folder.glob("test_*.py"), *elsewhere}, key=rank)]
+    by_import = anywhere or not its_own
+    elsewhere = {file for file in TESTS.rglob("test_*.py") if by_import and module.search(file.read_text())}
+    return [str(one) for one in sorted({*folder.glob("test_*.py"), *its_own, *elsewhere}, key=rank)]
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -210,8 +222,8 @@ class Runner:
     seconds: float
     options: Sequence[str]
 
-    def run(self, tests: Sequence[str], *options: str) -> tuple[int | None, list[str]]:
-        """The exit status of pytest, None where it did not end in time, and the tests that failed."""
+    def run(self, tests: Sequence[str], *options: str) -> tuple[int | None, list[str], bool]:
+        """The exit status of pytest, None where it did not end in time, the tests that failed, and if any passed."""
         output = self.copy / "output"
         output.write_text("")
         child = os.fork()  # torch is imported once: that takes longer than most tests
@@ -228,8 +240,9 @@ class Runner:
             if not ended:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", output.read_text(), re.MULTILINE)
-        return os.waitstatus_to_exitcode(wait_status) if ended else None, failed
+        text = output.read_text()
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+\.py[^\n]*?)(?: - |$)", text, re.MULTILINE)
+        return os.waitstatus_to_exitcode(wait_status) if ended else None, failed, " passed" in text
 
     def outcome(self, mutation: Mutation, tests: Sequence[str]) -> tuple[str, str]:
         """What becomes of a mutation, and the test that failed."""
@@ -237,13 +250,14 @@ class Runner:
         source = file.read_bytes()
         file.write_bytes(mutation.of(source))
         try:
-            status, failed = self.run(tests[:LIKELIEST], "-x")
+            status, failed, passed = self.run(tests[:LIKELIEST], "-x")
             if status in (0, 5) and tests[LIKELIEST:]:  # 5: no test was chosen
-                status, failed = self.run(tests[LIKELIEST:], "-x")
+                status, failed, others_passed = self.run(tests[LIKELIEST:], "-x")
+                passed |= others_passed
         finally:
             file.write_bytes(source)
         if status in (0, 5):
-            return "survived", ""
+            return ("survived", "") if passed else ("untested", "every test was skipped")
         if status is None:
             return "timeout", ""
         return ("killed", failed[0]) if failed else ("unclear", f"pytest ended with {status}")
@@ -281,8 +295,14 @@ def main() -> int:
                 began, tests = time.monotonic(), given.tests or tests_of(draw[number].path, given.anywhere)
                 found[number] = runner.outcome(draw[number], tests)
                 print(f"{number:3} {found[number][0]} in {time.monotonic() - began:.0f} s", flush=True)
-        killers = {test for what, test in found.values() if what == "killed" and test}
-        broken = runner.run(sorted(killers))[1] if killers else []
+        killers = {test for what, test in found.values() if what == "killed"}
+        files = {test for test in killers if "::" not in test}  # that could not be imported
+        broken = [
+            test
+            for tests, options in ((killers - files, ()), (files, ("--collect-only",)))
+            if tests
+            for test in runner.run(sorted(tests), *options)[1]
+        ]
     counts: Counter[str] = Counter()
     print("Number  Outcome   Mutation, and the test that failed")
     for number, (what, test) in found.items():

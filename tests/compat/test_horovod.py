@@ -475,6 +475,17 @@ def test_batch_norm_of_one_and_with_a_mean_of_all_batches() -> None:
         assert torch.allclose(variance, theirs.running_var, rtol=0, atol=1e-14)  # type: ignore[arg-type]
 
 
+def test_batch_norm_of_a_joined_batch_of_one_is_an_error_on_all() -> None:
+    def run() -> None:
+        hvd.init()
+        norm = hvd.SyncBatchNorm(2)
+        with pytest.raises(ValueError, match="more than one value for each channel is wanted, over all 2 agents"):
+            norm(torch.ones(hvd.rank(), 2))  # no row, and one row
+        norm(torch.ones(1 + hvd.rank(), 2))
+
+    shoal.Fleet(2, timeout=20.0).run(run)
+
+
 def traced(folder: str) -> None:
     hvd.init()
     hvd.allreduce(torch.ones(2), name="before")

@@ -114,6 +114,18 @@ def test_agents_that_call_in_any_order_have_one_order_and_end(seeds: list[int], 
     go_through(partial(shoal.Fleet, transport=PROCESS_GROUP, timeout=20.0), seeds, size, count)
 
 
+def test_agents_outside_of_a_group_take_no_part_in_its_calls(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        rank, found = float(shoal.rank()), []
+        for _ in range(3):  # first by a decision, then from the cache
+            if rank < 2:
+                found.append(shoal.allreduce(torch.tensor([rank]), False, name="of two", group=[0, 1]).item())
+            found.append(shoal.allreduce(torch.tensor([rank]), False, name="of all").item())
+        return found
+
+    assert fleet(3).run(run) == [[1.0, 3.0] * 3, [1.0, 3.0] * 3, [3.0] * 3]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
 def test_ten_thousand_schedules_have_one_order_and_end(fleet: Fleets, part: int) -> None:

@@ -8,9 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from shoal.device import cuda
 from shoal.device.device import Unshareable
 from shoal.device.driver import Driver
 from support.leftovers import descriptors
@@ -171,3 +174,34 @@ def test_a_driver_that_does_not_work_says_what_it_says(library: str, name: str) 
 def test_a_machine_without_a_driver_says_so() -> None:
     with pytest.raises(Unshareable, match="no_such_library"):
         Driver("no_such_library.so.1")
+
+
+def test_a_device_is_refused_only_where_its_memory_cannot_be_shared(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "driver", lambda: Driver(library))
+    cuda.Cuda(torch.device("cuda", 0))
+    monkeypatch.setattr(Driver, "why_not", lambda _, device: f"device {device} has no virtual memory")
+    with pytest.raises(Unshareable, match="device 1 has no virtual memory"):
+        cuda.Cuda(torch.device("cuda", 1))
+
+
+def test_a_mark_is_recorded_on_its_stream_and_a_waiting_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, object]] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            calls.append(("blocking", blocking))
+
+        def record(self, stream: object) -> None:
+            calls.append(("record", stream))
+
+        def synchronize(self) -> None:
+            calls.append(("synchronize", None))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stream: Any = object()
+    mark = cuda.CudaStream(stream).mark()
+    assert calls == [("blocking", True), ("record", stream)]
+    mark.wait()
+    assert calls[2:] == [("synchronize", None)]

@@ -471,6 +471,19 @@ def test_results_of_two_attempts_are_not_taken_for_one() -> None:
     assert first.ended == second.ended == {(ALL, 0): Plan((2, 3))}
 
 
+def test_an_agent_agrees_on_nothing_where_a_loss_ends_all_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Agreement, "activate", lambda _: None)
+    net = Net(3)
+    net.lose(2)
+    net.notices(0, 2)
+    assert net.waiting
+    while net.waiting:
+        net.deliver(net.waiting[0])
+    one = net.there[1]
+    assert not one.agreement.active
+    assert (one.lifecycle.gate.paused, one.membership.view.alive, one.agreement.gone) == (False, (0, 1, 2), ())
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shoal.fault_tolerance import failures
-from shoal.fault_tolerance.failures import GRACE, UNCONNECTED_GRACE, FailureDetector
+from shoal.fault_tolerance.failures import GRACE, UNCONNECTED_GRACE, FailureDetector, Failures
 from shoal.operations.membership import Departure, Membership
 from shoal.transport.wire import CERTAIN, DIED, Kind, Message
 
@@ -92,6 +93,13 @@ def test_who_is_connected_to_the_dead_sees_for_himself(clock: Clock) -> None:
     assert certain == Departure(2, "its process ended", True, 1, certain=True)
     apart = detector(Connections()).notice(1, died(2, told_by=1))
     assert apart == Departure(2, "its process ended", True, 1)
+
+
+def test_a_departure_names_the_agent_that_saw_it_and_not_the_one_that_passes_it_on(clock: Clock) -> None:
+    found = detector(Connections()).notice(1, died(2, told_by=3))
+    assert found == Departure(2, "its process ended", True, 3)
+    left = Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")
+    assert detector(Connections()).notice(2, left) == Departure(2, "it called shoal.shutdown()", False, 2)
 
 
 def test_who_goes_while_another_is_about_to_be_lost_is_counted_after_it(clock: Clock) -> None:
@@ -179,3 +187,20 @@ def test_who_said_goodbye_to_its_link_holds_no_loss_up(clock: Clock) -> None:
 def test_it_hears_of_its_own_loss(clock: Clock) -> None:
     said = detector(Connections(known={1})).notice(1, died(0, told_by=1))
     assert said == Departure(0, "its process ended", True, 1)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_an_agent_whose_own_call_failed_is_lost_for_certain_where_the_others_agree_on_losses(agrees: bool) -> None:
+    passed_on: list[Departure] = []
+    changes: list[str] = []
+    nothing: Any = SimpleNamespace(in_flight=list, all=list, active=False)
+    nothing.forget = nothing.shut_out = nothing.split_those_without = lambda _: None
+    sender: Any = SimpleNamespace(pass_on=passed_on.append, unacknowledged_by=lambda _: [])
+    lifecycle: Any = SimpleNamespace(departed_peers=SimpleNamespace(lose_by=lambda _: None))
+    agreement: Any = SimpleNamespace(active=agrees, change=lambda: changes.append("change"))
+    membership = Membership(4)
+    parts = (nothing, nothing, membership, nothing, sender, lifecycle, nothing, nothing, agreement, nothing)
+    assert Failures(0, 4, *parts).leave_behind(2, "no data") is agrees
+    assert passed_on == [Departure(2, "its own call failed: no data", True, 0, certain=True)] * agrees
+    assert changes == ["change"] * agrees
+    assert membership.view.alive == ((0, 1, 3) if agrees else (0, 1, 2, 3))

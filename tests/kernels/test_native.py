@@ -21,8 +21,8 @@ from shoal.compression.draws import Redrawn
 from shoal.kernels.elementwise import add_scaled, copy, scale
 from shoal.kernels.native import build, codecs, library, sums, why_not_native
 from shoal.kernels.native.check import differing
-from shoal.kernels.reduce import REDUCTIONS, combine
-from shoal.kernels.weighted_sum import common_factor, weigh
+from shoal.kernels.reduce import REDUCTIONS, combine, reduce
+from shoal.kernels.weighted_sum import common_factor, weigh, weighted_sum
 from support.kernels import same_numbers
 from support.limits import scaled
 from support.reference import same_bits
@@ -54,6 +54,20 @@ def drawn(n: int, seed: int, dtype: torch.dtype, special: bool, gap: int = 0) ->
         where = torch.randint(0, gap + n, (max(1, n // 7),), generator=chance)
         x[where] = torch.tensor([SPECIAL[int(at) % len(SPECIAL)] for at in where], dtype=torch.float64)
     return x.to(dtype)[gap:]
+
+
+@NATIVE
+def test_compiled_kernels_are_called_on_the_native_way_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(sums, "weigh", lambda *_, **__: called.append("weigh"))
+    monkeypatch.setattr(sums, "reduce", lambda *_, **__: called.append("reduce"))
+    out, x = torch.zeros(8), torch.ones(8)
+    weighted_sum(out, x, 0.5, [x + 1], [0.25], way="torch")
+    reduce(out, "sum", [out, x], way="torch")
+    assert called == [] and torch.equal(out, torch.full((8,), 2.0))
+    weighted_sum(out, x, 0.5, [x + 1], [0.25], way="native")
+    reduce(out, "sum", [out, x], way="native")
+    assert called == ["weigh", "reduce"]
 
 
 @NATIVE

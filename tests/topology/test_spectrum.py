@@ -79,6 +79,15 @@ def test_a_torus_is_transformed_in_two_dimensions(shape: tuple[int, int]) -> Non
     assert found.value == pytest.approx(np.linalg.eigvalsh(torus.matrix(0))[0], abs=1e-12)
 
 
+def test_of_all_shapes_with_these_edges_the_one_with_these_weights_is_transformed() -> None:
+    """All agents are connected, so the edges fit every shape; the weights depend on the bits in which ranks differ."""
+    ranks, weights = np.arange(32), np.random.default_rng(0).dirichlet(np.ones(32))
+    matrix = weights[ranks[:, None] ^ ranks]
+    found = spectral_gap(matrix)
+    assert found.method == "fourier"
+    assert found.value == pytest.approx(dense_gap(matrix), abs=1e-12)
+
+
 @pytest.mark.usefixtures("by_iteration")
 def test_an_iteration_is_as_near_as_it_says() -> None:
     @settings(max_examples=80, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -120,9 +121,11 @@ def test_it_knows_its_neighbours_and_what_has_come_from_them(fleet: Fleets) -> N
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         rank = shoal.rank()
-        x = torch.zeros(2)
+        x, began = torch.zeros(2), time.monotonic()
         window = shoal.windows.create(x, "x")
         before, after = (rank - 1) % 3, (rank + 1) % 3
+        assert 0 <= window.slots()[before].age <= time.monotonic() - began
+        shoal.barrier()
         assert (window.name, window.sources, window.destinations) == ("x", (before,), (after,))
         assert window.tensor is x
         assert repr(window) == f"<Window 'x' of rank {rank}: float32 [2], from [{before}] to [{after}]>"

@@ -1,0 +1,91 @@
+"""What becomes of a message of each kind, with parts of the engine that only record what they are told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.engine.dispatch import Dispatch
+from shoal.operations.matching import Matcher
+from shoal.operations.operation import Exchange, Stage
+from shoal.transport.wire import AGAIN, Kind, Message, ProtocolError, Where
+
+
+class Parts:
+    """Rank 0 in an exchange with rank 1: ``calls`` are those of other parts, as (function, arguments)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.matcher = Matcher()
+        self.operation = self.matcher.begin("average", "x", 1.0, True)
+        self.stage = self.operation.stage = Stage(0, Exchange((), (1,)), {1}, {})
+        backend_stages = SimpleNamespace(check=lambda message: None)
+        gate = SimpleNamespace(closing=False)
+        lifecycle = self._records("take", "go_on", "accept", backend_stages=backend_stages, gate=gate)
+        unused: Any = SimpleNamespace()
+        self.dispatch = Dispatch(
+            0,
+            self.matcher,
+            self._records("acknowledge"),
+            lifecycle,
+            unused,
+            self._records("on_closed"),
+            unused,
+            unused,
+            unused,
+            unused,
+            services=self._records(of=lambda message: None),
+            events=self._records(active=False),
+        )
+
+    def _records(self, *functions: str, **others: object) -> Any:
+        recording = {name: lambda *given, name=name: self.calls.append((name, *given)) for name in functions}
+        return SimpleNamespace(**recording, **others)
+
+    def repeated(self) -> Message:
+        """Rank 1's tensor for this stage, sent again after a loss."""
+        return Message(Kind.DATA, "average", "x", 0, 0, flags=AGAIN)
+
+
+def test_an_agent_that_breaks_the_protocol_is_lost_for_certain_and_at_once() -> None:
+    parts = Parts()
+
+    def refuse(source: int, message: Message) -> None:
+        raise ProtocolError("too many messages")
+
+    parts.matcher.keep = refuse  # type: ignore[method-assign]
+    parts.dispatch.on_message(1, Message(Kind.DATA, "average", "of a later call"))
+    assert parts.calls == [("on_closed", 1, "too many messages", True, True)]
+
+
+def test_a_repeated_tensor_is_taken_where_it_is_missing() -> None:
+    parts, message = Parts(), Parts().repeated()
+    parts.dispatch.on_message(1, message)
+    assert parts.calls == [
+        ("take", parts.operation, parts.stage, 1, message),
+        ("go_on", parts.operation, parts.stage),
+    ]
+
+
+@pytest.mark.parametrize("stays_to_move", [True, False])
+def test_a_repeated_tensor_replaces_an_announced_one_until_the_backend_has_moved_it(stays_to_move: bool) -> None:
+    parts = Parts()
+    announced, message = parts.repeated(), parts.repeated()
+    announced.where = Where.CARRIED
+    parts.stage.take(1, announced)
+    parts.stage.to_move = stays_to_move
+    parts.dispatch.on_message(1, message)
+    if stays_to_move:
+        assert parts.calls == [("accept", parts.operation, parts.stage, 1, message)]
+    else:
+        assert parts.calls == [("acknowledge", 1, message)]
+
+
+def test_a_repeated_tensor_that_a_link_has_brought_is_acknowledged() -> None:
+    parts, message = Parts(), Parts().repeated()
+    parts.stage.to_move = True
+    parts.stage.take(1, Message(Kind.DATA, "average", "x", 0, 0))
+    parts.dispatch.on_message(1, message)
+    assert parts.calls == [("acknowledge", 1, message)]

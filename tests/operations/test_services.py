@@ -1,0 +1,24 @@
+"""Which service takes a message: the one whose prefix the name of the message begins with."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.operations.services import MinimalService, Services
+from shoal.transport.wire import Kind, Message
+
+
+class Taking(MinimalService):
+    def serve(self, source: int, message: Message) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "is_its"), [("~a", True), ("~a b c", True), ("~ab", False), ("~b", False), ("a", False), ("x ~a", False)]
+)
+def test_a_service_takes_the_messages_of_its_prefix(name: str, is_its: bool) -> None:
+    services, service = Services(), Taking()
+    message = Message(Kind.DATA, "average", name)
+    assert services.of(message) is None
+    services.add("~a", service)
+    assert services.of(message) is (service if is_its else None)
+    assert services.get("~a") is service and services.all() == [service]
