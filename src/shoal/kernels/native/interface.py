@@ -28,7 +28,10 @@ def declare(kernels: ctypes.CDLL) -> None:
         "shoal_signs": [pointer, size, pointer],
         "shoal_pack": [ctypes.c_uint, pointer, size, pointer],
         "shoal_unpack": [ctypes.c_uint, pointer, size, pointer],
-        "shoal_largest": [pointer, size, size, pointer, pointer, pointer],
+        "shoal_largest": [pointer, size, size, pointer, pointer],
+        "shoal_drawn_largest": [integer, key, size, size, key, key, pointer, size, pointer, size],
+        "shoal_write_places": [pointer, size, size, ctypes.c_uint, integer, pointer],
+        "shoal_read_places": [pointer, size, size, ctypes.c_uint, integer, pointer],
     }
     for name, arguments in signatures.items():
         function = getattr(kernels, name)
