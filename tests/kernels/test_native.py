@@ -325,6 +325,26 @@ def test_random_numbers_are_the_hashes(by_torch: Any, dtype: torch.dtype) -> Non
 
 
 @NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_random_numbers_are_the_same_by_all_instructions(dtype: torch.dtype) -> None:
+    """Some CPUs multiply 64-bit integers by one instruction; agents on others must draw and send the same."""
+    kernels = library()
+    assert kernels is not None
+    if not kernels.shoal_multiply_words(1):
+        pytest.skip("this CPU has no such instruction")
+    x, outcomes = drawn(100_003, 1, dtype, special=False), []
+    try:
+        for wanted in (0, 1):
+            assert kernels.shoal_multiply_words(wanted) == wanted
+            messages = [one.encode(x, Redrawn(1, 2, 3)) for one in (QSGD(), QSGD(7, chunk=64), RandomK(0.03))]
+            numbers = Redrawn(1, 2, 3).stream(x).fill(0, 17, torch.empty(70_003, dtype=dtype))
+            outcomes.append([numbers, *messages])
+    finally:
+        kernels.shoal_multiply_words(1)
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+@NATIVE
 def test_the_interpreter_lock_is_released_while_a_kernel_runs() -> None:
     assert type(library()) is ctypes.CDLL  # ctypes.PyDLL, of the same interface, holds it
 

@@ -216,26 +216,47 @@ struct Unpack {
   static int call(const uint8_t* packed, size_t n, uint8_t* codes) { return unpack<BITS>(packed, n, codes), 0; }
 };
 
+#if defined(__x86_64__)
+bool word_products() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#else
+bool word_products() { return false; }
+#endif
+bool multiplies_words = word_products();
+
 }  // namespace shoal
 
 extern "C" {
 
+// Whether 64-bit integers are multiplied by one instruction, if the CPU has it: for tests, which compare both ways.
+// Returns whether they are.
+int shoal_multiply_words(int wanted) {
+  shoal::multiplies_words = wanted && shoal::word_products();
+  return shoal::multiplies_words;
+}
+
 int shoal_uniform(int wide, void* out, uint64_t key, size_t n) {
-  if (wide)
-    shoal::uniform(static_cast<double*>(out), key, n);
-  else
-    shoal::uniform(static_cast<float*>(out), key, n);
+  shoal::for_this_cpu([=] {
+    if (wide)
+      shoal::uniform(static_cast<double*>(out), key, n);
+    else
+      shoal::uniform(static_cast<float*>(out), key, n);
+  });
   return 0;
 }
 
 int shoal_quantise(int wide, const void* x, size_t n, uint64_t key, const void* steps, size_t chunk, size_t place,
                    double most, unsigned mask, uint8_t* codes) {
-  if (wide)
-    shoal::quantise(static_cast<const double*>(x), n, key, static_cast<const double*>(steps), chunk, place, most, mask,
-                    codes);
-  else
-    shoal::quantise(static_cast<const float*>(x), n, key, static_cast<const float*>(steps), chunk, place, float(most),
-                    mask, codes);
+  shoal::for_this_cpu([=] {
+    if (wide)
+      shoal::quantise(static_cast<const double*>(x), n, key, static_cast<const double*>(steps), chunk, place, most,
+                      mask, codes);
+    else
+      shoal::quantise(static_cast<const float*>(x), n, key, static_cast<const float*>(steps), chunk, place,
+                      float(most), mask, codes);
+  });
   return 0;
 }
 

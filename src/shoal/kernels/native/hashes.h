@@ -15,4 +15,28 @@ inline Words hashed(Words z) {
   return z ^ (z >> 31);
 }
 
+// Whether this CPU multiplies 64-bit integers by one instruction. AVX2 takes seven, and hashes are mostly products.
+extern bool multiplies_words;
+
+// Call `work`, compiled with such instructions where the CPU has them. Integers, and numbers rounded at each operation,
+// are the same by any instructions.
+#if defined(__x86_64__)
+template <class Work>
+[[gnu::target("avx512f,avx512dq,avx512vl"), gnu::flatten]] void multiplying_words(Work work) {
+  work();
+}
+template <class Work>
+inline void for_this_cpu(Work work) {
+  if (multiplies_words)
+    multiplying_words(work);
+  else
+    work();
+}
+#else
+template <class Work>
+inline void for_this_cpu(Work work) {
+  work();
+}
+#endif
+
 }  // namespace shoal

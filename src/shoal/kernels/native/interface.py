@@ -19,6 +19,7 @@ def declare(kernels: ctypes.CDLL) -> None:
         "shoal_weigh": [integer, pointer, pointer, pointer, integer, pointer, integer, number, size, integer],
         "shoal_copy": [pointer, pointer, size],
         "shoal_reduce": [integer, pointer, pointer, integer, integer, key, size, integer],
+        "shoal_multiply_words": [integer],
         "shoal_uniform": [integer, pointer, key, size],
         "shoal_quantise": [integer, pointer, size, key, pointer, size, size, number, ctypes.c_uint, pointer],
         "shoal_maxima": [integer, pointer, size, size, pointer],

@@ -377,7 +377,11 @@ int shoal_drawn_largest(int wide, uint64_t key, size_t n, size_t k, uint64_t low
                         size_t most_places, void* room, size_t most_candidates) {
   shoal::Candidate* const candidates = static_cast<shoal::Candidate*>(room);
   double* const rest = reinterpret_cast<double*>(candidates + most_candidates);
-  return !shoal::drawn_largest(wide != 0, key, n, k, low, high, places, most_places, candidates, most_candidates, rest);
+  bool found = false;
+  shoal::for_this_cpu([&] {
+    found = shoal::drawn_largest(wide != 0, key, n, k, low, high, places, most_places, candidates, most_candidates, rest);
+  });
+  return !found;
 }
 
 int shoal_write_places(const int64_t* places, size_t k, size_t d, unsigned low, int one_bit, uint8_t* data) {
