@@ -300,6 +300,23 @@ def test_of_equal_random_numbers_the_first_is_taken(key: int) -> None:
 
 
 @NATIVE
+@pytest.mark.parametrize("key", [135_000_405, 162_000_486, 440_001_320])
+def test_bounds_that_part_equal_random_numbers_are_refused(key: int) -> None:
+    """The hashes at and after the end of the largest are one number in float32; a bound between them is too high."""
+    kernels, d, count = library(), 100_000, 30_000
+    assert kernels is not None
+    hashes = (HashStream(torch.tensor([key]), torch.empty(d, dtype=torch.float64)).whole() * 2.0**53).long()
+    last, _, below = hashes.sort(descending=True).values[count - 1 : count + 2].tolist()
+    places, room = torch.empty(d, dtype=torch.int64), torch.empty(3, d, dtype=torch.int64)
+    refused = []
+    for low in (last, below):
+        given = key, d, count, low, 1 << 53, places.data_ptr(), d, room.data_ptr(), d
+        refused.append(bool(kernels.shoal_drawn_largest(0, *given)))
+    assert refused == [True, False]
+    assert torch.equal(places[:count], largest_of_drawn(key, d, count, torch.float32))
+
+
+@NATIVE
 def test_random_places_are_right_also_where_the_bounds_are_not(by_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a margin of a tenth of a standard deviation the kernel often refuses, and numbers are drawn as by torch."""
     monkeypatch.setattr(codecs, "_DEVIATIONS", 0.1)
