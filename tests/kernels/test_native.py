@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from shoal.arithmetic import weigh_in_blocks
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
-from shoal.compression.draws import Redrawn
+from shoal.compression.draws import HashStream, Redrawn
+from shoal.compression.positions import positions_bytes, read_positions, write_positions
 from shoal.kernels.elementwise import add_scaled, copy, scale
 from shoal.kernels.native import build, codecs, library, sums, why_not_native
 from shoal.kernels.native.check import differing
@@ -162,7 +163,7 @@ COMPRESSORS: list[Compressor] = [
     QSGD(1000),
     Sign(),
     *(TopK(share) for share in (0.0001, 0.01, 0.3, 1.0)),
-    RandomK(0.05),
+    *(RandomK(share) for share in (0.0001, 0.05, 0.6, 1.0)),
 ]
 
 
@@ -198,6 +199,152 @@ def _outcome(compressor: Compressor, x: torch.Tensor) -> tuple[torch.Tensor, tor
     return data, compressor.decode(data, len(x), x.dtype, Redrawn(1, 2, 3)), total
 
 
+SHARES = [1e-5, 0.01, 0.1, 0.4, 0.9, 1.0]
+
+
+def numbers_of_kind(kind: str, n: int) -> torch.Tensor:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    if kind == "ascending":
+        return x.sort().values
+    if kind == "equal":
+        return torch.full((n,), -0.5)
+    if kind == "ties":
+        return x.mul(2).round()
+    if kind == "mostly zeros":
+        return torch.where(x > 1.5, x, -0.0)
+    if kind == "many NaN":
+        return torch.where(x > 1, math.nan, torch.where(x < -1.5, -math.inf, x))
+    if kind.startswith("the sample"):
+        # One of each stretch, at the places from which the kernel guesses where the k-th largest number is.
+        stretch, number = max(1, n >> 15), torch.arange(min(n, 1 << 15))
+        x[number * stretch + ((number * 0x9E3779B9 & 0xFFFFFFFF) * stretch >> 32)] = 9.0 if "large" in kind else 0.0
+    return x
+
+
+@NATIVE
+@pytest.mark.parametrize("n", [1, 9, 1_000, 131_071, 200_003])
+@pytest.mark.parametrize(
+    "kind",
+    ["random", "ascending", "equal", "ties", "mostly zeros", "many NaN", "the sample is large", "the sample is small"],
+)
+def test_the_largest_are_found_wherever_they_are(by_torch: Any, kind: str, n: int) -> None:
+    x = numbers_of_kind(kind, n)
+    for share in SHARES:
+        compressor = TopK(share)
+        found = compressor.encode(x, Redrawn(1, 2, 3))
+        patch = by_torch()
+        expected = compressor.encode(x, Redrawn(1, 2, 3))
+        patch.undo()
+        assert torch.equal(found, expected)
+
+
+@NATIVE
+@pytest.mark.parametrize("share", [1e-9, 0.0001, 0.01, 0.1, 0.15, 0.3, 0.999])
+@pytest.mark.parametrize("d", [2, 8, 63, 65, 1_000, 70_001, 1 << 20])
+def test_positions_are_those_of_torch(by_torch: Any, share: float, d: int) -> None:
+    k = min(d - 1, max(1, round(share * d)))
+    chance = torch.Generator().manual_seed(d + k)
+    for places in (torch.randperm(d, generator=chance)[:k].sort().values, torch.arange(k), torch.arange(d - k, d)):
+        message = torch.full((positions_bytes(k, d),), 255, dtype=torch.uint8)
+        expected = message.clone()
+        write_positions(d, places, message)
+        assert torch.equal(read_positions(message, k, d), places)
+        patch = by_torch()
+        write_positions(d, places, expected)
+        patch.undo()
+        assert torch.equal(message, expected)
+
+
+@NATIVE
+@pytest.mark.parametrize("d", [9, 100, 3_000])
+def test_positions_that_torch_refuses_are_refused(by_torch: Any, d: int) -> None:
+    """Of messages with a wrong byte each, the same are positions, with the same values or the same error."""
+    chance, refused = torch.Generator().manual_seed(d), 0
+    for k in (1, 2, d // 10 + 1, d // 3):
+        message = torch.empty(positions_bytes(k, d), dtype=torch.uint8)
+        write_positions(d, torch.randperm(d, generator=chance)[:k].sort().values, message)
+        for _ in range(40):
+            wrong = message.clone()
+            wrong[int(torch.randint(len(wrong), (), generator=chance))] ^= int(
+                torch.randint(1, 256, (), generator=chance)
+            )
+            outcomes = []
+            for undo in (None, by_torch()):
+                try:
+                    outcomes.append(read_positions(wrong, k, d).tolist())
+                except ValueError as error:
+                    outcomes.append(str(error))
+                if undo is not None:
+                    undo.undo()
+            assert outcomes[0] == outcomes[1]
+            refused += isinstance(outcomes[0], str)
+    assert refused
+
+
+def largest_of_drawn(key: int, d: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """By torch's own order, which is stable: of equals the first."""
+    numbers = HashStream(torch.tensor([key]), torch.empty(d, dtype=dtype)).whole()
+    return numbers.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+KEYS = [0, -1, 2**63 - 5, -(2**63), 0x1234567890ABCDEF]
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [1, 7, 8, 100, 4_099, 150_001])
+def test_places_of_the_largest_random_numbers_are_found_without_storing_them(d: int, dtype: torch.dtype) -> None:
+    for share in SHARES:
+        count = max(1, round(share * d))
+        for key in KEYS:
+            found = codecs.drawn_largest(key, d, count, dtype)
+            assert found is not None
+            assert torch.equal(found, largest_of_drawn(key, d, count, dtype))
+
+
+@NATIVE
+@pytest.mark.parametrize("key", [135_000_405, 162_000_486, 440_001_320])
+def test_of_equal_random_numbers_the_first_is_taken(key: int) -> None:
+    d, count = 100_000, 30_000
+    numbers = HashStream(torch.tensor([key]), torch.empty(d)).whole().sort(descending=True).values
+    assert numbers[count - 1] == numbers[count]  # float32 has 2^24 numbers below one
+    found = codecs.drawn_largest(key, d, count, torch.float32)
+    assert found is not None
+    assert torch.equal(found, largest_of_drawn(key, d, count, torch.float32))
+
+
+@NATIVE
+@pytest.mark.parametrize("key", [135_000_405, 162_000_486, 440_001_320])
+def test_bounds_that_part_equal_random_numbers_are_refused(key: int) -> None:
+    """The hashes at and after the end of the largest are one number in float32; a bound between them is too high."""
+    kernels, d, count = library(), 100_000, 30_000
+    assert kernels is not None
+    hashes = (HashStream(torch.tensor([key]), torch.empty(d, dtype=torch.float64)).whole() * 2.0**53).long()
+    last, _, below = hashes.sort(descending=True).values[count - 1 : count + 2].tolist()
+    places, room = torch.empty(d, dtype=torch.int64), torch.empty(3, d, dtype=torch.int64)
+    refused = []
+    for low in (last, below):
+        given = key, d, count, low, 1 << 53, places.data_ptr(), d, room.data_ptr(), d
+        refused.append(bool(kernels.shoal_drawn_largest(0, *given)))
+    assert refused == [True, False]
+    assert torch.equal(places[:count], largest_of_drawn(key, d, count, torch.float32))
+
+
+@NATIVE
+def test_random_places_are_right_also_where_the_bounds_are_not(by_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a margin of a tenth of a standard deviation the kernel often refuses, and numbers are drawn as by torch."""
+    monkeypatch.setattr(codecs, "_DEVIATIONS", 0.1)
+    x, refused = torch.arange(100_000.0), 0
+    for seed in range(20):
+        stream = Redrawn(seed, 2, 3).stream(x)
+        found = codecs.drawn_largest(stream.key(0), len(x), 30_000, x.dtype)
+        expected = largest_of_drawn(stream.key(0), len(x), 30_000, x.dtype)
+        refused += found is None
+        assert found is None or torch.equal(found, expected)
+        assert torch.equal(RandomK(0.3).encode(x, Redrawn(seed, 2, 3)).view(torch.float32), x[expected])
+    assert 0 < refused < 20
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_random_numbers_are_the_hashes(by_torch: Any, dtype: torch.dtype) -> None:
     stream = Redrawn(5, 6, 7).stream(torch.empty(100_003, dtype=dtype))
@@ -206,6 +353,26 @@ def test_random_numbers_are_the_hashes(by_torch: Any, dtype: torch.dtype) -> Non
     assert torch.equal(found, stream.fill(0, 17, torch.empty(70_003, dtype=dtype)))
     patch.undo()
     assert float(found.max()) < 1
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_random_numbers_are_the_same_by_all_instructions(dtype: torch.dtype) -> None:
+    """Some CPUs multiply 64-bit integers by one instruction; agents on others must draw and send the same."""
+    kernels = library()
+    assert kernels is not None
+    if not kernels.shoal_multiply_words(1):
+        pytest.skip("this CPU has no such instruction")
+    x, outcomes = drawn(100_003, 1, dtype, special=False), []
+    try:
+        for wanted in (0, 1):
+            assert kernels.shoal_multiply_words(wanted) == wanted
+            messages = [one.encode(x, Redrawn(1, 2, 3)) for one in (QSGD(), QSGD(7, chunk=64), RandomK(0.03))]
+            numbers = Redrawn(1, 2, 3).stream(x).fill(0, 17, torch.empty(70_003, dtype=dtype))
+            outcomes.append([numbers, *messages])
+    finally:
+        kernels.shoal_multiply_words(1)
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
 @NATIVE

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,10 +21,22 @@ from .draws import Draws, DrawStream
 from .message import HALF, as_numbers, blocks, check_dtype, check_message, rows
 
 _NO_WIRE_FORMAT = "{!r} has no wire format: to travel as bytes a compressor defines _encode and _pieces"
-Draw = Callable[[int, torch.Tensor], torch.Tensor]
-"""Fills a tensor with a row's random numbers, from a place on."""
 Piece = tuple[slice | torch.Tensor, torch.Tensor]
 """Where numbers go, and the numbers: a stretch; or int64 places, the only ones of the row that are not zero."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The random numbers of one row of messages, for a compressor that has a ``_stream``."""
+
+    stream: DrawStream | None
+    row: int
+
+    def __call__(self, start: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill ``out`` ``[n]`` with the numbers from place ``start`` on."""
+        if self.stream is None:
+            raise AssertionError("a compressor that draws says so in _stream")
+        return self.stream.fill(self.row, start, out)
 
 
 class Compressor(ABC):
@@ -172,7 +183,7 @@ class Compressor(ABC):
             return [iter(()) for _ in rows(like)]
         stream = self._stream(draws, like)
         return [
-            self._pieces(message.contiguous(), like.shape[-1], like.dtype, _of_row(stream, number))
+            self._pieces(message.contiguous(), like.shape[-1], like.dtype, Draw(stream, number))
             for number, message in enumerate(rows(data))
         ]
 
@@ -190,14 +201,6 @@ class Compressor(ABC):
         A piece may be overwritten when the next is requested, and the caller does not change it.
         """
         raise TypeError(_NO_WIRE_FORMAT.format(self))
-
-
-def _of_row(stream: DrawStream | None, row: int) -> Draw:
-    return _nothing_drawn if stream is None else partial(stream.fill, row)
-
-
-def _nothing_drawn(start: int, out: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("a compressor that draws says so in _stream")
 
 
 class Converted(Compressor):

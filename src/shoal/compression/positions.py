@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.native import codecs as native
 from .bits import Packed, packed_bytes
 
 
@@ -19,6 +20,11 @@ def positions_bytes(k: int, d: int) -> int:
 
 def _low_bits(k: int, d: int) -> int:
     return (d // k).bit_length() - 1
+
+
+def _separate_bits(k: int, d: int) -> int | None:
+    """``l`` of Elias-Fano; None where a bit for every place is shorter."""
+    return None if positions_bytes(k, d) == packed_bytes(d, 1) else _low_bits(k, d)
 
 
 def _elias_fano(k: int, d: int) -> tuple[int, int]:
@@ -32,7 +38,9 @@ def write_positions(d: int, places: torch.Tensor, data: torch.Tensor) -> None:
     k = len(places)
     if k == d:
         return
-    if len(data) == packed_bytes(d, 1):
+    if native.write_places(data, places, d, _separate_bits(k, d)):
+        return
+    if _separate_bits(k, d) is None:
         chosen = torch.zeros(d, dtype=torch.uint8, device=data.device)
         chosen[places] = 1
         Packed(data, d, 1).put(0, chosen)
@@ -55,7 +63,11 @@ def read_positions(data: torch.Tensor, k: int, d: int) -> torch.Tensor:
     """
     if k == d:
         return torch.arange(d, device=data.device)
-    if len(data) == packed_bytes(d, 1):
+    read = native.read_places(data, k, d, _separate_bits(k, d))
+    if read is not None:
+        return read
+    # By torch, which also finds what is wrong with bytes that the kernel refuses.
+    if _separate_bits(k, d) is None:
         return _set_bits(data, d, k)
     low, (lower, _) = _low_bits(k, d), _elias_fano(k, d)
     places = (_set_bits(data[lower:], k + ((d - 1) >> low), k) - torch.arange(k, device=data.device)) << low

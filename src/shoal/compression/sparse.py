@@ -10,8 +10,8 @@ import torch
 
 from ..kernels.native import codecs as native
 from .compressor import Compressor, Draw, Piece
-from .draws import Draws, DrawStream, stream_of
-from .message import as_bytes, as_numbers, rows
+from .draws import Draws, DrawStream, HashStream, stream_of
+from .message import HALF, as_bytes, as_numbers, rows
 from .positions import positions_bytes, read_positions, write_positions
 
 
@@ -66,7 +66,8 @@ class RandomK(Compressor):
     The receivers draw the same places from the seed, so only the numbers are sent. By default it is a contraction,
     ``delta = k / d`` (arXiv:1809.07599, lemma A.1), which CHOCO-SGD, DeepSqueeze and BEER need. Scaled by ``d / k`` it
     is unbiased, and its error, ``(d / k - 1) |x|^2`` in the mean, is larger than ``x`` if less than half is sent. Both
-    sides draw for all ``d`` places in every case.
+    sides draw for all ``d`` places in every case, in float32 or float64: numbers of 16 bits would often be equal, and
+    of equal ones the first would always be sent.
 
     Args:
         share: The share of the numbers, in (0, 1]; at least one is sent.
@@ -85,7 +86,7 @@ class RandomK(Compressor):
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
         count = _count(self.share, x.shape[-1])
-        return self._scaled(torch.where(_largest(mix.uniform(x), count), x, 0.0), x.shape[-1])
+        return self._scaled(torch.where(_largest(mix.uniform(_as_drawn(x)), count), x, 0.0), x.shape[-1])
 
     def _scaled(self, sent: torch.Tensor, d: int) -> torch.Tensor:
         return sent * (d / _count(self.share, d)) if self.scaled and d else sent
@@ -94,19 +95,25 @@ class RandomK(Compressor):
         return _count(self.share, d) * dtype.itemsize
 
     def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
-        return stream_of(draws, like)
+        return stream_of(draws, _as_drawn(like))
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
-        assert stream is not None
-        drawn, count = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device), _count(self.share, x.shape[-1])
         for number, (row, message) in enumerate(zip(rows(x), rows(data), strict=True)):
-            places = _places_of_largest(stream.fill(number, 0, drawn), count)
+            places = self._places(_as_drawn(row), Draw(stream, number))
             message.copy_(as_bytes(self._scaled(row[places], len(row))))
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
-        drawn = draw(0, torch.empty(d, dtype=dtype, device=data.device))
-        places = _places_of_largest(drawn, _count(self.share, d))
-        return iter([(places, as_numbers(data, dtype).clone())])
+        like = _as_drawn(torch.empty((), dtype=dtype, device=data.device).expand(d))
+        return iter([(self._places(like, draw), as_numbers(data, dtype).clone())])
+
+    def _places(self, like: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """int64, ascending: where the largest of the random numbers of a row are, which have the dtype of ``like``."""
+        count = _count(self.share, len(like))
+        if like.is_cpu and isinstance(draw.stream, HashStream):
+            places = native.drawn_largest(draw.stream.key(draw.row), len(like), count, like.dtype)
+            if places is not None:
+                return places
+        return _places_of_largest(draw(0, torch.empty_like(like, memory_format=torch.contiguous_format)), count)
 
     def omega(self, d: int) -> float:
         kept = _count(self.share, d) / d
@@ -120,6 +127,11 @@ def _check(share: float) -> None:
 
 def _count(share: float, d: int) -> int:
     return min(d, max(1, round(share * d)))
+
+
+def _as_drawn(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with the shape and the device of ``x``, and the dtype in which random numbers are drawn for it."""
+    return torch.empty((), dtype=torch.float32, device=x.device).expand(x.shape) if x.dtype in HALF else x
 
 
 def _largest(size: torch.Tensor, count: int) -> torch.Tensor:

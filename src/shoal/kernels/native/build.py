@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("sums.cpp", "codecs.cpp")
+SOURCES = ("sums.cpp", "codecs.cpp", "sparse.cpp")
 LIBRARY = "_native.so"
 FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra"),

@@ -1,4 +1,4 @@
-// What compressors do to each number: random numbers, steps of a grid, codes of a few bits, the largest numbers.
+// What compressors do to each number: random numbers, steps of a grid, codes of a few bits.
 //
 // Each has the bits of the operations of torch and numpy in shoal/compression, which compute the same without this.
 #include <algorithm>
@@ -9,24 +9,13 @@
 #include <limits>
 #include <type_traits>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "hashes.h"
 
 namespace shoal {
 
 constexpr size_t BLOCK = 1024;
 
-typedef uint64_t Words __attribute__((vector_size(32)));
 typedef double Doubles __attribute__((vector_size(32)));
-
-// SplitMix64's finaliser (Steele, Lea, Flood 2014).
-inline Words hashed(Words z) {
-  z += 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
 
 // Whole numbers below 2^52, put into the significand of 2^52.
 inline Doubles as_doubles(Words whole) {
@@ -227,97 +216,47 @@ struct Unpack {
   static int call(const uint8_t* packed, size_t n, uint8_t* codes) { return unpack<BITS>(packed, n, codes), 0; }
 };
 
-// Magnitudes of eight numbers as whole numbers of the same order; a NaN counts as infinite.
-typedef int32_t Eight __attribute__((vector_size(32)));
-
-inline Eight magnitudes(const float* x) {
-  Eight bits;
-  std::memcpy(&bits, x, sizeof bits);
-  bits &= 0x7fffffff;
-  return bits < 0x7f800000 ? bits : Eight{} + 0x7f800000;
-}
-
-// One bit for each number of which the mask is set.
-inline unsigned bits_of(Eight mask) {
 #if defined(__x86_64__)
-  return unsigned(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
+bool word_products() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
 #else
-  unsigned bits = 0;
-  for (unsigned j = 0; j < 8; j++) bits |= unsigned(mask[j] & 1) << j;
-  return bits;
+bool word_products() { return false; }
 #endif
-}
-
-// Call `take(place, magnitude)` for the numbers for which `wanted(magnitudes)` holds, in order.
-template <class Wanted, class Take>
-inline void for_each_wanted(const float* x, size_t n, Wanted wanted, Take take) {
-  for (size_t i = 0; i < n; i += 8) {
-    float padded[8] = {};
-    const size_t here = std::min(n - i, size_t(8));
-    if (here < 8) std::memcpy(padded, x + i, here * sizeof(float));
-    const Eight sizes = magnitudes(here < 8 ? padded : x + i);
-    int32_t size[8];
-    std::memcpy(size, &sizes, sizeof size);
-    for (unsigned bits = bits_of(wanted(sizes)) & ((1u << here) - 1); bits; bits &= bits - 1) {
-      const unsigned j = unsigned(__builtin_ctz(bits));
-      take(i + j, size[j]);
-    }
-  }
-}
-
-constexpr int SHIFT = 16, BUCKETS = 1 << (31 - SHIFT);
-
-// Places of the k numbers of largest magnitude, ascending; of equals the first. `room` has n whole numbers.
-//
-// The upper bits of all are counted, then the numbers in the one bucket that the k-th largest is in are sorted apart.
-void largest(const float* x, size_t n, size_t k, uint32_t* counts, int32_t* room, int64_t* places) {
-  std::fill(counts, counts + BUCKETS, 0u);
-  for (size_t i = 0; i < n; i++) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    counts[std::min(bits & 0x7fffffff, 0x7f800000) >> SHIFT]++;
-  }
-  size_t above = 0;
-  int32_t bucket = BUCKETS - 1;
-  while (above + counts[bucket] < k) above += counts[bucket--];
-  int32_t* end = room;
-  for_each_wanted(
-      x, n, [=](Eight sizes) { return (sizes >> SHIFT) == bucket; }, [&](size_t, int32_t size) { *end++ = size; });
-  int32_t* nth = room + (k - above - 1);
-  std::nth_element(room, nth, end, [](int32_t one, int32_t other) { return one > other; });
-  const int32_t least = *nth;
-  size_t equal = k - above;  // how many that equal the least are among the k
-  for (const int32_t* one = room; one < end; one++) equal -= *one > least;
-  for_each_wanted(
-      x, n, [=](Eight sizes) { return sizes >= least; },
-      [&](size_t place, int32_t size) {
-        if (size > least)
-          *places++ = int64_t(place);
-        else if (equal)
-          *places++ = int64_t(place), equal--;
-      });
-}
+bool multiplies_words = word_products();
 
 }  // namespace shoal
 
 extern "C" {
 
+// Whether 64-bit integers are multiplied by one instruction, if the CPU has it: for tests, which compare both ways.
+// Returns whether they are.
+int shoal_multiply_words(int wanted) {
+  shoal::multiplies_words = wanted && shoal::word_products();
+  return shoal::multiplies_words;
+}
+
 int shoal_uniform(int wide, void* out, uint64_t key, size_t n) {
-  if (wide)
-    shoal::uniform(static_cast<double*>(out), key, n);
-  else
-    shoal::uniform(static_cast<float*>(out), key, n);
+  shoal::for_this_cpu([=] {
+    if (wide)
+      shoal::uniform(static_cast<double*>(out), key, n);
+    else
+      shoal::uniform(static_cast<float*>(out), key, n);
+  });
   return 0;
 }
 
 int shoal_quantise(int wide, const void* x, size_t n, uint64_t key, const void* steps, size_t chunk, size_t place,
                    double most, unsigned mask, uint8_t* codes) {
-  if (wide)
-    shoal::quantise(static_cast<const double*>(x), n, key, static_cast<const double*>(steps), chunk, place, most, mask,
-                    codes);
-  else
-    shoal::quantise(static_cast<const float*>(x), n, key, static_cast<const float*>(steps), chunk, place, float(most),
-                    mask, codes);
+  shoal::for_this_cpu([=] {
+    if (wide)
+      shoal::quantise(static_cast<const double*>(x), n, key, static_cast<const double*>(steps), chunk, place, most,
+                      mask, codes);
+    else
+      shoal::quantise(static_cast<const float*>(x), n, key, static_cast<const float*>(steps), chunk, place,
+                      float(most), mask, codes);
+  });
   return 0;
 }
 
@@ -360,13 +299,6 @@ int shoal_pack(unsigned bits, const uint8_t* codes, size_t n, uint8_t* packed) {
 
 int shoal_unpack(unsigned bits, const uint8_t* packed, size_t n, uint8_t* codes) {
   return shoal::with_bits<shoal::Unpack>(bits, packed, n, codes);
-}
-
-// `counts` has 2^15 and `room` n whole numbers of 32 bits, `places` k of 64.
-int shoal_largest(const float* x, size_t n, size_t k, uint32_t* counts, int32_t* room, int64_t* places) {
-  if (!k || k > n) return 1;
-  shoal::largest(x, n, k, counts, room, places);
-  return 0;
 }
 
 }

@@ -6,13 +6,16 @@ tensors; the caller then computes the same bits by torch. Tensors are flat, cont
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .loading import library
 
 _WIDE = {torch.float32: 0, torch.float64: 1}
-_BUCKETS = 1 << 15
-_MASK = (1 << 64) - 1
+_MASK, _53_BITS = (1 << 64) - 1, 1 << 53
+_DEVIATIONS = 6
+"""Standard deviations between the expected number of draws above a bound and the number that is needed."""
 
 
 def _takes(*tensors: torch.Tensor) -> bool:
@@ -140,7 +143,47 @@ def largest(x: torch.Tensor, count: int) -> torch.Tensor | None:
     kernels = library()
     if kernels is None or x.dtype != torch.float32 or not _takes(x) or not 0 < count <= x.numel() < 1 << 32:
         return None
-    counts, room = torch.empty(_BUCKETS, dtype=torch.int32), torch.empty(x.numel(), dtype=torch.int32)
-    places = torch.empty(count, dtype=torch.int64)
-    kernels.shoal_largest(x.data_ptr(), x.numel(), count, counts.data_ptr(), room.data_ptr(), places.data_ptr())
+    room, places = torch.empty(x.numel() + 8, dtype=torch.int32), torch.empty(count, dtype=torch.int64)
+    kernels.shoal_largest(x.data_ptr(), x.numel(), count, room.data_ptr(), places.data_ptr())
     return places
+
+
+def drawn_largest(key: int, d: int, count: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """:func:`largest` of the ``d`` :func:`uniform` numbers of ``key``, which are not stored; None if not computed.
+
+    Hashes are uniform, so about ``d q`` of them are in the upper share q of their range. The kernel chooses among those
+    above a bound that more than ``count`` exceed, with a margin of six standard deviations. If fewer do, or if numbers
+    at a bound are equal, the result is None.
+    """
+    kernels = library()
+    if kernels is None or dtype not in _WIDE or not 0 < count <= d:
+        return None
+    margin = int(_DEVIATIONS * math.sqrt(count)) + 16
+    low, high = (min(_53_BITS, _53_BITS * max(0, d - most) // d) for most in (count + margin, max(0, count - margin)))
+    places = torch.empty(min(d, count + 2 * margin), dtype=torch.int64)
+    room = torch.empty(3, min(d, 4 * margin), dtype=torch.int64)
+    given = key & _MASK, d, count, low, high, places.data_ptr(), len(places), room.data_ptr(), room.shape[1]
+    return None if kernels.shoal_drawn_largest(_WIDE[dtype], *given) else places[:count]
+
+
+def write_places(data: torch.Tensor, places: torch.Tensor, d: int, low: int | None) -> bool:
+    """Set ``data`` (uint8) to ``places`` (int64, ascending, below ``d``) in Elias and Fano's form.
+
+    Args:
+        low: The number of low bits of a place that are stored apart; None for a form with one bit for each of ``d``.
+    """
+    kernels = library()
+    if kernels is None or not _takes(data, places):
+        return False
+    kernels.shoal_write_places(places.data_ptr(), len(places), d, low or 0, low is None, data.data_ptr())
+    return True
+
+
+def read_places(data: torch.Tensor, count: int, d: int, low: int | None) -> torch.Tensor | None:
+    """The reverse of :func:`write_places`; None if not computed, or if the bytes are not ``count`` ascending places."""
+    kernels = library()
+    if kernels is None or not _takes(data):
+        return None
+    places = torch.empty(count, dtype=torch.int64)
+    wrong = kernels.shoal_read_places(data.data_ptr(), count, d, low or 0, low is None, places.data_ptr())
+    return None if wrong else places

@@ -19,6 +19,7 @@ def declare(kernels: ctypes.CDLL) -> None:
         "shoal_weigh": [integer, pointer, pointer, pointer, integer, pointer, integer, number, size, integer],
         "shoal_copy": [pointer, pointer, size],
         "shoal_reduce": [integer, pointer, pointer, integer, integer, key, size, integer],
+        "shoal_multiply_words": [integer],
         "shoal_uniform": [integer, pointer, key, size],
         "shoal_quantise": [integer, pointer, size, key, pointer, size, size, number, ctypes.c_uint, pointer],
         "shoal_maxima": [integer, pointer, size, size, pointer],
@@ -28,7 +29,10 @@ def declare(kernels: ctypes.CDLL) -> None:
         "shoal_signs": [pointer, size, pointer],
         "shoal_pack": [ctypes.c_uint, pointer, size, pointer],
         "shoal_unpack": [ctypes.c_uint, pointer, size, pointer],
-        "shoal_largest": [pointer, size, size, pointer, pointer, pointer],
+        "shoal_largest": [pointer, size, size, pointer, pointer],
+        "shoal_drawn_largest": [integer, key, size, size, key, key, pointer, size, pointer, size],
+        "shoal_write_places": [pointer, size, size, ctypes.c_uint, integer, pointer],
+        "shoal_read_places": [pointer, size, size, ctypes.c_uint, integer, pointer],
     }
     for name, arguments in signatures.items():
         function = getattr(kernels, name)
