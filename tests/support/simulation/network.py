@@ -206,9 +206,9 @@ class Network:
         there = int(address.rpartition(".")[2]) - 1
         heals = self._heals(sock.agent, there)
         if heals - self.scheduler.now > SYN_SECONDS:
-            self.scheduler.at(self.scheduler.now + SYN_SECONDS, lambda: sock.fail(errno.ETIMEDOUT))
+            self.scheduler.at(self.scheduler.now + SYN_SECONDS, sock.fail, errno.ETIMEDOUT)
         else:
-            self.scheduler.at(max(heals, self.scheduler.now) + self._delay(), lambda: self._join(sock, address, port))
+            self.scheduler.at(max(heals, self.scheduler.now) + self._delay(), self._join, sock, address, port)
         return sock
 
     def _join(self, sock: Socket, address: str, port: int) -> None:
@@ -238,9 +238,11 @@ class Network:
         return self.parted.get((min(one, other), max(one, other)), 0.0)
 
     def _when(self, source: Socket, to: Socket) -> float:
-        when = max(to.last, max(self._heals(source.agent, to.agent), self.scheduler.now) + self._delay())
-        to.last = when
-        return when
+        now = self.scheduler.now
+        if self.parted:
+            now = max(now, self._heals(source.agent, to.agent))
+        to.last = max(to.last, now + self._delay())
+        return to.last
 
     def carry(self, source: Socket, to: Socket, data: bytes) -> None:
         chance, at = self.scheduler.chance, 0
@@ -251,10 +253,10 @@ class Network:
                 size = chance.randint(1, size)
             piece = data[at : at + size]
             at += size
-            self.scheduler.at(self._when(source, to), lambda piece=piece: to.arrive(piece))  # type: ignore[misc]
+            self.scheduler.at(self._when(source, to), to.arrive, piece)
 
     def disconnect(self, source: Socket, to: Socket, reset: bool) -> None:
-        self.scheduler.at(self._when(source, to), lambda: to.end(reset))
+        self.scheduler.at(self._when(source, to), to.end, reset)
 
         def gone() -> None:  # what it sends from now on is answered by a reset
             if to.number >= 0 and to.peer is source:
@@ -286,7 +288,7 @@ class Network:
         for sock in list(self.sockets.values()):
             if sock.peer and {sock.agent, sock.peer.agent} == {one, other}:
                 late = self.scheduler.now + DEAD_HOST_SECONDS + self._delay()
-                self.scheduler.at(late, lambda sock=sock: sock.fail(errno.ETIMEDOUT))  # type: ignore[misc]
+                self.scheduler.at(late, sock.fail, errno.ETIMEDOUT)
 
     def crash(self, agent: int) -> None:
         """The kernel closes what a process has when it ends."""

@@ -88,7 +88,7 @@ class Faults:
             if one.kind == "slow":
                 scheduler.slow[one.rank] = one.seconds
             elif one.kind == "joins":
-                scheduler.at(scheduler.now + one.seconds, lambda rank=one.rank: agents.start_one(rank))  # type: ignore[misc]
+                scheduler.at(scheduler.now + one.seconds, agents.start_one, one.rank)
             elif one.kind in ("cut", "partition", "crash", "returns"):
                 self._to_come.add(one)
                 scheduler.at_step(one.at, lambda one=one: self._happen(one))  # type: ignore[misc]
