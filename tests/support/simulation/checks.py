@@ -131,12 +131,17 @@ def _check_error(report: Report, call: Call, rank: int, error: Exception, at: se
         fits = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
         fits = fits or (rank in gone and isinstance(error, NotInitialized))
     else:  # a refusal that comes after a call has ended is raised by the next one
-        late = [
-            one.at for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number
-        ]
-        fits = isinstance(error, Mismatch) and any(f"'call {number}'" in str(error) for number in late)
+        fits = _is_late(report, call, error)
+        if isinstance(error, PeerLost):  # an agent that it stopped in a call of several operations, and that has left
+            stopped = [report.results.get((one, call.number)) for one in error.ranks]
+            fits = all(_is_late(report, call, one) for one in stopped)
     if not fits:
         report.problems.append(said)
+
+
+def _is_late(report: Report, call: Call, error: Any) -> bool:
+    faults = [one for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number]
+    return isinstance(error, Mismatch) and any(f"'call {one.at}'" in str(error) for one in faults)
 
 
 def _check_survived(report: Report, call: Call, right: list[int], crashed: set[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,20 @@ KINDS = (
     "optimizer",
 )
 FUSIBLE = ("static", "average", "sum", "push-pull")
+OPERATIONS = {"window": 9, "optimizer": 5}
+"""How many operations of the engine a call makes, where it is not one."""
 BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather", "optimizer"})
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "exponential": shoal.topology.ExponentialTwoGraph,
     "ring": shoal.topology.RingGraph,
     "full": shoal.topology.FullyConnectedGraph,
 }
+
+
+@lru_cache(maxsize=64)
+def graph_of(topology: str, size: int) -> Any:
+    """One graph for all agents and runs, which only read it."""
+    return TOPOLOGIES[topology](size)
 
 
 @dataclass(frozen=True)
@@ -76,13 +84,16 @@ class Program:
     calls: list[Call]
     seed: int
     kinds: tuple[str, ...] = KINDS
-    _numbers: dict[tuple[int, int], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _drawn: dict[tuple[int, ...], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stepped: dict[int, Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def draw(chance: random.Random, size: int, length: int, kinds: tuple[str, ...] = KINDS) -> Program:
-        calls = []
-        for number in range(length):
-            kind = chance.choice(kinds)
+        """Args: ``length``: How many operations of the engine each agent makes, about."""
+        calls: list[Call] = []
+        while length > 0:
+            number, kind = len(calls), chance.choice(kinds)
+            length -= OPERATIONS.get(kind, 1)
             sends = tuple(
                 {other: chance.choice(WEIGHTS) for other in range(size) if other != rank and chance.random() < 0.5}
                 for rank in range(size)
@@ -117,9 +128,9 @@ class Program:
         chance.shuffle(waiting)
         return [*done, *(("wait", one) for one in waiting)]
 
-    @cached_property
+    @property
     def graph(self) -> Any:
-        return TOPOLOGIES[self.topology](self.size)
+        return graph_of(self.topology, self.size)
 
     @cached_property
     def sources(self) -> list[list[int]]:
@@ -127,15 +138,19 @@ class Program:
 
     def numbers(self, call: Call, rank: int) -> Array:
         """The tensor that an agent gives to a call. To be read only."""
-        key = call.number, rank
-        if key not in self._numbers:
-            chance = np.random.default_rng((self.seed, call.number, rank))
-            self._numbers[key] = chance.integers(-8, 9, call.elements).astype(np.float64)
-        return self._numbers[key]
+        drawn: Array = self.drawn(call)[rank]
+        return drawn
 
     def gradient(self, call: Call, rank: int, step: int) -> Array:
-        chance = np.random.default_rng((self.seed, call.number, rank, step))
-        return chance.integers(-8, 9, call.elements).astype(np.float64)
+        return self.drawn(call, step)[rank].copy()
+
+    def drawn(self, call: Call, *more: int) -> Array:
+        """Small whole numbers for a call, one row for each agent. To be read only."""
+        key = call.number, *more
+        if key not in self._drawn:  # all rows at once: a generator costs more than its numbers
+            chance = np.random.default_rng((self.seed, *key))
+            self._drawn[key] = chance.integers(-8, 9, (self.size, call.elements)).astype(np.float64)
+        return self._drawn[key]
 
     def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
         """What a call gives to an agent, when ``there`` take part (all, where none are named)."""
@@ -163,10 +178,10 @@ class Program:
         if kind == "allgather":
             return np.concatenate([x[one] for one in ranks])
         if kind == "optimizer":
-            gradients = [
-                np.stack([self.gradient(call, one, step) for one in ranks]) for step in range(optimizers.STEPS)
-            ]
-            return optimizers.after(call.style, self.graph, np.stack([x[one] for one in ranks]), gradients)[rank]
+            if call.number not in self._stepped:
+                gradients = [self.drawn(call, step) for step in range(optimizers.STEPS)]
+                self._stepped[call.number] = optimizers.after(call.style, self.graph, self.drawn(call), gradients)
+            return self._stepped[call.number][rank]
         if kind == "neighbor_allgather":
             return np.concatenate([np.zeros(0), *(x[one] for one in self.sources[rank])])
         return np.zeros(0)
@@ -240,6 +255,8 @@ def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def as_array(result: Any) -> Array:
     """What a call gave, as one flat array."""
+    if isinstance(result, torch.Tensor):
+        return result.detach().numpy().reshape(-1).astype(np.float64, copy=False)
     if isinstance(result, list) and result and isinstance(result[0], torch.Tensor):
         return np.concatenate([one.detach().numpy().reshape(-1) for one in result])
     return np.asarray(result, dtype=np.float64).reshape(-1)

@@ -16,7 +16,7 @@ from shoal.errors import PeerLost
 from . import training_checks
 from .checks import Report, check, left_behind
 from .fleet import Agents, Simulated, simulated
-from .programs import TOPOLOGIES, as_array
+from .programs import as_array
 from .scenarios import Fault, Scenario
 from .scheduler import Stuck
 from .training import Training, live_training
@@ -123,7 +123,7 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
 
     def live(rank: int) -> bool:
         """False where it leaves early."""
-        shoal.set_topology(TOPOLOGIES[program.topology](program.size))
+        shoal.set_topology(program.graph)
         handles: dict[int, Any] = {}
         for what, call in program.order(rank):
             fault = by_call.get((rank, call.number), "")

@@ -20,7 +20,7 @@ from shoal.operations.membership import Plan
 
 from . import optimizers
 from .fleet import Agents, Simulated
-from .programs import TOPOLOGIES, Array, Call, Program, as_array
+from .programs import Array, Call, Program, as_array
 
 KINDS = (
     *("average", "sum", "static", "static", "push-pull", "push", "pull"),
@@ -92,12 +92,10 @@ class Training(Program):
 
     def at(self, step: int, call: Call, rank: int, what: int = 0) -> Array:
         """The tensor of an agent at a step: its unit vector, and small whole numbers; or what is drawn second."""
-        chance = np.random.default_rng((self.seed, call.number, rank, step, what))
-        numbers = chance.integers(-8, 9, call.elements).astype(np.float64)
-        return np.concatenate([np.eye(self.size)[rank] * (what == 0), numbers])
+        return np.concatenate([np.eye(self.size)[rank] * (what == 0), self.drawn(call, step, what)[rank]])
 
     def at_all(self, step: int, call: Call, what: int = 0) -> Array:
-        return np.stack([self.at(step, call, rank, what) for rank in range(self.size)])
+        return np.concatenate([np.eye(self.size) * (what == 0), self.drawn(call, step, what)], 1)
 
 
 class _Progress:
@@ -119,7 +117,7 @@ def live_training(
     """What an agent does, from ``init()`` to ``shutdown()``; ``over``: no fault is to come."""
 
     def live(rank: int) -> bool:
-        shoal.set_topology(TOPOLOGIES[program.topology](program.size))
+        shoal.set_topology(program.graph)
         me = rank, agents.starts[rank]
         one = _Agent(program, world, agents.engines[rank], history, *me)
         progress = _Progress()
