@@ -88,13 +88,14 @@ def _check_call(report: Report, call: Call, kinds: set[str], crashed: set[int]) 
     at = {one.rank for one in scenario.faults if one.at == call.number and one.kind in ("shape", "other call")}
     missing = [one for one in scenario.faults if one.kind == "missing call"]
     gone = {one.rank for one in scenario.faults if one.kind == "leaves"} | crashed
+    pending = {one.rank for one in scenario.faults if one.kind == "leaves pending"}
     wrong, right = [], []
     for rank in range(program.size):
         found = report.results.get((rank, call.number))
         if rank in crashed or (call.kind == "group" and rank not in call.members):
             continue
         if found is None:
-            if rank not in gone | report.never and not (
+            if rank not in gone | pending | report.never and not (
                 missing and (missing[0].rank, missing[0].at) == (rank, call.number)
             ):
                 report.problems.append(f"{call}: nothing came of it on rank {rank}")

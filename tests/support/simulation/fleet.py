@@ -114,6 +114,7 @@ class Agents:
         begin_with: How many of them the run begins with; the others join.
 
     Attributes:
+        crashed: When each agent that has crashed did, the last time.
         contexts: One for each time that an agent was started.
         done: Agents that have ended for good.
         engines: Of the agents that have been through ``init()``, by rank.
@@ -131,6 +132,7 @@ class Agents:
         self.failed: dict[int, BaseException] = {}
         self._timeout, self._begin_with = timeout, begin_with
         self.starts = [0] * size
+        self.crashed: dict[int, float] = {}
         self._program: Callable[[int], None] = lambda rank: None
 
     def start(self, program: Callable[[int], None]) -> None:
@@ -173,6 +175,7 @@ class Agents:
 
     def crash(self, rank: int, seconds: float | None = None) -> None:
         """An agent's process ends at once; it is started again after so many seconds, or never."""
+        self.crashed[rank] = self.world.scheduler.now
         self.world.scheduler.crash(rank)
         self.world.network.crash(rank)
         self.engines.pop(rank, None)

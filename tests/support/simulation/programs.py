@@ -31,6 +31,8 @@ KINDS = (
     *("broadcast", "allgather", "neighbor_allgather", "barrier", "object", "group", "window"),
     "optimizer",
 )
+ONE_EXCHANGE = ("static", "static", "push", "pull", "push-pull", "grouped")
+"""Of which an agent has sent its part once it has begun them."""
 FUSIBLE = ("static", "average", "sum", "push-pull")
 OPERATIONS = {"window": 9, "optimizer": 5}
 """How many operations of the engine a call makes, where it is not one."""
@@ -50,7 +52,11 @@ def graph_of(topology: str, size: int) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of all agents, or of a group."""
+    """One call of all agents, or of a group.
+
+    Attributes:
+        spans: In a training: all agents but one begin it before a step ends, that one after it, and all wait then.
+    """
 
     number: int
     kind: str
@@ -60,13 +66,14 @@ class Call:
     root: int = 0
     members: tuple[int, ...] = ()
     style: Style = STYLES[0]
+    spans: bool = False
 
     @property
     def name(self) -> str:
         return f"call {self.number}"
 
     def __str__(self) -> str:
-        how = "" if self.blocking else ", nonblocking"
+        how = ", across the end of a step" if self.spans else "" if self.blocking else ", nonblocking"
         more = {"group": f" of ranks {list(self.members)}", "optimizer": f" ({self.style})"}.get(self.kind, "")
         return f"{self.name}: {self.kind}{more} of {self.elements} numbers{how}"
 
@@ -112,7 +119,7 @@ class Program:
         done: list[tuple[str, Call]] = []
         waiting: list[Call] = []
         burst: list[Call] = []
-        for call in [*self.calls, None]:
+        for call in [*(one for one in self.calls if not one.spans), None]:
             if call is not None and not call.blocking:
                 burst.append(call)  # those that are together may begin in any order
                 continue
