@@ -88,13 +88,14 @@ def _check_call(report: Report, call: Call, kinds: set[str], crashed: set[int]) 
     at = {one.rank for one in scenario.faults if one.at == call.number and one.kind in ("shape", "other call")}
     missing = [one for one in scenario.faults if one.kind == "missing call"]
     gone = {one.rank for one in scenario.faults if one.kind == "leaves"} | crashed
+    pending = {one.rank for one in scenario.faults if one.kind == "leaves pending"}
     wrong, right = [], []
     for rank in range(program.size):
         found = report.results.get((rank, call.number))
         if rank in crashed or (call.kind == "group" and rank not in call.members):
             continue
         if found is None:
-            if rank not in gone | report.never and not (
+            if rank not in gone | pending | report.never and not (
                 missing and (missing[0].rank, missing[0].at) == (rank, call.number)
             ):
                 report.problems.append(f"{call}: nothing came of it on rank {rank}")
@@ -131,12 +132,17 @@ def _check_error(report: Report, call: Call, rank: int, error: Exception, at: se
         fits = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
         fits = fits or (rank in gone and isinstance(error, NotInitialized))
     else:  # a refusal that comes after a call has ended is raised by the next one
-        late = [
-            one.at for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number
-        ]
-        fits = isinstance(error, Mismatch) and any(f"'call {number}'" in str(error) for number in late)
+        fits = _is_late(report, call, error)
+        if isinstance(error, PeerLost):  # an agent that it stopped in a call of several operations, and that has left
+            stopped = [report.results.get((one, call.number)) for one in error.ranks]
+            fits = all(_is_late(report, call, one) for one in stopped)
     if not fits:
         report.problems.append(said)
+
+
+def _is_late(report: Report, call: Call, error: Any) -> bool:
+    faults = [one for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number]
+    return isinstance(error, Mismatch) and any(f"'call {one.at}'" in str(error) for one in faults)
 
 
 def _check_survived(report: Report, call: Call, right: list[int], crashed: set[int]) -> None:

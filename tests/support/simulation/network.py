@@ -19,6 +19,8 @@ from shoal.transport.tcp import DEAD_HOST_SECONDS
 from .scheduler import Scheduler, Task
 
 SYN_SECONDS = 15.0
+MOST_CUTS = 3
+"""Of the bytes of one call. More pieces take more time and show no more."""
 
 
 @dataclass
@@ -138,17 +140,19 @@ class Socket:
     def ready(self) -> int:
         if self.queue is not None:
             return READ if self.queue else 0
-        enough = min(self.lowest, max(1, self.network.weather.room // 2))  # the kernel makes room for what is asked for
-        events = READ if len(self.unread) >= enough or self.ended or self.error is not None else 0
         if self.error is not None:
-            return events | WRITE
-        if self.peer is not None and len(self.peer.unread) + self.peer.coming < self.network.weather.room:
+            return READ | WRITE
+        room, peer, unread = self.network.weather.room, self.peer, len(self.unread)
+        # The kernel makes room for what is asked for.
+        events = READ if unread >= self.lowest or self.ended or (self.lowest > 1 and unread >= room // 2) else 0
+        if peer is not None and len(peer.unread) + peer.coming < room:
             events |= WRITE
         return events
 
     def changed(self) -> None:
+        number = self.number
         for poller in self.watchers:
-            poller.notice(self.number)
+            poller.notice(number)
 
     def fail(self, code: int) -> None:
         if self.error is None and not self.ended:
@@ -206,9 +210,9 @@ class Network:
         there = int(address.rpartition(".")[2]) - 1
         heals = self._heals(sock.agent, there)
         if heals - self.scheduler.now > SYN_SECONDS:
-            self.scheduler.at(self.scheduler.now + SYN_SECONDS, lambda: sock.fail(errno.ETIMEDOUT))
+            self.scheduler.at(self.scheduler.now + SYN_SECONDS, sock.fail, errno.ETIMEDOUT)
         else:
-            self.scheduler.at(max(heals, self.scheduler.now) + self._delay(), lambda: self._join(sock, address, port))
+            self.scheduler.at(max(heals, self.scheduler.now) + self._delay(), self._join, sock, address, port)
         return sock
 
     def _join(self, sock: Socket, address: str, port: int) -> None:
@@ -235,26 +239,30 @@ class Network:
         return self.scheduler.chance.random() * self.weather.latency
 
     def _heals(self, one: int, other: int) -> float:
-        return self.parted.get((min(one, other), max(one, other)), 0.0)
+        return self.parted.get((min(one, other), max(one, other)), 0.0) if self.parted else 0.0
 
     def _when(self, source: Socket, to: Socket) -> float:
-        when = max(to.last, max(self._heals(source.agent, to.agent), self.scheduler.now) + self._delay())
-        to.last = when
-        return when
+        scheduler = self.scheduler
+        now = scheduler.now
+        if self.parted:
+            now = max(now, self._heals(source.agent, to.agent))
+        when = now + scheduler.chance.random() * self.weather.latency
+        if when > to.last:
+            to.last = when
+        return to.last
 
     def carry(self, source: Socket, to: Socket, data: bytes) -> None:
-        chance, at = self.scheduler.chance, 0
+        scheduler, cutting = self.scheduler, self.weather.cutting
         to.coming += len(data)
-        while at < len(data):
-            size = len(data) - at
-            if size > 1 and chance.random() < self.weather.cutting:
-                size = chance.randint(1, size)
-            piece = data[at : at + size]
-            at += size
-            self.scheduler.at(self._when(source, to), lambda piece=piece: to.arrive(piece))  # type: ignore[misc]
+        cuts = 0
+        while len(data) > 1 and cuts < MOST_CUTS and scheduler.chance.random() < cutting:
+            size = scheduler.chance.randrange(1, len(data))
+            scheduler.at(self._when(source, to), to.arrive, data[:size])
+            data, cuts = data[size:], cuts + 1
+        scheduler.at(self._when(source, to), to.arrive, data)
 
     def disconnect(self, source: Socket, to: Socket, reset: bool) -> None:
-        self.scheduler.at(self._when(source, to), lambda: to.end(reset))
+        self.scheduler.at(self._when(source, to), to.end, reset)
 
         def gone() -> None:  # what it sends from now on is answered by a reset
             if to.number >= 0 and to.peer is source:
@@ -286,7 +294,7 @@ class Network:
         for sock in list(self.sockets.values()):
             if sock.peer and {sock.agent, sock.peer.agent} == {one, other}:
                 late = self.scheduler.now + DEAD_HOST_SECONDS + self._delay()
-                self.scheduler.at(late, lambda sock=sock: sock.fail(errno.ETIMEDOUT))  # type: ignore[misc]
+                self.scheduler.at(late, sock.fail, errno.ETIMEDOUT)
 
     def crash(self, agent: int) -> None:
         """The kernel closes what a process has when it ends."""
@@ -348,8 +356,9 @@ class Poller:
     def _due(self) -> list[tuple[Callable[[int], None], int]]:
         due = []
         for number in list(self._changed):
-            if number in self._watched:
-                sock, callback, events = self._watched[number]
+            watched = self._watched.get(number)
+            if watched is not None:
+                sock, callback, events = watched
                 found = sock.ready() & (events | READ)
                 if found & events:
                     due.append((callback, found))

@@ -37,28 +37,15 @@ class Style:
 
     def matrix(self, graph: nx.DiGraph, number: int, gone: Collection[int] = ()) -> Array:
         """The weights of a round, without agents that are gone."""
-        return _matrix(self, _Graph(graph), number, tuple(gone))
+        return _matrix(self, graph, number, tuple(gone))
 
 
 STYLES = tuple(Style(adapts_first, one_peer) for adapts_first in (True, False) for one_peer in (False, True))
 
 
-class _Graph:
-    """A graph that is a key by its edges."""
-
-    def __init__(self, graph: nx.DiGraph) -> None:
-        self.graph, self._key = graph, (len(graph), tuple(sorted(graph.edges)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Graph) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
 @lru_cache(maxsize=4096)
-def _matrix(style: Style, key: _Graph, number: int, gone: tuple[int, ...]) -> Array:
-    whole: Schedule = OnePeerExponential(len(key.graph)) if style.one_peer else Static(key.graph, weighted=False)
+def _matrix(style: Style, graph: nx.DiGraph, number: int, gone: tuple[int, ...]) -> Array:
+    whole: Schedule = OnePeerExponential(len(graph)) if style.one_peer else Static(graph, weighted=False)
     return (Without(whole, gone) if gone else whole).matrix(number)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,11 @@ KINDS = (
     *("broadcast", "allgather", "neighbor_allgather", "barrier", "object", "group", "window"),
     "optimizer",
 )
+ONE_EXCHANGE = ("static", "static", "push", "pull", "push-pull", "grouped")
+"""Of which an agent has sent its part once it has begun them."""
 FUSIBLE = ("static", "average", "sum", "push-pull")
+OPERATIONS = {"window": 9, "optimizer": 5}
+"""How many operations of the engine a call makes, where it is not one."""
 BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather", "optimizer"})
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "exponential": shoal.topology.ExponentialTwoGraph,
@@ -40,9 +44,19 @@ TOPOLOGIES: dict[str, Callable[[int], Any]] = {
 }
 
 
+@lru_cache(maxsize=64)
+def graph_of(topology: str, size: int) -> Any:
+    """One graph for all agents and runs, which only read it."""
+    return TOPOLOGIES[topology](size)
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call of all agents, or of a group."""
+    """One call of all agents, or of a group.
+
+    Attributes:
+        spans: In a training: all agents but one begin it before a step ends, that one after it, and all wait then.
+    """
 
     number: int
     kind: str
@@ -52,13 +66,14 @@ class Call:
     root: int = 0
     members: tuple[int, ...] = ()
     style: Style = STYLES[0]
+    spans: bool = False
 
     @property
     def name(self) -> str:
         return f"call {self.number}"
 
     def __str__(self) -> str:
-        how = "" if self.blocking else ", nonblocking"
+        how = ", across the end of a step" if self.spans else "" if self.blocking else ", nonblocking"
         more = {"group": f" of ranks {list(self.members)}", "optimizer": f" ({self.style})"}.get(self.kind, "")
         return f"{self.name}: {self.kind}{more} of {self.elements} numbers{how}"
 
@@ -76,13 +91,16 @@ class Program:
     calls: list[Call]
     seed: int
     kinds: tuple[str, ...] = KINDS
-    _numbers: dict[tuple[int, int], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _drawn: dict[tuple[int, ...], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stepped: dict[int, Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def draw(chance: random.Random, size: int, length: int, kinds: tuple[str, ...] = KINDS) -> Program:
-        calls = []
-        for number in range(length):
-            kind = chance.choice(kinds)
+        """Args: ``length``: How many operations of the engine each agent makes, about."""
+        calls: list[Call] = []
+        while length > 0:
+            number, kind = len(calls), chance.choice(kinds)
+            length -= OPERATIONS.get(kind, 1)
             sends = tuple(
                 {other: chance.choice(WEIGHTS) for other in range(size) if other != rank and chance.random() < 0.5}
                 for rank in range(size)
@@ -101,7 +119,7 @@ class Program:
         done: list[tuple[str, Call]] = []
         waiting: list[Call] = []
         burst: list[Call] = []
-        for call in [*self.calls, None]:
+        for call in [*(one for one in self.calls if not one.spans), None]:
             if call is not None and not call.blocking:
                 burst.append(call)  # those that are together may begin in any order
                 continue
@@ -117,9 +135,9 @@ class Program:
         chance.shuffle(waiting)
         return [*done, *(("wait", one) for one in waiting)]
 
-    @cached_property
+    @property
     def graph(self) -> Any:
-        return TOPOLOGIES[self.topology](self.size)
+        return graph_of(self.topology, self.size)
 
     @cached_property
     def sources(self) -> list[list[int]]:
@@ -127,15 +145,19 @@ class Program:
 
     def numbers(self, call: Call, rank: int) -> Array:
         """The tensor that an agent gives to a call. To be read only."""
-        key = call.number, rank
-        if key not in self._numbers:
-            chance = np.random.default_rng((self.seed, call.number, rank))
-            self._numbers[key] = chance.integers(-8, 9, call.elements).astype(np.float64)
-        return self._numbers[key]
+        drawn: Array = self.drawn(call)[rank]
+        return drawn
 
     def gradient(self, call: Call, rank: int, step: int) -> Array:
-        chance = np.random.default_rng((self.seed, call.number, rank, step))
-        return chance.integers(-8, 9, call.elements).astype(np.float64)
+        return self.drawn(call, step)[rank].copy()
+
+    def drawn(self, call: Call, *more: int) -> Array:
+        """Small whole numbers for a call, one row for each agent. To be read only."""
+        key = call.number, *more
+        if key not in self._drawn:  # all rows at once: a generator costs more than its numbers
+            chance = np.random.default_rng((self.seed, *key))
+            self._drawn[key] = chance.integers(-8, 9, (self.size, call.elements)).astype(np.float64)
+        return self._drawn[key]
 
     def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
         """What a call gives to an agent, when ``there`` take part (all, where none are named)."""
@@ -163,10 +185,10 @@ class Program:
         if kind == "allgather":
             return np.concatenate([x[one] for one in ranks])
         if kind == "optimizer":
-            gradients = [
-                np.stack([self.gradient(call, one, step) for one in ranks]) for step in range(optimizers.STEPS)
-            ]
-            return optimizers.after(call.style, self.graph, np.stack([x[one] for one in ranks]), gradients)[rank]
+            if call.number not in self._stepped:
+                gradients = [self.drawn(call, step) for step in range(optimizers.STEPS)]
+                self._stepped[call.number] = optimizers.after(call.style, self.graph, self.drawn(call), gradients)
+            return self._stepped[call.number][rank]
         if kind == "neighbor_allgather":
             return np.concatenate([np.zeros(0), *(x[one] for one in self.sources[rank])])
         return np.zeros(0)
@@ -240,6 +262,8 @@ def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def as_array(result: Any) -> Array:
     """What a call gave, as one flat array."""
+    if isinstance(result, torch.Tensor):
+        return result.detach().numpy().reshape(-1).astype(np.float64, copy=False)
     if isinstance(result, list) and result and isinstance(result[0], torch.Tensor):
         return np.concatenate([one.detach().numpy().reshape(-1) for one in result])
     return np.asarray(result, dtype=np.float64).reshape(-1)

@@ -16,13 +16,15 @@ from shoal.errors import PeerLost
 from . import training_checks
 from .checks import Report, check, left_behind
 from .fleet import Agents, Simulated, simulated
-from .programs import TOPOLOGIES, as_array
+from .programs import as_array
 from .scenarios import Fault, Scenario
 from .scheduler import Stuck
 from .training import Training, live_training
 
 TIMEOUT = 60.0
 """Seconds for each call. Virtual, as all time here."""
+NOTICED = 1.0
+"""Seconds after which all agents count one that has crashed as lost."""
 LATER = 50
 """Steps after which a crash that would leave no member is tried again."""
 
@@ -44,6 +46,7 @@ def run(scenario: Scenario) -> Report:
         else:
             live = _calls(world, agents, report)
         ended: set[int] = set()
+        looked: dict[int, float] = {}
         calm = not scenario.faults or isinstance(program, Training)
 
         def live_and_look(rank: int) -> None:
@@ -53,6 +56,7 @@ def run(scenario: Scenario) -> Report:
             while calm and len(ended) + len(agents.failed) < program.size:
                 world.scheduler.sleep(0.1)
             world.scheduler.sleep(0.5)
+            looked[rank] = world.scheduler.now
             report.members[rank] = tuple(sorted(agents.engines[rank].membership.view.alive))
             report.left += left_behind(rank, agents.engines, report.history.failed(rank)) if calm else []
             world.scheduler.sleep(0.5)
@@ -64,6 +68,9 @@ def run(scenario: Scenario) -> Report:
             report.problems.append(f"{error}; rank(s) {sorted(set(range(program.size)) - agents.done)} have not ended")
         report.seconds, report.steps = world.scheduler.now, world.scheduler.steps
         crashed = set(world.scheduler.dead)
+        if not isinstance(program, Training):  # where a crash that came late, or after that, is not known yet
+            last = max(agents.crashed.values(), default=0.0) + NOTICED
+            report.members = {rank: there for rank, there in report.members.items() if looked[rank] > last}
         for rank, ended_by in agents.failed.items():
             if rank not in crashed and not (crashed and isinstance(ended_by, PeerLost)):
                 report.problems.append(f"rank {rank} ended with {type(ended_by).__name__}: {ended_by}")
@@ -88,7 +95,7 @@ class Faults:
             if one.kind == "slow":
                 scheduler.slow[one.rank] = one.seconds
             elif one.kind == "joins":
-                scheduler.at(scheduler.now + one.seconds, lambda rank=one.rank: agents.start_one(rank))  # type: ignore[misc]
+                scheduler.at(scheduler.now + one.seconds, agents.start_one, one.rank)
             elif one.kind in ("cut", "partition", "crash", "returns"):
                 self._to_come.add(one)
                 scheduler.at_step(one.at, lambda one=one: self._happen(one))  # type: ignore[misc]
@@ -120,10 +127,11 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
     scenario = report.scenario
     program = scenario.program
     by_call = {(one.rank, one.at): one.kind for one in scenario.faults}
+    pending = {one.rank for one in scenario.faults if one.kind == "leaves pending"}
 
     def live(rank: int) -> bool:
         """False where it leaves early."""
-        shoal.set_topology(TOPOLOGIES[program.topology](program.size))
+        shoal.set_topology(program.graph)
         handles: dict[int, Any] = {}
         for what, call in program.order(rank):
             fault = by_call.get((rank, call.number), "")
@@ -133,7 +141,7 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
                 return False
             try:
                 if what == "wait":
-                    if call.number in handles:
+                    if call.number in handles and rank not in pending:
                         report.results[rank, call.number] = as_array(handles.pop(call.number).wait())
                     continue
                 if fault == "missing call":

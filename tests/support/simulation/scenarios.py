@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .network import Weather
-from .programs import FUSIBLE, KINDS, Call, Program
+from .programs import FUSIBLE, KINDS, ONE_EXCHANGE, Call, Program
 from .training import Training
 
 SHORT = 3.0
 """The longest that a partition lasts which all survive."""
-FAULTS = ("none", "none", "cut", "cut", "partition", "slow", "crash", "shape", "other call", "missing call", "leaves")
+FAULTS = (
+    *("none", "none", "cut", "cut", "partition", "slow", "crash", "shape", "other call", "missing call", "leaves"),
+    "leaves pending",
+)
 CONTINUED = "crash, continue"
 REJOINS = "rejoins"
+ONLY = {CONTINUED: ("average",), "leaves pending": ONE_EXCHANGE}
+"""The calls of a program with some of the faults."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Fault:
             "shape": f"call {self.at}: rank {self.rank} gives a tensor with one number more",
             "other call": f"call {self.at}: rank {self.rank} makes another call under that name",
             "missing call": f"call {self.at}: rank {self.rank} does not make it, and waits with the next for 2 s",
+            "leaves pending": f"rank {self.rank} leaves without waiting for what it has begun",
             "leaves": f"call {self.at}: rank {self.rank} leaves in its place",
         }[self.kind]
 
@@ -66,11 +72,14 @@ class Scenario:
         if kind == REJOINS:
             return _draw_training(seed, chance, size)
         length = chance.choice((3, 8, 15, 30))
-        kinds = ("average",) if kind == CONTINUED else FUSIBLE if chance.random() < 0.3 else KINDS
+        kinds = FUSIBLE if chance.random() < 0.3 else KINDS
+        if kind in ONLY:
+            kinds = ONLY[kind]
         program = Program.draw(chance, size, length, kinds)
         weather = _draw_weather(chance)
-        faults = tuple(_draw_fault(chance, kind.partition(",")[0], program) for _ in range(_how_many(chance, kind)))
-        return Scenario(seed, program, weather, faults, "continue" if kind == CONTINUED else "raise")
+        faults = [_draw_fault(chance, kind.partition(",")[0], program) for _ in range(_how_many(chance, kind))]
+        faults += _cut_again(chance, faults)
+        return Scenario(seed, program, weather, tuple(faults), "continue" if kind == CONTINUED else "raise")
 
     def __str__(self) -> str:
         p, w = self.program, self.weather
@@ -99,6 +108,7 @@ def _draw_training(seed: int, chance: random.Random, size: int) -> Scenario:
         faults.append(Fault("returns", at, rank, seconds=chance.choice((0.0, 0.001, 0.05, 0.3)) * chance.random()))
     for _ in range(chance.choice((0, 0, 1, 3))):
         faults.append(_draw_fault(chance, "cut", program))
+    faults += _cut_again(chance, faults)
     if chance.random() < 0.1:
         faults.append(Fault("slow", 0, chance.randrange(size), seconds=0.0005))
     return Scenario(seed, program, weather, tuple(faults), "continue")
@@ -108,9 +118,19 @@ def _how_many(chance: random.Random, kind: str) -> int:
     return 0 if kind == "none" else chance.randint(1, 6) if kind == "cut" else 1
 
 
+def _cut_again(chance: random.Random, faults: list[Fault]) -> list[Fault]:
+    """Cuts that follow others on the same connections so soon that these may still be sending again."""
+    return [
+        replace(one, at=one.at + chance.choice((5, 15, 50)) + chance.randrange(10))
+        for one in faults
+        if one.kind == "cut" and chance.random() < 0.5
+    ]
+
+
 def _draw_fault(chance: random.Random, kind: str, program: Program) -> Fault:
     rank, other = chance.sample(range(program.size), 2)
-    steps = 40 * program.size + 8 * program.size * len(program.calls)
+    averages = all(call.kind == "average" for call in program.calls)
+    steps = 50 * program.size + (3 if averages else 8) * program.size * len(program.calls)
     if kind in ("shape", "other call", "missing call", "leaves"):
         able = [call.number for call in program.calls if _can_be_wrong(call, kind, rank)]
         return Fault(kind, chance.choice(able), rank) if able else Fault("slow", 0, rank, seconds=0.001)

@@ -53,6 +53,7 @@ class Scheduler:
         chance: All draws of the run come from it.
         slow: By agent: the longest pause before each of its steps, in seconds.
         dead: Agents that have crashed and have not been started again.
+        done: All agents have ended, so that the run is over.
     """
 
     def __init__(self, seed: int) -> None:
@@ -61,6 +62,7 @@ class Scheduler:
         self.slow: dict[int, float] = {}
         self.dead: set[int] = set()
         self.steps = 0
+        self.done = False
         self.over = False
         self.hub = getcurrent()
         self.current: Task | None = None
@@ -68,7 +70,7 @@ class Scheduler:
         self._at_steps: list[tuple[int, int, Callable[[], None]]] = []
         self._next_step = FOREVER
         self._ready: list[Task] = []
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = 0
 
     def spawn(self, run: Callable[[], Any], agent: int, name: str) -> Task:
@@ -78,10 +80,10 @@ class Scheduler:
         self._ready.append(task)
         return task
 
-    def at(self, when: float, call: Callable[[], None]) -> None:
+    def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
         """Have something happen at a time."""
         self._count += 1
-        heapq.heappush(self._timers, (when, self._count, call))
+        heapq.heappush(self._timers, (when, self._count, call, args))
 
     def at_step(self, step: int, call: Callable[[], None]) -> None:
         """Have something happen before a step, or before the next one if that is over."""
@@ -105,7 +107,7 @@ class Scheduler:
             task.blocked = False
             pause = self.slow.get(task.agent, 0.0)
             if pause:
-                self.at(self.now + self.chance.random() * pause, lambda: self._ready.append(task))
+                self.at(self.now + self.chance.random() * pause, self._ready.append, task)
             else:
                 self._ready.append(task)
 
@@ -117,11 +119,14 @@ class Scheduler:
         task.blocked = True
         task.waits += 1
         if until < FOREVER:
-            turn = task.waits
-            self.at(until, lambda: self.wake(task) if task.waits == turn else None)
+            self.at(until, self._time_out, task, task.waits)
         self.hub.switch()
         if self.over:
             raise GreenletExit
+
+    def _time_out(self, task: Task, turn: int) -> None:
+        if task.waits == turn:
+            self.wake(task)
 
     def sleep(self, seconds: float) -> None:
         self.block(self.now + max(seconds, STEP))
@@ -135,25 +140,24 @@ class Scheduler:
             if self.over:
                 raise GreenletExit
 
-    def run(self, until: Callable[[], bool], limit: float, most_steps: int) -> None:
-        """Run until a condition holds; :class:`Stuck` where it does not by a time, or nothing can happen any more."""
-        ready, timers, chance = self._ready, self._timers, self.chance
-        while not until():
+    def run(self, limit: float, most_steps: int) -> None:
+        """Run until ``done`` is set; :class:`Stuck` where it is not by a time, or nothing can happen any more."""
+        ready, timers, random, grad = self._ready, self._timers, self.chance.random, torch.is_grad_enabled
+        while not self.done:
             while timers and timers[0][0] <= self.now:
-                heapq.heappop(timers)[2]()
+                _, _, call, args = heapq.heappop(timers)
+                call(*args)
             if not ready:
                 if not timers:
                     raise Stuck("nothing can happen any more")
-                when, _, call = heapq.heappop(timers)
-                self.now = max(self.now, when)
-                call()
+                self.now = timers[0][0]
                 continue
-            at = int(chance.random() * len(ready))
+            at = int(random() * len(ready))
             ready[at], ready[-1] = ready[-1], ready[at]
             task = ready.pop()
             if task.killed or not task.alive:
                 continue
-            self.now += STEP * (1.0 + chance.random())
+            self.now += STEP * (1.0 + random())
             self.steps += 1
             if self.steps >= self._next_step:
                 self._happen()
@@ -162,9 +166,10 @@ class Scheduler:
             if self.now > limit or self.steps > most_steps:
                 raise Stuck(f"it goes on after {self.steps:,} steps and {self.now - 1000.0:.1f} s of virtual time")
             self.current = task
-            torch.set_grad_enabled(task.grad)
+            if grad() is not task.grad:
+                torch.set_grad_enabled(task.grad)
             task.greenlet.switch()
-            task.grad = torch.is_grad_enabled()
+            task.grad = grad()
             self.current = None
 
     def end(self) -> None:

@@ -64,16 +64,29 @@ def namespace(scheduler: Scheduler) -> Any:
             return bool(self.depth)
 
         def __enter__(self) -> bool:
-            return self.acquire()
+            if self.depth:
+                return self.acquire()
+            self.owner, self.depth = scheduler.current, 1
+            return True
 
         def __exit__(self, *_: object) -> None:
-            self.release()
+            self.depth -= 1
+            if not self.depth:
+                self.owner = None
+                if self.queue:
+                    scheduler.wake(self.queue.popleft())
 
         def _is_owned(self) -> bool:
             return self.depth > 0 and self.owner is scheduler.current
 
     class RLock(Lock):
         reentrant = True
+
+        def __enter__(self) -> bool:
+            if self.depth and self.owner is scheduler.current:
+                self.depth += 1
+                return True
+            return self.acquire()
 
     class Condition:
         def __init__(self, lock: Any = None) -> None:

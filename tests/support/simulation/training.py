@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,13 @@ from shoal.operations.membership import Plan
 
 from . import optimizers
 from .fleet import Agents, Simulated
-from .programs import TOPOLOGIES, Array, Call, Program, as_array
+from .programs import Array, Call, Program, as_array
 
 KINDS = (
     *("average", "sum", "static", "static", "push-pull", "push", "pull"),
     *("allgather", "neighbor_allgather", "broadcast", "object", "barrier", "optimizer"),
 )
+SPANNING = ("average", "sum", "static")
 AFTER = 2
 """Steps that follow once all agents are there and no fault is to come."""
 PAUSE = 0.05
@@ -88,16 +89,21 @@ class Training(Program):
     @staticmethod
     def draw(chance: random.Random, size: int, length: int, kinds: tuple[str, ...] = KINDS) -> Training:
         drawn = Program.draw(chance, size, length, kinds)
-        return Training(size, drawn.topology, drawn.calls, drawn.seed, kinds)
+        calls = [
+            replace(call, spans=not call.blocking and call.kind in SPANNING and chance.random() < 0.6)
+            for call in drawn.calls
+        ]
+        return Training(size, drawn.topology, calls, drawn.seed, kinds)
 
     def at(self, step: int, call: Call, rank: int, what: int = 0) -> Array:
         """The tensor of an agent at a step: its unit vector, and small whole numbers; or what is drawn second."""
-        chance = np.random.default_rng((self.seed, call.number, rank, step, what))
-        numbers = chance.integers(-8, 9, call.elements).astype(np.float64)
-        return np.concatenate([np.eye(self.size)[rank] * (what == 0), numbers])
+        return np.concatenate([np.eye(self.size)[rank] * (what == 0), self.drawn(call, step, what)[rank]])
 
     def at_all(self, step: int, call: Call, what: int = 0) -> Array:
-        return np.stack([self.at(step, call, rank, what) for rank in range(self.size)])
+        return np.concatenate([np.eye(self.size) * (what == 0), self.drawn(call, step, what)], 1)
+
+
+Handles = dict[int, tuple[Entry, Any]]
 
 
 class _Progress:
@@ -119,7 +125,7 @@ def live_training(
     """What an agent does, from ``init()`` to ``shutdown()``; ``over``: no fault is to come."""
 
     def live(rank: int) -> bool:
-        shoal.set_topology(TOPOLOGIES[program.topology](program.size))
+        shoal.set_topology(program.graph)
         me = rank, agents.starts[rank]
         one = _Agent(program, world, agents.engines[rank], history, *me)
         progress = _Progress()
@@ -134,8 +140,10 @@ def live_training(
             history.there.setdefault(step, {})[me] = there
             whole = len(there) == program.size and all(row[1] for row in found)
             progress.whole = progress.whole + 1 if whole else 0
+            begun = one.begin_spanning(step, there)
+            checkpoint.save(None, step + 1)
+            one.end_spanning(step, there, begun)
             step += 1
-            checkpoint.save(None, step)
             if not progress.whole:
                 world.scheduler.sleep(PAUSE)
             assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {there}"
@@ -144,6 +152,11 @@ def live_training(
         return True
 
     return live
+
+
+def _latest(call: Call, step: int, there: tuple[int, ...]) -> int:
+    """The agent that begins a call after the step has ended. An agent that enters then takes no part in it."""
+    return there[(step + call.number) % len(there)]
 
 
 class _Agent:
@@ -166,7 +179,7 @@ class _Agent:
 
     def take(self, step: int) -> None:
         """One step of training."""
-        handles: dict[int, tuple[Entry, Any]] = {}
+        handles: Handles = {}
         for what, call in self._program.order(self._rank):
             if what == "wait":
                 if call.number in handles:
@@ -188,6 +201,30 @@ class _Agent:
                 handles[call.number] = entry, given
             else:
                 self._end(entry, as_array(given))
+
+    def begin_spanning(self, step: int, there: tuple[int, ...]) -> Handles:
+        """Begin the calls that span the end of a step, but for those that this agent begins later."""
+        handles: Handles = {}
+        for call in self._program.calls:
+            if call.spans and len(there) > 2 and self._rank != _latest(call, step, there):
+                self._begin(step, call, handles)
+        return handles
+
+    def end_spanning(self, step: int, there: tuple[int, ...], handles: Handles) -> None:
+        for call in self._program.calls:
+            if call.spans and self._rank == _latest(call, step, there) and len(there) > 2:
+                self._begin(step, call, handles)
+        for entry, handle in handles.values():
+            self._note(entry, handle.wait)
+
+    def _begin(self, step: int, call: Call, handles: Handles) -> None:
+        entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
+        self._history.entries.append(entry)
+        try:
+            tensor = torch.from_numpy(self._program.at(step, call, self._rank))
+            handles[call.number] = entry, self._program.begin(call, self._rank, tensor)
+        except shoal.ShoalError as error:
+            self._end(entry, error)
 
     def _note(self, entry: Entry, call: Callable[[], Any]) -> None:
         try:

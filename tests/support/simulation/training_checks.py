@@ -91,6 +91,7 @@ class _Event:
         elif kind in ("static", "push", "pull", "push-pull", "optimizer"):
             for one in self.ended:
                 yield from self._average(one)
+            yield from self._of_one_plan()
         elif kind == "neighbor_allgather":
             for one in self.ended:
                 yield from self._gathered(one)
@@ -148,6 +149,14 @@ class _Event:
         allowed = [row for gone in self.gone for row in self._rows(gone, rank)]
         if not any(alike(row, other) for other in allowed):
             yield f"rank {rank} has the weights {row}, and may have {sorted({tuple(map(float, a)) for a in allowed})}"
+
+    def _of_one_plan(self) -> Iterable[str]:
+        """All agents have averaged by the plan of one of them: a round has one plan."""
+        found = {one.rank: one.result[: self.program.size] for one in self.ended}
+        for gone in self.gone:
+            if all(any(alike(row, other) for other in self._rows(gone, rank)) for rank, row in found.items()):
+                return
+        yield f"the agents have the weights {found}, of different plans"
 
     def _rows(self, gone: tuple[int, ...], rank: int) -> Iterable[Array]:
         """The weights of an average, on one agent."""
