@@ -12,13 +12,14 @@ import torch
 
 from shoal.fault_tolerance import result_cache
 from shoal.fault_tolerance.agreement import WORD, Agreement
+from shoal.fault_tolerance.membership_states import Event, MembershipTable
 from shoal.fault_tolerance.rejoin import JoiningPeer, Rejoin
 from shoal.fault_tolerance.result_cache import HAD, ResultCache
 from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
 from shoal.operations.control_messages import ControlMessages
 from shoal.operations.deferred_callbacks import Callbacks
 from shoal.operations.matching import LAST_STAGE, Matcher
-from shoal.operations.membership import NOT_YET, Departure, Membership, Plan
+from shoal.operations.membership import Departure, Plan
 from shoal.operations.operation import FailurePolicy, Operation, Recovery
 from shoal.operations.submission_gate import SubmissionGate
 from shoal.transport.peer_address import Endpoint, PeerId, local_peer_id
@@ -128,7 +129,7 @@ class Simulated:
 
     def __init__(self, rank: int, net: Net, incarnation: int = 0) -> None:
         self.rank, self.net, self.incarnation = rank, net, incarnation
-        self.matcher, self.membership = Matcher(), Membership(net.size)
+        self.matcher, self.membership = Matcher(), MembershipTable(net.size)
         self.planned: dict[int, Plan] = {}  # by round between neighbours
         self.ended: dict[tuple[str, int], object] = {}  # the results of all
         self.awaiting: set[Operation] = set()  # what waits for a result that others hand on
@@ -173,7 +174,7 @@ class Simulated:
             self.entry.begin_waiting()
         elif net.begins < net.size:
             absent = tuple(range(net.begins, net.size))
-            self.membership.begin_without(dict.fromkeys(absent, NOT_YET))
+            self.membership.begin_without(absent)
             self.agreement.begin_without(absent)
 
     def ask(self) -> None:
@@ -192,9 +193,9 @@ class Simulated:
         self.net.put(Link(self.rank, self.incarnation, peer, self.router.places[peer].incarnation), message)
 
     def notice(self, departure: Departure) -> None:
-        if self.membership.remove(departure.rank, departure.cause, departure.died) and (
-            departure.died or self.lifecycle.gate.paused
-        ):
+        before = self.membership.view.alive
+        self.membership.apply(Event.LOSE if departure.died else Event.LEAVE, departure.rank, departure.cause)
+        if departure.rank in before and (departure.died or self.lifecycle.gate.paused):
             self.agreement.change()
         self.result_cache.on_gone(departure.rank, None)
 

@@ -9,7 +9,8 @@ import pytest
 
 from shoal.fault_tolerance import failures
 from shoal.fault_tolerance.failures import GRACE, UNCONNECTED_GRACE, FailureDetector
-from shoal.operations.membership import Departure, Membership
+from shoal.fault_tolerance.membership_states import MembershipTable
+from shoal.operations.membership import Departure
 from shoal.transport.wire import CERTAIN, DIED, Kind, Message
 
 
@@ -50,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def detector(connections: Connections) -> FailureDetector:
     router: Any = connections
-    return FailureDetector(0, Membership(4), router)
+    return FailureDetector(0, MembershipTable(4), router)
 
 
 def died(rank: int, told_by: int, certain: bool = False) -> Message:

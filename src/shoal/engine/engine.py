@@ -31,6 +31,7 @@ from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
 from ..fault_tolerance.agreement import WORD, Agreement
 from ..fault_tolerance.failures import Failures
+from ..fault_tolerance.membership_states import MembershipTable
 from ..fault_tolerance.partition import WORD as TOGETHER
 from ..fault_tolerance.partition import PartitionResolver
 from ..fault_tolerance.rejoin import Rejoin
@@ -46,7 +47,7 @@ from ..operations.fusion import Fusion
 from ..operations.layout_mismatch import LayoutExchange
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
-from ..operations.membership import NOT_YET, WHOLE, Membership, Plan, View
+from ..operations.membership import WHOLE, Plan, View
 from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
 from ..operations.operation import Steps as Generating
 from ..operations.profiling import span
@@ -81,7 +82,7 @@ class Engine:
         self.size = size
         self.timeout = timeout
         self.events = events = Events()
-        self.membership = membership = Membership(size)
+        self.membership = membership = MembershipTable(size)
         self.services = services = Services()
         self.arena = Arena()
         self.pool = ResultPool()
@@ -160,7 +161,7 @@ class Engine:
         )
         router.deliver_to(self.dispatch)
         self.partition_resolver = PartitionResolver(
-            rank, size, progress, membership, router, sender, lifecycle.gate, agreement, self.rejoin, control
+            rank, size, progress, membership, router, sender, lifecycle.gate, agreement, control
         )
         # The face of the engine for operations, windows and backends, which use no other part of it for these.
         self.publish, self.publish_joined = self.publisher.publish, self.publisher.publish_joined
@@ -190,7 +191,7 @@ class Engine:
     @property
     def is_joining(self) -> bool:
         """Whether this agent was started again or later, and has not been admitted yet."""
-        return self.rejoin.is_joining
+        return self.membership.view.is_joining
 
     @property
     def backend(self) -> CollectiveBackend | None:
@@ -273,7 +274,7 @@ class Engine:
         seconds = parse_timeout(timeout, self.timeout)
         if not self.agreement.active:
             on_loss = FailurePolicy.FAIL
-        if self.rejoin.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
+        if self.membership.view.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
             raise self.rejoin.not_in_yet(op)
         limit = 0.0
         while True:
@@ -328,7 +329,7 @@ class Engine:
 
     def begin_without(self, ranks: tuple[int, ...]) -> None:
         """Begin without agents that have not started and may join later. Call it before the exchange starts."""
-        self.membership.begin_without(dict.fromkeys(ranks, NOT_YET))
+        self.membership.begin_without(ranks)
         self.agreement.begin_without(ranks)
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
@@ -477,7 +478,7 @@ class Engine:
             # Also after a loss, which the message names. A busy neighbour with a full socket would count this agent as
             # lost.
             last_word = clock.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
-            drain.disconnect(self.sender, self.router, min(deadline, last_word), deadline, lambda: self.failures.deaf)
+            drain.disconnect(self.sender, self.router, min(deadline, last_word), deadline, lambda: self.view.is_cut_off)
             with self.lock:
                 self.lifecycle.fail_all(_gone())
         if drain.interrupt is not None:

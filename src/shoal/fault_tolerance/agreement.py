@@ -32,11 +32,12 @@ from ..operations.deferred_callbacks import Callbacks
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
-from ..operations.membership import WHOLE, Departure, Membership, Plan
+from ..operations.membership import WHOLE, Departure, Plan
 from ..operations.operation import FailurePolicy, Operation
 from ..operations.services import MinimalService
 from ..operations.submission_gate import cannot_go_on
 from ..transport.wire import Message, ProtocolError
+from .membership_states import Event, MembershipTable
 from .recovery import await_result, conclude, go_on_without, restart
 from .result_cache import ResultCache
 from .result_transfer import ResultTransfer
@@ -136,7 +137,7 @@ class Agreement(MinimalService):
         rank: int,
         size: int,
         matcher: Matcher,
-        membership: Membership,
+        membership: MembershipTable,
         lifecycle: Lifecycle,
         fusion: Fusion,
         callbacks: Callbacks,
@@ -164,7 +165,6 @@ class Agreement(MinimalService):
         self._check_by = check_by
         self._stop = stop
         self._stops_as_minority = False
-        self._missed: set[int] = set()  # agents that have shut down and are needed here
         self._reports: dict[int, _Report] = {}  # the last report of each agent
         self._decisions: list[Decision] = []
 
@@ -205,9 +205,7 @@ class Agreement(MinimalService):
     @property
     def out_of_reach(self) -> frozenset[int]:
         """The lost ranks whose processes may still run, in another partition."""
-        view = self._membership.view
-        known = {*view.left, *view.died}.difference(view.out_of_reach)
-        return frozenset(self._noticed.gone) - known
+        return frozenset(self._membership.view.out_of_reach)
 
     @property
     def _noticed(self) -> Plan:
@@ -235,7 +233,7 @@ class Agreement(MinimalService):
 
     def missed(self, rank: int) -> None:
         """Record that an agent has shut down and is needed here. The next check begins an agreement."""
-        self._missed.add(rank)
+        self._membership.apply(Event.NEED, rank)
         self._check_by(0.0)
 
     # Reports
@@ -414,8 +412,6 @@ class Agreement(MinimalService):
         """
         plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
         self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
-        # The rank belongs to a new agent now: check() would begin an agreement on its loss.
-        self._missed.difference_update(ranks)
         self._gate.install_plan(plan)
         self._announce(entered=ranks)
 
@@ -444,7 +440,7 @@ class Agreement(MinimalService):
 
     def check(self, now: float) -> float:
         """Begin an agreement for a departed agent that is needed; see :class:`~.services.Service`."""
-        if not self._gate.paused and self._missed.difference(self.gone):
+        if not self._gate.paused and set(self._membership.view.needed).difference(self.gone):
             self.change()
         return float("inf")
 

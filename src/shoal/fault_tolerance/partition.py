@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import PeerLost
 from ..operations.control_messages import ControlMessages
-from ..operations.membership import Membership, View
+from ..operations.membership import View
 from ..operations.progress import Progress
 from ..operations.sender import Sender
 from ..operations.services import MinimalService
@@ -29,7 +29,7 @@ from ..transport.peer_probe import PeerProbe
 from ..transport.router import Router
 from ..transport.wire import Message
 from .agreement import Agreement, partition_order
-from .rejoin import Rejoin
+from .membership_states import MembershipTable
 
 WORD = "~reunion"
 EVERY = 1.0
@@ -52,12 +52,11 @@ class PartitionResolver(MinimalService):
         rank: int,
         size: int,
         progress: Progress,
-        membership: Membership,
+        membership: MembershipTable,
         router: Router,
         sender: Sender,
         gate: SubmissionGate,
         agreement: Agreement,
-        entry: Rejoin,
         control: ControlMessages,
     ) -> None:
         self._rank = rank
@@ -68,7 +67,6 @@ class PartitionResolver(MinimalService):
         self._sender = sender
         self._gate = gate
         self._agreement = agreement
-        self._entry = entry
         self._control = control
         self._asking = PeerProbe(router)
         self._due = float("inf")
@@ -88,7 +86,9 @@ class PartitionResolver(MinimalService):
     @property
     def _is_running(self) -> bool:
         """Whether this agent is in a partition that continues."""
-        return not (self._closed or self._entry.is_joining or self._gate.closing or self._gate.ended is not None)
+        return not (
+            self._closed or self._membership.view.is_joining or self._gate.closing or self._gate.ended is not None
+        )
 
     # Probes
 
