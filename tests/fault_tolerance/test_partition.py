@@ -15,6 +15,7 @@ from shoal.errors import PeerLost
 from shoal.fault_tolerance.membership_states import Event, MembershipTable
 from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
 from shoal.operations.control_messages import ControlMessages
+from shoal.operations.shared_parts import SharedParts
 from shoal.transport.wire import Message, Payload, ProtocolError
 
 
@@ -65,7 +66,8 @@ class Agent:
         me: Any = self
         keep: Any = lambda peer, message, data, _: self.sent.append((peer, bytes(data.numpy())))  # noqa: E731
         control = ControlMessages(keep, self.acknowledge)
-        self.partition_resolver = PartitionResolver(self.rank, self.size, me, self.membership, me, me, me, me, control)
+        parts = SharedParts(self.rank, self.size, me, me, self.membership, me, me, me)
+        self.partition_resolver = PartitionResolver(parts, self.membership, me, me, control)
         self.partition_resolver.activate()
 
     @property

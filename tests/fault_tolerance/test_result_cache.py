@@ -13,13 +13,13 @@ import torch
 from shoal.fault_tolerance import result_cache
 from shoal.fault_tolerance.membership_states import Event, MembershipTable
 from shoal.fault_tolerance.recovery import take_result
-from shoal.fault_tolerance.result_cache import HAD, ResultCache, copy_for_cache
-from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
+from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer, copy_for_cache
 from shoal.operations.control_messages import ControlMessages
 from shoal.operations.lifecycle import Lifecycle
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import Plan
 from shoal.operations.operation import Exchange, FailurePolicy, Operation, Recovery, Stage
+from shoal.operations.shared_parts import SharedParts
 from shoal.transport.shared_regions import ResultPool
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
 
@@ -171,7 +171,9 @@ def test_a_result_is_taken_only_from_who_is_there() -> None:
     lifecycle.settle = lambda operation, result, error: taken.append(result)
     assert operation.recovery is not None
     operation.recovery.take = lambda result: result
-    result_transfer = ResultTransfer(agent.matcher, agent.membership, lifecycle, agent.result_cache, agent.control)
+    nobody: Any = None
+    parts = SharedParts(0, 3, nobody, nobody, agent.membership, agent.matcher, nobody, nobody)
+    result_transfer = ResultTransfer(parts, lifecycle, agent.result_cache, agent.control)
     agent.membership.apply(Event.LOSE, 2, "it died")
     for source in (2, 1):
         message = Message(Kind.DATA, RESULT, f"{RESULT} x", dtype=torch.float32, shape=(3,))

@@ -30,7 +30,7 @@ from ..rendezvous.rendezvous import listen
 from ..transport.addresses import parse_ports
 from . import node_variables
 from .agent_output import AgentOutput
-from .agent_processes import AgentProcesses, JobExit
+from .agent_processes import AgentProcesses, FailureHandling, JobExit
 from .agent_program import CODE, FILE, STDIN, check_program, command_of, variables, words_of
 from .launcher_signals import Signals
 from .rank_claim import claim
@@ -284,9 +284,8 @@ def _mind(
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
     command = command_of(args.kind, args.script, args.arguments)
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
-    with AgentProcesses(
-        output, signals, survive=survive, restarts=restarts, elsewhere=elsewhere, watch=watch, grace=args.grace
-    ) as agents:
+    failures = FailureHandling(survive, args.grace, restarts)
+    with AgentProcesses(output, signals, failures, elsewhere, watch) as agents:
         if "OMP_NUM_THREADS" not in os.environ and args.agents > 1 and not job.attempt:
             agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
         if says:

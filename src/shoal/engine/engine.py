@@ -35,16 +35,15 @@ from ..fault_tolerance.membership_states import MembershipTable
 from ..fault_tolerance.partition import WORD as TOGETHER
 from ..fault_tolerance.partition import PartitionResolver
 from ..fault_tolerance.rejoin import Rejoin
-from ..fault_tolerance.result_cache import HAD, ResultCache
-from ..fault_tolerance.result_transfer import RESULT, ResultTransfer
+from ..fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
 from ..operations.collective_backend import CollectiveBackend
 from ..operations.control_messages import ControlMessages
-from ..operations.deadlock import Deadlocks
+from ..operations.deadlock import DEADLOCK, Deadlocks
 from ..operations.deferred_callbacks import Callbacks
 from ..operations.devices import Devices
 from ..operations.events import Events
 from ..operations.fusion import Fusion
-from ..operations.layout_mismatch import LayoutExchange
+from ..operations.layout_mismatch import TENSORS, LayoutExchange
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
 from ..operations.membership import WHOLE, Plan, View
@@ -55,18 +54,19 @@ from ..operations.progress import Progress
 from ..operations.publishing import Publisher
 from ..operations.sender import Sender, send_alone
 from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 from ..operations.timeouts import parse_timeout
 from ..transport.pending_peers import ENTRY
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.shared_regions import Arena, ResultPool
 from .agent_status import StatusReporter
-from .dispatch import Dispatch
+from .dispatch import Dispatch, Probe
 from .shutdown import HANG_UP_SECONDS, LAST_WORD_SECONDS, ShutdownDrain
-from .stalls import Stalls
+from .stalls import DOING, Stalls
 from .step_counter import StepCounter
 from .training_metrics import TrainingMetrics
-from .watchdog import Watchdog
+from .watchdog import ALIVE, Watchdog
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -99,70 +99,40 @@ class Engine:
 
         post = partial(send_alone, self.publisher, sender)
         control = ControlMessages(post, sender.acknowledge)
+        parts = SharedParts(rank, size, router, events, membership, matcher, progress, sender)
         self.result_cache = result_cache = ResultCache(rank, matcher, membership, control)
         self.lifecycle = lifecycle = Lifecycle(
-            rank,
-            progress,
-            matcher,
+            parts,
             self.publisher,
-            sender,
-            membership,
-            events,
             lambda operation: self.fusion.begins(operation),
             lambda name, round_, on_loss: self.agreement.plan_of(name, round_, on_loss),
             callbacks,
             result_cache.ended,
         )
-        self.fusion = fusion = Fusion(
-            rank,
-            progress,
-            matcher,
-            membership,
-            sender,
-            lifecycle,
-            events,
-            lambda source, message: self.dispatch.take(source, message),
-        )
-        self.result_transfer = result_transfer = ResultTransfer(matcher, membership, lifecycle, result_cache, control)
-        self.agreement = agreement = Agreement(
-            rank,
-            size,
-            matcher,
-            membership,
-            lifecycle,
-            fusion,
-            callbacks,
-            result_cache,
-            result_transfer,
-            control,
-            lambda departure: self.failures.take_notice(departure),
-            progress.check_by,
-            lambda error: self.failures.abort(error),
-        )
-        self.failures = failures = Failures(
-            rank, size, progress, matcher, membership, router, sender, lifecycle, fusion, services, agreement, events
-        )
-        self.rejoin = Rejoin(rank, size, progress, matcher, membership, router, sender, agreement, failures, control)
-        self.deadlocks = deadlocks = Deadlocks(rank, matcher, sender, lifecycle, progress, events, timeout)
-        self.step_counter = steps = StepCounter(events)
-        self.training_metrics = measured = TrainingMetrics(events)
+        self.fusion = fusion = Fusion(parts, lifecycle, lambda source, message: self.dispatch.take(source, message))
+        self.result_transfer = results = ResultTransfer(parts, lifecycle, result_cache, control)
+        self.agreement = agreement = Agreement(parts, membership, lifecycle, fusion, results, control)
+        self.failures = failures = Failures(parts, membership, lifecycle, fusion, services, agreement)
+        self.rejoin = Rejoin(parts, membership, agreement, failures, control)
+        self.partition_resolver = PartitionResolver(parts, membership, lifecycle.gate, agreement, control)
+        self.deadlocks = deadlocks = Deadlocks(parts, lifecycle, timeout)
+        self.step_counter, self.training_metrics = StepCounter(events), TrainingMetrics(events)
         self.status_reporter = about = StatusReporter(
-            rank, router, matcher, sender, membership, progress, agreement, lifecycle.gate, services, steps, measured
+            parts, agreement, lifecycle.gate, services, self.step_counter, self.training_metrics
         )
-        self.stalls = stalls = Stalls(rank, matcher, membership, sender, about, services, progress)
-        self.watchdog = watchdog = Watchdog(
-            rank, lifecycle, matcher, membership, sender, failures, agreement, deadlocks, stalls
-        )
+        self.stalls = stalls = Stalls(parts, about, services)
+        self.watchdog = watchdog = Watchdog(parts, lifecycle, failures, agreement, deadlocks, stalls)
         self.layout_exchange = layouts = LayoutExchange(rank, membership, sender, progress)
+        probes = {
+            ALIVE: Probe(watchdog.answer, watchdog.on_answer),
+            DOING: Probe(stalls.answer, stalls.on_answer),
+            TENSORS: Probe(layouts.answer, layouts.take),
+            DEADLOCK: Probe(deadlocks.serve, deadlocks.judge),
+        }
+        self.dispatch = Dispatch(parts, lifecycle, fusion, failures, services, probes)
         router.describe_by(self._describe)
         router.ask_others_by(sender.ask_to_connect)
-        self.dispatch = Dispatch(
-            rank, matcher, sender, lifecycle, fusion, failures, watchdog, stalls, layouts, deadlocks, services, events
-        )
         router.deliver_to(self.dispatch)
-        self.partition_resolver = PartitionResolver(
-            rank, size, progress, membership, router, sender, lifecycle.gate, agreement, control
-        )
         # The face of the engine for operations, windows and backends, which use no other part of it for these.
         self.publish, self.publish_joined = self.publisher.publish, self.publisher.publish_joined
         self.result_memory = self.pool.empty

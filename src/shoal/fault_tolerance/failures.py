@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from .. import clock
 from ..errors import PeerLost, ShoalError
-from ..operations.events import Events
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
-from ..operations.matching import Matcher
 from ..operations.membership import NEEDED, UNEVEN, Departure
-from ..operations.progress import Progress
-from ..operations.sender import Sender
 from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 from ..transport.router import Router
 from ..transport.wire import CERTAIN, DIED, SILENT, Message
 from .agreement import Agreement
@@ -142,32 +139,28 @@ class Failures:
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        progress: Progress,
-        matcher: Matcher,
+        parts: SharedParts,
         membership: MembershipTable,
-        router: Router,
-        sender: Sender,
         lifecycle: Lifecycle,
         fusion: Fusion,
         services: Services,
         agreement: Agreement,
-        events: Events,
     ) -> None:
-        self._detector = FailureDetector(rank, membership, router)
+        rank = parts.rank
+        self._detector = FailureDetector(rank, membership, parts.router)
         self._rank = rank
-        self._size = size
-        self._progress = progress
-        self._matcher = matcher
+        self._size = parts.size
+        self._progress = parts.progress
+        self._matcher = parts.matcher
         self._membership = membership
-        self._router = router
-        self._sender = sender
+        self._router = parts.router
+        self._sender = parts.sender
         self._lifecycle = lifecycle
         self._fusion = fusion
         self._services = services
         self._agreement = agreement
-        self._events = events
+        self._events = parts.events
+        agreement.react_by(self)
         lifecycle.departed_peers.lose_by(lambda gone: self._miss(Departure(gone, NEEDED, True, rank, certain=True)))
 
     # Signs of a loss

@@ -21,12 +21,10 @@ from typing import Any
 from ..errors import PeerLost
 from ..operations.control_messages import ControlMessages
 from ..operations.membership import View
-from ..operations.progress import Progress
-from ..operations.sender import Sender
 from ..operations.services import MinimalService
+from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
 from ..transport.peer_probe import PeerProbe
-from ..transport.router import Router
 from ..transport.wire import Message
 from .agreement import Agreement, partition_order
 from .membership_states import MembershipTable
@@ -49,29 +47,25 @@ class PartitionResolver(MinimalService):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        progress: Progress,
+        parts: SharedParts,
         membership: MembershipTable,
-        router: Router,
-        sender: Sender,
         gate: SubmissionGate,
         agreement: Agreement,
         control: ControlMessages,
     ) -> None:
-        self._rank = rank
-        self._size = size
-        self._progress = progress
+        self._rank = parts.rank
+        self._size = parts.size
+        self._progress = parts.progress
         self._membership = membership
-        self._router = router
-        self._sender = sender
+        self._router = parts.router
+        self._sender = parts.sender
         self._gate = gate
         self._agreement = agreement
         self._control = control
-        self._asking = PeerProbe(router)
+        self._asking = PeerProbe(parts.router)
         self._due = float("inf")
         self._asked_at = 0.0
-        self._turn = rank  # so that agents do not all probe the same one
+        self._turn = parts.rank  # so that agents do not all probe the same one
         self._closed = False
 
     def activate(self) -> None:

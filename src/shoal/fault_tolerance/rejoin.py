@@ -21,16 +21,13 @@ from .. import clock
 from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
 from ..operations.control_messages import ControlMessages
-from ..operations.matching import Matcher
 from ..operations.membership import NOT_YET, Plan
 from ..operations.operation import Operation
-from ..operations.progress import Progress
-from ..operations.sender import Sender
 from ..operations.services import MinimalService
+from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
 from ..transport.rejoin_marker import RejoinMarker
-from ..transport.router import Router
 from ..transport.sockets import Outgoing
 from ..transport.wire import Kind, Message, Where
 from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
@@ -85,13 +82,8 @@ class Rejoin(MinimalService):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        progress: Progress,
-        matcher: Matcher,
+        parts: SharedParts,
         membership: MembershipTable,
-        router: Router,
-        sender: Sender,
         agreement: Agreement,
         failures: Failures,
         control: ControlMessages,
@@ -101,13 +93,13 @@ class Rejoin(MinimalService):
         self._asked: dict[int, JoiningPeer] = {}
         self._sign = RejoinMarker()
         self._unreachable: list[int] = []  # all other ranks, if no connection to any can be opened
-        self._rank = rank
-        self._size = size
-        self._progress = progress
-        self._matcher = matcher
+        self._rank = parts.rank
+        self._size = parts.size
+        self._progress = parts.progress
+        self._matcher = parts.matcher
         self._membership = membership
-        self._router = router
-        self._sender = sender
+        self._router = parts.router
+        self._sender = parts.sender
         self._agreement = agreement
         self._failures = failures
         self._control = control

@@ -8,11 +8,8 @@ from ..errors import PeerLost
 from ..transport.quotas import MACHINE_BYTES
 from ..transport.wire import Message, ProtocolError
 from .collective_backend import CollectiveBackend
-from .matching import Matcher
-from .membership import Membership
 from .operation import Exchange, Operation, Stage
-from .progress import Progress
-from .sender import Sender
+from .shared_parts import SharedParts
 from .submission_gate import SubmissionGate
 
 
@@ -26,19 +23,10 @@ class BackendStages:
         backend: Moves the tensors of exchanges that do not have to travel over links.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        gate: SubmissionGate,
-        progress: Progress,
-        matcher: Matcher,
-        sender: Sender,
-        membership: Membership,
-        go_on: Callable[[Operation, Stage], None],
-    ) -> None:
+    def __init__(self, parts: SharedParts, gate: SubmissionGate, go_on: Callable[[Operation, Stage], None]) -> None:
         self.backend: CollectiveBackend | None = None
-        self._rank, self._gate, self._progress = rank, gate, progress
-        self._matcher, self._sender, self._membership = matcher, sender, membership
+        self._rank, self._gate, self._progress = parts.rank, gate, parts.progress
+        self._matcher, self._sender, self._membership = parts.matcher, parts.sender, parts.membership
         self._go_on = go_on
 
     def carry_with(self, backend: CollectiveBackend) -> None:

@@ -124,7 +124,7 @@ class Windows:
         memory.begin(None if zero_init else value)
         if found is None:
             memory.own.copy_(value)
-        window = WindowPart(self, self.engine, name, tensor, memory, found is not None, static.mixing)
+        window = WindowPart(self, name, tensor, memory, found is not None, static.mixing)
         peers = sorted({*window.sources, *window.destinations})
         regions = [(segment.ident, segment.fd, True)]
         own = (segment.ident, layout.slot(len(layout.sources), 0))

@@ -45,6 +45,10 @@ class WindowOwner(Protocol):
     """The interface to an agent's windows that one window needs."""
 
     @property
+    def engine(self) -> Engine:
+        """The engine of the agent."""
+
+    @property
     def with_p(self) -> bool:
         """Calls carry the associated weight."""
 
@@ -85,7 +89,6 @@ class WindowPart:
     def __init__(
         self,
         owner: WindowOwner,
-        engine: Engine,
         name: str,
         tensor: torch.Tensor,
         memory: WindowMemory,
@@ -102,7 +105,7 @@ class WindowPart:
         self.direct: dict[int, WindowMemory] = {}
         self.seen: dict[int, SlotState] = {}
         self._owner = owner
-        self._engine = engine
+        self._engine = owner.engine
         self._turn = threading.RLock()
         self._gates: dict[int, threading.Lock] = defaultdict(threading.Lock)  # to mutexes on other machines
         self._held: dict[int, _HeldLock] = {}
