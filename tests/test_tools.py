@@ -64,7 +64,7 @@ def test_the_core_tests_are_there() -> None:
 
 
 MOST = {
-    "files in the largest folder": 37,
+    "files in the largest folder": 31,
     "lines of the longest module": 527,
     "parameters of the largest internal constructor": 6,
     "uses of engine.<part>.<member> outside of the engine": 78,

@@ -29,8 +29,7 @@ from ..config import EXIT_NOTES, INCARNATION
 from ..observability.watch.live import Watch
 from ..runtime import exit_notes
 from ..transport.rejoin_marker import is_marked
-from .agent_output import STDERR, STDOUT, AgentOutput
-from .agent_pipes import AgentPipes
+from .agent_output import STDERR, STDOUT, AgentOutput, AgentPipes
 from .launcher_signals import Signals
 
 _PR_SET_PDEATHSIG = 1

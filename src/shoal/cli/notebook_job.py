@@ -18,7 +18,7 @@ from ..rendezvous.launch import LOOPBACK
 from ..rendezvous.rendezvous import listen
 from .agent_processes import AgentProcesses, FailureHandling
 from .launcher_signals import Signals
-from .notebook_files import Files
+from .notebook import Files
 from .run import SERVE, LaunchedJob
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -28,12 +28,12 @@ from ..rendezvous.elastic_join import Invitation, keep_secret
 from ..rendezvous.launch import LOOPBACK, join_address, parse_address
 from ..rendezvous.rendezvous import listen
 from ..transport.addresses import parse_ports
-from . import node_variables
+from . import run_arguments
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, FailureHandling, JobExit
-from .agent_program import CODE, FILE, STDIN, check_program, command_of, variables, words_of
 from .launcher_signals import Signals
 from .rank_claim import claim
+from .run_arguments import CODE, FILE, STDIN, check_program, command_of, variables, words_of
 from .run_arguments import add_arguments as add_arguments
 from .watch_setup import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
@@ -342,9 +342,9 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         others["--max-agents"] = args.max_agents
         for option in (option for option, given in others.items() if given is not None):
             raise ValueError(f"--join with {option}: that is for the run to say that is joined")
-        node_variables.fill_in(args, {node_variables.AGENTS: os.environ.get(node_variables.AGENTS, "")})
+        run_arguments.fill_in(args, {run_arguments.AGENTS: os.environ.get(run_arguments.AGENTS, "")})
     else:
-        node_variables.fill_in(args, os.environ)
+        run_arguments.fill_in(args, os.environ)
     if args.agents < 1:
         raise ValueError(f"-n {args.agents}: at least one agent must run here")
     if args.nnodes < 1:
@@ -387,7 +387,7 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
     if config.read().rendezvous:
         return parse_address(config.read().rendezvous, "SHOAL_RENDEZVOUS")
     if args.nnodes > 1:
-        found = node_variables.rendezvous(os.environ)
+        found = run_arguments.rendezvous(os.environ)
         if found is not None:
             return found
         raise ValueError("--nnodes needs --rendezvous HOST:PORT, where machine 0 is reached, the same on every machine")
