@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 from torch import Tensor
 
 from shoal.algorithms import AccumAdam, GradientDescent, Run
 from shoal.sim import StackedFleet
-from shoal.topology.families.circulant import ring
 from support.closed_forms import gradients, matrix
 from support.least_squares import DIMENSION, SIZE
 

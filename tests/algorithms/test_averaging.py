@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 from shoal.algorithms import (
     BEER,
@@ -46,7 +47,6 @@ from shoal.topology import (
     between_machines,
 )
 from shoal.topology._edges import Edges, assemble
-from shoal.topology.families.circulant import ring
 from shoal.topology.schedule import EdgeSchedule
 from support.algorithm_cases import case_of
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import networkx as nx
 import pytest
 import torch
+from shoal.topology.families.circulant import Circulant, ring, symmetric_exponential
 
 import shoal
 from shoal.algorithms import (
@@ -33,7 +34,6 @@ from shoal.topology import (
     mixing_matrix,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.families.circulant import Circulant, ring, symmetric_exponential
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.quadratic import gradients
 from support.real_agents import binary_problem, binary_ring

@@ -6,11 +6,11 @@ from math import sqrt
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 from shoal.algorithms import DualAveraging
 from shoal.sim import StackedFleet
 from shoal.topology import OnePeerExponential
-from shoal.topology.families.circulant import ring
 from support.closed_forms import matrix
 from support.least_squares import DIMENSION, SIZE
 

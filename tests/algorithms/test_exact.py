@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from shoal.topology.families.circulant import exponential, ring
 
 from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
 from shoal.algorithms.loop import steps_of
@@ -14,7 +15,6 @@ from shoal.algorithms.needs import Facts
 from shoal.algorithms.stability import step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential
-from shoal.topology.families.circulant import exponential, ring
 from support.closed_forms import gradients, matrix
 from support.least_squares import DIMENSION, SIZE, optimum, problem
 

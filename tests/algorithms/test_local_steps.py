@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 from shoal.algorithms import (
     Algorithm,
@@ -25,7 +26,6 @@ from shoal.algorithms.choco import ChocoSGD, DeepSqueeze
 from shoal.compression import TopK
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology import AllReduce, ChainGraph, EveryH, ExponentialGraph, OnePeerExponential
-from shoal.topology.families.circulant import ring
 from support.closed_forms import gradients, matrix, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 

@@ -9,6 +9,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 import shoal
 from shoal.algorithms import Exchange, Mix
@@ -26,7 +27,6 @@ from shoal.topology import (
     with_metropolis_hastings_weights,
     with_uniform_weights,
 )
-from shoal.topology.families.circulant import ring
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE, DIMENSION, ROUNDS = 8, 5, 3

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 from shoal.compression.draws import HashStream, hashed
 from shoal.sim import StackedMix
-from shoal.topology.families.circulant import ring
 
 SIZE = 8
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from shoal.topology.families.circulant import exponential, ring
 
 from shoal.algorithms import (
     Algorithm,
@@ -38,7 +39,6 @@ from shoal.topology import (
     as_schedule,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.families.circulant import exponential, ring
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, optimum
 

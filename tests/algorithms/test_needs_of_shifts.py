@@ -5,6 +5,7 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 import pytest
+from shoal.topology.families.circulant import Circulant, exponential, ring
 
 from shoal.algorithms import DecentralizedADMM, GradientDescent, PushPull, PushSum, check
 from shoal.algorithms.needs import (
@@ -20,7 +21,6 @@ from shoal.algorithms.needs import (
     connected,
 )
 from shoal.topology import with_weights
-from shoal.topology.families.circulant import Circulant, exponential, ring
 from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings
 from shoal.topology.schedule import Edges, EdgeSchedule, Schedule
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 import shoal
 from shoal.algorithms import (
@@ -22,7 +23,6 @@ from shoal.algorithms import (
     run,
 )
 from shoal.compression import QSGD, Cast, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
-from shoal.topology.families.circulant import ring
 from support.namespaces import bytes_sent_by_the_interface, network_namespaces
 from support.world import World
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import networkx as nx
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 from torch import Tensor
 
 from shoal.algorithms import (
@@ -33,7 +34,6 @@ from shoal.algorithms.loop import steps_of
 from shoal.algorithms.needs import Facts
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, RandomMatchings, Schedule, ShiftOne
-from shoal.topology.families.circulant import ring
 from support.algorithm_cases import case_of
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, optimum

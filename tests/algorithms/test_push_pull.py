@@ -5,11 +5,11 @@ from __future__ import annotations
 import networkx as nx
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 from shoal.algorithms import GradientTracking, PushPull
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Alternating, Static, with_uniform_weights
-from shoal.topology.families.circulant import ring
 from support.algorithm_cases import irregular_digraph
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.quadratic import gradients

@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 from rich.console import Console
+from shoal.topology.families.circulant import ring
 
 import shoal
 from shoal.algorithms import Gradient, GradientDescent, Run, run
 from shoal.netmodel import Link, Network
 from shoal.sim import StackedFleet
-from shoal.topology.families.circulant import ring
 from support.leftovers import nothing_is_left
 
 COLUMNS = ["step", "rounds", "exchanges", "bytes", "seconds", "consensus", "distance", "largest"]

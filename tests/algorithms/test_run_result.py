@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 import shoal
 from shoal.algorithms import (
@@ -25,7 +26,6 @@ from shoal.algorithms import (
 )
 from shoal.algorithms.needs import CONNECTED
 from shoal.sim import StackedFleet, per_agent
-from shoal.topology.families.circulant import ring
 from support.least_squares import DIMENSION, loss, problem
 
 SIZE, STEPS = 4, 6

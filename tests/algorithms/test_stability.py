@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 from shoal.algorithms import (
     CATALOG,
@@ -34,7 +35,6 @@ from shoal.algorithms.stability import spectral_radius, step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import CATALOG as TOPOLOGIES
 from shoal.topology import ChainGraph, OnePeerExponential, Schedule, as_schedule
-from shoal.topology.families.circulant import ring
 from support.algorithm_cases import irregular_digraph
 
 L = 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 
 import shoal
 from shoal.algorithms import (
@@ -20,7 +21,6 @@ from shoal.algorithms import (
 )
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology import OnePeerExponential
-from shoal.topology.families.circulant import ring
 from support.closed_forms import gradients, matrix, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 

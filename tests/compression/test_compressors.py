@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shoal.topology.families.circulant import ring
 
 import shoal
 from shoal.algorithms import Exchange
 from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
 from shoal.sim.stacked import StackedMix
-from shoal.topology.families.circulant import ring
 
 ALL: list[Compressor] = [
     Identity(),

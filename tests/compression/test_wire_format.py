@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shoal.topology.families.circulant import ring
 
 import shoal
 from shoal.algorithms import Exchange
 from shoal.compression import QSGD, Cast, Compressor, Draws, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
 from shoal.compression.message import BLOCK
 from shoal.sim.stacked import StackedMix
-from shoal.topology.families.circulant import ring
 
 ALL: list[Compressor] = [
     Identity(),

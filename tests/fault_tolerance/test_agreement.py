@@ -13,7 +13,7 @@ import torch
 
 from shoal.fault_tolerance import result_cache
 from shoal.fault_tolerance.agreement import WORD, Agreement
-from shoal.fault_tolerance.membership_states import Event, MembershipTable
+from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.rejoin import JoiningPeer, Rejoin
 from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
 from shoal.operations.control_messages import ControlMessages
@@ -174,7 +174,7 @@ class Simulated:
 
     def notice(self, departure: Departure) -> None:
         before = self.membership.view.alive
-        self.membership.apply(Event.LOSE if departure.died else Event.LEAVE, departure.rank, departure.cause)
+        self.membership.apply(AgentEvent.LOSE if departure.died else AgentEvent.LEAVE, departure.rank, departure.cause)
         if departure.rank in before and (departure.died or self.lifecycle.gate.paused):
             self.agreement.change()
         self.result_cache.on_gone(departure.rank, None)

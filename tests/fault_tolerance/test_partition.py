@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost
-from shoal.fault_tolerance.membership_states import Event, MembershipTable
+from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
 from shoal.operations.control_messages import ControlMessages
 from shoal.operations.shared_parts import SharedParts
@@ -110,7 +110,7 @@ class Agent:
     def lose(self, *ranks: int) -> Agent:
         """They are out of reach."""
         for rank in ranks:
-            self.membership.apply(Event.LOSE_TOUCH, rank, "silent")
+            self.membership.apply(AgentEvent.LOSE_TOUCH, rank, "silent")
         return self
 
     def hear(self, source: int, text: bytes) -> None:
@@ -130,8 +130,8 @@ def part(count: int, lowest: int) -> int:
 def test_where_nobody_is_out_of_reach_nobody_is_asked_and_no_time_looked_at() -> None:
     whole = Agent(1, 4)
     assert whole.partition_resolver.check(100.0) == float("inf")
-    whole.membership.apply(Event.LOSE, 0, "its process ended")
-    whole.membership.apply(Event.LEAVE, 2)
+    whole.membership.apply(AgentEvent.LOSE, 0, "its process ended")
+    whole.membership.apply(AgentEvent.LEAVE, 2)
     whole.membership.begin_without([3])
     assert (
         whole.partition_resolver.check(200.0) == float("inf")
@@ -175,7 +175,7 @@ def test_a_question_without_an_answer_is_dropped_for_the_next() -> None:
 def test_who_is_back_is_not_asked_any_more() -> None:
     agent = Agent(1, 2).lose(0)
     agent.partition_resolver.check(100.0)
-    agent.membership.apply(Event.ADMIT, 0)
+    agent.membership.apply(AgentEvent.ADMIT, 0)
     assert agent.partition_resolver.check(100.5) == float("inf") and not agent.asked[0].open
 
 
@@ -207,9 +207,9 @@ def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: s
 
 def test_only_who_is_gone_on_without_is_told_of_the_part() -> None:
     agent = Agent(0, 4).lose(2, 3)
-    agent.membership.apply(Event.LOSE, 1, "its process ended")
+    agent.membership.apply(AgentEvent.LOSE, 1, "its process ended")
     assert agent.answer(3, 0) == part(1, 0)
-    agent.membership.apply(Event.ADMIT, 3)
+    agent.membership.apply(AgentEvent.ADMIT, 3)
     assert agent.answer(3, 0) == 0, "as one that was stopped, and wakes"
     agent.places[3].incarnation = 2
     assert agent.answer(3, 1) == part(2, 0), "a process that was replaced"
@@ -267,7 +267,7 @@ def test_of_any_parts_one_goes_on_and_it_is_the_largest(seed: int) -> None:
             if of[other] != of[rank]:
                 agent.lose(other)
             elif other not in agents:
-                agent.membership.apply(Event.LOSE, other, "its process ended")
+                agent.membership.apply(AgentEvent.LOSE, other, "its process ended")
     parts = [[rank for rank in left if of[rank] == one] for one in set(of)]
     largest = max((one for one in parts if one), key=lambda one: (len(one), -one[0]))
     for step in range(20 * size):

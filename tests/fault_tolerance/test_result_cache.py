@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.fault_tolerance import result_cache
-from shoal.fault_tolerance.membership_states import Event, MembershipTable
+from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.recovery import take_result
 from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer, copy_for_cache
 from shoal.operations.control_messages import ControlMessages
@@ -82,7 +82,7 @@ def test_who_is_gone_needs_nothing() -> None:
     agent = Agent()
     agent.end(agent.begin())
     agent.hear(1, had("x", (0, 1)))
-    agent.membership.apply(Event.LOSE, 2, "it died")
+    agent.membership.apply(AgentEvent.LOSE, 2, "it died")
     agent.result_cache.on_gone(2, None)
     assert not agent.result_cache.results
     agent.end(agent.begin())
@@ -174,7 +174,7 @@ def test_a_result_is_taken_only_from_who_is_there() -> None:
     nobody: Any = None
     parts = SharedParts(0, 3, nobody, nobody, agent.membership, agent.matcher, nobody, nobody)
     result_transfer = ResultTransfer(parts, lifecycle, agent.result_cache, agent.control)
-    agent.membership.apply(Event.LOSE, 2, "it died")
+    agent.membership.apply(AgentEvent.LOSE, 2, "it died")
     for source in (2, 1):
         message = Message(Kind.DATA, RESULT, f"{RESULT} x", dtype=torch.float32, shape=(3,))
         message.payload = Payload(RESULT_HERE, 3)

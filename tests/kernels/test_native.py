@@ -20,7 +20,7 @@ from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, Ran
 from shoal.compression.draws import Redrawn
 from shoal.kernels.elementwise import add_scaled, copy, scale
 from shoal.kernels.native import build, codecs, library, sums, why_not_native
-from shoal.kernels.native.check import differing
+from shoal.kernels.native.loading import differing
 from shoal.kernels.reduce import REDUCTIONS, combine
 from shoal.kernels.weighted_sum import common_factor, weigh
 from support.kernels import same_numbers

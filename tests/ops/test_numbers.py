@@ -11,10 +11,10 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+from shoal.topology.families.circulant import Circulant
 
 import shoal
 from shoal.topology import Mixing
-from shoal.topology.families.circulant import Circulant
 
 Fleets = Callable[..., shoal.Fleet]
 

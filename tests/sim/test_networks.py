@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from shoal.topology.families.circulant import ring
 from torch import nn
 from torch.nn import functional as F
 
 import shoal
 from shoal.algorithms import GradientDescent, own, run
 from shoal.sim import StackedFleet, StackedModel, loss_of, per_agent
-from shoal.topology.families.circulant import ring
 
 SIZE, BATCH = 5, 6
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import networkx as nx
+from shoal.topology.families.circulant import ring, symmetric_exponential
 
 from shoal.algorithms import Entry
 from shoal.topology import ChainGraph, Circulant, Schedule
-from shoal.topology.families.circulant import ring, symmetric_exponential
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from shoal.topology.families.circulant import Circulant
 
 import shoal
 from shoal.algorithms import CATALOG, own, run
-from shoal.topology.families.circulant import Circulant
 from support.algorithm_cases import case_of
 from support.least_squares import DIMENSION, loss, problem
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import NONSENSE
 from ..operations.timeouts import format_seconds
 from ..rendezvous.launch import detect
+from ..transport.addresses import connect
 from ..transport.handshake import HELLO_SIZE, MAGIC
 from ..transport.status_socket import MOST_BYTES, PACKET_BYTES, QUESTION
-from ..transport.unix_sockets import connect
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,7 +6,7 @@ package.
 
 The method. An operation whose messages have been compared requests the transfer of its tensors (``request.py``). Agents
 with requests take part in a round (``round.py``). At its end all have the same list of the requests common to all, and
-run them in that order. An earlier decision costs one bit in later rounds (``response_cache.py``, ``vector.py``). New
+run them in that order. An earlier decision costs one bit in later rounds (``response_cache.py``, ``round.py``). New
 requests are decided by the first agent, which keeps no state (``decision.py``).
 
 The start of a round. There is no timer, and an agent without requests takes part in nothing. An agent with requests
@@ -40,8 +40,7 @@ from .decision import Refusal, Response
 from .pending_requests import PendingRequest, PendingRequests
 from .request import ALL, CallSignature, Ranks, RequestKey, TransferRequest
 from .response_cache import ResponseCache
-from .round import RoundOutcome, coordinate
-from .vector import Vector
+from .round import RoundOutcome, Vector, coordinate
 
 ROUND = "~coordination"
 """The name of the rounds."""
@@ -71,7 +70,7 @@ class OrderingCounters:
 
 
 class CollectiveOrdering(MinimalService):
-    """The :class:`~shoal.operations.collective_backend.CollectiveBackend` of one agent that moves tensors by process
+    """The :class:`~shoal.operations.backend_stages.CollectiveBackend` of one agent that moves tensors by process
     groups."""
 
     def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
@@ -106,7 +105,7 @@ class CollectiveOrdering(MinimalService):
     # As a backend
 
     def ask(self, operation: Operation, stage: Stage) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.ask`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.ask`."""
         carried = stage.exchange.carried
         assert carried is not None
         engine, among = self._engine, carried.among
@@ -143,7 +142,7 @@ class CollectiveOrdering(MinimalService):
         self._emit("asked", operation, stage, " ".join(map(str, within or ())))
 
     def reset(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.reset`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.reset`."""
         self._forget_all()
         self._broken = None
         self._renew_groups()
@@ -161,18 +160,18 @@ class CollectiveOrdering(MinimalService):
         self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
 
     def quiesce(self, until: int = 0) -> int:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.quiesce`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.quiesce`."""
         self._until = max(until, self._engine.rounds_begun(ROUND))
         self._engine.wake()
         return self._until
 
     @property
     def is_quiescent(self) -> bool:
-        """See :attr:`~shoal.operations.collective_backend.CollectiveBackend.is_quiescent`."""
+        """See :attr:`~shoal.operations.backend_stages.CollectiveBackend.is_quiescent`."""
         return not (self._under_way or self._moving) and self._engine.rounds_begun(ROUND) == self._until
 
     def resume(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.resume`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.resume`."""
         self._until = None
         self._engine.wake()
 
@@ -184,7 +183,7 @@ class CollectiveOrdering(MinimalService):
         self._renew_groups()
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.withdraw`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.withdraw`."""
         if any(one.stage is stage for one in self._moving.values()):
             return False
         for asked in self._pending.all():
@@ -198,7 +197,7 @@ class CollectiveOrdering(MinimalService):
 
     @property
     def due(self) -> bool:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.due`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.due`."""
         over = self.left or self._awaited is not None or self._engine.ended is not None
         if self._under_way or over or self._engine.lifecycle.gate.paused:
             return False
@@ -224,14 +223,14 @@ class CollectiveOrdering(MinimalService):
                 self._under_way = False
 
     def leave(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.leave`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.leave`."""
         self._leaving = True
         if not self._others:
             self.left = True
         self._engine.wake()
 
     def stop(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stop`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.stop`."""
         with self._engine.lock:
             self.left = self._stopped = True
         limit = clock.monotonic() + ABANDON_AFTER

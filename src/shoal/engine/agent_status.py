@@ -22,8 +22,7 @@ from ..operations.services import Services
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
 from ..operations.timeouts import format_seconds
-from .step_counter import StepCounter
-from .training_metrics import TrainingMetrics
+from .training_metrics import StepCounter, TrainingMetrics
 
 MOST = 8
 """Waiting calls that are listed; further ones are only counted."""

@@ -36,7 +36,7 @@ from ..fault_tolerance.partition import WORD as TOGETHER
 from ..fault_tolerance.partition import PartitionResolver
 from ..fault_tolerance.rejoin import Rejoin
 from ..fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
-from ..operations.collective_backend import CollectiveBackend
+from ..operations.backend_stages import CollectiveBackend
 from ..operations.control_messages import ControlMessages
 from ..operations.deadlock import DEADLOCK, Deadlocks
 from ..operations.deferred_callbacks import Callbacks
@@ -64,8 +64,7 @@ from .agent_status import StatusReporter
 from .dispatch import Dispatch, Probe
 from .shutdown import HANG_UP_SECONDS, LAST_WORD_SECONDS, ShutdownDrain
 from .stalls import DOING, Stalls
-from .step_counter import StepCounter
-from .training_metrics import TrainingMetrics
+from .training_metrics import StepCounter, TrainingMetrics
 from .watchdog import ALIVE, Watchdog
 
 log = logging.getLogger("shoal")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .. import clock
 from .._signals import deferred
-from ..operations.collective_backend import CollectiveBackend
+from ..operations.backend_stages import CollectiveBackend
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
 from ..operations.progress import Progress

@@ -36,7 +36,7 @@ from ..operations.services import MinimalService
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import cannot_go_on
 from ..transport.wire import Message, ProtocolError
-from .membership_states import Event, MembershipTable
+from .membership_states import AgentEvent, MembershipTable
 from .recovery import await_result, conclude, go_on_without, restart
 from .result_cache import ResultTransfer
 
@@ -232,7 +232,7 @@ class Agreement(MinimalService):
 
     def missed(self, rank: int) -> None:
         """Record that an agent has shut down and is needed here. The next check begins an agreement."""
-        self._membership.apply(Event.NEED, rank)
+        self._membership.apply(AgentEvent.NEED, rank)
         self._check_by(0.0)
 
     # Reports

@@ -18,7 +18,7 @@ from ..operations.shared_parts import SharedParts
 from ..transport.router import Router
 from ..transport.wire import CERTAIN, DIED, SILENT, Message
 from .agreement import Agreement
-from .membership_states import PRESENT, Event, MembershipTable, State, departure_event
+from .membership_states import PRESENT, AgentEvent, AgentState, MembershipTable, departure_event
 
 GRACE = 0.5
 """Seconds in which the last messages of an agent may still arrive."""
@@ -113,7 +113,7 @@ class FailureDetector:
 
     def _schedule(self, due: float, departure: Departure) -> None:
         """Await the confirmation of a departure until ``due``."""
-        self._membership.apply(Event.SUSPECT, departure.rank)
+        self._membership.apply(AgentEvent.SUSPECT, departure.rank)
         self._suspects[departure.rank] = (due, departure)
 
     def confirmed(self, now: float) -> list[Departure]:
@@ -248,7 +248,7 @@ class Failures:
         before = self._membership.state(rank)
         after = self._membership.apply(departure_event(gone), rank, cause)
         if before not in PRESENT:
-            if died and after is State.NEEDED:  # it has shut down, and another agent needs it
+            if died and after is AgentState.NEEDED:  # it has shut down, and another agent needs it
                 if self._agreement.active:
                     self._agreement.missed(rank)
                 else:
@@ -312,7 +312,7 @@ class Failures:
 
     def break_off(self, why: str) -> None:
         """End all current and later operations, because this agent must not report losses any more."""
-        self._membership.apply(Event.CUT_OFF, self._rank)
+        self._membership.apply(AgentEvent.CUT_OFF, self._rank)
         self.abort(ShoalError(f"rank {self._rank}: {why}; shut down and start again", (self._rank,)))
 
     def abort(self, error: ShoalError) -> None:

@@ -16,7 +16,7 @@ from enum import Enum
 from ..operations.membership import NOT_YET, Departure, Membership, View
 
 
-class State(Enum):
+class AgentState(Enum):
     """The state of an agent. The first two, and the last two, are members in this agent's view."""
 
     MEMBER = "takes part in the job"
@@ -31,7 +31,7 @@ class State(Enum):
     CUT_OFF = "itself: others count it as lost, or it missed messages"
 
 
-class Event(Enum):
+class AgentEvent(Enum):
     """What happens to an agent."""
 
     SUSPECT = "a connection closed, a process ended, or a message announced the end"
@@ -46,61 +46,57 @@ class Event(Enum):
     CUT_OFF = "this agent itself must not report losses any more"
 
 
-_DEPARTED = (State.LOST, State.UNREACHABLE, State.NOT_STARTED)
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    **{
-        (state, event): after
-        for state in (State.MEMBER, State.SUSPECT)
-        for event, after in {
-            Event.SUSPECT: State.SUSPECT,
-            Event.LEAVE: State.LEFT,
-            Event.LOSE: State.LOST,
-            Event.LOSE_TOUCH: State.UNREACHABLE,
-            Event.ADMIT: State.MEMBER,  # by two operations of admission in flight at once
-            Event.CUT_OFF: State.CUT_OFF,
-        }.items()
-    },
-    (State.MEMBER, Event.BEGIN_WITHOUT): State.NOT_STARTED,
-    (State.MEMBER, Event.JOIN): State.JOINING,
-    # Another agent reports as lost who has shut down here: it needs that agent.
-    **{(State.LEFT, event): State.NEEDED for event in (Event.NEED, Event.LOSE, Event.LOSE_TOUCH)},
-    **{(State.NEEDED, event): State.NEEDED for event in (Event.NEED, Event.LOSE, Event.LOSE_TOUCH)},
-    **{(state, event): state for state in (State.LEFT, State.NEEDED) for event in (Event.SUSPECT, Event.LEAVE)},
-    # The first cause of a loss remains, also if other agents report another one later.
-    **{
-        (state, event): state
-        for state in (*_DEPARTED, State.UNKNOWN)
-        for event in (Event.SUSPECT, Event.LEAVE, Event.LOSE, Event.LOSE_TOUCH)
-    },
-    # Members that admit this agent say which of the others have certainly ended.
-    (State.UNKNOWN, Event.LOSE): State.LOST,
-    (State.UNKNOWN, Event.BEGIN_WITHOUT): State.NOT_STARTED,
-    **{(state, Event.ADMIT): State.MEMBER for state in (*_DEPARTED, State.LEFT, State.NEEDED, State.UNKNOWN)},
-    # This agent may have had news of the others before it learned that the job runs already.
-    **{
-        (state, Event.ISOLATE): State.UNKNOWN
-        for state in (*_DEPARTED, State.MEMBER, State.SUSPECT, State.LEFT, State.NEEDED, State.UNKNOWN)
-    },
-    (State.JOINING, Event.ADMIT): State.MEMBER,
-    (State.JOINING, Event.CUT_OFF): State.CUT_OFF,
-    (State.CUT_OFF, Event.CUT_OFF): State.CUT_OFF,
-}
+def _transitions() -> dict[tuple[AgentState, AgentEvent], AgentState]:
+    state, event = AgentState, AgentEvent
+    losses = (event.LOSE, event.LOSE_TOUCH)
+    shut_down, departed = (state.LEFT, state.NEEDED), (state.LOST, state.UNREACHABLE, state.NOT_STARTED)
+    table: dict[tuple[AgentState, AgentEvent], AgentState] = {}
+    for one in (state.MEMBER, state.SUSPECT):
+        table[one, event.SUSPECT] = state.SUSPECT
+        table[one, event.LEAVE] = state.LEFT
+        table[one, event.LOSE] = state.LOST
+        table[one, event.LOSE_TOUCH] = state.UNREACHABLE
+        table[one, event.ADMIT] = state.MEMBER  # by two operations of admission in flight at once
+        table[one, event.CUT_OFF] = state.CUT_OFF
+    table[state.MEMBER, event.BEGIN_WITHOUT] = state.NOT_STARTED
+    table[state.MEMBER, event.JOIN] = state.JOINING
+    for one in shut_down:
+        table[one, event.SUSPECT] = table[one, event.LEAVE] = one
+        # Another agent that reports the loss of an agent that has shut down in order needs that agent.
+        table.update({(one, need): state.NEEDED for need in (event.NEED, *losses)})
+    for one in (*departed, state.UNKNOWN):  # the first cause of a loss remains, whatever other agents report later
+        table.update({(one, sign): one for sign in (event.SUSPECT, event.LEAVE, *losses)})
+    # The members that admit this agent report which other agents have certainly ended.
+    table[state.UNKNOWN, event.LOSE] = state.LOST
+    table[state.UNKNOWN, event.BEGIN_WITHOUT] = state.NOT_STARTED
+    for one in (*departed, *shut_down, state.UNKNOWN):
+        table[one, event.ADMIT] = state.MEMBER
+    # This agent may have news of the others before it learns that the job runs already.
+    for one in (*departed, *shut_down, state.UNKNOWN, state.MEMBER, state.SUSPECT):
+        table[one, event.ISOLATE] = state.UNKNOWN
+    table[state.JOINING, event.ADMIT] = state.MEMBER
+    table[state.JOINING, event.CUT_OFF] = table[state.CUT_OFF, event.CUT_OFF] = state.CUT_OFF
+    return table
+
+
+TRANSITIONS = _transitions()
 """The next state, by state and event. What is not listed is refused."""
 
-PRESENT = frozenset({State.MEMBER, State.SUSPECT, State.JOINING, State.CUT_OFF})
+PRESENT = frozenset({AgentState.MEMBER, AgentState.SUSPECT, AgentState.JOINING, AgentState.CUT_OFF})
 """The states of members in a view."""
-_DIED = frozenset(_DEPARTED)
+_DIED = frozenset({AgentState.LOST, AgentState.UNREACHABLE, AgentState.NOT_STARTED})
+_MEMBERS = frozenset({AgentState.MEMBER, AgentState.SUSPECT})
 
 
 class IllegalTransition(RuntimeError):
     """An event that cannot happen to an agent in its state: an error of Shoal."""
 
 
-def departure_event(departure: Departure) -> Event:
+def departure_event(departure: Departure) -> AgentEvent:
     """The event of a confirmed departure."""
     if not departure.died:
-        return Event.LEAVE
-    return Event.LOSE_TOUCH if departure.silent or not departure.certain else Event.LOSE
+        return AgentEvent.LEAVE
+    return AgentEvent.LOSE_TOUCH if departure.silent or not departure.certain else AgentEvent.LOSE
 
 
 class MembershipTable(Membership):
@@ -108,7 +104,7 @@ class MembershipTable(Membership):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self._states = [State.MEMBER] * size
+        self._states = [AgentState.MEMBER] * size
         self._causes: dict[int, str] = {}  # of each loss
         self._watchers: list[Callable[[View], None]] = []
 
@@ -116,11 +112,11 @@ class MembershipTable(Membership):
         """Call ``watcher`` with the new view after every change. It must be quick and must not communicate."""
         self._watchers.append(watcher)
 
-    def state(self, rank: int) -> State:
+    def state(self, rank: int) -> AgentState:
         """The state of an agent."""
         return self._states[rank]
 
-    def apply(self, event: Event, rank: int, cause: str = "") -> State:
+    def apply(self, event: AgentEvent, rank: int, cause: str = "") -> AgentState:
         """Take an event of one agent, with the cause of a loss. Returns its new state.
 
         Raises:
@@ -129,12 +125,14 @@ class MembershipTable(Membership):
         self.apply_to_all(event, {rank: cause})
         return self._states[rank]
 
-    def apply_to_all(self, event: Event, causes: Mapping[int, str]) -> None:
+    def apply_to_all(self, event: AgentEvent, causes: Mapping[int, str]) -> None:
         """Take an event of several agents, by rank with the causes of losses, as one change of the view."""
         after = {rank: self._next(rank, event) for rank in causes}
         if all(self._states[rank] is state for rank, state in after.items()):
             return
-        unseen = all({self._states[rank], state} <= {State.MEMBER, State.SUSPECT} for rank, state in after.items())
+        unseen = all(
+            {self._states[rank], state} <= {AgentState.MEMBER, AgentState.SUSPECT} for rank, state in after.items()
+        )
         for rank, state in after.items():
             if state in _DIED and self._states[rank] is not state:
                 self._causes[rank] = causes[rank]
@@ -144,14 +142,14 @@ class MembershipTable(Membership):
 
     def begin_without(self, ranks: Iterable[int]) -> None:
         """Begin the job without agents that may join later."""
-        self.apply_to_all(Event.BEGIN_WITHOUT, dict.fromkeys(ranks, NOT_YET))
+        self.apply_to_all(AgentEvent.BEGIN_WITHOUT, dict.fromkeys(ranks, NOT_YET))
 
     def stand_alone(self, rank: int) -> None:
         """Make this agent the only member, while it waits to be admitted."""
-        self.apply_to_all(Event.ISOLATE, {other: "" for other in range(len(self._states)) if other != rank})
-        self.apply(Event.JOIN, rank)
+        self.apply_to_all(AgentEvent.ISOLATE, {other: "" for other in range(len(self._states)) if other != rank})
+        self.apply(AgentEvent.JOIN, rank)
 
-    def _next(self, rank: int, event: Event) -> State:
+    def _next(self, rank: int, event: AgentEvent) -> AgentState:
         state = self._states[rank]
         after = TRANSITIONS.get((state, event))
         if after is None:
@@ -163,25 +161,25 @@ class MembershipTable(Membership):
         self.view = View(
             self.view.epoch + 1,
             self._ranks(*PRESENT),
-            self._ranks(State.LEFT, State.NEEDED),
+            self._ranks(AgentState.LEFT, AgentState.NEEDED),
             {rank: self._causes[rank] for rank in self._ranks(*_DIED)},
-            self._ranks(State.UNREACHABLE, State.UNKNOWN),
-            self._ranks(State.NEEDED),
-            State.JOINING in states,
-            State.CUT_OFF in states,
+            self._ranks(AgentState.UNREACHABLE, AgentState.UNKNOWN),
+            self._ranks(AgentState.NEEDED),
+            AgentState.JOINING in states,
+            AgentState.CUT_OFF in states,
         )
         for watcher in self._watchers:
             watcher(self.view)
 
-    def _ranks(self, *states: State) -> tuple[int, ...]:
+    def _ranks(self, *states: AgentState) -> tuple[int, ...]:
         return tuple(rank for rank, state in enumerate(self._states) if state in states)
 
 
 def table_as_markdown() -> str:
     """The table of transitions for the documentation: a row for each state; a dash where an event is refused."""
-    events = list(Event)
+    events = list(AgentEvent)
     rows = [["state", "the agent", *(f"`{event.name}`" for event in events)], ["---"] * (2 + len(events))]
-    for state in State:
+    for state in AgentState:
         after = [TRANSITIONS.get((state, event)) for event in events]
         rows.append([f"`{state.name}`", state.value, *("-" if one is None else one.name for one in after)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -2,10 +2,12 @@
 
 After a partition of the network each side counts the other as lost (``agreement.py``) and sends it nothing, so neither
 would notice that the network has healed. Therefore each agent of a partition that may be the smaller one periodically
-probes an unreachable agent, each in turn (``transport/peer_probe.py``). A live agent answers with the size and the
-lowest rank of its partition, if it counts the prober as lost and has agreed to continue. If that partition is larger,
-the prober's partition ends with :class:`~shoal.PeerLost`. The first agent to learn it notifies its whole partition,
-because an agent that is restarted at once must not join the partition that ends.
+probes an unreachable agent, each in turn. A probe is only a handshake: the answer is a number, in the field that tells
+a permanent connection how many of its units have arrived. The other side stores nothing for it, and neither side
+regards its end as a loss. A live agent answers with the size and the lowest rank of its partition, if it counts the
+prober as lost and has agreed to continue. If that partition is larger, the prober's partition ends with
+:class:`~shoal.PeerLost`. The first agent to learn it notifies its whole partition, because an agent that is restarted
+at once must not join the partition that ends.
 
 Partitions compare their current sizes, not the number of agents once out of reach. This is a total order, so of any
 number of partitions the largest continues. If each partition yielded to all agents that it cannot reach, three
@@ -15,6 +17,7 @@ resumes does not count other agents as lost, and does not answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +27,9 @@ from ..operations.membership import View
 from ..operations.services import MinimalService
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
-from ..transport.peer_probe import PeerProbe
+from ..transport.link import NullReceiver
+from ..transport.router import Router
+from ..transport.sockets import Outgoing
 from ..transport.wire import Message
 from .agreement import Agreement, partition_order
 from .membership_states import MembershipTable
@@ -162,6 +167,39 @@ class PartitionResolver(MinimalService):
         with self._progress.lock:
             self._closed = True
             self._asking.cancel()
+
+
+class PeerProbe:
+    """The probes of one agent, one at a time. No call waits for an answer, and an error means no answer."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._question: Outgoing | None = None
+
+    def ask(self, peer: int, answered: Callable[[int], None]) -> None:
+        """Probe a peer in another process; the driving thread calls ``answered`` with the answer."""
+        self.cancel()
+        try:
+            self._question = self._router.outgoing(peer, NullReceiver(), asks=True)
+        except OSError:
+            return
+        self._question.on_answer = answered
+
+    @property
+    def is_pending(self) -> bool:
+        """An answer may still come."""
+        return bool(self.descriptors())
+
+    def cancel(self) -> None:
+        """Ignore the answer of the current probe."""
+        if self._question is not None:
+            self._question.close()
+            self._question = None
+
+    def descriptors(self) -> list[int]:
+        """The descriptors that a forked child must close."""
+        sock = None if self._question is None else self._question.sock
+        return [] if sock is None or sock.fileno() < 0 else [sock.fileno()]
 
 
 def _parsed_part(content: Any) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ from ..transport.sockets import Outgoing
 from ..transport.wire import Kind, Message, Where
 from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
 from .failures import Failures
-from .membership_states import Event, MembershipTable
+from .membership_states import AgentEvent, MembershipTable
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Rejoin(MinimalService):
             self._asked.pop(rank, None)
             self._failures.forget(rank)
             self._router.admit(one.place, one.endpoint)
-        self._membership.apply_to_all(Event.ADMIT, dict.fromkeys(ranks, ""))
+        self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
         self._agreement.admit(ranks, begun)
         self.on_entry()
         self._control.send(ranks, ENTRY, self._welcome(begun))
@@ -284,7 +284,7 @@ class Rejoin(MinimalService):
             if rank != self._rank and rank not in plan.gone:
                 self._router.admit(one.place, one.endpoint)
         members = (rank for rank in range(self._size) if rank not in plan.gone)
-        self._membership.apply_to_all(Event.ADMIT, dict.fromkeys(members, ""))
+        self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(members, ""))
         for rank in plan.gone:  # an agent that was unreachable must not get the request later
             link = self._router.links.get(rank)
             if isinstance(link, Outgoing) and not link.has_been_open:
@@ -292,7 +292,7 @@ class Rejoin(MinimalService):
         absent = [rank for rank in plan.gone if ended.get(rank) == NOT_YET]
         self._membership.begin_without(absent)
         lost = {rank: ended[rank] for rank in plan.gone if rank in ended and rank not in absent}
-        self._membership.apply_to_all(Event.LOSE, lost)
+        self._membership.apply_to_all(AgentEvent.LOSE, lost)
         self._agreement.enter(plan, decisions)
         self.on_entry()
         self._progress.notify()

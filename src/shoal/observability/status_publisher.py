@@ -18,7 +18,7 @@ from typing import Any
 from ..engine.engine import Engine
 from ..runtime.agent import Agent
 from ..runtime.bootstrap import on_start, on_stop
-from ..transport.unix_sockets import connect
+from ..transport.addresses import connect
 
 log = logging.getLogger("shoal")
 

@@ -122,7 +122,7 @@ class ThreadStore:
 
 
 @dataclass(frozen=True)
-class StoreServer:
+class StoreLocation:
     """The server of a store.
 
     Attributes:
@@ -150,7 +150,7 @@ class TcpStore:
     def __init__(
         self,
         connect: Callable[[], NativeStore],
-        server: StoreServer,
+        server: StoreLocation,
         *,
         prefix: str,
         deadline: float,

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from .edge_rates import EdgeRates
-from .series import BYTES, STEP_TIME, History
+from .series import BYTES, STEP_TIME, EdgeRates, History
 from .status_message import NONSENSE, Number, StatusMessage
 
 SILENT_SECONDS = 2.0
