@@ -97,9 +97,6 @@ def attach_backend(engine: Engine, wanted: BackendOptions) -> None:
         )
 
     order.move_by(make)
-    if engine.survives_losses:
-        engine.sender.keep_what_is_carried()
-    engine.rejoin.on_entry = order.enter
     engine.add_service(CALL, order)
     engine.add_service(WORD, stores)
-    engine.lifecycle.backend_stages.carry_with(order)
+    engine.attach_backend(order, order.enter)

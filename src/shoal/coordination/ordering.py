@@ -100,7 +100,7 @@ class CollectiveOrdering(MinimalService):
     def move_by(self, make_groups: Callable[[Plan], ProcessGroups]) -> None:
         """Set the function that makes the process groups for a membership. Called before the first request."""
         self._make_groups = make_groups
-        self._groups = make_groups(self._engine.lifecycle.gate.plan)
+        self._groups = make_groups(self._engine.current_plan)
 
     # As a backend
 
@@ -122,7 +122,7 @@ class CollectiveOrdering(MinimalService):
                     send.published.lease.hold()
                     leases.append(send.published.lease)
         if collective is not None:
-            engine.sender.count(collective.nbytes(engine.rank))
+            engine.count_sent(collective.nbytes(engine.rank))
         for source, message in stage.arrived.items():
             if message.where is Where.CARRIED:
                 data = engine.result_memory((message.nbytes // message.dtype.itemsize,), message.dtype)
@@ -157,7 +157,7 @@ class CollectiveOrdering(MinimalService):
             return
         self._groups.stop()
         self._before.append(self._groups)
-        self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
+        self._groups = self._make_groups(self._engine.current_plan)
 
     def quiesce(self, until: int = 0) -> int:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.quiesce`."""
@@ -199,7 +199,7 @@ class CollectiveOrdering(MinimalService):
     def due(self) -> bool:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.due`."""
         over = self.left or self._awaited is not None or self._engine.ended is not None
-        if self._under_way or over or self._engine.lifecycle.gate.paused:
+        if self._under_way or over or self._engine.is_agreeing:
             return False
         if self._until is not None:
             return self._engine.rounds_begun(ROUND) < self._until
@@ -248,7 +248,7 @@ class CollectiveOrdering(MinimalService):
 
     @property
     def _others(self) -> list[int]:
-        alive = self._engine.view.alive
+        alive = self._engine.alive
         return [rank for rank in alive if rank != self._engine.rank and rank not in self._gone]
 
     def _call_others(self, round_: int) -> None:
@@ -323,9 +323,9 @@ class CollectiveOrdering(MinimalService):
         self._under_way = False
         if outcome is None:
             if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
-                self._engine.failures.break_off(f"the order of operations is lost: {error}")
+                self._engine.cut_off(f"the order of operations is lost: {error}")
             return
-        if attempt != self._engine.lifecycle.gate.plan.attempt:  # it ends after a loss
+        if attempt != self._engine.attempt:  # it ends after a loss
             self._gone.update(outcome.leaving)
             return
         self.counts.rounds += 1
@@ -340,7 +340,7 @@ class CollectiveOrdering(MinimalService):
             asked.committed = False
             if asked.withdrawn:
                 self._pending.drop(asked)
-                self._engine.lifecycle.backend_stages.say_withdrawn(asked.operation, asked.stage)
+                self._engine.say_withdrawn(asked.operation, asked.stage)
         if steps:
             self._groups.move(outcome.group, steps)
         if outcome.leaving:
@@ -350,7 +350,7 @@ class CollectiveOrdering(MinimalService):
         """Agents leave: report to them when all transfers before their departure have ended."""
         here, leaving = self._engine.rank, set(outcome.leaving)
         if here in leaving:
-            self._awaited = set(outcome.group) & set(self._engine.view.alive)
+            self._awaited = set(outcome.group) & set(self._engine.alive)
             self._awaited -= self._have_said_so
         self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
 
@@ -369,7 +369,7 @@ class CollectiveOrdering(MinimalService):
             self._awaited.discard(rank)
             if not self._awaited:
                 self.left = True
-                self._engine.progress.notify()
+                self._engine.notify()
 
     def _known_steps(self, outcome: RoundOutcome) -> Iterator[tuple[bool, Step]]:
         rounds = self._cache.used(outcome.ready)
@@ -439,7 +439,7 @@ class CollectiveOrdering(MinimalService):
                     self.counts.moved += 1
                     self._emit("moved", asked.operation, asked.stage)
                     asked.release()
-                    engine.lifecycle.backend_stages.moved(asked.operation, asked.stage)
+                    engine.transferred(asked.operation, asked.stage)
             engine.wake()
 
     def failed(self, groups: ProcessGroups, error: BaseException) -> None:
@@ -463,14 +463,14 @@ class CollectiveOrdering(MinimalService):
         if self._broken is None or self._engine.ended is not None:
             return FOREVER
         due, error = self._broken
-        if self._engine.lifecycle.gate.paused:  # agents agree on a loss, which may be the cause
+        if self._engine.is_agreeing:  # agents agree on a loss, which may be the cause
             return now + BREAK_AFTER
         if now >= due:
-            self._engine.failures.break_off(f"the process group that moves tensors has failed: {error}")
+            self._engine.cut_off(f"the process group that moves tensors has failed: {error}")
         return due if now < due else FOREVER
 
 
 def counts_of(engine: Engine) -> OrderingCounters | None:
     """The counters of an agent's coordination; None if it has none."""
-    service: Any = engine.services.get(CALL)
+    service: Any = engine.service(CALL)
     return service.counts if isinstance(service, CollectiveOrdering) else None

@@ -119,9 +119,9 @@ class Windows:
         if name in self._windows:
             return False
         static = self.agent.topology.without(self.engine.plan(f"~plan {PREFIX} {name}").gone)  # the same on all
-        found = self.engine.arena.find(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
+        found = self.engine.find_shared(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
         layout = WindowLayout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
-        segment = Segment(self.engine.arena.next_ident(), layout.nbytes)
+        segment = Segment(self.engine.next_region(), layout.nbytes)
         value = tensor.detach().reshape(-1).cpu()
         memory = WindowMemory(layout, segment.data, ByteLocks(segment.fd), None if found is None else value)
         memory.begin(None if zero_init else value)
@@ -138,13 +138,13 @@ class Windows:
 
         def steps(operation: Operation) -> Steps[bool]:
             window.number = operation.round
-            _here[(self.engine.router.inbox.address, name, window.number)] = memory
+            _here[(self.engine.inbox_address, name, window.number)] = memory
             with self.engine.lock:
                 self._windows[name] = window
                 self._segments[name] = segment
                 for rank in peers:
                     for ident, fd, lockable in regions:
-                        self.engine.sender.share(rank, ident, fd, lockable)
+                        self.engine.share_region(rank, ident, fd, lockable)
             published = self.engine.publish(operation, torch.tensor(header))
             sends = [Send(rank, published, 0, len(header), (len(header),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
@@ -199,7 +199,7 @@ class Windows:
             for one in self.names if name is None else [name]:
                 window, segment = self._windows.pop(one), self._segments.pop(one)
                 window.close(self.cause)
-                self.engine.arena.retired.append(segment.ident)
+                self.engine.retire_region(segment.ident)
                 segment.close()
                 self._requests.forget_window(window, channel_of(one))
             self.engine.wake()  # the driving thread has refusals to send
@@ -256,7 +256,7 @@ class Windows:
         since = clock.monotonic()
         self._waiting[me] = _CallWait(ranks, call, since)
         if call:
-            self.engine.stalls.begins_to_wait(since)
+            self.engine.begins_to_wait(since)
         try:
             yield
         finally:
@@ -301,7 +301,7 @@ class Windows:
         for window in self._windows.values():
             window.lose(rank)
         cause = self.cause if because is None else because
-        if rank in self.engine.view.left and cause is not None:
+        if self.engine.has_left(rank) and cause is not None:
             self._because[rank] = cause
 
     def check(self, now: float) -> float:
@@ -325,7 +325,7 @@ class Windows:
         if self._worker is not None and not ended:
             gone = NotInitialized("this agent has shut down while a call of its on a window was under way")
             with self.engine.lock:
-                for operation in self.engine.matcher.in_flight():
+                for operation in self.engine.in_flight():
                     if operation.one_sided:
                         self.engine.fail(operation, gone)
             self._worker.end(clock.monotonic() + _STOP_SECONDS)
@@ -334,7 +334,7 @@ class Windows:
 def windows_of(agent: Agent) -> Windows:
     """An agent's windows; it has none before the first call."""
     with deferred, agent.engine.lock:
-        found = agent.engine.services.get(PREFIX)
+        found = agent.engine.service(PREFIX)
         if not isinstance(found, Windows):
             found = Windows(agent)
             agent.engine.add_service(PREFIX, found)

@@ -71,7 +71,7 @@ class Requests:
         """A short switch interval until the answers are sent."""
         with short_switch_interval():
             yield
-            self._engine.sender.flush()
+            self._engine.flush()
 
     def _serve(self, source: int, message: Message) -> None:
         if message.op == UNLOCK:
@@ -202,7 +202,7 @@ class Requests:
     def _refuse(self, source: int, message: Message, why: str, lost: int | None = None) -> None:
         rank = self._engine.rank
         text = f"{message.op} {name_of(message.name)!r} on rank {source}: rank {rank} {why}"
-        self._engine.sender.refuse(source, message, text, lost)
+        self._engine.refuse(source, message, text, lost)
 
 
 SECONDS = 0.0005
