@@ -17,7 +17,6 @@ from shoal.fault_tolerance.membership_states import (
     IllegalTransition,
     MembershipTable,
     departure_event,
-    table_as_markdown,
 )
 from shoal.operations.membership import NOT_YET, Departure
 
@@ -36,6 +35,16 @@ def in_state(state: AgentState) -> MembershipTable:
         table.apply(event, 1, "the cause")
     assert table.state(1) is state
     return table
+
+
+def table_as_markdown() -> str:
+    """The table of transitions for the documentation: a row for each state; a dash where an event is refused."""
+    events = list(AgentEvent)
+    rows = [["state", "the agent", *(f"`{event.name}`" for event in events)], ["---"] * (2 + len(events))]
+    for state in AgentState:
+        after = [TRANSITIONS.get((state, event)) for event in events]
+        rows.append([f"`{state.name}`", state.value, *("-" if one is None else one.name for one in after)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def test_the_page_shows_the_table() -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -468,9 +467,3 @@ class CollectiveOrdering(MinimalService):
         if now >= due:
             self._engine.cut_off(f"the process group that moves tensors has failed: {error}")
         return due if now < due else FOREVER
-
-
-def counts_of(engine: Engine) -> OrderingCounters | None:
-    """The counters of an agent's coordination; None if it has none."""
-    service: Any = engine.service(CALL)
-    return service.counts if isinstance(service, CollectiveOrdering) else None

@@ -49,10 +49,12 @@ class EngineFace:
     def configure(self, config: Config, certificates: Certificates | None) -> None:
         """Set what the environment variables say. Call it before the start."""
         self.rejoin.extend_timeout(config.entry_timeout)
-        self.publisher.finite, self.compresses_locally = config.check_finite, config.compress_locally
-        self.devices.wanted = config.device_memory
-        self.watchdog.drop_after, self.stalls.after = config.drop_after, config.stall_seconds
-        self.router.certificates = certificates
+        self.publisher.require_finite(config.check_finite)
+        self.compresses_locally = config.compress_locally
+        self.devices.use_device_memory(config.device_memory)
+        self.watchdog.drop_silent_after(config.drop_after)
+        self.stalls.report_after(config.stall_seconds)
+        self.router.encrypt_with(certificates)
 
     def attach_backend(self, backend: CollectiveBackend, on_entry: Callable[[], None]) -> None:
         """Let a backend move tensors. ``on_entry`` is called when agents are admitted. Call it before the start."""

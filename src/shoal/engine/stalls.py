@@ -61,6 +61,10 @@ class Stalls:
         self._look_at_services = float("inf")
         self._reported: set[tuple[str, float]] = set()  # reported calls of services
 
+    def report_after(self, seconds: float) -> None:
+        """Set :attr:`after`."""
+        self.after = seconds
+
     def begins_to_wait(self, since: float) -> None:
         """Schedule a check for a call without an operation that may begin to wait. From any thread, without the
         lock.

@@ -57,6 +57,10 @@ class Watchdog:
         self._membership = parts.membership
         self._sender = parts.sender
 
+    def drop_silent_after(self, seconds: float) -> None:
+        """Set :attr:`drop_after`."""
+        self.drop_after = seconds
+
     def check(self, now: float) -> float:
         """Check all operations. Returns when to check again, as ``clock.monotonic()``."""
         following = float("inf")

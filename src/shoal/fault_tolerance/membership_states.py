@@ -130,9 +130,7 @@ class MembershipTable(Membership):
         after = {rank: self._next(rank, event) for rank in causes}
         if all(self._states[rank] is state for rank, state in after.items()):
             return
-        unseen = all(
-            {self._states[rank], state} <= {AgentState.MEMBER, AgentState.SUSPECT} for rank, state in after.items()
-        )
+        unseen = all({self._states[rank], state} <= _MEMBERS for rank, state in after.items())
         for rank, state in after.items():
             if state in _DIED and self._states[rank] is not state:
                 self._causes[rank] = causes[rank]
@@ -173,13 +171,3 @@ class MembershipTable(Membership):
 
     def _ranks(self, *states: AgentState) -> tuple[int, ...]:
         return tuple(rank for rank, state in enumerate(self._states) if state in states)
-
-
-def table_as_markdown() -> str:
-    """The table of transitions for the documentation: a row for each state; a dash where an event is refused."""
-    events = list(AgentEvent)
-    rows = [["state", "the agent", *(f"`{event.name}`" for event in events)], ["---"] * (2 + len(events))]
-    for state in AgentState:
-        after = [TRANSITIONS.get((state, event)) for event in events]
-        rows.append([f"`{state.name}`", state.value, *("-" if one is None else one.name for one in after)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -183,6 +183,10 @@ class Devices:
         self._lock = threading.Lock()
         self._places: dict[torch.device, DeviceContext | None] = {}
 
+    def use_device_memory(self, wanted: bool) -> None:
+        """Exchange tensors on their device, if ``wanted``."""
+        self.wanted = wanted
+
     def place_of(self, tensor: torch.Tensor) -> DeviceContext | None:
         """The device on which a tensor is exchanged; None if it is exchanged through the CPU."""
         if not self.wanted or tensor.device.type == "cpu" or tensor.nbytes <= FEWEST_BYTES:

@@ -81,6 +81,10 @@ class Router:
         """Set the receiver of all messages; called before any can arrive."""
         self._receiver = receiver
 
+    def encrypt_with(self, certificates: Certificates | None) -> None:
+        """Encrypt connections between machines. Call it before the start."""
+        self.certificates = certificates
+
     def answer_by(self, answer: Callable[[int, int], int]) -> None:
         """Set the answer to a peer that only probes, by its rank and incarnation."""
         self._answer = answer

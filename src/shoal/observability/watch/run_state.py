@@ -22,7 +22,6 @@ MOST_EDGES = 2048
 STARTING, COMPUTING, WAITING, STOPPED, SILENT = "starting", "computing", "waiting", "stopped", "silent"
 LOST, LEFT, FAILED, FINISHED, ABSENT = "lost", "left", "failed", "finished", "not there"
 REJOINING = "rejoining"
-GONE = (LOST, FAILED, FINISHED, ABSENT)
 _PROCESS_STOPPED = ("T", "t")
 
 
