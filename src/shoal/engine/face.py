@@ -60,7 +60,7 @@ class EngineFace:
         """Let a backend move tensors. ``on_entry`` is called when agents are admitted. Call it before the start."""
         if self.agreement.active:
             self.sender.keep_what_is_carried()
-        self.rejoin.on_entry = on_entry
+        self.rejoin.notify_of_entry(on_entry)
         self.lifecycle.backend_stages.carry_with(backend)
 
     @property

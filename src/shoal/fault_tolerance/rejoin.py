@@ -113,6 +113,10 @@ class Rejoin(MinimalService):
         """Whether this agent itself waits to be admitted."""
         return self._membership.view.is_joining
 
+    def notify_of_entry(self, on_entry: Callable[[], None]) -> None:
+        """Set :attr:`on_entry`."""
+        self.on_entry = on_entry
+
     # As a member
 
     def asking(self) -> dict[int, JoiningPeer]:
