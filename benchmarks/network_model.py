@@ -37,7 +37,7 @@ from shoal.bench.figures import Figures
 from shoal.bench.machine import Load, LoadWatch, here
 from shoal.bench.meter import Reporter, compare
 from shoal.netmodel import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
-from shoal.netmodel.fit import Observation, fit_link
+from shoal.netmodel.probe import Observation, fit_link
 from shoal.netmodel.units import parse_rate
 from shoal.topology.families import graphs as g
 from shoal.topology.families.one_peer import OnePeerExponential

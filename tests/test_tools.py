@@ -94,10 +94,10 @@ def test_a_mutation_is_tried_with_the_tests_of_its_module_first(
 
 
 MOST = {
-    "files in the largest folder": 37,
-    "lines of the longest module": 527,
-    "parameters of the largest internal constructor": 13,
-    "uses of engine.<part>.<member> outside of the engine": 78,
+    "files in the largest folder": 35,
+    "lines of the longest module": 514,
+    "parameters of the largest internal constructor": 6,
+    "uses of engine.<part>.<member> outside of the engine": 7,
     "names of shoal": 95,
 }
 """Lower a limit when a change has made its number smaller; never raise one."""

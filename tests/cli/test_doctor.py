@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.cli import doctor, live_checks, main, self_test
-from shoal.cli.core_wait import core_wait, is_starved
-from shoal.cli.live_checks import CheckResult, LiveChecks
+from shoal.cli import doctor, live_checks, main
+from shoal.cli.live_checks import CheckResult, LiveChecks, core_wait, is_starved
 from shoal.device.device import Unshareable
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
@@ -198,7 +197,7 @@ def test_a_wrong_average_fails_the_check(
 ) -> None:
     monkeypatch.setattr(shoal, "neighbor_allreduce", average)
     with pytest.raises(RuntimeError, match="over threads it came to"):
-        shoal.Fleet(2).run(self_test.average)
+        shoal.Fleet(2).run(live_checks.average)
 
 
 def test_problems_that_several_checks_share_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:

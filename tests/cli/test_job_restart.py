@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import agent_processes
-from shoal.cli.agent_processes import AgentProcesses, JobExit
+from shoal.cli.agent_processes import AgentProcesses, FailureHandling, JobExit
 from shoal.cli.launcher_signals import Signals
 from shoal.rendezvous.elastic_join import claim
 from support.launcher import RUN
@@ -205,7 +205,8 @@ time.sleep(0.2 if rank == 0 else 1.5)
 def mind(folder: Path, *bodies: str) -> tuple[JobExit, int]:
     """How a run ends in which each agent has a script of its own, and how many were started in all."""
     begin = f"import os, signal, sys, time; open({str(folder)!r} + f'/{{os.getpid()}}', 'x').close(); "
-    with Signals() as signals, AgentProcesses(None, signals, survive=True, restarts=3, grace=5.0) as agents:
+    failures = FailureHandling(survive=True, grace=5.0, restarts=3)
+    with Signals() as signals, AgentProcesses(None, signals, failures) as agents:
         for rank, body in enumerate(bodies):
             agents.start(rank, [sys.executable, "-c", begin + body], os.environ, keeps_stdin=False)
         return agents.mind(), len(list(folder.iterdir()))

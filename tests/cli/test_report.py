@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 import shoal
 from shoal.cli import main
-from shoal.cli.membership_report import Stay, draw, stays
+from shoal.cli.report import Stay, draw, stays
 from shoal.observability.membership_log import CAME, CHANGED, LEFT, MembershipEvent, read
 from support.limits import scaled
 from support.world import World, reserved_port

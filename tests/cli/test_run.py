@@ -669,16 +669,16 @@ def test_code_the_standard_input_and_a_program_are_run_as_well(tmp_path: Path) -
 def test_without_a_number_there_is_an_agent_for_each_gpu_or_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from shoal.cli import node_variables, run
+    from shoal.cli import run, run_arguments
 
     def agents(environ: dict[str, str]) -> int:
         parser = argparse.ArgumentParser()
         run.add_arguments(parser)
         args = parser.parse_args(["script.py"])
-        node_variables.fill_in(args, environ)
+        run_arguments.fill_in(args, environ)
         return int(args.agents)
 
-    monkeypatch.setattr(node_variables, "GPUS", tmp_path)
+    monkeypatch.setattr(run_arguments, "GPUS", tmp_path)
     assert agents({}) == 1
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / name).mkdir()
@@ -715,7 +715,7 @@ OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1
 def test_what_the_command_line_leaves_out_is_taken_from_variables_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, arguments: str, environ: dict[str, str], found: tuple[int, int, int] | str
 ) -> None:
-    from shoal.cli import node_variables, run
+    from shoal.cli import run, run_arguments
 
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
@@ -724,14 +724,14 @@ def test_what_the_command_line_leaves_out_is_taken_from_variables_of_the_machine
     args = parser.parse_args([*arguments.split(), "script.py"])
     if isinstance(found, str):
         with pytest.raises(ValueError, match=re.escape(found)):
-            node_variables.fill_in(args, environ)
+            run_arguments.fill_in(args, environ)
         return
-    node_variables.fill_in(args, environ)
+    run_arguments.fill_in(args, environ)
     assert (args.agents, args.nnodes, args.node_rank) == found
 
 
 def test_the_variables_name_where_machine_0_is_in_brackets_or_not() -> None:
-    from shoal.cli.node_variables import rendezvous
+    from shoal.cli.run_arguments import rendezvous
 
     assert rendezvous({"PET_MASTER_ADDR": "fd00::1", "PET_MASTER_PORT": "29400"}) == ("fd00::1", 29400)
     assert rendezvous({"PET_MASTER_ADDR": "train-0.train", "PET_MASTER_PORT": "29400"}) == ("train-0.train", 29400)

@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 
 import shoal
-from shoal.cli import local_agents, main, status
-from shoal.cli.local_agents import Process
+from shoal.cli import main, status
+from shoal.cli.status import Process
 from shoal.runtime.agent import current
 from shoal.transport import status_socket
 from shoal.transport.handshake import HELLO_SIZE, Accepting
@@ -254,11 +254,11 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_when_its_keepe
     try:
         assert left.wait(30)
         for keeper in range(4):  # whoever has the socket goes next
-            doors = local_agents.find()[os.getpid()]
+            doors = status.find()[os.getpid()]
             assert len(doors) == 1
             deadline = time.monotonic() + 10.0
             while True:  # word that rank 0 left may still be under way
-                found = agents_of(local_agents.ask({os.getpid(): doors}))
+                found = agents_of(status.ask({os.getpid(): doors}))
                 if all(0 in agent["left"] for agent in found.values()) or time.monotonic() > deadline:
                     break
             assert set(found) == {1, 2, 3, 4}, keeper
@@ -270,7 +270,7 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_when_its_keepe
     finally:
         go_on.set()
         running.join()
-    assert os.getpid() not in local_agents.find()
+    assert os.getpid() not in status.find()
 
 
 def test_an_agent_that_nobody_asks_has_nothing_to_look_after() -> None:
@@ -296,7 +296,7 @@ def question(path: str, word: bytes = status_socket.QUESTION) -> bytes:
 
 def test_the_answer_is_json_without_the_secret() -> None:
     with World(2, environment={"SHOAL_SECRET": "only we know"}) as world:
-        [path] = local_agents.find()[pids(world)[0]]
+        [path] = status.find()[pids(world)[0]]
         answer = question(path)
         assert json.loads(answer)["agents"][0]["rank"] == 0
         assert b"only we know" not in answer
@@ -321,7 +321,7 @@ except OSError as error:
     print(type(error).__name__)
 """
     with World(2) as world:
-        [path] = local_agents.find()[pids(world)[0]]
+        [path] = status.find()[pids(world)[0]]
         unix = world.results(door, on=[0])[0].unix
         said = [
             subprocess.run(
@@ -358,7 +358,7 @@ except OSError:
         [sys.executable, "-I", "-c", listen, name, str(NOBODY), str(HELLO_SIZE)], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "listens\n"
-        [found] = local_agents.ask({os.getpid(): [name.replace("@", "\0")]})
+        [found] = status.ask({os.getpid(): [name.replace("@", "\0")]})
         assert "another user" in found.silent
         assert other.stdout.readline() == "heard 0\n"
 
@@ -377,7 +377,7 @@ def test_over_a_network_the_question_is_no_answer_to_a_greeting() -> None:
 @pytest.mark.parametrize("word", [status_socket.QUESTION[:-1], status_socket.QUESTION + b"?", b"SHOAL: stop"])
 def test_no_other_word_is_answered(word: bytes) -> None:
     with World(1) as world:
-        [path] = local_agents.find()[pids(world)[0]]
+        [path] = status.find()[pids(world)[0]]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(0.5)
             sock.connect(path)
@@ -397,7 +397,7 @@ def averages(count: int) -> int:
 @over_both
 def test_a_flood_of_questions_takes_no_descriptor_for_long_and_keeps_nobody_out(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:
-        [path] = local_agents.find()[pids(world)[0]]
+        [path] = status.find()[pids(world)[0]]
         before = world.results(count_of_descriptors)
         stop, asked = threading.Event(), [0] * 4
 
@@ -426,7 +426,7 @@ def test_a_flood_of_questions_takes_no_descriptor_for_long_and_keeps_nobody_out(
 def test_who_asks_and_does_not_listen_holds_nobody_up() -> None:
     with World(2) as world:
         before = world.results(count_of_descriptors)
-        [path] = local_agents.find()[pids(world)[0]]
+        [path] = status.find()[pids(world)[0]]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             sock.connect(path)
@@ -455,8 +455,8 @@ def test_a_forked_child_is_no_agent() -> None:
     with World(1) as world:
         [child] = world.results(fork_and_wait)
         try:
-            assert wait_until(lambda: child not in local_agents.find())  # it closes what it has right after the fork
-            assert pids(world)[0] in local_agents.find()
+            assert wait_until(lambda: child not in status.find())  # it closes what it has right after the fork
+            assert pids(world)[0] in status.find()
         finally:
             os.kill(child, signal.SIGKILL)
             world.results(os.waitpid, child, 0)
@@ -520,27 +520,27 @@ NONSENSE = [
 @pytest.mark.parametrize("answer", NONSENSE)
 def test_an_answer_that_is_nonsense_is_said_to_be_that(answer: bytes) -> None:
     with one_that_answers(answer) as path:
-        [found] = local_agents.ask({os.getpid(): path})
+        [found] = status.ask({os.getpid(): path})
     assert found.agents == () and "makes no sense" in found.silent
 
 
 def test_who_greets_like_no_agent_is_asked_nothing() -> None:
     with one_that_answers(b"", greeting=b"220 mail") as path:
-        [found] = local_agents.ask({os.getpid(): path})
+        [found] = status.ask({os.getpid(): path})
     assert "makes no sense" in found.silent
 
 
 def test_an_answer_without_end_is_not_read_for_ever() -> None:
     said: list[bytes] = []
     with one_that_answers(*[b"x" * 10_000] * 1000, said=said) as path:
-        [found] = local_agents.ask({os.getpid(): path}, within=5.0)
+        [found] = status.ask({os.getpid(): path}, within=5.0)
     assert "makes no sense" in found.silent
     assert len(said) < 100  # a megabyte, with what the socket holds
 
 
 def test_an_agent_that_is_busy_says_who_it_is() -> None:
     with one_that_answers(json.dumps({"there": 1, "agents": [AGENT]}).encode()) as path:
-        found = local_agents.ask({os.getpid(): path})
+        found = status.ask({os.getpid(): path})
     assert "has no time to say more" in words(found)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.coordination.vector import Vector
+from shoal.coordination.round import Vector
 
 VECTORS = st.builds(
     Vector,

@@ -25,20 +25,10 @@ class Parts:
         gate = SimpleNamespace(closing=False)
         lifecycle = self._records("take", "go_on", "accept", backend_stages=backend_stages, gate=gate)
         unused: Any = SimpleNamespace()
-        self.dispatch = Dispatch(
-            0,
-            self.matcher,
-            self._records("acknowledge"),
-            lifecycle,
-            unused,
-            self._records("on_closed"),
-            unused,
-            unused,
-            unused,
-            unused,
-            services=self._records(of=lambda message: None),
-            events=self._records(active=False),
-        )
+        shared: Any = SimpleNamespace(rank=0, matcher=self.matcher, sender=self._records("acknowledge"))
+        shared.events = self._records(active=False)
+        services = self._records(of=lambda message: None)
+        self.dispatch = Dispatch(shared, lifecycle, unused, self._records("on_closed"), services, {})
 
     def _records(self, *functions: str, **others: object) -> Any:
         recording = {name: lambda *given, name=name: self.calls.append((name, *given)) for name in functions}

@@ -23,7 +23,9 @@ from shoal.engine import agent_status, stalls, watchdog
 from shoal.operations.matching import Matcher
 from shoal.operations.membership import Membership
 from shoal.operations.operation import needed_by
+from shoal.operations.shared_parts import SharedParts
 from shoal.runtime.agent import current
+from shoal.transport.wire import Kind, Message
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.leftovers import nothing_is_left, wait_until
@@ -178,7 +180,7 @@ def test_a_call_on_a_window_is_looked_at_in_time_and_told_once_whatever_else_wai
     nobody: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
     services: Any = SimpleNamespace(all=lambda: [SimpleNamespace(calls_that_wait=lambda: list(calls))])
     progress: Any = SimpleNamespace(lock=nullcontext(), check_by=looks.append)
-    found = stalls.Stalls(0, nobody, nobody, nobody, nobody, services, progress)
+    found = stalls.Stalls(SharedParts(0, 2, nobody, nobody, nobody, nobody, progress, nobody), nobody, services)
     found.begins_to_wait(0.0)
     assert looks == [30.0] and found.check(29.0) == 30.0 and heard(caplog) == []
     assert found.check(30.0) == float("inf")
@@ -295,10 +297,11 @@ def test_an_error_at_the_deadline_repeats_what_the_last_report_said(
 
 def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     matcher, said = Matcher(), list[tuple[int, str]]()
-    sender = SimpleNamespace(say=lambda rank, message: said.append((rank, message.op)))
-    about = SimpleNamespace(waited_for=lambda operation: [0, 1])
-    parts: Any = (0, matcher, Membership(2), sender, about, SimpleNamespace(all=list), SimpleNamespace())
-    reports = stalls.Stalls(*parts)
+    sender: Any = SimpleNamespace(say=lambda rank, message: said.append((rank, message.op)))
+    about: Any = SimpleNamespace(waited_for=lambda operation: [0, 1])
+    nobody: Any = SimpleNamespace(all=list)
+    parts = SharedParts(0, 2, nobody, nobody, Membership(2), matcher, nobody, sender)
+    reports = stalls.Stalls(parts, about, nobody)
     reports.after = 30.0
 
     def asks(now: float) -> int:
@@ -308,7 +311,7 @@ def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog
         return len(said)
 
     assert [asks(now) for now in (100.0, 101.5)] == [1, 1]
-    reports.on_answer(1, "it computes")
+    reports.on_answer(1, Message(Kind.NOTICE, text="it computes"))
     assert [asks(now) for now in (103.0, 104.5)] == [2, 2]
     assert reports.check(104.9) == 103.0 + stalls.ANSWER_WITHIN
     reports.check(105.0)  # it does not answer

@@ -12,6 +12,7 @@ from shoal.engine import watchdog
 from shoal.operations.matching import Matcher
 from shoal.operations.membership import Membership
 from shoal.operations.operation import Exchange, Operation, Stage
+from shoal.transport.wire import Kind, Message
 
 
 class AwaitedInAgreement:
@@ -24,15 +25,15 @@ class AwaitedInAgreement:
         sender: Any = SimpleNamespace(say=lambda rank, _: self.asked.append(rank))
         failures: Any = SimpleNamespace(give_up_on=lambda rank, _: self.dropped.append(rank))
         agreement: Any = SimpleNamespace(missing=[1])
-        parts = (lifecycle, nothing, Membership(2), sender, failures, agreement, nothing, nothing)
-        self.watchdog = watchdog.Watchdog(0, *parts)
+        shared: Any = SimpleNamespace(rank=0, matcher=nothing, membership=Membership(2), sender=sender)
+        self.watchdog = watchdog.Watchdog(shared, lifecycle, failures, agreement, nothing, nothing)
         self.watchdog.drop_after = 10.0
 
 
 def test_an_agent_is_probed_after_half_of_the_time_and_dropped_after_the_other_half() -> None:
     on = AwaitedInAgreement()
     assert [on.watchdog.check(now) for now in (3.0, 5.0, 9.0)] == [5.0, 10.0, 10.0] and on.asked == [1]
-    on.watchdog.on_answer(1)
+    on.watchdog.on_answer(1, Message(Kind.NOTICE))
     assert [on.watchdog.check(now) for now in (9.0, 10.0)] == [10.0, 15.0] and on.asked == [1, 1]
     assert not on.dropped
     on.watchdog.check(15.0)
@@ -56,8 +57,8 @@ def at_its_deadline(change: Callable[[Operation, Stage], object]) -> str:
     lifecycle: Any = SimpleNamespace(fail=lambda _, error: errors.append(error))
     sender: Any = SimpleNamespace(receivers_behind=lambda _: [2], problems_with=lambda _: "")
     stalls: Any = SimpleNamespace(last_answer=lambda *_: "")
-    parts = (lifecycle, matcher, Membership(3), sender, unused, unused, unused, stalls)
-    watchdog.Watchdog(0, *parts).check(operation.deadline)
+    shared: Any = SimpleNamespace(rank=0, matcher=matcher, membership=Membership(3), sender=sender)
+    watchdog.Watchdog(shared, lifecycle, unused, unused, unused, stalls).check(operation.deadline)
     [error] = errors
     return str(error)
 

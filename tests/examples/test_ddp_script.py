@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cli.local_agents import ask, find
+from shoal.cli.status import ask, find
 from support.launcher import RUN
 from support.limits import scaled
 from support.namespaces import network_namespaces

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,14 +13,15 @@ import torch
 
 from shoal.fault_tolerance import result_cache
 from shoal.fault_tolerance.agreement import WORD, Agreement
+from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.rejoin import JoiningPeer, Rejoin
-from shoal.fault_tolerance.result_cache import HAD, ResultCache
-from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
+from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
 from shoal.operations.control_messages import ControlMessages
 from shoal.operations.deferred_callbacks import Callbacks
 from shoal.operations.matching import LAST_STAGE, Matcher
-from shoal.operations.membership import NOT_YET, Departure, Membership, Plan
+from shoal.operations.membership import Departure, Plan
 from shoal.operations.operation import FailurePolicy, Operation, Recovery
+from shoal.operations.shared_parts import SharedParts
 from shoal.operations.submission_gate import SubmissionGate
 from shoal.transport.peer_address import Endpoint, PeerId, local_peer_id
 from shoal.transport.pending_peers import ENTRY
@@ -38,6 +40,7 @@ class Lifecycle:
         self.gate = SubmissionGate(lambda: None)
         self.ready: deque[Operation] = deque()
         self.departed_peers = type("Missed", (), {"survive": lambda *_: None})()
+        self.callbacks = Callbacks()
         self._one = one
 
     def leave_stage(self, _: Operation) -> None: ...
@@ -128,7 +131,7 @@ class Simulated:
 
     def __init__(self, rank: int, net: Net, incarnation: int = 0) -> None:
         self.rank, self.net, self.incarnation = rank, net, incarnation
-        self.matcher, self.membership = Matcher(), Membership(net.size)
+        self.matcher, self.membership = Matcher(), MembershipTable(net.size)
         self.planned: dict[int, Plan] = {}  # by round between neighbours
         self.ended: dict[tuple[str, int], object] = {}  # the results of all
         self.awaiting: set[Operation] = set()  # what waits for a result that others hand on
@@ -137,43 +140,21 @@ class Simulated:
         fusion: Any = Fusion()
         nothing: Any = Nothing()
         self.lifecycle, self.router = lifecycle, router
+        parts = SharedParts(rank, net.size, router, nothing, self.membership, self.matcher, nothing, nothing)
         control = ControlMessages(self._send, lambda *_: None)
         self.result_cache = ResultCache(rank, self.matcher, self.membership, control)
-        self.result_transfer = ResultTransfer(self.matcher, self.membership, lifecycle, self.result_cache, control)
-        self.agreement = Agreement(
-            rank,
-            net.size,
-            self.matcher,
-            self.membership,
-            lifecycle,
-            fusion,
-            Callbacks(),
-            self.result_cache,
-            self.result_transfer,
-            control,
-            self.notice,
-            lambda _: None,
-            lambda _: None,
-        )
+        self.result_transfer = ResultTransfer(parts, lifecycle, self.result_cache, control)
+        self.agreement = Agreement(parts, self.membership, lifecycle, fusion, self.result_transfer, control)
+        failures: Any = SimpleNamespace(take_notice=self.notice)
+        self.agreement.react_by(failures)
         self.agreement.activate()
-        self.entry = Rejoin(
-            rank,
-            net.size,
-            nothing,
-            self.matcher,
-            self.membership,
-            router,
-            nothing,
-            self.agreement,
-            nothing,
-            control,
-        )
+        self.entry = Rejoin(parts, self.membership, self.agreement, nothing, control)
         self.entry._sign = nothing  # to a launcher
         if incarnation:
             self.entry.begin_waiting()
         elif net.begins < net.size:
             absent = tuple(range(net.begins, net.size))
-            self.membership.begin_without(dict.fromkeys(absent, NOT_YET))
+            self.membership.begin_without(absent)
             self.agreement.begin_without(absent)
 
     def ask(self) -> None:
@@ -192,9 +173,9 @@ class Simulated:
         self.net.put(Link(self.rank, self.incarnation, peer, self.router.places[peer].incarnation), message)
 
     def notice(self, departure: Departure) -> None:
-        if self.membership.remove(departure.rank, departure.cause, departure.died) and (
-            departure.died or self.lifecycle.gate.paused
-        ):
+        before = self.membership.view.alive
+        self.membership.apply(AgentEvent.LOSE if departure.died else AgentEvent.LEAVE, departure.rank, departure.cause)
+        if departure.rank in before and (departure.died or self.lifecycle.gate.paused):
             self.agreement.change()
         self.result_cache.on_gone(departure.rank, None)
 

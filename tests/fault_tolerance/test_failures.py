@@ -10,7 +10,8 @@ import pytest
 
 from shoal.fault_tolerance import failures
 from shoal.fault_tolerance.failures import GRACE, UNCONNECTED_GRACE, FailureDetector, Failures
-from shoal.operations.membership import Departure, Membership
+from shoal.fault_tolerance.membership_states import MembershipTable
+from shoal.operations.membership import Departure
 from shoal.transport.wire import CERTAIN, DIED, Kind, Message
 
 
@@ -51,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def detector(connections: Connections) -> FailureDetector:
     router: Any = connections
-    return FailureDetector(0, Membership(4), router)
+    return FailureDetector(0, MembershipTable(4), router)
 
 
 def died(rank: int, told_by: int, certain: bool = False) -> Message:
@@ -197,10 +198,11 @@ def test_an_agent_whose_own_call_failed_is_lost_for_certain_where_the_others_agr
     nothing.forget = nothing.shut_out = nothing.split_those_without = lambda _: None
     sender: Any = SimpleNamespace(pass_on=passed_on.append, unacknowledged_by=lambda _: [])
     lifecycle: Any = SimpleNamespace(departed_peers=SimpleNamespace(lose_by=lambda _: None))
-    agreement: Any = SimpleNamespace(active=agrees, change=lambda: changes.append("change"))
-    membership = Membership(4)
-    parts = (nothing, nothing, membership, nothing, sender, lifecycle, nothing, nothing, agreement, nothing)
-    assert Failures(0, 4, *parts).leave_behind(2, "no data") is agrees
+    agreement: Any = SimpleNamespace(active=agrees, change=lambda: changes.append("change"), react_by=lambda _: None)
+    membership = MembershipTable(4)
+    parts: Any = SimpleNamespace(rank=0, size=4, router=nothing, progress=nothing, matcher=nothing, sender=sender)
+    parts.events = nothing
+    assert Failures(parts, membership, lifecycle, nothing, nothing, agreement).leave_behind(2, "no data") is agrees
     assert passed_on == [Departure(2, "its own call failed: no data", True, 0, certain=True)] * agrees
     assert changes == ["change"] * agrees
     assert membership.view.alive == ((0, 1, 3) if agrees else (0, 1, 2, 3))

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost
+from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
 from shoal.operations.control_messages import ControlMessages
-from shoal.operations.membership import NOT_YET, Membership
+from shoal.operations.shared_parts import SharedParts
 from shoal.transport.wire import Message, Payload, ProtocolError
 
 
@@ -52,23 +53,21 @@ class Agent:
     kinds: dict[int, str] = field(default_factory=dict)
     sent: list[tuple[int, bytes]] = field(default_factory=list)
     error: PeerLost | None = None
-    # As a gate, and an entry.
+    # As a gate.
     paused: bool = False
     closing: bool = False
-    is_joining: bool = False
     acknowledged: int = 0
     looks_at: float = float("inf")
 
     def __post_init__(self) -> None:
-        self.membership = Membership(self.size)
+        self.membership = MembershipTable(self.size)
         self.lock = RLock()
         self.places = [Place() for _ in range(self.size)]
         me: Any = self
         keep: Any = lambda peer, message, data, _: self.sent.append((peer, bytes(data.numpy())))  # noqa: E731
         control = ControlMessages(keep, self.acknowledge)
-        self.partition_resolver = PartitionResolver(
-            self.rank, self.size, me, self.membership, me, me, me, me, me, control
-        )
+        parts = SharedParts(self.rank, self.size, me, me, self.membership, me, me, me)
+        self.partition_resolver = PartitionResolver(parts, self.membership, me, me, control)
         self.partition_resolver.activate()
 
     @property
@@ -103,9 +102,7 @@ class Agent:
 
     @property
     def out_of_reach(self) -> frozenset[int]:
-        view = self.membership.view
-        known = {*view.left, *view.died}.difference(view.out_of_reach)
-        return frozenset(range(self.size)) - {*view.alive} - known
+        return frozenset(self.membership.view.out_of_reach)
 
     def yield_to_majority(self, why: PeerLost) -> None:
         self.error = why
@@ -113,7 +110,7 @@ class Agent:
     def lose(self, *ranks: int) -> Agent:
         """They are out of reach."""
         for rank in ranks:
-            self.membership.remove(rank, "silent", True, True)
+            self.membership.apply(AgentEvent.LOSE_TOUCH, rank, "silent")
         return self
 
     def hear(self, source: int, text: bytes) -> None:
@@ -133,9 +130,9 @@ def part(count: int, lowest: int) -> int:
 def test_where_nobody_is_out_of_reach_nobody_is_asked_and_no_time_looked_at() -> None:
     whole = Agent(1, 4)
     assert whole.partition_resolver.check(100.0) == float("inf")
-    whole.membership.remove(0, "its process ended", True)
-    whole.membership.remove(2, "it left", False)
-    whole.membership.begin_without({3: NOT_YET})
+    whole.membership.apply(AgentEvent.LOSE, 0, "its process ended")
+    whole.membership.apply(AgentEvent.LEAVE, 2)
+    whole.membership.begin_without([3])
     assert (
         whole.partition_resolver.check(200.0) == float("inf")
         and not whole.asked
@@ -178,7 +175,7 @@ def test_a_question_without_an_answer_is_dropped_for_the_next() -> None:
 def test_who_is_back_is_not_asked_any_more() -> None:
     agent = Agent(1, 2).lose(0)
     agent.partition_resolver.check(100.0)
-    agent.membership.add(0)
+    agent.membership.apply(AgentEvent.ADMIT, 0)
     assert agent.partition_resolver.check(100.5) == float("inf") and not agent.asked[0].open
 
 
@@ -194,7 +191,12 @@ def test_who_has_no_address_is_not_asked(kind: str) -> None:
 def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: str) -> None:
     agent = Agent(2, 3).lose(0, 1)
     assert agent.answer(0, 0) == part(1, 2)
-    setattr(agent, state, True)
+    if state == "is_joining":
+        agent.membership = MembershipTable(3)
+        agent.membership.stand_alone(2)
+        agent.partition_resolver._membership = agent.membership
+    else:
+        setattr(agent, state, True)
     agent.partition_resolver.check(100.0)
     assert not agent.asked and agent.answer(0, 0) == 0
     if state == "paused":
@@ -205,9 +207,9 @@ def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: s
 
 def test_only_who_is_gone_on_without_is_told_of_the_part() -> None:
     agent = Agent(0, 4).lose(2, 3)
-    agent.membership.remove(1, "its process ended", True)
+    agent.membership.apply(AgentEvent.LOSE, 1, "its process ended")
     assert agent.answer(3, 0) == part(1, 0)
-    agent.membership.add(3)
+    agent.membership.apply(AgentEvent.ADMIT, 3)
     assert agent.answer(3, 0) == 0, "as one that was stopped, and wakes"
     agent.places[3].incarnation = 2
     assert agent.answer(3, 1) == part(2, 0), "a process that was replaced"
@@ -265,7 +267,7 @@ def test_of_any_parts_one_goes_on_and_it_is_the_largest(seed: int) -> None:
             if of[other] != of[rank]:
                 agent.lose(other)
             elif other not in agents:
-                agent.membership.remove(other, "its process ended", True)
+                agent.membership.apply(AgentEvent.LOSE, other, "its process ended")
     parts = [[rank for rank in left if of[rank] == one] for one in set(of)]
     largest = max((one for one in parts if one), key=lambda one: (len(one), -one[0]))
     for step in range(20 * size):

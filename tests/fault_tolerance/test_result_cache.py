@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from shoal.fault_tolerance import result_cache
+from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.recovery import take_result
-from shoal.fault_tolerance.result_cache import HAD, ResultCache, copy_for_cache
-from shoal.fault_tolerance.result_transfer import RESULT, ResultTransfer
+from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer, copy_for_cache
 from shoal.operations.control_messages import ControlMessages
 from shoal.operations.lifecycle import Lifecycle
 from shoal.operations.matching import LAST_STAGE, Matcher
-from shoal.operations.membership import Membership, Plan
+from shoal.operations.membership import Plan
 from shoal.operations.operation import Exchange, FailurePolicy, Operation, Recovery, Stage
+from shoal.operations.shared_parts import SharedParts
 from shoal.transport.shared_regions import ResultPool
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
 
@@ -29,7 +30,7 @@ class Agent:
     """Rank 0 of some, and what it says."""
 
     def __init__(self, size: int = 3) -> None:
-        self.matcher, self.membership = Matcher(), Membership(size)
+        self.matcher, self.membership = Matcher(), MembershipTable(size)
         self.said: list[tuple[int, Any]] = []
         self.control = ControlMessages(self._send, lambda *_: None)
         self.result_cache = ResultCache(0, self.matcher, self.membership, self.control)
@@ -81,7 +82,7 @@ def test_who_is_gone_needs_nothing() -> None:
     agent = Agent()
     agent.end(agent.begin())
     agent.hear(1, had("x", (0, 1)))
-    agent.membership.remove(2, "it died", True)
+    agent.membership.apply(AgentEvent.LOSE, 2, "it died")
     agent.result_cache.on_gone(2, None)
     assert not agent.result_cache.results
     agent.end(agent.begin())
@@ -170,8 +171,10 @@ def test_a_result_is_taken_only_from_who_is_there() -> None:
     lifecycle.settle = lambda operation, result, error: taken.append(result)
     assert operation.recovery is not None
     operation.recovery.take = lambda result: result
-    result_transfer = ResultTransfer(agent.matcher, agent.membership, lifecycle, agent.result_cache, agent.control)
-    agent.membership.remove(2, "it died", True)
+    nobody: Any = None
+    parts = SharedParts(0, 3, nobody, nobody, agent.membership, agent.matcher, nobody, nobody)
+    result_transfer = ResultTransfer(parts, lifecycle, agent.result_cache, agent.control)
+    agent.membership.apply(AgentEvent.LOSE, 2, "it died")
     for source in (2, 1):
         message = Message(Kind.DATA, RESULT, f"{RESULT} x", dtype=torch.float32, shape=(3,))
         message.payload = Payload(RESULT_HERE, 3)

@@ -21,7 +21,7 @@ from shoal.compression.draws import HashStream, Redrawn
 from shoal.compression.positions import positions_bytes, read_positions, write_positions
 from shoal.kernels.elementwise import add_scaled, copy, scale
 from shoal.kernels.native import build, codecs, library, sums, why_not_native
-from shoal.kernels.native.check import differing
+from shoal.kernels.native.loading import differing
 from shoal.kernels.reduce import REDUCTIONS, combine, reduce
 from shoal.kernels.weighted_sum import common_factor, weigh, weighted_sum
 from support.kernels import same_numbers

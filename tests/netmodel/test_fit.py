@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.netmodel import Link
-from shoal.netmodel.fit import Observation, fit_link
+from shoal.netmodel.probe import Observation, fit_link
 
 SIZES = (1_000, 64_000, 1_000_000, 8_000_000)
 

@@ -8,8 +8,7 @@ import torch
 
 import shoal
 from shoal.netmodel import Link, probe
-from shoal.netmodel.fit import Observation
-from shoal.netmodel.probe import MeasuredNetwork, measure, measure_difference, measure_here
+from shoal.netmodel.probe import MeasuredNetwork, Observation, measure, measure_difference, measure_here
 
 
 @pytest.fixture

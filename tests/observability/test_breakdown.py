@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.observability import breakdown, message_matching, traces
+from shoal.observability import breakdown, traces
 from shoal.observability.breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
 from shoal.observability.run_report import RunReport
 from shoal.observability.trace_writer import FUSED
@@ -23,7 +23,7 @@ def shares_of(folder: Path, agents: list[Written]) -> list[Share]:
     for agent in agents:
         agent.into(folder)
     found = traces.read(folder).traces
-    return breakdown.break_down(found, message_matching.match(found))
+    return breakdown.break_down(found, traces.match(found))
 
 
 def into(share: Share) -> dict[str, float]:
@@ -252,7 +252,7 @@ def test_what_comes_twice_under_one_name_came_in_the_order_in_which_it_was_sent(
         exchange(agents, 0, 1, at, at + 2.0)
     for agent in agents:
         agent.into(tmp_path)
-    found = message_matching.match(traces.read(tmp_path).traces)
+    found = traces.match(traces.read(tmp_path).traces)
     assert [one.received.at - one.sent.at for one in found] == [2 * MS, 2 * MS]
 
 
@@ -314,7 +314,7 @@ def test_parts_of_real_steps_add_up_to_them(transport: str, tmp_path: Path, monk
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
     shoal.Fleet(3, transport=transport).run(train, 5)
     found = traces.read(tmp_path).traces
-    shares = breakdown.break_down(found, message_matching.match(found))
+    shares = breakdown.break_down(found, traces.match(found))
     assert [(one.trace, one.number) for one in shares] == [(k, step) for k in range(3) for step in range(1, 6)]
     for share in shares:
         assert sum(share.into.values()) == share.length and share.into[COMPUTING] > 0

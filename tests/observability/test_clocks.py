@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observability import clocks, message_matching, traces
+from shoal.observability import clocks, traces
 from shoal.observability.clocks import ClockFit
 from shoal.observability.traces import Trace
 from support.written_traces import MS, Written, exchange
@@ -35,7 +35,7 @@ def run_of(
 
 
 def aligned(found: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
-    known = clocks.align(found, message_matching.match(found))
+    known = clocks.align(found, traces.match(found))
     return known, [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
 
 
@@ -48,7 +48,7 @@ def test_what_is_found_is_off_by_half_of_the_fastest_round_trip_at_most(
     ahead: float, there: float, back: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     found = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): there, (1, 0): back})
-    first, second = clocks.align(found, message_matching.match(found))
+    first, second = clocks.align(found, traces.match(found))
     assert (first.ahead, first.uncertain) == (0.0, 0.0)
     assert second.uncertain is not None and second.uncertain <= (there + back) / 2 * MS + 100
     assert abs(second.ahead - ahead * MS) <= second.uncertain + 100
@@ -58,7 +58,7 @@ def test_what_is_found_is_off_by_half_of_the_fastest_round_trip_at_most(
 def test_no_message_comes_before_it_was_sent(tmp_path: Path) -> None:
     delays = {(k, j): 0.2 + 0.1 * k for k in range(4) for j in range(4) if k != j}
     _, laid = aligned(run_of(tmp_path, [0.0, 500.0, -70.0, 3.0], delays))
-    matched = message_matching.match(laid)
+    matched = traces.match(laid)
     assert len(matched) == 100 * len(delays)
     assert all(one.received.at > one.sent.at for one in matched)
 
@@ -82,7 +82,7 @@ def test_clocks_that_drift_apart_are_laid_along_a_line(tmp_path: Path) -> None:
     found = run_of(tmp_path, [0.0, 40.0], {(0, 1): 0.1, (1, 0): 0.1}, drift=0.02, seconds=600.0)
     known, laid = aligned(found)
     assert known[1].drift == pytest.approx(20_000, rel=0.02)
-    late = [one.received.at - one.sent.at for one in message_matching.match(laid)]
+    late = [one.received.at - one.sent.at for one in traces.match(laid)]
     assert max(map(abs, late)) < 1 * MS
 
 

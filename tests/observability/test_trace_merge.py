@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.observability.run_report import RunReport
-from shoal.observability.trace_merge import ident
+from shoal.observability.run_report import RunReport, ident
 from shoal.observability.trace_writer import FUSED
 from shoal.observability.traces import MessageKey
 from support import PROCESS_GROUP, TRANSPORTS

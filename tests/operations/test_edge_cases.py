@@ -20,7 +20,7 @@ import shoal
 from shoal.operations.operation import Operation
 from shoal.runtime.agent import agent_context, bind, current
 from shoal.runtime.bootstrap import leave
-from shoal.transport import unauthenticated
+from shoal.transport import acceptor
 from shoal.transport.link import Published
 from support.leftovers import descriptors, wait_until
 from support.world import World
@@ -199,7 +199,7 @@ def test_a_small_tensor_whose_bytes_come_after_its_header_is_waited_for() -> Non
 
 @pytest.mark.transport("network")
 def test_more_neighbours_at_once_than_are_let_in_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unauthenticated, "KNOWN_ROOM", -9)  # three at a time: all twelve are at one address
+    monkeypatch.setattr(acceptor, "KNOWN_ROOM", -9)  # three at a time: all twelve are at one address
 
     def run() -> float:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(12))

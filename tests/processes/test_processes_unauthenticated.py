@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import shoal
+from shoal.transport.acceptor import MOST_UNKNOWN
 from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
 from shoal.transport.message_auth import MacSeal
 from shoal.transport.sockets import GREETING_SECONDS
-from shoal.transport.unauthenticated import MOST_UNKNOWN
 from shoal.transport.wire import ProtocolError
 from support.leftovers import wait_until
 from support.limits import scaled

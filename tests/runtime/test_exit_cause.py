@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine.engine import Engine
+from shoal.engine.shutdown import Shutdown
 from shoal.transport.router import Router
 from shoal.transport.sockets import Outgoing
 from shoal.transport.wire import Kind, Message
@@ -61,7 +61,7 @@ def test_who_leaves_is_not_counted_as_gone_before_what_it_sent_has_come(
 @pytest.mark.transport("network")
 def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who heard the goodbye has hung up, and does not remember what had come: to connect again would repeat it."""
-    say_goodbye = Engine._say_goodbye
+    say_goodbye = Shutdown._say_goodbye
     cut: list[int] = []
     once_more = Router._cut
 
@@ -70,12 +70,12 @@ def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: 
             cut.append(link.peer)
         once_more(self, link, cause, at_once)
 
-    def say_more(self: Engine, why: str, died: bool) -> None:
+    def say_more(self: Shutdown, why: str, died: bool) -> None:
         say_goodbye(self, why, died)
-        if self.rank == 1:  # and not handed to the system yet when the other hangs up
-            self.router.links[0].post(Message(Kind.NOTICE, round=1, token=1, text="as I said"))
+        if self._parts.rank == 1:  # and not handed to the system yet when the other hangs up
+            self._parts.router.links[0].post(Message(Kind.NOTICE, round=1, token=1, text="as I said"))
 
-    monkeypatch.setattr(Engine, "_say_goodbye", say_more)
+    monkeypatch.setattr(Shutdown, "_say_goodbye", say_more)
     monkeypatch.setattr(Router, "_cut", note)
 
     def run() -> list[float]:

@@ -22,10 +22,10 @@ import torch
 
 import shoal
 from shoal.cli import certificates, doctor, main
+from shoal.fault_tolerance.partition import PeerProbe
 from shoal.rendezvous.store import ThreadStore
 from shoal.runtime.agent import current
 from shoal.transport.handshake import HELLO_SIZE, REFUSED, Connecting
-from shoal.transport.peer_probe import PeerProbe
 from shoal.transport.tls import Certificates
 from shoal.transport.wire import ProtocolError
 from support.closed_ports import closed_ports

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shoal.transport import tcp, unix_sockets
+from shoal.transport import addresses, tcp
 
 RESET = struct.pack("ii", 1, 0)
 """To linger for no time: closing resets the connection."""
@@ -131,10 +131,10 @@ def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
         ours.setblocking(False)
         return ours
 
-    start, connect = tcp.start_connecting, unix_sockets.connect
+    start, connect = tcp.start_connecting, addresses.connect
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tcp, "start_connecting", over_tcp)
-        patch.setattr(unix_sockets, "connect", over_unix)
+        patch.setattr(addresses, "connect", over_unix)
         try:
             yield
         finally:

@@ -29,8 +29,16 @@ from shoal.topology import (
     draw_rounds,
     with_uniform_weights,
 )
-from shoal.topology.drawing.panels import COLUMN_WIDTH, TEXT_WIDTH
-from shoal.topology.drawing.pictures import BETWEEN_MACHINES, EDGE, IDLE, MACHINE, draw_schedule, save
+from shoal.topology.drawing.pictures import (
+    BETWEEN_MACHINES,
+    COLUMN_WIDTH,
+    EDGE,
+    IDLE,
+    MACHINE,
+    TEXT_WIDTH,
+    draw_schedule,
+    save,
+)
 
 
 class Dimensions(Schedule):

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.topology import Matcha, RingGraph
-from shoal.topology.families.matcha import best_alpha
-from shoal.topology.families.matchings import decompose
+from shoal.topology.families.matcha import best_alpha, decompose
 
 
 @st.composite

@@ -226,7 +226,7 @@ def test_an_estimate_says_what_is_known(estimate: Estimate, text: str) -> None:
 
 
 def test_an_iteration_that_was_cut_short_says_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.topology.analysis.extreme._MOST_STEPS", 60)
+    monkeypatch.setattr("shoal.topology.analysis.spectrum._MOST_STEPS", 60)
     found = spectral_gap(ChainGraph(5_000))
     assert 0 < 2 / 3 * (1 - np.cos(np.pi / 5_000)) < found.value < found.error
     assert str(found) in ("below 1e-3", "below 1e-4")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.windows.switch_interval import SECONDS, short_switch_interval
+from shoal.windows.requests import SECONDS, short_switch_interval
 from shoal.windows.window_memory import OWN, WindowMemory
 from support.leftovers import wait_until
 from support.limits import scaled
@@ -133,7 +133,7 @@ def test_an_interval_loses_nothing_however_often_it_is_put_back(microseconds: in
 def test_a_child_has_the_users_interval_and_nobody_inside() -> None:
     script = f"""
 import os, sys
-from shoal.windows.switch_interval import short_switch_interval
+from shoal.windows.requests import short_switch_interval
 sys.setswitchinterval({USERS})
 with short_switch_interval():
     child = os.fork()

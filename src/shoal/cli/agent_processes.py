@@ -29,8 +29,7 @@ from ..config import EXIT_NOTES, INCARNATION
 from ..observability.watch.live import Watch
 from ..runtime import exit_notes
 from ..transport.rejoin_marker import is_marked
-from .agent_output import STDERR, STDOUT, AgentOutput
-from .agent_pipes import AgentPipes
+from .agent_output import STDERR, STDOUT, AgentOutput, AgentPipes
 from .launcher_signals import Signals
 
 _PR_SET_PDEATHSIG = 1
@@ -102,38 +101,48 @@ class _AgentProcess:
     started: float
 
 
+@dataclass(frozen=True)
+class FailureHandling:
+    """What follows the failure of an agent.
+
+    Attributes:
+        survive: let the others continue, instead of ending them.
+        grace: seconds between asking an agent to end and the next, harder step.
+        restarts: how often each failed agent is restarted, while none has finished and others are alive.
+    """
+
+    survive: bool
+    grace: float
+    restarts: int = 0
+
+
 class AgentProcesses:
     """The agents of this machine in one run, as a context: at its end every agent is gone, in all cases.
 
     Args:
         output: where their output goes; None lets them write to the launcher's own stdout and stderr.
         signals: the signals to the launcher.
-        survive: let the others continue when one fails, instead of ending them.
-        restarts: how often each failed agent is restarted, while none has finished and others are alive.
+        failures: what follows the failure of an agent.
         elsewhere: whether agents of other launchers belong to the run. Called when no agent is left here, and its
             result must then stay true.
         watch: is notified of starts and ends of agents, and served in the loop.
-        grace: seconds between asking an agent to end and the next, harder step.
     """
 
     def __init__(
         self,
         output: AgentOutput | None,
         signals: Signals,
-        *,
-        survive: bool,
-        restarts: int = 0,
+        failures: FailureHandling,
         elsewhere: Callable[[], bool] = lambda: False,
         watch: Watch | None = None,
-        grace: float,
     ) -> None:
         self._output = output
         self._signals = signals
-        self._survive = survive
-        self._restarts = restarts
+        self._survive = failures.survive
+        self._restarts = failures.restarts
         self._elsewhere = elsewhere
         self._watch = watch
-        self._grace = grace
+        self._grace = failures.grace
         self._living: list[_AgentProcess] = []
         self._outcomes: dict[int, AgentExit] = {}  # the last of each agent
         self._starts: dict[int, Callable[[int], None]] = {}

@@ -38,8 +38,7 @@ from ..transport.addresses import address_towards, interface_address, is_loopbac
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
 from . import path_check
-from .live_checks import CHECK_SECONDS, WHEN_BUSY, LiveChecks, launcher_variables, patience_here
-from .self_test import PAIR_CHECK
+from .live_checks import CHECK_SECONDS, PAIR_CHECK, WHEN_BUSY, LiveChecks, launcher_variables, patience_here
 
 T = TypeVar("T")
 

@@ -1,4 +1,9 @@
-"""The live checks of ``shoal doctor``: two agents over each transport, in processes of their own."""
+"""The live checks of ``shoal doctor``: two agents over each transport, in processes of their own.
+
+``python -m shoal.cli.live_checks``, which runs in these processes, moves tensors over every transport and reports the
+results. A check that hangs can only be ended from outside. Each check is a line of JSON on stdout, written as soon as
+it is known.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import IO
 
+import torch
+
+import shoal
+from shoal.coordination.attach import PROCESS_GROUP
+from shoal.runtime.agent import current
+from shoal.transport.process_group import available
+
 from ..rendezvous.launch import LOOPBACK
-from .core_wait import core_wait, is_starved
-from .self_test import FLEET_CHECKS, PAIR_CHECK
 
 CHECK_SECONDS, WHEN_BUSY = 20.0, 120.0
 """For which the checks are waited for, and where more processes want to run than there are cores."""
-_COMMAND = (sys.executable, "-m", "shoal.cli.self_test")
+_COMMAND = (sys.executable, "-m", "shoal.cli.live_checks")
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_", "PET_")
 _LAUNCHER_NAMES = (
     "RANK",
@@ -154,3 +166,78 @@ def _free_port() -> int:
 def _text(file: IO[str]) -> str:
     file.seek(0)
     return file.read().strip()
+
+
+FLEET_CHECKS = ("threads", "shared_memory", "network", *([PROCESS_GROUP] if "gloo" in available() else []))
+PAIR_CHECK = "two processes"
+_SIZES = (1, 1 << 18)
+"""Elements: of a tensor that is sent inside a message, and of one that is published or streamed."""
+
+
+def check_fleet(seconds: float) -> None:
+    """Two agents in this process, over one transport after another; each wait in a check may take so long."""
+    for transport in FLEET_CHECKS:
+        fleet = shoal.Fleet(2, transport=transport, timeout=seconds)
+        _report(transport, partial(fleet.run, average))
+
+
+def check_pair() -> None:
+    """This process's part of two that ``init`` brings together, as their variables say."""
+    is_first = os.environ["RANK"] == "0"
+    _report(PAIR_CHECK, _average_as_process, reports=is_first)
+
+
+def _average_as_process() -> None:
+    shoal.init()
+    average()
+    shoal.shutdown()
+
+
+def average() -> None:
+    """Average with the other agent and check the result, at two sizes."""
+    for elements in _SIZES:
+        found = shoal.neighbor_allreduce(torch.full((elements,), float(shoal.rank())))
+        if not torch.equal(found, torch.full((elements,), 0.5)):
+            kind = current().engine.transport_to(1 - shoal.rank())
+            raise RuntimeError(f"the average of 0 and 1 is 0.5, and over {kind} it came to {found[:4].tolist()}")
+
+
+def _report(check: str, run: Callable[[], object], reports: bool = True) -> None:
+    start, waited = time.perf_counter(), core_wait()
+    error, late = "", False
+    try:
+        run()
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+        late = isinstance(problem, TimeoutError | ConnectionError)  # what else went wrong does not depend on time
+    if reports:
+        seconds = time.perf_counter() - start
+        starved = late and is_starved(core_wait() - waited, seconds)
+        print(json.dumps({"check": check, "error": error, "seconds": seconds, "starved": starved}), flush=True)
+
+
+STARVED = 0.25
+"""Of the time; a process that waited for a core for longer may have failed for that reason alone."""
+
+
+def core_wait(pid: int | str = "self") -> float:
+    """Seconds for which the threads of a process have waited for a core, in all; 0 where the kernel does not count."""
+    waited = 0
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError, IndexError, ValueError):  # it has ended
+                waited += int((task / "schedstat").read_text().split()[1])
+    return waited / 1e9
+
+
+def is_starved(waited: float, seconds: float) -> bool:
+    """Whether that is much for a process that has existed for so long."""
+    return waited > STARVED * seconds
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    check_pair() if sys.argv[1] == "pair" else check_fleet(float(sys.argv[2]))
+    # An agent that hangs, as a thread, must not keep the process.
+    sys.stdout.flush()
+    os._exit(0)

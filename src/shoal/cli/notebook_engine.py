@@ -54,7 +54,7 @@ class CellWatch:
             if agent is None:
                 return
             with agent.engine.lock:
-                is_waited_for = agent.engine.matcher.is_waited_for()
+                is_waited_for = agent.engine.is_waited_for()
             if not is_waited_for:
                 waited_for_since = None
             elif waited_for_since is None:

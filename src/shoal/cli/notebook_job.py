@@ -16,9 +16,9 @@ from pathlib import Path
 from .. import config
 from ..rendezvous.launch import LOOPBACK
 from ..rendezvous.rendezvous import listen
-from .agent_processes import AgentProcesses
+from .agent_processes import AgentProcesses, FailureHandling
 from .launcher_signals import Signals
-from .notebook_files import Files
+from .notebook import Files
 from .run import SERVE, LaunchedJob
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -43,7 +43,8 @@ def main(profile: str, agents: int) -> int:
     controller = [sys.executable, "-m", "shoal.cli.notebook_controller", where]
     serve = [sys.executable, "-c", SERVE, str(listener.fileno())]
     try:
-        with Signals() as signals, AgentProcesses(None, signals, survive=True, grace=_GRACE_SECONDS) as processes:
+        failures = FailureHandling(survive=True, grace=_GRACE_SECONDS)
+        with Signals() as signals, AgentProcesses(None, signals, failures) as processes:
             # It keeps the lock as well, so that no other one is started beside it.
             processes.start_helper("the controller", controller, owned)
             processes.start_helper("the rendezvous store", serve, listener.fileno())

@@ -5,11 +5,23 @@ membership logs (SHOAL_RECORD): the membership over time. The files in the folde
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..observability import membership_log, traces
-from . import membership_report, trace_report
+from ..observability.breakdown import KINDS
+from ..observability.findings import Typical, size_of, sizes, small_messages
+from ..observability.membership_log import CAME, LEFT, MembershipEvent, read
+from ..observability.run_report import RunReport
+from ..observability.traces import names_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help=f"where the one trace of all agents goes (FOLDER/{trace_report.MERGED}); empty: nowhere",
+        help=f"where the one trace of all agents goes (FOLDER/{MERGED}); empty: nowhere",
     )
     parser.add_argument("--steps", action="store_true", help="also list every step of every agent")
 
@@ -36,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
             )
         if of_records:
             picture = _beside(args.picture) if args.picture and of_traces else args.picture
-            membership_report.tell(folder, picture)
+            report_membership(folder, picture)
         if of_traces:
-            trace_report.tell(folder, args.picture, args.output, every_step=args.steps)
+            report_traces(folder, args.picture, args.output, every_step=args.steps)
     except (OSError, ValueError) as error:
         print(f"shoal report: error: {error}", file=sys.stderr)
         return 2
@@ -52,3 +64,279 @@ def _beside(picture: str) -> str:
     """Another name, for the picture of the membership, if there are two pictures."""
     path = Path(picture)
     return str(path.with_name(f"{path.stem}-members{path.suffix}"))
+
+
+MERGED = "merged.json"
+_VIEWER = "https://ui.perfetto.dev"
+
+
+def report_traces(folder: Path, picture: str, output: str | None, *, every_step: bool = False) -> None:
+    """Read a folder of traces, and print, write and draw the report.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no trace.
+        OSError: A file cannot be written.
+        ImportError: A picture is requested, but matplotlib is not installed.
+    """
+    from rich.console import Console
+
+    report = RunReport.of(folder)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for line in _what_there_is(report):
+        console.print(line, markup=False)
+    console.print(_table(report))
+    if every_step:
+        console.print(_steps(report))
+    console.print("\nWhat stands out, and what would help", style="bold")
+    for number, one in enumerate(report.findings, 1):
+        console.print(f"{number}. {one.what}.", markup=False)
+        console.print(f"   -> {one.advice}.", markup=False)
+    _tell_messages(report, console)
+    _tell_ends(report, console)
+    if output != "":
+        path = folder / MERGED if output is None else Path(output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        arrows = report.merge(path)
+        console.print(f"written: {path}, one trace with {arrows} arrows; open it in {_VIEWER}", markup=False)
+    if picture:
+        from ..observability.breakdown_picture import draw
+
+        Path(picture).parent.mkdir(parents=True, exist_ok=True)
+        draw(report, Path(picture))
+        console.print(f"drawn: {picture}", markup=False)
+
+
+def _what_there_is(report: RunReport) -> list[str]:
+    """The agents with traces, the agents without, and the clocks."""
+    found = report.found
+    hosts = sorted({one.host for one in found.traces})
+    agents = len({one.rank for one in found.traces})
+    size = max(one.size for one in found.traces) or agents
+    on = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} machines"
+    lines = [f"traces of {agents} of {size} agents, {on}"]
+    if found.missing:
+        missing = ", ".join(map(str, found.missing))
+        lines.append(f"  none of rank{'s' if len(found.missing) > 1 else ''} {missing}, so what they did is not known")
+    torn = ", ".join(name for one, name in zip(found.traces, names_of(found.traces), strict=True) if one.torn)
+    if torn:
+        lines.append(f"  those of ranks {torn} end in the middle: the agents were killed, or run still")
+    if found.others:
+        names = ", ".join(sorted(one.path.name for one in found.others))
+        lines.append(f"  of other runs, and left out: {names}")
+    lines += [f"  left out: {one}" for one in found.skipped]
+    told = set()
+    for clock in report.clocks:
+        if clock.host in told or (not clock.messages and clock.uncertain is not None):
+            continue
+        told.add(clock.host)
+        if clock.uncertain is None:
+            lines.append(f"  the clock of {clock.host} is believed: no messages went both ways between it and others")
+        else:
+            drift = f", growing by {clock.drift / 1e3:+.3g} us a second" if clock.drift else ""
+            lines.append(
+                f"  the clock of {clock.host} is {clock.ahead / 1e6:+.3f} ms ahead{drift}, give or take "
+                f"{clock.uncertain / 1e6:.3f} ms, by {clock.messages} messages; corrected"
+            )
+    if report.has_steps:
+        steps = max(one.steps for one in report.typical)
+        lines.append(f"a step of {report.optimizer!r}, the mean of {steps}, the first left out:")
+    else:
+        lines.append("no optimizer of Shoal's has marked steps: of the whole run")
+    return lines
+
+
+def _table(report: RunReport) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    unit, scale = ("ms", 1e3) if report.has_steps else ("s", 1.0)
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "host", unit, *KINDS):
+        table.add_column(name, justify="left" if name == "host" else "right")
+    for one in report.typical:
+        table.add_row(one.name, Text(one.host), f"{scale * one.length:.2f}", *_parts(one))
+    return table
+
+
+def _parts(one: Typical) -> list[str]:
+    return [f"{one.into[kind] / one.length:.1%}" if one.length else "" for kind in KINDS]
+
+
+def _steps(report: RunReport) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "step", "ms", *(f"{kind}, ms" for kind in KINDS)):
+        table.add_column(name, justify="right")
+    names = names_of(report.traces)
+    for one in report.shares:
+        times = (one.length, *(one.into[kind] for kind in KINDS))
+        table.add_row(names[one.trace], str(one.number), *(f"{nanoseconds / 1e6:.3f}" for nanoseconds in times))
+    return table
+
+
+def _tell_messages(report: RunReport, console: Console) -> None:
+    by_size = sizes(report.flows)
+    count, nbytes = (sum(one[k] for one in by_size.values()) for k in (0, 1))
+    control = [flow.sent.nbytes for flow in report.flows if flow.sent.coordinates]
+    if control:
+        console.print(f"{len(control)} messages that only coordinate, {_bytes(sum(control))}", markup=False)
+    if not count:
+        return
+    told = ", ".join(
+        f"{many / count:.0%} below {size_of(limit)} ({total / max(1, nbytes):.0%} of the bytes)"
+        for limit, (many, total) in by_size.items()
+    )
+    console.print(f"{count} messages, {_bytes(nbytes)}: {told}", markup=False)
+    word = small_messages(report.flows, max((one.steps for one in report.typical), default=1))
+    if word and report.has_steps:
+        console.print(f"   -> {word}.", markup=False)
+    for one in sorted(report.links, key=lambda link: link.rate)[:3]:
+        between = f"{one.hosts[0]} to {one.hosts[1]}"
+        console.print(f"link {one.source} -> {one.destination} ({between}): {one.rate / 1e6:.3g} MB/s", markup=False)
+    if len(report.links) > 3:
+        fastest = max(one.rate for one in report.links) / 1e6
+        console.print(f"and {len(report.links) - 3} links more, up to {fastest:.3g} MB/s", markup=False)
+
+
+def _tell_ends(report: RunReport, console: Console) -> None:
+    begins = min(one.start for one in report.traces)
+    losses = {(one.rank, one.how, one.cause): one.at for trace in report.traces for one in trace.losses[::-1]}
+    for (rank, how, cause), at in sorted(losses.items(), key=lambda one: one[1]):
+        if how == "died":
+            console.print(f"rank {rank} was lost at second {(at - begins) / 1e9:.1f}: {cause}", markup=False)
+    for trace, call in report.unended:
+        since = (trace.end - call.start) / 1e9
+        what = f"{call.operation} {call.name.removeprefix('~')!r} round {call.round}"
+        console.print(f"the trace of rank {trace.rank} ends in {what}, {since:.3g} s after it began", markup=False)
+
+
+def _bytes(count: int) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count} B"
+
+
+AT_ONCE = 2.0
+"""Seconds in which all agents write down one change."""
+IN, COMING = "#1f77b4", "#c7d9ea"
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One agent's time in a run, in seconds since it began.
+
+    Attributes:
+        came: When it was started. ``entered``: when it was admitted; equal to ``came`` for initial agents, None if it
+            never was.
+        ended: When it was lost, or left; None: it was a member at the end of the log.
+        was_lost: The agent did not shut down properly.
+    """
+
+    rank: int
+    came: float
+    entered: float | None
+    ended: float | None
+    was_lost: bool
+
+
+def stays(entries: list[MembershipEvent]) -> list[Stay]:
+    """The stays of all agents, by rank and time."""
+    start = entries[0].at
+    found = []
+    coming = sorted((one for one in entries if one.what == CAME), key=lambda one: (one.rank, one.at))
+    for one, after in zip(coming, [*coming[1:], None], strict=True):
+        until = after.at if after is not None and after.rank == one.rank else float("inf")
+        own = [
+            other
+            for other in entries  # a restarted job has several of one incarnation
+            if (other.rank, other.incarnation) == (one.rank, one.incarnation) and one.at <= other.at < until
+        ]
+        entered = one.at if one.alive != (one.rank,) or not one.incarnation else None
+        if entered is None:
+            entered = next((other.at for other in own if one.rank in other.entered), None)
+        inside = one.at if entered is None else entered
+        left = next((other.at for other in own if other.what == LEFT), None)
+        lost = next((other.at for other in entries if one.rank in other.lost and inside < other.at <= until), None)
+        if lost is not None and (left is None or lost < left):
+            left, was_lost = lost, True
+        else:
+            was_lost = left is None and until < float("inf")
+            left = until if was_lost else left
+        shift = [None if at is None else at - start for at in (entered, left)]
+        found.append(Stay(one.rank, one.at - start, shift[0], shift[1], was_lost))
+    return found
+
+
+def report_membership(folder: Path, picture: str) -> None:
+    """Print the events, and draw them.
+
+    Raises:
+        FileNotFoundError, ValueError: The folder has no membership log.
+        ImportError: A picture is requested, but matplotlib is not installed.
+    """
+    entries = read(folder)
+    found = stays(entries)
+    _print(entries, found)
+    if picture:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 1.5 + 0.35 * len({one.rank for one in found})), layout="constrained")
+        draw(figure.subplots(), found, entries[-1].at - entries[0].at)
+        Path(picture).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(picture, dpi=150)
+        print(f"drawn: {picture}")
+
+
+def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("second", "lost", "entered", "there then", box=None)
+    reported: dict[tuple[Any, ...], float] = {}
+    for one in entries:
+        what = one.lost, one.entered, one.alive
+        news = (*one.lost, *(rank for rank in one.entered if len(one.entered) == 1))
+        if news and one.at > reported.get(what, 0.0) + AT_ONCE:  # each agent records it
+            reported[what] = one.at
+            ranks = [", ".join(map(str, ranks)) for ranks in (one.lost, one.entered)]
+            table.add_row(f"{one.at - entries[0].at:.1f}", *ranks, f"{len(one.alive)} of {_most(entries)}")
+    lost = [one for one in found if one.was_lost]
+    back = [
+        (one.entered or 0.0) - (before.ended or 0.0)
+        for before, one in pairwise(found)
+        if before.rank == one.rank and before.was_lost and one.entered is not None
+    ]
+    console = Console()
+    console.print(table)
+    text = f"lost: {len(lost)}; came back: {len(back)}"
+    console.print(f"{text}, {statistics.median(back):.1f} s later (median; at most {max(back):.1f})" if back else text)
+
+
+def _most(entries: list[MembershipEvent]) -> int:
+    return max(len(one.alive) for one in entries)
+
+
+def draw(axes: Any, found: list[Stay], seconds: float) -> None:
+    """A line for each rank: dark while it was a member, light while it waited to be admitted, a cross when it was
+    lost.
+    """
+    for one in found:
+        ended = seconds if one.ended is None else one.ended
+        entered = ended if one.entered is None else one.entered
+        axes.barh(one.rank, entered - one.came, left=one.came, height=0.5, color=COMING)
+        axes.barh(one.rank, ended - entered, left=entered, height=0.5, color=IN)
+        if one.was_lost:
+            axes.plot(ended, one.rank, "x", color="#d62728", markersize=7, markeredgewidth=2)
+    axes.barh(0, 0, color=IN, label="member")
+    axes.barh(0, 0, color=COMING, label="waits to be admitted")
+    axes.plot([], [], "x", color="#d62728", markersize=7, markeredgewidth=2, label="lost")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
+    axes.set_title("membership of each agent over time", loc="left", fontsize=11, pad=28)
+    axes.set_yticks(sorted({one.rank for one in found}))
+    axes.set_ylabel("rank")
+    axes.set_xlabel("seconds since the start")
+    axes.set_xlim(0, seconds)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)

@@ -28,12 +28,12 @@ from ..rendezvous.elastic_join import Invitation, keep_secret
 from ..rendezvous.launch import LOOPBACK, join_address, parse_address
 from ..rendezvous.rendezvous import listen
 from ..transport.addresses import parse_ports
-from . import node_variables
+from . import run_arguments
 from .agent_output import AgentOutput
-from .agent_processes import AgentProcesses, JobExit
-from .agent_program import CODE, FILE, STDIN, check_program, command_of, variables, words_of
+from .agent_processes import AgentProcesses, FailureHandling, JobExit
 from .launcher_signals import Signals
 from .rank_claim import claim
+from .run_arguments import CODE, FILE, STDIN, check_program, command_of, variables, words_of
 from .run_arguments import add_arguments as add_arguments
 from .watch_setup import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
@@ -284,9 +284,8 @@ def _mind(
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
     command = command_of(args.kind, args.script, args.arguments)
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
-    with AgentProcesses(
-        output, signals, survive=survive, restarts=restarts, elsewhere=elsewhere, watch=watch, grace=args.grace
-    ) as agents:
+    failures = FailureHandling(survive, args.grace, restarts)
+    with AgentProcesses(output, signals, failures, elsewhere, watch) as agents:
         if "OMP_NUM_THREADS" not in os.environ and args.agents > 1 and not job.attempt:
             agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
         if says:
@@ -343,9 +342,9 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         others["--max-agents"] = args.max_agents
         for option in (option for option, given in others.items() if given is not None):
             raise ValueError(f"--join with {option}: that is for the run to say that is joined")
-        node_variables.fill_in(args, {node_variables.AGENTS: os.environ.get(node_variables.AGENTS, "")})
+        run_arguments.fill_in(args, {run_arguments.AGENTS: os.environ.get(run_arguments.AGENTS, "")})
     else:
-        node_variables.fill_in(args, os.environ)
+        run_arguments.fill_in(args, os.environ)
     if args.agents < 1:
         raise ValueError(f"-n {args.agents}: at least one agent must run here")
     if args.nnodes < 1:
@@ -388,7 +387,7 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
     if config.read().rendezvous:
         return parse_address(config.read().rendezvous, "SHOAL_RENDEZVOUS")
     if args.nnodes > 1:
-        found = node_variables.rendezvous(os.environ)
+        found = run_arguments.rendezvous(os.environ)
         if found is not None:
             return found
         raise ValueError("--nnodes needs --rendezvous HOST:PORT, where machine 0 is reached, the same on every machine")

@@ -23,7 +23,7 @@ from ..topology.catalog import CATALOG
 from ..topology.schedule import Schedule
 from . import topology_format as words
 from . import topology_recommend
-from .topology_arguments import above_zero, count, quantity, refuse_negatives_by_value
+from .topology_format import above_zero, count, quantity, refuse_negatives_by_value
 
 _WIDTH_IN_FILE = 132
 _LAYOUTS = ("auto", "circle", "grid", "hypercube", "tree")

@@ -1,14 +1,18 @@
 """Topologies as text: requirements, costs, properties, rounds and matrices.
 
-The command ``shoal topology`` prints these, and the page of all topologies is made of them.
+The command ``shoal topology`` prints these, and the page of all topologies is made of them. The
+types of its arguments are here too, with the errors for invalid ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,3 +201,55 @@ def _entry(value: float) -> str:
 def _sequence(numbers: Iterable[int]) -> str:
     listed = list(numbers)
     return ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")
+
+
+T = TypeVar("T")
+
+
+def count(text: str) -> int:
+    """A number of agents, of machines, of rounds: 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them: write 1 or more")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Any finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return value
+
+
+def zero_or_more(text: str) -> float:
+    """Any finite number that is not below zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, zero or more")
+    return value
+
+
+def quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """The parser of a unit with its own words in argparse's message, which has none for a ``ValueError``."""
+
+    def checked(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def refuse_negatives_by_value(parser: argparse.ArgumentParser) -> None:
+    """Refuse ``--latency -5ms`` as a negative value: argparse treats ``-5ms`` as an option, and ``-5`` as a number.
+
+    From Python 3.14 on argparse itself treats both as numbers.
+    """
+    parser._negative_number_matcher = re.compile(r"-\.?\d")

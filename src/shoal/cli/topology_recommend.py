@@ -23,7 +23,7 @@ from ..progress_bar import shown
 from ..rendezvous.launch import detect
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
 from . import topology_format as words
-from .topology_arguments import above_zero, count, quantity, zero_or_more
+from .topology_format import above_zero, count, quantity, zero_or_more
 
 if TYPE_CHECKING:
     from ..compression import Compressor

@@ -10,7 +10,7 @@ from ..engine.engine import Engine
 from ..operations.membership import WHOLE, Plan
 from ..transport.addresses import LOOPBACK
 from ..transport.peer_address import TRANSPORTS
-from ..transport.process_group import BACKENDS, MADE_HERE, ProcessGroups, available
+from ..transport.process_group import BACKENDS, MADE_HERE, GroupBackend, ProcessGroups, available
 from .group_store import WORD, GroupStores
 from .ordering import CALL, CollectiveOrdering
 
@@ -89,19 +89,14 @@ def attach_backend(engine: Engine, wanted: BackendOptions) -> None:
         label = f"after {plan.attempt} losses, with {plan.entered} that have entered"
         return ProcessGroups(
             engine.rank,
-            wanted.backend,
-            address,
+            GroupBackend(wanted.backend, address, given if plan == WHOLE else None),
             partial(stores.of, label),
             partial(stores.give_up, label),
             order.moved,
             order.failed,
-            given if plan == WHOLE else None,
         )
 
     order.move_by(make)
-    if engine.survives_losses:
-        engine.sender.keep_what_is_carried()
-    engine.rejoin.on_entry = order.enter
     engine.add_service(CALL, order)
     engine.add_service(WORD, stores)
-    engine.lifecycle.backend_stages.carry_with(order)
+    engine.attach_backend(order, order.enter)

@@ -6,7 +6,7 @@ package.
 
 The method. An operation whose messages have been compared requests the transfer of its tensors (``request.py``). Agents
 with requests take part in a round (``round.py``). At its end all have the same list of the requests common to all, and
-run them in that order. An earlier decision costs one bit in later rounds (``response_cache.py``, ``vector.py``). New
+run them in that order. An earlier decision costs one bit in later rounds (``response_cache.py``, ``round.py``). New
 requests are decided by the first agent, which keeps no state (``decision.py``).
 
 The start of a round. There is no timer, and an agent without requests takes part in nothing. An agent with requests
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -40,8 +39,7 @@ from .decision import Refusal, Response
 from .pending_requests import PendingRequest, PendingRequests
 from .request import ALL, CallSignature, Ranks, RequestKey, TransferRequest
 from .response_cache import ResponseCache
-from .round import RoundOutcome, coordinate
-from .vector import Vector
+from .round import RoundOutcome, Vector, coordinate
 
 ROUND = "~coordination"
 """The name of the rounds."""
@@ -71,7 +69,7 @@ class OrderingCounters:
 
 
 class CollectiveOrdering(MinimalService):
-    """The :class:`~shoal.operations.collective_backend.CollectiveBackend` of one agent that moves tensors by process
+    """The :class:`~shoal.operations.backend_stages.CollectiveBackend` of one agent that moves tensors by process
     groups."""
 
     def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
@@ -101,12 +99,12 @@ class CollectiveOrdering(MinimalService):
     def move_by(self, make_groups: Callable[[Plan], ProcessGroups]) -> None:
         """Set the function that makes the process groups for a membership. Called before the first request."""
         self._make_groups = make_groups
-        self._groups = make_groups(self._engine.lifecycle.gate.plan)
+        self._groups = make_groups(self._engine.current_plan)
 
     # As a backend
 
     def ask(self, operation: Operation, stage: Stage) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.ask`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.ask`."""
         carried = stage.exchange.carried
         assert carried is not None
         engine, among = self._engine, carried.among
@@ -123,7 +121,7 @@ class CollectiveOrdering(MinimalService):
                     send.published.lease.hold()
                     leases.append(send.published.lease)
         if collective is not None:
-            engine.sender.count(collective.nbytes(engine.rank))
+            engine.count_sent(collective.nbytes(engine.rank))
         for source, message in stage.arrived.items():
             if message.where is Where.CARRIED:
                 data = engine.result_memory((message.nbytes // message.dtype.itemsize,), message.dtype)
@@ -143,7 +141,7 @@ class CollectiveOrdering(MinimalService):
         self._emit("asked", operation, stage, " ".join(map(str, within or ())))
 
     def reset(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.reset`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.reset`."""
         self._forget_all()
         self._broken = None
         self._renew_groups()
@@ -158,21 +156,21 @@ class CollectiveOrdering(MinimalService):
             return
         self._groups.stop()
         self._before.append(self._groups)
-        self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
+        self._groups = self._make_groups(self._engine.current_plan)
 
     def quiesce(self, until: int = 0) -> int:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.quiesce`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.quiesce`."""
         self._until = max(until, self._engine.rounds_begun(ROUND))
         self._engine.wake()
         return self._until
 
     @property
     def is_quiescent(self) -> bool:
-        """See :attr:`~shoal.operations.collective_backend.CollectiveBackend.is_quiescent`."""
+        """See :attr:`~shoal.operations.backend_stages.CollectiveBackend.is_quiescent`."""
         return not (self._under_way or self._moving) and self._engine.rounds_begun(ROUND) == self._until
 
     def resume(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.resume`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.resume`."""
         self._until = None
         self._engine.wake()
 
@@ -184,7 +182,7 @@ class CollectiveOrdering(MinimalService):
         self._renew_groups()
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.withdraw`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.withdraw`."""
         if any(one.stage is stage for one in self._moving.values()):
             return False
         for asked in self._pending.all():
@@ -198,9 +196,9 @@ class CollectiveOrdering(MinimalService):
 
     @property
     def due(self) -> bool:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.due`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.due`."""
         over = self.left or self._awaited is not None or self._engine.ended is not None
-        if self._under_way or over or self._engine.lifecycle.gate.paused:
+        if self._under_way or over or self._engine.is_agreeing:
             return False
         if self._until is not None:
             return self._engine.rounds_begun(ROUND) < self._until
@@ -224,14 +222,14 @@ class CollectiveOrdering(MinimalService):
                 self._under_way = False
 
     def leave(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.leave`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.leave`."""
         self._leaving = True
         if not self._others:
             self.left = True
         self._engine.wake()
 
     def stop(self) -> None:
-        """See :meth:`~shoal.operations.collective_backend.CollectiveBackend.stop`."""
+        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.stop`."""
         with self._engine.lock:
             self.left = self._stopped = True
         limit = clock.monotonic() + ABANDON_AFTER
@@ -249,7 +247,7 @@ class CollectiveOrdering(MinimalService):
 
     @property
     def _others(self) -> list[int]:
-        alive = self._engine.view.alive
+        alive = self._engine.alive
         return [rank for rank in alive if rank != self._engine.rank and rank not in self._gone]
 
     def _call_others(self, round_: int) -> None:
@@ -324,9 +322,9 @@ class CollectiveOrdering(MinimalService):
         self._under_way = False
         if outcome is None:
             if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
-                self._engine.failures.break_off(f"the order of operations is lost: {error}")
+                self._engine.cut_off(f"the order of operations is lost: {error}")
             return
-        if attempt != self._engine.lifecycle.gate.plan.attempt:  # it ends after a loss
+        if attempt != self._engine.attempt:  # it ends after a loss
             self._gone.update(outcome.leaving)
             return
         self.counts.rounds += 1
@@ -341,7 +339,7 @@ class CollectiveOrdering(MinimalService):
             asked.committed = False
             if asked.withdrawn:
                 self._pending.drop(asked)
-                self._engine.lifecycle.backend_stages.say_withdrawn(asked.operation, asked.stage)
+                self._engine.say_withdrawn(asked.operation, asked.stage)
         if steps:
             self._groups.move(outcome.group, steps)
         if outcome.leaving:
@@ -351,7 +349,7 @@ class CollectiveOrdering(MinimalService):
         """Agents leave: report to them when all transfers before their departure have ended."""
         here, leaving = self._engine.rank, set(outcome.leaving)
         if here in leaving:
-            self._awaited = set(outcome.group) & set(self._engine.view.alive)
+            self._awaited = set(outcome.group) & set(self._engine.alive)
             self._awaited -= self._have_said_so
         self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
 
@@ -370,7 +368,7 @@ class CollectiveOrdering(MinimalService):
             self._awaited.discard(rank)
             if not self._awaited:
                 self.left = True
-                self._engine.progress.notify()
+                self._engine.notify()
 
     def _known_steps(self, outcome: RoundOutcome) -> Iterator[tuple[bool, Step]]:
         rounds = self._cache.used(outcome.ready)
@@ -440,7 +438,7 @@ class CollectiveOrdering(MinimalService):
                     self.counts.moved += 1
                     self._emit("moved", asked.operation, asked.stage)
                     asked.release()
-                    engine.lifecycle.backend_stages.moved(asked.operation, asked.stage)
+                    engine.transferred(asked.operation, asked.stage)
             engine.wake()
 
     def failed(self, groups: ProcessGroups, error: BaseException) -> None:
@@ -464,14 +462,8 @@ class CollectiveOrdering(MinimalService):
         if self._broken is None or self._engine.ended is not None:
             return FOREVER
         due, error = self._broken
-        if self._engine.lifecycle.gate.paused:  # agents agree on a loss, which may be the cause
+        if self._engine.is_agreeing:  # agents agree on a loss, which may be the cause
             return now + BREAK_AFTER
         if now >= due:
-            self._engine.failures.break_off(f"the process group that moves tensors has failed: {error}")
+            self._engine.cut_off(f"the process group that moves tensors has failed: {error}")
         return due if now < due else FOREVER
-
-
-def counts_of(engine: Engine) -> OrderingCounters | None:
-    """The counters of an agent's coordination; None if it has none."""
-    service: Any = engine.services.get(CALL)
-    return service.counts if isinstance(service, CollectiveOrdering) else None

@@ -16,17 +16,13 @@ from typing import Any
 from .. import clock
 from .._version import __version__
 from ..fault_tolerance.agreement import Agreement
-from ..operations.matching import Matcher
-from ..operations.membership import NOT_YET, Membership
+from ..operations.membership import NOT_YET
 from ..operations.operation import Operation, describe, needed_by
-from ..operations.progress import Progress
-from ..operations.sender import Sender
 from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
 from ..operations.timeouts import format_seconds
-from ..transport.router import Router
-from .step_counter import StepCounter
-from .training_metrics import TrainingMetrics
+from .training_metrics import StepCounter, TrainingMetrics
 
 MOST = 8
 """Waiting calls that are listed; further ones are only counted."""
@@ -90,12 +86,7 @@ class StatusReporter:
 
     def __init__(
         self,
-        rank: int,
-        router: Router,
-        matcher: Matcher,
-        sender: Sender,
-        membership: Membership,
-        progress: Progress,
+        parts: SharedParts,
         agreement: Agreement,
         gate: SubmissionGate,
         services: Services,
@@ -104,8 +95,9 @@ class StatusReporter:
     ) -> None:
         self._began = clock.time()
         self._script = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:_LONGEST] if any(sys.argv) else ""
-        self._rank, self._router, self._matcher, self._sender = rank, router, matcher, sender
-        self._membership, self._progress, self._agreement = membership, progress, agreement
+        self._rank, self._router = parts.rank, parts.router
+        self._matcher, self._sender = parts.matcher, parts.sender
+        self._membership, self._progress, self._agreement = parts.membership, parts.progress, agreement
         self._gate, self._services, self._steps, self._measured = gate, services, steps, measured
 
     def waited_for(self, operation: Operation) -> list[int]:

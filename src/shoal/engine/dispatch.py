@@ -5,53 +5,54 @@ All of it runs in the thread that drives the exchange, under the engine's lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 from ..errors import DeadlineExceeded, Mismatch, PeerLost
 from ..fault_tolerance.failures import Failures
-from ..operations.deadlock import DEADLOCK, Deadlocks
-from ..operations.events import Events
 from ..operations.fused_name import PREFIX
 from ..operations.fusion import Fusion
-from ..operations.layout_mismatch import TENSORS, LayoutExchange
 from ..operations.lifecycle import Lifecycle
-from ..operations.matching import Matcher, MatchResult
+from ..operations.matching import MatchResult
 from ..operations.operation import Operation, Stage
-from ..operations.sender import CONNECT, Sender
+from ..operations.sender import CONNECT
 from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, ProtocolError, Where
-from .stalls import DOING, Stalls
-from .watchdog import ALIVE, Watchdog
+
+
+class Probe(NamedTuple):
+    """The handlers of one kind of probe: of another agent's request, and of the answer to this agent's request."""
+
+    answer: Callable[[int, Message], None]
+    on_answer: Callable[[int, Message], None]
 
 
 class Dispatch:
-    """The :class:`~shoal.transport.link.Receiver` of one agent: passes each message to the part that handles it."""
+    """The :class:`~shoal.transport.link.Receiver` of one agent: passes each message to the part that handles it.
+
+    Args:
+        probes: The handlers of probes that belong to no stage of an operation, by the ``op`` of their messages.
+    """
 
     def __init__(
         self,
-        rank: int,
-        matcher: Matcher,
-        sender: Sender,
+        parts: SharedParts,
         lifecycle: Lifecycle,
         fusion: Fusion,
         failures: Failures,
-        watchdog: Watchdog,
-        stalls: Stalls,
-        layouts: LayoutExchange,
-        deadlocks: Deadlocks,
         services: Services,
-        events: Events,
+        probes: Mapping[str, Probe],
     ) -> None:
-        self._rank = rank
-        self._matcher = matcher
-        self._sender = sender
+        self._rank = parts.rank
+        self._matcher = parts.matcher
+        self._sender = parts.sender
         self._lifecycle = lifecycle
         self._fusion = fusion
         self._failures = failures
-        self._watchdog = watchdog
-        self._stalls = stalls
-        self._layouts = layouts
-        self._deadlocks = deadlocks
         self._services = services
-        self._events = events
+        self._probes = probes
+        self._events = parts.events
 
     def on_message(self, source: int, message: Message) -> None:
         try:
@@ -165,20 +166,12 @@ class Dispatch:
         self._lifecycle.acknowledged(source, message.token)
 
     def _on_ask(self, source: int, message: Message) -> None:
-        if message.name == ALIVE:
-            self._sender.deny(source, message, 0)
-            return
-        if message.name == DOING:
-            self._stalls.answer(source)
-            return
         if message.name == CONNECT:
             self._sender.on_connect_request(message)
             return
-        if message.op == TENSORS:
-            self._layouts.answer(source, message)
-            return
-        if message.op == DEADLOCK:
-            self._deadlocks.serve(source, message)
+        probe = self._probes.get(message.op)
+        if probe is not None:
+            probe.answer(source, message)
             return
         if self._services.of(message) is not None:  # the service answers when it can
             return
@@ -201,17 +194,9 @@ class Dispatch:
             operation.stage.behind[source] = message.shape
 
     def _on_deny(self, source: int, message: Message) -> None:
-        if message.name == ALIVE:
-            self._watchdog.on_answer(source)
-            return
-        if message.name == DOING:
-            self._stalls.on_answer(source, message.text)
-            return
-        if message.op == TENSORS:
-            self._layouts.take(source, message)
-            return
-        if message.op == DEADLOCK:
-            self._deadlocks.judge(source, message)
+        probe = self._probes.get(message.op)
+        if probe is not None:
+            probe.on_answer(source, message)
             return
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:

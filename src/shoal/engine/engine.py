@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,22 +31,21 @@ from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
 from ..fault_tolerance.agreement import WORD, Agreement
 from ..fault_tolerance.failures import Failures
+from ..fault_tolerance.membership_states import MembershipTable
 from ..fault_tolerance.partition import WORD as TOGETHER
 from ..fault_tolerance.partition import PartitionResolver
 from ..fault_tolerance.rejoin import Rejoin
-from ..fault_tolerance.result_cache import HAD, ResultCache
-from ..fault_tolerance.result_transfer import RESULT, ResultTransfer
-from ..operations.collective_backend import CollectiveBackend
+from ..fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
 from ..operations.control_messages import ControlMessages
-from ..operations.deadlock import Deadlocks
+from ..operations.deadlock import DEADLOCK, Deadlocks
 from ..operations.deferred_callbacks import Callbacks
 from ..operations.devices import Devices
 from ..operations.events import Events
 from ..operations.fusion import Fusion
-from ..operations.layout_mismatch import LayoutExchange
+from ..operations.layout_mismatch import TENSORS, LayoutExchange
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
-from ..operations.membership import NOT_YET, WHOLE, Membership, Plan, View
+from ..operations.membership import WHOLE, Plan
 from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
 from ..operations.operation import Steps as Generating
 from ..operations.profiling import span
@@ -54,18 +53,19 @@ from ..operations.progress import Progress
 from ..operations.publishing import Publisher
 from ..operations.sender import Sender, send_alone
 from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 from ..operations.timeouts import parse_timeout
 from ..transport.pending_peers import ENTRY
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.shared_regions import Arena, ResultPool
 from .agent_status import StatusReporter
-from .dispatch import Dispatch
-from .shutdown import HANG_UP_SECONDS, LAST_WORD_SECONDS, ShutdownDrain
-from .stalls import Stalls
-from .step_counter import StepCounter
-from .training_metrics import TrainingMetrics
-from .watchdog import Watchdog
+from .dispatch import Dispatch, Probe
+from .face import EngineFace
+from .shutdown import Shutdown
+from .stalls import DOING, Stalls
+from .training_metrics import StepCounter, TrainingMetrics
+from .watchdog import ALIVE, Watchdog
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -73,7 +73,7 @@ PLAN = "plan"
 """The operation of :meth:`Engine.plan`."""
 
 
-class Engine:
+class Engine(EngineFace):
     """The exchange of one agent with the other agents."""
 
     def __init__(self, rank: int, size: int, timeout: float, incarnation: int = 0) -> None:
@@ -81,7 +81,7 @@ class Engine:
         self.size = size
         self.timeout = timeout
         self.events = events = Events()
-        self.membership = membership = Membership(size)
+        self.membership = membership = MembershipTable(size)
         self.services = services = Services()
         self.arena = Arena()
         self.pool = ResultPool()
@@ -98,104 +98,71 @@ class Engine:
 
         post = partial(send_alone, self.publisher, sender)
         control = ControlMessages(post, sender.acknowledge)
+        parts = SharedParts(rank, size, router, events, membership, matcher, progress, sender)
         self.result_cache = result_cache = ResultCache(rank, matcher, membership, control)
         self.lifecycle = lifecycle = Lifecycle(
-            rank,
-            progress,
-            matcher,
+            parts,
             self.publisher,
-            sender,
-            membership,
-            events,
             lambda operation: self.fusion.begins(operation),
             lambda name, round_, on_loss: self.agreement.plan_of(name, round_, on_loss),
             callbacks,
             result_cache.ended,
         )
-        self.fusion = fusion = Fusion(
-            rank,
-            progress,
-            matcher,
-            membership,
-            sender,
-            lifecycle,
-            events,
-            lambda source, message: self.dispatch.take(source, message),
-        )
-        self.result_transfer = result_transfer = ResultTransfer(matcher, membership, lifecycle, result_cache, control)
-        self.agreement = agreement = Agreement(
-            rank,
-            size,
-            matcher,
-            membership,
-            lifecycle,
-            fusion,
-            callbacks,
-            result_cache,
-            result_transfer,
-            control,
-            lambda departure: self.failures.take_notice(departure),
-            progress.check_by,
-            lambda error: self.failures.abort(error),
-        )
-        self.failures = failures = Failures(
-            rank, size, progress, matcher, membership, router, sender, lifecycle, fusion, services, agreement, events
-        )
-        self.rejoin = Rejoin(rank, size, progress, matcher, membership, router, sender, agreement, failures, control)
-        self.deadlocks = deadlocks = Deadlocks(rank, matcher, sender, lifecycle, progress, events, timeout)
-        self.step_counter = steps = StepCounter(events)
-        self.training_metrics = measured = TrainingMetrics(events)
+        self.fusion = fusion = Fusion(parts, lifecycle, lambda source, message: self.dispatch.take(source, message))
+        self.result_transfer = results = ResultTransfer(parts, lifecycle, result_cache, control)
+        self.agreement = agreement = Agreement(parts, membership, lifecycle, fusion, results, control)
+        self.failures = failures = Failures(parts, membership, lifecycle, fusion, services, agreement)
+        self.rejoin = Rejoin(parts, membership, agreement, failures, control)
+        self.partition_resolver = PartitionResolver(parts, membership, lifecycle.gate, agreement, control)
+        self.deadlocks = deadlocks = Deadlocks(parts, lifecycle, timeout)
+        self.step_counter, self.training_metrics = StepCounter(events), TrainingMetrics(events)
         self.status_reporter = about = StatusReporter(
-            rank, router, matcher, sender, membership, progress, agreement, lifecycle.gate, services, steps, measured
+            parts, agreement, lifecycle.gate, services, self.step_counter, self.training_metrics
         )
-        self.stalls = stalls = Stalls(rank, matcher, membership, sender, about, services, progress)
-        self.watchdog = watchdog = Watchdog(
-            rank, lifecycle, matcher, membership, sender, failures, agreement, deadlocks, stalls
-        )
+        self.stalls = stalls = Stalls(parts, about, services)
+        self.watchdog = watchdog = Watchdog(parts, lifecycle, failures, agreement, deadlocks, stalls)
         self.layout_exchange = layouts = LayoutExchange(rank, membership, sender, progress)
+        probes = {
+            ALIVE: Probe(watchdog.answer, watchdog.on_answer),
+            DOING: Probe(stalls.answer, stalls.on_answer),
+            TENSORS: Probe(layouts.answer, layouts.take),
+            DEADLOCK: Probe(deadlocks.serve, deadlocks.judge),
+        }
+        self.dispatch = Dispatch(parts, lifecycle, fusion, failures, services, probes)
         router.describe_by(self._describe)
         router.ask_others_by(sender.ask_to_connect)
-        self.dispatch = Dispatch(
-            rank, matcher, sender, lifecycle, fusion, failures, watchdog, stalls, layouts, deadlocks, services, events
-        )
         router.deliver_to(self.dispatch)
-        self.partition_resolver = PartitionResolver(
-            rank, size, progress, membership, router, sender, lifecycle.gate, agreement, self.rejoin, control
-        )
-        # The face of the engine for operations, windows and backends, which use no other part of it for these.
-        self.publish, self.publish_joined = self.publisher.publish, self.publisher.publish_joined
-        self.result_memory = self.pool.empty
+        self._shutdown = Shutdown(parts, lifecycle, fusion, services, result_cache)
+        # The face of the engine. Modules outside of the engine use no other part of it.
+        publisher, arena = self.publisher, self.arena
+        # For operations and backends:
+        self.publish, self.publish_joined = publisher.publish, publisher.publish_joined
+        self.problem, self.reserve, self.result_memory = publisher.problem, publisher.room, self.pool.empty
         self.send_control, self.receive_control, self.send_tensor = control.send, control.receive, control.send_tensor
-        self.acknowledge, self.transport_to = sender.acknowledge, router.transport_to
+        self.acknowledge, self.refuse, self.flush = sender.acknowledge, sender.refuse, sender.flush
+        self.count_sent, self.transport_to = sender.count, router.transport_to
         self.rounds_begun, self.fail = matcher.begun, lifecycle.fail
-        self.check_by, self.wake = progress.check_by, self.poller.wake
-        self.check_joined, self.add_service = self.rejoin.check_joined, services.add
+        self.active_operation, self.in_flight = matcher.active, matcher.in_flight
+        self.transferred, self.say_withdrawn = lifecycle.backend_stages.moved, lifecycle.backend_stages.say_withdrawn
+        self.check_by, self.wake, self.notify = progress.check_by, self.poller.wake, progress.notify
+        self.drive_until, self.begins_to_wait = progress.drive_until, stalls.begins_to_wait
+        self.check_joined, self.joining_peers = self.rejoin.check_joined, self.rejoin.asking
+        self.add_service, self.service = services.add, services.get
+        self.cut_off = failures.break_off
+        # For windows: memory that neighbours write.
+        self.find_shared, self.next_region, self.shared_memory = arena.find, arena.next_ident, arena.empty
+        self.retire_region, self.share_region = arena.retired.append, sender.share
+        self.describe_member = membership.describe
+        # For the start, and for monitoring:
+        self.listen, self.meet, self.begin_waiting = router.listen, router.meet, self.rejoin.begin_waiting
+        self.describe, self.record_events = router.describe, events.record
+        self.edge_counters, self.is_waited_for = sender.traffic, matcher.is_waited_for
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # whether this is a forked child's copy
         self.compresses_locally = False  # compressors encode messages within this machine, too
 
     def start(self) -> None:
         self.progress.start()
-
-    @property
-    def view(self) -> View:
-        """The members, and how each of the others was lost. Under the engine's lock, or an immutable copy of it."""
-        return self.membership.view
-
-    @property
-    def survives_losses(self) -> bool:
-        """Whether operations continue without lost agents (``on_loss="continue"``)."""
-        return self.agreement.active
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether this agent was started again or later, and has not been admitted yet."""
-        return self.rejoin.is_joining
-
-    @property
-    def backend(self) -> CollectiveBackend | None:
-        """The backend that moves tensors instead of links; None if there is none."""
-        return self.lifecycle.backend_stages.backend
 
     def _describe(self, within: float) -> dict[str, Any]:
         """This agent's status, for `shoal status`. Called from any thread, which may hold another agent's lock."""
@@ -205,40 +172,6 @@ class Engine:
             return self.status_reporter.as_json()
         finally:
             self.lock.release()
-
-    def is_far(self, rank: int) -> bool:
-        """Whether messages to an agent use the network, or are to be compressed as if they did."""
-        return self.compresses_locally or self.backend is not None or self.router.transport_to(rank) == "network"
-
-    @property
-    def can_fuse(self) -> bool:
-        """Whether operations that begin now may be fused: all of them use links, among all agents.
-
-        After a loss, rounds in progress may have different plans.
-        """
-        return self.backend is None and not self.lifecycle.gate.gone
-
-    @property
-    def can_fuse_multistage(self) -> bool:
-        """Whether operations that restart after a loss may be fused too: only if losses are not survived.
-
-        Otherwise agents that fuse and agents that do not would restart at different stages.
-        """
-        return self.can_fuse and not self.agreement.active
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of tensors that this agent has sent so far."""
-        return self.sender.bytes_sent
-
-    @property
-    def ended(self) -> ShoalError | None:
-        """The error of collective operations, which are not possible any more; None while they are."""
-        return self.lifecycle.gate.ended
-
-    def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """The error of operations that are not possible any more; ``one_sided`` ones may survive a loss."""
-        return self.lifecycle.gate.reason_against(one_sided)
 
     # Operations
 
@@ -273,7 +206,7 @@ class Engine:
         seconds = parse_timeout(timeout, self.timeout)
         if not self.agreement.active:
             on_loss = FailurePolicy.FAIL
-        if self.rejoin.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
+        if self.membership.view.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
             raise self.rejoin.not_in_yet(op)
         limit = 0.0
         while True:
@@ -328,7 +261,7 @@ class Engine:
 
     def begin_without(self, ranks: tuple[int, ...]) -> None:
         """Begin without agents that have not started and may join later. Call it before the exchange starts."""
-        self.membership.begin_without(dict.fromkeys(ranks, NOT_YET))
+        self.membership.begin_without(ranks)
         self.agreement.begin_without(ranks)
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
@@ -449,59 +382,8 @@ class Engine:
         Called by one thread. An exception of a signal handler shortens the shutdown: the remaining resources are freed
         without waiting, and it is raised at the end. All resources are freed, whichever step fails.
         """
-        drain = ShutdownDrain(self.progress, self.lifecycle)
-        with deferred, ExitStack() as last:
-            for one in (self.poller.close, self.pool.clear, self.devices.close, self.arena.close, self.router.close):
-                last.callback(one)
-            last.callback(self.after)
-            last.callback(self.progress.stop)
-            if not died and self.ended is None:
-                self.fusion.begin()
-                # Another thread may just have taken an operation to begin it: its messages still have to be sent.
-                drain(lambda: all(one.has_entered for one in self.matcher.in_flight()), deadline)
-            backend = self.backend
-            if backend is not None:
-                if not died and self.ended is None and not self.lifecycle.gate.closing:
-                    drain.leave(backend, self.matcher, deadline)
-                last.callback(backend.stop)
-            if not self._fail_what_is_in_flight(deadline, died):
-                last.pop_all()  # another thread closes the engine
-                return
-            drain(lambda: self.sender.drained and not self.matcher.in_flight(), deadline)
-            with self.lock:
-                if self.result_cache.results and not died:
-                    self.result_cache.tell(leaving=True)
-            drain(lambda: not self.result_cache.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
-            with self.lock:
-                self._say_goodbye(why, died)
-            # Also after a loss, which the message names. A busy neighbour with a full socket would count this agent as
-            # lost.
-            last_word = clock.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
-            drain.disconnect(self.sender, self.router, min(deadline, last_word), deadline, lambda: self.failures.deaf)
-            with self.lock:
-                self.lifecycle.fail_all(_gone())
-        if drain.interrupt is not None:
-            raise drain.interrupt
-
-    def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
-        """Refuse new operations, and end operations that wait for other agents. False if that has been done."""
-        now = clock.monotonic()
-        for service in self.services.all():  # the other half is for messages that other agents need
-            service.close(now if died else now + (deadline - now) / 2)
-        with self.lock:
-            if self.lifecycle.gate.closing:
-                return False
-            self.sender.forget_failed()
-            self.lifecycle.close(_gone(), died)
-            self.fusion.give_up(_gone())
-            self.fusion.give_up_early()
-        return True
-
-    def _say_goodbye(self, why: str, died: bool) -> None:
-        causes = (service.cause for service in self.services.all())
-        missed = next((rank for rank in causes if rank is not None and rank != self.rank), -1)
-        self.sender.say_goodbye(why or "it called shoal.shutdown()", died, self.ended, missed)
-        self.sender.flush()  # no later flush follows if the exchange has failed
+        free = (self.poller.close, self.pool.clear, self.devices.close, self.arena.close, self.router.close, self.after)
+        self._shutdown.run(deadline, why, died, free)
 
     def abandon_in_child(self) -> None:
         """Refuse all calls in a forked child, and close descriptors that would hide this agent's end from others.
@@ -521,7 +403,3 @@ class Engine:
 def _planned(operation: Operation) -> Generating[Plan]:
     return operation.plan
     yield  # makes it a generator, without an exchange
-
-
-def _gone() -> NotInitialized:
-    return NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")

@@ -1,17 +1,21 @@
-"""Delays the shutdown of an agent until the other agents have received the messages that they still need from it."""
+"""Shuts an agent's exchange down, once the other agents have received the messages that they still need from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from .. import clock
 from .._signals import deferred
-from ..operations.collective_backend import CollectiveBackend
+from ..errors import NotInitialized
+from ..fault_tolerance.result_cache import ResultCache
+from ..operations.backend_stages import CollectiveBackend
+from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
 from ..operations.progress import Progress
-from ..operations.sender import Sender
-from ..transport.router import Router
+from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 
 HANG_UP_SECONDS = 1.0
 """Seconds that an agent waits during shutdown until its peers have closed their connections."""
@@ -47,11 +51,10 @@ class ShutdownDrain:
             except BaseException as error:
                 self.interrupt = error
 
-    def disconnect(
-        self, sender: Sender, router: Router, last_word: float, deadline: float, deaf: Callable[[], bool]
-    ) -> None:
+    def disconnect(self, parts: SharedParts, last_word: float, deadline: float) -> None:
         """After the shutdown message, wait until all bytes are sent and connected peers have read it."""
-        self(lambda: sender.empty, last_word, deaf)
+        router = parts.router
+        self(lambda: parts.sender.empty, last_word, lambda: parts.membership.view.is_cut_off)
         with self._progress.lock:
             router.say_goodbye(*router.inbox.last_word, to_all=True)
         # Peers that have read the message close their connections. A socket closed with unread bytes would report a
@@ -72,3 +75,84 @@ class ShutdownDrain:
         with self._progress.lock:
             backend.leave()
         self(lambda: backend.left, deadline)
+
+
+class Shutdown:
+    """The shutdown of one agent's exchange."""
+
+    def __init__(
+        self, parts: SharedParts, lifecycle: Lifecycle, fusion: Fusion, services: Services, results: ResultCache
+    ) -> None:
+        self._parts, self._lifecycle, self._fusion = parts, lifecycle, fusion
+        self._services, self._results = services, results
+
+    def run(self, deadline: float, why: str, died: bool, free: Sequence[Callable[[], None]]) -> None:
+        """Send the shutdown message, deliver the messages that other agents still wait for, and free all resources.
+
+        Called by one thread. An exception of a signal handler shortens the shutdown: the remaining resources are freed
+        without waiting, and it is raised at the end. All resources are freed, whichever step fails.
+
+        Args:
+            deadline: When to stop waiting for other agents, in seconds of ``clock.monotonic()``.
+            why: The cause, for the other agents; empty for an ordinary shutdown.
+            died: Whether this agent must not wait for others, because its script has failed.
+            free: Free the resources; called in reverse order, without the lock.
+        """
+        progress, matcher, sender = self._parts.progress, self._parts.matcher, self._parts.sender
+        gate, results = self._lifecycle.gate, self._results
+        drain = ShutdownDrain(progress, self._lifecycle)
+        with deferred, ExitStack() as last:
+            for one in (*free, progress.stop):
+                last.callback(one)
+            if not died and gate.ended is None:
+                self._fusion.begin()
+                # Another thread may just have taken an operation to begin it: its messages still have to be sent.
+                drain(lambda: all(one.has_entered for one in matcher.in_flight()), deadline)
+            backend = self._lifecycle.backend_stages.backend
+            if backend is not None:
+                if not died and gate.ended is None and not gate.closing:
+                    drain.leave(backend, matcher, deadline)
+                last.callback(backend.stop)
+            if not self._fail_what_is_in_flight(deadline, died):
+                last.pop_all()  # another thread closes the engine
+                return
+            drain(lambda: sender.drained and not matcher.in_flight(), deadline)
+            with progress.lock:
+                if results.results and not died:
+                    results.tell(leaving=True)
+            drain(lambda: not results.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
+            with progress.lock:
+                self._say_goodbye(why, died)
+            # Also after a loss, which the message names. A busy neighbour with a full socket would count this agent as
+            # lost.
+            last_word = clock.monotonic() + LAST_WORD_SECONDS if gate.ended is not None else deadline
+            drain.disconnect(self._parts, min(deadline, last_word), deadline)
+            with progress.lock:
+                self._lifecycle.fail_all(_gone())
+        if drain.interrupt is not None:
+            raise drain.interrupt
+
+    def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
+        """Refuse new operations, and end operations that wait for other agents. False if that has been done."""
+        now = clock.monotonic()
+        for service in self._services.all():  # the other half is for messages that other agents need
+            service.close(now if died else now + (deadline - now) / 2)
+        with self._parts.progress.lock:
+            if self._lifecycle.gate.closing:
+                return False
+            self._parts.sender.forget_failed()
+            self._lifecycle.close(_gone(), died)
+            self._fusion.give_up(_gone())
+            self._fusion.give_up_early()
+        return True
+
+    def _say_goodbye(self, why: str, died: bool) -> None:
+        sender, ended = self._parts.sender, self._lifecycle.gate.ended
+        causes = (service.cause for service in self._services.all())
+        missed = next((rank for rank in causes if rank is not None and rank != self._parts.rank), -1)
+        sender.say_goodbye(why or "it called shoal.shutdown()", died, ended, missed)
+        sender.flush()  # no later flush follows if the exchange has failed
+
+
+def _gone() -> NotInitialized:
+    return NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import clock
-from ..operations.matching import Matcher
-from ..operations.membership import Membership
 from ..operations.operation import needed_by
-from ..operations.progress import Progress
-from ..operations.sender import Sender
 from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 from ..operations.timeouts import format_seconds
 from ..transport.wire import Kind, Message
 from .agent_status import StatusReporter
@@ -52,25 +49,21 @@ class Stalls:
         after: Seconds after which a waiting operation is reported.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        matcher: Matcher,
-        membership: Membership,
-        sender: Sender,
-        about: StatusReporter,
-        services: Services,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, parts: SharedParts, about: StatusReporter, services: Services) -> None:
         self.after = STALL_AFTER
         self._about = about
-        self._rank, self._matcher, self._membership, self._sender = rank, matcher, membership, sender
-        self._services, self._progress = services, progress
+        self._rank, self._matcher = parts.rank, parts.matcher
+        self._membership, self._sender = parts.membership, parts.sender
+        self._services, self._progress = services, parts.progress
         self._asked: dict[int, float] = {}  # time of the status request, by rank
         self._answers: dict[int, tuple[float, str]] = {}  # time and text of the last answer, by rank
         self._not_before = 0.0
         self._look_at_services = float("inf")
         self._reported: set[tuple[str, float]] = set()  # reported calls of services
+
+    def report_after(self, seconds: float) -> None:
+        """Set :attr:`after`."""
+        self.after = seconds
 
     def begins_to_wait(self, since: float) -> None:
         """Schedule a check for a call without an operation that may begin to wait. From any thread, without the
@@ -149,14 +142,14 @@ class Stalls:
 
     # Status requests
 
-    def answer(self, rank: int) -> None:
+    def answer(self, rank: int, _message: Message) -> None:
         """Send this agent's status to another agent."""
         self._sender.say(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
 
-    def on_answer(self, rank: int, text: str) -> None:
+    def on_answer(self, rank: int, message: Message) -> None:
         """Take the requested status of another agent."""
         if self._asked.pop(rank, None) is not None:
-            answer = " ".join(text.split())[:_LONGEST]
+            answer = " ".join(message.text.split())[:_LONGEST]
             self._answers[rank] = clock.monotonic(), answer
             log.warning("rank %d, for which rank %d waits: %s", rank, self._rank, answer)
 

@@ -14,10 +14,8 @@ from ..fault_tolerance.agreement import Agreement
 from ..fault_tolerance.failures import Failures
 from ..operations.deadlock import LOOK_AFTER, Deadlocks
 from ..operations.lifecycle import ASK_AFTER, Lifecycle
-from ..operations.matching import Matcher
-from ..operations.membership import Membership
 from ..operations.operation import SAME_CALLS, Operation
-from ..operations.sender import Sender
+from ..operations.shared_parts import SharedParts
 from ..transport.wire import HERE, Kind, Message
 from .stalls import Stalls
 
@@ -38,11 +36,8 @@ class Watchdog:
 
     def __init__(
         self,
-        rank: int,
+        parts: SharedParts,
         lifecycle: Lifecycle,
-        matcher: Matcher,
-        membership: Membership,
-        sender: Sender,
         failures: Failures,
         agreement: Agreement,
         deadlocks: Deadlocks,
@@ -56,11 +51,15 @@ class Watchdog:
         self._agreement = agreement
         self._deadlocks = deadlocks
         self._stalls = stalls
-        self._rank = rank
+        self._rank = parts.rank
         self._lifecycle = lifecycle
-        self._matcher = matcher
-        self._membership = membership
-        self._sender = sender
+        self._matcher = parts.matcher
+        self._membership = parts.membership
+        self._sender = parts.sender
+
+    def drop_silent_after(self, seconds: float) -> None:
+        """Set :attr:`drop_after`."""
+        self.drop_after = seconds
 
     def check(self, now: float) -> float:
         """Check all operations. Returns when to check again, as ``clock.monotonic()``."""
@@ -76,7 +75,11 @@ class Watchdog:
                 following = min(following, due, self._ask(operation, now))
         return following if self.drop_after == float("inf") else min(following, self._drop_who_is_silent(now))
 
-    def on_answer(self, rank: int) -> None:
+    def answer(self, source: int, message: Message) -> None:
+        """Answer the probe of another agent."""
+        self._sender.deny(source, message, 0)
+
+    def on_answer(self, rank: int, _message: Message) -> None:
         """Record that an agent has answered a probe."""
         asked = self._asked.pop(rank, None)
         if asked is not None:

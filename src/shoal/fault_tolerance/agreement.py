@@ -9,9 +9,9 @@ and without the store:
 - Neighbour operations: all agents complete, as planned, a round that any agent had begun. The lost agent's missing
   messages are left out, because edges are independent. Later rounds are planned among the survivors.
 - Collective operations, whose result is equal on all agents: an agent with the result sends it to agents without it
-  (``result_cache.py``, ``result_transfer.py``). If no survivor has it, the operation restarts among them. Large results
-  are not cached. So that all agents have a large result, such an operation ends only when all have confirmed it
-  (``discover`` without destinations, one small message in each of ``ceil(log2 n)`` steps).
+  (``result_cache.py``). If no survivor has it, the operation restarts among them. Large results are not cached.
+  So that all agents have a large result, such an operation ends only when all have confirmed it (``discover`` without
+  destinations, one small message in each of ``ceil(log2 n)`` steps).
 
 If another agent is lost during the agreement, all survivors report again. Reports count together only if they name the
 same lost ranks, so no agent decides on reports from before the last loss. This is virtual synchrony (Birman, Joseph,
@@ -24,22 +24,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import PeerLost, ShoalError
 from ..operations.control_messages import ControlMessages
-from ..operations.deferred_callbacks import Callbacks
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
-from ..operations.matching import Matcher
-from ..operations.membership import WHOLE, Departure, Membership, Plan
+from ..operations.membership import WHOLE, Departure, Plan
 from ..operations.operation import FailurePolicy, Operation
 from ..operations.services import MinimalService
+from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import cannot_go_on
 from ..transport.wire import Message, ProtocolError
+from .membership_states import AgentEvent, MembershipTable
 from .recovery import await_result, conclude, go_on_without, restart
-from .result_cache import ResultCache
-from .result_transfer import ResultTransfer
+from .result_cache import ResultTransfer
 
 WORD = "~agreement"
 MOST_DECISIONS = 32
@@ -115,16 +114,22 @@ class _Report:
         return round_ in self.open.get(name, {})
 
 
+class LossReactions(Protocol):
+    """The reactions to a loss that an agreement calls for."""
+
+    def take_notice(self, departure: Departure) -> None:
+        """Handle another agent's notice about a third one."""
+
+    def abort(self, error: ShoalError) -> None:
+        """End all current and later operations with ``error``."""
+
+
 class Agreement(MinimalService):
     """One agent's part in agreements. Used under the engine's lock.
 
     Args:
-        result_cache: The results that this agent keeps for other agents.
-        result_transfer: Sends cached results.
+        results: Sends the results that this agent keeps for other agents.
         control: The control messages of this agent.
-        on_notice: Takes another agent's notice of a loss.
-        check_by: Requests a check by this time.
-        stop: Ends all current and later operations of this agent.
 
     Attributes:
         active: Whether agents agree on losses. Otherwise a loss ends all operations, and this object is not used.
@@ -133,40 +138,34 @@ class Agreement(MinimalService):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        matcher: Matcher,
-        membership: Membership,
+        parts: SharedParts,
+        membership: MembershipTable,
         lifecycle: Lifecycle,
         fusion: Fusion,
-        callbacks: Callbacks,
-        result_cache: ResultCache,
-        result_transfer: ResultTransfer,
+        results: ResultTransfer,
         control: ControlMessages,
-        on_notice: Callable[[Departure], None],
-        check_by: Callable[[float], None],
-        stop: Callable[[ShoalError], None],
     ) -> None:
         self.active = False
         self.listeners: list[Callable[[MembershipChange], None]] = []
-        self._rank = rank
-        self._size = size
-        self._matcher = matcher
+        self._rank = parts.rank
+        self._size = parts.size
+        self._matcher = parts.matcher
         self._membership = membership
         self._lifecycle = lifecycle
         self._gate = lifecycle.gate
         self._fusion = fusion
-        self._callbacks = callbacks
-        self._result_cache = result_cache
-        self._result_transfer = result_transfer
+        self._callbacks = lifecycle.callbacks
+        self._results = results
         self._control = control
-        self._on_notice = on_notice
-        self._check_by = check_by
-        self._stop = stop
+        self._check_by = parts.progress.check_by
+        self._failures: LossReactions
         self._stops_as_minority = False
-        self._missed: set[int] = set()  # agents that have shut down and are needed here
         self._reports: dict[int, _Report] = {}  # the last report of each agent
         self._decisions: list[Decision] = []
+
+    def react_by(self, failures: LossReactions) -> None:
+        """Set the reactions to losses that other agents report."""
+        self._failures = failures
 
     def activate(self, stops_as_minority: bool = False) -> None:
         """Agree on losses instead of ending all operations.
@@ -205,9 +204,7 @@ class Agreement(MinimalService):
     @property
     def out_of_reach(self) -> frozenset[int]:
         """The lost ranks whose processes may still run, in another partition."""
-        view = self._membership.view
-        known = {*view.left, *view.died}.difference(view.out_of_reach)
-        return frozenset(self._noticed.gone) - known
+        return frozenset(self._membership.view.out_of_reach)
 
     @property
     def _noticed(self) -> Plan:
@@ -235,7 +232,7 @@ class Agreement(MinimalService):
 
     def missed(self, rank: int) -> None:
         """Record that an agent has shut down and is needed here. The next check begins an agreement."""
-        self._missed.add(rank)
+        self._membership.apply(AgentEvent.NEED, rank)
         self._check_by(0.0)
 
     # Reports
@@ -259,7 +256,7 @@ class Agreement(MinimalService):
                 attempt = None if recovery.result is None else recovery.plan.attempt
                 open_.setdefault(operation.name, {})[operation.round] = attempt
         kept: dict[str, list[int]] = {}
-        for name, round_ in self._result_cache.results:
+        for name, round_ in self._results.cache.results:
             kept.setdefault(name, []).append(round_)
         return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
 
@@ -297,7 +294,7 @@ class Agreement(MinimalService):
         alive = self._membership.view.alive
         for rank, cause, died in losses:
             if rank in alive:
-                self._on_notice(Departure(rank, cause, died, source))
+                self._failures.take_notice(Departure(rank, cause, died, source))
         if not self._gate.paused and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
             self.change()  # a departed agent is needed there, but not here
         else:
@@ -341,11 +338,11 @@ class Agreement(MinimalService):
 
     def _hand_on(self, reports: dict[int, _Report]) -> None:
         """Send cached results to agents without them, if this agent is the first that has the result."""
-        for name, round_ in self._result_cache.results:
+        for name, round_ in self._results.cache.results:
             keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
             if min(keepers, default=-1) == self._rank:
                 for rank in [rank for rank, report in reports.items() if report.lacks(name, round_)]:
-                    self._result_transfer.send(rank, name, round_)
+                    self._results.send(rank, name, round_)
 
     def _repair(self, operation: Operation, reports: Mapping[int, _Report]) -> None:
         recovery = operation.recovery
@@ -375,7 +372,7 @@ class Agreement(MinimalService):
     def yield_to_majority(self, why: PeerLost) -> None:
         """End this agent as part of the smaller partition, also during an agreement."""
         self._gate.resume(self.gone)
-        self._stop(why)
+        self._failures.abort(why)
 
     def _announce(self, lost: Ranks = (), entered: Ranks = ()) -> None:
         change = MembershipChange(lost, self.alive, entered)
@@ -414,8 +411,6 @@ class Agreement(MinimalService):
         """
         plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
         self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
-        # The rank belongs to a new agent now: check() would begin an agreement on its loss.
-        self._missed.difference_update(ranks)
         self._gate.install_plan(plan)
         self._announce(entered=ranks)
 
@@ -444,7 +439,7 @@ class Agreement(MinimalService):
 
     def check(self, now: float) -> float:
         """Begin an agreement for a departed agent that is needed; see :class:`~.services.Service`."""
-        if not self._gate.paused and self._missed.difference(self.gone):
+        if not self._gate.paused and set(self._membership.view.needed).difference(self.gone):
             self.change()
         return float("inf")
 

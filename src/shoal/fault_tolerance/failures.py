@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from .. import clock
 from ..errors import PeerLost, ShoalError
-from ..operations.events import Events
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
-from ..operations.matching import Matcher
-from ..operations.membership import NEEDED, UNEVEN, Departure, Membership
-from ..operations.progress import Progress
-from ..operations.sender import Sender
+from ..operations.membership import NEEDED, UNEVEN, Departure
 from ..operations.services import Services
+from ..operations.shared_parts import SharedParts
 from ..transport.router import Router
 from ..transport.wire import CERTAIN, DIED, SILENT, Message
 from .agreement import Agreement
+from .membership_states import PRESENT, AgentEvent, AgentState, MembershipTable, departure_event
 
 GRACE = 0.5
 """Seconds in which the last messages of an agent may still arrive."""
@@ -31,7 +29,7 @@ UNCONNECTED_GRACE = 5.0
 class FailureDetector:
     """The suspects of one agent, each with the time of its confirmation."""
 
-    def __init__(self, rank: int, membership: Membership, router: Router) -> None:
+    def __init__(self, rank: int, membership: MembershipTable, router: Router) -> None:
         self._rank = rank
         self._membership = membership
         self._router = router
@@ -46,14 +44,14 @@ class FailureDetector:
             if known[1].told_by == peer:  # its own shutdown message has the cause
                 if known[0] == float("inf"):  # its last messages were awaited; there may be none left
                     follows = float("inf") if self._router.hears(peer) else due
-                    self._suspects[peer] = (clock.monotonic() if final else follows, known[1])
+                    self._schedule(clock.monotonic() if final else follows, known[1])
                 return self._suspects[peer][0]
             due = min(due, known[0])
             if known[0] == float("inf") and not final:  # others report its shutdown; its message may be lost
-                self._suspects[peer] = (due, known[1])
+                self._schedule(due, known[1])
                 return due
         if known is None or due < known[0] or (known[1].died and known[1].told_by != self._rank):
-            self._suspects[peer] = (due, Departure(peer, cause, True, self._rank, certain))
+            self._schedule(due, Departure(peer, cause, True, self._rank, certain))
         return self._suspects[peer][0]
 
     def notice(self, source: int, message: Message) -> Departure | float:
@@ -90,7 +88,7 @@ class FailureDetector:
         if not due:
             return departure
         self._suspects.pop(departure.rank, None)
-        self._suspects[departure.rank] = (due, departure)
+        self._schedule(due, departure)
         return due
 
     def report(self, departure: Departure) -> float:
@@ -110,8 +108,13 @@ class FailureDetector:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
             if known.died and not (own and known.told_by == self._rank):  # the end was that of its shutdown
                 departure = known
-        self._suspects[rank] = (due, departure)
+        self._schedule(due, departure)
         return due
+
+    def _schedule(self, due: float, departure: Departure) -> None:
+        """Await the confirmation of a departure until ``due``."""
+        self._membership.apply(AgentEvent.SUSPECT, departure.rank)
+        self._suspects[departure.rank] = (due, departure)
 
     def confirmed(self, now: float) -> list[Departure]:
         """The suspects whose confirmation is due."""
@@ -120,7 +123,7 @@ class FailureDetector:
     def nothing_follows(self, rank: int) -> None:
         """Confirm a suspect at once, because nothing more can arrive from it."""
         if rank in self._suspects:
-            self._suspects[rank] = (clock.monotonic(), self._suspects[rank][1])
+            self._schedule(clock.monotonic(), self._suspects[rank][1])
 
     def forget(self, rank: int) -> None:
         self._suspects.pop(rank, None)
@@ -132,48 +135,39 @@ class FailureDetector:
 
 
 class Failures:
-    """One agent's reaction to lost agents. Used under the engine's lock.
-
-    Attributes:
-        deaf: Whether this agent has missed messages of other agents, so that it must not report losses any more.
-    """
+    """One agent's reaction to lost agents. Used under the engine's lock."""
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        progress: Progress,
-        matcher: Matcher,
-        membership: Membership,
-        router: Router,
-        sender: Sender,
+        parts: SharedParts,
+        membership: MembershipTable,
         lifecycle: Lifecycle,
         fusion: Fusion,
         services: Services,
         agreement: Agreement,
-        events: Events,
     ) -> None:
-        self.deaf = False
-        self._detector = FailureDetector(rank, membership, router)
+        rank = parts.rank
+        self._detector = FailureDetector(rank, membership, parts.router)
         self._rank = rank
-        self._size = size
-        self._progress = progress
-        self._matcher = matcher
+        self._size = parts.size
+        self._progress = parts.progress
+        self._matcher = parts.matcher
         self._membership = membership
-        self._router = router
-        self._sender = sender
+        self._router = parts.router
+        self._sender = parts.sender
         self._lifecycle = lifecycle
         self._fusion = fusion
         self._services = services
         self._agreement = agreement
-        self._events = events
+        self._events = parts.events
+        agreement.react_by(self)
         lifecycle.departed_peers.lose_by(lambda gone: self._miss(Departure(gone, NEEDED, True, rank, certain=True)))
 
     # Signs of a loss
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         """Handle the end of a connection or of a process; see :class:`~shoal.transport.link.Receiver`."""
-        if peer not in self._membership.view.alive or self.deaf:
+        if peer not in self._membership.view.alive or self._membership.view.is_cut_off:
             self._router.drop(peer)
         elif not self._sender.said_goodbye:  # after it, peers close their connections
             self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
@@ -182,7 +176,7 @@ class Failures:
         """Handle the cut of a connection on which an agent has sent. The link to it shows whether its process has
         ended.
         """
-        if peer not in self._membership.view.alive or self.deaf:
+        if peer not in self._membership.view.alive or self._membership.view.is_cut_off:
             self._router.drop(peer)
         elif not self._sender.said_goodbye and not self._sender.reach(peer):
             self._detector.nothing_follows(peer)
@@ -236,7 +230,7 @@ class Failures:
 
     def check(self, now: float) -> float:
         """Confirm suspects that are due. Returns when to check again."""
-        if self._sender.said_goodbye or self.deaf:
+        if self._sender.said_goodbye or self._membership.view.is_cut_off:
             return float("inf")
         for departure in self._detector.confirmed(now):
             self._confirm(departure)
@@ -246,17 +240,19 @@ class Failures:
 
     def _confirm(self, gone: Departure) -> None:
         """Remove an agent that died or shut down: notify the neighbours, and end operations that need it."""
-        rank, cause, died, told_by, certain, because, silent = gone
+        rank, cause, died, told_by, _, because, _ = gone
         self._detector.forget(rank)
         if rank == self._rank:
             self.break_off(f"rank {told_by} counts it as lost ({cause})")
             return
-        if not self._membership.remove(rank, cause, died, died and (silent or not certain)):
-            missed = died and rank in self._membership.view.left  # it has shut down, and another agent needs it
-            if missed and self._agreement.active:
-                self._agreement.missed(rank)
-            elif missed:
-                self._miss(gone)
+        before = self._membership.state(rank)
+        after = self._membership.apply(departure_event(gone), rank, cause)
+        if before not in PRESENT:
+            if died and after is AgentState.NEEDED:  # it has shut down, and another agent needs it
+                if self._agreement.active:
+                    self._agreement.missed(rank)
+                else:
+                    self._miss(gone)
             return
         if self._events.active:
             self._events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
@@ -316,7 +312,7 @@ class Failures:
 
     def break_off(self, why: str) -> None:
         """End all current and later operations, because this agent must not report losses any more."""
-        self.deaf = True
+        self._membership.apply(AgentEvent.CUT_OFF, self._rank)
         self.abort(ShoalError(f"rank {self._rank}: {why}; shut down and start again", (self._rank,)))
 
     def abort(self, error: ShoalError) -> None:

@@ -2,10 +2,12 @@
 
 After a partition of the network each side counts the other as lost (``agreement.py``) and sends it nothing, so neither
 would notice that the network has healed. Therefore each agent of a partition that may be the smaller one periodically
-probes an unreachable agent, each in turn (``transport/peer_probe.py``). A live agent answers with the size and the
-lowest rank of its partition, if it counts the prober as lost and has agreed to continue. If that partition is larger,
-the prober's partition ends with :class:`~shoal.PeerLost`. The first agent to learn it notifies its whole partition,
-because an agent that is restarted at once must not join the partition that ends.
+probes an unreachable agent, each in turn. A probe is only a handshake: the answer is a number, in the field that tells
+a permanent connection how many of its units have arrived. The other side stores nothing for it, and neither side
+regards its end as a loss. A live agent answers with the size and the lowest rank of its partition, if it counts the
+prober as lost and has agreed to continue. If that partition is larger, the prober's partition ends with
+:class:`~shoal.PeerLost`. The first agent to learn it notifies its whole partition, because an agent that is restarted
+at once must not join the partition that ends.
 
 Partitions compare their current sizes, not the number of agents once out of reach. This is a total order, so of any
 number of partitions the largest continues. If each partition yielded to all agents that it cannot reach, three
@@ -15,21 +17,22 @@ resumes does not count other agents as lost, and does not answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ..errors import PeerLost
 from ..operations.control_messages import ControlMessages
-from ..operations.membership import Membership, View
-from ..operations.progress import Progress
-from ..operations.sender import Sender
+from ..operations.membership import View
 from ..operations.services import MinimalService
+from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
-from ..transport.peer_probe import PeerProbe
+from ..transport.link import NullReceiver
 from ..transport.router import Router
+from ..transport.sockets import Outgoing
 from ..transport.wire import Message
 from .agreement import Agreement, partition_order
-from .rejoin import Rejoin
+from .membership_states import MembershipTable
 
 WORD = "~reunion"
 EVERY = 1.0
@@ -49,31 +52,25 @@ class PartitionResolver(MinimalService):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        progress: Progress,
-        membership: Membership,
-        router: Router,
-        sender: Sender,
+        parts: SharedParts,
+        membership: MembershipTable,
         gate: SubmissionGate,
         agreement: Agreement,
-        entry: Rejoin,
         control: ControlMessages,
     ) -> None:
-        self._rank = rank
-        self._size = size
-        self._progress = progress
+        self._rank = parts.rank
+        self._size = parts.size
+        self._progress = parts.progress
         self._membership = membership
-        self._router = router
-        self._sender = sender
+        self._router = parts.router
+        self._sender = parts.sender
         self._gate = gate
         self._agreement = agreement
-        self._entry = entry
         self._control = control
-        self._asking = PeerProbe(router)
+        self._asking = PeerProbe(parts.router)
         self._due = float("inf")
         self._asked_at = 0.0
-        self._turn = rank  # so that agents do not all probe the same one
+        self._turn = parts.rank  # so that agents do not all probe the same one
         self._closed = False
 
     def activate(self) -> None:
@@ -88,7 +85,9 @@ class PartitionResolver(MinimalService):
     @property
     def _is_running(self) -> bool:
         """Whether this agent is in a partition that continues."""
-        return not (self._closed or self._entry.is_joining or self._gate.closing or self._gate.ended is not None)
+        return not (
+            self._closed or self._membership.view.is_joining or self._gate.closing or self._gate.ended is not None
+        )
 
     # Probes
 
@@ -168,6 +167,39 @@ class PartitionResolver(MinimalService):
         with self._progress.lock:
             self._closed = True
             self._asking.cancel()
+
+
+class PeerProbe:
+    """The probes of one agent, one at a time. No call waits for an answer, and an error means no answer."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._question: Outgoing | None = None
+
+    def ask(self, peer: int, answered: Callable[[int], None]) -> None:
+        """Probe a peer in another process; the driving thread calls ``answered`` with the answer."""
+        self.cancel()
+        try:
+            self._question = self._router.outgoing(peer, NullReceiver(), asks=True)
+        except OSError:
+            return
+        self._question.on_answer = answered
+
+    @property
+    def is_pending(self) -> bool:
+        """An answer may still come."""
+        return bool(self.descriptors())
+
+    def cancel(self) -> None:
+        """Ignore the answer of the current probe."""
+        if self._question is not None:
+            self._question.close()
+            self._question = None
+
+    def descriptors(self) -> list[int]:
+        """The descriptors that a forked child must close."""
+        sock = None if self._question is None else self._question.sock
+        return [] if sock is None or sock.fileno() < 0 else [sock.fileno()]
 
 
 def _parsed_part(content: Any) -> tuple[int, int, int]:

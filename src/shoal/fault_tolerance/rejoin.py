@@ -21,20 +21,18 @@ from .. import clock
 from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
 from ..operations.control_messages import ControlMessages
-from ..operations.matching import Matcher
-from ..operations.membership import Membership, Plan
+from ..operations.membership import NOT_YET, Plan
 from ..operations.operation import Operation
-from ..operations.progress import Progress
-from ..operations.sender import Sender
 from ..operations.services import MinimalService
+from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
 from ..transport.rejoin_marker import RejoinMarker
-from ..transport.router import Router
 from ..transport.sockets import Outgoing
 from ..transport.wire import Kind, Message, Where
 from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
 from .failures import Failures
+from .membership_states import AgentEvent, MembershipTable
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -78,37 +76,30 @@ class Rejoin(MinimalService):
         control: The control messages of this agent.
 
     Attributes:
-        is_joining: Whether this agent itself waits to be admitted.
         rejoin_seconds: Default timeout of that wait, in seconds.
         on_entry: Called when agents have been admitted, or this agent has.
     """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        progress: Progress,
-        matcher: Matcher,
-        membership: Membership,
-        router: Router,
-        sender: Sender,
+        parts: SharedParts,
+        membership: MembershipTable,
         agreement: Agreement,
         failures: Failures,
         control: ControlMessages,
     ) -> None:
-        self.is_joining = False
         self.rejoin_seconds = float("inf")
         self.on_entry: Callable[[], None] = lambda: None
         self._asked: dict[int, JoiningPeer] = {}
         self._sign = RejoinMarker()
         self._unreachable: list[int] = []  # all other ranks, if no connection to any can be opened
-        self._rank = rank
-        self._size = size
-        self._progress = progress
-        self._matcher = matcher
+        self._rank = parts.rank
+        self._size = parts.size
+        self._progress = parts.progress
+        self._matcher = parts.matcher
         self._membership = membership
-        self._router = router
-        self._sender = sender
+        self._router = parts.router
+        self._sender = parts.sender
         self._agreement = agreement
         self._failures = failures
         self._control = control
@@ -116,6 +107,15 @@ class Rejoin(MinimalService):
     def extend_timeout(self, seconds: float) -> None:
         """Set the timeout of the wait for admission."""
         self.rejoin_seconds = seconds
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this agent itself waits to be admitted."""
+        return self._membership.view.is_joining
+
+    def notify_of_entry(self, on_entry: Callable[[], None]) -> None:
+        """Set :attr:`on_entry`."""
+        self.on_entry = on_entry
 
     # As a member
 
@@ -143,7 +143,7 @@ class Rejoin(MinimalService):
             self._asked.pop(rank, None)
             self._failures.forget(rank)
             self._router.admit(one.place, one.endpoint)
-            self._membership.add(rank)
+        self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
         self._agreement.admit(ranks, begun)
         self.on_entry()
         self._control.send(ranks, ENTRY, self._welcome(begun))
@@ -171,7 +171,6 @@ class Rejoin(MinimalService):
         """Isolate this agent until the members admit it."""
         self._membership.stand_alone(self._rank)
         self._agreement.stand_alone()
-        self.is_joining = True
         self._sign.show()
         self._router.begin_pending()
 
@@ -282,19 +281,22 @@ class Rejoin(MinimalService):
         ended = {int(rank): str(cause)[:1000] for rank, cause in data["ended"].items()}
         if len(everybody) != self._size or self._rank in plan.gone:
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
-        self.is_joining = False
         self._sign.hide()
         self._router.end_pending()
         self._matcher.begin_at(begun)
         for rank, one in enumerate(everybody):
             if rank != self._rank and rank not in plan.gone:
                 self._router.admit(one.place, one.endpoint)
-                self._membership.add(rank)
+        members = (rank for rank in range(self._size) if rank not in plan.gone)
+        self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(members, ""))
         for rank in plan.gone:  # an agent that was unreachable must not get the request later
             link = self._router.links.get(rank)
             if isinstance(link, Outgoing) and not link.has_been_open:
                 self._router.drop(rank)
-        self._membership.begin_without({rank: cause for rank, cause in ended.items() if rank in plan.gone})
+        absent = [rank for rank in plan.gone if ended.get(rank) == NOT_YET]
+        self._membership.begin_without(absent)
+        lost = {rank: ended[rank] for rank in plan.gone if rank in ended and rank not in absent}
+        self._membership.apply_to_all(AgentEvent.LOSE, lost)
         self._agreement.enter(plan, decisions)
         self.on_entry()
         self._progress.notify()

@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 
-from ..operations.control_messages import ControlMessages
+from ..operations.control_messages import ControlMessages, when_arrived
+from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Key, Matcher
 from ..operations.membership import Membership
 from ..operations.operation import Operation
 from ..operations.services import MinimalService
+from ..operations.shared_parts import SharedParts
 from ..transport.shared_regions import ResultPool
-from ..transport.wire import Message
+from ..transport.wire import Kind, Message
+from .recovery import take_result
 
 HAD = "~had"
+RESULT = "~result"
 MOST_BYTES = 1 << 20
 """Bytes of a cached result at most. For larger results, messages of confirmation cost less than the copy."""
 _NOTHING = torch.empty(0)
@@ -51,7 +55,6 @@ class ResultCache(MinimalService):
 
     Args:
         control: The control messages of this agent.
-        acknowledge: Confirms that a message has been read.
 
     Attributes:
         results: The cached results, by name and round.
@@ -134,6 +137,46 @@ class ResultCache(MinimalService):
         """Keep no results for a lost agent; see :class:`~.services.Service`."""
         for key, kept in list(self.results.items()):
             self._drop(key, kept, rank)
+
+
+class ResultTransfer(MinimalService):
+    """Sends cached results after a loss, and takes those of other agents. Used under the engine's lock.
+
+    Args:
+        control: The control messages of this agent.
+
+    Attributes:
+        cache: The results that this agent has cached.
+    """
+
+    def __init__(
+        self,
+        parts: SharedParts,
+        lifecycle: Lifecycle,
+        cache: ResultCache,
+        control: ControlMessages,
+    ) -> None:
+        self.cache = cache
+        self._matcher = parts.matcher
+        self._membership = parts.membership
+        self._lifecycle = lifecycle
+        self._control = control
+
+    def send(self, rank: int, name: str, round_: int) -> None:
+        """Send an agent a cached result."""
+        result = self.cache.results[name, round_].result
+        self._control.send_tensor(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
+
+    def serve(self, source: int, message: Message) -> None:
+        """Take a result that another agent sends; see :class:`~.services.Service`."""
+        when_arrived(message, partial(self._take, source, message))
+
+    def _take(self, source: int, message: Message, data: torch.Tensor) -> None:
+        result = data.clone().view(message.shape)
+        self._control.acknowledge(source, message)
+        operation = self._matcher.active(message.name.removeprefix(f"{RESULT} "), message.round)
+        if operation is not None and operation.restarts and source in self._membership.view.alive:
+            take_result(self._lifecycle, operation, result)
 
 
 def _runs(keys: Iterable[Key]) -> dict[str, list[list[int]]]:

@@ -3,6 +3,10 @@
     from shoal.frameworks.accelerate import ShoalAccelerator as Accelerator
 
 The rest of a script stays as it is. ``shoal run``, ``torchrun`` and ``accelerate launch`` start it.
+
+The number of samples of an ``IterableDataset`` is known only at its end. Accelerate makes every process read the whole
+stream and take its part. If the last round of batches is not full, the stream's first samples fill it up, and an
+evaluation has to remove them again.
 """
 
 from __future__ import annotations
@@ -16,8 +20,21 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
+from accelerate.data_loader import IterableDatasetShard
+from accelerate.state import GradientState
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
+from ..ops.arguments import Internal
+from ..ops.objects import broadcast_object, broadcast_parameters
+from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
+from ..optim.checkpoints.checkpoint import Checkpoint
+from ..optim.mean_model import consensus
+from ..optim.optimizer import DecentralizedOptimizer
+from .functions import NO_DISPATCH
+from .gather import gathered, gathered_objects, padded, reduced
+from .process_state import process_state, wait_for_everyone
+from .random_state import RandomState
 from .requirements import not_installed
 
 try:
@@ -28,17 +45,6 @@ try:
 except ModuleNotFoundError as error:
     raise not_installed(error, "transformers") from None
 
-from ..ops.arguments import Internal
-from ..ops.objects import broadcast_object, broadcast_parameters
-from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
-from ..optim.checkpoints.checkpoint import Checkpoint
-from ..optim.mean_model import consensus
-from ..optim.optimizer import DecentralizedOptimizer
-from .functions import NO_DISPATCH
-from .gather import gathered, gathered_objects, padded, reduced
-from .iterable_datasets import count_samples, samples_of_last_round
-from .process_state import process_state, wait_for_everyone
-from .random_state import RandomState
 
 __all__ = ["ShoalAccelerator"]
 
@@ -309,3 +315,50 @@ def _by_number(folder: Path) -> list[Path]:
     """The automatically named checkpoints in a folder, the last one last."""
     found = [(int(name[1]), one) for one in folder.glob("checkpoint_*") if (name := re.search(r"_(\d+)$", one.name))]
     return [one for _, one in sorted(found)]
+
+
+class Counted(IterableDataset[Any]):
+    """A stream that counts its samples.
+
+    Attributes:
+        total: How many there were, once it has been read to its end in this process; None before.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.total: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for one in self._stream:
+            count += 1
+            yield one
+        self.total = count
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of an object that is just being unpickled, too
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+
+def count_samples(loader: Any) -> None:
+    """Count the samples of a prepared loader's stream, if it reads one."""
+    shard = getattr(loader, "dataset", None)
+    if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, Counted):
+        shard.dataset = Counted(shard.dataset)
+
+
+def samples_of_last_round(state: GradientState) -> int:
+    """How many samples of the batches that all agents have now are not there for a second time; 0 means all."""
+    if not state.end_of_dataloader:
+        return 0
+    shard = getattr(state.active_dataloader, "dataset", None)
+    if not isinstance(shard, IterableDatasetShard) or not isinstance(shard.dataset, Counted):
+        return max(int(state.remainder), 0)
+    if shard.drop_last or shard.dataset.total is None:
+        return 0
+    together: int = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+    return shard.dataset.total % together

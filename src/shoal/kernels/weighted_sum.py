@@ -176,11 +176,6 @@ def weighted_sum(
         _weigh_by(way, left, factor, target, mine, theirs)
 
 
-def _spoils(out: torch.Tensor, own: torch.Tensor, terms: Sequence[torch.Tensor]) -> bool:
-    """Whether writing the result would change numbers that have still to be read."""
-    return any(overlap(out, term) for term in terms) or (overlap(out, own) and out.data_ptr() != own.data_ptr())
-
-
 def _weigh_by(
     way: Way,
     weights: Sequence[float],

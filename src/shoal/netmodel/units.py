@@ -1,4 +1,4 @@
-"""Quantities as people write them on a command line: ``5ms``, ``1gbit``, ``100mb``.
+"""Quantities as people write them on a command line: ``5ms``, ``1gbit``.
 
 Ambiguous units are refused. A rate is in bits or in bytes a second, and its unit states which; prefixes are powers of
 1000, and prefixes with an i, as in ``MiB``, of 1024.
@@ -14,7 +14,6 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*([a-zA-Zµμ/]*
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_BYTES: Mapping[str, float] = {f"{prefix}b": float(many) for prefix, many in {**_PREFIXES, **_BINARY}.items()}
 _RATES: Mapping[str, float] = {
     **{f"{prefix}{bit}": many / 8 for prefix, many in _PREFIXES.items() for bit in ("bit", "bit/s", "bps")},
     **{f"{prefix}b/s": float(many) for prefix, many in {**_PREFIXES, **_BINARY}.items()},
@@ -32,11 +31,6 @@ def parse_rate(text: str) -> float:
     if text.rstrip().endswith(("b/s", "Bps")):
         raise ValueError(f"{text!r} is not a bandwidth: it may be in bits or in bytes. Write one of {accepted}.")
     return _parse(text, _RATES, "a bandwidth", accepted)
-
-
-def parse_bytes(text: str) -> float:
-    """Bytes in a size such as ``100mb`` (10^8) or ``25MiB``."""
-    return _parse(text, _BYTES, "a size", "b, kb, mb, gb (powers of 1000) or kib, mib, gib (of 1024), as in 100mb")
 
 
 def format_seconds(seconds: float) -> str:

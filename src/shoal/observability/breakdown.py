@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from .message_matching import Flow, members
-from .traces import MessageKey, Trace, TracedMessage, TracedTransfer, TracedWait
+from .traces import Flow, MessageKey, Trace, TracedMessage, TracedTransfer, TracedWait, members
 
 COMPUTING, SUMS, COORDINATION, DATA, OTHERS, TRANSFER = KINDS = (
     "computing",

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from .message_matching import Flow
-from .traces import Trace, TracedTransfer
+from .traces import Flow, Trace, TracedTransfer
 
 STRETCH_SECONDS = 5.0
 """Clocks are compared in stretches of so long, where they drift."""

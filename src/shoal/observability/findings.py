@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median, quantiles
 
 from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
-from .message_matching import Flow
-from .traces import Trace, names_of
+from .traces import Flow, Trace, names_of
 
 SLOWER = 1.15
 """An agent that computes so many times as long as the others is reported."""

@@ -24,20 +24,20 @@ class MembershipRecorder:
 
     def __init__(self, agent: Agent, folder: Path) -> None:
         self._agent = agent
-        incarnation = agent.engine.router.place.incarnation
+        incarnation = agent.engine.incarnation
         stem = f"agent{agent.rank}" + (f".{incarnation}" if incarnation else "")
         stem += f"-restart{agent.launch.attempt}" if agent.launch.attempt else ""
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open_own(folder / f"{stem}.jsonl")
-        self._write(CAME, MembershipChange((), agent.engine.agreement.alive))
-        agent.engine.agreement.listeners.append(self._changed)
+        self._write(CAME, MembershipChange((), agent.engine.agreed_members))
+        agent.engine.on_membership_change(self._changed)
 
     def _changed(self, change: MembershipChange) -> None:
         self._write(CHANGED, change)
 
     def _write(self, what: str, change: MembershipChange) -> None:
         agent = self._agent
-        one = MembershipEvent(time.time(), agent.rank, agent.engine.router.place.incarnation, what, *_of(change))
+        one = MembershipEvent(time.time(), agent.rank, agent.engine.incarnation, what, *_of(change))
         if self._file >= 0:
             os.write(self._file, (json.dumps(asdict(one)) + "\n").encode())
 

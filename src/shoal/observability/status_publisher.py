@@ -18,7 +18,7 @@ from typing import Any
 from ..engine.engine import Engine
 from ..runtime.agent import Agent
 from ..runtime.bootstrap import on_start, on_stop
-from ..transport.unix_sockets import connect
+from ..transport.addresses import connect
 
 log = logging.getLogger("shoal")
 
@@ -65,7 +65,8 @@ class StatusPublisher:
 
     def _count(self, counts: bool) -> None:
         with self._agent.engine.lock:
-            self._agent.engine.sender.traffic.count_from_now_on(counts)
+            traffic = self._agent.engine.edge_counters
+            traffic.count_from_now_on(counts)
 
     def _run(self) -> None:
         while self._sock is not None:
@@ -92,14 +93,14 @@ class StatusPublisher:
     def summary(self) -> dict[str, Any]:
         """The current status message."""
         engine = self._agent.engine
-        status = engine.router.describe(WITHIN_SECONDS)
+        status = engine.describe(WITHIN_SECONDS)
         status |= {"attempt": self._agent.launch.attempt, "rejoins": engine.is_joining}
         status.pop("here", None)
         status.pop("script", None)  # a command line may have what is not meant for the network between launchers
         if "steps" in status:  # else it has no time for more
             status |= self._step.of(status["steps"], status["stepped_ago"])
             with engine.lock:
-                traffic = engine.sender.traffic
+                traffic = engine.edge_counters
                 most = sorted(traffic.bytes_to.items(), key=lambda one: -one[1])[:MOST_EDGES]
                 status |= {"sent": most, "edges": traffic.edges[:MOST_EDGES]}
         return status

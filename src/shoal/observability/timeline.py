@@ -100,7 +100,7 @@ class Timeline:
         self._activities: dict[str, int] = {}
         self._activities_lock = threading.Lock()
         self._closing = threading.Event()
-        self._stop = agent.engine.events.record(Recording(self._queue, QUEUE_LIMIT, self.flush))
+        self._stop = agent.engine.record_events(Recording(self._queue, QUEUE_LIMIT, self.flush))
         self._thread = threading.Thread(target=self._run, name=f"shoal-timeline-{agent.rank}", daemon=True)
         self._thread.start()
 

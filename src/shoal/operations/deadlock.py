@@ -44,12 +44,9 @@ from weakref import WeakSet
 
 from ..errors import NONSENSE, Mismatch
 from ..transport.wire import Kind, Message, ProtocolError
-from .events import Events
 from .lifecycle import Lifecycle
-from .matching import Matcher
 from .operation import SAME_CALLS, Handle, Operation, describe
-from .progress import Progress
-from .sender import Sender
+from .shared_parts import SharedParts
 
 DEADLOCK = "~deadlock"
 """The operation of probes and verdicts. A probe has the name, round and stage of the awaited message."""
@@ -82,19 +79,10 @@ class Deadlocks:
         bystanders: Threads that are known not to call Shoal.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        matcher: Matcher,
-        sender: Sender,
-        lifecycle: Lifecycle,
-        progress: Progress,
-        events: Events,
-        timeout: float,
-    ) -> None:
+    def __init__(self, parts: SharedParts, lifecycle: Lifecycle, timeout: float) -> None:
         self.bystanders: WeakSet[threading.Thread] = WeakSet()
-        self._rank, self._matcher, self._sender = rank, matcher, sender
-        self._lifecycle, self._progress, self._events = lifecycle, progress, events
+        self._rank, self._matcher, self._sender = parts.rank, parts.matcher, parts.sender
+        self._lifecycle, self._progress, self._events = lifecycle, parts.progress, parts.events
         self._timeout = timeout
         self._probes = 0
         self._passed_on: OrderedDict[tuple[int, int], None] = OrderedDict()  # by the probe's origin and number
@@ -145,8 +133,8 @@ class Deadlocks:
     def _send(self, operation: Operation, way: Sequence[_WaitEdge], number: int) -> None:
         """Probe all ranks that an operation waits for."""
         part = operation.fused or operation
-        # Without a stage it waits only for confirmations. A receiver sends them when it leaves the stage of the message,
-        # so the awaited message is that of a later stage.
+        # Without a stage it waits only for confirmations. A receiver sends them when it leaves the stage of the
+        # message, so the awaited message is that of a later stage.
         at = max(1, part.next_stage) if part.stage is None else part.stage.number
         here = _WaitEdge(self._rank, operation.op, operation.name, operation.round)
         text = json.dumps([*way, here])

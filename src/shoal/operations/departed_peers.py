@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import PeerLost
-from .membership import NEEDED, Departure, Membership
+from .membership import NEEDED, Departure
 from .operation import Operation
-from .sender import Sender
+from .shared_parts import SharedParts
 from .submission_gate import SubmissionGate
 
 
@@ -18,9 +18,9 @@ class DepartedPeerPolicy:
         survived: The loss of an agent does not end collective operations.
     """
 
-    def __init__(self, rank: int, gate: SubmissionGate, sender: Sender, membership: Membership) -> None:
+    def __init__(self, parts: SharedParts, gate: SubmissionGate) -> None:
         self.survived = False
-        self._rank, self._gate, self._sender, self._membership = rank, gate, sender, membership
+        self._rank, self._gate, self._sender, self._membership = parts.rank, gate, parts.sender, parts.membership
         self._on_missed: Callable[[int], None]
 
     def survive(self, on_missed: Callable[[int], None]) -> None:

@@ -115,12 +115,12 @@ class DeviceContext:
         data = region.as_tensor(tensor.dtype, tensor.numel())
         data.view(tensor.shape).copy_(tensor.detach())
         if not self._staged():
-            return PublishedOnDevice(data, region, lease, self, caller, self.copies.queued(caller))
+            return PublishedOnDevice(data, region, lease, self, caller)
         staging = self.device.staging(tensor.numel(), tensor.dtype)
         self.copies.stream.after(caller)  # the copy takes long, and the caller need not wait for it
         with self.copies.stream.working():
             staging.copy_(data, non_blocking=True)
-        return PublishedOnDevice(data, region, lease, self, caller, self.copies.queued(), staging)
+        return PublishedOnDevice(data, region, lease, self, caller, staging)
 
     def close(self) -> None:
         self.copies.close()
@@ -134,6 +134,8 @@ class PublishedOnDevice(Published):
     Attributes:
         place: The device of the tensor.
         caller: The caller's stream, in which the tensor was produced and which also receives the average.
+        staging: The copy in CPU memory, which the device's lane of copies makes; without one, the caller's stream
+            makes the only copy.
     """
 
     __slots__ = ("_copied", "_staging", "caller", "place")
@@ -145,12 +147,12 @@ class PublishedOnDevice(Published):
         lease: Lease,
         place: DeviceContext,
         caller: Stream,
-        copied: DeviceFuture,
         staging: torch.Tensor | None = None,
     ) -> None:
         super().__init__(data, region, lease)
         self.place, self.caller = place, caller
-        self._copied, self._staging = copied, staging
+        self._copied = place.copies.queued(caller if staging is None else None)
+        self._staging = staging
 
     @property
     def on_cpu(self) -> torch.Tensor:
@@ -180,6 +182,10 @@ class Devices:
         self._rank, self._arena, self._staged = rank, arena, staged
         self._lock = threading.Lock()
         self._places: dict[torch.device, DeviceContext | None] = {}
+
+    def use_device_memory(self, wanted: bool) -> None:
+        """Exchange tensors on their device, if ``wanted``."""
+        self.wanted = wanted
 
     def place_of(self, tensor: torch.Tensor) -> DeviceContext | None:
         """The device on which a tensor is exchanged; None if it is exchanged through the CPU."""

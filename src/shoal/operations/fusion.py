@@ -24,16 +24,13 @@ import torch
 
 from .. import clock
 from ..transport.wire import COMMON, CONFIRM, Message, Parts
-from .events import Events
 from .fused_name import keys, runs_of
 from .fused_operation import MOST_BYTES, FusedOperation, Partial, UnpackedMessage, fusible, message_part, take_fusible
 from .generators import drop_generator
 from .lifecycle import Lifecycle
-from .matching import Channel, Matcher, disagreement
-from .membership import Membership
+from .matching import Channel, disagreement
 from .operation import MORE, Exchange, Operation, Stage, Yields
-from .progress import Progress
-from .sender import Sender
+from .shared_parts import SharedParts
 
 MOST_UNREAD = 16
 MOST_UNREAD_BYTES = 4 * MOST_BYTES
@@ -53,29 +50,19 @@ class Fusion:
         deliver: Takes a message as if it had arrived by itself.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        progress: Progress,
-        matcher: Matcher,
-        membership: Membership,
-        sender: Sender,
-        lifecycle: Lifecycle,
-        events: Events,
-        deliver: Callable[[int, Message], None],
-    ) -> None:
+    def __init__(self, parts: SharedParts, lifecycle: Lifecycle, deliver: Callable[[int, Message], None]) -> None:
         self._active: dict[str, FusedOperation] = {}
         self._early: dict[tuple[str, int], list[UnpackedMessage]] = {}  # by name and round of each member
         self._coming: list[UnpackedMessage] = []  # to be unpacked when they have arrived completely
         self._unread: dict[Channel, int] = {}  # bytes
-        self._rank = rank
-        self._lock = progress.lock
-        self._progress = progress
-        self._matcher = matcher
-        self._membership = membership
-        self._sender = sender
+        self._rank = parts.rank
+        self._lock = parts.progress.lock
+        self._progress = parts.progress
+        self._matcher = parts.matcher
+        self._membership = parts.membership
+        self._sender = parts.sender
         self._lifecycle = lifecycle
-        self._events = events
+        self._events = parts.events
         self._deliver = deliver
 
     # Outgoing

@@ -22,10 +22,10 @@ from ..transport.wire import Message, Where
 from .backend_stages import BackendStages
 from .deferred_callbacks import Callbacks
 from .departed_peers import DepartedPeerPolicy
-from .events import LONG_NS, Events
+from .events import LONG_NS
 from .generators import FutureWaiter, drop_generator, is_suspended
-from .matching import Channel, Matcher, disagreement, unexpected
-from .membership import WHOLE, Membership, Plan
+from .matching import Channel, disagreement, unexpected
+from .membership import WHOLE, Plan
 from .operation import (
     MORE,
     Arrived,
@@ -42,9 +42,9 @@ from .operation import (
     describe,
 )
 from .profiling import resumed
-from .progress import AFTER_SMALL, Progress
+from .progress import AFTER_SMALL
 from .publishing import Publisher
-from .sender import Sender
+from .shared_parts import SharedParts
 from .submission_gate import SubmissionGate, cannot_go_on
 
 T = TypeVar("T")
@@ -73,13 +73,8 @@ class Lifecycle:
 
     def __init__(
         self,
-        rank: int,
-        progress: Progress,
-        matcher: Matcher,
+        parts: SharedParts,
         publisher: Publisher,
-        sender: Sender,
-        membership: Membership,
-        events: Events,
         prepare: Callable[[Operation], None],
         planned: Callable[[str, int, FailurePolicy], Plan],
         callbacks: Callbacks,
@@ -87,24 +82,24 @@ class Lifecycle:
     ) -> None:
         self.ready: deque[Operation] = deque()
         self.unbegun: deque[Operation] = deque()
-        self.gate = SubmissionGate(progress.notify)
+        self.gate = SubmissionGate(parts.progress.notify)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.callbacks = callbacks
         self.callers: set[int] = set()  # threads that have begun an operation, by get_ident()
-        self._rank = rank
-        self._progress = progress
-        self._lock = progress.lock
-        self._matcher = matcher
+        self._rank = parts.rank
+        self._progress = parts.progress
+        self._lock = parts.progress.lock
+        self._matcher = parts.matcher
         self._publisher = publisher
-        self._sender = sender
-        self._membership = membership
-        self._events = events
+        self._sender = parts.sender
+        self._membership = parts.membership
+        self._events = parts.events
         self._prepare = prepare
         self._planned = planned
         self._on_ended = on_ended
-        self._elsewhere = FutureWaiter(progress, self.fail, self._more_arrived)
-        self.departed_peers = DepartedPeerPolicy(rank, self.gate, sender, membership)
-        self.backend_stages = BackendStages(rank, self.gate, progress, matcher, sender, membership, self.go_on)
+        self._elsewhere = FutureWaiter(parts.progress, self.fail, self._more_arrived)
+        self.departed_peers = DepartedPeerPolicy(parts, self.gate)
+        self.backend_stages = BackendStages(parts, self.gate, self.go_on)
 
     # Begin
 

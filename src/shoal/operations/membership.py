@@ -1,9 +1,11 @@
-"""The members of the job. Each change has a new epoch, and no code assumes that rank 0 is a member."""
+"""The members of the job, as operations read them. Each change has a new epoch; rank 0 need not be a member.
+
+``fault_tolerance/membership_states.py`` makes the changes, by its table of states.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 NOT_YET = "it has not come yet"
@@ -19,16 +21,23 @@ UNEVEN = (
 
 @dataclass(frozen=True)
 class View:
-    """The membership as this agent knows it at one epoch."""
+    """The membership as this agent knows it at one epoch. Ranks are in ascending order."""
 
     epoch: int
     alive: tuple[int, ...]
-    left: tuple[int, ...]
+    """The members, also suspects and this agent itself."""
+    left: tuple[int, ...] = ()
     """The agents that have sent a shutdown message."""
-    died: dict[int, str]
+    died: dict[int, str] = field(default_factory=dict)
     """The agents lost without a shutdown message, each with the cause; also agents that have not joined yet."""
     out_of_reach: tuple[int, ...] = ()
     """The lost agents whose end is not certain: they may still run in another partition."""
+    needed: tuple[int, ...] = ()
+    """The agents of ``left`` that an operation still needs, which counts as a loss."""
+    is_joining: bool = False
+    """Whether this agent itself waits to be admitted, without other members."""
+    is_cut_off: bool = False
+    """Whether this agent itself must not report losses any more: others count it as lost, or it missed messages."""
 
     def others(self, rank: int) -> list[int]:
         """The members but this one."""
@@ -70,52 +79,10 @@ class Departure(NamedTuple):
 
 
 class Membership:
-    """One agent's knowledge of the membership. The engine changes it under its lock; any thread may read it."""
+    """One agent's knowledge of the membership. It changes under the engine's lock; any thread may read it."""
 
     def __init__(self, size: int) -> None:
-        self.view = View(0, tuple(range(size)), (), {})
-        self._watchers: list[Callable[[View], None]] = []
-
-    def watch(self, watcher: Callable[[View], None]) -> None:
-        """Call ``watcher`` with the new view after every change. It must be quick and must not communicate."""
-        self._watchers.append(watcher)
-
-    def remove(self, rank: int, cause: str, died: bool, out_of_reach: bool = False) -> bool:
-        """Remove an agent. An agent that is only ``out_of_reach`` may still run. False if it was removed already."""
-        old = self.view
-        if rank not in old.alive:
-            return False
-        alive = tuple(other for other in old.alive if other != rank)
-        if died:
-            beyond = (*old.out_of_reach, rank) if out_of_reach else old.out_of_reach
-            self._set(View(old.epoch + 1, alive, old.left, {**old.died, rank: cause}, beyond))
-        else:
-            self._set(View(old.epoch + 1, alive, (*old.left, rank), old.died, old.out_of_reach))
-        return True
-
-    def add(self, rank: int) -> None:
-        """Add an admitted agent, which replaces a lost one or joins for the first time."""
-        old = self.view
-        alive = tuple(sorted({*old.alive, rank}))
-        left = tuple(other for other in old.left if other != rank)
-        died = {other: cause for other, cause in old.died.items() if other != rank}
-        beyond = tuple(other for other in old.out_of_reach if other != rank)
-        self._set(View(old.epoch + 1, alive, left, died, beyond))
-
-    def begin_without(self, causes: dict[int, str]) -> None:
-        """Remove agents that are not members and certainly run nowhere else. ``causes`` has the reason for each."""
-        old = self.view
-        alive = tuple(rank for rank in old.alive if rank not in causes)
-        self._set(View(old.epoch + 1, alive, old.left, {**old.died, **causes}, old.out_of_reach))
-
-    def stand_alone(self, rank: int) -> None:
-        """Make this agent the only member, while it waits to rejoin."""
-        self._set(View(self.view.epoch + 1, (rank,), (), {}))
-
-    def _set(self, view: View) -> None:
-        self.view = view
-        for watcher in self._watchers:
-            watcher(view)
+        self.view = View(0, tuple(range(size)))
 
     def describe(self, rank: int) -> str:
         """The state of an agent, for an error message."""

@@ -34,6 +34,10 @@ class Publisher:
         self._devices = devices
         self.finite = False  # refuse tensors with NaN or infinity; one-sided operations, as on windows, are exempt
 
+    def require_finite(self, required: bool) -> None:
+        """Refuse tensors with NaN or infinity, if ``required``."""
+        self.finite = required
+
     def publish(
         self,
         operation: Operation,

@@ -48,7 +48,7 @@ def reduced_by_backend(
 ) -> Steps[torch.Tensor]:
     """The reduction of the tensors of a group, on each of it; as :func:`~.collective.reduced`."""
     shape, pool = tuple(tensor.shape), agent.engine.pool
-    spoiled = agent.engine.publisher.problem(operation, tensor)
+    spoiled = agent.engine.problem(operation, tensor)
     if spoiled is not None:
         raise spoiled
     result = Result(agent, out, tensor, shape)
@@ -96,7 +96,7 @@ def broadcast_by_backend(
     data = agent.engine.result_memory(shape, dtype)
     if agent.rank == root:
         assert tensor is not None
-        spoiled = agent.engine.publisher.problem(operation, tensor)
+        spoiled = agent.engine.problem(operation, tensor)
         if spoiled is not None:
             raise spoiled
         data.copy_(tensor.detach())

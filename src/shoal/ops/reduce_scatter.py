@@ -108,7 +108,7 @@ def share_of(
     agent: Agent, operation: Operation, own: torch.Tensor, how: str, group: Sequence[int], arrived: Arrived
 ) -> Steps[Published]:
     """The reduction of the received payloads and this agent's ``own``, in memory that others can read."""
-    share = agent.engine.publisher.room(operation, own.numel(), own.dtype)
+    share = agent.engine.reserve(operation, own.numel(), own.dtype)
     payloads = [payload(arrived, rank) for rank in group if rank != agent.rank]
     parts = places_by_machine(agent, group, own.dtype)
     yield from reduce(share.data, how, own, group.index(agent.rank), payloads, parts)
@@ -169,7 +169,7 @@ def reduced_by_machines(
     part = yield from reduce_scatter(agent, operation, share, shape, folded, alike, layout)
     if how == "average":
         real(part.data).div_(len(here) * len(alike))
-    whole = agent.engine.publisher.room(operation, share.data.numel(), share.data.dtype)
+    whole = agent.engine.reserve(operation, share.data.numel(), share.data.dtype)
     yield from allgather_shares(agent, operation, part, whole.data, alike)
     yield from allgather_shares(agent, operation, whole, out, here)
 

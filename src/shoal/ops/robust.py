@@ -171,7 +171,7 @@ def check_neighbours(agent: Agent, rule: Robust, neighbours: Sequence[int], *, w
     if not 0 < len(neighbours) < rule.neighbours_needed:
         return
     what, engine = too_few(rule, f"rank {agent.rank} has ranks {list(neighbours)}"), agent.engine
-    if whole or not engine.survives_losses or len(engine.view.alive) == agent.size:
+    if whole or not engine.survives_losses or len(engine.alive) == agent.size:
         raise ValueError(what)
     if (agent.rank, rule) not in _warned:
         _warned.add((agent.rank, rule))

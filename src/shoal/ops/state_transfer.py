@@ -16,7 +16,7 @@ from ..engine.discovery import submit_to_all
 from ..errors import NONSENSE, DeadlineExceeded, Mismatch, PeerLost, ShoalError
 from ..fault_tolerance.agreement import parsed_counts
 from ..fault_tolerance.rejoin import JoiningPeer
-from ..operations.collective_backend import CollectiveBackend
+from ..operations.backend_stages import CollectiveBackend
 from ..operations.operation import Exchange, FailurePolicy, Operation, Send, Steps
 from ..runtime.agent import Agent
 from . import safe_serialization
@@ -33,7 +33,7 @@ def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
 
     The admitted agents are full members when it returns.
     """
-    asking = torch.tensor([len(agent.engine.rejoin.asking())])
+    asking = torch.tensor([len(agent.engine.joining_peers())])
     asks = gather_by_rank(asking, Internal("entry: who asks"), timeout=timeout, by_links=True)
     if not any(int(count) for count in asks.values()):
         return ()
@@ -61,7 +61,7 @@ def _quiesce(agent: Agent, backend: CollectiveBackend, timeout: float | None) ->
         backend.quiesce(max(int(count) for count in counts.values()))
     seconds = engine.timeout if timeout is None else timeout
     limit = clock.monotonic() + seconds
-    while not engine.progress.drive_until(lambda: backend.is_quiescent or engine.ended is not None, limit):
+    while not engine.drive_until(lambda: backend.is_quiescent or engine.ended is not None, limit):
         deferred.checkpoint()
         if clock.monotonic() >= limit:
             others = [rank for rank in counts if rank != agent.rank]

@@ -25,7 +25,7 @@ from ..errors import ShoalError
 from ..transport.addresses import text_of
 from .launch import join_address
 from .rendezvous import CLAIMED, PREFIX, ROOM, client
-from .store import TcpStore
+from .store import StoreLocation, TcpStore
 
 JOIN_SECONDS = 20.0
 """Seconds that a job may take to answer."""
@@ -141,9 +141,8 @@ def _open(host: str, port: int, deadline: float) -> TcpStore:
     try:
         return TcpStore(
             partial(client, address, port, deadline),
+            StoreLocation(f"the store of the run at {where}"),
             prefix=PREFIX,
-            name=f"the store of the run at {where}",
-            server_ranks=(),
             deadline=deadline,
         )
     except (ShoalError, RuntimeError) as error:

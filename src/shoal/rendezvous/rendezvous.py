@@ -28,7 +28,7 @@ from ..errors import DeadlineExceeded, PeerLost
 from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
 from . import store_server
 from .launch import LOOPBACK, Launch, current, join_address
-from .store import Store, TcpStore, ThreadStore
+from .store import Store, StoreLocation, TcpStore, ThreadStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as NativeStore
@@ -70,8 +70,8 @@ def open_store(launch: Launch, deadline: float) -> Store:
     if launch.size == 1:
         return ThreadStore()
     if found is not None:
-        name = "the store of torch.distributed"
-        return TcpStore(lambda: found, prefix=prefix, name=name, server_ranks=(), deadline=deadline)
+        server = StoreLocation("the store of torch.distributed")
+        return TcpStore(lambda: found, server, prefix=prefix, deadline=deadline)
     if launch.host is None or launch.port is None:
         raise ValueError(f"{launch.size} agents, but no address to meet at: set SHOAL_RENDEZVOUS=host:port")
     host, port = launch.host, launch.port
@@ -80,7 +80,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
     def connect(address: str, server_ranks: tuple[int, ...]) -> TcpStore:
         # Connect to the address that answered: the host may have several, and torch's own search logs each failure.
         begin = partial(client, address, port, deadline)
-        return TcpStore(begin, prefix=prefix, name=name, server_ranks=server_ranks, deadline=deadline, address=address)
+        return TcpStore(begin, StoreLocation(name, server_ranks, address), prefix=prefix, deadline=deadline)
 
     if launch.store_is_served:
         return connect(_await_server(launch, deadline), ())
@@ -89,10 +89,10 @@ def open_store(launch: Launch, deadline: float) -> Store:
     listener = _listen_patiently(host, port, config.read().interface, deadline)
     if _clients_agree(deadline):
         begin = partial(client, *_reached_at(listener), deadline)
-        server: store_server.ThreadedServer | None = store_server.ThreadedServer(listener)
+        thread: store_server.ThreadedServer | None = store_server.ThreadedServer(listener)
     else:
-        begin, server = partial(_torchs_server, listener, deadline), None
-    store = TcpStore(begin, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline, server=server)
+        begin, thread = partial(_torchs_server, listener, deadline), None
+    store = TcpStore(begin, StoreLocation(name, (0,), thread=thread), prefix=prefix, deadline=deadline)
     try:
         store.set(_HOSTED, b"")
     except BaseException:  # such as Ctrl-C: no other code has the store to close it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -120,6 +121,23 @@ class ThreadStore:
         """Do nothing: other threads may still use the store."""
 
 
+@dataclass(frozen=True)
+class StoreLocation:
+    """The server of a store.
+
+    Attributes:
+        name: Its name in error messages.
+        ranks: The ranks of the agents that an error about it names.
+        address: The address that answered.
+        thread: The server, if this process hosts it.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = ()
+    address: str = ""
+    thread: ThreadedServer | None = None
+
+
 class TcpStore:
     """The store of agents that are processes: a store of ``torch.distributed``, with a prefix for Shoal's keys.
 
@@ -132,19 +150,16 @@ class TcpStore:
     def __init__(
         self,
         connect: Callable[[], NativeStore],
+        server: StoreLocation,
         *,
         prefix: str,
-        name: str,
-        server_ranks: tuple[int, ...],
         deadline: float,
-        address: str = "",
-        server: ThreadedServer | None = None,
     ) -> None:
-        self.address = address
-        self._server = server
+        self.address = server.address
+        self._server = server.thread
         self._prefix = prefix
-        self._name = name
-        self._server_ranks = server_ranks
+        self._name = name = server.name
+        self._server_ranks = server.ranks
         self._deadline = deadline
         self._native: NativeStore | None = None
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()

@@ -197,11 +197,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
     _check_room(mine, config, launch, on_loss)
     launch, of_launcher = _numbered(mine, config, launch, on_loss, deadline)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
-    engine.rejoin.extend_timeout(config.entry_timeout)
-    engine.publisher.finite, engine.compresses_locally = config.check_finite, config.compress_locally
-    engine.devices.wanted = config.device_memory
-    engine.watchdog.drop_after, engine.stalls.after = config.drop_after, config.stall_seconds
-    engine.router.certificates = certificates
+    engine.configure(config, certificates)
     if on_loss == CONTINUE:
         engine.survive_losses(config.on_partition == STOP)
     _taken[id(mine)] = mine
@@ -210,7 +206,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
         alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": config.on_partition}
         alike |= {"SHOAL_TRANSPORT=process-group": wanted is not None, **(wanted.alike if wanted is not None else {})}
         alike |= {"WORLD_SIZE": launch.size, BEGIN_WITH: launch.begins}
-        published = {"place": asdict(engine.router.place), "alike": alike, **of_launcher}
+        published = {"place": asdict(engine.place), "alike": alike, **of_launcher}
         try:
             if launch.joins:
                 raise AlreadyMet
@@ -222,11 +218,11 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
                 endpoint = _listen(engine, config, launch, forced, with_absent(found, launch.size))
                 met = introduce(meeting, launch, found, endpoint, config.secret)
                 meeting.end()
-                engine.router.meet(met.endpoints, met.key, met.is_private)
+                engine.meet(met.endpoints, met.key, met.is_private)
                 if wanted is not None:
                     attach_backend(engine, wanted)
                 if mine is not process_context():  # all earlier threads belong to others in a fleet
-                    engine.deadlocks.bystanders.update(threading.enumerate())
+                    engine.expect_no_calls_of(threading.enumerate())
                 engine.start()
                 agent = Agent(engine, _machines(met.places, per_machine, launch), launch, config)
                 _await_links(agent, deadline)
@@ -269,7 +265,7 @@ def _listen(engine: Engine, config: Config, launch: Launch, forced: str, found: 
     reached = [one["reached"] for one in found]
     places = [PeerId(**one["place"]) for one in found]
     ports = parse_ports("SHOAL_PORTS", config.ports)
-    return engine.router.listen(places, forced, config.interface, launch.host or "", reached, ports)
+    return engine.listen(places, forced, config.interface, launch.host or "", reached, ports)
 
 
 def _rejoin(
@@ -290,13 +286,13 @@ def _rejoin(
         endpoint = _listen(engine, config, launch, forced, met.published)
         met.reached_from[launch.rank] = {"endpoint": asdict(endpoint)}
         _check_reachable(engine, launch, met)
-        engine.router.meet(met.endpoints, met.key, met.is_private)
+        engine.meet(met.endpoints, met.key, met.is_private)
         add_to_directory(store, launch, met, config.secret)
     if wanted is not None:
         attach_backend(engine, wanted)
     engine.start()
     with engine.lock:
-        engine.rejoin.begin_waiting()
+        engine.begin_waiting()
     log.warning("rank %d comes later: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
     return Agent(engine, _machines(met.places, per_machine, launch), launch, config)
 
@@ -366,7 +362,7 @@ def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None
     far = [rank for rank in known if engine.transport_to(rank) == "network" and not met.endpoints[rank].port]
     if far:
         raise ValueError(
-            f"shoal.init(): rank {launch.rank} on {engine.router.place.host} cannot reach ranks {far} on "
+            f"shoal.init(): rank {launch.rank} on {engine.host} cannot reach ranks {far} on "
             f"{met.places[far[0]].host}, which listen for agents of their own machine and user only, since they met at "
             f"{join_address(launch.host, launch.port)}. Start the run at a --rendezvous that other machines reach, or "
             "with SHOAL_INTERFACE"

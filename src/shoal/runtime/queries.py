@@ -66,8 +66,7 @@ def alive() -> tuple[int, ...]:
     round. Otherwise they are the members as this agent knows them. Ranks and :func:`size` keep their values during a
     job.
     """
-    engine = current("alive()").engine
-    return engine.agreement.alive if engine.survives_losses else engine.view.alive
+    return current("alive()").engine.agreed_members
 
 
 def is_entering() -> bool:
@@ -96,7 +95,7 @@ def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callab
     engine = current("on_membership_change()").engine
     if not engine.survives_losses:
         raise ValueError('on_membership_change(): a loss ends this run; shoal.init(on_loss="continue") lets it go on')
-    engine.agreement.listeners.append(bind(listener))
+    engine.on_membership_change(bind(listener))
     return listener
 
 
@@ -120,7 +119,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
     if agent is None:
         log.error("set_topology() before shoal.init() does nothing")
         return False
-    held = [what for service in agent.engine.services.all() for what in service.holds_topology()]
+    held = agent.engine.holds_topology()
     if held:
         log.error(
             "set_topology() does nothing while there are windows, whose neighbours are fixed: %s", ", ".join(held)
@@ -216,4 +215,4 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> to
     dimensions = tuple(as_int(one, "empty(): a dimension") for one in given)
     if min(dimensions, default=0) < 0:
         raise ValueError(f"empty(): shape {list(dimensions)} has a negative dimension")
-    return current("empty()").engine.arena.empty(dimensions, dtype)
+    return current("empty()").engine.shared_memory(dimensions, dtype)

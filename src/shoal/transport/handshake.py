@@ -4,7 +4,8 @@ The accepting side sends a fresh nonce; the connecting side proves that it knows
 the accepting side proves the same. A recording of one handshake opens no other connection. Both then share two keys
 that no other agent and no other connection has, one for each direction. The keys authenticate later messages
 (``message_auth.py``); they do not encrypt them. If a connection replaces a cut one, the accepting side also sends the
-number of units that had arrived (``retransmit.py``). A probe is answered with a number, and ends (``peer_probe.py``).
+number of units that had arrived (``retransmit.py``).
+A probe is answered with a number, and ends (``fault_tolerance/partition.py``).
 
 A *reversed* connection carries messages from the accepting agent to the connecting one (``reverse_connections.py``).
 Its keys have labels of their own, so that no message of a connection of one kind is valid on the other kind.

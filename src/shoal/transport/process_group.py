@@ -20,6 +20,7 @@ import datetime
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -88,42 +89,53 @@ def available() -> list[str]:
     return [backend for backend in BACKENDS if has[backend]()]
 
 
+@dataclass(frozen=True)
+class GroupBackend:
+    """A backend of ``torch.distributed``.
+
+    Attributes:
+        name: One of :data:`BACKENDS`.
+        address: The address of Gloo's listener.
+        given: A group of the script's own, and its ranks, used for transfers of these members.
+    """
+
+    name: str
+    address: str
+    given: tuple[Ranks, Group] | None = None
+
+
 class ProcessGroups:
     """The process groups of one agent, and the thread that uses them.
 
     Args:
         rank: The rank of this agent.
-        backend: One of :data:`BACKENDS`.
-        address: The address of Gloo's listener.
+        how: The backend of ``torch.distributed``.
         store: Makes the store by which the members of a group find each other.
         give_up: Ends the waits for other members.
         finished: Called by the thread with the ended transfers.
         failed: Called with the error that ended all transfers.
-        given: A group of the script's own, and its ranks, used for transfers of these members.
     """
 
     def __init__(
         self,
         rank: int,
-        backend: str,
-        address: str,
+        how: GroupBackend,
         store: Callable[[Ranks], Store],
         give_up: Callable[[], None],
         finished: Callable[[list[CollectivePlan]], None],
         failed: Callable[[ProcessGroups, BaseException], None],
-        given: tuple[Ranks, Group] | None = None,
     ) -> None:
         self._rank = rank
-        self._backend = backend
-        self._address = address
+        self._backend = how.name
+        self._address = how.address
         self._store = store
         self._give_up = give_up
         self._finished = finished
         self._failed = failed
-        self._given = given
+        self._given = how.given
         self._groups: dict[Ranks, tuple[Group, Store]] = {}
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"shoal-{rank}-{backend}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"shoal-{rank}-{how.name}", daemon=True)
         self._stopped = False
         self._lock = threading.Lock()
         self._thread.start()  # now: once memory has run out, Python waits for ever for a thread to begin

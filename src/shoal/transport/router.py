@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import clock
-from . import network_link, shared_memory, status_socket, tcp, unix_sockets
+from . import addresses, network_link, shared_memory, status_socket, tcp
 from .acceptor import Acceptor
 from .addresses import beside, is_loopback
 from .handshake import MESSAGES, QUESTION, Accepting, Connecting
@@ -81,8 +81,12 @@ class Router:
         """Set the receiver of all messages; called before any can arrive."""
         self._receiver = receiver
 
+    def encrypt_with(self, certificates: Certificates | None) -> None:
+        """Encrypt connections between machines. Call it before the start."""
+        self.certificates = certificates
+
     def answer_by(self, answer: Callable[[int, int], int]) -> None:
-        """Set the answer to a peer that only probes, by its rank and incarnation; see :mod:`~.peer_probe`."""
+        """Set the answer to a peer that only probes, by its rank and incarnation."""
         self._answer = answer
 
     def ask_others_by(self, ask: Callable[[int], None]) -> None:
@@ -219,10 +223,10 @@ class Router:
         """Connect to an agent of this machine; if permitted, by its private listener, which others cannot flood."""
         if endpoint.listener >= 0 and (place.rank in self._processes or place.process == self.place.process):
             try:
-                return unix_sockets.connect(f"/proc/{place.pid}/fd/{endpoint.listener}")
+                return addresses.connect(f"/proc/{place.pid}/fd/{endpoint.listener}")
             except PermissionError:
                 pass
-        return unix_sockets.connect("\0" + endpoint.unix)
+        return addresses.connect("\0" + endpoint.unix)
 
     def _cut(self, link: Outgoing, cause: str, at_once: bool) -> None:
         """A link was cut, for example by a peer without a free slot at start-up: retry until an operation's deadline.

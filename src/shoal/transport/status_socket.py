@@ -6,7 +6,7 @@ each side the user of the other. In place of the proof of the secret it sends on
 that process's agents, in JSON, and then the connection ends. No other request is possible.
 
 A status query counts as an unauthenticated connection, with the same limits of number and time
-(``unauthenticated.py``), and the answer is computed only now and then: a flood of queries costs as much as a flood of
+(``acceptor.py``), and the answer is computed only now and then: a flood of queries costs as much as a flood of
 connections. An agent has such a socket for the other agents of its machine anyway. If there are none, one agent of a
 process opens it for all agents of that process; when that one leaves, another does.
 """

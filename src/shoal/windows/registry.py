@@ -1,4 +1,7 @@
-"""All windows of one agent: creating them, freeing them, and lookup by name for its neighbours."""
+"""All windows of one agent: creating them, freeing them, and lookup by name for its neighbours.
+
+``Worker`` is the thread that runs an agent's nonblocking window calls one after the other.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import networkx as nx
 import torch
 
 from .. import clock
-from .._signals import deferred
+from .._signals import SLICE, deferred
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
 from ..operations.operation import Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, bind
@@ -22,7 +26,6 @@ from .locks import ByteLocks
 from .requests import AGAIN, Requests
 from .window_memory import WindowLayout, WindowMemory
 from .window_part import PREFIX, WindowPart, channel_of, name_of
-from .worker import Worker
 
 T = TypeVar("T")
 _STOP_SECONDS = 5.0
@@ -116,15 +119,15 @@ class Windows:
         if name in self._windows:
             return False
         static = self.agent.topology.without(self.engine.plan(f"~plan {PREFIX} {name}").gone)  # the same on all
-        found = self.engine.arena.find(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
+        found = self.engine.find_shared(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
         layout = WindowLayout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
-        segment = Segment(self.engine.arena.next_ident(), layout.nbytes)
+        segment = Segment(self.engine.next_region(), layout.nbytes)
         value = tensor.detach().reshape(-1).cpu()
         memory = WindowMemory(layout, segment.data, ByteLocks(segment.fd), None if found is None else value)
         memory.begin(None if zero_init else value)
         if found is None:
             memory.own.copy_(value)
-        window = WindowPart(self, self.engine, name, tensor, memory, found is not None, static.mixing)
+        window = WindowPart(self, name, tensor, memory, found is not None, static.mixing)
         peers = sorted({*window.sources, *window.destinations})
         regions = [(segment.ident, segment.fd, True)]
         own = (segment.ident, layout.slot(len(layout.sources), 0))
@@ -135,13 +138,13 @@ class Windows:
 
         def steps(operation: Operation) -> Steps[bool]:
             window.number = operation.round
-            _here[(self.engine.router.inbox.address, name, window.number)] = memory
+            _here[(self.engine.inbox_address, name, window.number)] = memory
             with self.engine.lock:
                 self._windows[name] = window
                 self._segments[name] = segment
                 for rank in peers:
                     for ident, fd, lockable in regions:
-                        self.engine.sender.share(rank, ident, fd, lockable)
+                        self.engine.share_region(rank, ident, fd, lockable)
             published = self.engine.publish(operation, torch.tensor(header))
             sends = [Send(rank, published, 0, len(header), (len(header),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
@@ -196,7 +199,7 @@ class Windows:
             for one in self.names if name is None else [name]:
                 window, segment = self._windows.pop(one), self._segments.pop(one)
                 window.close(self.cause)
-                self.engine.arena.retired.append(segment.ident)
+                self.engine.retire_region(segment.ident)
                 segment.close()
                 self._requests.forget_window(window, channel_of(one))
             self.engine.wake()  # the driving thread has refusals to send
@@ -253,7 +256,7 @@ class Windows:
         since = clock.monotonic()
         self._waiting[me] = _CallWait(ranks, call, since)
         if call:
-            self.engine.stalls.begins_to_wait(since)
+            self.engine.begins_to_wait(since)
         try:
             yield
         finally:
@@ -298,7 +301,7 @@ class Windows:
         for window in self._windows.values():
             window.lose(rank)
         cause = self.cause if because is None else because
-        if rank in self.engine.view.left and cause is not None:
+        if self.engine.has_left(rank) and cause is not None:
             self._because[rank] = cause
 
     def check(self, now: float) -> float:
@@ -322,7 +325,7 @@ class Windows:
         if self._worker is not None and not ended:
             gone = NotInitialized("this agent has shut down while a call of its on a window was under way")
             with self.engine.lock:
-                for operation in self.engine.matcher.in_flight():
+                for operation in self.engine.in_flight():
                     if operation.one_sided:
                         self.engine.fail(operation, gone)
             self._worker.end(clock.monotonic() + _STOP_SECONDS)
@@ -331,8 +334,42 @@ class Windows:
 def windows_of(agent: Agent) -> Windows:
     """An agent's windows; it has none before the first call."""
     with deferred, agent.engine.lock:
-        found = agent.engine.services.get(PREFIX)
+        found = agent.engine.service(PREFIX)
         if not isinstance(found, Windows):
             found = Windows(agent)
             agent.engine.add_service(PREFIX, found)
         return found
+
+
+class Worker:
+    """A thread for window calls. It is a daemon, because the interpreter joins all other threads at exit, before the
+    agent could leave.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def ident(self) -> int:
+        """The identifier of its thread."""
+        return self._thread.ident or 0
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run a call, which must not raise, after all before it."""
+        self._calls.put(call)
+
+    def end(self, deadline: float) -> bool:
+        """Take no more calls, and wait for the submitted ones; False if they have not ended by the deadline, or if a
+        signal has arrived.
+        """
+        self._calls.put(None)
+        while self._thread.is_alive() and clock.monotonic() < deadline and not deferred.pending:
+            self._thread.join(min(SLICE, max(0.0, deadline - clock.monotonic())))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # it holds a window

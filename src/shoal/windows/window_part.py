@@ -45,6 +45,10 @@ class WindowOwner(Protocol):
     """The interface to an agent's windows that one window needs."""
 
     @property
+    def engine(self) -> Engine:
+        """The engine of the agent."""
+
+    @property
     def with_p(self) -> bool:
         """Calls carry the associated weight."""
 
@@ -85,7 +89,6 @@ class WindowPart:
     def __init__(
         self,
         owner: WindowOwner,
-        engine: Engine,
         name: str,
         tensor: torch.Tensor,
         memory: WindowMemory,
@@ -102,7 +105,7 @@ class WindowPart:
         self.direct: dict[int, WindowMemory] = {}
         self.seen: dict[int, SlotState] = {}
         self._owner = owner
-        self._engine = engine
+        self._engine = owner.engine
         self._turn = threading.RLock()
         self._gates: dict[int, threading.Lock] = defaultdict(threading.Lock)  # to mutexes on other machines
         self._held: dict[int, _HeldLock] = {}
@@ -368,7 +371,7 @@ class WindowPart:
 
     def _give_up_far(self, rank: int) -> None:
         try:
-            if rank in self._engine.view.alive and self._engine.reason_against(one_sided=True) is None:
+            if rank in self._engine.alive and self._engine.reason_against(one_sided=True) is None:
                 self._ask(UNLOCK, {rank: 1.0}, None, None, clock.monotonic() + self._engine.timeout)
         finally:
             self._gates[rank].release()
@@ -437,11 +440,11 @@ class WindowPart:
             raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
         if self._closed and op != UNLOCK:
             raise self._freed_by(op, engine.rank)
-        if rank in self._gone and rank in engine.view.alive:
+        if rank in self._gone and rank in engine.alive:
             what = f"needs rank {rank}, which was lost and has come back without it: free it, and create another"
             raise self._lost(op, what, rank)
-        if rank != engine.rank and rank not in engine.view.alive:
-            what = f"needs rank {rank}, which is gone: {engine.membership.describe(rank)}"
+        if rank != engine.rank and rank not in engine.alive:
+            what = f"needs rank {rank}, which is gone: {engine.describe_member(rank)}"
             cause = self._cause_of(rank, rank)
             raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
 
@@ -456,9 +459,9 @@ class WindowPart:
 
     def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
         engine = self._engine
-        died = engine.view.died
-        if cause in died and died[cause] not in what:
-            what += f" ({died[cause]})"
+        reason = "" if cause is None else engine.reason_of_loss(cause)
+        if reason and reason not in what:
+            what += f" ({reason})"
         ranks = () if cause is None else (cause,)
         lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
         self._owner.missed(lost)

@@ -17,7 +17,7 @@ import torch
 
 import shoal
 from shoal.observability import status_publisher
-from shoal.observability.watch.status_listener import StatusListener
+from shoal.observability.watch.live import StatusListener
 from shoal.runtime.agent import current
 from shoal.transport.listeners import listen_privately
 from support.leftovers import nothing_is_left

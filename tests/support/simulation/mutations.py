@@ -43,7 +43,7 @@ MUTATIONS = (
     ("engine", RECOVERY, "    stage.missing.difference_update(gone)\n", ""),
     ("rejoin", REJOIN, "        self._matcher.begin_at(begun)\n", ""),
     ("rejoin", REJOIN, "            self._failures.forget(rank)\n", ""),
-    ("rejoin", AGREEMENT, "        self._missed.difference_update(ranks)\n", ""),
+    ("rejoin", AGREEMENT, "set(self._membership.view.needed)", "{*self._membership.view.left}"),
     ("rejoin", AGREEMENT, "if late else self.now", "if False else self.now"),
     ("rejoin", "ops/state_transfer.py", "begun[name] = max(count, begun.get(name, 0))", "begun[name] = count"),
     (
@@ -136,7 +136,7 @@ def main() -> None:
         command = [sys.executable, "-m", "support.simulation.mutations", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
     import torch
-    import torch._dynamo  # noqa: F401 - which torch's optimizers import, in a second
+    import torch._dynamo
 
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="python -m support.simulation.mutations")

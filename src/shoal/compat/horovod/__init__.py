@@ -24,6 +24,8 @@ from .agents import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+    start_timeline,
+    stop_timeline,
 )
 from .async_ops import (
     allgather_async,
@@ -59,7 +61,6 @@ from .optimizers import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .reduce_options import Adasum, Average, Compression, HorovodInternalError, Max, Min, Product, ReduceOp, Sum
 from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .timelines import start_timeline, stop_timeline
 from .uneven_inputs import join
 
 __all__ = [

@@ -1,11 +1,16 @@
-"""The present agents and their backend, under Horovod's names."""
+"""The present agents and their backend, under Horovod's names.
+
+``start_timeline`` and ``stop_timeline`` write a trace of each agent.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
+from ...observability import timeline
 from ...runtime import bootstrap
 from ...runtime.agent import current
 from .process_sets import ProcessSet, add_process_set
@@ -93,3 +98,24 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """False: no part of Shoal is built for ROCm."""
     return False
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Start to write this agent's trace to a file: rank 0 to ``file_path``, rank r to ``name.rank<r>.json`` beside it.
+
+    Args:
+        file_path: ``name.json``; the folder must exist.
+        mark_cycles: Ignored: there are no cycles.
+
+    Raises:
+        ValueError: A trace is being written already.
+    """
+    agent, path = current("start_timeline"), Path(file_path)
+    if agent.rank:
+        path = path.with_name(f"{path.stem}.rank{agent.rank}{path.suffix}")
+    timeline.start(agent, path)
+
+
+def stop_timeline() -> None:
+    """End the trace; the file is complete then."""
+    timeline.stop(current("stop_timeline"))

@@ -17,6 +17,8 @@ from .agents import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+    start_timeline,
+    stop_timeline,
 )
 from .async_ops import (
     allgather_async,
@@ -49,7 +51,6 @@ from .differentiable import (
 )
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .reduce_options import Adasum, Average, HorovodInternalError, Max, Min, Product, Sum
-from .timelines import start_timeline, stop_timeline
 from .uneven_inputs import join
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 
 from ...optim.optimizer import DecentralizedOptimizer
 from ...topology._validate import check_size
-from .gradient_averaging import Gradients
+from .gradient_averaging import AveragingOptions, Gradients
 from .process_sets import ProcessSet, global_process_set
 from .reduce_options import Average, Compression, ReduceOp, ScaledReduction, Sum, parse_reduction
 
@@ -112,15 +112,10 @@ def DistributedOptimizer(
         raise ValueError(f"{called}: num_groups={num_groups!r} and groups say the same; leave num_groups out")
     if isinstance(groups, int) or num_groups:
         groups = _count(called, num_groups or groups)
-    gradients = Gradients(
-        optimizer,
-        _named(called, optimizer, named_parameters),
-        compression,
-        check_size(backward_passes_per_step, "backward_passes_per_step"),
-        how,
-        groups,
-        process_set,
-    )
+    passes = check_size(backward_passes_per_step, "backward_passes_per_step")
+    named = _named(called, optimizer, named_parameters)
+    options = AveragingOptions(compression, passes, how, groups)
+    gradients = Gradients(optimizer, named, options, process_set)
     own: Any = type(optimizer)
     optimizer.__class__ = type(own.__name__, (Distributed, own), {"__doc__": own.__doc__, "__module__": own.__module__})
     vars(optimizer)[_GRADIENTS] = gradients

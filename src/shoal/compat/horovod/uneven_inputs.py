@@ -107,7 +107,7 @@ class JoinCoordinator(MinimalService):
                     engine.wake()
 
     def _is_in_flight(self, call: AnnouncedCall) -> bool:
-        return self._engine.matcher.active(call.channel, call.round) is not None
+        return self._engine.active_operation(call.channel, call.round) is not None
 
     def _tell(self, rank: int, call: AnnouncedCall) -> None:
         self._announced[rank] = self._announced.get(rank, 0) + 1
@@ -158,7 +158,7 @@ class JoinCoordinator(MinimalService):
     def _missing(self) -> list[int]:
         """The ranks that have not joined, or whose announced calls have not all arrived."""
         engine, found = self._engine, []
-        for rank in engine.view.alive:
+        for rank in engine.alive:
             state = self._joined.get(rank, JoinState(0, 0, 0))
             ready = (
                 state.joined >= self._own
@@ -176,11 +176,11 @@ class JoinCoordinator(MinimalService):
         with deferred, engine.lock:
             self._own += 1
             self._received.clear()
-            for rank in engine.view.alive:
+            for rank in engine.alive:
                 if rank != engine.rank:
                     self._tell_state(rank)
             engine.wake()
-        engine.stalls.begins_to_wait(self._since)
+        engine.begins_to_wait(self._since)
         own_calls = self._calls
         self._follow()
         mine = torch.tensor([own_calls, joined_at], dtype=torch.float64)

@@ -1,4 +1,8 @@
-"""The collectives for Lightning and torchmetrics, through Shoal."""
+"""The collectives for Lightning and torchmetrics, through Shoal.
+
+The metrics of torchmetrics query torch.distributed, which reports a single process; ``synchronise`` makes them use
+these collectives.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 from ...ops.arguments import Internal
 from ...ops.collective import allreduce, gather_by_rank
@@ -88,3 +94,26 @@ def _value_of(group: Any) -> Group | None:
     everybody = group is None or group is torch.distributed.group.WORLD
     found: Group | None = None if everybody else group
     return found
+
+
+def several() -> bool:
+    """Reports several processes to a metric before it synchronises."""
+    return True
+
+
+def synchronise(module: torch.nn.Module) -> None:
+    """Make the metrics of a module compute over all agents, unless they have a synchronisation of their own."""
+    for one in module.modules():
+        if isinstance(one, Metric) and one.dist_sync_fn is None:
+            one.dist_sync_fn = gather_all
+            if one.distributed_available_fn is jit_distributed_available:
+                one.distributed_available_fn = several
+
+
+def release(module: torch.nn.Module) -> None:
+    """Make them ask torch.distributed again."""
+    for one in module.modules():
+        if isinstance(one, Metric) and one.dist_sync_fn is gather_all:
+            one.dist_sync_fn = None
+            if one.distributed_available_fn is several:
+                one.distributed_available_fn = jit_distributed_available

@@ -21,12 +21,10 @@ from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, machine_size
 from ..random_state import RandomState
 from ..requirements import check_agent
-from . import checkpoints, collectives, metrics, validation
-from .base_strategy import BaseStrategy
-from .callbacks import SameNumbers
+from . import checkpoints, collectives, validation
+from .base_strategy import BaseStrategy, ShoalEnvironment
+from .callbacks import MeanModel, SameNumbers
 from .decentralized_optimizers import Wrapper, evaluate_first, one_peer_at_a_time
-from .environment import ShoalEnvironment
-from .mean import MeanModel
 
 T = TypeVar("T")
 
@@ -122,7 +120,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     def setup(self, trainer: Any) -> None:
         if self.world_size > 1:
-            metrics.synchronise(self.lightning_module)
+            collectives.synchronise(self.lightning_module)
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -161,7 +159,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         """Give the model and its metrics back. The agent stays one until its process ends, or ``shoal.shutdown()``."""
         self._put_back()
         if self.lightning_module is not None:
-            metrics.release(self.lightning_module)
+            collectives.release(self.lightning_module)
         decentralized, self._decentralized = self._decentralized, []
         interrupted = self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
         for one in decentralized:

@@ -10,13 +10,12 @@ from statistics import fmean
 from typing import Any
 
 from ...operations.edge_counters import NEIGHBOURS
-from .. import clocks, membership_log, message_matching, traces
+from .. import clocks, membership_log, traces
 from ..membership_log import CAME, LEFT, MembershipEvent
 from ..traces import Trace
-from .edge_rates import window
 from .run_state import ABSENT, COMPUTING, LOST, REJOINING, STARTING, WAITING, loss_of
 from .run_state import LEFT as HAS_LEFT
-from .series import BYTES, STEP_TIME, History
+from .series import BYTES, STEP_TIME, History, window
 
 MOMENTS = 120
 """At most; fewer where there are many agents."""
@@ -42,7 +41,7 @@ def read(folder: Path) -> dict[str, Any]:
     if not of_traces:
         return _LogReplay(entries).as_json()
     found = traces.read(folder).traces
-    known = clocks.align(found, message_matching.match(found))
+    known = clocks.align(found, traces.match(found))
     laid = [clocks.on_one_clock(one, clock) for one, clock in zip(found, known, strict=True)]
     return _TraceReplay(laid, entries).as_json()
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from .edge_rates import EdgeRates
-from .series import BYTES, STEP_TIME, History
+from .series import BYTES, STEP_TIME, EdgeRates, History
 from .status_message import NONSENSE, Number, StatusMessage
 
 SILENT_SECONDS = 2.0
@@ -23,7 +22,6 @@ MOST_EDGES = 2048
 STARTING, COMPUTING, WAITING, STOPPED, SILENT = "starting", "computing", "waiting", "stopped", "silent"
 LOST, LEFT, FAILED, FINISHED, ABSENT = "lost", "left", "failed", "finished", "not there"
 REJOINING = "rejoining"
-GONE = (LOST, FAILED, FINISHED, ABSENT)
 _PROCESS_STOPPED = ("T", "t")
 
 

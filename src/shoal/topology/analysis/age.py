@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from .._edges import Ranks
 from .._neighbours import Neighbours
 from ..schedule import AnyTopology
-from .reach import is_connected, spread, unpack
-from .span import SAMPLED_ROUNDS, Span
+from .span import SAMPLED_ROUNDS, Span, is_connected, spread, unpack
 from .symmetry import Invariance, find_invariance
 
 WORK = 300_000_000

@@ -24,8 +24,7 @@ from numpy.typing import ArrayLike
 from ..families.ceca import Ceca, CecaPairs
 from ..schedule import AnyTopology
 from ..weights import TOLERANCE
-from .reach import is_connected
-from .span import DENSE_LIMIT, SAMPLED_ROUNDS, Span, Vector
+from .span import DENSE_LIMIT, SAMPLED_ROUNDS, Span, Vector, is_connected
 from .spectrum import Estimate, fourier_error, gap_of
 from .symmetry import Invariance, find_invariance
 

@@ -19,8 +19,7 @@ from . import cost
 from .age import Age, age_of
 from .consensus import Rounds, check_error, default_start, length_of, rounds_of
 from .cost import Traffic
-from .reach import is_connected
-from .span import RoundMap, Span, Vector
+from .span import RoundMap, Span, Vector, is_connected
 from .spectrum import Estimate, gap_of, smallest_of
 from .symmetry import find_invariance
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 import shoal
+from shoal.fault_tolerance.partition import PeerProbe
 from shoal.runtime.agent import current
 from shoal.transport.handshake import HELLO_SIZE, SHUT_OUT, WELCOME_SIZE, Connecting
-from shoal.transport.peer_probe import PeerProbe
 from support.leftovers import nothing_is_left, wait_until
 from support.unauthenticated_peers import door, is_closed
 
