@@ -282,6 +282,8 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{number:3} {one}" for number, one in draw.items()))
         return 0
+    # Before the copy is made: files may come and go here while it is tested.
+    tests = {number: given.tests or tests_of(draw[number].path, given.anywhere) for number in given.pick or draw}
     found: dict[int, tuple[str, str]] = {}
     for one in (signal.SIGINT, signal.SIGTERM):  # it ends with a table of what it has found
         signal.signal(one, signal.default_int_handler)
@@ -291,17 +293,17 @@ def main() -> int:
             copy(name, Path(folder, name))
         runner = Runner(Path(folder), given.seconds, ["-k", given.k] if given.k else [])
         with contextlib.suppress(KeyboardInterrupt):
-            for number in given.pick or draw:
-                began, tests = time.monotonic(), given.tests or tests_of(draw[number].path, given.anywhere)
-                found[number] = runner.outcome(draw[number], tests)
+            for number in tests:
+                began = time.monotonic()
+                found[number] = runner.outcome(draw[number], tests[number])
                 print(f"{number:3} {found[number][0]} in {time.monotonic() - began:.0f} s", flush=True)
         killers = {test for what, test in found.values() if what == "killed"}
         files = {test for test in killers if "::" not in test}  # that could not be imported
         broken = [
             test
-            for tests, options in ((killers - files, ()), (files, ("--collect-only",)))
-            if tests
-            for test in runner.run(sorted(tests), *options)[1]
+            for some, options in ((killers - files, ()), (files, ("--collect-only",)))
+            if some
+            for test in runner.run(sorted(some), *options)[1]
         ]
     counts: Counter[str] = Counter()
     print("Number  Outcome   Mutation, and the test that failed")

@@ -1,0 +1,60 @@
+"""A call that fails before a backend has moved its tensors: the agents that wait for them are told, and only these."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.errors import PeerLost
+from shoal.operations.backend_stages import BackendStages
+from shoal.operations.matching import Matcher
+from shoal.operations.membership import Membership
+from shoal.operations.operation import BackendRequest, Exchange, Send, Stage
+from shoal.transport.wire import Kind, Message
+
+
+def told(
+    among: tuple[int, ...] | None,
+    error: Exception | None = None,
+    *,
+    withdraws: bool = True,
+    to_move: bool = True,
+    ended: Exception | None = None,
+) -> list[int]:
+    """The ranks to which rank 0 of 5 denies a stage that it leaves with an error.
+
+    It sends to rank 1, waits for rank 2, and has a message of rank 3.
+    """
+    denied: list[int] = []
+    matcher = Matcher()
+    gate: Any = SimpleNamespace(ended=ended)
+    sender: Any = SimpleNamespace(deny=lambda rank, *_: denied.append(rank))
+    unused: Any = SimpleNamespace()
+    stages = BackendStages(0, gate, unused, matcher, sender, Membership(5), unused)
+    backend: Any = SimpleNamespace(withdraw=lambda *_: withdraws)
+    stages.carry_with(backend)
+    operation = matcher.begin("average", "x", 1.0, True)
+    operation.error = error
+    published: Any = None
+    exchange = Exchange([Send(1, published, 0, 0, ())], [2, 3], carried=BackendRequest(among))
+    stage = Stage(0, exchange, {2}, {3: Message(Kind.DATA, "average", "x")}, to_move=to_move)
+    stages.leave(operation, stage)
+    return denied
+
+
+@pytest.mark.parametrize(("among", "ranks"), [((), [1, 2, 3, 4]), ((0, 2, 4), [2, 4]), (None, [1, 2, 3])])
+def test_a_failed_call_is_denied_to_its_other_members(among: tuple[int, ...] | None, ranks: list[int]) -> None:
+    assert told(among, ValueError("spoiled")) == ranks
+
+
+def test_nobody_is_told_of_a_call_that_went_well_or_whose_tensors_are_moved_all_the_same() -> None:
+    assert told(()) == []
+    assert told((), ValueError("spoiled"), withdraws=False) == []
+    assert told((), ValueError("spoiled"), to_move=False) == []
+
+
+def test_a_loss_and_a_shutdown_are_told_of_by_other_messages() -> None:
+    assert told((), PeerLost("rank 1 was lost", (1,))) == []
+    assert told((), ValueError("spoiled"), ended=PeerLost("rank 1 was lost", (1,))) == []
