@@ -156,7 +156,7 @@ inline Least kth_largest(const float* x, size_t n, size_t k, int32_t* room) {
 // Places of the k numbers of largest magnitude, ascending; of equals the first.
 inline void largest(const float* x, size_t n, size_t k, int32_t* room, int64_t* places) {
   Least least = kth_largest(x, n, k, room);
-  const int64_t* const end = places + k;
+  [[maybe_unused]] const int64_t* const end = places + k;
   for_each_eight(x, n, [&](size_t first, Eight bits, unsigned count) {
     const Eight sizes = magnitudes(bits);
     unsigned wanted = bits_of(sizes >= least.size) & ((1u << count) - 1);
@@ -166,7 +166,7 @@ inline void largest(const float* x, size_t n, size_t k, int32_t* room, int64_t* 
       wanted &= ~equal;
     }
 #if defined(__x86_64__)
-    if (places + 8 <= end) {
+    if (places + 8 <= end) {  // what is written beyond those wanted is overwritten by the next
       const __m128i order = _mm_cvtsi64_si128(int64_t(SET_BITS[wanted]));
       const __m256i from = _mm256_set1_epi64x(int64_t(first));
       const __m256i low = _mm256_add_epi64(from, _mm256_cvtepu8_epi64(order));
