@@ -25,6 +25,7 @@ from shoal.operations.membership import Membership
 from shoal.operations.operation import needed_by
 from shoal.operations.shared_parts import SharedParts
 from shoal.runtime.agent import current
+from shoal.transport.wire import Kind, Message
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.leftovers import nothing_is_left, wait_until
@@ -310,7 +311,7 @@ def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog
         return len(said)
 
     assert [asks(now) for now in (100.0, 101.5)] == [1, 1]
-    reports.on_answer(1, "it computes")
+    reports.on_answer(1, Message(Kind.DENY, text="it computes"))
     assert [asks(now) for now in (103.0, 104.5)] == [2, 2]
     assert reports.check(104.9) == 103.0 + stalls.ANSWER_WITHIN
     reports.check(105.0)  # it does not answer
