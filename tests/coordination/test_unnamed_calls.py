@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.coordination.ordering import CollectiveOrdering
-from shoal.coordination.pending_requests import PendingRequest, PendingRequests
-from shoal.coordination.request import ALL, CallSignature, RequestKey, TransferRequest
+from shoal.coordination.request import ALL, CallSignature, PendingRequest, PendingRequests, RequestKey, TransferRequest
 from shoal.operations.matching import Matcher
 from shoal.operations.operation import Exchange, Stage
 from shoal.runtime.agent import current

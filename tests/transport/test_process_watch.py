@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 
-from shoal.transport.peer_address import local_peer_id
+from shoal.transport.peer_address import ProcessWatch, local_peer_id
 from shoal.transport.poller import Poller
-from shoal.transport.process_watch import ProcessWatch
 
 
 def test_a_number_of_another_pid_namespace_is_not_taken_for_a_process_of_this_one() -> None:

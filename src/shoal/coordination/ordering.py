@@ -36,8 +36,7 @@ from ..transport.link import Lease
 from ..transport.process_group import ABANDON_AFTER, ProcessGroups
 from ..transport.wire import Kind, Message, Payload, Where
 from .decision import Refusal, Response
-from .pending_requests import PendingRequest, PendingRequests
-from .request import ALL, CallSignature, Ranks, RequestKey, TransferRequest
+from .request import ALL, CallSignature, PendingRequest, PendingRequests, Ranks, RequestKey, TransferRequest
 from .response_cache import ResponseCache
 from .round import RoundOutcome, Vector, coordinate
 

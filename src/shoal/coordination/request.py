@@ -2,12 +2,20 @@
 
 A request does not describe the tensors. By then the two agents of each edge have compared them, message by message
 (``operations/matching.py``). ``what`` holds the properties that all must agree on and no message compares.
+
+An agent keeps its own requests as ``PendingRequest`` until their tensors have been transferred.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from ..operations.matching import Matcher
+from ..operations.operation import Operation, Stage
+from ..transport.collective_plan import CollectivePlan
+from ..transport.link import Lease
 
 Ranks = tuple[int, ...]
 ALL: Ranks = ()
@@ -93,3 +101,118 @@ def _count(data: Any) -> int:
     if type(data) is not int or data < 0:
         raise ValueError(f"{data!r} in the place of a number")
     return data
+
+
+@dataclass(eq=False, slots=True)
+class PendingRequest:
+    """A request of this agent that has not been decided.
+
+    Attributes:
+        leases: Leases of the memory that is to be sent.
+        committed: It was sent in the current round: others may transfer because of it.
+        withdrawn: The operation has failed here.
+        held: It was held back from the last round, because an earlier call may still request the same stage.
+    """
+
+    request: TransferRequest
+    operation: Operation
+    stage: Stage
+    movement: CollectivePlan
+    leases: list[Lease]
+    committed: bool = False
+    withdrawn: bool = False
+    held: bool = False
+
+    @property
+    def partners(self) -> set[int]:
+        """The ranks without which it cannot be transferred."""
+        return self.stage.needs | self.stage.arrived.keys()
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+        self.leases = []
+
+
+class PendingRequests:
+    """All undecided requests of an agent. Used under the engine's lock.
+
+    Attributes:
+        known: Requests whose members are known, by key, each in the order of the rounds.
+        concerned: Requests whose members are known only to themselves.
+    """
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.known: dict[RequestKey, deque[PendingRequest]] = {}
+        self.concerned: list[PendingRequest] = []
+        self._matcher = matcher
+
+    def __bool__(self) -> bool:
+        return bool(self.known or self.concerned)
+
+    def all(self) -> list[PendingRequest]:
+        return [*(one for several in self.known.values() for one in several), *self.concerned]
+
+    def add(self, asked: PendingRequest) -> None:
+        if asked.request.peers is not None:
+            self.concerned.append(asked)
+            return
+        several = self.known.setdefault(asked.request.key, deque())
+        place = len(several)
+        while place and several[place - 1].request.round > asked.request.round:  # its headers arrived later
+            place -= 1
+        several.insert(place, asked)
+
+    def find(self, request: TransferRequest) -> PendingRequest:
+        """This agent's own request, for a request that all members have made."""
+        several = self.concerned if request.peers is not None else self.known[request.key]
+        return next(one for one in several if one.request.round == request.round and one.request.key == request.key)
+
+    def take_out(self, asked: PendingRequest) -> None:
+        key = asked.request.key
+        if asked.request.peers is not None:
+            self.concerned = [one for one in self.concerned if one is not asked]
+        else:
+            self.known[key].remove(asked)
+            if not self.known[key]:
+                del self.known[key]
+
+    def drop(self, asked: PendingRequest) -> None:
+        """Remove a request and release its memory."""
+        self.take_out(asked)
+        asked.release()
+
+    def commit(self, there: Ranks) -> None:
+        """A round begins among these ranks: choose the requests that this agent makes in it.
+
+        Requests that need an agent that has left are not made: their operations fail when its departure arrives.
+        """
+        first_open: dict[tuple[str, int], float] = {}
+        for asked in self.all():
+            name, number = place = asked.operation.name, asked.stage.number
+            if place not in first_open:
+                first_open[place] = self._first_open(name, number)
+            asked.held = asked.request.peers is None and asked.request.round > first_open[place]
+            asked.committed = not (asked.withdrawn or asked.held) and asked.partners <= {*there}
+
+    def is_one_free(self) -> bool:
+        """A request may be made now that was held back when the last round began."""
+        held = [asked for asked in self.all() if asked.held]
+        return any(asked.request.round <= self._first_open(asked.operation.name, asked.stage.number) for asked in held)
+
+    def _first_open(self, name: str, number: int) -> float:
+        """The first round under a name whose call may still request a stage, because it waits for headers.
+
+        A request implies that this agent's earlier rounds have made theirs, or will not: see :func:`~.decision.decide`.
+        So later rounds are held back until then. Otherwise the other agents would regard the earlier call as skipped by
+        this agent, and it would fail.
+        """
+        for operation in self._matcher.under(name):
+            stage = operation.stage
+            if stage is None:
+                may_ask = operation.outcome is None
+            else:
+                may_ask = stage.number < number or (stage.number == number and stage.to_move and not stage.asked_for)
+            if may_ask:
+                return operation.round
+        return float("inf")

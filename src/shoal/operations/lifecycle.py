@@ -21,7 +21,6 @@ from ..errors import Mismatch, ShoalError
 from ..transport.wire import Message, Where
 from .backend_stages import BackendStages
 from .deferred_callbacks import Callbacks
-from .departed_peers import DepartedPeerPolicy
 from .events import LONG_NS
 from .generators import FutureWaiter, drop_generator, is_suspended
 from .matching import Channel, disagreement, unexpected
@@ -45,7 +44,7 @@ from .profiling import resumed
 from .progress import AFTER_SMALL
 from .publishing import Publisher
 from .shared_parts import SharedParts
-from .submission_gate import SubmissionGate, cannot_go_on
+from .submission_gate import DepartedPeerPolicy, SubmissionGate, cannot_go_on
 
 T = TypeVar("T")
 

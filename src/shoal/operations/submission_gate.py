@@ -2,14 +2,19 @@
 
 An operation may begin if the agent is initialized and not shut down, no loss has ended it, and no agreement on a loss
 is in progress.
+
+``DepartedPeerPolicy`` reports needed agents that have shut down: such a shutdown counts as a loss, and all agents must
+learn it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import NotInitialized, PeerLost, ShoalError
-from .membership import WHOLE, Plan
+from .membership import NEEDED, WHOLE, Departure, Plan
+from .operation import Operation
+from .shared_parts import SharedParts
 
 
 class SubmissionGate:
@@ -88,3 +93,39 @@ class SubmissionGate:
 def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
     """The error of an operation that cannot continue without the lost ranks."""
     return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)
+
+
+class DepartedPeerPolicy:
+    """Reports needed agents that have shut down. Used under the engine's lock.
+
+    Attributes:
+        survived: The loss of an agent does not end collective operations.
+    """
+
+    def __init__(self, parts: SharedParts, gate: SubmissionGate) -> None:
+        self.survived = False
+        self._rank, self._gate, self._sender, self._membership = parts.rank, gate, parts.sender, parts.membership
+        self._on_missed: Callable[[int], None]
+
+    def survive(self, on_missed: Callable[[int], None]) -> None:
+        """Let losses be survived. ``on_missed`` is called with each needed agent that has shut down."""
+        self.survived, self._on_missed = True, on_missed
+
+    def lose_by(self, lose: Callable[[int], None]) -> None:
+        """Set ``lose``, which ends collective operations on all agents if a departed agent is needed."""
+        self._lose = lose
+
+    def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
+        """The error of a one-sided operation that needs lost agents. No other agent takes part in it."""
+        what = "; ".join(self._membership.describe(one) for one in ranks)
+        return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
+
+    def announce(self, ranks: Sequence[int]) -> None:
+        """Notify all other agents that an operation, which is not one-sided, needs departed agents."""
+        if not self.survived:
+            self._lose(ranks[0])
+            return
+        left, gone = self._membership.view.left, self._gate.gone
+        for rank in [rank for rank in ranks if rank in left and rank not in gone]:
+            self._sender.pass_on(Departure(rank, NEEDED, True, self._rank, certain=True))
+            self._on_missed(rank)

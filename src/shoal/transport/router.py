@@ -22,10 +22,9 @@ from .addresses import beside, is_loopback
 from .handshake import MESSAGES, QUESTION, Accepting, Connecting
 from .link import Link, Receiver
 from .message_auth import strong, sums, unchecked
-from .peer_address import Endpoint, PeerId, address_for_listening, choose_transports, local_peer_id
+from .peer_address import Endpoint, PeerId, ProcessWatch, address_for_listening, choose_transports, local_peer_id
 from .pending_peers import PendingPeers
 from .poller import Poller
-from .process_watch import ProcessWatch
 from .protocol import ProtocolError
 from .reverse_connections import ReverseConnections
 from .shared_regions import Arena, ResultPool
