@@ -8,11 +8,15 @@ number that an agent has is ``[n, 1]`` or ``[1]``: it multiplies ``x`` either wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..compression import Compressor
 from ..compression.draws import HashStream, drawn
+
+if TYPE_CHECKING:
+    from .algorithm import Algorithm, Gradient
 
 EVERYBODY = "all"
 MACHINE = "machine"
@@ -57,6 +61,16 @@ class Mix(ABC):
 
     def end(self) -> None:  # noqa: B027 - only some mixes have something to do then
         """Called after each step."""
+
+    # The next two are for loops, and not for equations.
+
+    def follow(self, x: torch.Tensor, state: Any) -> None:  # noqa: B027 - only some topologies depend on values
+        """Tell the values of the step that begins."""
+
+    def take(self, algorithm: Algorithm, x: torch.Tensor, state: Any, grad: Gradient) -> tuple[torch.Tensor, Any]:
+        """A step of the algorithm with this exchange: the new ``x`` and the new state."""
+        self.follow(x, state)
+        return algorithm.step(x, state, grad, self)
 
     @abstractmethod
     def __call__(
