@@ -135,8 +135,10 @@ class UnreliableMix(Mix):
         # The share that an agent keeps: its own, and of messages that a handshake refused.
         kept = np.where(sent.own, sent.weights, 0.0)
         if self.conditions.protocol == HANDSHAKE:
+            # Also of messages from here to other processes, whose loss this agent draws as its receiver does.
+            links = self._links(sent.destination[sent.used], sent.source[sent.used])
             refused = ~sent.own
-            refused[sent.edges[sent.arrives]] = False
+            refused[sent.used[~self.conditions.lost(self.step, sent.number, links)]] = False
             kept[refused] = sent.weights[refused]
         shares = torch.from_numpy(np.bincount(sent.source, weights=kept, minlength=self.size)[self._here])
         rows = self._rows(x)
@@ -202,14 +204,19 @@ class UnreliableMix(Mix):
         edges = np.flatnonzero(used & self._is_here(destination))
         to, of = destination[edges], source[edges]
         keys = to * self.size + of
-        # Both directions of a link share the luck of a handshake.
-        links = keys if self.conditions.protocol != HANDSHAKE else np.minimum(to, of) * self.size + np.maximum(to, of)
         values = self.conditions.noisy(self.step, number, keys, values)
-        arrives = ~self.conditions.lost(self.step, number, links)
+        arrives = ~self.conditions.lost(self.step, number, self._links(to, of))
         ticks = self.conditions.ticks(self.step, number, keys)
         local = torch.from_numpy(self._local[to]).to(x.device)
         weights: Weights = getattr(round_, form)
-        return _Sent(number, destination, source, round_.own, weights, edges, keys, local, values, arrives, ticks)
+        sent = np.flatnonzero(used)
+        return _Sent(number, destination, source, round_.own, weights, sent, edges, keys, local, values, arrives, ticks)
+
+    def _links(self, to: Ranks, of: Ranks) -> Ranks:
+        """The numbers by which losses are drawn: both directions of a link share the luck of a handshake."""
+        if self.conditions.protocol == HANDSHAKE:
+            to, of = np.minimum(to, of), np.maximum(to, of)
+        return to * self.size + of
 
     def _is_here(self, ranks: Ranks) -> Chosen:
         return np.ones(len(ranks), np.bool_) if self._all_here else ranks == self._here[0]
@@ -284,6 +291,7 @@ class _Sent(NamedTuple):
     Attributes:
         number: Of the exchange in its step, from 0.
         destination, source, own, weights: Of all edges of the round.
+        used: The messages of all agents, as numbers of these edges.
         edges: The messages to agents of this process, as numbers of these edges, [m].
         keys: ``destination * n + source`` of each, [m].
         to: The row of the receiver, int64 [m].
@@ -297,6 +305,7 @@ class _Sent(NamedTuple):
     source: Ranks
     own: Chosen
     weights: Weights
+    used: Ranks
     edges: Ranks
     keys: Ranks
     to: torch.Tensor
@@ -328,7 +337,7 @@ class _Mailbox:
             self._on_their_way.setdefault(now + tick, []).append(message)
 
     def deliver(self, now: int) -> None:
-        """Take in what has arrived. A message never replaces one that was sent later."""
+        """Take the messages that have arrived. A late message does not replace a newer one."""
         for tick in sorted(one for one in self._on_their_way if one <= now):
             for keys, values, sent in self._on_their_way.pop(tick):
                 slots = self._slots(keys, values)
@@ -339,7 +348,7 @@ class _Mailbox:
                 self._sent[into], self._fresh[into] = sent, True
 
     def read(self, keys: Ranks, reading: Chosen) -> tuple[Ranks, torch.Tensor]:
-        """The messages that agents use: which of the edges have one, int64 [k], and their values, ``[k, d]``.
+        """The messages that agents use: the numbers of their edges, int64 [k], and the values, ``[k, d]``.
 
         Args:
             keys: The edges of the round.
@@ -383,7 +392,7 @@ class _Inbox:
         self._lost = empty[:0]
 
     def total(self) -> torch.Tensor:
-        """The sum of all that has not been taken, ``[d]``."""
+        """The sum of all shares that no agent has taken, ``[d]``."""
         coming = sum((one.sum(0) for one in self._on_their_way.values()), torch.zeros_like(self._there[0]))
         return self._there.sum(0) + self._lost.sum(0) + coming
 
@@ -400,14 +409,14 @@ class _Inbox:
         return whole
 
     def add(self, shares: torch.Tensor, to: torch.Tensor, when: Ranks, arrives: Chosen) -> None:
-        """Send shares ``[m, d]`` to rows ``to``; those that arrive do so in tick ``when``."""
+        """Send shares ``[m, d]`` to rows ``to``, to arrive in tick ``when`` if they arrive at all."""
         for tick in np.unique(when[arrives]).tolist():
             chosen = torch.from_numpy(np.flatnonzero(arrives & (when == tick))).to(to.device)
             coming = self._on_their_way.setdefault(tick, torch.zeros_like(self._there))
             coming.index_add_(0, to[chosen], shares[chosen])
 
     def taken(self, now: int, active: Chosen) -> torch.Tensor:
-        """What has arrived for each agent; the active ones take it."""
+        """The shares that have arrived for each agent, summed; the active agents take them."""
         for tick in sorted(one for one in self._on_their_way if one <= now):
             self._there = self._there + self._on_their_way.pop(tick)
         found = self._there

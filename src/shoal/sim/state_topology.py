@@ -57,7 +57,7 @@ class StateSchedule(Schedule):
 
 
 def edges_of(links: torch.Tensor | AnyTopology, size: int) -> Edges:
-    """The edges of a round from what a :data:`StateTopology` returns.
+    """The edges of a round from the result of a :data:`StateTopology`.
 
     Raises:
         ValueError: They are not links of ``size`` agents.
