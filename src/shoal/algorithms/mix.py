@@ -8,15 +8,12 @@ number that an agent has is ``[n, 1]`` or ``[1]``: it multiplies ``x`` either wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..compression import Compressor
 from ..compression.draws import HashStream, drawn
-
-if TYPE_CHECKING:
-    from .algorithm import Algorithm, Gradient
 
 EVERYBODY = "all"
 MACHINE = "machine"
@@ -67,10 +64,9 @@ class Mix(ABC):
     def follow(self, x: torch.Tensor, state: Any) -> None:  # noqa: B027 - only some topologies depend on values
         """Tell the values of the step that begins."""
 
-    def take(self, algorithm: Algorithm, x: torch.Tensor, state: Any, grad: Gradient) -> tuple[torch.Tensor, Any]:
-        """A step of the algorithm with this exchange: the new ``x`` and the new state."""
-        self.follow(x, state)
-        return algorithm.step(x, state, grad, self)
+    def kept(self, before: tuple[torch.Tensor, Any], after: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """``x`` and the state after a step, from those before it and the step's result."""
+        return after
 
     @abstractmethod
     def __call__(

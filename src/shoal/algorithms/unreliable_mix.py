@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
-from .algorithm import Algorithm, Gradient
 from .conditions import HANDSHAKE, MEMORY, Conditions
 from .mix import EVERYBODY, Mix
 from .run_result import Run
@@ -22,7 +21,7 @@ from .schedule_weights import Form, Ranks, RoundWeights, Weights
 Chosen = NDArray[np.bool_]
 
 
-class Links(Protocol):
+class CarriesMessages(Protocol):
     """The exchange below :class:`UnreliableMix`: a :class:`Mix`, and three methods beside."""
 
     size: int
@@ -76,7 +75,7 @@ class UnreliableMix(Mix):
         ValueError: The conditions are for another number of agents.
     """
 
-    def __init__(self, inner: Links, conditions: Conditions) -> None:
+    def __init__(self, inner: CarriesMessages, conditions: Conditions) -> None:
         super().__init__(inner.seed)
         conditions.check_size(inner.size)
         self._inner, self.conditions, self._here = inner, conditions, inner.here
@@ -98,22 +97,23 @@ class UnreliableMix(Mix):
     def end(self) -> None:
         self._inner.end()
 
-    def take(self, algorithm: Algorithm, x: torch.Tensor, state: Any, grad: Gradient) -> tuple[torch.Tensor, Any]:
-        """A step of the active agents; the others keep their values."""
+    def follow(self, x: torch.Tensor, state: Any) -> None:
         self._inner.follow(x, state)
-        after = algorithm.step(x, state, grad, self)
+
+    def kept(self, before: tuple[torch.Tensor, Any], after: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """The values of the active agents after the step, and of the others before it."""
         if self._active.all():
             return after
         if not self._all_here:
-            return after if self._active[self._here[0]] else (x, state)
+            return after if self._active[self._here[0]] else before
         active = torch.as_tensor(self._active.copy())
 
-        def kept(new: Any, old: Any) -> Any:
+        def chosen(new: Any, old: Any) -> Any:
             if not isinstance(new, torch.Tensor) or not new.dim() or len(new) != self.size:
                 return new
             return torch.where(active.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old)
 
-        return kept(after[0], x), tree_map(kept, after[1], state)
+        return chosen(after[0], before[0]), tree_map(chosen, after[1], before[1])
 
     def in_transit(self) -> torch.Tensor | float:
         """The sum of all shares of ``push`` that are on their way, or were lost and will come again, ``[d]``; 0 for
@@ -271,7 +271,7 @@ class UnreliableMix(Mix):
         return self._inner._agents(like)
 
 
-def under(conditions: Conditions, exchange: Links, resume: Run | None) -> UnreliableMix:
+def under(conditions: Conditions, exchange: CarriesMessages, resume: Run | None) -> UnreliableMix:
     """The exchange of a new run under conditions.
 
     Raises:
