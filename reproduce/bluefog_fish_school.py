@@ -24,6 +24,9 @@ from torch import Tensor
 import shoal
 import shoal.bluefog as bf
 from _common import Claim, Interval, Report, arguments, exceeds
+from shoal.algorithms import Algorithm, Gradient, Mix
+from shoal.sim import StackedFleet
+from shoal.topology import metropolis_hastings_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,13 +96,6 @@ def neighbours(apart: Tensor) -> Tensor:
     return (apart < RADIUS).fill_diagonal_(False)
 
 
-def metropolis_hastings(near: Tensor) -> Tensor:
-    """Symmetric weights of a round, float64 [n, n]: 1 / (1 + the larger degree), and the rest a fish's own."""
-    degree = near.sum(1).to(torch.float64)
-    W = near / (1 + torch.maximum(degree.unsqueeze(0), degree.unsqueeze(1)))
-    return W + torch.diag(1 - W.sum(1))
-
-
 def observe(x: Tensor, predator: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Noisy distance [n, 1] and direction [n, 2] from the predator to fish at x; noise is [n, 2], of deviation 1."""
     away = x - predator
@@ -163,28 +159,49 @@ def noise_of(school: School, seed: int) -> tuple[Tensor, Tensor]:
     return start, torch.randn(school.rounds, school.size, 2, dtype=torch.float64, generator=chance)
 
 
+@dataclass(frozen=True)
+class Swimming(Algorithm):
+    """Listing 2 for all fish as rows: x is w; the state is positions and velocities, [n, 2] each."""
+
+    mode: str
+    school: School
+    start: Tensor
+    noise: Tensor
+    needs = ()
+
+    def init(self, x: Tensor, grad: Gradient, mix: Mix) -> tuple[Tensor, Tensor]:
+        return self.start, torch.zeros_like(self.start)
+
+    def step(self, x: Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        positions, v = state
+        seen = observe(positions, self.school.predator(mix.step), self.noise[mix.step])
+        w = mix(adapt(x, positions, *seen))
+        return w, swim(self.mode, self.school, positions, v, w, positions, between(positions))
+
+
 def simulate(mode: str, school: School, seed: int, alone: bool = False) -> Swim:
     """All fish as rows; ``alone`` leaves the averages out, so every fish has its own measurements only."""
-    x, noise = noise_of(school, seed)
-    v = torch.zeros_like(x)
-    d, u = observe(x, school.predator(0), noise[0])
-    w = x - d * u
-    path, errors, changed, before = [x], [], [], None
-    for k in range(school.rounds):
-        apart = between(x)
-        near = neighbours(apart)
-        if before is not None and v.norm(dim=1).mean() > SPEED / 10:
-            changed.append(not torch.equal(near, before))
-        before = near
-        w = adapt(w, x, *observe(x, school.predator(k), noise[k]))
-        if not alone:
-            w = metropolis_hastings(near) @ w
-        errors.append(float((w - school.predator(k)).norm(dim=1).mean()))
-        x, v = swim(mode, school, x, v, w, x, apart)
-        path.append(x)
+    start, noise = noise_of(school, seed)
+    d, u = observe(start, school.predator(0), noise[0])
+    rounds: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def links(k: int, w: Tensor, state: Any) -> Tensor:
+        near = neighbours(between(state[0]))
+        rounds.append((w, *state, near))
+        return torch.zeros_like(near) if alone else near
+
+    swimming = Swimming(mode, school, start, noise)
+    end = StackedFleet(school.size).run(
+        swimming, start - d * u, torch.zeros_like, school.rounds, topology=links, every=0
+    )
+    estimates = [w for w, *_ in rounds[1:]] + [end.x]
+    errors = [float((w - school.predator(k)).norm(dim=1).mean()) for k, w in enumerate(estimates)]
+    moving = [k for k, (_, _, v, _) in enumerate(rounds) if k and v.norm(dim=1).mean() > SPEED / 10]
+    changed = [not torch.equal(rounds[k][3], rounds[k - 1][3]) for k in moving]
     predator = torch.stack([school.predator(k) for k in range(school.rounds + 1)])
     last = errors[-max(1, school.rounds // 10) :]
-    return Swim(torch.stack(path), predator, sum(last) / len(last), sum(changed) / len(changed))
+    path = torch.stack([x for _, x, _, _ in rounds] + [end.state[0]])
+    return Swim(path, predator, sum(last) / len(last), sum(changed) / len(changed))
 
 
 def fish(mode: str, school: School, start: Tensor, noise: Tensor) -> Tensor:
@@ -198,10 +215,12 @@ def fish(mode: str, school: School, start: Tensor, noise: Tensor) -> Tensor:
         positions = bf.allgather(x)  # fish see where the others are
         apart = between(positions)
         near = neighbours(apart)
-        W = metropolis_hastings(near)[rank]
-        src_weights = {int(other): float(W[other]) for other in near[rank].nonzero()}
+        degree = near.sum(1).tolist()
+        self_weight, src_weights = metropolis_hastings_weights(
+            {other: degree[other] for other in near[rank].nonzero().flatten().tolist()}
+        )
         w = adapt(w, x, *observe(x, school.predator(k), noise[k, rank : rank + 1]))
-        w = bf.neighbor_allreduce(w, self_weight=float(W[rank]), src_weights=src_weights)
+        w = bf.neighbor_allreduce(w, self_weight=self_weight, src_weights=src_weights)
         x, v = swim(mode, school, x, v, w, positions, apart[rank : rank + 1])
         path.append(x)
     return torch.cat(path)

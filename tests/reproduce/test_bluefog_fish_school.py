@@ -1,4 +1,4 @@
-"""The fish school of the BlueFog paper: the whole command, small, its weights, and its verdict."""
+"""The fish school of the BlueFog paper: the whole command, small, and its verdict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "reproduce"))
 
@@ -26,15 +25,6 @@ def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str], tmp
     assert "of 8 claims" in told or "all 8 claims hold" in told
     assert (tmp_path / "fish.png").stat().st_size > 10_000
     assert 2_000 < (tmp_path / "fish.gif").stat().st_size < 500_000
-
-
-def test_metropolis_hastings_weights_are_doubly_stochastic_in_every_round() -> None:
-    positions = experiment.School(50, 10).start(torch.Generator().manual_seed(0))
-    near = experiment.neighbours(experiment.between(positions))
-    W = experiment.metropolis_hastings(near)
-    assert torch.equal(W, W.T) and (W >= 0).all()
-    torch.testing.assert_close(W.sum(1), torch.ones(50, dtype=torch.float64))
-    assert torch.equal((W - W.diag().diag()) > 0, near)
 
 
 def test_results_that_differ_are_named() -> None:

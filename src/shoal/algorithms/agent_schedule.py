@@ -12,7 +12,7 @@ from ..topology.healing import Without
 from ..topology.links import separates
 from ..topology.mixing import Mixing
 from ..topology.schedule import AnyTopology, Schedule
-from .schedule_weights import Form, Ranks, ScheduleWeights, Weights
+from .schedule_weights import Form, Ranks, RoundWeights, ScheduleWeights, Weights
 
 log = logging.getLogger("shoal")
 _KEPT = 256
@@ -68,6 +68,10 @@ class AgentSchedule:
             destinations = [one for one in theirs.tolist() if one != self._rank]
             self._mixings[key] = found = Mixing(self._rank, own, sources, destinations, size=self.size)
         return found
+
+    def round_weights(self, round_: int, gone: tuple[int, ...] = ()) -> RoundWeights:
+        """The weights of all agents in a round."""
+        return self._left_without(gone)[round_]
 
     def too_few_sources(self, needed: int, rounds: int) -> tuple[int, int, int] | None:
         """The first agent that receives from others in a round, but from fewer than an operation needs.

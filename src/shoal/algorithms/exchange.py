@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 
 import networkx as nx
+import numpy as np
 import torch
 
 from ..compression import Compressor
@@ -17,6 +18,7 @@ from ..ops.arguments import Internal, channel_name, where
 from ..ops.collective import allgather, allreduce, submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
+from ..ops.neighbor_allgather import neighbor_allgather
 from ..ops.reduce_scatter import shares
 from ..ops.shares import submit_shares
 from ..runtime.agent import current
@@ -24,10 +26,12 @@ from ..topology.healing import Without
 from ..topology.schedule import Schedule
 from .agent_schedule import AgentSchedule
 from .algorithm import Algorithm, Gradient, warn_of_undeclared_needs
+from .conditions import Conditions
 from .loop import Measure, Run, steps_of
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
-from .schedule_weights import Form
+from .schedule_weights import Form, Ranks, RoundWeights
+from .unreliable_mix import under
 
 
 class Exchange(Mix):
@@ -193,6 +197,21 @@ class Exchange(Mix):
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self.rank])
 
+    # The three below are for UnreliableMix.
+
+    @property
+    def here(self) -> Ranks:
+        return np.array([self.rank])
+
+    def round_weights(self) -> RoundWeights:
+        return self._schedule.round_weights(self.round, self._plan.gone)
+
+    def fetch(self, x: torch.Tensor, destination: Ranks, source: Ranks) -> torch.Tensor:
+        sources, destinations = source[destination == self.rank].tolist(), destination[source == self.rank].tolist()
+        name = Internal(f"{self._name} messages")
+        row = x.unsqueeze(0)
+        return neighbor_allgather(row, name, src_ranks=sources, dst_ranks=destinations, enable_topo_check=False)
+
     def rows_of_all(self, x: torch.Tensor) -> torch.Tensor:
         return allgather(x.unsqueeze(0), Internal(f"{self._name} records.rows"))
 
@@ -216,6 +235,7 @@ def run(
     progress: bool = False,
     resume: Run | None = None,
     unchecked: str | Iterable[str] = (),
+    conditions: Conditions | None = None,
 ) -> Run:
     """Run an algorithm on the agents that there are: each calls it with its own ``x`` ``[d]`` and its own gradient.
 
@@ -226,13 +246,19 @@ def run(
 
     An algorithm that declares no ``needs`` causes a warning, once.
 
+    With ``conditions`` the agents have the losses, delays, noise and pauses of the simulated run with the same seed,
+    and the same result up to rounding. The real network still carries each message at once, and the agents take their
+    ticks together; the receiver applies the conditions.
+
     Raises:
-        ValueError: The mixing is not what the algorithm needs; the message names the failed condition.
+        ValueError: The mixing is not what the algorithm needs; the message names the failed condition. Or there are
+            both ``conditions`` and ``resume``.
     """
     check(type(algorithm).__name__, algorithm.needs, topology, dimension=x.shape[-1], unchecked=unchecked)
-    mix = Exchange(topology, seed, algorithm=algorithm)
-    if mix.rank == 0:
+    exchange = Exchange(topology, seed, algorithm=algorithm)
+    mix = exchange if conditions is None else under(conditions, exchange, resume)
+    if exchange.rank == 0:
         warn_of_undeclared_needs(algorithm)
     # Many bars in one terminal would be unreadable.
-    shown = progress and mix.rank == 0
+    shown = progress and exchange.rank == 0
     return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=shown, resume=resume)

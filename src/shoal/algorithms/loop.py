@@ -80,7 +80,8 @@ def steps_of(
             if lost:
                 x, state = algorithm.restart(x, state, grad, mix)
                 lost = False
-            x, state = algorithm.step(x, state, grad, mix)
+            mix.follow(x, state)
+            x, state = mix.kept((x, state), algorithm.step(x, state, grad, mix))
             mix.end()
             rounds, before = rounds + (mix.exchanges > before), mix.exchanges
             if every and ((number + 1 - first) % every == 0 or number + 1 == first + steps):

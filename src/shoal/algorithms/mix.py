@@ -8,6 +8,7 @@ number that an agent has is ``[n, 1]`` or ``[1]``: it multiplies ``x`` either wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -57,6 +58,15 @@ class Mix(ABC):
 
     def end(self) -> None:  # noqa: B027 - only some mixes have something to do then
         """Called after each step."""
+
+    # The next two are for loops, and not for equations.
+
+    def follow(self, x: torch.Tensor, state: Any) -> None:  # noqa: B027 - only some topologies depend on values
+        """Tell the values of the step that begins."""
+
+    def kept(self, before: tuple[torch.Tensor, Any], after: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """``x`` and the state after a step, from those before it and the step's result."""
+        return after
 
     @abstractmethod
     def __call__(

@@ -2,11 +2,13 @@
 
 :class:`StackedFleet` runs an algorithm on all of them (:class:`StackedMix` has its operations), with :func:`per_agent`
 and :func:`loss_of` for gradients and :class:`StackedModel` for neural networks. :class:`Pace` is the clock of a run:
-the time of its steps on a :class:`shoal.netmodel.Network`. :func:`sweep` runs algorithms on topologies with several
-seeds; its result, a :class:`Sweep`, has a table of means with confidence intervals.
+the time of its steps on a :class:`shoal.netmodel.Network`. :class:`Conditions` describe an unreliable network.
+:func:`sweep` runs algorithms on topologies with several seeds; its result, a :class:`Sweep`, has a table of means with
+confidence intervals.
 """
 
 from .._lazy_import import public_names as _public_names
+from ..algorithms.conditions import Conditions as Conditions
 from ..algorithms.gradients import per_agent as per_agent
 from .networks import StackedModel as StackedModel
 from .networks import loss_of as loss_of

@@ -15,15 +15,19 @@ import torch
 from numpy.typing import ArrayLike
 
 from ..algorithms.algorithm import Algorithm, Gradient, warn_of_undeclared_needs
+from ..algorithms.conditions import Conditions
 from ..algorithms.loop import Measure, Run, steps_of
 from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
-from ..algorithms.schedule_weights import Form, Ranks, ScheduleWeights
+from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, ScheduleWeights
+from ..algorithms.unreliable_mix import under
 from ..netmodel.network import Network
+from ..topology.families.compose import Idle
 from ..topology.schedule import Schedule, as_schedule
 from ..transport.shared_regions import ResultPool
 from .pace import ExchangeTraffic, Pace
 from .products import product
+from .state_topology import StateSchedule, StateTopology, allow_any_links
 
 T = TypeVar("T")
 
@@ -50,6 +54,7 @@ class StackedMix(Mix):
         pace: Pace | None = None,
     ) -> None:
         super().__init__(seed)
+        self._follows = topology if isinstance(topology, StateSchedule) else None
         self._rounds = ScheduleWeights(topology)
         self.size = self._rounds.size
         self._per_machine = agents_per_machine
@@ -59,6 +64,10 @@ class StackedMix(Mix):
         self._exchanges: list[ExchangeTraffic] = []
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._pool, self._pool_for = ResultPool(), 0
+
+    def follow(self, x: torch.Tensor, state: Any) -> None:
+        if self._follows is not None:
+            self._follows.x, self._follows.state = x, state
 
     def end(self) -> None:
         if self._pace is not None and self.seconds is not None:
@@ -134,6 +143,17 @@ class StackedMix(Mix):
         here, there = self._rounds[self.round].neighbours
         return torch.from_numpy(np.sign(there - here)).to(like.device, like.dtype).unsqueeze(1)
 
+    @property
+    def here(self) -> Ranks:
+        return np.arange(self.size)
+
+    def round_weights(self) -> RoundWeights:
+        return self._rounds[self.round]
+
+    def fetch(self, x: torch.Tensor, destination: Ranks, source: Ranks) -> torch.Tensor:
+        self.check(x)
+        return x[torch.from_numpy(source).to(x.device)]
+
     def _here(self, device: torch.device) -> torch.Tensor:
         """The agent that each row of messages belongs to, int64 [links]."""
         return self._ranks("here", device, lambda: self._rounds[self.round].neighbours[0])
@@ -180,13 +200,15 @@ class StackedFleet:
     """Simulated agents, all in one process.
 
     Args:
-        topology: A graph with its weights, or a schedule; it sets the number of agents.
+        topology: A graph with its weights, or a schedule; it sets the number of agents. Or this number, for agents
+            whose links are those of ``run(topology=)``.
         seed: The seed of all random numbers of a run.
         agents_per_machine: For algorithms that average within a machine.
     """
 
-    def __init__(self, topology: nx.Graph | Schedule, *, seed: int = 0, agents_per_machine: int = 1) -> None:
-        self.topology, self.seed, self.agents_per_machine = as_schedule(topology), seed, agents_per_machine
+    def __init__(self, topology: nx.Graph | Schedule | int, *, seed: int = 0, agents_per_machine: int = 1) -> None:
+        self.topology = Idle(topology) if isinstance(topology, int) else as_schedule(topology)
+        self.seed, self.agents_per_machine = seed, agents_per_machine
         self.size = self.topology.size
         if agents_per_machine < 1 or self.size % agents_per_machine:
             raise ValueError(f"{self.size} agents do not fill machines of {agents_per_machine}")
@@ -205,6 +227,8 @@ class StackedFleet:
         network: Network | None = None,
         compute: ArrayLike = 0.0,
         unchecked: str | Iterable[str] = (),
+        topology: StateTopology | None = None,
+        conditions: Conditions | None = None,
     ) -> Run:
         """Take some steps of an algorithm on all agents.
 
@@ -224,17 +248,32 @@ class StackedFleet:
                 :class:`~shoal.sim.pace.Pace` describes the model.
             compute: Seconds that an agent computes in a step on that network: one number, or one for each agent, [n].
             unchecked: The names of conditions that are not checked (:func:`shoal.algorithms.check`).
+            topology: A function of the round, the agents' ``x`` and the algorithm's state, instead of the fleet's
+                topology: pairs of agents, int ``[m, 2]``, or a bool matrix ``[n, n]``, for links with
+                Metropolis-Hastings weights; or a graph with its weights, or W itself, float ``[n, n]``. The needs of
+                the algorithm are then not checked, except that W may change.
+            conditions: An unreliable network, and absent or slow agents.
 
         Raises:
             ValueError: A shape is wrong, or the mixing does not meet the algorithm's needs; the message names the
-                failed condition and an alternative.
+                failed condition and an alternative. Or ``conditions`` are combined with ``network`` or ``resume``.
         """
         warn_of_undeclared_needs(algorithm)
-        check(type(algorithm).__name__, algorithm.needs, self.topology, dimension=x.shape[-1], unchecked=unchecked)
+        if network is not None and (conditions is not None or topology is not None):
+            raise ValueError("network= computes times for a topology that is known in advance, without conditions")
+        name = type(algorithm).__name__
+        if topology is None:
+            check(name, algorithm.needs, self.topology, dimension=x.shape[-1], unchecked=unchecked)
+            schedule = self.topology
+        else:
+            allow_any_links(name, algorithm.needs, self.size, unchecked)
+            schedule = StateSchedule(self.size, topology)
         pace = None if network is None else Pace(network, self.topology, compute, self.agents_per_machine)
-        mix = StackedMix(self.topology, self.seed, self.agents_per_machine, pace)
+        stacked = StackedMix(schedule, self.seed, self.agents_per_machine, pace)
         start = x.expand(self.size, -1) if x.dim() == 1 else x
-        mix.check(start)
+        stacked.check(start)
+        stacked.follow(start, None)
+        mix = stacked if conditions is None else under(conditions, stacked, resume)
         return steps_of(
             algorithm, start, gradient, mix, steps, measure=measure, every=every, progress=progress, resume=resume
         )

@@ -99,6 +99,7 @@ from .schedule import as_schedule as as_schedule
 from .weights import GetRecvWeights as GetRecvWeights
 from .weights import GetSendWeights as GetSendWeights
 from .weights import Stochasticity as Stochasticity
+from .weights import metropolis_hastings_weights as metropolis_hastings_weights
 from .weights import mixing_matrix as mixing_matrix
 from .weights import with_metropolis_hastings_weights as with_metropolis_hastings_weights
 from .weights import with_uniform_weights as with_uniform_weights

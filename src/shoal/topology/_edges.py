@@ -82,6 +82,15 @@ def symmetric(size: int, first: ArrayLike, second: ArrayLike, weight: ArrayLike)
     )
 
 
+def metropolis_hastings(size: int, first: ArrayLike, second: ArrayLike) -> Edges:
+    """Links between pairs, [pairs], in any order and direction, also named twice, with Metropolis-Hastings weights."""
+    low, high = np.minimum(first, second).astype(np.int64), np.maximum(first, second).astype(np.int64)
+    keys = np.unique(low[low != high] * size + high[low != high])
+    ends = keys // size, keys % size
+    degree = np.bincount(np.concatenate(ends), minlength=size)
+    return symmetric(size, *ends, 1.0 / (1 + np.maximum(*(degree[end] for end in ends))))
+
+
 def one_peer(sources: Ranks, share: float = 0.5) -> Edges:
     """Agent i takes `share` of ``sources[i]`` and keeps the rest; an agent whose source is itself keeps everything.
 

@@ -8,6 +8,7 @@ BlueFog paper (Ying et al., arXiv:2111.04287) allows any real number on an edge,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import fsum
 
@@ -126,6 +127,20 @@ def with_metropolis_hastings_weights(graph: nx.Graph) -> nx.DiGraph:
         shares[rank] = 1.0 - fsum(shares.values())
         weighted.add_weighted_edges_from((rank, peer, shares[peer]) for peer in sorted(shares))
     return weighted
+
+
+def metropolis_hastings_weights(neighbours: Mapping[int, int]) -> tuple[float, dict[int, float]]:
+    """The Metropolis-Hastings weights of one agent, from local degrees: for links that change from round to round.
+
+    Args:
+        neighbours: ``{rank: degree}``, the number of neighbours that each neighbour has.
+
+    Returns:
+        ``(self_weight, src_weights)`` as :func:`shoal.neighbor_allreduce` takes them; ``dst_weights`` are the same
+        ranks. If all agents do so, W is symmetric and doubly stochastic.
+    """
+    shares = {rank: 1.0 / (1 + max(len(neighbours), degree)) for rank, degree in neighbours.items()}
+    return 1.0 - fsum(shares.values()), shares
 
 
 def with_weights(support: nx.Graph | ArrayLike, weights: ArrayLike) -> nx.DiGraph:
