@@ -7,6 +7,7 @@ seeds; its result, a :class:`Sweep`, has a table of means with confidence interv
 """
 
 from .._lazy_import import public_names as _public_names
+from ..algorithms.batches import flipped_and_shifted as flipped_and_shifted
 from ..algorithms.gradients import per_agent as per_agent
 from .networks import StackedModel as StackedModel
 from .networks import loss_of as loss_of

@@ -42,6 +42,8 @@ class StackedMix(Mix):
         pace: Computes :attr:`seconds`.
     """
 
+    stacked = True
+
     def __init__(
         self,
         topology: nx.Graph | Schedule,
@@ -202,6 +204,7 @@ class StackedFleet:
         every: int | None = None,
         progress: bool = False,
         resume: Run | None = None,
+        lr_lambda: Callable[[int], float] | None = None,
         network: Network | None = None,
         compute: ArrayLike = 0.0,
         unchecked: str | Iterable[str] = (),
@@ -220,6 +223,8 @@ class StackedFleet:
                 given, a hundredth of the steps, at least 1. With 0 nothing is recorded.
             progress: Show a bar on stderr, if that is a terminal or a notebook.
             resume: A run of this fleet to continue.
+            lr_lambda: A schedule: takes the number of a step, from 0, and returns the factor of the algorithm's
+                learning rate in that step, as in ``torch.optim.lr_scheduler.LambdaLR``.
             network: A network of as many agents: the records then have the time of the steps on it, as ``seconds``.
                 :class:`~shoal.sim.pace.Pace` describes the model.
             compute: Seconds that an agent computes in a step on that network: one number, or one for each agent, [n].
@@ -236,5 +241,14 @@ class StackedFleet:
         start = x.expand(self.size, -1) if x.dim() == 1 else x
         mix.check(start)
         return steps_of(
-            algorithm, start, gradient, mix, steps, measure=measure, every=every, progress=progress, resume=resume
+            algorithm,
+            start,
+            gradient,
+            mix,
+            steps,
+            measure=measure,
+            every=every,
+            progress=progress,
+            resume=resume,
+            lr_lambda=lr_lambda,
         )
