@@ -1,4 +1,4 @@
-"""Batches: passes without replacement, a new batch for each gradient, and the same samples on simulated and real agents."""
+"""Batches: passes without replacement, a new batch for each gradient, the same on simulated and real agents."""
 
 from __future__ import annotations
 

@@ -168,9 +168,7 @@ def test_decay_by_name_leaves_out_biases() -> None:
 
     plain, named = full(0.0), full(lambda name: 0.5 if name.endswith("weight") else 0.0)
     decayed = model.module((named - plain)[1])
-    for (name, found), one in zip(
-        decayed.named_parameters(), model.module(model.start[1]).parameters(), strict=True
-    ):
+    for (name, found), one in zip(decayed.named_parameters(), model.module(model.start[1]).parameters(), strict=True):
         expected = 0.5 * one if name.endswith("weight") else 0 * one
         assert (found - expected).abs().max() < 1e-12
 

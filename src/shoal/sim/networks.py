@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import functional_call, stack_module_state
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
@@ -33,9 +33,7 @@ Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class NetworkFunction(Protocol):
     """A network's output, from its parameters ``[d]``, inputs, and the running statistics, which it updates."""
 
-    def __call__(
-        self, x: torch.Tensor, inputs: torch.Tensor, statistics: Statistics | None = None
-    ) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, inputs: torch.Tensor, statistics: Statistics | None = None) -> torch.Tensor: ...
 
 
 class StackedModel:
@@ -121,9 +119,7 @@ class StackedModel:
         at_once = self._vectorize if vectorize is None else vectorize
         network, statistics, begin = self._template.call, self.statistics, self._reset_statistics
         data = inputs, targets
-        return NetworkGradient(
-            network, statistics, criterion, data, parts, batches, augment, decay, at_once, begin
-        )
+        return NetworkGradient(network, statistics, criterion, data, parts, batches, augment, decay, at_once, begin)
 
     def outputs(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs of every agent's network, without gradients; with running statistics those of ``eval()``.
