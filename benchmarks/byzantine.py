@@ -7,8 +7,8 @@
 Sixteen agents on a circulant graph of degree 8 train a linear classifier of scikit-learn's digits by D-PSGD with local
 momentum. Agents 0, 5 and 10 lie, so that an honest agent has one or two of them among its 8 neighbours; rules are told
 of two. Each figure is the mean, over the honest agents and seeds, of the accuracy of an agent's own model on 453 images
-that nobody trains on, with the 95% interval over seeds (Student's t). The digits are dealt out evenly, or by a Dirichlet
-distribution, so that agents have different labels. All rules have the same step, batches and number of steps.
+that nobody trains on, with the 95% interval over seeds (Student's t). The digits are dealt out evenly, or by a
+Dirichlet distribution, so that agents have different labels. All rules have the same step, batches and number of steps.
 """
 
 from __future__ import annotations

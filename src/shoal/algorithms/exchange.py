@@ -232,9 +232,10 @@ def run(
     """Run an algorithm on the agents that there are: each calls it with its own ``x`` ``[d]`` and its own gradient.
 
     Arguments as for :meth:`shoal.sim.StackedFleet.run`, also ``measure``, which takes the estimates of all agents,
-    ``[n, d]``. ``topology``, ``steps``, ``seed``, ``lr_lambda``, ``every``, and whether there is a ``measure``, must be the same on
-    all agents, because they take each record together: an average over all agents (``d`` numbers, and 4), or with a
-    ``measure`` the estimates of all (``n d``). :attr:`Run.sent` does not count these. ``every=0`` records nothing.
+    ``[n, d]``. ``topology``, ``steps``, ``seed``, ``lr_lambda``, ``every``, and whether there is a ``measure``, must be
+    the same on all agents, because they take each record together: an average over all agents (``d`` numbers, and 4),
+    or with a ``measure`` the estimates of all (``n d``). :attr:`Run.sent` does not count these. ``every=0`` records
+    nothing.
 
     An algorithm that declares no ``needs`` causes a warning, once.
 

@@ -86,7 +86,7 @@ class Mix(ABC):
         return self(q, nbytes=compressor.nbytes(q.shape[-1], q.dtype) if compressor.encodes else None), q
 
     def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
-        """What a robust rule makes of an agent's ``x`` and its neighbours', in place of ``W x``: :mod:`shoal.ops.robust`.
+        """What a robust rule makes of an agent's ``x`` and its neighbours', in place of ``W x``.
 
         Args:
             x: ``[n, d]`` or ``[d]``.

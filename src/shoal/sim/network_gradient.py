@@ -1,4 +1,4 @@
-"""The gradients of a fleet's networks on batches of a dataset, with weight decay and each agent's running statistics."""
+"""The gradients of a fleet's networks on batches of a dataset, with weight decay and running statistics."""
 
 from __future__ import annotations
 
