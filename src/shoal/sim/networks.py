@@ -2,9 +2,9 @@
 
 A row holds the parameters that are trained, one after the other in the order of ``named_parameters``; a tensor that is
 used in two places occurs once. Running statistics of batch norm are each agent's own, as on real agents, and no
-exchange averages them. The rest of a module is the same for all agents and never changes: parameters that need no gradient, and
-other buffers. Layers that change other buffers are therefore refused, and so are layers that draw random numbers,
-because two runs, or a simulated and a real agent, would draw different ones.
+exchange averages them. The rest of a module is the same for all agents and never changes: parameters that need no
+gradient, and other buffers. Layers that change other buffers are therefore refused, and so are layers that draw random
+numbers, because two runs, or a simulated and a real agent, would draw different ones.
 """
 
 from __future__ import annotations
