@@ -13,7 +13,7 @@ Dirichlet distribution, so that agents have different labels. All rules have the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import multiprocessing
 from dataclasses import dataclass
 
 import torch
@@ -109,14 +109,10 @@ def accuracy(rule: Robust | None, attack: Adversary | None, digits: Digits, seed
     return 100 * (outputs.argmax(-1) == labels).double().mean().item()
 
 
-def row(rule: Robust | None, dealt: Sequence[Digits], steps: int) -> list[str]:
-    """The figures of a rule against each attack."""
-    found = []
-    for attack in ATTACKS.values():
-        each = [accuracy(rule, attack, one, seed, steps) for seed, one in enumerate(dealt)]
-        mean, half = interval(each, 0.95)
-        found.append(f"{mean:.1f} ± {half:.1f}")
-    return found
+def score(case: tuple[str, str, float | None, int, int]) -> float:
+    rule, attack, alpha, seed, steps = case
+    torch.set_num_threads(1)  # the tensors are small
+    return accuracy(RULES[rule], ATTACKS[attack], Digits.of(seed, alpha), seed, steps)
 
 
 def main() -> None:
@@ -125,15 +121,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--alpha", type=float, default=1.0, help="of the Dirichlet distribution; small: data differ")
+    parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     seeds, steps = (2, 10) if args.quick else (args.seeds, args.steps)
-    torch.set_num_threads(1)  # the tensors are small
-    for title, alpha in (("evenly dealt data", None), (f"Dirichlet({args.alpha:g})", args.alpha)):
-        dealt = [Digits.of(seed, alpha) for seed in range(seeds)]
-        print(f"\n% of test images, {title}, {seeds} seeds, {steps} steps:\n")
-        print(f"| rule | {' | '.join(ATTACKS)} |\n| --- |{' ---: |' * len(ATTACKS)}", flush=True)
-        for name, rule in RULES.items():
-            print(f"| {name} | {' | '.join(row(rule, dealt, steps))} |", flush=True)
+    with multiprocessing.get_context("fork").Pool(args.processes) as pool:
+        for title, alpha in (("evenly dealt data", None), (f"Dirichlet({args.alpha:g})", args.alpha)):
+            print(f"\n% of test images, {title}, {seeds} seeds, {steps} steps:\n")
+            print(f"| rule | {' | '.join(ATTACKS)} |\n| --- |{' ---: |' * len(ATTACKS)}", flush=True)
+            cases = [
+                (rule, attack, alpha, seed, steps) for rule in RULES for attack in ATTACKS for seed in range(seeds)
+            ]
+            scores = pool.imap(score, cases)
+            for rule in RULES:
+                found = [interval([next(scores) for _ in range(seeds)], 0.95) for _ in ATTACKS]
+                print(f"| {rule} | {' | '.join(f'{mean:.1f} ± {half:.1f}' for mean, half in found)} |", flush=True)
 
 
 if __name__ == "__main__":

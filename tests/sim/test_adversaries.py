@@ -163,7 +163,7 @@ def test_a_rule_keeps_honest_agents_near_their_optimum_where_an_average_does_not
 
 
 def test_records_are_of_the_honest_agents() -> None:
-    fleet, target = StackedFleet(FullyConnectedGraph(SIZE)), values()
+    fleet, target = StackedFleet(graph_of(weights())), values()
     one = fleet.run(GradientDescent(0.1), target, lambda x: x - target, 1, adversary=SignFlip(BAD))
     honest = one.x[SignFlip(BAD).honest(SIZE)]
     expected = (honest - honest.mean(0)).square().sum(1).mean().sqrt().item()
