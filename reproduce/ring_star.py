@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy
 
-from shoal.algorithms import EASGD, Algorithm, Gradient, GradientDescent, Mix
+from shoal.algorithms import EASGD, Algorithm, GradientDescent
 from shoal.algorithms.loop import Run
 from shoal.netmodel import Messages, simulate
-from shoal.sim import StackedFleet, StackedModel, loss_of
+from shoal.sim import StackedFleet, StackedModel, loss_of, per_agent
 from shoal.topology import AllReduce, RingGraph, RingRandom, RingStar, average_age
 from shoal.topology.analysis.cost import alpha_beta, relative_gain
 from shoal.topology.families.circulant import ring
@@ -74,7 +73,7 @@ class OwnModels(EASGD):
 
 
 def method(name: str, workers: int, seed: int, group: int = GROUP) -> tuple[Algorithm, object]:
-    """The algorithm, of step 1 because the gradients are scaled, and the topology."""
+    """The algorithm, of step 1 because the schedule is the learning rate, and the topology."""
     if name == EASGD_:  # every worker averages in every step, as with the other methods
         return OwnModels(1.0, every=1), AllReduce(workers)
     topologies = {
@@ -163,36 +162,34 @@ def cifar10(folder: str, epochs: int, images: int = 0) -> Task:
 
 
 class Shards:
-    """The workers' data, and the gradients of their batches times the learning rate of the step.
+    """The workers' data, the gradients of their batches, and the learning rate.
 
     Args:
         task: Its training data are shuffled and divided equally; a remainder is left out.
         workers: V.
-        seed: Of the shards and the order of batches.
+        seed: Of the shards and the network.
         scaled: Scale the learning rate with the number of workers.
 
     Attributes:
+        network: with the first weights of all workers.
+        gradient: for a fleet; each worker takes passes over its shard.
         steps: of the whole run.
         steps_per_epoch: of each worker.
     """
 
     def __init__(self, task: Task, workers: int, seed: int, scaled: bool = True) -> None:
         inputs, targets = task.train
-        self._chance = torch.Generator().manual_seed(seed)
         each = len(targets) // workers
         if each < task.batch:
             raise SystemExit(f"{len(targets)} images are too few for {workers} workers with batches of {task.batch}")
-        order = torch.randperm(len(targets), generator=self._chance)[: each * workers]
-        self._inputs = inputs[order].unflatten(0, (workers, each))
-        self._targets = targets[order].view(workers, each)
-        self._workers, self._each, self._task = workers, each, task
+        order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))[: each * workers]
+        torch.manual_seed(seed)
+        self.network = task.make()
+        shards = inputs[order].unflatten(0, (workers, each)), targets[order].view(workers, each)
+        self.gradient = per_agent(loss_of(self.network, cross_entropy), *shards, batch=task.batch, epochs=True)
         self._most = LR * max(1.0, workers * BATCH / OF_BATCH) if scaled else LR
         self.steps_per_epoch = each // task.batch
         self.steps = self.steps_per_epoch * task.epochs
-        torch.manual_seed(seed)
-        self.network = task.make()
-        self._gradient = vmap(grad(loss_of(self.network, cross_entropy)))
-        self._epoch, self._orders = -1, torch.empty(0, dtype=torch.int64)
 
     def rate(self, step: int) -> float:
         """The learning rate: warm-up, and two decays by ten."""
@@ -200,23 +197,6 @@ class Shards:
         if passed < WARMUP:
             return LR + (self._most - LR) * passed / WARMUP
         return self._most * (1.0 if passed < 0.5 else 0.1 if passed < 0.75 else 0.01)
-
-    def gradient(self) -> Gradient:
-        step, batch = 0, list[Tensor]()
-
-        def draw(mix: Mix) -> None:
-            nonlocal step
-            step = mix.round
-            epoch, number = divmod(step, self.steps_per_epoch)
-            if epoch != self._epoch:
-                self._epoch = epoch
-                self._orders = torch.rand(self._workers, self._each, generator=self._chance).argsort(1)
-            size = self._task.batch
-            rows = torch.arange(self._workers).unsqueeze(1)
-            chosen = self._orders[:, number * size : (number + 1) * size]
-            batch[:] = [self._inputs[rows, chosen], self._targets[rows, chosen]]
-
-        return Gradient(lambda x: self.rate(step) * self._gradient(x, *batch), draw=draw)
 
 
 @dataclass(frozen=True)
@@ -255,8 +235,9 @@ def train(task: Task, name: str, workers: int, seed: int, group: int = GROUP) ->
     run: Run = StackedFleet(topology, seed=seed).run(
         algorithm,
         stacked.start,
-        shards.gradient(),
+        shards.gradient,
         shards.steps,
+        lr_lambda=shards.rate,
         measure=lambda x: {"accuracy": accuracy(x)},
         every=max(1, shards.steps // POINTS),
     )

@@ -16,7 +16,7 @@ TESTS = (ROOT / "docs" / "fault-injection-tests.md").read_text()
 
 def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")  # agents of a fleet have begun when their function is called
-    code, comes_back, robust = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
+    code, comes_back, robust, *_ = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 
     def run() -> list[int]:
         found: dict[str, object] = {}

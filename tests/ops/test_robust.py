@@ -14,6 +14,7 @@ import torch
 
 import shoal
 from shoal.ops.robust import Robust
+from support.robust_rules import of_paper
 from support.surviving_training import Point3, curvature, target
 
 SIZE = 7
@@ -48,34 +49,17 @@ def average(numel: int, dtype: torch.dtype, rule: Robust | None, spoil: dict[int
     return found
 
 
-def of_paper(rule: Robust, rank: int, x: list[np.ndarray]) -> np.ndarray:
-    """The rules again, one neighbour at a time, in float64."""
-    group = [rank, *sorted({(rank + hop) % SIZE for hop in hops(rule)})]
-    finite = [one for one in group if one == rank or np.isfinite(x[one]).all()]
-    own = x[rank]
-    if isinstance(rule, shoal.TrimmedMean):
-        columns = np.sort(np.stack([x[one] for one in finite]), axis=0)
-        cut = min(rule.count, (len(finite) - 1) // 2)
-        return columns[cut : len(finite) - cut].mean(axis=0)
-    radius = np.inf
-    if isinstance(rule, shoal.ClippedGossip):
-        distances = sorted(np.linalg.norm(x[one] - own) for one in finite if one != rank)
-        nearest = distances[len(distances) - 1 - rule.tolerated] if len(distances) > rule.tolerated else 0.0
-        radius = nearest if rule.radius is None else rule.radius
-    total = own.copy()
-    for one in finite:
-        step = x[one] - own
-        length = np.linalg.norm(step)
-        total += step * min(1.0, radius / length if length else 1.0) / len(group)
-    return total
-
-
 RULES = [
     shoal.FiniteOnly(),
     shoal.ClippedGossip(radius=2.5),
     shoal.ClippedGossip(),
     shoal.ClippedGossip(tolerated=2),
     shoal.TrimmedMean(),
+    shoal.CoordinateMedian(),
+    shoal.ClippedSum(),
+    shoal.ClippedSum(tolerated=2),
+    shoal.NearestNeighbours(),
+    shoal.NearestNeighbours(tolerated=2),
 ]
 
 
@@ -95,7 +79,8 @@ def test_each_rule_is_its_equation(rule: Robust, spoil: dict[int, float], transp
         for rank in range(SIZE):
             if rank in spoil and not np.isfinite(spoil[rank]):
                 continue
-            expected = of_paper(rule, rank, x)
+            group = sorted({(rank + hop) % SIZE for hop in hops(rule)})
+            expected = of_paper(rule, x[rank], [x[one] for one in group], [1 / (len(group) + 1)] * len(group))
             scale = np.abs(expected).max()
             np.testing.assert_allclose(found[rank].double().numpy(), expected, rtol=0, atol=tolerance * (1 + scale))
 
@@ -320,6 +305,8 @@ def wrong(arguments: Any) -> None:
         (lambda: shoal.ClippedGossip(radius=float("nan")), ValueError, "radius=nan must be 0 or more"),
         (lambda: shoal.ClippedGossip(tolerated=0), ValueError, "tolerated=0 must be 1 or more"),
         (lambda: shoal.TrimmedMean(0), ValueError, "count=0 must be 1 or more"),
+        (lambda: shoal.ClippedSum(0), ValueError, "tolerated=0 must be 1 or more"),
+        (lambda: shoal.NearestNeighbours(0), ValueError, "tolerated=0 must be 1 or more"),
     ],
 )
 def test_rules_that_make_no_sense(call: Any, error: type[Exception], message: str) -> None:

@@ -47,6 +47,7 @@ from .push_sum import SGP as SGP
 from .push_sum import PushDIGing as PushDIGing
 from .push_sum import PushSum as PushSum
 from .relay_sum import RelaySum as RelaySum
+from .robust_mixing import RobustMixing as RobustMixing
 from .stability import safe_lr as safe_lr
 from .tracking import GradientTracking as GradientTracking
 from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG

@@ -24,12 +24,17 @@ State = tuple[torch.Tensor, ...]
 
 
 class Gradient:
-    """The gradients of the agents' own objectives, at the sample of a step.
+    """The gradients of the agents' own objectives, each call on a new sample.
+
+    The first call in a step uses the sample that was drawn for it, and every further call draws another. So K local
+    steps inside one step of an algorithm see K batches. :meth:`again` keeps the sample, for two gradients that belong
+    together, as in variance reduction or sharpness-aware minimization.
 
     Args:
         function: ``x`` to a tensor of its shape: ``[n, d]`` in a stacked fleet, ``[d]`` in a real agent.
         full: The gradient over all of an agent's data, where ``function`` takes a sample of it.
-        draw: Called with the :class:`Mix` before each step, to choose the step's sample.
+        draw: Called with the :class:`Mix` before each step and before each further call in it, to choose a sample.
+            ``mix.gradients`` is the number of the sample; the same number comes twice if a sample was not used.
         loss: ``x`` to the agents' losses at their rows, on the step's sample: ``[n, d]`` to ``[n]`` in a stacked fleet,
             ``[d]`` to a tensor of one number in a real agent. It is only recorded (:class:`Run`).
     """
@@ -42,19 +47,31 @@ class Gradient:
         loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._function, self._full, self._draw, self._loss = function, full or function, draw, loss
+        self._mix: Mix | None = None
+        self._used = False
 
     def draw(self, mix: Mix) -> None:
         """Choose the sample of the step that begins."""
+        self._mix, self._used = mix, False
         if self._draw is not None:
             self._draw(mix)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The gradient at ``x`` on the step's sample.
+        """The gradient at ``x``, on a sample that no call before had.
 
         Raises:
             TypeError: The function returned no tensor.
             ValueError: The function returned a gradient of another shape than ``x``.
         """
+        if self._mix is not None:
+            if self._used:
+                self.draw(self._mix)
+            self._mix.gradients += 1
+        self._used = True
+        return self.again(x)
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        """The gradient at ``x`` on the sample of the last call. Raises as a call does."""
         return _as(x, self._function(x))
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +79,7 @@ class Gradient:
         return _as(x, self._full(x))
 
     def loss(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The losses at ``x`` on the step's sample, ``[n]`` or of one number; None if the loss is not known."""
+        """The losses at ``x`` on the last sample, ``[n]`` or of one number; None if the loss is not known."""
         return None if self._loss is None else self._loss(x)
 
 

@@ -20,6 +20,7 @@ from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
 from ..ops.neighbor_allgather import neighbor_allgather
 from ..ops.reduce_scatter import shares
+from ..ops.robust import Robust, check_neighbours
 from ..ops.shares import submit_shares
 from ..runtime.agent import current
 from ..topology.healing import Without
@@ -107,6 +108,16 @@ class Exchange(Mix):
         agent = current("neighbor_allreduce")
         return self._result_of(
             submit(agent, x, mixing, name=self._name, fusible=False, speaks=speaking, layout=self.layout)
+        )
+
+    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
+        mixing = self._schedule.mixing(self.round, "mix", self._plan.gone)
+        self.exchanges += 1
+        self.sent += len(mixing.destinations) * x.nbytes
+        agent = current("neighbor_allreduce")
+        check_neighbours(agent, rule, list(mixing.sources), whole=not self._plan.gone)
+        return self._result_of(
+            submit(agent, x, mixing, name=self._name, fusible=False, robust=rule, layout=self.layout)
         )
 
     def _result_of(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
@@ -234,15 +245,17 @@ def run(
     every: int | None = None,
     progress: bool = False,
     resume: Run | None = None,
+    lr_lambda: Callable[[int], float] | None = None,
     unchecked: str | Iterable[str] = (),
     conditions: Conditions | None = None,
 ) -> Run:
     """Run an algorithm on the agents that there are: each calls it with its own ``x`` ``[d]`` and its own gradient.
 
     Arguments as for :meth:`shoal.sim.StackedFleet.run`, also ``measure``, which takes the estimates of all agents,
-    ``[n, d]``. ``topology``, ``steps``, ``seed``, ``every``, and whether there is a ``measure``, must be the same on
-    all agents, because they take each record together: an average over all agents (``d`` numbers, and 4), or with a
-    ``measure`` the estimates of all (``n d``). :attr:`Run.sent` does not count these. ``every=0`` records nothing.
+    ``[n, d]``. ``topology``, ``steps``, ``seed``, ``lr_lambda``, ``every``, and whether there is a ``measure``, must be
+    the same on all agents, because they take each record together: an average over all agents (``d`` numbers, and 4),
+    or with a ``measure`` the estimates of all (``n d``). :attr:`Run.sent` does not count these. ``every=0`` records
+    nothing.
 
     An algorithm that declares no ``needs`` causes a warning, once.
 
@@ -261,4 +274,15 @@ def run(
         warn_of_undeclared_needs(algorithm)
     # Many bars in one terminal would be unreadable.
     shown = progress and exchange.rank == 0
-    return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=shown, resume=resume)
+    return steps_of(
+        algorithm,
+        x,
+        gradient,
+        mix,
+        steps,
+        measure=measure,
+        every=every,
+        progress=shown,
+        resume=resume,
+        lr_lambda=lr_lambda,
+    )

@@ -16,6 +16,7 @@ import torch
 
 from ..compression import Compressor
 from ..compression.draws import HashStream
+from ..ops.robust import Robust
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
@@ -171,6 +172,9 @@ class Through(Mix):
     ) -> torch.Tensor:
         return self._mix(x, nbytes=nbytes, speaks=speaks)
 
+    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
+        return self._mix.robust(x, rule)
+
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         return self._mix.pull(x)
 
@@ -221,6 +225,9 @@ class Quiet(Through):
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         return Mix.compressed(self, x, compressor)
+
+    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
+        return x.clone()
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

@@ -32,6 +32,7 @@ def steps_of(
     every: int | None = None,
     progress: bool = False,
     resume: Run | None = None,
+    lr_lambda: Callable[[int], float] | None = None,
 ) -> Run:
     """Take some steps. The callers' tensors are not changed.
 
@@ -48,9 +49,10 @@ def steps_of(
             All agents must pass the same number, and the same ``steps`` unless it is 0.
         progress: Show a bar on stderr, if that is a terminal or a notebook.
         resume: A run to continue: its ``x``, state, records, and the number of its steps.
+        lr_lambda: The factor of the algorithm's learning rate in each step, by its number from 0.
 
     Raises:
-        ValueError: ``steps`` or ``every`` is negative.
+        ValueError: ``steps`` or ``every`` is negative, or ``lr_lambda`` is for an algorithm without a learning rate.
     """
     every = max(1, steps // _RECORDS) if every is None else every
     if steps < 0 or every < 0:
@@ -61,8 +63,12 @@ def steps_of(
     first = rounds = 0
     if resume is not None:
         first, rounds, mix.sent, mix.exchanges = resume.steps, resume.rounds, resume.sent, resume.exchanges
+        mix.gradients = resume.gradients
         if mix.seconds is not None:
             mix.seconds = resume.seconds or 0.0
+    unscaled, factor = algorithm, 1.0
+    if lr_lambda is not None and algorithm.scaled(1.0) is None:
+        raise ValueError(f"lr_lambda: {algorithm!r} has no learning rate (lr) to multiply")
     lost = mix.begin(first) and resume is not None  # a new state has no terms of lost agents
     grad.draw(mix)
     before = mix.exchanges  # those of init belong to the first round
@@ -77,6 +83,8 @@ def steps_of(
         for number in shown(numbers, "steps") if progress else numbers:
             lost = mix.begin(number) or lost
             grad.draw(mix)
+            if lr_lambda is not None and (wanted := lr_lambda(number)) != factor:
+                algorithm, factor = unscaled.scaled(wanted) or unscaled, wanted
             if lost:
                 x, state = algorithm.restart(x, state, grad, mix)
                 lost = False
@@ -87,7 +95,9 @@ def steps_of(
             if every and ((number + 1 - first) % every == 0 or number + 1 == first + steps):
                 records.append(_record(number + 1, rounds, algorithm.estimate(x, state), grad, mix, measure))
         estimate = algorithm.estimate(x, state)
-        return Run(x, estimate, state, first + steps, mix.sent, rounds, mix.seconds, records, exchanges=mix.exchanges)
+        return Run(
+            x, estimate, state, first + steps, mix.sent, rounds, mix.seconds, records, mix.exchanges, mix.gradients
+        )
 
 
 def _record(
@@ -95,13 +105,14 @@ def _record(
 ) -> dict[str, float]:
     """A row of the records, the same on all agents; docs in :class:`Run`."""
     wide = torch.promote_types(estimate.dtype, torch.float32)
-    everyone = None if measure is None else mix.rows_of_all(estimate)
-    mean = mix.mean_of_all(estimate.to(wide)) if everyone is None else everyone.mean(0, dtype=wide)
-    rows = estimate.reshape(-1, estimate.shape[-1])
+    counted = mix.counted(estimate)
+    everyone = None if measure is None else mix.rows_of_all(counted)
+    mean = mix.mean_of_all(counted.to(wide)) if everyone is None else everyone.mean(0, dtype=wide)
+    rows = counted.reshape(-1, estimate.shape[-1])
     parts = (rows[at : at + _ROWS].to(wide) for at in range(0, len(rows), _ROWS))
     square = sum((float(torch.linalg.vector_norm(part - mean)) ** 2 for part in parts), 0.0)
     losses = grad.loss(mean.to(estimate.dtype).expand_as(estimate))
-    loss = nan if losses is None else float(losses.sum())
+    loss = nan if losses is None else float(mix.counted(losses).sum())
     # One small message for all the sums; float64 counts bytes exactly up to 2**53.
     mine = torch.tensor([len(rows), mix.sent, square, loss], dtype=torch.float64)
     agents, sent, square, loss = mix.sum_of_all(mine).tolist()

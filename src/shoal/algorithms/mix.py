@@ -8,12 +8,13 @@ number that an agent has is ``[n, 1]`` or ``[1]``: it multiplies ``x`` either wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..compression import Compressor
 from ..compression.draws import HashStream, drawn
+from ..ops.robust import Robust
 
 EVERYBODY = "all"
 MACHINE = "machine"
@@ -33,16 +34,19 @@ class Mix(ABC):
         sent: Bytes sent so far: by all agents of a stacked fleet, by this one in a real agent.
         exchanges: How often the algorithm has exchanged something; in a round it may do so several times.
         seconds: The simulated time of the steps on a network, if there is a model of one; else None.
+        gradients: How many gradients each agent has taken, which is the number of its next batch.
+        stacked: ``x`` has a row for each agent.
     """
 
     size: int
     machines: int
+    stacked: ClassVar[bool] = False
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.round = self.step = 0
         self.sent = 0
-        self.exchanges = 0
+        self.exchanges = self.gradients = 0
         self.seconds: float | None = None
         self._draws = 0
 
@@ -89,6 +93,18 @@ class Mix(ABC):
         """
         q = compressor(x, self)
         return self(q, nbytes=compressor.nbytes(q.shape[-1], q.dtype) if compressor.encodes else None), q
+
+    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
+        """What a robust rule makes of an agent's ``x`` and its neighbours', in place of ``W x``.
+
+        Args:
+            x: ``[n, d]`` or ``[d]``.
+            rule: Such as :class:`shoal.TrimmedMean`. Some rules use the weights of W, others only its edges.
+
+        Raises:
+            ValueError: An agent has fewer neighbours in the round than the rule needs.
+        """
+        raise TypeError(f"{type(self).__name__} has linear averages only, and {rule} is none")
 
     @abstractmethod
     def pull(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,8 +164,18 @@ class Mix(ABC):
         """
         return self.stream(like).whole()
 
+    def of_batch(self, number: int, use: int, like: torch.Tensor) -> torch.Tensor:
+        """Random numbers in [0, 1) for an agent's ``number``-th batch or pass over its data, ``use`` telling several
+        apart; shape and dtype of ``like`` (one row for each agent). They differ from those of :meth:`uniform`.
+        """
+        return drawn(self.seed, number, -use, self._agents(like), like).whole()
+
     # For the records of a run, and not for equations. A stacked fleet has all rows; a real agent asks the others.
     # Neither counts them as sent or as an exchange.
+
+    def counted(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows ``[n, ...]`` of the agents that records are about: all, unless some are adversaries."""
+        return rows
 
     def rows_of_all(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of all agents in rank order, ``[n, d]``."""

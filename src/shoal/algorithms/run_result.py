@@ -48,6 +48,7 @@ class Run:
               loss (:func:`own`, :func:`shoal.sim.per_agent`), on the data of the step: all of it, or its batch;
             - the figures of ``measure``, which replace those above if they have their names.
         exchanges: Exchanges in the steps.
+        gradients: Gradients that each agent took in them, so that a continued run knows its next batch.
     """
 
     x: torch.Tensor
@@ -59,6 +60,7 @@ class Run:
     seconds: float | None = None
     records: list[dict[str, float]] = field(default_factory=list)
     exchanges: int = 0
+    gradients: int = 0
 
     def column(self, name: str) -> torch.Tensor:
         """One recorded value over the steps, float64 ``[records]``, to plot.

@@ -65,7 +65,7 @@ class DecentralizedSVRG(Algorithm):
 
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         anchor, full, *inner = state
-        v = grad(x) - grad(anchor) + full
+        v = grad(x) - grad.again(anchor) + full
         x, after = self.algorithm.step(x, tuple(inner), Gradient(lambda _: v), mix)
         if (mix.round + 1) % self.period == 0:
             anchor, full = x, grad.full(x)

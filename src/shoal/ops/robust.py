@@ -106,15 +106,75 @@ class ClippedGossip(Robust):
 
     def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
         distances = [_distance(own, tensor) for _, tensor, _ in terms]
-        radius = self.radius
-        if radius is None:
-            radius = sorted([0.0, *distances])[max(0, len(distances) - self.tolerated)]
-        weights = []
-        for distance, (_, _, weight) in zip(distances, terms, strict=True):
-            kept = weight if distance <= radius else weight * (radius / distance)
-            weights.append(kept)
-            own_weight += weight - kept
-        weigh_in_blocks(out, own, own_weight, [tensor for _, tensor, _ in terms], weights)
+        radius = _radius_without(self.tolerated, distances) if self.radius is None else self.radius
+        _clip(out, own, own_weight, terms, distances, radius)
+
+
+@dataclass(frozen=True)
+class ClippedSum(Robust):
+    """CS+: clipping to the distance of the (2b + 1)-th farthest neighbour, with ``b = tolerated`` (Gaucher, Dieuleveut,
+    Hendrikx, "Unified breakdown analysis for Byzantine robust gossip", 2025, arXiv:2410.10418).
+
+    ``x_i <- x_i + sum_j w_ij clip(x_j - x_i, radius)``: :class:`ClippedGossip` whose radius leaves twice as many
+    neighbours beyond it. The paper counts weights: where those of an agent's neighbours are equal, weight 2b w beyond
+    the radius is 2b neighbours. Where they differ, this rule counts neighbours.
+
+    Args:
+        tolerated: How many neighbours of one agent may send nonsense. An agent needs ``2 tolerated + 1`` neighbours in
+            a round: with fewer the radius is 0.
+
+    Raises:
+        ValueError: ``tolerated`` is less than 1.
+    """
+
+    tolerated: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tolerated < 1:
+            raise ValueError(f"ClippedSum: tolerated={self.tolerated!r} must be 1 or more")
+
+    @property
+    def neighbours_needed(self) -> int:
+        return 2 * self.tolerated + 1
+
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
+        distances = [_distance(own, tensor) for _, tensor, _ in terms]
+        _clip(out, own, own_weight, terms, distances, _radius_without(2 * self.tolerated, distances))
+
+
+@dataclass(frozen=True)
+class NearestNeighbours(Robust):
+    """NNA, nearest-neighbour averaging: the mean of the own tensor and the nearest of the neighbours' (Farhadkhani et
+    al., "Robust collaborative learning with linear gradient overhead", 2023, arXiv:2209.10931).
+
+    The ``tolerated`` farthest tensors are left out; of equally far ones those of higher ranks. All others count alike:
+    the weights of the topology only select the participants. The paper's agents do not wait for slow neighbours, and
+    so leave out as many again; here every neighbour's tensor arrives.
+
+    Args:
+        tolerated: How many neighbours of one agent may send nonsense. An agent needs ``2 tolerated + 1`` neighbours in
+            a round.
+
+    Raises:
+        ValueError: ``tolerated`` is less than 1.
+    """
+
+    tolerated: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tolerated < 1:
+            raise ValueError(f"NearestNeighbours: tolerated={self.tolerated!r} must be 1 or more")
+
+    @property
+    def neighbours_needed(self) -> int:
+        return 2 * self.tolerated + 1
+
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
+        distances = [_distance(own, tensor) for _, tensor, _ in terms]
+        nearest = sorted(range(len(terms)), key=distances.__getitem__)[: max(0, len(terms) - self.tolerated)]
+        tensors = [terms[place][1] for place in sorted(nearest)]
+        share = 1 / (len(tensors) + 1)
+        weigh_in_blocks(out, own, share, tensors, [share] * len(tensors))
 
 
 @dataclass(frozen=True)
@@ -144,16 +204,25 @@ class TrimmedMean(Robust):
         return 2 * self.count + 1
 
     def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
-        if own.is_complex():
-            raise TypeError("TrimmedMean: complex numbers have no order; take ClippedGossip")
-        tensors = [own, *(tensor for _, tensor, _ in terms)]
-        cut = min(self.count, (len(tensors) - 1) // 2)
-        blocks = (torch.split(tensor, BLOCK) for tensor in (out, *tensors))
-        for target, *numbers in zip(*blocks, strict=True):
-            ordered = torch.stack(numbers).sort(dim=0).values
-            # 16 bits are summed in float32 and rounded once, whatever the installed torch does by itself.
-            wide = torch.promote_types(own.dtype, torch.float32)
-            target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0, dtype=wide))
+        _trim(self, out, own, terms, self.count)
+
+
+@dataclass(frozen=True)
+class CoordinateMedian(Robust):
+    """In each coordinate the median of this agent's own number and the neighbours' (Yin, Chen, Ramchandran, Bartlett,
+    "Byzantine-robust distributed learning", 2018); of an even number of them the mean of the two in the middle.
+
+    All count alike: the weights of the topology only select the participants. It tolerates any minority of the tensors,
+    and loses most of what a mean gains over noise. An agent needs 3 neighbours in a round: with two the median can keep
+    agents at different values.
+    """
+
+    @property
+    def neighbours_needed(self) -> int:
+        return 3
+
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
+        _trim(self, out, own, terms, len(terms))
 
 
 def check_neighbours(agent: Agent, rule: Robust, neighbours: Sequence[int], *, whole: bool) -> None:
@@ -185,6 +254,42 @@ def too_few(rule: Robust, found: str) -> str:
         f"from others, and {found}; with fewer the average can stop before agents agree. Take a topology with more "
         "neighbours in a round, such as topology.FullyConnectedGraph, or ClippedGossip(radius=...) or FiniteOnly()"
     )
+
+
+def _trim(rule: Robust, out: torch.Tensor, own: torch.Tensor, terms: Sequence[Term], count: int) -> None:
+    """In each coordinate the mean without the ``count`` largest and smallest, or as many as leave one or two."""
+    if own.is_complex():
+        raise TypeError(f"{type(rule).__name__}: complex numbers have no order; take ClippedGossip")
+    tensors = [own, *(tensor for _, tensor, _ in terms)]
+    cut = min(count, (len(tensors) - 1) // 2)
+    blocks = (torch.split(tensor, BLOCK) for tensor in (out, *tensors))
+    for target, *numbers in zip(*blocks, strict=True):
+        ordered = torch.stack(numbers).sort(dim=0).values
+        # 16 bits are summed in float32 and rounded once, whatever the installed torch does by itself.
+        wide = torch.promote_types(own.dtype, torch.float32)
+        target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0, dtype=wide))
+
+
+def _radius_without(farthest: int, distances: Sequence[float]) -> float:
+    """The largest distance without the ``farthest`` largest; 0 if none is left."""
+    return sorted([0.0, *distances])[max(0, len(distances) - farthest)]
+
+
+def _clip(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    own_weight: float,
+    terms: Sequence[Term],
+    distances: Sequence[float],
+    radius: float,
+) -> None:
+    """``own + sum of weight clip(tensor - own, radius)``."""
+    weights = []
+    for distance, (_, _, weight) in zip(distances, terms, strict=True):
+        kept = weight if distance <= radius else weight * (radius / distance)
+        weights.append(kept)
+        own_weight += weight - kept
+    weigh_in_blocks(out, own, own_weight, [tensor for _, tensor, _ in terms], weights)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -1,35 +1,47 @@
 """Neural networks in a stacked fleet: the parameters of n copies of a module as the rows of one tensor, and back.
 
 A row holds the parameters that are trained, one after the other in the order of ``named_parameters``; a tensor that is
-used in two places occurs once. The rest of a module is the same for all agents and never changes: parameters that need
-no gradient, and buffers. Two kinds of layers are therefore refused: layers that change their buffers during training,
-and layers that draw random numbers, because two runs, or a simulated and a real agent, would draw different ones.
+used in two places occurs once. Running statistics of batch norm are each agent's own, as on real agents, and no
+exchange averages them. The rest of a module is the same for all agents and never changes: parameters that need no
+gradient, and other buffers. Layers that change other buffers are therefore refused, and so are layers that draw random
+numbers, because two runs, or a simulated and a real agent, would draw different ones.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import functional_call, stack_module_state
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
+from ..algorithms.batches import Augment, Batches
 from ..algorithms.gradients import Loss
+from .network_gradient import NetworkGradient, Statistics, each_row
 
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes outputs and targets, gives a tensor of one number."""
+
+
+class NetworkFunction(Protocol):
+    """A network's output, from its parameters ``[d]``, inputs, and the running statistics, which it updates."""
+
+    def __call__(self, x: torch.Tensor, inputs: torch.Tensor, statistics: Statistics | None = None) -> torch.Tensor: ...
 
 
 class StackedModel:
     """Copies of a module.
 
     Args:
-        module: Any that works under :mod:`torch.func`. It is copied, not kept.
+        module: Any that works under :mod:`torch.func`, in the mode of its use: in ``train()`` batch norm uses the
+            statistics of a batch, and keeps running ones. It is copied, not kept.
         size: How many.
         seed: Without one all agents begin with the module's own parameters. With one each begins with its own, drawn
             by the ``reset_parameters`` of its layers.
@@ -38,6 +50,9 @@ class StackedModel:
         size: Number of agents n.
         dimension: Number of parameters d of one of them.
         start: ``[n, d]``, in the dtype and on the device of the module.
+        statistics: The agents' running statistics by the names of their buffers, ``[n, ...]`` each; empty without batch
+            norm in training. A run of :meth:`gradient` begins with the module's and changes them in each step. They are
+            no part of :class:`shoal.algorithms.Run`: save them beside it to continue in another process.
 
     Raises:
         ValueError: The module has nothing to train, parameters of several dtypes or devices, or a layer that cannot be
@@ -47,34 +62,111 @@ class StackedModel:
     def __init__(self, module: nn.Module, size: int, *, seed: int | None = None) -> None:
         if size < 1:
             raise ValueError(f"size={size}: pass a number of agents, at least 1")
-        self._template = _Template(module)
+        self._template = _Template(module, statistics=True)
+        self._evaluation = _Template(copy.deepcopy(module).eval()) if self._template.statistics else self._template
+        # Convolutions with a weight for each agent are slow on a CPU.
+        convolves = any(isinstance(layer, _ConvNd) for layer in module.modules())
+        self._vectorize = not (convolves and next(module.parameters()).is_cpu)
         self.size, self.dimension = size, self._template.dimension
+        self.statistics = {
+            name: one.expand(size, *one.shape).clone() for name, one in self._template.statistics.items()
+        }
         flat = self._template.flatten(dict(module.named_parameters())).detach()
         self.start = flat.repeat(size, 1) if seed is None else _drawn(self._template, size, seed)
 
-    def outputs(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs of every agent's network, without gradients.
+    def gradient(
+        self,
+        criterion: Criterion,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        batch: int,
+        *,
+        epochs: bool = True,
+        augment: Augment | None = None,
+        weight_decay: float | Callable[[str], float] = 0.0,
+        vectorize: bool | None = None,
+    ) -> NetworkGradient:
+        """The gradients of all networks on batches of a dataset, for :meth:`StackedFleet.run`.
+
+        Every gradient in a step gets a batch of its own.
 
         Args:
-            x: Parameters, ``[n, d]``.
-            inputs: ``[n, batch, ...]``, a part for each agent.
+            criterion: Such as :func:`torch.nn.functional.cross_entropy`.
+            inputs: All samples, ``[m, ...]``.
+            targets: Theirs, ``[m, ...]``.
+            parts: The indices of each agent's samples, n tensors int64 ``[m_i]``, of any lengths:
+                :func:`shoal.data.dirichlet_shards` makes such.
+            batch: Samples for each gradient.
+            epochs: As for :func:`shoal.algorithms.own`: passes without replacement, each agent's own.
+            augment: Changes the inputs of each batch, such as :func:`shoal.sim.flipped_and_shifted`.
+            weight_decay: Its product with the parameters is added to the gradient, as ``torch.optim.SGD`` does: a
+                number, or a function of a parameter's name, for example to leave biases out.
+            vectorize: Compute all agents at once by ``vmap``; if False one after the other, which gives the bits of
+                separate modules. If not given, it is False for a module with convolutions on the CPU, where it is
+                faster.
+
+        Raises:
+            ValueError: There are not as many parts as agents, or one does not fill a batch.
+        """
+        if len(parts) != self.size or len(inputs) != len(targets):
+            raise ValueError(
+                f"{len(parts)} parts for {self.size} agents, {len(inputs)} inputs with {len(targets)} targets: pass a "
+                "part for each agent, and a target for each input"
+            )
+        decay = weight_decay if isinstance(weight_decay, int | float) else self._template.by_name(weight_decay)
+        batches = Batches([len(part) for part in parts], batch, epochs)
+        at_once = self._vectorize if vectorize is None else vectorize
+        network, statistics, begin = self._template.call, self.statistics, self._reset_statistics
+        data = inputs, targets
+        return NetworkGradient(network, statistics, criterion, data, parts, batches, augment, decay, at_once, begin)
+
+    def outputs(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs of every agent's network, without gradients; with running statistics those of ``eval()``.
+
+        Args:
+            x: Parameters, ``[n, d]``; or ``[1, d]``, the mean of all, which gets the mean of the running statistics.
+            inputs: ``[n, batch, ...]``, a part for each agent; or ``[1, batch, ...]``.
 
         Returns:
-            ``[n, batch, ...]``.
-        """
-        with torch.no_grad():
-            found: torch.Tensor = vmap(self._template.call)(x, inputs)
-        return found
+            ``[n, batch, ...]``; or ``[1, batch, ...]``.
 
-    def module(self, x: torch.Tensor) -> nn.Module:
-        """A module of its own with the parameters ``[d]``: of one agent, or the mean of all."""
+        Raises:
+            ValueError: Running statistics are for another number of agents than ``x``.
+        """
+        if self.statistics and len(x) not in (1, self.size):
+            raise ValueError(f"{len(x)} rows of parameters: there are statistics of {self.size} agents, and their mean")
+        alone = self.statistics and len(x) != self.size
+        means = {name: one.unsqueeze(0) for name, one in self._statistics_of(None).items()} if alone else {}
+        with torch.no_grad():
+            return each_row(self._evaluation.call, self._vectorize)(x, inputs, means or self.statistics)
+
+    def module(self, x: torch.Tensor, rank: int | None = None) -> nn.Module:
+        """A module of its own with the parameters ``[d]``: of one agent, or the mean of all.
+
+        Args:
+            x: The parameters.
+            rank: The agent whose running statistics it gets; if not given, it gets their mean over the agents.
+        """
         if x.shape != (self.dimension,):
             raise ValueError(f"parameters of shape {list(x.shape)}: one network has [{self.dimension}]")
         found = copy.deepcopy(self._template.module)
         with torch.no_grad():
             for name, value in self._template.unflatten(x).items():
                 found.get_parameter(name).copy_(value)
+            for name, value in self._statistics_of(rank).items():
+                found.get_buffer(name).copy_(value)
         return found
+
+    def _statistics_of(self, rank: int | None) -> Statistics:
+        """An agent's, or the mean over agents; counters of batches are equal on all."""
+        if rank is not None:
+            return {name: one[rank] for name, one in self.statistics.items()}
+        return {name: one.mean(0) if one.is_floating_point() else one[0] for name, one in self.statistics.items()}
+
+    def _reset_statistics(self) -> None:
+        for name, one in self._template.statistics.items():
+            self.statistics[name].copy_(one.expand_as(self.statistics[name]))
 
 
 def loss_of(module: nn.Module, criterion: Criterion) -> Loss:
@@ -88,7 +180,7 @@ def loss_of(module: nn.Module, criterion: Criterion) -> Loss:
         ``loss(x, inputs, targets)``: ``x`` is ``[d]``, the others ``[samples, ...]``. The function is thread-safe.
 
     Raises:
-        ValueError: As for :class:`StackedModel`.
+        ValueError: As for :class:`StackedModel`, or a layer keeps running statistics.
     """
     template = _Template(module)
 
@@ -101,8 +193,8 @@ def loss_of(module: nn.Module, criterion: Criterion) -> Loss:
 class _Template:
     """A module as a function of its flat parameters."""
 
-    def __init__(self, module: nn.Module) -> None:
-        _check(module)
+    def __init__(self, module: nn.Module, statistics: bool = False) -> None:
+        _check(module, statistics)
         self.module = copy.deepcopy(module)
         # A parameter leaves its .grad behind when it is copied, and a template has none to give away.
         self.module.zero_grad(set_to_none=True)
@@ -116,7 +208,18 @@ class _Template:
         self._shapes = {name: one.shape for name, one in trained.items()}
         self._lengths = [shape.numel() for shape in self._shapes.values()]
         self.dimension = sum(self._lengths)
+        self.statistics = {
+            f"{prefix}.{name}" if prefix else name: one
+            for prefix, layer in self.module.named_modules()
+            if _keeps_statistics(layer)
+            for name, one in layer.named_buffers(recurse=False)
+        }
         self._own = threading.local()
+
+    def by_name(self, value: Callable[[str], float]) -> torch.Tensor:
+        """``[d]``, in which each parameter has the value of its name."""
+        like = self.module.get_parameter
+        return self.flatten({name: torch.full_like(like(name), value(name)) for name in self._shapes}).detach()
 
     def flatten(self, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         """``[..., d]`` from a tensor ``[..., *shape]`` for each name."""
@@ -131,14 +234,14 @@ class _Template:
         parts = torch.split(x, self._lengths)
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
-    def call(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """The module's output with the parameters ``[d]``."""
+    def call(self, x: torch.Tensor, inputs: torch.Tensor, statistics: Statistics | None = None) -> torch.Tensor:
+        """The module's output with the parameters ``[d]``, and with running statistics, which it may change."""
         # While it is called, a module holds the parameters that it is called with: threads must not share one.
         module: nn.Module | None = getattr(self._own, "module", None)
         if module is None:
             module = self._own.module = copy.deepcopy(self.module)
         before = {name: one._version for name, one in module.named_buffers()}
-        found: torch.Tensor = functional_call(module, self.unflatten(x), (inputs,))
+        found: torch.Tensor = functional_call(module, self.unflatten(x) | (statistics or {}), (inputs,))
         changed = [name for name, one in module.named_buffers() if one._version != before[name]]
         if changed:
             raise ValueError(f"the module changes its buffers {changed} when it is called; {_CONSTANT}")
@@ -146,19 +249,24 @@ class _Template:
 
 
 _CONSTANT = (
-    "in a fleet buffers are constants, the same for all agents. Use a layer that keeps no account of its inputs."
+    "in a fleet buffers are constants, the same for all agents, but for the running statistics of batch norm. Use a "
+    "layer that keeps no account of its inputs."
 )
 
 
-def _check(module: nn.Module) -> None:
-    """Refuse layers that a stacked fleet cannot have."""
+def _keeps_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, _NormBase) and layer.track_running_stats and layer.training
+
+
+def _check(module: nn.Module, statistics: bool) -> None:
+    """Refuse layers that a stacked fleet cannot have, among them those that keep statistics if they are not allowed."""
     for name, layer in module.named_modules():
         what = f"layer {name!r} ({type(layer).__name__})" if name else f"the module ({type(layer).__name__})"
-        if isinstance(layer, _NormBase) and layer.track_running_stats and layer.training:
+        if _keeps_statistics(layer) and not statistics:
             raise ValueError(
-                f"{what} keeps running statistics in buffers, which belong to no agent's parameters and would not be "
-                "averaged with the neighbours. Use torch.nn.GroupNorm, or track_running_stats=False; with statistics "
-                "that stay as they are, call eval() on the layer."
+                f"{what} keeps running statistics in buffers, and a function of parameters and data cannot. Take "
+                "StackedModel.gradient, which keeps each agent's; or use torch.nn.GroupNorm, or "
+                "track_running_stats=False; with statistics that stay as they are, call eval() on the layer."
             )
         if isinstance(layer, _DropoutNd) and layer.training and layer.p > 0:
             raise ValueError(

@@ -22,9 +22,11 @@ from ..algorithms.needs import check
 from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, ScheduleWeights
 from ..algorithms.unreliable_mix import under
 from ..netmodel.network import Network
+from ..ops.robust import Robust, Term, too_few
 from ..topology.families.compose import Idle
 from ..topology.schedule import Schedule, as_schedule
 from ..transport.shared_regions import ResultPool
+from .adversaries import Adversary
 from .pace import ExchangeTraffic, Pace
 from .products import product
 from .state_topology import StateSchedule, StateTopology, allow_any_links
@@ -44,7 +46,10 @@ class StackedMix(Mix):
         seed: The seed of the algorithm's random numbers.
         agents_per_machine: The size of a group ``"machine"``: consecutive ranks from 0 on.
         pace: Computes :attr:`seconds`.
+        adversary: Changes the messages of some agents in averages over the topology.
     """
+
+    stacked = True
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class StackedMix(Mix):
         seed: int = 0,
         agents_per_machine: int = 1,
         pace: Pace | None = None,
+        adversary: Adversary | None = None,
     ) -> None:
         super().__init__(seed)
         self._follows = topology if isinstance(topology, StateSchedule) else None
@@ -64,6 +70,8 @@ class StackedMix(Mix):
         self._exchanges: list[ExchangeTraffic] = []
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._pool, self._pool_for = ResultPool(), 0
+        self._adversary = adversary
+        self._honest = None if adversary is None else adversary.honest(self.size)
 
     def follow(self, x: torch.Tensor, state: Any) -> None:
         if self._follows is not None:
@@ -99,10 +107,66 @@ class StackedMix(Mix):
         multiply = self._once((form, x.dtype, x.device), lambda: product(weights, form, x.dtype, x.device))
         out = self._empty_like(x)
         multiply(out, x)
+        if self._adversary is not None:
+            for rank, (own, terms) in self._attacked(form, x).items():
+                mixed = sum((weight * tensor for _, tensor, weight in terms), own * x[rank].view(-1))
+                out[rank] = mixed.view(x.shape[1:])
         return out
+
+    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
+        self.check(x)
+        weights = self._rounds[self.round]
+        self._note(ExchangeTraffic("neighbours", x[0].nbytes), weights.messages * x[0].nbytes)
+        x = x.contiguous()
+        out, attacked = self._empty_like(x), self._attacked("mix", x)
+        for rank, (own, sources) in enumerate(self._sources("mix")):
+            if 0 < len(sources) < rule.neighbours_needed:
+                raise ValueError(too_few(rule, f"in round {self.round} rank {rank} has {len(sources)}"))
+            terms = attacked[rank][1] if rank in attacked else [(one, x[one].view(-1), w) for one, w in sources]
+            rule.combine(rank, out[rank].view(-1), x[rank].view(-1), own, terms)
+        return out
+
+    def _sources(self, form: Form) -> list[tuple[float, list[tuple[int, float]]]]:
+        """The self weight of each agent, and its sources with their weights."""
+
+        def make() -> list[tuple[float, list[tuple[int, float]]]]:
+            weights = self._rounds[self.round]
+            own, sources = [0.0] * self.size, [list[tuple[int, float]]() for _ in range(self.size)]
+            edges = (weights.destination.tolist(), weights.source.tolist(), getattr(weights, form).tolist())
+            for here, there, weight in zip(*edges, strict=True):
+                if here == there:
+                    own[here] += weight
+                else:
+                    sources[here].append((there, weight))
+            return list(zip(own, sources, strict=True))
+
+        return self._once(("sources", form), make)
+
+    def _attacked(self, form: Form, x: torch.Tensor) -> dict[int, tuple[float, list[Term]]]:
+        """The self weight and the messages of each honest agent that has a neighbour of the adversary's."""
+        if self._adversary is None or self._honest is None:
+            return {}
+        bad, found = set(self._adversary.ranks), dict[int, tuple[float, list[Term]]]()
+        rows, sources = x.reshape(self.size, -1), self._sources(form)
+        for rank in self._honest:
+            own, mine = sources[rank]
+            if not bad.isdisjoint(one for one, _ in mine):
+                seen = rows[[rank, *(one for one, _ in mine if one not in bad)]]
+                found[rank] = (
+                    own,
+                    [
+                        (one, self._adversary.message(rows[one], seen, self.size) if one in bad else rows[one], weight)
+                        for one, weight in mine
+                    ],
+                )
+        return found
+
+    def counted(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._honest is None else rows[self._honest]
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         self.check(x)
+        self._refuse_adversary("averages over all agents or a machine")
         if group == EVERYBODY:
             self._note(ExchangeTraffic("all", x[0].nbytes), x.nbytes)
             return x.mean(0, keepdim=True).expand_as(x).contiguous()
@@ -135,9 +199,14 @@ class StackedMix(Mix):
         return out.index_add_(0, self._here(messages.device), messages)
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        self._refuse_adversary("a message for each neighbour")
         each = messages[:1].nbytes if nbytes is None else nbytes
         self._note(ExchangeTraffic("neighbours", each), each * len(messages))
         return messages[self._ranks("reverse", messages.device, lambda: self._rounds[self.round].reverse)]
+
+    def _refuse_adversary(self, what: str) -> None:
+        if self._adversary is not None:
+            raise ValueError(f"adversary: it changes averages over the topology, and this algorithm uses {what}")
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         here, there = self._rounds[self.round].neighbours
@@ -224,6 +293,8 @@ class StackedFleet:
         every: int | None = None,
         progress: bool = False,
         resume: Run | None = None,
+        lr_lambda: Callable[[int], float] | None = None,
+        adversary: Adversary | None = None,
         network: Network | None = None,
         compute: ArrayLike = 0.0,
         unchecked: str | Iterable[str] = (),
@@ -244,6 +315,10 @@ class StackedFleet:
                 given, a hundredth of the steps, at least 1. With 0 nothing is recorded.
             progress: Show a bar on stderr, if that is a terminal or a notebook.
             resume: A run of this fleet to continue.
+            lr_lambda: A schedule: takes the number of a step, from 0, and returns the factor of the algorithm's
+                learning rate in that step, as in ``torch.optim.lr_scheduler.LambdaLR``.
+            adversary: Agents that send something else than the algorithm says (:mod:`shoal.sim.adversaries`). Records,
+                and what ``measure`` takes, are then of the other agents, in order of their ranks.
             network: A network of as many agents: the records then have the time of the steps on it, as ``seconds``.
                 :class:`~shoal.sim.pace.Pace` describes the model.
             compute: Seconds that an agent computes in a step on that network: one number, or one for each agent, [n].
@@ -269,11 +344,20 @@ class StackedFleet:
             allow_any_links(name, algorithm.needs, self.size, unchecked)
             schedule = StateSchedule(self.size, topology)
         pace = None if network is None else Pace(network, self.topology, compute, self.agents_per_machine)
-        stacked = StackedMix(schedule, self.seed, self.agents_per_machine, pace)
+        stacked = StackedMix(schedule, self.seed, self.agents_per_machine, pace, adversary)
         start = x.expand(self.size, -1) if x.dim() == 1 else x
         stacked.check(start)
         stacked.follow(start, None)
         mix = stacked if conditions is None else under(conditions, stacked, resume)
         return steps_of(
-            algorithm, start, gradient, mix, steps, measure=measure, every=every, progress=progress, resume=resume
+            algorithm,
+            start,
+            gradient,
+            mix,
+            steps,
+            measure=measure,
+            every=every,
+            progress=progress,
+            resume=resume,
+            lr_lambda=lr_lambda,
         )
