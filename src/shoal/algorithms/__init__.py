@@ -39,6 +39,7 @@ from .momentum import DecentLaM as DecentLaM
 from .momentum import Momentum as Momentum
 from .momentum import MomentumTracking as MomentumTracking
 from .momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
+from .muon import DeMuon as DeMuon
 from .needs import Need as Need
 from .needs import check as check
 from .outer import DiLoCo as DiLoCo

@@ -64,7 +64,7 @@ class KGT(_Corrected):
 
     A round of K = ``every`` steps from ``x0``: ``x+ = x - lr (g(x) + c)``. At its end ``z = (x0 - x) / (K lr)``,
     ``c+ = c - z + W z`` and ``x+ = W (x0 - outer_lr K lr z)``. At first ``c = mean(g) - g``, the mean over all agents
-    (Liu, Lin, Koloskova, Stich 2023, arXiv:2301.01313, algorithm 1). If ``lr`` changes in a round, its last counts in z.
+    (Liu, Lin, Koloskova, Stich 2023, arXiv:2301.01313, algorithm 1). If ``lr`` changes in a round, z has its last.
 
     Exact, however different the agents' objectives are. Sends twice the parameters in a round. State: ``c`` and ``x0``,
     as ``x``.
@@ -143,8 +143,8 @@ class LED(_Corrected):
 register(
     Entry(
         "K-GT",
-        lambda: KGT(0.02, every=5),
-        2 / 5,
+        lambda: KGT(0.005, every=2),
+        2 / 2,
         "Slow networks, and data that differ between agents: local steps that do not drift apart.",
         exact=True,
     )
@@ -152,7 +152,7 @@ register(
 register(
     Entry(
         "local exact diffusion (LED)",
-        lambda: LED(0.05, every=5),
+        lambda: LED(0.02, every=5),
         1 / 5,
         "As above for half the messages, on one undirected graph.",
         exact=True,

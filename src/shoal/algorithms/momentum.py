@@ -332,7 +332,7 @@ register(
 register(
     Entry(
         "momentum tracking",
-        lambda: MomentumTracking(0.01, 0.8),
+        lambda: MomentumTracking(0.003, 0.8),
         2,
         "Momentum on data that differ, to the optimum, on any doubly stochastic mixing.",
         exact=True,
