@@ -24,7 +24,7 @@ sys.path += [str(DOCS), str(TESTS / "algorithms")]
 import algorithms_table  # noqa: E402
 import test_every_algorithm as suite  # noqa: E402
 
-STACKED, REAL, TWICE, SWEEP, AGENTS, MESSAGES, MACHINES, NEW, COMPRESSOR = (
+STACKED, REAL, TWICE, SWEEP, AGENTS, SADDLE, MESSAGES, MACHINES, NEW, COMPRESSOR = (
     code
     for page in ("algorithms.md", "compressors.md", "howto/extend.md")
     for code in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
@@ -53,6 +53,7 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     names: dict[str, Any] = {}
     exec(STACKED, names)
     exec(REAL, names)
+    exec(SADDLE, names)
     exec(MESSAGES, names)
     exec(MACHINES, names)
     first, second = capsys.readouterr().out.split("\n", 1)
@@ -62,11 +63,14 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert names["data"].shape == (1000, 10 + 8)
     ended = names["fleet"].run(names["algorithm"], torch.zeros(10), lambda x: x - 1, 100).x
     assert (ended - 1).abs().max() < 0.05
+    saddle = names["saddle"]
+    assert names["signs"].mul(names["slopes"](saddle)).mean(0).abs().max() < 1e-4 < saddle.abs().max()
+    assert (saddle - saddle[0]).abs().max() < 1e-4
 
 
 def test_the_pages_count_the_algorithms() -> None:
-    assert "lists the thirty of the catalog" in (DOCS / "algorithms.md").read_text()
-    assert len({type(entry.example()) for entry in CATALOG.values()}) == 30
+    assert "lists the thirty-four of the catalog" in (DOCS / "algorithms.md").read_text()
+    assert len({type(entry.example()) for entry in CATALOG.values()}) == 34
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

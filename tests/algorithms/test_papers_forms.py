@@ -18,6 +18,7 @@ from shoal.algorithms import (
     GradientDescent,
     GradientTracking,
     Momentum,
+    MomentumTracking,
     PowerGossip,
     PushPull,
     QuasiGlobalMomentum,
@@ -142,6 +143,18 @@ def quasi_global(nesterov: bool) -> Vectors:
     return x
 
 
+def momentum_tracking() -> Vectors:
+    """The authors' code: momentum u and a dual variable c, both begun from the differences of the gradients."""
+    x, g = START, slope(START)
+    u = c = (g - g.mean(0)) / (1 - BETA)
+    for k in range(STEPS):
+        W = mixing(CHANGING, k)
+        u = BETA * u + slope(x)
+        x = W @ x - LR * (u - c)
+        c = W @ (c - u) + u
+    return x
+
+
 def relay(fill: str) -> Vectors:
     tree = nx.Graph(TREE)
     near = {i: sorted(set(tree.neighbors(i)) - {i}) for i in range(N)}
@@ -171,6 +184,7 @@ FORMS: list[tuple[Algorithm, nx.Graph | Schedule, Vectors]] = [
     (Momentum(ExactDiffusion(LR), BETA, dampened=True), RING, edm()),
     (QuasiGlobalMomentum(LR, BETA, mu=MU), RING, quasi_global(nesterov=False)),
     (QuasiGlobalMomentum(LR, BETA, nesterov=True, mu=MU), RING, quasi_global(nesterov=True)),
+    (MomentumTracking(LR, BETA), CHANGING, momentum_tracking()),
     (RelaySum(LR, fill="start"), TREE, relay("start")),
     (RelaySum(LR), TREE, relay("own")),
 ]
@@ -289,6 +303,16 @@ def test_dampened_momentum_over_a_step_is_momentum_over_a_shorter_one() -> None:
     dampened = fleet.run(Momentum(ExactDiffusion(LR), BETA, dampened=True), start, of_all, STEPS).x
     shorter = fleet.run(Momentum(ExactDiffusion(LR * (1 - BETA)), BETA), start, of_all, STEPS).x
     assert (dampened - shorter).abs().max() < 1e-13
+
+
+def test_momentum_tracking_without_momentum_is_diging_from_the_mean_gradient() -> None:
+    start = torch.from_numpy(START)
+    g = of_all(start)
+    fleet = StackedFleet(CHANGING)
+    begun = fleet.run(GradientTracking(LR, atc=False), start, of_all, 0)
+    begun = dataclasses.replace(begun, state=(g.mean(0).expand_as(g), g))
+    diging = fleet.run(GradientTracking(LR, atc=False), start, of_all, STEPS, resume=begun).x
+    assert (fleet.run(MomentumTracking(LR, 0.0), start, of_all, STEPS).x - diging).abs().max() < 1e-13
 
 
 def test_mu_is_beta_where_it_is_not_given() -> None:

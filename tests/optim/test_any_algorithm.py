@@ -13,11 +13,14 @@ from torch import Tensor
 import shoal
 from shoal.algorithms import (
     EASGD,
+    KGT,
+    LED,
     NIDS,
     SGP,
     AccumAdam,
     Algorithm,
     DecentLaM,
+    DeMuon,
     DiLoCo,
     DualAveraging,
     ExactDiffusion,
@@ -25,6 +28,7 @@ from shoal.algorithms import (
     GradientDescent,
     GradientTracking,
     Momentum,
+    MomentumTracking,
     NoLoCo,
     ParallelGradientDescent,
     PowerGossip,
@@ -44,6 +48,10 @@ ONE_GRADIENT = [
     ParallelGradientDescent(0.5),
     ExactDiffusion(1.0, lazy=True),
     NIDS(1.0),
+    GradientDescent(1.0, prox=torch.nn.Softshrink(0.01)),
+    KGT(1.0, 2),
+    LED(1.0, 2, beta=0.2),
+    MomentumTracking(0.5, 0.8),
     Momentum(GradientDescent(1.0), 0.9, nesterov=True),
     DecentLaM(1.0, 0.8),
     QuasiGlobalMomentum(1.0, 0.8),
@@ -98,6 +106,13 @@ def test_it_is_what_the_simulation_says(fleet: Fleets, algorithm: Algorithm) -> 
     expected = simulated(algorithm)
     assert (expected - flat(MODEL)).abs().max() > 0.01
     assert (found - expected).abs().max() < 1e-12
+
+
+def test_an_equation_of_matrices_gets_the_shapes_of_the_model(fleet: Fleets) -> None:
+    shapes = tuple(tuple(param.shape) for param in MODEL.parameters())
+    found = torch.stack(fleet(SIZE).run(train, DeMuon(0.1)))
+    assert (found - simulated(DeMuon(0.1, shapes=shapes))).abs().max() < 1e-12
+    assert (found - simulated(DeMuon(0.1))).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("algorithm", [GradientDescent(1.0), GradientDescent(1.0, atc=False)], ids=["atc", "awc"])

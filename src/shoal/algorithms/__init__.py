@@ -26,6 +26,8 @@ from .exchange import run as run
 from .gradient_descent import GradientDescent as GradientDescent
 from .gradient_descent import ParallelGradientDescent as ParallelGradientDescent
 from .gradients import own as own
+from .local_correction import KGT as KGT
+from .local_correction import LED as LED
 from .local_steps import GossipPGA as GossipPGA
 from .local_steps import LocalSteps as LocalSteps
 from .loop import Run as Run
@@ -35,7 +37,9 @@ from .mix import Mix as Mix
 from .momentum import AveragedMomentum as AveragedMomentum
 from .momentum import DecentLaM as DecentLaM
 from .momentum import Momentum as Momentum
+from .momentum import MomentumTracking as MomentumTracking
 from .momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
+from .muon import DeMuon as DeMuon
 from .needs import Need as Need
 from .needs import check as check
 from .outer import DiLoCo as DiLoCo

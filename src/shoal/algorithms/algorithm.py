@@ -21,6 +21,8 @@ from .needs import Need
 
 State = tuple[torch.Tensor, ...]
 """The memory of an algorithm between steps, beside ``x``."""
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of the parameters that make up ``x``, in their order."""
 
 
 class Gradient:
@@ -177,6 +179,17 @@ class Algorithm(ABC):
         wrapped = held.get("algorithm")
         inner = wrapped.scaled(by) if isinstance(wrapped, Algorithm) else None
         return None if inner is None else replace(self, algorithm=inner)  # type: ignore[type-var]
+
+    def shaped(self, shapes: Shapes) -> Algorithm:
+        """The same algorithm for parameters of these shapes, if its equation, or its wrapped algorithm's, is one of
+        matrices: it then has a field ``shapes``. An optimizer calls this with the shapes of its model's parameters.
+        """
+        held: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        if "shapes" in held:
+            return self if held["shapes"] else replace(self, shapes=shapes)  # type: ignore[type-var]
+        wrapped = held.get("algorithm")
+        inner = wrapped.shaped(shapes) if isinstance(wrapped, Algorithm) else wrapped
+        return self if inner is wrapped else replace(self, algorithm=inner)  # type: ignore[type-var]
 
 
 _warned: dict[type[Algorithm], object] = {}

@@ -6,7 +6,6 @@ twice the messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,6 +13,7 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .gradient_descent import Prox
 from .growth import by_signs, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
@@ -70,16 +70,27 @@ class ExactDiffusion(Algorithm):
     random walk. Below -1/3 differences grow, which is refused. An even ring with weights of a third has the eigenvalue
     -1/3 (listing 6 of the BlueFog paper, Ying et al. 2021, arXiv:2111.04287). State: ``psi``, as ``x``.
 
+    With ``prox`` it is Prox-ED: ``psi+ = x - lr g(x)``, ``z+ = W (psi+ + z - psi)``, ``x+ = prox(z+)``; at first ``z``
+    and ``psi`` are ``x`` (Alghunaim, Ryu, Yuan, Sayed 2020, arXiv:1909.06479, ``lazy=True``). State: ``psi`` and ``z``.
+
     Args:
         lr: The step.
         lazy: ``(I + W) / 2`` instead of W: slower, and sound for any eigenvalues of W.
+        prox: As of :class:`~shoal.algorithms.GradientDescent`.
     """
 
     lr: float
     lazy: bool = False
-    source: ClassVar[str] = "Yuan, Ying, Zhao, Sayed 2017, arXiv:1702.05122; Tang et al. 2018, arXiv:1803.07068"
+    prox: Prox | None = None
+    source: ClassVar[str] = (
+        "Yuan, Ying, Zhao, Sayed 2017, arXiv:1702.05122; Tang et al. 2018, arXiv:1803.07068; `prox`: Alghunaim, Ryu, "
+        "Yuan, Sayed 2020, arXiv:1909.06479"
+    )
     one_gradient: ClassVar[bool] = True
-    separable: ClassVar[bool] = True
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.prox is None
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -87,14 +98,18 @@ class ExactDiffusion(Algorithm):
             return *FIXED_AND_SYMMETRIC, dies_out(self, by_signs)
         return *FIXED_AND_SYMMETRIC, LARGE_EIGENVALUES, dies_out(self, _by_smallest)
 
+    def at_rest(self) -> Algorithm:
+        return replace(self, prox=None)
+
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        return (x,)
+        return (x,) if self.prox is None else (x, x)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        (before,) = state
+        before, z = (*state, x) if self.prox is None else state
         psi = x - self.lr * grad(x)
-        phi = psi + x - before
-        return _lazily(phi, mix) if self.lazy else mix(phi), (psi,)
+        phi = psi + z - before
+        z = _lazily(phi, mix) if self.lazy else mix(phi)
+        return (z, (psi,)) if self.prox is None else (self.prox(z), (psi, z))
 
 
 @dataclass(frozen=True)
@@ -108,14 +123,24 @@ class EXTRA(Algorithm):
     Exact, however different the agents' objectives are. The stable step shrinks with the smallest eigenvalue of W:
     ``lr < (1 + lambda_min) / L``. State: ``s``, as ``x``.
 
+    With ``prox`` it is PG-EXTRA: ``x+ = prox(W x + s - lr g(x))`` (Shi, Ling, Wu, Yin 2015, arXiv:1506.02621).
+
     Args:
         lr: The step.
+        prox: As of :class:`~shoal.algorithms.GradientDescent`.
     """
 
     lr: float
-    source: ClassVar[str] = "Shi, Ling, Wu, Yin 2015, arXiv:1404.6264"
+    prox: Prox | None = None
+    source: ClassVar[str] = "Shi, Ling, Wu, Yin 2015, arXiv:1404.6264; `prox`, PG-EXTRA: the same, arXiv:1506.02621"
     one_gradient: ClassVar[bool] = True
-    separable: ClassVar[bool] = True
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.prox is None
+
+    def at_rest(self) -> Algorithm:
+        return replace(self, prox=None)
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -127,7 +152,8 @@ class EXTRA(Algorithm):
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (s,) = state
         mixed = mix(x)
-        return mixed + s - self.lr * grad(x), (s + (mixed - x) / 2,)
+        z = mixed + s - self.lr * grad(x)
+        return z if self.prox is None else self.prox(z), (s + (mixed - x) / 2,)
 
 
 @dataclass(frozen=True)
@@ -142,18 +168,17 @@ class NIDS(Algorithm):
 
     Args:
         lr: The step.
-        prox: The proximal operator of ``lr r``, where the agents minimise the mean of ``f_i + r`` and ``r`` is not
-            smooth, such as ``torch.nn.Softshrink(lr * weight)`` for the L1 norm; the same on all agents.
+        prox: As of :class:`~shoal.algorithms.GradientDescent`.
     """
 
     lr: float
-    prox: Callable[[torch.Tensor], torch.Tensor] | None = None
+    prox: Prox | None = None
     source: ClassVar[str] = "Li, Shi, Yan 2019, arXiv:1704.07807"
     one_gradient: ClassVar[bool] = True
 
     @property
     def separable(self) -> bool:  # type: ignore[override]
-        return self.prox is None  # which may look at all of x
+        return self.prox is None
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,9 @@ from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
 
+Prox = Callable[[torch.Tensor], torch.Tensor]
+"""A proximal operator: x to a tensor of its shape."""
+
 
 @dataclass(frozen=True)
 class GradientDescent(Algorithm):
@@ -20,27 +24,43 @@ class GradientDescent(Algorithm):
     Adapt, then combine: ``x+ = W (x - lr g(x))`` (Ying et al. 2021, arXiv:2111.04287, equation 23).
     Adapt with combine: ``x+ = W x - lr g(x)`` (equation 22; Lian et al. 2017, arXiv:1705.09056).
 
+    With ``prox`` it is the proximal operator of either: ``x+ = prox(W x - lr g(x))`` is Prox-DGD (Zeng, Yin 2018,
+    arXiv:1608.05766), and ``x+ = prox(W (x - lr g(x)))`` averages before it (Chen, Ozdaglar 2012, arXiv:1210.2289, with
+    one round of averages in a step).
+
     Where the agents' objectives differ it ends near the optimum, at a distance of the order of ``lr``.
 
     Args:
         lr: The step.
         atc: Adapt, then combine; else adapt with combine.
+        prox: The proximal operator of ``lr r``, where the agents minimise the mean of ``f_i + r``; the same on all
+            agents: ``torch.nn.Softshrink(lr * weight)`` for the L1 norm, or the projection onto a convex set, such as
+            ``lambda x: x.clamp(min=0)``. It works on the last dimension, and does not follow changes of ``lr``.
     """
 
     lr: float
     atc: bool = True
-    source: ClassVar[str] = "Lian et al. 2017, arXiv:1705.09056; Ying et al. 2021, arXiv:2111.04287, eqs. 22, 23"
+    prox: Prox | None = None
+    source: ClassVar[str] = (
+        "Lian et al. 2017, arXiv:1705.09056; Ying et al. 2021, arXiv:2111.04287, eqs. 22, 23; `prox`: Zeng, Yin 2018, "
+        "arXiv:1608.05766"
+    )
     one_gradient: ClassVar[bool] = True
-    separable: ClassVar[bool] = True
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.prox is None  # which may look at all of x
 
     @property
     def needs(self) -> tuple[Need, ...]:
         return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
 
+    def at_rest(self) -> Algorithm:
+        return replace(self, prox=None)
+
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        if self.atc:
-            return mix(x - self.lr * grad(x)), ()
-        return mix(x) - self.lr * grad(x), ()
+        x = mix(x - self.lr * grad(x)) if self.atc else mix(x) - self.lr * grad(x)
+        return x if self.prox is None else self.prox(x), ()
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,42 @@ class AveragedMomentum(_OneMomentum):
         return mix(x - self.lr * (local if self.together else m)), (m,)
 
 
+@dataclass(frozen=True)
+class MomentumTracking(_OneMomentum):
+    """Each agent follows its momentum plus an estimate of how all agents' mean differs: gradient tracking of momentum.
+
+    ``m+ = beta m + g(x)``, ``x+ = W x - lr (m+ - c)``, ``c+ = W (c - m+) + m+``. At first ``m`` and ``c`` are
+    ``(g - mean(g)) / (1 - beta)``, the mean over all agents (Takezawa, Bao, Niwa, Sato, Yamada 2022, arXiv:2209.15505,
+    with the start of the authors' code). With ``beta = 0`` it is DIGing that starts from all agents' mean gradient.
+
+    Exact, however different the agents' objectives are. Sends twice the parameters in a step. State: ``m`` and ``c``,
+    as ``x``.
+
+    Args:
+        lr: The step.
+        beta: The part of the last step's momentum that remains, 0 <= beta < 1.
+
+    Raises:
+        ValueError: ``beta`` is out of its range.
+    """
+
+    source: ClassVar[str] = "Takezawa, Bao, Niwa, Sato, Yamada 2022, arXiv:2209.15505"
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        g = grad(x)
+        apart = (g - mix.average(g)) / (1 - self.beta)
+        return apart, apart
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        m, c = state
+        m = self.beta * m + grad(x)
+        return mix(x) - self.lr * (m - c), (m, mix(c - m) + m)
+
+
 def per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
     """``change / lr``; nothing where the step is zero, since then no gradient has had a part in it."""
     if isinstance(lr, torch.Tensor):
@@ -291,5 +327,14 @@ register(
         lambda: AveragedMomentum(0.01, 0.9, together=True),
         2,
         "As above, as it was first written.",
+    )
+)
+register(
+    Entry(
+        "momentum tracking",
+        lambda: MomentumTracking(0.003, 0.8),
+        2,
+        "Momentum on data that differ, to the optimum, on any doubly stochastic mixing.",
+        exact=True,
     )
 )

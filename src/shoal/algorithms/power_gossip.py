@@ -9,40 +9,47 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from .algorithm import Algorithm, Gradient, State
+from .algorithm import Algorithm, Gradient, Shapes, State
 from .catalog import Entry, register
+from .matrices import matrix_sizes
 from .mix import Mix
 from .needs import CONNECTED_LINKS, LINKS, STATIC, Need
 
 
 @dataclass(frozen=True)
 class PowerGossip(Algorithm):
-    """D-PSGD (adapt, then combine) whose mixing sends the product of the parameters with a vector, not themselves.
+    """D-PSGD (adapt, then combine) whose mixing sends products of matrices of parameters with a few vectors.
 
-    The parameters are a matrix X of ``rows``. On each link, with ``D = X_j - X_i`` for i < j, half an iteration takes
-    the unit vector v of the right side and computes ``u = D v``, for which each end sends its ``X v``. Both ends then
-    approach each other by ``w_ij u v^T``, the part of D that v sees. The other half does so from the left with
-    ``u / |u|``, and its result is the v of the next iteration: power iteration, so that the vectors come to where D is
-    largest (Vogels, Karimireddy, Jaggi 2020, arXiv:2008.01425). What one end gains the other loses, so the mean stays.
-    v v^T is a projection: the mixing is as stable as without compression, and there is nothing to tune.
+    On each link, with ``D = X_j - X_i`` of a matrix X for i < j, half an iteration takes ``rank`` orthonormal vectors V
+    of the right side and computes ``U = D V``, for which each end sends its ``X V``. Both ends then approach each other
+    by ``w_ij U V^T``, the part of D that V sees. The other half does so from the left with U, orthonormalized, and its
+    result is the V of the next iteration: power iteration, so that the vectors come to where D is largest (Vogels,
+    Karimireddy, Jaggi 2020, arXiv:2008.01425). What one end gains the other loses, so the mean stays. V V^T is a
+    projection: the mixing is as stable as without compression, and there is nothing to tune.
 
     The authors count halves: their ``num_iterations`` is twice ``iterations``, and their one message a step, of the one
-    side and the other in turn, is ``iterations=0.5``.
+    side and the other in turn, is ``iterations=0.5``. As in their code, vectors are sent whole, once in a step, and so
+    are matrices for which that is shorter.
 
     The weights are Metropolis-Hastings of the graph, ``w_ij = 1 / (1 + max(degree_i, degree_j))``. Where the agents'
     data differ the vectors never settle: runs that differ in one rounding take other ways within a hundred steps.
 
     Args:
         lr: The step.
-        iterations: The number of power iterations in a step, whole ones and halves: two messages each, of ``rows`` and
-            of ``d / rows`` numbers. With a half over the next step begins on the other side.
-        rows: The number of rows of the matrix; the last row is filled up with zeros. By default the root of d, with the
-            shortest messages.
+        iterations: The number of power iterations in a step, whole ones and halves: two messages each, of ``rank``
+            times the rows and of ``rank`` times the columns. With a half over the next step begins on the other side.
+        rows: Take all parameters as one matrix of so many rows; the last row is filled up with zeros. If neither this
+            nor ``shapes`` is given it is the root of d, with the shortest messages.
+        rank: The number of vectors.
+        shapes: The shapes of the parameters in the order in which they lie in x, each a matrix. An optimizer gives
+            those of its model, unless there are ``rows``.
     """
 
     lr: float
     iterations: float = 1
     rows: int | None = None
+    rank: int = 1
+    shapes: Shapes | None = None
     source: ClassVar[str] = "Vogels, Karimireddy, Jaggi 2020, arXiv:2008.01425"
     one_gradient: ClassVar[bool] = True
 
@@ -51,52 +58,152 @@ class PowerGossip(Algorithm):
             raise ValueError(f"iterations={self.iterations}: pass 0.5, 1, 1.5, ...")
         if self.rows is not None and self.rows < 1:
             raise ValueError(f"rows={self.rows}: pass 1 or more")
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: pass 1 or more")
+        if self.rows is not None and self.shapes is not None:
+            raise ValueError("rows says that all parameters are one matrix, and shapes that they are several: pass one")
 
     @property
     def needs(self) -> tuple[Need, ...]:
         return LINKS, STATIC, CONNECTED_LINKS
 
+    def shaped(self, shapes: Shapes) -> Algorithm:
+        return self if self.rows else super().shaped(shapes)
+
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        """Weights ``[links, 1]``, and vectors ``[links, rows]`` and ``[links, columns]`` that both ends agree on."""
-        rows, columns = self._shape(x)
+        """Weights ``[links, 1]``, and vectors of the left and of the right side, the same at both ends of a link:
+        ``[links, rank * rows]`` and ``[links, rank * columns]`` of each matrix in turn.
+        """
+        matrices = self._matrices(x)
+        left, right = (sum(one.rank * one.length(side) for one in matrices) for side in (0, 1))
         degree = mix.spread(mix.gather(mix.spread(mix.ones(x))))
-        drawn = mix.spread(mix.uniform(mix.ones(x).expand(*x.shape[:-1], rows + columns)) - 0.5)
-        vectors = drawn + mix.edges(drawn)
-        return 1 / (1 + torch.maximum(degree, mix.edges(degree))), vectors[:, :rows], vectors[:, rows:]
+        drawn = mix.spread(mix.uniform(mix.ones(x).expand(*x.shape[:-1], left + right)) - 0.5)
+        vectors = drawn + mix.edges(drawn) if left else drawn
+        return 1 / (1 + torch.maximum(degree, mix.edges(degree))), vectors[:, :left], vectors[:, left:]
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        weights, left, right = state
+        weights, *vectors = state
         x = x - self.lr * grad(x)
+        matrices = self._matrices(x)
         halves = round(2 * self.iterations)
         for half in range(mix.round * halves, (mix.round + 1) * halves):
-            if half % 2 == 0:
-                seen, left = self._see(self._matrices(mix.spread(x)), right, left, mix)
-                x = self._approach(x, weights, seen, mix)
-            else:
-                seen, right = self._see(self._matrices(mix.spread(x)).mT, left, right, mix)
-                x = self._approach(x, weights, seen.mT, mix)
-        return x, (weights, left, right)
+            sent = [one for one in matrices if one.rank or half == mix.round * halves]
+            if sent:
+                side = half % 2
+                seen, vectors[side] = _see(mix.spread(x), sent, vectors[1 - side], vectors[side], side, mix)
+                x = x + mix.gather(mix.sign(x) * weights * seen)
+        return x, (weights, *vectors)
 
-    @staticmethod
-    def _see(X: torch.Tensor, v: torch.Tensor, last: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of D that v sees, shape of X, and the next vector of the other side: the last one where D v = 0."""
-        v = v / v.norm(dim=-1, keepdim=True)
-        own = (X @ v.unsqueeze(-1)).squeeze(-1)
-        u = mix.sign(own) * (mix.edges(own) - own)
-        return u.unsqueeze(-1) * v.unsqueeze(-2), torch.where(u.norm(dim=-1, keepdim=True) > 0, u, last)
+    def _matrices(self, x: torch.Tensor) -> list[_Matrix]:
+        d = x.shape[-1]
+        if self.shapes is None:
+            rows = self.rows or math.ceil(math.sqrt(d))
+            return [_Matrix(0, d, rows, -(-d // rows), min(self.rank, rows, -(-d // rows)))]
+        found, start = [], 0
+        for rows, columns in matrix_sizes(self.shapes, d):
+            rank = min(self.rank, rows, columns)
+            shorter = rank * (rows + columns) < rows * columns
+            found.append(_Matrix(start, start + rows * columns, rows, columns, rank if shorter else 0))
+            start = found[-1].stop
+        return found
 
-    @staticmethod
-    def _approach(x: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor, mix: Mix) -> torch.Tensor:
-        return x + mix.gather(mix.sign(x) * weights * seen.flatten(-2)[..., : x.shape[-1]])
 
-    def _shape(self, x: torch.Tensor) -> tuple[int, int]:
-        rows = self.rows or math.ceil(math.sqrt(x.shape[-1]))
-        return rows, -(-x.shape[-1] // rows)
+@dataclass(frozen=True)
+class _Matrix:
+    """Where a matrix lies in x, and the number of vectors for it: 0 if it is sent whole."""
 
-    def _matrices(self, x: torch.Tensor) -> torch.Tensor:
-        """``[links, d]`` to ``[links, rows, columns]``."""
-        rows, columns = self._shape(x)
-        return pad(x, (0, rows * columns - x.shape[-1])).view(-1, rows, columns)
+    start: int
+    stop: int
+    rows: int
+    columns: int
+    rank: int
+
+    def length(self, side: int) -> int:
+        """The numbers of one of its vectors: of the left side (0), or of the right one (1)."""
+        return self.columns if side else self.rows
+
+    def vectors(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        """``[links, rank * length]`` to ``[links, length, rank]``."""
+        return x.view(len(x), self.length(side), self.rank)
+
+    def product(self, x: torch.Tensor, V: torch.Tensor, side: int) -> torch.Tensor:
+        """``X V``, or ``X^T V`` for the right side, of the matrix in ``x`` ``[links, d]``: ``[links, rank * length]``.
+        The matrix itself if it is sent whole."""
+        numbers = x[:, self.start : self.stop]
+        if not self.rank:
+            return numbers
+        full = pad(numbers, (0, self.rows * self.columns - numbers.shape[1])).view(-1, self.rows, self.columns)
+        return ((full.mT if side else full) @ V).flatten(1)
+
+    def seen(self, u: torch.Tensor, V: torch.Tensor, side: int) -> torch.Tensor:
+        """``U V^T``, or its transpose for the right side, as its numbers lie in x: ``[links, stop - start]``."""
+        if not self.rank:
+            return u
+        part = self.vectors(u, side) @ V.mT
+        return (part.mT if side else part).flatten(1)[:, : self.stop - self.start]
+
+
+def _see(
+    x: torch.Tensor, matrices: list[_Matrix], v: torch.Tensor, last: torch.Tensor, side: int, mix: Mix
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part of D that v sees, shape of x, and the next vectors of the other side.
+
+    Args:
+        x: ``[links, d]``.
+        matrices: Those that are exchanged.
+        v: The vectors of the one side.
+        last: Those of the other side so far.
+        side: The other side: 0 for the left one.
+        mix: For the messages.
+    """
+    given = v.split([one.rank * one.length(1 - side) for one in matrices], dim=-1)
+    bases = [_orthonormal(one.vectors(part, 1 - side)) for one, part in zip(matrices, given, strict=True)]
+    products = [one.product(x, basis, side) for one, basis in zip(matrices, bases, strict=True)]
+    own = torch.cat(products, -1)
+    found = (mix.sign(own) * (mix.edges(own) - own)).split([one.shape[-1] for one in products], dim=-1)
+    before = last.split([one.rank * one.length(side) for one in matrices], dim=-1)
+    seen, after = torch.zeros_like(x), []
+    for one, basis, u, old in zip(matrices, bases, found, before, strict=True):
+        seen[:, one.start : one.stop] = one.seen(u, basis, side)
+        if one.rank:
+            after.append(_kept(one.vectors(u, side), one.vectors(old, side)).flatten(1))
+    return seen, torch.cat(after, -1) if after else last
+
+
+def _residual(vector: torch.Tensor, basis: list[torch.Tensor]) -> torch.Tensor:
+    for one in basis:
+        vector = vector - (one * vector).sum(-1, keepdim=True) * one
+    return vector
+
+
+def _unit(vector: torch.Tensor) -> torch.Tensor:
+    return vector / vector.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(vector.dtype).tiny)
+
+
+def _orthonormal(vectors: torch.Tensor) -> torch.Tensor:
+    """``[links, length, rank]`` by Gram and Schmidt: in double precision, because both ends of a link must agree."""
+    found: list[torch.Tensor] = []
+    for vector in vectors.double().unbind(-1):
+        found.append(_unit(_residual(vector, found)))
+    return torch.stack(found, -1).to(vectors.dtype) if found else vectors
+
+
+_DEPENDENT = 1e-6
+"""A vector of which the others leave a smaller share depends on them, but for rounding."""
+
+
+def _kept(new: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The new vectors; the last one in the place of each that is zero or depends on those before it. Differences of a
+    low rank give such vectors, and the rank may grow again.
+    """
+    found: list[torch.Tensor] = []
+    basis: list[torch.Tensor] = []
+    for vector, old in zip(new.double().unbind(-1), last.double().unbind(-1), strict=True):
+        left = _residual(vector, basis)
+        independent = left.norm(dim=-1, keepdim=True) > _DEPENDENT * vector.norm(dim=-1, keepdim=True)
+        found.append(torch.where(independent, vector, old))
+        basis.append(_unit(_residual(found[-1], basis)))
+    return torch.stack(found, -1).to(new.dtype)
 
 
 register(

@@ -19,7 +19,8 @@ import torch
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.choco import ChocoSGD, DeepSqueeze
-from ..compression import Compressor, Shrunk, Zstd
+from ..algorithms.power_gossip import PowerGossip
+from ..compression import Compressor, LowRank, Shrunk, Zstd
 from ..compression.draws import Redrawn
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
@@ -36,12 +37,13 @@ log = logging.getLogger("shoal")
 
 
 def compressing(
-    algorithm: Algorithm, compressor: Compressor | None, topology: nx.Graph | Schedule | None, numbers: int
+    algorithm: Algorithm, compressor: Compressor | LowRank | None, topology: nx.Graph | Schedule | None, numbers: int
 ) -> Algorithm:
     """Adapt, then combine, with compressed messages; the algorithm itself without a compressor, or for averaged
     gradients, which the exchange compresses.
 
-    An unbiased compressor whose error may exceed its message is scaled down until it does not.
+    ``LowRank`` is PowerGossip. An unbiased compressor whose error may exceed its message is scaled down until it does
+    not.
 
     Args:
         algorithm: The requested algorithm.
@@ -56,6 +58,10 @@ def compressing(
     """
     if compressor is None:
         return algorithm
+    if isinstance(compressor, LowRank) and algorithm == ATC:
+        return PowerGossip(1.0, compressor.iterations, rank=compressor.rank)
+    if isinstance(compressor, LowRank):
+        raise ValueError(f"compression={compressor!r} is for adapt, then combine, and not for {algorithm}")
     if not isinstance(compressor, Compressor):
         raise TypeError(f"compression={compressor!r} is no compressor; take one of shoal.compression, as TopK(0.1)")
     if algorithm == PARALLEL:

@@ -138,7 +138,8 @@ class Equation(StepStrategy):
             for number in range(len(self._parts), len(buckets)):
                 mix = self._mix.beside(number) if number else self._mix
                 rates = LearningRates(self._local.optimizer)
-                self._parts.append(BucketStep(buckets[number], self._algorithm, mix, rates, self._name))
+                algorithm = self._algorithm.shaped(buckets[number].shapes)
+                self._parts.append(BucketStep(buckets[number], algorithm, mix, rates, self._name))
             for part, state in zip(self._parts, self._saved, strict=False):
                 part.load_state(state)
             self._saved = []

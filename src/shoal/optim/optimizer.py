@@ -22,7 +22,7 @@ from ..algorithms.algorithm import Algorithm, warn_of_undeclared_needs
 from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
-from ..compression import Compressor
+from ..compression import Compressor, LowRank
 from ..runtime.agent import current
 from ..runtime.torch_distributed import warn_of_process_group
 from ..topology.schedule import Schedule
@@ -67,7 +67,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             ``lr`` is a factor of that: usually 1.
         compression: The compressor of messages: one of :mod:`shoal.compression`. For adapt, then combine, CHOCO-SGD
             replaces the algorithm, or DeepSqueeze if the topology is a schedule that changes, with a ``gamma`` that
-            suits the compressor; ``optimizer.algorithm`` is the chosen one. Averaged gradients are compressed on the
+            suits the compressor; with :class:`~shoal.compression.LowRank` PowerGossip does, which needs a static
+            undirected graph. ``optimizer.algorithm`` is the chosen one. Averaged gradients are compressed on the
             way to the mean and back; the errors of a coarse compressor's messages are added to the next.
         topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
             given: the attributes' weights, else the static topology that the script has set, else one peer at a time
@@ -111,7 +112,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         model: torch.nn.Module | Sequence[torch.nn.Module],
         algorithm: Algorithm = ATC,
         *,
-        compression: Compressor | None = None,
+        compression: Compressor | LowRank | None = None,
         topology: nx.Graph | Schedule | Literal["static"] | None = None,
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
@@ -180,7 +181,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
                 "them; leave overlap out, or DistributedDataParallel"
             )
-        if compression is not None and isinstance(self._bucket_exchange, GradientExchange):
+        if isinstance(compression, Compressor) and isinstance(self._bucket_exchange, GradientExchange):
             self._bucket_exchange.compress(compression, feeds_back(compression, numbers))
         self._local = InnerStep(self._inner)
         self._bucket_exchange.mixed = mixed_of(self._inner, mix_state, algorithm, bucket_exchange)

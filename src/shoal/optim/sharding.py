@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..algorithms.algorithm import Algorithm
-from ..compression import Compressor
+from ..compression import Compressor, LowRank
 from ..dtensors import is_copied, is_sharded, placements, processes
 from ..runtime.agent import Agent, current
 
@@ -37,7 +37,7 @@ def check_sharding(
     params: Named,
     models: Sequence[torch.nn.Module],
     algorithm: Algorithm,
-    compression: Compressor | None,
+    compression: Compressor | LowRank | None,
     in_step: bool,
     overlap: str | None,
 ) -> None:

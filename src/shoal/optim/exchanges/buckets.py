@@ -122,6 +122,16 @@ class Bucket:
         """Their data, ``[numel]``."""
         return self._here.flat
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes in which the parameters lie in :attr:`flat`: dimensions with larger strides come first."""
+        return tuple(
+            tuple(shape)
+            if strides is None
+            else tuple(size for _, size in sorted(zip(strides, shape, strict=True), key=lambda one: -one[0]))
+            for shape, strides in self._places
+        )
+
     def put(self, numbers: Tensor) -> None:
         """Set the parameters to these numbers, ``[numel]``."""
         self.flat.copy_(numbers)

@@ -1,0 +1,141 @@
+"""``compression=LowRank(rank)``: PowerGossip of every matrix of a model, against numpy, and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import shoal
+from shoal.algorithms import PowerGossip
+from shoal.compression import LowRank
+from shoal.sim import StackedFleet
+from support.optimizers import LR, MODEL, SIZE, batch, flat, gradient
+
+Fleets = Callable[..., shoal.Fleet]
+Vectors = NDArray[np.float64]
+GRAPH = shoal.topology.RingGraph(SIZE)
+LINKS = [(i, j) for i in range(SIZE) for j in sorted(set(nx.Graph(GRAPH).neighbors(i)) - {i})]
+SHAPES = tuple(tuple(param.shape) for param in MODEL.parameters())  # (7, 5), (7,), (3, 7), (3,)
+STEPS = 4
+
+
+def gradients_of_all(model: torch.nn.Module, x: Vectors, step: int) -> Vectors:
+    rows = torch.from_numpy(x)
+    return torch.stack([gradient(model, rows[rank], rank, step) for rank in range(SIZE)]).numpy()
+
+
+def power_gossip(rank: int, halves: int) -> Vectors:
+    """Algorithm 2 of the paper on each matrix, with QR: what is seen of a difference depends on the span alone."""
+    algorithm, model = PowerGossip(1.0, rank=rank, shapes=SHAPES), deepcopy(MODEL)
+    start = flat(MODEL).repeat(SIZE, 1)
+    begun = StackedFleet(GRAPH).run(algorithm, start, torch.zeros_like, 0).state[1:]
+    places, at, used = [], 0, [0, 0]
+    bases: dict[tuple[int, int, int, int], Vectors] = {}  # of a link, a matrix and a side
+    for number, shape in enumerate(SHAPES):
+        size = int(np.prod(shape))
+        places.append(slice(at, at + size))
+        at += size
+        for side, length in enumerate(shape if len(shape) == 2 else ()):
+            part = begun[side][:, used[side] : used[side] + length * rank].numpy()
+            used[side] += length * rank
+            for link, row in zip(LINKS, part, strict=True):
+                bases[(*link, number, side)] = row.reshape(length, rank)
+    x, half = start.numpy(), 0
+    for step in range(STEPS):
+        x = x - LR * gradients_of_all(model, x, step)
+        for within in range(halves):
+            change = np.zeros_like(x)
+            for i, j in ((i, j) for i, j in LINKS if i < j):
+                for number, (shape, place) in enumerate(zip(SHAPES, places, strict=True)):
+                    D = (x[j, place] - x[i, place]).reshape(shape)
+                    if len(shape) == 1:
+                        seen = D if within == 0 else np.zeros_like(D)
+                    else:
+                        side = half % 2  # of the result
+                        given, D = bases[i, j, number, 1 - side], D.T if side else D
+                        V, _ = np.linalg.qr(given)
+                        bases[i, j, number, side] = D @ V
+                        seen = D @ V @ V.T
+                        seen = seen.T if side else seen
+                    change[i, place] += seen.ravel() / 3  # two neighbours each
+                    change[j, place] -= seen.ravel() / 3
+            x, half = x + change, half + 1
+    return x
+
+
+def train(compression: LowRank) -> tuple[torch.Tensor, list[int]]:
+    """The model after the steps, and the bytes sent in each but the first."""
+    model = deepcopy(MODEL)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = shoal.DecentralizedOptimizer(sgd, model, compression=compression, topology=GRAPH)
+    assert optimizer.algorithm == PowerGossip(1.0, compression.iterations, rank=compression.rank)
+    books = []
+    for step in range(STEPS):
+        books.append(shoal.bytes_sent())
+        optimizer.zero_grad()
+        model(batch(shoal.rank(), step)).square().mean().backward()
+        optimizer.step()
+    sent = [after - before for before, after in zip(books[1:], [*books[2:], shoal.bytes_sent()], strict=True)]
+    optimizer.close()
+    return flat(model), sent
+
+
+@pytest.mark.parametrize(("rank", "iterations"), [(1, 1), (2, 1), (1, 0.5), (2, 1.5)])
+def test_a_step_is_power_gossip_of_every_matrix(fleet: Fleets, rank: int, iterations: float) -> None:
+    found = [x for x, _ in fleet(SIZE).run(train, LowRank(rank, iterations))]
+    assert np.abs(torch.stack(found).numpy() - power_gossip(rank, round(2 * iterations))).max() < 1e-10
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_it_sends_rank_times_rows_and_columns_and_vectors_whole(fleet: Fleets, rank: int) -> None:
+    numbers = rank * (7 + 5) + 7 + rank * (3 + 7) + 3
+    for _, sent in fleet(SIZE).run(train, LowRank(rank)):
+        assert sent == [2 * 8 * numbers] * (STEPS - 1)
+    halves = [2 * 8 * (rank * (7 + 3) + 7 + 3), 2 * 8 * (rank * (5 + 7) + 7 + 3)]  # of the right side, of the left
+    for _, sent in fleet(SIZE).run(train, LowRank(rank, iterations=0.5)):
+        assert sent == [halves[1], halves[0], halves[1]]
+
+
+def test_a_matrix_for_which_its_products_would_be_longer_is_sent_whole() -> None:
+    """Then one step is an average, as of a vector."""
+    fleet, x = StackedFleet(GRAPH), torch.randn(SIZE, 12, dtype=torch.float64)
+    whole = fleet.run(PowerGossip(1.0, rank=3, shapes=((4, 3),)), x, torch.zeros_like, 5)
+    vector = fleet.run(PowerGossip(1.0, shapes=((12,),)), x, torch.zeros_like, 5)
+    assert torch.equal(whole.x, vector.x)
+    assert whole.sent == vector.sent
+
+
+def test_differences_of_a_lower_rank_than_the_messages_are_no_harm() -> None:
+    """Vectors that say nothing are replaced, and agents agree as soon as all directions have been seen."""
+    draw = torch.Generator().manual_seed(3)
+    common, left, right = (torch.randn(*size, dtype=torch.float64, generator=draw) for size in ((8, 6), (8, 1), (1, 6)))
+    amounts = torch.randn(SIZE, 1, 1, dtype=torch.float64, generator=draw)
+    x = (common + amounts * (left @ right)).flatten(1)
+    found = StackedFleet(GRAPH).run(PowerGossip(1.0, rank=2, shapes=((8, 6),)), x, torch.zeros_like, 60).x
+    assert (found - x.mean(0)).abs().max() < 1e-10 < 0.1 < (x - x.mean(0)).abs().max()
+
+
+def test_it_is_refused_where_it_cannot_be() -> None:
+    def agent() -> None:
+        model = deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=LR)
+        with pytest.raises(ValueError, match=r"LowRank\(rank=1, iterations=1\) is for adapt, then combine"):
+            shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, compression=LowRank())
+        with pytest.raises(ValueError, match="PowerGossip needs W to be static"):
+            shoal.DecentralizedOptimizer(
+                sgd, model, compression=LowRank(), topology=shoal.topology.OnePeerHypercube(SIZE)
+            )
+
+    shoal.Fleet(SIZE).run(agent)
+    with pytest.raises(ValueError, match="rank=0"):
+        LowRank(0)
+    with pytest.raises(ValueError, match="rank=0"):
+        PowerGossip(1.0, rank=0)
+    with pytest.raises(ValueError, match="rows says"):
+        PowerGossip(1.0, rows=2, shapes=((2, 2),))
