@@ -145,8 +145,8 @@ class Deadlocks:
     def _send(self, operation: Operation, way: Sequence[_WaitEdge], number: int) -> None:
         """Probe all ranks that an operation waits for."""
         part = operation.fused or operation
-        # Without a stage it waits only for confirmations. A receiver sends them when it leaves the stage of the message,
-        # so the awaited message is that of a later stage.
+        # Without a stage it waits only for confirmations. A receiver sends one when it leaves the stage of the message:
+        # the awaited message is that of a later stage.
         at = max(1, part.next_stage) if part.stage is None else part.stage.number
         here = _WaitEdge(self._rank, operation.op, operation.name, operation.round)
         text = json.dumps([*way, here])

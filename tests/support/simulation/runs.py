@@ -63,7 +63,8 @@ def run(scenario: Scenario) -> Report:
 
         agents.start(live_and_look)
         try:
-            agents.run(10 * TIMEOUT)
+            slow = any(one.kind == "slow" and one.seconds > 0.001 for one in scenario.faults)
+            agents.run((10 if slow else 3) * TIMEOUT)
         except Stuck as error:
             report.problems.append(f"{error}; rank(s) {sorted(set(range(program.size)) - agents.done)} have not ended")
         report.seconds, report.steps = world.scheduler.now, world.scheduler.steps

@@ -45,7 +45,7 @@ class Fault:
             "slow": f"rank {self.rank} pauses for up to {self.seconds:.3g} s before each of its steps",
             "crash": f"step {self.at}: rank {self.rank} crashes",
             "returns": f"step {self.at}: rank {self.rank} crashes, and is started again after {self.seconds:.3g} s",
-            "departs": f"training step {self.at}: rank {self.rank} leaves, and is started again after {self.seconds:.3g} s",
+            "departs": f"training step {self.at}: rank {self.rank} leaves, and returns after {self.seconds:.3g} s",
             "joins": f"rank {self.rank} is started {self.seconds:.3g} s after the others, and joins",
             "shape": f"call {self.at}: rank {self.rank} gives a tensor with one number more",
             "other call": f"call {self.at}: rank {self.rank} makes another call under that name",
