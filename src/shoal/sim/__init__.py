@@ -4,8 +4,9 @@
 and :func:`loss_of` for gradients and :class:`StackedModel` for neural networks. :class:`Pace` is the clock of a run:
 the time of its steps on a :class:`shoal.netmodel.Network`. :class:`Conditions` describe an unreliable network, and an
 :class:`Adversary` controls some agents of a run (:class:`SignFlip`, :class:`InnerProductManipulation`,
-:class:`ALittleIsEnough`, :class:`LabelFlip`). :func:`flipped_and_shifted` augments images. :func:`sweep` runs algorithms on topologies with several seeds; its
-result, a :class:`Sweep`, has a table of means with confidence intervals.
+:class:`ALittleIsEnough`, :class:`LabelFlip`). :func:`flipped_and_shifted` augments images. :func:`sweep` runs
+algorithms on topologies with several seeds; its result, a :class:`Sweep`, has a table of means with confidence
+intervals.
 """
 
 from .._lazy_import import public_names as _public_names

@@ -114,6 +114,8 @@ class Agents:
         begin_with: How many of them the run begins with; the others join.
 
     Attributes:
+        away: Agents that leave to be started again, and after how many seconds.
+        returning: These, until they are started.
         crashed: When each agent that has crashed did, the last time.
         contexts: One for each time that an agent was started.
         done: Agents that have ended for good.
@@ -133,6 +135,8 @@ class Agents:
         self._timeout, self._begin_with = timeout, begin_with
         self.starts = [0] * size
         self.crashed: dict[int, float] = {}
+        self.away: dict[int, float] = {}
+        self.returning: set[int] = set()
         self._program: Callable[[int], None] = lambda rank: None
 
     def start(self, program: Callable[[int], None]) -> None:
@@ -153,6 +157,7 @@ class Agents:
         )
         self.starts[rank] += 1
         self.world.scheduler.dead.discard(rank)
+        self.returning.discard(rank)
         mine = AgentContext(launch, self.world.store, timeout=self._timeout)
         self.contexts.append(mine)
         self.world.scheduler.spawn(lambda: self._live(mine, rank), rank, f"agent-{rank}")
@@ -171,7 +176,16 @@ class Agents:
                     bootstrap.leave(mine)
                 except Exception as error:
                     self.failed.setdefault(rank, error)
-                self._end_one(rank)
+                if rank in self.away:
+                    self._start_later(rank, self.away.pop(rank))
+                else:
+                    self._end_one(rank)
+
+    def depart(self, rank: int, seconds: float) -> None:
+        """The agent leaves with ``shutdown()`` now, and is started again so many seconds later."""
+        self.away[rank] = seconds
+        self.returning.add(rank)
+        self.loaded.discard(rank)
 
     def crash(self, rank: int, seconds: float | None = None) -> None:
         """An agent's process ends at once; it is started again after so many seconds, or never."""
@@ -180,10 +194,14 @@ class Agents:
         self.world.network.crash(rank)
         self.engines.pop(rank, None)
         self.loaded.discard(rank)
+        self.away.pop(rank, None)
         if seconds is None:
             self._end_one(rank)
         else:
-            self.world.scheduler.at(self.world.scheduler.now + seconds, self.start_one, rank)
+            self._start_later(rank, seconds)
+
+    def _start_later(self, rank: int, seconds: float) -> None:
+        self.world.scheduler.at(self.world.scheduler.now + seconds, self.start_one, rank)
 
     def _end_one(self, rank: int) -> None:
         self.done.add(rank)

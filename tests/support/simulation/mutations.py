@@ -8,7 +8,12 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .scenarios import Scenario
 
 SOURCE = Path(__file__).parents[3] / "src"
 AGREEMENT, REJOIN, RECOVERY = (f"fault_tolerance/{name}.py" for name in ("agreement", "rejoin", "recovery"))
@@ -39,8 +44,8 @@ MUTATIONS = (
     ("agreement", AGREEMENT, "if min(keepers, default=-1) == self._rank:", "if False:"),
     ("failures", "fault_tolerance/failures.py", "return self._after_those_before(departure)", "return departure"),
     ("sender", "operations/sender.py", "        del self._unacknowledged[token]\n", ""),
-    ("engine", RECOVERY, "        del stage.arrived[source]\n", "        pass\n"),
-    ("engine", RECOVERY, "    stage.missing.difference_update(gone)\n", ""),
+    ("recovery", RECOVERY, "        del stage.arrived[source]\n", "        pass\n"),
+    ("recovery", RECOVERY, "    stage.missing.difference_update(gone)\n", ""),
     ("rejoin", REJOIN, "        self._matcher.begin_at(begun)\n", ""),
     ("rejoin", REJOIN, "            self._failures.forget(rank)\n", ""),
     ("rejoin", AGREEMENT, "set(self._membership.view.needed)", "{*self._membership.view.left}"),
@@ -95,11 +100,16 @@ MUTATIONS = (
     ("rejoin", "transport/pending_peers.py", "            self._kept.append((source, message))\n", ""),
 )
 """What part, which file, what is replaced by what: once."""
+AFFECTED: dict[str, Callable[[Scenario], bool]] = {
+    **dict.fromkeys(("agreement", "recovery", "rejoin"), lambda scenario: scenario.on_loss == "continue"),
+    "resuming": lambda scenario: any(one.kind == "cut" for one in scenario.faults),
+}
+"""The scenarios that reach a part, where not all do. The others are not run."""
 
 
 def first_failure(mutation: tuple[str, str, str, str], most: int, seconds: float) -> str:
     """The first seed that fails, of so many, and how; or how many were tried in so many seconds of CPU."""
-    _, name, old, new = mutation
+    part, name, old, new = mutation
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(SOURCE / "shoal", Path(folder, "shoal"), ignore=shutil.ignore_patterns("__pycache__"))
         path = Path(folder, "shoal", name)
@@ -110,22 +120,24 @@ def first_failure(mutation: tuple[str, str, str, str], most: int, seconds: float
         child = os.fork()  # which has the libraries, and imports the package from the copy
         if child == 0:
             try:
-                found.write_text(_search(folder, most, seconds))
+                found.write_text(_search(folder, part, most, seconds))
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
         return found.read_text() if found.exists() else "the process ended"
 
 
-def _search(folder: str, most: int, seconds: float) -> str:
+def _search(folder: str, part: str, most: int, seconds: float) -> str:
     sys.path.insert(0, folder)
     from .runs import run
     from .scenarios import Scenario
 
+    affected = AFFECTED.get(part, lambda scenario: True)
     for seed in range(most):
         if time.process_time() > seconds:
             return f"none of {seed}"
-        problems = run(Scenario.draw(seed)).problems
+        scenario = Scenario.draw(seed)
+        problems = run(scenario).problems if affected(scenario) else []
         if problems:
             return f"{seed}: {problems[0]}"
     return f"none of {most}"

@@ -42,7 +42,7 @@ def run(scenario: Scenario) -> Report:
         agents = Agents(world, program.size, TIMEOUT, scenario.on_loss, begin_with)
         faults = Faults(world, agents, scenario)
         if isinstance(program, Training):
-            live = live_training(program, world, agents, report.history, faults.over)
+            live = live_training(program, world, agents, report.history, faults.over, faults.departs)
         else:
             live = _calls(world, agents, report)
         ended: set[int] = set()
@@ -63,7 +63,8 @@ def run(scenario: Scenario) -> Report:
 
         agents.start(live_and_look)
         try:
-            agents.run(10 * TIMEOUT)
+            slow = any(one.kind == "slow" and one.seconds > 0.001 for one in scenario.faults)
+            agents.run((10 if slow else 3) * TIMEOUT)
         except Stuck as error:
             report.problems.append(f"{error}; rank(s) {sorted(set(range(program.size)) - agents.done)} have not ended")
         report.seconds, report.steps = world.scheduler.now, world.scheduler.steps
@@ -96,13 +97,24 @@ class Faults:
                 scheduler.slow[one.rank] = one.seconds
             elif one.kind == "joins":
                 scheduler.at(scheduler.now + one.seconds, agents.start_one, one.rank)
+            elif one.kind == "departs":
+                self._to_come.add(one)
             elif one.kind in ("cut", "partition", "crash", "returns"):
                 self._to_come.add(one)
                 scheduler.at_step(one.at, lambda one=one: self._happen(one))  # type: ignore[misc]
 
     def over(self) -> bool:
         """All faults have been, and all agents that come back have been started again."""
-        return not self._to_come and not self._world.scheduler.dead
+        return not self._to_come and not self._world.scheduler.dead and not self._agents.returning
+
+    def departs(self, rank: int, step: int) -> bool:
+        """Whether an agent leaves before this step of its training, to be started again."""
+        for one in self._to_come:
+            if one.kind == "departs" and one.rank == rank and one.at <= step and self._agents.loaded - {rank}:
+                self._to_come.discard(one)
+                self._agents.depart(rank, one.seconds)
+                return True
+        return False
 
     def _happen(self, fault: Fault) -> None:
         agents, rank = self._agents, fault.rank

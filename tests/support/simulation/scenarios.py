@@ -45,6 +45,7 @@ class Fault:
             "slow": f"rank {self.rank} pauses for up to {self.seconds:.3g} s before each of its steps",
             "crash": f"step {self.at}: rank {self.rank} crashes",
             "returns": f"step {self.at}: rank {self.rank} crashes, and is started again after {self.seconds:.3g} s",
+            "departs": f"training step {self.at}: rank {self.rank} leaves, and returns after {self.seconds:.3g} s",
             "joins": f"rank {self.rank} is started {self.seconds:.3g} s after the others, and joins",
             "shape": f"call {self.at}: rank {self.rank} gives a tensor with one number more",
             "other call": f"call {self.at}: rank {self.rank} makes another call under that name",
@@ -106,6 +107,10 @@ def _draw_training(seed: int, chance: random.Random, size: int) -> Scenario:
     for _ in range(chance.choice((1, 1, 2, 3))):
         at, rank = chance.randrange(30 * size, 400 * size), chance.randrange(begins)
         faults.append(Fault("returns", at, rank, seconds=chance.choice((0.0, 0.001, 0.05, 0.3)) * chance.random()))
+    if size > 2 and chance.random() < 0.3:
+        faults.append(
+            Fault("departs", chance.randrange(1, 4), chance.randrange(begins), seconds=chance.choice((0, 0.3)))
+        )
     for _ in range(chance.choice((0, 0, 1, 3))):
         faults.append(_draw_fault(chance, "cut", program))
     faults += _cut_again(chance, faults)

@@ -120,9 +120,19 @@ class _Progress:
 
 
 def live_training(
-    program: Training, world: Simulated, agents: Agents, history: History, over: Callable[[], bool]
+    program: Training,
+    world: Simulated,
+    agents: Agents,
+    history: History,
+    over: Callable[[], bool],
+    departs: Callable[[int, int], bool],
 ) -> Callable[[int], bool]:
-    """What an agent does, from ``init()`` to ``shutdown()``; ``over``: no fault is to come."""
+    """What an agent does, from ``init()`` to ``shutdown()``.
+
+    Args:
+        over: No fault is to come.
+        departs: Whether an agent leaves before a step.
+    """
 
     def live(rank: int) -> bool:
         shoal.set_topology(program.graph)
@@ -134,6 +144,8 @@ def live_training(
         agents.loaded.add(rank)
         while progress.whole < AFTER:
             history.reached[me] = step
+            if departs(rank, step):
+                return False
             one.take(step)
             found = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
             there = tuple(int(row[0]) for row in found)

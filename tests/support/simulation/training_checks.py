@@ -42,7 +42,7 @@ def check(report: Report, program: Training) -> None:
     for step, there in history.there.items():
         if len({ranks for me, ranks in there.items() if history.agreed(*me, step)}) > 1:
             problems.append(f"step {step}: the agents have different members: {there}")
-    lost = {one.rank for one in report.scenario.faults if one.kind in ("returns", "joins")}
+    lost = {one.rank for one in report.scenario.faults if one.kind in ("returns", "joins", "departs")}
     by_call: dict[tuple[int, int], list[Entry]] = {}
     for entry in history.entries:
         by_call.setdefault((entry.step, entry.call.number), []).append(entry)
