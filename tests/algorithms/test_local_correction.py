@@ -75,7 +75,7 @@ HALVES, CHANGING = ring_of_halves(SIZE), OnePeerExponential(SIZE)
         (LED(LR, K), HALVES, lambda: led(HALVES, 1 / K)),
         (LED(LR, K, beta=0.1), HALVES, lambda: led(HALVES, 0.1)),
     ],
-    ids=str,
+    ids=["K-GT", "K-GT with an outer step", "LED", "LED with beta"],
 )
 def test_it_is_the_papers_algorithm(algorithm: Algorithm, topology: Schedule, paper: Callable[[], Vectors]) -> None:
     found = StackedFleet(topology).run(algorithm, START, GRADIENT, K * ROUNDS).x.numpy()
