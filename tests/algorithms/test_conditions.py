@@ -221,9 +221,10 @@ def test_tracking_under_loss_is_exact_if_the_sum_of_its_second_variable_is_kept(
     fleet, gradient = StackedFleet(ring(8)), per_agent(loss, *problem(8))
     averages = fleet.run(GradientTracking(0.05), x, gradient, 800, conditions=conditions, every=0).x
     pushes = fleet.run(algorithms.PushDIGing(0.05), x, gradient, 800, conditions=conditions, every=0).estimate
-    error, of_pushes = ((one - optimum(8)).norm(dim=1).max() for one in (averages, pushes))
-    assert error < 1e-6 if protocol == "handshake" else error > 1e-3
-    assert of_pushes > 1e-3 if protocol == "plain" else of_pushes < 1e-6
+    # Under "plain" w shrinks to 0, so the steps of PushDIGing grow until it has NaN.
+    error, of_pushes = (float((one - optimum(8)).norm(dim=1).max()) for one in (averages, pushes))
+    assert error < 1e-6 if protocol == "handshake" else not error < 1e-3
+    assert not of_pushes < 1e-3 if protocol == "plain" else of_pushes < 1e-6
 
 
 def least_squares(conditions: Conditions, seed: int = 0) -> Run:
