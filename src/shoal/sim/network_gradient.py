@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.func import grad, vmap
@@ -12,11 +12,16 @@ from ..algorithms.algorithm import Gradient
 from ..algorithms.batches import Augment, Batches, augmented
 from ..algorithms.mix import Mix
 
-if TYPE_CHECKING:
-    from .networks import Criterion, NetworkFunction
-
 Statistics = dict[str, torch.Tensor]
 """Running statistics by the name of their buffer, ``[n, ...]``."""
+Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes outputs and targets, gives a tensor of one number."""
+
+
+class NetworkFunction(Protocol):
+    """A network's output, from its parameters ``[d]``, inputs, and the running statistics, which it updates."""
+
+    def __call__(self, x: torch.Tensor, inputs: torch.Tensor, statistics: Statistics | None = None) -> torch.Tensor: ...
 
 
 class NetworkGradient(Gradient):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,16 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ..algorithms.batches import Augment, Batches
 from ..algorithms.gradients import Loss
-from .network_gradient import NetworkGradient, Statistics, each_row
-
-Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes outputs and targets, gives a tensor of one number."""
-
-
-class NetworkFunction(Protocol):
-    """A network's output, from its parameters ``[d]``, inputs, and the running statistics, which it updates."""
-
-    def __call__(self, x: torch.Tensor, inputs: torch.Tensor, statistics: Statistics | None = None) -> torch.Tensor: ...
+from .network_gradient import Criterion, NetworkGradient, Statistics, each_row
 
 
 class StackedModel:
