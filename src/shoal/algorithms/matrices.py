@@ -29,8 +29,8 @@ def matrix_sizes(shapes: Shapes, numbers: int) -> list[tuple[int, int]]:
 
 def split(x: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
     """``[..., d]`` to a list of ``[..., rows, columns]``."""
-    parts = x.split([rows * columns for rows, columns in sizes], dim=-1)
-    return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
+    parts = torch.split(x, [rows * columns for rows, columns in sizes], dim=-1)
+    return [part.reshape(*part.shape[:-1], *size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def join(matrices: list[torch.Tensor]) -> torch.Tensor:

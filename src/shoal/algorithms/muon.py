@@ -82,7 +82,7 @@ def msgn(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
         matrices: ``[..., rows, columns]``.
         iterations: The number of iterations.
     """
-    norm = matrices.norm(dim=(-2, -1), keepdim=True)
+    norm: torch.Tensor = matrices.norm(dim=(-2, -1), keepdim=True)
     X = matrices / norm.clamp(min=torch.finfo(matrices.dtype).tiny)
     rows, columns = X.shape[-2:]
     if min(rows, columns) == 1:

@@ -156,12 +156,12 @@ def _see(
         side: The other side: 0 for the left one.
         mix: For the messages.
     """
-    given = v.split([one.rank * one.length(1 - side) for one in matrices], dim=-1)
+    given = torch.split(v, [one.rank * one.length(1 - side) for one in matrices], dim=-1)
     bases = [_orthonormal(one.vectors(part, 1 - side)) for one, part in zip(matrices, given, strict=True)]
     products = [one.product(x, basis, side) for one, basis in zip(matrices, bases, strict=True)]
     own = torch.cat(products, -1)
-    found = (mix.sign(own) * (mix.edges(own) - own)).split([one.shape[-1] for one in products], dim=-1)
-    before = last.split([one.rank * one.length(side) for one in matrices], dim=-1)
+    found = torch.split(mix.sign(own) * (mix.edges(own) - own), [one.shape[-1] for one in products], dim=-1)
+    before = torch.split(last, [one.rank * one.length(side) for one in matrices], dim=-1)
     seen, after = torch.zeros_like(x), []
     for one, basis, u, old in zip(matrices, bases, found, before, strict=True):
         seen[:, one.start : one.stop] = one.seen(u, basis, side)
@@ -177,7 +177,8 @@ def _residual(vector: torch.Tensor, basis: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _unit(vector: torch.Tensor) -> torch.Tensor:
-    return vector / vector.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(vector.dtype).tiny)
+    length: torch.Tensor = vector.norm(dim=-1, keepdim=True)
+    return vector / length.clamp(min=torch.finfo(vector.dtype).tiny)
 
 
 def _orthonormal(vectors: torch.Tensor) -> torch.Tensor:
