@@ -52,20 +52,20 @@ MUTATIONS = (
     ("rejoin", AGREEMENT, "if late else self.now", "if False else self.now"),
     ("rejoin", "ops/state_transfer.py", "begun[name] = max(count, begun.get(name, 0))", "begun[name] = count"),
     (
-        "leaving",
+        "calls pending",
         "operations/lifecycle.py",
         "{rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()",
         "()",
     ),
     (
-        "leaving",
+        "calls pending",
         "engine/engine.py",
         """                self.fusion.begin()
                 # Another thread may""",
         "                # Another thread may",
     ),
     (
-        "leaving",
+        "calls pending",
         "engine/engine.py",
         "drain(lambda: all(one.has_entered for one in self.matcher.in_flight()), deadline)",
         "pass",
@@ -102,9 +102,10 @@ MUTATIONS = (
 """What part, which file, what is replaced by what: once."""
 AFFECTED: dict[str, Callable[[Scenario], bool]] = {
     **dict.fromkeys(("agreement", "recovery", "rejoin"), lambda scenario: scenario.on_loss == "continue"),
+    "calls pending": lambda scenario: any(one.kind == "leaves pending" for one in scenario.faults),
     "resuming": lambda scenario: any(one.kind == "cut" for one in scenario.faults),
 }
-"""The scenarios that reach a part, where not all do. The others are not run."""
+"""The scenarios that reach a part, where few do. The others are not run."""
 
 
 def first_failure(mutation: tuple[str, str, str, str], most: int, seconds: float) -> str:

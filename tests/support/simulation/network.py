@@ -23,6 +23,10 @@ MOST_CUTS = 3
 """Of the bytes of one call. More pieces take more time and show no more."""
 
 
+BUSY, BUSY_SECONDS = 200, 0.01
+"""Polls in a row that return at once, after which each takes some time."""
+
+
 @dataclass
 class Weather:
     """How the network behaves in a run.
@@ -325,6 +329,7 @@ class Poller:
         self._changed: dict[int, None] = {}  # ordered, so that the same seed gives the same run
         self._woken = False
         self._asleep: Task | None = None
+        self._at_once = 0  # polls since it last waited
 
     def add(self, number: int, callback: Callable[[int], None], events: int = READ) -> None:
         sock = self._network.sockets[number]
@@ -369,6 +374,9 @@ class Poller:
     def poll(self, timeout: float) -> list[tuple[Callable[[int], None], int]]:
         scheduler = self._scheduler
         until = scheduler.now + timeout
+        self._at_once += 1
+        if self._at_once > BUSY:  # else virtual time would stand still where an event is never taken
+            scheduler.sleep(BUSY_SECONDS)
         if timeout > 0 and not self._woken and scheduler.chance.random() < 0.2:
             scheduler.yield_now()
         while True:
@@ -378,7 +386,7 @@ class Poller:
                 if len(due) > 1:
                     scheduler.chance.shuffle(due)
                 return due
-            self._asleep = scheduler.current
+            self._asleep, self._at_once = scheduler.current, 0
             try:
                 scheduler.block(until)
             finally:

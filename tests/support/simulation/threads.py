@@ -176,6 +176,9 @@ def namespace(scheduler: Scheduler) -> Any:
             self.task = scheduler.spawn(self._call, me.agent, self.name)
             threads[self.task] = self
 
+        def run(self) -> None:
+            self._call()
+
         def is_alive(self) -> bool:
             return self.task is not None and self.task.alive
 
