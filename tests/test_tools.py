@@ -65,7 +65,7 @@ def test_the_core_tests_are_there() -> None:
 
 MOST = {
     "files in the largest folder": 37,
-    "lines of the longest module": 527,
+    "lines of the longest module": 526,
     "parameters of the largest internal constructor": 13,
     "uses of engine.<part>.<member> outside of the engine": 78,
     "names of shoal": 95,

@@ -34,7 +34,7 @@ class BackendStages:
         matcher: Matcher,
         sender: Sender,
         membership: Membership,
-        go_on: Callable[[Operation, Stage], None],
+        go_on: Callable[[Operation, Stage], object],
     ) -> None:
         self.backend: CollectiveBackend | None = None
         self._rank, self._gate, self._progress = rank, gate, progress

@@ -106,8 +106,14 @@ class Acceptor:
 
     @property
     def next_check(self) -> float:
-        """When something is due."""
-        return min(self.unauthenticated.oldest + GREETING_SECONDS, self._listeners.next_check)
+        """When something is due. It is asked after every poll, and the answer is nearly always infinity."""
+        when = float("inf")
+        if self.unauthenticated.origins:
+            when = next(iter(self.unauthenticated.origins)).since + GREETING_SECONDS
+        for listener in self._listeners.opened:
+            if listener.next_turn < when:
+                when = listener.next_turn
+        return when
 
     def descriptors(self) -> list[int]:
         """The descriptors that a forked child must close, without those of connections."""
