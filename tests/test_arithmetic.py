@@ -20,7 +20,7 @@ def test_a_sum_that_waits_does_not_change_the_gradient_mode(kind: str) -> None:
     numel = 2 * BLOCK_BYTES // 4
     own, out, payload = torch.ones(numel), torch.empty(numel), Payload(torch.ones(numel), numel // 2)
     terms = [payload]
-    summing = reduce(out, "sum", own, 0, terms) if kind == "reduce" else weighted_sum(out, own, 1.0, [(payload, 1.0)])
+    summing = reduce(out, "sum", own, 0, terms) if kind == "reduce" else weighted_sum(out, own, [1.0, 1.0], terms)
     assert next(summing) == MORE
     assert torch.is_grad_enabled()
     payload.available = numel

@@ -45,16 +45,18 @@ class DeferredSignals:
         self._depth = 0
         self._seen: tuple[Any, ...] = ()  # the handlers of all SIGNALS when they were last replaced
         self._handlers: dict[int, Handler] = {}  # the ones among them that Python would call
-        self._came: list[tuple[int, FrameType | None]] = []
-        self._waker = -1
+        self.came: list[tuple[int, FrameType | None]] = []  # received, and not handled yet
+        self.waker = -1  # an eventfd that wakes the main thread while it waits in a section; only that thread sets it
         self._noting = self._note  # one object, to be recognised
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
+        """True in the main thread, where signals wait from now on."""
         if _ident() != self._main:
-            return
+            return False
         if not self._depth:
             self.close()
         self._depth += 1
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -64,7 +66,8 @@ class DeferredSignals:
         self._depth -= 1
         if not self._depth:
             self.open()
-            self.checkpoint()
+            if self.came:
+                self.checkpoint()
 
     @property
     def here(self) -> bool:
@@ -73,21 +76,16 @@ class DeferredSignals:
 
     @property
     def pending(self) -> bool:
-        """A signal has arrived that the calling thread has to handle."""
-        return bool(self._came) and _ident() == self._main
+        """A signal has arrived that the calling thread has to handle. Without one, :attr:`came` is empty."""
+        return bool(self.came) and _ident() == self._main
 
     def checkpoint(self) -> None:
         """Handle the received signals. For points with a consistent state: handlers may raise, and call any
         function.
         """
-        while self._came and _ident() == self._main:
-            signum, frame = self._came.pop(0)
+        while self.came and _ident() == self._main:
+            signum, frame = self.came.pop(0)
             self._handlers[signum](signum, frame)
-
-    def wake(self, descriptor: int) -> None:
-        """The eventfd that wakes the main thread while it waits in a section; -1 when it does not."""
-        if _ident() == self._main:
-            self._waker = descriptor
 
     def close(self) -> None:
         """Let signals wait. A handler may still raise before its turn: then all are as they were."""
@@ -123,15 +121,15 @@ class DeferredSignals:
 
     def restart_in_child(self) -> None:
         """In a forked child the thread that forked is the main one, and in no section."""
-        self._main, self._depth, self._waker = _ident(), 0, -1
-        self._came.clear()
+        self._main, self._depth, self.waker = _ident(), 0, -1
+        self.came.clear()
         self.open()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._came.append((signum, frame))
-        if self._waker >= 0:
+        self.came.append((signum, frame))
+        if self.waker >= 0:
             try:
-                os.eventfd_write(self._waker, 1)
+                os.eventfd_write(self.waker, 1)
             except OSError:
                 pass
 

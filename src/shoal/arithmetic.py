@@ -31,19 +31,34 @@ Waiting = Generator[str, Arrived, None]
 
 
 def weighted_sum(
-    out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[tuple[Payload, float]]
+    out: torch.Tensor, own: torch.Tensor, weights: Sequence[float], payloads: Sequence[Payload]
 ) -> Waiting:
-    """``out = own_weight * own + sum of weight * payload``, all flat and of one dtype.
+    """``out = weights[0] * own + sum of weight * payload``, all flat and of one dtype.
 
     Yields :data:`MORE` when it has summed all received numbers and some are missing.
     """
-    out, own = real(out), real(own)
-    weights = [own_weight, *(weight for _, weight in terms)]
-    weigh = partial(_weigh, weights, common_factor(weights))
-    if out.numel() * out.element_size() <= BLOCK_BYTES and all(payload.complete for payload, _ in terms):
-        weigh(out, own, [real(payload.data) for payload, _ in terms])
-        return
-    yield from _in_blocks(out, own, [payload for payload, _ in terms], weigh)
+    factor = common_factor(weights)
+    blocks = _whole(out, payloads)
+    if blocks is None:
+        if out.is_complex():
+            out, own = real(out), real(own)
+        yield from _in_blocks(out, own, payloads, partial(_weigh, weights, factor))
+    elif out.is_complex():
+        _weigh(weights, factor, real(out), real(own), [real(block) for block in blocks])
+    else:
+        _weigh(weights, factor, out, own, blocks)
+
+
+def _whole(out: torch.Tensor, payloads: Sequence[Payload]) -> list[torch.Tensor] | None:
+    """The numbers of the payloads, if all have arrived and fit one block; otherwise None."""
+    if out.nbytes > BLOCK_BYTES:
+        return None
+    blocks = []
+    for payload in payloads:
+        if not payload.complete:
+            return None
+        blocks.append(payload.data)
+    return blocks
 
 
 def weigh_in_blocks(
@@ -60,11 +75,16 @@ def weigh_in_blocks(
     same as ``out``.
     """
     factor = common_factor([own_weight, *weights])
-    here = [(real(term), weight) for term, weight in zip(terms, weights, strict=True) if term is not None]
-    left = [own_weight, *(weight for _, weight in here)]
-    tensors = [real(out), real(own), *(term for term, _ in here)]
-    if native_fits(tensors[0], tensors[1:]):
-        _weigh(left, factor, tensors[0], tensors[1], tensors[2:], None if also is None else real(also))
+    left, tensors = [own_weight], [out, own]
+    for term, weight in zip(terms, weights, strict=True):
+        if term is not None:
+            left.append(weight)
+            tensors.append(term)
+    if out.is_complex():
+        tensors = [real(tensor) for tensor in tensors]
+        also = None if also is None else real(also)
+    if out.nbytes <= BLOCK_BYTES or native_fits(tensors[0], tensors[1:]):
+        _weigh(left, factor, tensors[0], tensors[1], tensors[2:], also)
         return
     block = max(1, BLOCK_BYTES // tensors[0].element_size())
     for target, mine, *theirs in zip(*(torch.split(tensor, block) for tensor in tensors), strict=True):
@@ -87,13 +107,14 @@ def reduce(
     are taken in float32. Where ``parts`` says which places in that order belong together, each part is reduced by
     itself first. Yields like :func:`weighted_sum`.
     """
-    if how in ("sum", "average"):
+    blocks = _whole(out, payloads)
+    if out.is_complex() and how in ("sum", "average"):
         out, own = real(out), real(own)
-    combine = partial(_combine, how, position, parts)
-    if out.numel() * out.element_size() <= BLOCK_BYTES and all(payload.complete for payload in payloads):
-        combine(out, own, [payload.data if out.is_complex() else real(payload.data) for payload in payloads])
-        return
-    yield from _in_blocks(out, own, payloads, combine)
+        blocks = None if blocks is None else [real(block) for block in blocks]
+    if blocks is not None:
+        _combine(how, position, parts, out, own, blocks)
+    else:
+        yield from _in_blocks(out, own, payloads, partial(_combine, how, position, parts))
 
 
 def _in_blocks(

@@ -183,4 +183,4 @@ def test_what_has_ended_meanwhile_is_not_sent() -> None:
     channel.defer(*stays)
     ended[0].stage = None
     assert list(channel.sendable()) == [stays]
-    assert channel.idle
+    assert not channel.deferred

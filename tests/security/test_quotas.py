@@ -77,7 +77,7 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
         assert caught.value.ranks == (GREEDY,), caught.value
         if shoal.rank() == VICTIM:
             with engine.lock:
-                kept = [*engine.matcher._early, *engine.matcher._asks]
+                kept = [*engine.matcher.early, *engine.matcher.asks]
                 assert not [key for key in kept if key[0].startswith("early")]
                 assert GREEDY not in engine.matcher._kept
                 assert GREEDY not in engine.router.incoming

@@ -55,29 +55,29 @@ class Dispatch:
         self._events = parts.events
 
     def on_message(self, source: int, message: Message) -> None:
+        kind = message.kind
         try:
-            self._on_message(source, message)
+            if kind is Kind.DATA:
+                if self._events.active:
+                    what = message.op, message.name, message.round
+                    self._events.emit("received", *what, 0, source, message.nbytes, "", message.stage)
+                self.take(source, message)
+            elif kind is Kind.DONE and message.name:
+                self._lifecycle.confirmed_in_part(source, message)
+            elif kind is Kind.DONE:
+                self._lifecycle.acknowledged(source, message.token)
+            elif kind is Kind.REFUSE:
+                self._on_refuse(source, message)
+            elif kind is Kind.ASK:
+                self._on_ask(source, message)
+            elif kind is Kind.DENY:
+                self._on_deny(source, message)
+            elif kind is Kind.WAITS:
+                self._on_waits(source, message)
+            elif kind is Kind.NOTICE:
+                self._failures.on_notice(source, message)
         except ProtocolError as error:  # also for a kept message that is handled later
             self._failures.on_closed(source, str(error), True, True)
-
-    def _on_message(self, source: int, message: Message) -> None:
-        kind = message.kind
-        if kind is Kind.DATA:
-            self._on_data(source, message)
-        elif kind is Kind.DONE and message.name:
-            self._lifecycle.confirmed_in_part(source, message)
-        elif kind is Kind.DONE:
-            self._lifecycle.acknowledged(source, message.token)
-        elif kind is Kind.REFUSE:
-            self._on_refuse(source, message)
-        elif kind is Kind.ASK:
-            self._on_ask(source, message)
-        elif kind is Kind.DENY:
-            self._on_deny(source, message)
-        elif kind is Kind.WAITS:
-            self._on_waits(source, message)
-        elif kind is Kind.NOTICE:
-            self._failures.on_notice(source, message)
 
     def on_arrived(self, source: int, message: Message) -> None:
         payload = message.payload
@@ -100,12 +100,6 @@ class Dispatch:
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
         self._failures.on_left(peer, lost, cause)
 
-    def _on_data(self, source: int, message: Message) -> None:
-        if self._events.active:
-            what = message.op, message.name, message.round
-            self._events.emit("received", *what, 0, source, message.nbytes, "", message.stage)
-        self.take(source, message)
-
     def take(self, source: int, message: Message) -> None:
         """Deliver a tensor to its operation. It may be a part of an unpacked fused message."""
         if message.name.startswith(PREFIX):
@@ -113,7 +107,7 @@ class Dispatch:
             return
         if message.where is Where.CARRIED:
             self._lifecycle.backend_stages.check(message)
-        service = self._services.of(message)
+        service = self._services.of(message) if message.name.startswith("~") else None
         if service is not None and message.stage == 0:
             service.serve(source, message)
             return

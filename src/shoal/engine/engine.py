@@ -48,7 +48,7 @@ from ..operations.matching import Matcher
 from ..operations.membership import WHOLE, Plan
 from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
 from ..operations.operation import Steps as Generating
-from ..operations.profiling import span
+from ..operations.profiling import deferred_span, profiler, span
 from ..operations.progress import Progress
 from ..operations.publishing import Publisher
 from ..operations.sender import Sender, send_alone
@@ -77,9 +77,7 @@ class Engine(EngineFace):
     """The exchange of one agent with the other agents."""
 
     def __init__(self, rank: int, size: int, timeout: float, incarnation: int = 0) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
+        self.rank, self.size, self.timeout = rank, size, timeout
         self.events = events = Events()
         self.membership = membership = MembershipTable(size)
         self.services = services = Services()
@@ -95,7 +93,6 @@ class Engine(EngineFace):
             rank, router, membership, events, lambda peer, cause: self.failures.on_closed(peer, cause)
         )
         self.callbacks = callbacks = Callbacks()
-
         post = partial(send_alone, self.publisher, sender)
         control = ControlMessages(post, sender.acknowledge)
         parts = SharedParts(rank, size, router, events, membership, matcher, progress, sender)
@@ -157,6 +154,7 @@ class Engine(EngineFace):
         self.listen, self.meet, self.begin_waiting = router.listen, router.meet, self.rejoin.begin_waiting
         self.describe, self.record_events = router.describe, events.record
         self.edge_counters, self.is_waited_for = sender.traffic, matcher.is_waited_for
+        self.watch_membership = membership.watch
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # whether this is a forked child's copy
         self.compresses_locally = False  # compressors encode messages within this machine, too
@@ -203,14 +201,14 @@ class Engine(EngineFace):
             background: Whether the operation is internal: its waiting is not reported, and no error is kept for it.
             among: The ranks that call it, if not all.
         """
-        seconds = parse_timeout(timeout, self.timeout)
+        seconds = self.timeout if timeout is None else parse_timeout(timeout, self.timeout)
         if not self.agreement.active:
             on_loss = FailurePolicy.FAIL
         if self.membership.view.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
             raise self.rejoin.not_in_yet(op)
         limit = 0.0
         while True:
-            with deferred, span(op, name, "submit"):
+            with deferred_span(op, name, "submit") if profiler._is_profiler_enabled else deferred:
                 handle = self.lifecycle.submit(
                     self, op, name, steps, seconds, alone, one_sided, on_loss, background, among
                 )
@@ -310,7 +308,7 @@ class Engine(EngineFace):
     # The interface of a driven object, for the progress engine
 
     def advance(self) -> None:
-        lifecycle, backend = self.lifecycle, self.backend
+        lifecycle, sender, backend = self.lifecycle, self.sender, self.lifecycle.backend_stages.backend
         try:
             while True:
                 if lifecycle.unbegun:
@@ -319,8 +317,9 @@ class Engine(EngineFace):
                     backend.begin()
                 if lifecycle.ready:
                     lifecycle.resume_ready()
-                with self.lock:
-                    self.sender.flush()
+                if sender.dirty or self.arena.retired:
+                    with self.lock:
+                        sender.flush()
                 if not lifecycle.ready and not (backend is not None and backend.due):
                     return
         except Exception as error:  # an internal error, which no caller would see in the progress thread
@@ -331,9 +330,11 @@ class Engine(EngineFace):
         try:
             for callback, events in due:
                 callback(events)
-            self.router.inbox.drain(self.dispatch)
-            self.pool.tidy()
-            self.arena.tidy()
+            if self.router.inbox.messages:
+                self.router.inbox.drain(self.dispatch)
+            for returns in (self.pool, self.arena):
+                if returns.returned or returns.ended:
+                    returns.tidy()
             self.progress.check_by(self.router.next_check)
         except MemoryError as error:  # this agent's failure, not the sender's
             self.failures.break_off(str(error) or "there is no memory for what others send")
@@ -359,9 +360,7 @@ class Engine(EngineFace):
             return float("inf")
 
     def after(self) -> None:
-        if self.lifecycle.gate.paused:  # operations of callbacks would have to wait
-            return
-        if self.callbacks.due:
+        if self.callbacks.due and not self.lifecycle.gate.paused:  # operations of callbacks would have to wait
             self.callbacks.run()
 
     def break_off(self, error: Exception) -> None:

@@ -139,7 +139,7 @@ class EngineFace:
 
         After a loss, rounds in progress may have different plans.
         """
-        return self.backend is None and not self.lifecycle.gate.gone
+        return self.lifecycle.backend_stages.backend is None and not self.lifecycle.gate.plan.gone
 
     @property
     def can_fuse_multistage(self) -> bool:

@@ -173,7 +173,7 @@ class Watchdog:
         elif operation.unconfirmed or (stage is not None and stage.unconfirmed):
             what = "they did not confirm that they expected it"
         else:
-            behind = min(self._matcher.channel(operation).unacknowledged, default=operation.round)
+            behind = min(operation.channel.unacknowledged, default=operation.round)
             waiting = self._sender.receivers_behind(operation.name)
             what = f"they have not read what was sent to them in round {behind}"
         why = self._sender.problems_with(waiting)

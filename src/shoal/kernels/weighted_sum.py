@@ -57,7 +57,10 @@ def common_factor(weights: Sequence[float]) -> Factor | None:
     finite.
     """
     weight = weights[0]
-    if any(other != weight for other in weights) or abs(math.frexp(weight)[0]) == 0.5 or not weight:
+    for other in weights:
+        if other != weight:
+            return None
+    if abs(math.frexp(weight)[0]) == 0.5 or not weight:
         return None
     whole = round(1 / weight) if abs(weight) * _MOST_PARTS >= 1 else 0
     return Factor(float(whole), True) if whole and 1 / whole == weight else Factor(weight, False)

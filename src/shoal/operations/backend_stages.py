@@ -28,7 +28,7 @@ class BackendStages:
         backend: Moves the tensors of exchanges that do not have to travel over links.
     """
 
-    def __init__(self, parts: SharedParts, gate: SubmissionGate, go_on: Callable[[Operation, Stage], None]) -> None:
+    def __init__(self, parts: SharedParts, gate: SubmissionGate, go_on: Callable[[Operation, Stage], object]) -> None:
         self.backend: CollectiveBackend | None = None
         self._rank, self._gate, self._progress = parts.rank, gate, parts.progress
         self._matcher, self._sender, self._membership = parts.matcher, parts.sender, parts.membership

@@ -13,7 +13,7 @@ import torch
 from ..transport.wire import COMMON, MAX_NAME, Kind, Message, Parts, Payload, Where
 from .fused_name import MOST_OPERATIONS, FusedRounds, encode_fused_name
 from .matching import Channel
-from .operation import FusionSpec, Mover, Operation, Yields
+from .operation import FusionSpec, Operation, Yields
 
 MOST_BYTES = 1 << 20
 """Bytes of a fused operation at most: for more bytes, their transfer costs more than the bookkeeping."""
@@ -21,7 +21,7 @@ _LOOKED_THROUGH = 4 * MOST_OPERATIONS
 
 
 class FusedMover(Protocol):
-    """The interface by which a fused operation reaches fusion."""
+    """The interface by which the lifecycle proceeds and fails a fused operation."""
 
     def proceed(
         self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None, /
@@ -60,7 +60,7 @@ class FusedOperation(Operation):
         places: The start and the end of each member's tensor, in elements of the joined tensor.
     """
 
-    __slots__ = ("channel", "had", "members", "mover", "partial", "places")
+    __slots__ = ("had", "members", "partial", "places")
 
     def __init__(self, name: str, members: list[Operation], mover: FusedMover) -> None:
         super().__init__(members[0].op, name, 0, members[0].timeout)
@@ -78,12 +78,6 @@ class FusedOperation(Operation):
     def nbytes(self) -> int:
         """Bytes of the joined tensors."""
         return self.places[self.members[-1]][1] * fusible(self.members[0]).flat.element_size()
-
-    def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        self.mover.proceed(self, item, result, error)
-
-    def fail(self, mover: Mover, error: BaseException) -> None:
-        self.mover.fail(self, error)
 
     @property
     def parts(self) -> Sequence[Operation]:

@@ -52,7 +52,8 @@ class Fusion:
 
     def __init__(self, parts: SharedParts, lifecycle: Lifecycle, deliver: Callable[[int, Message], None]) -> None:
         self._active: dict[str, FusedOperation] = {}
-        self._early: dict[tuple[str, int], list[UnpackedMessage]] = {}  # by name and round of each member
+        # By name and round of each member. The lifecycle asks for them only if there are some.
+        self._early: dict[tuple[str, int], list[UnpackedMessage]] = lifecycle.fused_early
         self._coming: list[UnpackedMessage] = []  # to be unpacked when they have arrived completely
         self._unread: dict[Channel, int] = {}  # bytes
         self._rank = parts.rank
@@ -317,9 +318,8 @@ class Fusion:
 
     def begins(self, operation: Operation) -> None:
         """Unpack the fused messages for an operation that begins a stage by itself."""
-        if self._early:
-            for received in self._came_early(operation):
-                self._unpack(received)
+        for received in self._came_early(operation):
+            self._unpack(received)
 
     def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
         """Yield the early fused messages that contain an operation, up to a stage of it.

@@ -40,7 +40,7 @@ from .operation import (
     Yields,
     describe,
 )
-from .profiling import resumed
+from .profiling import profiler, span
 from .progress import AFTER_SMALL
 from .publishing import Publisher
 from .shared_parts import SharedParts
@@ -56,7 +56,7 @@ class Lifecycle:
     """The lifecycle of all operations of one agent. Used under the engine's lock, unless a method takes it itself.
 
     Args:
-        prepare: Unpacks fused messages for an operation; called before it enters a stage.
+        prepare: Unpacks the fused messages for an operation; called before it enters a stage, if there are any.
         planned: Returns the plan of a round of a name, on which all agents agreed; called for operations that may
             survive a loss.
         on_ended: Called at the end of an operation that restarts after a loss, with a copy of its result, or None.
@@ -64,6 +64,8 @@ class Lifecycle:
     Attributes:
         ready: The operations that the driving thread resumes.
         unbegun: The operations that may be fused and begin when a thread drives. Fusion takes them from here.
+        fused_early: The fused messages with parts for operations that have not begun, by name and round of each part.
+            Fusion keeps them here.
         gate: Decides which operations may begin.
         callbacks: The callbacks that the driving thread runs.
         departed_peers: Reports agents that have shut down although they are needed.
@@ -81,6 +83,7 @@ class Lifecycle:
     ) -> None:
         self.ready: deque[Operation] = deque()
         self.unbegun: deque[Operation] = deque()
+        self.fused_early: dict[tuple[str, int], list[Any]] = {}
         self.gate = SubmissionGate(parts.progress.notify)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.callbacks = callbacks
@@ -122,11 +125,12 @@ class Lifecycle:
         with self._lock:
             gate = self.gate
             self.callers.add(get_ident())
-            gate.check_open(op, one_sided)
+            if gate.closing or gate.ended is not None:
+                gate.check_open(op, one_sided)
             if gate.paused and not one_sided:
                 return None
-            if gate.gone and on_loss is FailurePolicy.FAIL and not one_sided:
-                raise cannot_go_on(op, gate.gone)
+            if gate.plan.gone and on_loss is FailurePolicy.FAIL and not one_sided:
+                raise cannot_go_on(op, gate.plan.gone)
             operation = self._matcher.begin(op, name, seconds, alone)
             if self._events.active:
                 self._events.emit("submitted", op, name, operation.round)
@@ -206,7 +210,13 @@ class Lifecycle:
         item: Yields | None = None
         result, error = None, None
         try:
-            item = resumed(operation, generator, arrived)
+            if arrived is None:
+                item = next(generator)
+            elif profiler._is_profiler_enabled:
+                with span(operation.op, operation.name, "sum"):
+                    item = generator.send(arrived)
+            else:
+                item = generator.send(arrived)
         except StopIteration as stop:
             result = stop.value
         except BaseException as caught:
@@ -217,7 +227,7 @@ class Lifecycle:
         try:
             with self._lock:
                 if operation.generator is generator:
-                    operation.proceed(self, item, result, error)
+                    (operation.mover or self).proceed(operation, item, result, error)
                 else:  # it has restarted or failed while the generator ran
                     generator.close()
                     if operation.error is not None:
@@ -280,59 +290,62 @@ class Lifecycle:
         number = operation.next_stage
         if exchange.stage is not None:
             number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
+        now, moves = clock.monotonic(), self.backend_stages.carries
         stage = Stage(
-            number, exchange, set(exchange.sources), {}, to_move=self.backend_stages.carries(operation, exchange)
+            number,
+            exchange,
+            set(exchange.sources),
+            {},
+            to_move=self.backend_stages.backend is not None and moves(operation, exchange),
+            started=now,
         )
-        self._prepare(operation)
+        if self.fused_early:
+            self._prepare(operation)
         operation.stage = stage
         operation.next_stage = number + 1
-        for source, message in self._matcher.came_early(operation, number):
-            if message.where is not Where.CARRIED or stage.to_move:  # else the tensor follows over a link
-                self.take(operation, stage, source, message)
-        view = self._membership.view
-        sent = number in operation.sent
-        needs = stage.missing if sent else stage.needs
-        # An agent that has shut down after it sent its part of this stage is not needed any more.
-        through = {rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()
-        gone = sorted(rank for rank in needs if rank not in view.alive and rank not in through) if view.epoch else []
-        if gone or self.gate.ended is not None:
-            ended = self.gate.reason_against(operation.one_sided)
-            if ended is not None:
-                self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
-            elif gone and operation.one_sided:
-                self.fail(operation, self.departed_peers.error(operation, gone))
-            elif gone:
-                self.departed_peers.announce(gone)
-                if operation.recovery is not None and operation.recovery.on_loss is FailurePolicy.SKIP_MISSING:
-                    stage.missing.difference_update(gone)
+        matcher, sent = self._matcher, number in operation.sent
+        if matcher.early:
+            for source, message in matcher.came_early(operation, number):
+                if message.where is not Where.CARRIED or stage.to_move:  # else the tensor follows over a link
+                    self.take(operation, stage, source, message)
+        if self._membership.view.epoch or self.gate.ended is not None:
+            lost = self.departed_peers.error_of(operation, stage, stage.missing if sent else stage.needs)
+            if lost is not None:
+                self.fail(operation, lost)
         if operation.error is not None:
             return
-        for source, only_if_here in self._matcher.asked_early(operation, stage):
-            self._sender.answer(source, operation, stage, only_if_here)
-        channel = self._matcher.channel(operation)
+        if matcher.asks:
+            for source, only_if_here in matcher.asked_early(operation, stage):
+                self._sender.answer(source, operation, stage, only_if_here)
+        channel = operation.channel
         if sent:
             stage.posted = True
-        elif channel.must_defer(operation, stage):
+        elif (channel.unacknowledged or channel.deferred) and channel.must_defer(operation, stage):
             channel.defer(operation, stage)
         else:
             self._sender.post(channel, operation, stage)
-        self.go_on(operation, stage)
-        if not stage.complete:
-            self._progress.check_by(clock.monotonic() + ASK_AFTER)
+        if not self.go_on(operation, stage):
+            self._progress.check_by(now + ASK_AFTER)
 
-    def go_on(self, operation: Operation, stage: Stage) -> None:
-        """Resume the operation if a message that has arrived, or was sent, was the last of its stage."""
+    def go_on(self, operation: Operation, stage: Stage) -> bool:
+        """Resume the operation if a message that has arrived, or was sent, was the last of its stage.
+
+        Returns whether it was.
+        """
         if stage.complete:
-            self.make_ready(operation)
-        else:
+            self.ready.append(operation)
+            return True
+        if stage.to_move:
             self.backend_stages.ask_if_agreed(operation, stage)
+        return False
 
     def leave_stage(self, operation: Operation) -> None:
         """Acknowledge the messages of a stage that the operation has used: their senders may free the memory."""
         stage = operation.stage
         if stage is None:
             return
-        self.backend_stages.leave(operation, stage)
+        if stage.to_move:
+            self.backend_stages.leave(operation, stage)
         for source, message in stage.arrived.items():
             self._sender.acknowledge(source, message)
         stage.arrived = {}
@@ -425,10 +438,11 @@ class Lifecycle:
         ended_well = error is None
         late, asks = self._matcher.end(operation, error)  # first: the steps below may cause messages for it
         self.leave_stage(operation)
-        if operation.restarts:
-            assert operation.recovery is not None
-            self._on_ended(operation, operation.recovery.copy if ended_well else None)
-        operation.release()
+        recovery = operation.recovery
+        if recovery is not None and recovery.on_loss is FailurePolicy.RETRY:
+            self._on_ended(operation, recovery.copy if ended_well else None)
+        if operation.leases or recovery is not None:
+            operation.release()
         if operation.on_end is not None and ended_well:
             operation.on_end(result)
         for source, message in late:
@@ -439,7 +453,7 @@ class Lifecycle:
                 self._sender.acknowledge(source, message)
         for number, source, _ in asks:
             self._sender.deny(source, operation, number, self._matcher.failure_of(operation))
-        self.send_deferred(self._matcher.channel(operation))
+        self.send_deferred(operation.channel)
         handle, operation.handle = operation.handle, None  # a reference cycle would keep the result until a collection
         assert handle is not None
         self.finish(handle, result, error)
@@ -451,11 +465,9 @@ class Lifecycle:
 
     def fail(self, operation: Operation, error: BaseException) -> None:
         """End an operation from outside. A fused operation ends with all its members."""
-        operation.fail(self, error)
-
-    def end(self, operation: Operation, error: BaseException) -> None:
-        """Fail an operation that is not fused."""
-        if operation.handle is not None:
+        if operation.mover is not None:
+            operation.mover.fail(operation, error)
+        elif operation.handle is not None:
             self.settle(operation, None, error)
             drop_generator(operation)
 
@@ -470,7 +482,7 @@ class Lifecycle:
         Operations that only wait for their turn to send continue, unless this agent ``died``.
         """
         for operation in self._matcher.in_flight():
-            if died or not self._matcher.channel(operation).defers(operation):
+            if died or not operation.channel.defers(operation):
                 self.fail(operation, error)
         self.gate.refuse_all()
         # Senders of messages for calls that this agent never made wait for an answer, perhaps to shut down as well.

@@ -74,10 +74,6 @@ class Channel:
         self.unread: dict[int, int] = {}  # messages, by receiver
         self.deferred: deque[tuple[Operation, Stage]] = deque()
 
-    @property
-    def idle(self) -> bool:
-        return not (self.active or self.unacknowledged or self.deferred)
-
     def defer(self, operation: Operation, stage: Stage) -> None:
         """Keep a stage of an operation until its receivers have caught up."""
         self.deferred.append((operation, stage))
@@ -139,6 +135,8 @@ class Matcher:
     from one that has not made it yet.
 
     Attributes:
+        early: The messages that have arrived before their stage began here, by name and round.
+        asks: The probes of such stages.
         ended_last: The operation, name, round and time of the last operation that ended; ``("", "", 0, 0.0)`` if none
             has.
     """
@@ -146,8 +144,8 @@ class Matcher:
     def __init__(self) -> None:
         self._begun: dict[str, int] = {}
         self._channels: dict[str, Channel] = {}
-        self._early: dict[Key, dict[tuple[int, int], Message]] = {}
-        self._asks: dict[Key, set[Ask]] = {}
+        self.early: dict[Key, dict[tuple[int, int], Message]] = {}
+        self.asks: dict[Key, set[Ask]] = {}
         self._kept: dict[int, Quota] = defaultdict(lambda: Quota("messages that came before this agent's call"))
         self._asked: dict[int, Quota] = defaultdict(lambda: Quota("questions for calls that this agent has not made"))
         self._tombstones: OrderedDict[Key, RoundFailure] = OrderedDict()
@@ -165,6 +163,7 @@ class Matcher:
                 "handle first, or use another name"
             )
         operation = Operation(op, name, round_, timeout)
+        operation.channel = channel
         self._begun[name] = round_ + 1
         channel.active[round_] = operation
         return operation
@@ -188,12 +187,10 @@ class Matcher:
         # The tombstone of a round in isolation would match a message for the job's round of the same number.
         self._tombstones.clear()
 
-    def channel(self, operation: Operation) -> Channel:
-        return self._channels[operation.name]
-
     def tidy(self, channel: Channel) -> None:
         """Drop the channel of a name that has nothing in progress."""
-        if channel.idle and self._channels.get(channel.name) is channel:
+        is_idle = not (channel.active or channel.unacknowledged or channel.deferred)
+        if is_idle and self._channels.get(channel.name) is channel:
             del self._channels[channel.name]
 
     def in_flight(self) -> list[Operation]:
@@ -206,7 +203,7 @@ class Matcher:
 
     def has_late(self, operation: Operation) -> bool:
         """Whether messages have arrived for an operation that expects no more."""
-        return bool(self._early.get((operation.name, operation.round)))
+        return bool(self.early.get((operation.name, operation.round)))
 
     def active(self, name: str, round_: int) -> Operation | None:
         """The operation of a round; None if it is not in flight."""
@@ -222,13 +219,14 @@ class Matcher:
 
     def has_news(self, operation: Operation) -> bool:
         """Whether messages for an operation have arrived that it has not taken."""
-        return (operation.name, operation.round) in self._early
+        return (operation.name, operation.round) in self.early
 
     def match(self, message: Message) -> tuple[MatchResult, Operation | None]:
         """How a message or a probe relates to the rounds here, and its operation if that is in flight."""
         if message.round >= self._begun.get(message.name, 0):
             return MatchResult.EARLY, None
-        operation = self.active(message.name, message.round)
+        channel = self._channels.get(message.name)
+        operation = channel.active.get(message.round) if channel is not None else None
         if operation is None:
             late = (message.name, message.round) in self._tombstones
             return (MatchResult.LATE if late else MatchResult.UNEXPECTED), None
@@ -243,15 +241,15 @@ class Matcher:
         """Keep a message until its stage begins. ProtocolError if its sender exceeds its quota."""
         key, place = (message.name, message.round), (message.stage, source)
         self.charge(source, message)
-        before = self._early.setdefault(key, {}).pop(place, None)
+        before = self.early.setdefault(key, {}).pop(place, None)
         # A repeated message replaces the first; without the release, its share of the quota would stay charged.
         if before is not None:
             self.release(source, before)
-        self._early[key][place] = message
+        self.early[key][place] = message
 
     def take_back(self, source: int, denial: Message) -> None:
         """Drop the announcement of a tensor that its sender has withdrawn, for a stage that has not begun here."""
-        early = self._early.get((denial.name, denial.round), {})
+        early = self.early.get((denial.name, denial.round), {})
         place = denial.stage, source
         if place in early and early[place].where is Where.CARRIED:
             self.release(source, early.pop(place))
@@ -266,8 +264,8 @@ class Matcher:
 
     def give_up_early(self) -> list[tuple[int, Message]]:
         """Take out the messages for calls that this agent has not made and will not make."""
-        keys = [key for key in self._early if key[1] >= self._begun.get(key[0], 0)]
-        found = [self._early.pop(key) for key in keys]
+        keys = [key for key in self.early if key[1] >= self._begun.get(key[0], 0)]
+        found = [self.early.pop(key) for key in keys]
         return [self._out(source, message) for early in found for (_, source), message in early.items()]
 
     def _out(self, source: int, message: Message) -> tuple[int, Message]:
@@ -276,15 +274,15 @@ class Matcher:
 
     def forget(self, rank: int) -> None:
         """Drop the messages and the probes of a lost agent."""
-        for key, early in list(self._early.items()):
+        for key, early in list(self.early.items()):
             for place in [place for place in early if place[1] == rank]:
                 del early[place]  # in place: came_early() may be at it
             if not early:
-                del self._early[key]
-        for key, asks in list(self._asks.items()):
-            self._asks[key] = {ask for ask in asks if ask[1] != rank}
-            if not self._asks[key]:
-                del self._asks[key]
+                del self.early[key]
+        for key, asks in list(self.asks.items()):
+            self.asks[key] = {ask for ask in asks if ask[1] != rank}
+            if not self.asks[key]:
+                del self.asks[key]
         self._kept.pop(rank, None)
         self._asked.pop(rank, None)
 
@@ -292,17 +290,17 @@ class Matcher:
         """Keep a probe until its stage begins. ProtocolError if it exceeds the quota."""
         key, ask = (message.name, message.round), (message.stage, source, bool(message.flags & HERE))
         # A waiting agent repeats its probe. Charged each time, the repeats would exceed the quota of a correct agent.
-        if ask not in self._asks.get(key, ()):
+        if ask not in self.asks.get(key, ()):
             self._asked[source].take(0)
-            self._asks.setdefault(key, set()).add(ask)
+            self.asks.setdefault(key, set()).add(ask)
 
     def is_waited_for(self) -> bool:
         """Whether another agent waits for a call that this agent has not made."""
-        return any(round_ >= self._begun.get(name, 0) for name, round_ in self._asks)
+        return any(round_ >= self._begun.get(name, 0) for name, round_ in self.asks)
 
     def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
         """Yield the early messages of a stage that begins. The caller's handling of one may remove others."""
-        early = self._early.get((operation.name, operation.round))
+        early = self.early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
                 if key in early:
@@ -310,12 +308,12 @@ class Matcher:
 
     def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
         """Take out the messages of an operation for stages before ``stage``, which will never begin."""
-        early = self._early.get((operation.name, operation.round), {})
+        early = self.early.get((operation.name, operation.round), {})
         return [self._out(key[1], early.pop(key)) for key in [key for key in early if key[0] < stage]]
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
         """Take out the probes of a stage that begins: each rank, and whether to answer only if it is reached."""
-        asks = self._asks.get((operation.name, operation.round))
+        asks = self.asks.get((operation.name, operation.round))
         if asks:
             for ask in [ask for ask in asks if ask[0] == stage.number]:
                 asks.discard(ask)
@@ -330,7 +328,7 @@ class Matcher:
         """Close a round. Returns its messages and probes that no operation will take."""
         key = (operation.name, operation.round)
         self.ended_last = operation.op, operation.name, operation.round, clock.monotonic()
-        self._channels[operation.name].active.pop(operation.round, None)
+        operation.channel.active.pop(operation.round, None)
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
@@ -340,8 +338,8 @@ class Matcher:
             if len(self._tombstones) > TOMBSTONES:
                 # A message for a forgotten round is refused as unexpected, where a tombstone makes it late.
                 self._tombstones.popitem(last=False)
-        early = self._early.pop(key, None)
-        asks = self._asks.pop(key, None)
+        early = self.early.pop(key, None)
+        asks = self.asks.pop(key, None)
         for _, source, _ in asks or ():
             self._asked[source].release(0)
         late = [self._out(source, message) for (_, source), message in early.items()] if early else []

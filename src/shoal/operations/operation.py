@@ -204,14 +204,6 @@ class FusionSpec:
         return self.flat.dtype == other.flat.dtype and self.family == other.family
 
 
-class Mover(Protocol):
-    """The interface by which an operation reaches its lifecycle."""
-
-    def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None: ...
-
-    def end(self, operation: Operation, error: BaseException) -> None: ...
-
-
 class FailurePolicy(Enum):
     """How an operation reacts to the loss of an agent that it needs, in a job whose survivors continue."""
 
@@ -259,6 +251,7 @@ class Operation:
     __slots__ = (
         "among",
         "background",
+        "channel",
         "deadline",
         "error",
         "fused",
@@ -266,6 +259,7 @@ class Operation:
         "generator",
         "handle",
         "leases",
+        "mover",
         "name",
         "next_stage",
         "on_end",
@@ -293,6 +287,8 @@ class Operation:
         self.deadline = self.started + timeout
         self.generator: Steps[Any] | None = None
         self.handle: Handle[Any] | None = None
+        self.channel: Any = None  # the Channel of its name (``matching.py``)
+        self.mover: Any = None  # the part that proceeds and fails it, if not the lifecycle: fusion, for a fused one
         self.stage: Stage | None = None
         self.next_stage = 0
         self.leases: list[Lease] = []
@@ -314,20 +310,12 @@ class Operation:
     def __str__(self) -> str:
         return describe(self.op, self.name, self.round)
 
-    def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        """Handle the value that its generator has yielded, or its end."""
-        mover.proceed(self, item, result, error)
-
     def release(self) -> None:
         """Free the memory of its published tensors. Memory that other agents still read has leases of its own."""
         for lease in self.leases:
             lease.release()
         self.leases = []
         self.recovery = None  # it holds the input, and perhaps the result
-
-    def fail(self, mover: Mover, error: BaseException) -> None:
-        """End the operation from outside."""
-        mover.end(self, error)
 
     @property
     def parts(self) -> Sequence[Operation]:
@@ -345,7 +333,7 @@ class Operation:
     @property
     def excluded_ranks(self) -> tuple[int, ...]:
         """The ranks that its plan excludes, ascending; equal on all agents."""
-        return self.plan.gone
+        return self.recovery.plan.gone if self.recovery is not None else ()
 
     @property
     def plan(self) -> Plan:

@@ -7,14 +7,16 @@ the progress thread are recorded with
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import profiler as profiler
 
+from .._signals import deferred
 from .fused_name import PREFIX, decode_fused_name
-from .operation import INTERNAL, Arrived, Operation, Steps, Yields
+from .operation import INTERNAL
 
 try:
     from torch._C._profiler import _RecordFunctionFast as _Span  # a twentieth of the cost of the public one
@@ -37,11 +39,8 @@ def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
     return found
 
 
-def resumed(operation: Operation, generator: Steps[Any], arrived: Arrived | None) -> Yields:
-    """Resume the generator of an operation: to its first exchange, or with the messages of the last one."""
-    if arrived is None:
-        return next(generator)
-    if profiler._is_profiler_enabled:
-        with span(operation.op, operation.name, "sum"):
-            return generator.send(arrived)
-    return generator.send(arrived)
+@contextmanager
+def deferred_span(op: str, name: str, what: str) -> Iterator[None]:
+    """A :func:`span` in which signals wait (``_signals.py``)."""
+    with deferred, span(op, name, what):
+        yield

@@ -167,62 +167,69 @@ class Progress:
         A thread that drives already must not call it. In the main thread it also returns, without driving, when a
         signal has arrived, so that the signal can be handled.
         """
-        with deferred:
-            if self._take(done, limit):
-                deferred.wake(self._poller.waker)
-                began = clock.monotonic()
-                again = began - self._left < AFTER_DRIVING  # a loop of calls: the next is probably near
-                try:
-                    self._drive(done, limit)
-                finally:
-                    deferred.wake(-1)
-                    with self.lock:
-                        self._driver = 0
-                        self._drives += 1
-                        if self._polled:
-                            self._left = clock.monotonic()
-                            self._keep_away = self._left + AFTER_DRIVING
-                            long = self._left - began > AFTER_DRIVING
-                            if long and not again and self._sleeps_until > self._keep_away:
-                                self._progress_turn.notify()  # the caller may compute for long now
-                        self.notify()
-                    self._driven.after()
-            return done()
-
-    def _take(self, done: Callable[[], bool], limit: float) -> bool:
-        """Wait until no thread drives, and take over; False if there is no reason to drive any more."""
-        slice_ = SLICE if deferred.here else 60.0  # a signal would not end it
-        with self.lock:
-            self.waiters += 1
+        with deferred as in_main_thread:
+            if not self._take(done, limit, SLICE if in_main_thread else 60.0):
+                return done()
+            if in_main_thread:
+                deferred.waker = self._poller.waker
+            began = clock.monotonic()
+            again = began - self._left < AFTER_DRIVING  # a loop of calls: the next is probably near
             try:
-                while not done() and self._driver and not self._closing and not deferred.pending:
-                    rest = limit - clock.monotonic()
-                    if rest <= 0:
-                        return False
-                    self._poller.wake()
-                    self._turn.wait(min(rest, slice_))
-                if done() or self._closing or deferred.pending:
-                    return False
-                self._driver = threading.get_ident()
-                return True
+                ended = self._drive(done, limit)
             finally:
-                self.waiters -= 1
+                if in_main_thread:
+                    deferred.waker = -1
+                with self.lock:
+                    self._driver = 0
+                    self._drives += 1
+                    if self._polled:
+                        self._left = clock.monotonic()
+                        self._keep_away = self._left + AFTER_DRIVING
+                        long = self._left - began > AFTER_DRIVING
+                        if long and not again and self._sleeps_until > self._keep_away:
+                            self._progress_turn.notify()  # the caller may compute for long now
+                    if self.waiters:
+                        self._turn.notify_all()
+                self._driven.after()
+            return ended or done()
 
-    def _drive(self, done: Callable[[], bool], limit: float) -> None:
+    def _take(self, done: Callable[[], bool], limit: float, slice_: float) -> bool:
+        """Wait until no thread drives, and take over; False if there is no reason to drive any more.
+
+        ``slice_``: the seconds of one wait, which a signal would not end.
+        """
+        with self.lock:
+            if self._driver:
+                self.waiters += 1
+                try:
+                    while self._driver and not (done() or self._closing or deferred.pending):
+                        rest = limit - clock.monotonic()
+                        if rest <= 0:
+                            return False
+                        self._poller.wake()
+                        self._turn.wait(min(rest, slice_))
+                finally:
+                    self.waiters -= 1
+            if self._closing or (deferred.came and deferred.pending) or done():
+                return False
+            self._driver = threading.get_ident()
+            return True
+
+    def _drive(self, done: Callable[[], bool], limit: float) -> bool:
+        """Drive until ``done()``, a signal, or the time ``limit``. Returns whether ``done()``."""
         if torch.is_inference_mode_enabled():  # as in the engine: any thread may use the memory of received messages
             with torch.inference_mode(False):
-                self._drive(done, limit)
-            return
+                return self._drive(done, limit)
         driven, poller = self._driven, self._poller
         self._polled = False
         self._done = done if limit == FOREVER else None
         while True:
             driven.advance()
-            if done() or deferred.pending:
-                return
+            if done():
+                return True
             now = clock.monotonic()
-            if now >= limit:
-                return
+            if now >= limit or (deferred.came and deferred.pending):
+                return False
             self._polled = True
             due = poller.poll(max(0.0, min(self.next_check, limit, now + LONGEST) - now))
             with self.lock:

@@ -61,29 +61,27 @@ class Publisher:
                 written yet.
         """
         recovery = operation.recovery
-        if recovery is None:
-            return self._publish(operation, tensor, zero_copy, pieces, on_device)
-        if recovery.input is not None and recovery.input[0] is tensor:
+        if recovery is not None and recovery.input is not None and recovery.input[0] is tensor:
             return recovery.input[1]  # it restarts, and the caller may have changed the tensor since
-        published = self._publish(operation, tensor, zero_copy, pieces, on_device)
-        if recovery.input is None:
+        if self.finite:
+            self._check_finite(operation, tensor)
+        on_cpu = tensor.is_cpu
+        place = self._devices.place_of(tensor) if on_device and not on_cpu else None
+        if place is not None:
+            published: Published = place.publish(operation, tensor)
+        elif on_cpu and tensor.nbytes <= PUBLISH_BYTES * pieces:
+            if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
+                published = Published(tensor.clone())
+            else:
+                published = Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
+        else:
+            published = self._in_shared_memory(operation, tensor, zero_copy and on_cpu and tensor.is_contiguous())
+        if recovery is not None and recovery.input is None:
             recovery.input = tensor, published
         return published
 
-    def _publish(
-        self, operation: Operation, tensor: torch.Tensor, zero_copy: bool, pieces: int, on_device: bool
-    ) -> Published:
-        spoiled = self.problem(operation, tensor)
-        if spoiled is not None:
-            raise spoiled
-        place = self._devices.place_of(tensor) if on_device else None
-        if place is not None:
-            return place.publish(operation, tensor)
-        if tensor.is_cpu and tensor.nbytes <= PUBLISH_BYTES * pieces:
-            if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
-                return Published(tensor.clone())
-            return Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
-        region = self._arena.find(tensor) if zero_copy and tensor.is_cpu and tensor.is_contiguous() else None
+    def _in_shared_memory(self, operation: Operation, tensor: torch.Tensor, zero_copy: bool) -> Published:
+        region = self._arena.find(tensor) if zero_copy else None
         if region is not None:
             return Published(tensor.detach().view(-1), region, zero_copy=True)
         published = self._room(operation, tensor.numel(), tensor.dtype)
@@ -92,9 +90,7 @@ class Publisher:
 
     def keep(self, operation: Operation, tensor: torch.Tensor) -> Published:
         """Publish in place a tensor that no other agent reads, with the checks of a published one."""
-        spoiled = self.problem(operation, tensor)
-        if spoiled is not None:
-            raise spoiled
+        self._check_finite(operation, tensor)
         return Published(tensor.detach().view(-1))
 
     def room(self, operation: Operation, numel: int, dtype: torch.dtype) -> Published:
@@ -111,6 +107,11 @@ class Publisher:
         published = self._room(operation, total, dtype)
         torch.cat(parts, out=published.data)
         return published
+
+    def _check_finite(self, operation: Operation, tensor: torch.Tensor) -> None:
+        spoiled = self.problem(operation, tensor)
+        if spoiled is not None:
+            raise spoiled
 
     def problem(self, operation: Operation, tensor: torch.Tensor) -> NotFinite | None:
         """The error of a tensor with NaN or infinity, if tensors are checked; otherwise None. One sum finds both."""

@@ -78,7 +78,7 @@ class Sender:
         self._tokens = itertools.count(1)
         self._unacknowledged: dict[int, _Unacknowledged] = {}
         self._news: list[Message] = []  # notices of losses
-        self._dirty: dict[Link, None] = {}
+        self.dirty: dict[Link, None] = {}  # links with messages that have not been passed to the system
         self._requests = 0  # connection requests that this agent has sent
         self._requests_seen: dict[tuple[int, int], int] = {}  # the last request's number, by origin and target
 
@@ -330,25 +330,28 @@ class Sender:
 
     def _link(self, peer: int) -> Link | None:
         """The link to a peer, marked for flushing; None if it cannot be opened, or not any more."""
-        if self.said_goodbye and peer not in self._router.links:
+        link = self._router.links.get(peer)
+        if link is not None:
+            self.dirty[link] = None
+            return link
+        if self.said_goodbye:
             return None
-        known = peer in self._router.links
         try:
             link = self._router.link(peer)
         except OSError as error:
             self._on_closed(peer, f"connecting to it failed: {error.strerror or error}")
             return None
-        self._dirty[link] = None
-        if not known:  # later messages may be consequences of a loss that the peer does not know
-            for notice in self._news:
-                link.post(notice)
+        self.dirty[link] = None
+        for notice in self._news:  # later messages may be consequences of a loss that the peer does not know
+            link.post(notice)
         return link
 
     def flush(self) -> None:
         """Pass queued bytes to the operating system."""
-        self._router.retire_memory()
-        while self._dirty:
-            self._dirty.popitem()[0].flush()
+        if self._router.arena.retired:
+            self._router.retire_memory()
+        while self.dirty:
+            self.dirty.popitem()[0].flush()
 
     def acknowledged(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
         """Free the memory that was held for a receiver that has acknowledged its message.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import NotInitialized, PeerLost, ShoalError
 from .membership import NEEDED, WHOLE, Departure, Plan
-from .operation import Operation
+from .operation import FailurePolicy, Operation, Stage
 from .shared_parts import SharedParts
 
 
@@ -119,6 +119,31 @@ class DepartedPeerPolicy:
         """The error of a one-sided operation that needs lost agents. No other agent takes part in it."""
         what = "; ".join(self._membership.describe(one) for one in ranks)
         return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
+
+    def error_of(self, operation: Operation, stage: Stage, needs: set[int]) -> ShoalError | None:
+        """Announce lost agents that a stage needs although they are gone; the stage continues without them if it can.
+
+        Args:
+            operation, stage: A stage that begins.
+            needs: The ranks from which it receives, and those to which it sends.
+
+        Returns:
+            The error that ends the operation, if it cannot continue.
+        """
+        view = self._membership.view
+        # An agent that has shut down after it sent its part of this stage is not needed any more.
+        through = {rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()
+        gone = sorted(rank for rank in needs if rank not in view.alive and rank not in through) if view.epoch else []
+        ended = self._gate.reason_against(operation.one_sided)
+        if ended is not None:
+            return type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks)
+        if gone and operation.one_sided:
+            return self.error(operation, gone)
+        if gone:
+            self.announce(gone)
+            if operation.recovery is not None and operation.recovery.on_loss is FailurePolicy.SKIP_MISSING:
+                stage.missing.difference_update(gone)
+        return None
 
     def announce(self, ranks: Sequence[int]) -> None:
         """Notify all other agents that an operation, which is not one-sided, needs departed agents."""

@@ -22,12 +22,16 @@ LAYOUT = "list of tensors (their number, shapes or dtypes)"
 WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def check_tensor(op: str, tensor: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> torch.Tensor:
-    """A dense tensor of a supported dtype; warns where the result would lose its graph."""
+def check_tensor(
+    op: str, tensor: object, dtypes: tuple[torch.dtype, ...] = DTYPES, *, detach: bool = False
+) -> torch.Tensor:
+    """A dense tensor of a supported dtype; warns where the result would lose its graph, or with ``detach`` drops it."""
     dense = check_dense(op, tensor)
     if dense.dtype not in dtypes:
         raise TypeError(_wrong_dtype(op, dense.dtype, dtypes))
-    if dense.requires_grad:
+    if dense.requires_grad and detach:
+        dense = dense.detach()
+    elif dense.requires_grad:
         warn_of_lost_graph(op)
     if dense.is_conj() or dense.is_neg():
         return dense.resolve_conj().resolve_neg()
@@ -239,7 +243,7 @@ def payload(arrived: Arrived, source: int) -> Payload:
     """The payload from a source, in CPU memory."""
     found = arrived[source].payload
     assert found is not None, "every DATA message has a payload once it is matched"
-    return found if found.data.device.type == "cpu" else Payload(found.data.cpu(), found.available)
+    return found if found.data.is_cpu else Payload(found.data.cpu(), found.available)
 
 
 def check_gatherable(op: str, tensor: object) -> torch.Tensor:

@@ -136,9 +136,9 @@ def submit_allreduce(
         owned: ``tensor`` has no other user, and may become the result.
         fusible: A small tensor may wait for others, to be sent with them.
     """
-    given = tensor if out is None else detached(tensor)
-    tensor = check_tensor(f"allreduce with op {how}", given, reducible(how))
-    check_out("allreduce", out, tensor.shape, tensor.dtype)
+    tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how), detach=out is not None)
+    if out is not None:
+        check_out("allreduce", out, tensor.shape, tensor.dtype)
     engine = agent.engine
     goes_with_others = fusible and engine.can_fuse_multistage and not layout and is_small(tensor)
     if goes_with_others:

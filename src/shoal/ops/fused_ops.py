@@ -9,13 +9,14 @@ receivers and stages are the same as for a single call, so an agent that fuses w
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from ..arithmetic import complete, reduce, weighted_sum
 from ..engine.discovery import discover
-from ..operations.operation import Exchange, FusionSpec, Operation, Send, Steps
+from ..operations.operation import Arrived, Exchange, FusionSpec, Operation, Send, Steps
 from ..operations.publishing import PUBLISH_BYTES
 from ..runtime.agent import Agent
 from ..topology import Mixing
@@ -95,10 +96,15 @@ def _averaged(
     arrived = yield Exchange(
         rotated(sends, agent), mixing.source_ranks, published.data.dtype, (total,), checked=checked, digest=digest
     )
-    terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
+    payloads, weights = [payload(arrived, rank) for rank in mixing.sources], _weights(mixing, arrived, mixing.sources)
     joined = torch.empty_like(published.data)
-    yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
+    yield from weighted_sum(joined, published.data, weights, payloads)
     return split_joined(joined, parts)
+
+
+def _weights(mixing: Mixing, arrived: Arrived, sources: Mapping[int, float]) -> list[float]:
+    """The weights of this agent's own tensor and of its sources'."""
+    return [mixing.self_weight, *(weight * arrived[rank].scale for rank, weight in sources.items())]
 
 
 @dataclass(frozen=True)
@@ -193,8 +199,8 @@ class HierarchicalFamily:
             digest_of="machine topology",
             stage=_BETWEEN,
         )
-        terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in sources.items()]
-        yield from weighted_sum(result.data, mean.data, mixing.self_weight, terms)
+        payloads = [payload(arrived, rank) for rank in sources]
+        yield from weighted_sum(result.data, mean.data, _weights(mixing, arrived, sources), payloads)
         sends = [Send(rank, result, 0, total, shape) for rank in others]
         yield Exchange(sends, [], dtype, shape, digest=here, digest_of=what, stage=_RESULT)
         return result.data

@@ -277,7 +277,7 @@ def _mixed(
         payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in sources])
     weights = [weight * arrived[rank].scale for rank, weight in sources.items()]
     mixed = engine.result_memory((total,), mean.dtype)
-    yield from weighted_sum(mixed, share.data, mixing.self_weight, list(zip(payloads, weights, strict=True)))
+    yield from weighted_sum(mixed, share.data, [mixing.self_weight, *weights], payloads)
     if encoded is not None and encoded.rest is not None:
         mixed.add_(encoded.rest)
     return mixed

@@ -13,7 +13,6 @@ other side.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from functools import partial
 
 import torch
 
@@ -27,40 +26,36 @@ from ..operations.operation import (
     BackendRequest,
     Exchange,
     FailurePolicy,
-    Family,
     FusionSpec,
     Handle,
     Operation,
     Send,
     Steps,
 )
-from ..runtime.agent import Agent, StaticTopology, current
+from ..runtime.agent import Agent, current
 from ..topology import Mixing
 from .arguments import (
     LAYOUT,
     WEIGHABLE,
     Result,
+    channel_name,
     check_out,
     check_tensor,
-    detached,
     payload,
     rotated,
     split_name,
 )
 from .device_ops import average as on_its_device
 from .encoded import Encoded, encoded_by_call
-from .fused_ops import DiscoveryFamily, NeighborFamily, copied, is_small
+from .fused_ops import copied, is_small
 from .groups import ALL, CallerGroup, Group, caller_group
 from .robust import Robust, check_neighbours
+from .round_plan import FORMS, AgentEdges, Key, RoundPlan, make_plan
 
 OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
-_FORMS = {"static": 0, "push within": 1}
-"""The forms with the edges of the static topology, on which both sides must then agree."""
 _MAY_BE_SILENT = 2
-"""Beside :data:`_FORMS`: a receiver that expects a tensor from each source does not treat a silent one as zeros."""
-_IN_STAGES = ("push", "pull", "pull within")
-"""The forms that begin with sender discovery."""
+"""Beside the form, in the digest: a receiver that expects a tensor from each source takes no silent one for zeros."""
 
 
 def neighbor_allreduce(
@@ -128,24 +123,9 @@ def neighbor_allreduce(
         Mismatch: Agents disagree on shape, dtype, operation, topology, or on senders and receivers.
         PeerLost, DeadlineExceeded: Agents are gone, or did not call in time.
     """
-    agent, checked = current(OP), enable_topo_check
-    self_weight, name = split_name(OP, self_weight, name)
-    mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    encoded = None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank)
-    return submit(
-        agent,
-        tensor,
-        mixing,
-        form,
-        name,
-        checked=checked,
-        out=out,
-        timeout=timeout,
-        fusible=False,
-        robust=robust,
-        encoded=encoded,
-        everybody=False,
-        members=caller_group(OP, group, agent),
+    weights = self_weight, src_weights, dst_weights
+    return _begin(
+        tensor, *weights, enable_topo_check, robust, compression, name, out, group, timeout, fusible=False
     ).wait()
 
 
@@ -169,10 +149,31 @@ def neighbor_allreduce_nonblocking(
     that are submitted one after another are sent together: those on the static topology, and else those of calls with
     the same weights.
     """
-    agent, checked = current(OP), enable_topo_check
-    self_weight, name = split_name(OP, self_weight, name)
-    mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    encoded = None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank)
+    weights = self_weight, src_weights, dst_weights
+    return _begin(tensor, *weights, enable_topo_check, robust, compression, name, out, group, timeout, fusible=True)
+
+
+def _begin(
+    tensor: torch.Tensor,
+    self_weight: float | str | None,
+    src_weights: Weights | None,
+    dst_weights: Weights | Iterable[int] | None,
+    checked: bool,
+    robust: Robust | None,
+    compression: Compressor | None,
+    name: str | None,
+    out: torch.Tensor | None,
+    group: Group | None,
+    timeout: float | None,
+    fusible: bool,
+) -> Handle[torch.Tensor]:
+    """Start the average that the arguments of a call describe; see :func:`neighbor_allreduce`."""
+    agent = current(OP)
+    if isinstance(self_weight, str):
+        self_weight, name = split_name(OP, self_weight, name)
+    mixing, form = None, "static"
+    if not (self_weight is None and src_weights is None and dst_weights is None):
+        mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
     return submit(
         agent,
         tensor,
@@ -182,10 +183,11 @@ def neighbor_allreduce_nonblocking(
         checked=checked,
         out=out,
         timeout=timeout,
+        fusible=fusible,
         robust=robust,
-        encoded=encoded,
+        encoded=None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank),
         everybody=False,
-        members=caller_group(OP, group, agent),
+        members=ALL if group is None else caller_group(OP, group, agent),
     )
 
 
@@ -232,77 +234,49 @@ def submit(
         everybody: All agents call it, whatever their edges; else only agents that name each other, in push-pull.
         members: The callers; they include the ranks of a given round.
     """
-    tensor = check_tensor(op, tensor if out is None else detached(tensor), WEIGHABLE)
-    check_out(op, out, tensor.shape, tensor.dtype)
-    agent.engine.check_joined(op)
-    rest = members.rest(agent.size)
-    static, known = agent.topology, mixing
-    if known is not None:
-        members.check(op, "src_weights", known.source_ranks)
-        members.check(op, "dst_weights", known.destination_ranks)
-    if known is None:
-        known, form = static.mixing, "static"
-    elif form in ("push", "pull") and not checked:
-        _check_within(agent, known, form)
-        form += " within"
+    tensor = check_tensor(op, tensor, WEIGHABLE, detach=out is not None)
+    if out is not None:
+        check_out(op, out, tensor.shape, tensor.dtype)
+    engine, plans = agent.engine, agent.plans
+    if name is not None and not isinstance(name, str):
+        channel_name(op, name)  # raises
+    key: Key = op, name, type(name), mixing, form, checked, everybody, members
+    plan: RoundPlan = plans.get(key) or make_plan(agent, plans, key)
+    if plan.in_stages:  # alone, it would not find out that this agent has not entered
+        engine.check_joined(op)
     if robust is not None:
-        ranks = (static.without(rest).mixing if form == "static" else known).source_ranks
-        check_neighbours(agent, robust, ranks, whole=form == "static" or replan is not None)
-    plain = robust is None and encoded is None and speaks is None and not layout
-    may_fuse = agent.engine.can_fuse_multistage if form in ("push", "pull") else agent.engine.can_fuse
-    together = form == "push-pull" or (form in ("static", "push", "pull") and members is ALL)
-    goes_with_others = fusible and plain and together and may_fuse and is_small(tensor)
+        whole = plan.form == "static" or replan is not None
+        check_neighbours(agent, robust, plan.sources(agent), whole=whole)
+    goes_with_others = fusible and plan.family is not None and is_small(tensor)
+    if goes_with_others:
+        plain = robust is None and encoded is None and speaks is None and not layout
+        goes_with_others = plain and (engine.can_fuse_multistage if plan.in_stages else engine.can_fuse)
     if goes_with_others:
         tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        gone, now, one = operation.excluded_ranks, static, known
-        if (gone or rest) and form == "static":
-            now = static.without(tuple(sorted({*gone, *rest})))
-            one = now.mixing
-        elif gone:
-            one = known.without(gone) if replan is None else replan(gone)
-        how = None if encoded is None else encoded(operation)
         return mix_steps(
             agent,
             operation,
             tensor,
-            one,
-            form,
-            now,
+            plan.edges(agent, operation, replan),
             out,
             checked=checked,
             zero_copy=zero_copy,
             robust=robust,
-            encoded=how,
+            encoded=None if encoded is None else encoded(operation),
             speaks=speaks,
             layout=layout,
-            among=_among(agent, operation, form, now, everybody),
         )
 
-    channel, named, among = members.channel(op, name), name is not None, members.ranks
     begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
     if goes_with_others:
-        family: Family = DiscoveryFamily(agent, known, form)
-        if form not in _IN_STAGES:
-            family = NeighborFamily(agent, known, _digest(form, static), checked and form == "push-pull")
-        begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, family)
-    if form in _IN_STAGES:  # it cannot continue in the middle
-        return submit_to_all(agent.engine, op, channel, begins, timeout, named, among=among)
-    return agent.engine.submit(op, channel, begins, timeout, named, on_loss=FailurePolicy.SKIP_MISSING, among=among)
-
-
-def _digest(form: str, static: StaticTopology) -> int:
-    return static.digest ^ _FORMS[form] if form in _FORMS else 0
-
-
-def _among(
-    agent: Agent, operation: Operation, form: str, static: StaticTopology, everybody: bool
-) -> tuple[int, ...] | None:
-    """The ranks of a round, in the format of :class:`~shoal.operations.operation.BackendRequest`."""
-    if form in ("push", "pull") or (form == "push-pull" and everybody):
-        return () if operation.among is None else tuple(operation.callers(agent.size))
-    return None if form == "push-pull" else static.members(operation.left_of(range(agent.size)))
+        assert plan.family is not None
+        begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, plan.family)
+    named, among = name is not None, members.ranks
+    if plan.in_stages:
+        return submit_to_all(engine, op, plan.channel, begins, timeout, named, among=among)
+    return engine.submit(op, plan.channel, begins, timeout, named, on_loss=FailurePolicy.SKIP_MISSING, among=among)
 
 
 def mixing_of(
@@ -334,26 +308,11 @@ def mixing_of(
     return Mixing(agent.rank, self_weight, sources, destinations, size=agent.size), form
 
 
-def _check_within(agent: Agent, mixing: Mixing, form: str) -> None:
-    static = agent.topology.mixing
-    allowed = static.destination_ranks if form == "push" else static.source_ranks
-    asked = mixing.destination_ranks if form == "push" else mixing.source_ranks
-    beyond = sorted(set(asked) - set(allowed))
-    if beyond:
-        raise ValueError(
-            f"{OP} on rank {agent.rank}: ranks {beyond} are no {'out' if form == 'push' else 'in'}-neighbours in the "
-            "static topology, and with enable_topo_check=False a pure push or pull stays within it; leave the check "
-            "on, or give both src_weights and dst_weights"
-        )
-
-
 def mix_steps(
     agent: Agent,
     operation: Operation,
     tensor: torch.Tensor,
-    mixing: Mixing,
-    form: str,
-    static: StaticTopology,
+    edges: AgentEdges,
     out: torch.Tensor | None,
     *,
     checked: bool = False,
@@ -362,33 +321,36 @@ def mix_steps(
     encoded: Encoded | None = None,
     speaks: bool | None = None,
     layout: int = 0,
-    among: tuple[int, ...] | None = None,
 ) -> Steps[torch.Tensor]:
+    """The steps of a weighted average over known edges; the other arguments are those of :func:`submit`."""
     engine, silent, callers = agent.engine, speaks is False, tensor
+    backend = engine.backend
     if encoded is not None:
         tensor = encoded.numbers
     given = tensor.new_empty(0) if silent else tensor
-    plain = robust is None and encoded is None and engine.backend is None
-    publish = partial(engine.publish, zero_copy=zero_copy, on_device=plain)
-    # Of an encoded tensor others may read only the message, which is made when the destinations are known.
-    published = (publish if encoded is None else engine.publisher.keep)(operation, given)
+    if encoded is None:
+        on_device = robust is None and backend is None
+        published = engine.publish(operation, given, zero_copy=zero_copy, on_device=on_device)
+    else:  # others may read only the message, which is made when the destinations are known
+        published = engine.publisher.keep(operation, given)
     own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
     shape, total = tuple(tensor.shape), own_data.numel()
-    sources, destinations = mixing.sources, mixing.destinations
+    mixing, form, static = edges.mixing, edges.form, edges.static.mixing
+    sources, destinations = mixing.sources, edges.destinations
     nothing: list[int] = []
     if form == "push":
-        found = yield from discover(engine, operation, destinations)
+        found = yield from discover(engine, operation, mixing.destinations)
         sources = dict.fromkeys(found, 1.0)
     elif form == "pull":
         found = yield from discover(engine, operation, sources)
         destinations = dict.fromkeys(found, 1.0)
     elif form == "push within":
-        sources = dict.fromkeys(operation.left_of(static.mixing.source_ranks), 1.0)
-        nothing = [rank for rank in operation.left_of(static.mixing.destination_ranks) if rank not in destinations]
+        sources = dict.fromkeys(operation.left_of(static.source_ranks), 1.0)
+        nothing = [rank for rank in operation.left_of(static.destination_ranks) if rank not in destinations]
     elif form == "pull within":
-        destinations = yield from _readers(agent, operation, static.mixing, sources)
+        destinations = yield from _readers(agent, operation, static, sources)
 
-    digest, digest_of = _digest(form, static), "topology, form or compression"
+    digest, digest_of = edges.digest, "topology, form or compression"
     if silent:
         nothing, destinations = [*destinations], {}
     if speaks is not None:
@@ -399,20 +361,25 @@ def mix_steps(
     if encoded is not None:
         sends = encoded.published(engine, operation, sends)
         digest, digest_of = digest ^ encoded.digest, "topology, form, compression, shape or dtype"
-    sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
+    if nothing:
+        sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
+    if nothing or form in ("pull", "pull within"):
+        sends = rotated(sends, agent)
+    carried = None
+    if backend is not None:
+        what = f"topology {digest:08x}" if form in FORMS else ""
+        carried = BackendRequest(edges.among, what=what, confirm=form == "push-pull")
     if isinstance(published, PublishedOnDevice):
         yield from published.written()
     arrived = yield Exchange(
-        rotated(sends, agent),
+        sends,
         list(sources),
         tensor.dtype if encoded is None else None,
         shape if encoded is None else None,
         checked=checked and form == "push-pull",
         digest=digest,
         digest_of=digest_of,
-        carried=BackendRequest(
-            among, what=f"topology {digest:08x}" if form in _FORMS else "", confirm=form == "push-pull"
-        ),
+        carried=carried,
         on_device=not callers.is_cpu,
     )
     own = mixing.self_weight
@@ -420,22 +387,26 @@ def mix_steps(
         # The weights of lost sources are added to this agent's own weight; but the values that they would have sent are
         # lost.
         own += sum(weight for rank, weight in sources.items() if rank not in arrived)
-    there = [rank for rank in sources if rank in arrived and not arrived[rank].nothing]  # ascending, as in every Mixing
-    weights = [sources[rank] * arrived[rank].scale for rank in there]
+    there, weights = [], []
+    for rank, weight in sources.items():  # ascending, as in every Mixing
+        message = arrived.get(rank)
+        if message is not None and not message.nothing:
+            there.append((rank, message))
+            weights.append(weight * message.scale)
     if isinstance(published, PublishedOnDevice):
-        messages = [(rank, arrived[rank]) for rank in there]
-        return (yield from on_its_device(agent, published, out, shape, own, messages, weights))
+        return (yield from on_its_device(agent, published, out, shape, own, there, weights))
     result = Result(agent, out, callers, shape)
-    terms = [(payload(arrived, rank), weight) for rank, weight in zip(there, weights, strict=True)]
     if encoded is not None:
-        payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in there])
-        terms = list(zip(payloads, weights, strict=True))
+        payloads = yield from encoded.decoded(operation, agent, there)
+    else:
+        payloads = [payload(arrived, rank) for rank, _ in there]
     if robust is None:
-        yield from weighted_sum(result.flat, own_data, own, terms)
+        yield from weighted_sum(result.flat, own_data, [own, *weights], payloads)
     else:  # it has to look at all of a tensor first
-        check_neighbours(agent, robust, there, whole=False)  # known only now in a push, and after losses
-        yield from complete([one for one, _ in terms])
-        theirs = [(rank, one.data, weight) for rank, (one, weight) in zip(there, terms, strict=True)]
+        # They are known only now in a push, and after losses.
+        check_neighbours(agent, robust, [rank for rank, _ in there], whole=False)
+        yield from complete(payloads)
+        theirs = [(rank, one.data, weight) for (rank, _), one, weight in zip(there, payloads, weights, strict=True)]
         robust.combine(agent.rank, result.flat, published.data, own, theirs)
     if encoded is not None and encoded.rest is not None:
         result.flat.add_(encoded.rest)

@@ -9,6 +9,7 @@ from ..runtime.agent import current
 from ..topology import Mixing
 from .arguments import WEIGHABLE, channel_name, check_tensor
 from .neighbor import mix_steps
+from .round_plan import AgentEdges
 
 
 def pair_gossip(
@@ -53,9 +54,9 @@ def pair_gossip_nonblocking(
     mixing = Mixing(agent.rank, own, {target_rank: other}, [target_rank], size=agent.size)
     low, high = sorted((agent.rank, int(target_rank)))
     channel = f"{channel_name(op, name)} of ranks {low} and {high}"
-    static = agent.topology
+    edges = AgentEdges.of(agent, mixing, "push-pull", agent.topology, (low, high))
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return mix_steps(agent, operation, tensor, mixing, "push-pull", static, None, among=(low, high))
+        return mix_steps(agent, operation, tensor, edges, None)
 
     return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=FailurePolicy.SKIP_MISSING)

@@ -113,6 +113,7 @@ class Agent:
         grouping: The grouping of ranks into machines; None if it is not known for all ranks.
         topology_is_default: Whether the script has set no static topology.
         warned_of_process_group: Whether the script was warned of its process group (``torch_distributed.py``).
+        plans: What the calls of one name have in common, by operation, name and round (``ops/round_plan.py``).
     """
 
     engine: Engine
@@ -123,9 +124,19 @@ class Agent:
     machine_topology: StaticTopology | None = None
     topology_is_default: bool = True
     warned_of_process_group: bool = False
+    plans: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.topology = StaticTopology.of(ExponentialTwoGraph(self.size), False, self.rank)
+        self.engine.watch_membership(lambda view: self.drop_plans())
+
+    def drop_plans(self) -> None:
+        """Drop all plans, after the static topology or the membership has changed. Called from any thread.
+
+        A thread that makes a plan meanwhile may have seen the topology before the change. It keeps its plan in the
+        dictionary that it took first, which no later call reads.
+        """
+        self.plans = {}
 
     @property
     def rank(self) -> int:
@@ -162,6 +173,7 @@ class Agent:
         check_graph(graph, self.size, "agents")
         self.topology = StaticTopology.of(graph, weighted, self.rank)
         self.topology_is_default = False
+        self.drop_plans()
         if not weighted:
             warn_about_dropped_weights(graph, self.rank)
 

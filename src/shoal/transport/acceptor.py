@@ -112,8 +112,14 @@ class Acceptor:
 
     @property
     def next_check(self) -> float:
-        """When something is due."""
-        return min(self.unauthenticated.oldest + GREETING_SECONDS, self._listeners.next_check)
+        """When something is due. It is asked after every poll, and the answer is nearly always infinity."""
+        when = float("inf")
+        if self.unauthenticated.origins:
+            when = next(iter(self.unauthenticated.origins)).since + GREETING_SECONDS
+        for listener in self._listeners.opened:
+            if listener.next_turn < when:
+                when = listener.next_turn
+        return when
 
     def descriptors(self) -> list[int]:
         """The descriptors that a forked child must close, without those of connections."""
@@ -141,11 +147,15 @@ def origin_of(address: str) -> str:
 
 
 class Unauthenticated:
-    """The connections of one agent that have not proved themselves yet."""
+    """The connections of one agent that have not proved themselves yet.
+
+    Attributes:
+        origins: The origin of each connection, the oldest first.
+    """
 
     def __init__(self) -> None:
         self._known: Counter[str] = Counter()
-        self._origins: dict[Incoming, str] = {}  # the oldest first
+        self.origins: dict[Incoming, str] = {}
         self._at: dict[str, dict[Incoming, None]] = {}  # by origin, the oldest first
 
     def expect(self, origin: str) -> None:
@@ -170,23 +180,18 @@ class Unauthenticated:
         return True
 
     def add(self, connection: Incoming, origin: str) -> None:
-        self._origins[connection] = origin
+        self.origins[connection] = origin
         self._at.setdefault(origin, {})[connection] = None
 
     def remove(self, connection: Incoming) -> bool:
         """Remove a connection. False if it is not among these."""
-        origin = self._origins.pop(connection, None)
+        origin = self.origins.pop(connection, None)
         if origin is None:
             return False
         del self._at[origin][connection]
         if not self._at[origin]:
             del self._at[origin]
         return True
-
-    @property
-    def oldest(self) -> float:
-        """The arrival time of the oldest connection; infinity if there are none."""
-        return next((connection.since for connection in self._origins), float("inf"))
 
     def forget(self, before: float) -> None:
         """Close the connections that arrived before a time."""
@@ -196,4 +201,4 @@ class Unauthenticated:
             connection.fail("it never said who it is")
 
     def __iter__(self) -> Iterator[Incoming]:
-        return iter(list(self._origins))
+        return iter(list(self.origins))

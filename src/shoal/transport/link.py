@@ -45,8 +45,8 @@ class Published:
         return self.data[start:stop] if stop - start != self.data.numel() else self.data
 
     def copy(self, start: int, stop: int) -> bytes:
-        """A copy of elements ``start`` to ``stop``, as bytes."""
-        size, address = self.data.element_size(), self.on_cpu.data_ptr()
+        """A copy of elements ``start`` to ``stop``, as bytes. The tensor has no region, so the CPU can read it."""
+        size, address = self.data.element_size(), self.data.data_ptr()
         return ctypes.string_at(address + start * size, (stop - start) * size) if stop > start else b""
 
     def bytes(self, start: int, stop: int) -> memoryview:

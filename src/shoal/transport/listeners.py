@@ -108,16 +108,17 @@ class Listeners:
 
     Attributes:
         private: The descriptor by which processes of this user find the private listener; -1 if there is none.
+        opened: All of them.
     """
 
     def __init__(self, poller: Poller) -> None:
         self.private = -1
         self._poller = poller
-        self._open: list[RateLimitedListener] = []
+        self.opened: list[RateLimitedListener] = []
 
     def open(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
         """Poll a listener."""
-        self._open.append(RateLimitedListener(sock, self._poller, let_in))
+        self.opened.append(RateLimitedListener(sock, self._poller, let_in))
 
     def open_private(self, let_in: Callable[[socket.socket, Any], None]) -> None:
         """Open a listener for processes of this user, if the system allows."""
@@ -128,27 +129,18 @@ class Listeners:
 
     def check(self, now: float) -> None:
         """Poll the listeners again that are due."""
-        for listener in self._open:
+        for listener in self.opened:
             listener.check(now)
 
-    @property
-    def next_check(self) -> float:
-        """When the first of them is due."""
-        when = float("inf")
-        for listener in self._open:
-            if listener.next_turn < when:
-                when = listener.next_turn
-        return when
-
     def descriptors(self) -> list[int]:
-        return [*(listener.sock.fileno() for listener in self._open), self.private]
+        return [*(listener.sock.fileno() for listener in self.opened), self.private]
 
     def close(self) -> None:
-        for listener in self._open:
+        for listener in self.opened:
             listener.close()
         if self.private >= 0:
             os.close(self.private)
-        self._open, self.private = [], -1
+        self.opened, self.private = [], -1
 
 
 def listen_privately() -> tuple[socket.socket, int] | None:

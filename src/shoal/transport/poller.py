@@ -11,14 +11,18 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
 class Poller:
-    """``epoll`` with a callback for each descriptor. ``poll`` is called by one thread at a time, the rest by any."""
+    """``epoll`` with a callback for each descriptor. ``poll`` is called by one thread at a time, the rest by any.
+
+    Attributes:
+        waker: An eventfd; to write to it also ends a ``poll``, without a lock.
+    """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._lock = threading.Lock()
-        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._waker, READ)
+        self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self.waker, READ)
         self._asleep = False
         self._woken = False
 
@@ -43,7 +47,7 @@ class Poller:
                 return
             self._woken = True
             if self._asleep:
-                os.eventfd_write(self._waker, 1)
+                os.eventfd_write(self.waker, 1)
 
     def poll(self, timeout: float) -> list[tuple[Callable[[int], None], int]]:
         """Wait up to ``timeout`` seconds; the callbacks that are due, each with its events."""
@@ -60,7 +64,7 @@ class Poller:
                 self._woken = False
         due = []
         for fd, events in ready:
-            if fd == self._waker:
+            if fd == self.waker:
                 os.eventfd_read(fd)
                 continue
             callback = self._callbacks.get(fd)
@@ -68,17 +72,12 @@ class Poller:
                 due.append((callback, events))
         return due
 
-    @property
-    def waker(self) -> int:
-        """An eventfd; to write to it also ends a ``poll``, without a lock."""
-        return self._waker
-
     def descriptors(self) -> list[int]:
-        return [self._epoll.fileno(), self._waker]
+        return [self._epoll.fileno(), self.waker]
 
     def close(self) -> None:
         with self._lock:
             self._woken = True  # a late wake finds nothing to do
         self._callbacks.clear()
         self._epoll.close()
-        os.close(self._waker)
+        os.close(self.waker)

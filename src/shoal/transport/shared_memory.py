@@ -26,7 +26,7 @@ from . import status_socket
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .message_auth import ChecksumSeal
-from .poller import Poller
+from .poller import READ, Poller
 from .retransmit import ConnectionCut
 from .shared_regions import PeerMemory
 from .sockets import Incoming, Outgoing
@@ -119,7 +119,8 @@ class SharedMemoryLink(Outgoing):
                 return
             self.fail(f"sending to it failed: {error}")
             return
-        self._want_write(False)
+        if self._events != READ:
+            self._want_write(False)
 
     @property
     def idle(self) -> bool:
@@ -154,7 +155,7 @@ class SharedMemoryIncoming(Incoming):
         nbytes = len(self._buffer)
         while nbytes >= MANY_BYTES:  # after a shorter packet there is rarely another, and the poller would report it
             nbytes, ancillary, flags, _ = self.sock.recvmsg_into([self._buffer], 64, _CLOSE)
-            descriptors = _descriptors(ancillary)
+            descriptors = _descriptors(ancillary) if ancillary else []
             if not nbytes:
                 raise ProtocolError("its end of the connection closed")
             try:

@@ -133,23 +133,25 @@ class _Returns(ABC, Generic[T]):
     """Items that are returned for reuse, from any place: also from the garbage collector, which may run during a
     hand-out, while the lock is held. So a return never waits for the lock; the next hand-out sorts the returned items
     in first.
+
+    Attributes:
+        returned, ended: Items, and owners of items, that were returned and not made available. If both are empty,
+            :meth:`tidy` has nothing to do.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._returned: deque[T] = deque()
+        self.returned: deque[T] = deque()
         self._handed_out: dict[int, _HandedOut] = {}
-        self._ended: deque[_HandedOut] = deque()
+        self.ended: deque[_HandedOut] = deque()
 
     def release(self, one: T) -> None:
         """Give something back. May be called from any thread."""
-        self._returned.append(one)
+        self.returned.append(one)
         self.tidy()
 
     def tidy(self) -> None:
         """Make returned items available, unless another thread does."""
-        if not (self._ended or self._returned):
-            return
         with deferred:
             if self._lock.acquire(blocking=False):
                 try:
@@ -161,18 +163,18 @@ class _Returns(ABC, Generic[T]):
         """The item returns when ``owner`` is gone. No Python code may run at that time: an interrupt in it would be
         lost, and the interrupted work undone. So the callback is a C function, which only records the ended owner.
         """
-        one = _HandedOut(owner, self._ended.append)
+        one = _HandedOut(owner, self.ended.append)
         one.item = item
         self._handed_out[id(one)] = one
 
     def _sort_in(self) -> None:
         """Make returned items available; under the lock."""
-        while self._ended:
-            one = self._ended.popleft()
+        while self.ended:
+            one = self.ended.popleft()
             del self._handed_out[id(one)]
             self._take_in(one.item)
-        while self._returned:
-            self._take_in(self._returned.popleft())
+        while self.returned:
+            self._take_in(self.returned.popleft())
 
     @abstractmethod
     def _take_in(self, one: T) -> None: ...

@@ -15,14 +15,18 @@ _inboxes: weakref.WeakValueDictionary[str, ThreadInbox] = weakref.WeakValueDicti
 
 
 class ThreadInbox:
-    """The queue of messages from threads of this process to one agent."""
+    """The queue of messages from threads of this process to one agent.
+
+    Attributes:
+        messages: Those that :meth:`drain` has not delivered.
+    """
 
     def __init__(self, rank: int, poller: Poller) -> None:
         self.address = clock.random_hex(16)
         self._rank = rank
         self._poller = poller
         self._lock = threading.Lock()
-        self._messages: deque[tuple[int, Message | tuple[int, str]]] = deque()
+        self.messages: deque[tuple[int, Message | tuple[int, str]]] = deque()
         self._writers: list[ThreadInbox] = []
         self._closed = False
         self.last_word = -1, ""  # the rank that the owner had lost when it left, and the cause
@@ -33,7 +37,7 @@ class ThreadInbox:
         with self._lock:
             if self._closed:
                 return False
-            self._messages.append((source, message))
+            self.messages.append((source, message))
             self._poller.wake()
         return True
 
@@ -43,8 +47,8 @@ class ThreadInbox:
             self._writers.append(writer)
 
     def drain(self, receiver: Receiver) -> None:
-        while self._messages:
-            source, message = self._messages.popleft()
+        while self.messages:
+            source, message = self.messages.popleft()
             if isinstance(message, tuple):
                 receiver.on_left(source, *message)
             else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -178,13 +178,11 @@ _LONG = 256
 
 def encode(message: Message) -> bytes:
     """The message as one frame: its length (4 bytes), the fixed fields, shape, operation, name and body."""
-    op, name = message.op.encode(), message.name.encode()
-    shape = message.shape
+    shape, name = message.shape, message.name
+    about, n_op, n_name = (_known_about if len(name) < _LONG else _about)(shape, message.op, name)
     tail = message.tail
     if not tail:
-        body = message.text.encode() if message.text else message.body
-        dims = _dimensions(len(shape)).pack(*shape) if shape else b""
-        tail = message.tail = b"".join((dims, op, name, body))
+        tail = message.tail = about + (message.text.encode() if message.text else message.body)
     head = _PREFIXED.pack(
         _HEADER.size + len(tail),
         message.kind,
@@ -193,9 +191,9 @@ def encode(message: Message) -> bytes:
         len(shape),
         message.flags,
         message.stage,
-        len(op),
-        len(name),
-        len(tail) - 8 * len(shape) - len(op) - len(name),
+        n_op,
+        n_name,
+        len(tail) - len(about),
         message.digest,
         message.segment,
         message.round,
@@ -205,6 +203,15 @@ def encode(message: Message) -> bytes:
         message.scale,
     )
     return head + tail
+
+
+def _about(shape: tuple[int, ...], op: str, name: str) -> tuple[bytes, int, int]:
+    """Shape, operation and name as bytes, and how many the last two take."""
+    op_bytes, name_bytes = op.encode(), name.encode()
+    return b"".join((_dimensions(len(shape)).pack(*shape), op_bytes, name_bytes)), len(op_bytes), len(name_bytes)
+
+
+_known_about = lru_cache(1024)(_about)
 
 
 def frame_length(buffer: memoryview) -> int:
@@ -283,9 +290,9 @@ def inline_payload(dtype: torch.dtype, body: bytearray) -> Payload:
     return Payload(data, data.numel())
 
 
-def frames(packet: memoryview) -> Iterator[memoryview]:
+def frames(packet: memoryview) -> list[memoryview]:
     """Split a packet, which holds whole frames, into its frames."""
-    at, end = 0, len(packet)
+    found, at, end = [], 0, len(packet)
     while at < end:
         if end - at < PREFIX:
             raise ProtocolError("a packet that ends inside a frame")
@@ -293,8 +300,9 @@ def frames(packet: memoryview) -> Iterator[memoryview]:
         at += PREFIX
         if end - at < length:
             raise ProtocolError("a packet that ends inside a frame")
-        yield packet[at : at + length]
+        found.append(packet[at : at + length])
         at += length
+    return found
 
 
 _KINDS = {int(kind): kind for kind in Kind}

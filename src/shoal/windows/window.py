@@ -35,7 +35,7 @@ from .. import clock
 from .._signals import deferred
 from ..errors import NotInitialized
 from ..operations.operation import Handle
-from ..operations.profiling import span
+from ..operations.profiling import deferred_span, profiler
 from ..operations.timeouts import parse_timeout
 from ..ops.arguments import as_ranks, channel_name, check_tensor, detached
 from ..runtime.agent import current
@@ -473,7 +473,7 @@ class Window:
 
 def _describe_window(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
     """Run a call, and report its begin and end to the listeners for the agent's events."""
-    with deferred, span(op, name, "call"):
+    with deferred_span(op, name, "call") if profiler._is_profiler_enabled else deferred:
         events = windows.engine.events
         if not events.active:
             return move()

@@ -262,8 +262,9 @@ class WindowMemory:
         writes = int(self._index[edge][_WRITES])
         now = writes & 1
         meta = self._meta[edge][now]
-        current, idle = (self._slots[edge][which].view(tensor.shape) for which in (now, 1 - now))
-        puts, gets, accumulates = (int(meta[one]) for one in (_PUTS, _GETS, _ACCUMULATES))
+        slots = self._slots[edge]
+        current, idle = slots[now].view(tensor.shape), slots[1 - now].view(tensor.shape)
+        puts, gets, accumulates = int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES])
         before = float(meta[_P : _P + 1].view(np.float64)[0])
         if how is WriteKind.ACCUMULATE:
             accumulates += 1
@@ -313,15 +314,15 @@ class WindowMemory:
         edges = sorted({self._edge[source] for source in (*weights, *reset)})
         with self.hold([EDGES + edge for edge in edges], _OWNER, deadline, check):
             blocks: list[torch.Tensor | None] = []
-            p = 0.0
+            p, scales = 0.0, list[float]()
+            seen = {source: self.state(source) for source in self.layout.sources}
             for source, weight in sorted(weights.items()):
                 edge = self._edge[source]
                 now = int(self._index[edge][_WRITES]) & 1
                 blocks.append(None if self._meta[edge][now][_EMPTY] else self._slots[edge][now])
-                p += weight * self.state(source).p
-            also = self.own if publish else None
-            weigh_in_blocks(out, own, own_weight, blocks, [weight for _, weight in sorted(weights.items())], also)
-            seen = {source: self.state(source) for source in self.layout.sources}
+                scales.append(weight)
+                p += weight * seen[source].p
+            weigh_in_blocks(out, own, own_weight, blocks, scales, self.own if publish else None)
             for source in reset:
                 edge = self._edge[source]
                 writes = int(self._index[edge][_WRITES])

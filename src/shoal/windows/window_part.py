@@ -112,6 +112,7 @@ class WindowPart:
         self._mapped: list[WindowMemory] = []  # of processes of this machine
         self._closed = False
         self._gone: set[int] = set()  # since it was made; a rejoined agent has no part in it
+        self._order = mixing.rotated_destinations(self._engine.size)
 
     def lose(self, rank: int) -> None:
         """An agent is gone."""
@@ -119,12 +120,13 @@ class WindowPart:
 
     def there(self, ranks: Iterable[int]) -> list[int]:
         """The given ranks, without lost agents whose loss is survived; a rejoined agent has no part in this window."""
-        return [rank for rank in ranks if not self._goes_on_without(rank)]
+        return [rank for rank in ranks if not self._goes_on_without(rank)] if self._gone else list(ranks)
 
     def need(self, op: str, ranks: Iterable[int]) -> None:
         """Raise if one of the ranks, which the caller has named, is lost, even if its loss would be survived."""
-        for rank in filter(self._goes_on_without, ranks):
-            self._check(op, rank)
+        if self._gone:
+            for rank in filter(self._goes_on_without, ranks):
+                self._check(op, rank)
 
     def _goes_on_without(self, rank: int) -> bool:
         return rank in self._gone and self._engine.survives_losses
@@ -156,7 +158,7 @@ class WindowPart:
         with self._my_turn(deadline, how.value):
             self._publish_own(deadline, how.value)
             share = self.p if self._owner.with_p else None
-        order = [rank for rank in self.mixing.rotated_destinations(self._engine.size) if rank in weights]
+        order = [rank for rank in self._order if rank in weights]
         source = tensor.detach()
         outgoing = source.cpu()
         if require_mutex:
@@ -180,7 +182,7 @@ class WindowPart:
         self, how: WriteKind, tensor: torch.Tensor, weights: Mapping[int, float], share: float | None, deadline: float
     ) -> None:
         far = {rank: weight for rank, weight in weights.items() if rank not in self.direct}
-        handle = self._ask_those_there(how.value, far, tensor, share, deadline)
+        handle = self._ask_those_there(how.value, far, tensor, share, deadline) if far else None
         for rank, weight in weights.items():
             memory = self.direct.get(rank)
             if memory is None:
@@ -263,12 +265,9 @@ class WindowPart:
             if flat is self.memory.own:
                 copy(flat.view(tensor.shape), tensor)
             out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
-            with self._explained(op, me, deadline):
-                check = partial(self._check, op, me)
-                publish = not clone and flat is not self.memory.own and not self.in_place
-                p, self.seen = self.memory.combine(
-                    out, flat, self_weight, weights, reset, deadline, check, publish=publish
-                )
+            check = partial(self._check, op, me)
+            publish = not clone and flat is not self.memory.own and not self.in_place
+            p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline, check, publish=publish)
             if self._owner.with_p:
                 self.p = self_weight * self.p + p
             if clone:
@@ -306,10 +305,11 @@ class WindowPart:
     @contextmanager
     def _my_turn(self, deadline: float, op: str) -> Iterator[None]:
         """Exclude other threads of this agent from the registered tensor and its associated weight."""
-        me = self._engine.rank
-        with self._explained(op, me, deadline, "the registered tensor"):
-            if not acquire_with_deadline(self._turn, deadline):
-                raise Busy(me)
+        if not self._turn.acquire(blocking=False):
+            me = self._engine.rank
+            with self._explained(op, me, deadline, "the registered tensor"):
+                if not acquire_with_deadline(self._turn, deadline):
+                    raise Busy(me)
         try:
             yield
         finally:
@@ -317,7 +317,7 @@ class WindowPart:
 
     @contextmanager
     def _own(self, deadline: float, op: str) -> Iterator[None]:
-        """Lock the registered tensor against gets."""
+        """Lock the registered tensor against gets. Errors of locks within the block name the call, too."""
         me = self._engine.rank
         with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline, partial(self._check, op, me)):
             yield

@@ -53,8 +53,8 @@ def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[st
     untold = {other: set(one.result_cache._untold) for other, one in engines.items()}
     found = {
         "operations": matcher.in_flight(),
-        "early messages": matcher._early,
-        "questions": matcher._asks,
+        "early messages": matcher.early,
+        "questions": matcher.asks,
         "unanswered messages": sender._unacknowledged,
         "tombstones": [key for key in matcher._tombstones if key[0] not in failed],
         "results": [

@@ -23,7 +23,7 @@ MUTATIONS = (
     ("resuming", "transport/network_link.py", "before._chunk.at, before._chunk.rest = before._chunk.begin, 0", "pass"),
     ("matching", "operations/matching.py", "if message.round >= self._begun.get(message.name, 0):", "if False:"),
     ("matching", "operations/matching.py", "if stage is None or message.stage > stage.number:", "if stage is None:"),
-    ("matching", "operations/matching.py", "early = self._early.pop(key, None)", "early = self._early.get(key)"),
+    ("matching", "operations/matching.py", "early = self.early.pop(key, None)", "early = self.early.get(key)"),
     ("matching", "operations/matching.py", "if key[0] == stage]", "if key[0] <= stage + 1]"),
     ("fusion", "operations/fusion.py", "                operation.sent = fused.sent\n", ""),
     ("fusion", "operations/fusion.py", "        for received in had:\n            self._unpack(received)\n", ""),

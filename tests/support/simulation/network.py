@@ -142,6 +142,8 @@ class Socket:
     # What the network does
 
     def ready(self) -> int:
+        if self.number < 0:  # its process has crashed: epoll forgets a descriptor that is closed
+            return 0
         if self.queue is not None:
             return READ if self.queue else 0
         if self.error is not None:
