@@ -30,10 +30,10 @@ FOUND = {
         (Fault("missing call", 0, 0),),
     ),
     "init() raised PeerLost where another agent had left right after its own": Scenario(
-        19,
+        23,
         Program(4, "full", [Call(0, "average", 1, True, ({}, {}, {}, {}))], 1),
         Weather(0.02, 0.9, 1 << 12),
-        (Fault("leaves", 0, 0),),
+        (Fault("leaves", 0, 3),),
     ),
     "agents that wait only for confirmations, in a circle, waited until their deadline": Scenario(
         1137,
