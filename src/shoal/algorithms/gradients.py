@@ -79,7 +79,8 @@ def _sampler(
     def draw(mix: Mix) -> None:
         chosen = batches(mix).to(device)
         sample[:] = [one[rows, chosen] for one in data]
-        sample[0] = augmented(augment, sample[0].flatten(0, 1), mix, agents).unflatten(0, (agents, batch))
+        inputs = augmented(augment, sample[0].flatten(0, 1), mix, agents)
+        sample[0] = inputs.reshape(agents, batch, *inputs.shape[1:])
 
     return draw, sample
 

@@ -60,8 +60,10 @@ class NetworkGradient(Gradient):
         agents, size = len(self._parts), self._batches.size
         chosen = self._padded.gather(1, self._batches(mix)).flatten()
         inputs = self._inputs[chosen.to(self._inputs.device)]
-        inputs = augmented(self._augment, inputs, mix, agents).unflatten(0, (agents, size))
-        self._sample = inputs, self._targets[chosen.to(self._targets.device)].unflatten(0, (agents, size))
+        inputs = augmented(self._augment, inputs, mix, agents)
+        targets = self._targets[chosen.to(self._targets.device)]
+        of_agents = (one.reshape(agents, size, *one.shape[1:]) for one in (inputs, targets))
+        self._sample = next(of_agents), next(of_agents)
 
     def _of_sample(self, x: torch.Tensor) -> torch.Tensor:
         return self._decayed(x, self._gradients(x, *self._drawn(), self._statistics))
