@@ -62,10 +62,8 @@ class NetworkGradient(Gradient):
         inputs = self._inputs[chosen.to(self._inputs.device)]
         inputs = augmented(self._augment, inputs, mix, agents)
         targets = self._targets[chosen.to(self._targets.device)]
-        self._sample = (
-            inputs.reshape(agents, size, *inputs.shape[1:]),
-            targets.reshape(agents, size, *targets.shape[1:]),
-        )
+        of_agents = (one.reshape(agents, size, *one.shape[1:]) for one in (inputs, targets))
+        self._sample = next(of_agents), next(of_agents)
 
     def _of_sample(self, x: torch.Tensor) -> torch.Tensor:
         return self._decayed(x, self._gradients(x, *self._drawn(), self._statistics))
