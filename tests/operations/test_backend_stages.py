@@ -12,6 +12,7 @@ from shoal.operations.backend_stages import BackendStages
 from shoal.operations.matching import Matcher
 from shoal.operations.membership import Membership
 from shoal.operations.operation import BackendRequest, Exchange, Send, Stage
+from shoal.operations.shared_parts import SharedParts
 from shoal.transport.wire import Kind, Message
 
 
@@ -32,7 +33,8 @@ def told(
     gate: Any = SimpleNamespace(ended=ended)
     sender: Any = SimpleNamespace(deny=lambda rank, *_: denied.append(rank))
     unused: Any = SimpleNamespace()
-    stages = BackendStages(0, gate, unused, matcher, sender, Membership(5), unused)
+    parts = SharedParts(0, 5, unused, unused, Membership(5), matcher, unused, sender)
+    stages = BackendStages(parts, gate, unused)
     backend: Any = SimpleNamespace(withdraw=lambda *_: withdraws)
     stages.carry_with(backend)
     operation = matcher.begin("average", "x", 1.0, True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.fault_tolerance.membership_states import AgentEvent
 from shoal.operations.membership import Plan
 from shoal.operations.operation import FailurePolicy, Operation, Recovery
 from shoal.ops.arguments import Internal
@@ -81,11 +82,15 @@ def test_a_change_of_the_membership_drops_the_plans(fleet: Fleets) -> None:
         agent = current()
         make_plan(agent, agent.plans, key_of())
         assert agent.plans
-        with agent.engine.lock:
-            agent.engine.membership.add(0)  # a new view of the same members
-        assert not agent.plans
+        shoal.barrier()
+        if shoal.rank() == 0:
+            with agent.engine.lock:
+                agent.engine.membership.apply(AgentEvent.BEGIN_WITHOUT, 1, "it has not come")
+            assert not agent.plans
+        else:
+            assert agent.plans
 
-    fleet(1).run(run)
+    fleet(2).run(run)
 
 
 def test_a_plan_that_was_begun_before_a_change_is_not_used_after_it(fleet: Fleets) -> None:
