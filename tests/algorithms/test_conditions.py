@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import shoal
 from shoal import algorithms
 from shoal.algorithms import GradientDescent, GradientTracking, Run, own
-from shoal.algorithms.unreliable_mix import UnreliableMix
+from shoal.algorithms.runs.unreliable_mix import UnreliableMix
 from shoal.netmodel import Link, Network
 from shoal.sim import Conditions, StackedFleet, StackedMix, per_agent
 from shoal.topology.families.circulant import ring

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
-from shoal.algorithms.loop import steps_of
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.stability import step_matrix
+from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.stability.stability import step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential
 from shoal.topology.families.circulant import exponential, ring

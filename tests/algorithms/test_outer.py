@@ -28,9 +28,9 @@ from shoal.algorithms import (
     SlowMo,
     check,
 )
-from shoal.algorithms.growth import growth
-from shoal.algorithms.loop import steps_of
 from shoal.algorithms.needs import Facts
+from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.stability.growth import growth
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, RandomMatchings, Schedule, ShiftOne
 from shoal.topology.families.circulant import ring

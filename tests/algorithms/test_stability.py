@@ -27,10 +27,10 @@ from shoal.algorithms import (
     RelaySum,
     safe_lr,
 )
-from shoal.algorithms.growth import _digest
-from shoal.algorithms.loop import steps_of
 from shoal.algorithms.needs import Facts, first_problem
-from shoal.algorithms.stability import spectral_radius, step_matrix
+from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.stability.growth import _digest
+from shoal.algorithms.stability.stability import spectral_radius, step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import CATALOG as TOPOLOGIES
 from shoal.topology import ChainGraph, OnePeerExponential, Schedule, as_schedule

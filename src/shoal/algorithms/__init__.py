@@ -25,12 +25,10 @@ from .exchange import Exchange as Exchange
 from .exchange import run as run
 from .gradient_descent import GradientDescent as GradientDescent
 from .gradient_descent import ParallelGradientDescent as ParallelGradientDescent
-from .gradients import own as own
 from .local_correction import KGT as KGT
 from .local_correction import LED as LED
 from .local_steps import GossipPGA as GossipPGA
 from .local_steps import LocalSteps as LocalSteps
-from .loop import Run as Run
 from .low_precision import LowPrecision as LowPrecision
 from .machines import OfMachines as OfMachines
 from .mix import Mix as Mix
@@ -52,7 +50,9 @@ from .push_sum import PushDIGing as PushDIGing
 from .push_sum import PushSum as PushSum
 from .relay_sum import RelaySum as RelaySum
 from .robust_mixing import RobustMixing as RobustMixing
-from .stability import safe_lr as safe_lr
+from .runs.gradients import own as own
+from .runs.loop import Run as Run
+from .stability.stability import safe_lr as safe_lr
 from .tracking import GradientTracking as GradientTracking
 from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG
 

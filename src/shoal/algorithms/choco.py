@@ -11,9 +11,9 @@ import torch
 from ..compression import Compressor, TopK
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .growth import Gossip, by_part_of_the_way, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
+from .stability.growth import Gossip, by_part_of_the_way, dies_out
 
 STATIC_COPIES = replace(STATIC, remedy="Take a static graph, or DeepSqueeze, which keeps no copies of its neighbours.")
 

@@ -10,9 +10,9 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .growth import Gossip, by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
+from .stability.growth import Gossip, by_self_weights, dies_out
 
 
 @dataclass(frozen=True)

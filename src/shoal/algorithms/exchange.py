@@ -27,12 +27,12 @@ from ..topology.healing import Without
 from ..topology.schedule import Schedule
 from .agent_schedule import AgentSchedule
 from .algorithm import Algorithm, Gradient, warn_of_undeclared_needs
-from .conditions import Conditions
-from .loop import Measure, Run, steps_of
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
+from .runs.conditions import Conditions
+from .runs.loop import Measure, Run, steps_of
+from .runs.unreliable_mix import under
 from .schedule_weights import Form, Ranks, RoundWeights
-from .unreliable_mix import under
 
 
 class Exchange(Mix):

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from .algorithm import Algorithm, Gradient, State
-from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
+from .stability.growth import by_self_weights, dies_out
 
 Prox = Callable[[torch.Tensor], torch.Tensor]
 """A proximal operator: x to a tensor of its shape."""

@@ -15,10 +15,10 @@ import torch
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import FIXED_AND_SYMMETRIC
-from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .momentum import per_step
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
+from .stability.growth import by_self_weights, dies_out
 
 
 @dataclass(frozen=True)

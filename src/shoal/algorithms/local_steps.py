@@ -20,9 +20,9 @@ from ..ops.robust import Robust
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
-from .growth import with_wrapper
 from .mix import EVERYBODY, Mix
 from .needs import LINKS, STATIC, TREE, Need
+from .stability.growth import with_wrapper
 from .tracking import GradientTracking
 
 

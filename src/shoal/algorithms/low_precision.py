@@ -11,9 +11,9 @@ from ..compression import Compressor, MinMaxUInt8
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .choco import STATIC_COPIES, contraction
-from .growth import Gossip, by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
+from .stability.growth import Gossip, by_self_weights, dies_out
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent
-from .growth import by_self_weights, by_signs, dies_out, with_wrapper
 from .local_steps import GossipPGA, LocalSteps
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
+from .stability.growth import by_self_weights, by_signs, dies_out, with_wrapper
 
 
 def require_one_gradient(what: str, algorithm: Algorithm) -> None:

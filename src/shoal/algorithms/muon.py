@@ -9,11 +9,11 @@ import torch
 
 from .algorithm import Algorithm, Gradient, Shapes, State
 from .catalog import Entry, register
-from .growth import Gossip, by_self_weights, dies_out
 from .matrices import join, matrix_sizes, split
 from .mix import Mix
 from .momentum import check_beta
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
+from .stability.growth import Gossip, by_self_weights, dies_out
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Jordan et al. 2024: they bring singular values of 0.003 and more to between 0.68 and 1.13 in five iterations."""

@@ -16,11 +16,11 @@ import torch
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
-from .growth import dies_out, with_wrapper
 from .local_steps import GossipPGA, LocalSteps, Quiet, check_wrapped, layers
 from .mix import Mix
 from .momentum import check_beta, per_step
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
+from .stability.growth import dies_out, with_wrapper
 
 
 @dataclass(frozen=True)

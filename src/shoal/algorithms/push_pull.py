@@ -9,9 +9,9 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import Need, connected
+from .stability.growth import by_self_weights, dies_out
 from .tracking import check_semi
 
 

@@ -13,9 +13,9 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import Need, connected
+from .stability.growth import by_self_weights, dies_out
 
 
 def push_both(u: torch.Tensor, w: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:

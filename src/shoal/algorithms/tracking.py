@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from .algorithm import Algorithm, Gradient, State
-from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
+from .stability.growth import by_self_weights, dies_out
 
 
 @dataclass(frozen=True)

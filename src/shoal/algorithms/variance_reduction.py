@@ -12,10 +12,10 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent
-from .growth import with_wrapper
 from .mix import Mix
 from .momentum import require_one_gradient
 from .needs import Need
+from .stability.growth import with_wrapper
 
 
 @dataclass(frozen=True)

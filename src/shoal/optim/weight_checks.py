@@ -14,9 +14,16 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
-from ..algorithms.growth import DIES_OUT, NEVER_GROWS
-from ..algorithms.needs import COLUMN_STOCHASTIC, DOUBLY_STOCHASTIC, ROW_STOCHASTIC, Facts, Need, first_problem
+from ..algorithms.needs import (
+    COLUMN_STOCHASTIC,
+    DOUBLY_STOCHASTIC,
+    ROW_STOCHASTIC,
+    Facts,
+    Need,
+    first_problem,
+)
 from ..algorithms.schedule_weights import TOLERANCE
+from ..algorithms.stability.growth import DIES_OUT, NEVER_GROWS
 from ..ops.collective import allgather
 from ..runtime.agent import StaticTopology, current
 from ..topology.schedule import Static

@@ -10,9 +10,9 @@ intervals.
 """
 
 from .._lazy_import import public_names as _public_names
-from ..algorithms.batches import flipped_and_shifted as flipped_and_shifted
-from ..algorithms.conditions import Conditions as Conditions
-from ..algorithms.gradients import per_agent as per_agent
+from ..algorithms.runs.batches import flipped_and_shifted as flipped_and_shifted
+from ..algorithms.runs.conditions import Conditions as Conditions
+from ..algorithms.runs.gradients import per_agent as per_agent
 from .adversaries import Adversary as Adversary
 from .adversaries import ALittleIsEnough as ALittleIsEnough
 from .adversaries import InnerProductManipulation as InnerProductManipulation

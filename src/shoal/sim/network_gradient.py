@@ -9,8 +9,8 @@ import torch
 from torch.func import grad, vmap
 
 from ..algorithms.algorithm import Gradient
-from ..algorithms.batches import Augment, Batches, augmented
 from ..algorithms.mix import Mix
+from ..algorithms.runs.batches import Augment, Batches, augmented
 
 Statistics = dict[str, torch.Tensor]
 """Running statistics by the name of their buffer, ``[n, ...]``."""

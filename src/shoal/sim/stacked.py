@@ -15,12 +15,12 @@ import torch
 from numpy.typing import ArrayLike
 
 from ..algorithms.algorithm import Algorithm, Gradient, warn_of_undeclared_needs
-from ..algorithms.conditions import Conditions
-from ..algorithms.loop import Measure, Run, steps_of
 from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
+from ..algorithms.runs.conditions import Conditions
+from ..algorithms.runs.loop import Measure, Run, steps_of
+from ..algorithms.runs.unreliable_mix import under
 from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, ScheduleWeights
-from ..algorithms.unreliable_mix import under
 from ..netmodel.network import Network
 from ..ops.robust import Robust, Term, too_few
 from ..topology.families.compose import Idle

@@ -14,10 +14,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..algorithms.algorithm import Algorithm, Gradient
-from ..algorithms.loop import Measure
 from ..algorithms.needs import check
-from ..algorithms.plotting import axes_for, frame_of, scale
-from ..algorithms.run_result import WHOLE
+from ..algorithms.runs.loop import Measure
+from ..algorithms.runs.plotting import axes_for, frame_of, scale
+from ..algorithms.runs.run_result import WHOLE
 from ..progress_bar import shown
 from ..topology.schedule import Schedule, as_schedule
 from .stacked import StackedFleet

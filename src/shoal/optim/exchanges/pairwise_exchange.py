@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ...algorithms.agent_schedule import AgentSchedule
-from ...algorithms.growth import DIES_OUT
 from ...algorithms.needs import DOUBLY_STOCHASTIC
+from ...algorithms.stability.growth import DIES_OUT
 from ...compression import Compressor
 from ...compression.draws import Redrawn
 from ...errors import DeadlineExceeded, PeerLost

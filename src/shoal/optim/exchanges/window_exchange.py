@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...algorithms.agent_schedule import AgentSchedule
-from ...algorithms.growth import DIES_OUT
 from ...algorithms.needs import DOUBLY_STOCHASTIC
+from ...algorithms.stability.growth import DIES_OUT
 from ...errors import DeadlineExceeded, PeerLost
 from ...operations.operation import Handle
 from ...ops.collective import barrier

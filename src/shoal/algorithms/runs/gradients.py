@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch.func import grad, vmap
 
-from .algorithm import Gradient
+from ..algorithm import Gradient
+from ..mix import Mix
 from .batches import Augment, Batches, augmented
-from .mix import Mix
 
 Loss = Callable[..., torch.Tensor]
 

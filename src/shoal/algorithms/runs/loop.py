@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..progress_bar import shown
-from .algorithm import Algorithm, Gradient
-from .mix import Mix
+from ...progress_bar import shown
+from ..algorithm import Algorithm, Gradient
+from ..mix import Mix
 from .run_result import Run as Run
 
 Measure = Callable[[torch.Tensor], Mapping[str, float]]

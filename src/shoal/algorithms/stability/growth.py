@@ -18,12 +18,12 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..topology._neighbours import Neighbours
-from .algorithm import Algorithm, Gradient, State
+from ...topology._neighbours import Neighbours
+from ..algorithm import Algorithm, Gradient, State
+from ..mix import Mix
+from ..needs import DOUBLY_STOCHASTIC, SYMMETRIC, Facts, Need
+from ..schedule_weights import TOLERANCE, Form, RoundWeights, Weights
 from .linear_map import Growth, growth_of, rounds_of
-from .mix import Mix
-from .needs import DOUBLY_STOCHASTIC, SYMMETRIC, Facts, Need
-from .schedule_weights import TOLERANCE, Form, RoundWeights, Weights
 
 DIES_OUT = "differences die out"
 _SLOWEST = 1e-3

@@ -1,4 +1,4 @@
-"""The exchange of an algorithm under :class:`~shoal.algorithms.conditions.Conditions`, simulated or on real agents.
+"""The exchange of an algorithm under :class:`~shoal.algorithms.runs.conditions.Conditions`, simulated or real.
 
 The links carry every message that is sent, at once. The receiver then drops, delays and distorts it, by draws that all
 agents know. So the same code serves the rows of a stacked fleet and the one row of a real agent.
@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
+from ..mix import EVERYBODY, Mix
+from ..schedule_weights import Form, Ranks, RoundWeights, Weights
 from .conditions import HANDSHAKE, MEMORY, Conditions
-from .mix import EVERYBODY, Mix
 from .run_result import Run
-from .schedule_weights import Form, Ranks, RoundWeights, Weights
 
 Chosen = NDArray[np.bool_]
 

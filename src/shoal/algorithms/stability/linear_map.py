@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..compression import Compressor
-from ..topology.analysis.span import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Span
-from ..topology.analysis.symmetry import find_invariance
-from .algorithm import Algorithm, Gradient
-from .mix import EVERYBODY, Mix
-from .needs import LOOKED_AT, Facts
-from .schedule_weights import TOLERANCE, Form, RoundWeights, Weights
+from ...compression import Compressor
+from ...topology.analysis.span import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Span
+from ...topology.analysis.symmetry import find_invariance
+from ..algorithm import Algorithm, Gradient
+from ..mix import EVERYBODY, Mix
+from ..needs import LOOKED_AT, Facts
+from ..schedule_weights import TOLERANCE, Form, RoundWeights, Weights
 
 _LONGEST = 4096
 """Steps that are taken at most: of a longer period, the first so many."""

@@ -11,7 +11,7 @@ from itertools import count
 
 import torch
 
-from .mix import Mix
+from ..mix import Mix
 
 Augment = Callable[[torch.Tensor, Callable[[int], torch.Tensor]], torch.Tensor]
 """``augment(inputs, uniform)``: ``inputs`` are samples ``[m, ...]``, and the result has their shape or another.

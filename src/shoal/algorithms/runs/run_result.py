@@ -11,7 +11,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..ops import safe_serialization
+from ...ops import safe_serialization
 from .plotting import axes_for, frame_of, scale
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import networkx as nx
 import torch
 
-from ..topology.analysis.span import DENSE_LIMIT
-from ..topology.schedule import Schedule
-from .algorithm import Algorithm, Gradient
+from ...topology.analysis.span import DENSE_LIMIT
+from ...topology.schedule import Schedule
+from ..algorithm import Algorithm, Gradient
+from ..needs import Facts
 from .linear_map import Rows, rounds_of
-from .needs import Facts
 
 _LIMIT = 1 + 1e-7
 """The limit of the eigenvalues of a period's steps. Conserved quantities have the eigenvalue 1."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ..compression.draws import drawn
-from .schedule_weights import Ranks
+from ...compression.draws import drawn
+from ..schedule_weights import Ranks
 
 Protocol = Literal["plain", "memory", "handshake"]
 PLAIN, MEMORY, HANDSHAKE = "plain", "memory", "handshake"
