@@ -40,11 +40,11 @@ AGENTS, BAD, TOLERATED, BATCH = 16, (0, 5, 10), 2, 16
 LR, BETA = 0.5, 0.9
 RULES: dict[str, Robust | None] = {
     "W x": None,
-    "ClippedGossip": shoal.ClippedGossip(tolerated=TOLERATED),
-    "ClippedSum (CS+)": shoal.ClippedSum(TOLERATED),
-    "NearestNeighbours (NNA)": shoal.NearestNeighbours(TOLERATED),
-    "TrimmedMean": shoal.TrimmedMean(TOLERATED),
-    "CoordinateMedian": shoal.CoordinateMedian(),
+    "ClippedGossip": shoal.robust.ClippedGossip(tolerated=TOLERATED),
+    "ClippedSum (CS+)": shoal.robust.ClippedSum(TOLERATED),
+    "NearestNeighbours (NNA)": shoal.robust.NearestNeighbours(TOLERATED),
+    "TrimmedMean": shoal.robust.TrimmedMean(TOLERATED),
+    "CoordinateMedian": shoal.robust.CoordinateMedian(),
 }
 ATTACKS: dict[str, Adversary | None] = {
     "none": None,

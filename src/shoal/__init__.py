@@ -37,6 +37,9 @@ _MOVED = {
     "data": """
         dirichlet_shards
     """,
+    "robust": """
+        ClippedGossip FiniteOnly TrimmedMean
+    """,
     "windows": """
         SlotState
     """,
@@ -51,25 +54,19 @@ else:
 __all__ = [
     "AgentSampler",
     "Checkpoint",
-    "ClippedGossip",
-    "ClippedSum",
     "CommunicationType",
-    "CoordinateMedian",
     "DeadlineExceeded",
     "DecentralizedOptimizer",
     "Event",
-    "FiniteOnly",
     "Fleet",
     "Handle",
     "Metric",
     "Metrics",
     "Mismatch",
-    "NearestNeighbours",
     "NotFinite",
     "NotInitialized",
     "PeerLost",
     "ShoalError",
-    "TrimmedMean",
     "algorithms",
     "alive",
     "allgather",
@@ -134,6 +131,7 @@ __all__ = [
     "pair_gossip",
     "pair_gossip_nonblocking",
     "rank",
+    "robust",
     "save",
     "set_machine_topology",
     "set_topology",

@@ -6,6 +6,7 @@ from . import bluefog as bluefog
 from . import compression as compression
 from . import data as data
 from . import optim as optim
+from . import robust as robust
 from . import topology as topology
 from . import topology_util as topology_util
 from . import windows as windows
@@ -58,12 +59,6 @@ from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from .ops.objects import broadcast_parameters as broadcast_parameters
 from .ops.pair_gossip import pair_gossip as pair_gossip
 from .ops.pair_gossip import pair_gossip_nonblocking as pair_gossip_nonblocking
-from .ops.robust import ClippedGossip as ClippedGossip
-from .ops.robust import ClippedSum as ClippedSum
-from .ops.robust import CoordinateMedian as CoordinateMedian
-from .ops.robust import FiniteOnly as FiniteOnly
-from .ops.robust import NearestNeighbours as NearestNeighbours
-from .ops.robust import TrimmedMean as TrimmedMean
 from .optim import Checkpoint as Checkpoint
 from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer

@@ -143,7 +143,7 @@ def test_small_tensors_disagree_as_well(fleet: Fleets, device: SlowDevice) -> No
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"robust": shoal.FiniteOnly()}, {"compression": shoal.compression.Sign()}],
+    [{"robust": shoal.robust.FiniteOnly()}, {"compression": shoal.compression.Sign()}],
     ids=["robust", "compression"],
 )
 def test_what_looks_at_tensors_goes_through_the_cpu_with_the_same_bits(

@@ -150,7 +150,7 @@ def test_a_robust_rule_sees_what_the_messages_say(fleet: Fleets, anywhere: None)
         x = mine()
         if shoal.rank() == 2:
             x[5] = torch.nan
-        found = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.FiniteOnly())
+        found = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.robust.FiniteOnly())
         assert bool(found.isfinite().all()) == (shoal.rank() != 2)
 
     fleet(SIZE).run(run)

@@ -50,16 +50,16 @@ def average(numel: int, dtype: torch.dtype, rule: Robust | None, spoil: dict[int
 
 
 RULES = [
-    shoal.FiniteOnly(),
-    shoal.ClippedGossip(radius=2.5),
-    shoal.ClippedGossip(),
-    shoal.ClippedGossip(tolerated=2),
-    shoal.TrimmedMean(),
-    shoal.CoordinateMedian(),
-    shoal.ClippedSum(),
-    shoal.ClippedSum(tolerated=2),
-    shoal.NearestNeighbours(),
-    shoal.NearestNeighbours(tolerated=2),
+    shoal.robust.FiniteOnly(),
+    shoal.robust.ClippedGossip(radius=2.5),
+    shoal.robust.ClippedGossip(),
+    shoal.robust.ClippedGossip(tolerated=2),
+    shoal.robust.TrimmedMean(),
+    shoal.robust.CoordinateMedian(),
+    shoal.robust.ClippedSum(),
+    shoal.robust.ClippedSum(tolerated=2),
+    shoal.robust.NearestNeighbours(),
+    shoal.robust.NearestNeighbours(tolerated=2),
 ]
 
 
@@ -95,14 +95,14 @@ def test_a_trimmed_mean_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
     ]
     own, *others = torch.tensor(columns, dtype=torch.float64).T.contiguous().to(dtype)
     out = torch.empty_like(own)
-    shoal.TrimmedMean().combine(0, out, own, 0.2, [(rank, one, 0.2) for rank, one in enumerate(others, 1)])
+    shoal.robust.TrimmedMean().combine(0, out, own, 0.2, [(rank, one, 0.2) for rank, one in enumerate(others, 1)])
     expected = torch.stack([own, *others]).double().sort(dim=0).values[1:-1].mean(0).to(dtype)
     assert torch.equal(out, expected)
 
 
 def test_where_nobody_is_far_it_is_the_plain_average_bit_for_bit() -> None:
     plain = shoal.Fleet(SIZE).run(average, 1000, torch.float32, None, {})
-    for rule in (shoal.FiniteOnly(), shoal.ClippedGossip(radius=1e9)):
+    for rule in (shoal.robust.FiniteOnly(), shoal.robust.ClippedGossip(radius=1e9)):
         assert all(
             torch.equal(one, other)
             for one, other in zip(shoal.Fleet(SIZE).run(average, 1000, torch.float32, rule, {}), plain, strict=True)
@@ -114,7 +114,7 @@ def test_who_sends_what_is_not_finite_is_named(caplog: pytest.LogCaptureFixture)
 
     robust._named.clear()
     with caplog.at_level(logging.WARNING, "shoal"):
-        shoal.Fleet(SIZE).run(average, 3, torch.float32, shoal.FiniteOnly(), {2: float("nan")})
+        shoal.Fleet(SIZE).run(average, 3, torch.float32, shoal.robust.FiniteOnly(), {2: float("nan")})
     said = sorted(record.message for record in caplog.records)
     assert said == [f"rank {rank} leaves out what rank 2 sends: it is not finite" for rank in (1, 3)]
 
@@ -138,7 +138,7 @@ def one_source(form: str, rule: Robust) -> torch.Tensor:
     return shoal.neighbor_allreduce(torch.ones(2), 0.5, sources, destinations, robust=rule)
 
 
-@pytest.mark.parametrize("rule", [shoal.ClippedGossip(), shoal.TrimmedMean()], ids=str)
+@pytest.mark.parametrize("rule", [shoal.robust.ClippedGossip(), shoal.robust.TrimmedMean()], ids=str)
 @pytest.mark.parametrize("form", ["static", "push", "pull", "push-pull"])
 def test_too_few_neighbours_in_a_round_are_refused_with_the_remedy(rule: Robust, form: str) -> None:
     static = partial(shoal.neighbor_allreduce, torch.ones(2), robust=rule)
@@ -157,7 +157,7 @@ def in_a_group(rule: Robust) -> torch.Tensor:
 
 
 def test_the_neighbours_of_a_group_count() -> None:
-    found = shoal.Fleet(6).run(too_few, partial(in_a_group, shoal.TrimmedMean()))
+    found = shoal.Fleet(6).run(too_few, partial(in_a_group, shoal.robust.TrimmedMean()))
     assert found[:4] == [""] * 4
     assert all("needs at least 3 neighbours" in said for said in found[4:])
 
@@ -165,9 +165,11 @@ def test_the_neighbours_of_a_group_count() -> None:
 def without_a_need() -> list[float]:
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     x = torch.tensor([float(shoal.rank())])
-    rules = (shoal.FiniteOnly(), shoal.ClippedGossip(radius=9.0))
+    rules = (shoal.robust.FiniteOnly(), shoal.robust.ClippedGossip(radius=9.0))
     found = [shoal.neighbor_allreduce(x, robust=rule).item() for rule in rules]
-    alone = [shoal.neighbor_allreduce(x, 1.0, {}, {}, robust=rule).item() for rule in (shoal.TrimmedMean(), *rules)]
+    alone = [
+        shoal.neighbor_allreduce(x, 1.0, {}, {}, robust=rule).item() for rule in (shoal.robust.TrimmedMean(), *rules)
+    ]
     return found + alone
 
 
@@ -189,18 +191,18 @@ def with_schedule(schedule: shoal.topology.Schedule, rule: Robust) -> str:
 
 def test_an_optimizer_looks_at_the_rounds_of_its_schedule() -> None:
     gossip = shoal.topology.find("gossip-pga").schedule(4)
-    for said in shoal.Fleet(4).run(with_schedule, gossip, shoal.TrimmedMean()):
+    for said in shoal.Fleet(4).run(with_schedule, gossip, shoal.robust.TrimmedMean()):
         assert "needs at least 3 neighbours" in said
         assert "in round 0 of topology= rank 0 has 1" in said
     whole = shoal.topology.find("fully-connected").schedule(4)
-    assert shoal.Fleet(4).run(with_schedule, whole, shoal.TrimmedMean()) == [""] * 4
-    assert shoal.Fleet(4).run(with_schedule, gossip, shoal.FiniteOnly()) == [""] * 4
+    assert shoal.Fleet(4).run(with_schedule, whole, shoal.robust.TrimmedMean()) == [""] * 4
+    assert shoal.Fleet(4).run(with_schedule, gossip, shoal.robust.FiniteOnly()) == [""] * 4
 
 
 def by_hand() -> str:
     model = torch.nn.Linear(1, 1)
     optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    optimizer.robust, rank, size = shoal.ClippedGossip(), shoal.rank(), shoal.size()
+    optimizer.robust, rank, size = shoal.robust.ClippedGossip(), shoal.rank(), shoal.size()
     optimizer.self_weight, optimizer.src_weights = 0.5, {(rank - 1) % size: 0.5}
     optimizer.dst_weights = [(rank + 1) % size]
     model(torch.ones(1, 1)).sum().backward()
@@ -228,7 +230,7 @@ def after_a_loss(rule: Robust) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("rule", [shoal.ClippedGossip(), shoal.TrimmedMean()], ids=str)
+@pytest.mark.parametrize("rule", [shoal.robust.ClippedGossip(), shoal.robust.TrimmedMean()], ids=str)
 def test_survivors_with_too_few_neighbours_are_warned_once_and_go_on(
     rule: Robust, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,15 +272,15 @@ def train(rule: Robust | None, liar: str) -> list[float]:
 @pytest.mark.parametrize(
     ("rule", "liar"),
     [
-        (shoal.ClippedGossip(), "constant"),
-        (shoal.TrimmedMean(), "nan"),
+        (shoal.robust.ClippedGossip(), "constant"),
+        (shoal.robust.TrimmedMean(), "nan"),
         *(
             pytest.param(rule, liar, marks=pytest.mark.soak)
             for rule, liar in (
-                (shoal.ClippedGossip(), "noise"),
-                (shoal.ClippedGossip(), "nan"),
-                (shoal.TrimmedMean(), "constant"),
-                (shoal.TrimmedMean(), "noise"),
+                (shoal.robust.ClippedGossip(), "noise"),
+                (shoal.robust.ClippedGossip(), "nan"),
+                (shoal.robust.TrimmedMean(), "constant"),
+                (shoal.robust.TrimmedMean(), "noise"),
             )
         ),
     ],
@@ -301,12 +303,12 @@ def wrong(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: shoal.ClippedGossip(radius=-1.0), ValueError, "radius=-1.0 must be 0 or more"),
-        (lambda: shoal.ClippedGossip(radius=float("nan")), ValueError, "radius=nan must be 0 or more"),
-        (lambda: shoal.ClippedGossip(tolerated=0), ValueError, "tolerated=0 must be 1 or more"),
-        (lambda: shoal.TrimmedMean(0), ValueError, "count=0 must be 1 or more"),
-        (lambda: shoal.ClippedSum(0), ValueError, "tolerated=0 must be 1 or more"),
-        (lambda: shoal.NearestNeighbours(0), ValueError, "tolerated=0 must be 1 or more"),
+        (lambda: shoal.robust.ClippedGossip(radius=-1.0), ValueError, "radius=-1.0 must be 0 or more"),
+        (lambda: shoal.robust.ClippedGossip(radius=float("nan")), ValueError, "radius=nan must be 0 or more"),
+        (lambda: shoal.robust.ClippedGossip(tolerated=0), ValueError, "tolerated=0 must be 1 or more"),
+        (lambda: shoal.robust.TrimmedMean(0), ValueError, "count=0 must be 1 or more"),
+        (lambda: shoal.robust.ClippedSum(0), ValueError, "tolerated=0 must be 1 or more"),
+        (lambda: shoal.robust.NearestNeighbours(0), ValueError, "tolerated=0 must be 1 or more"),
     ],
 )
 def test_rules_that_make_no_sense(call: Any, error: type[Exception], message: str) -> None:
@@ -320,11 +322,11 @@ def refused() -> list[str]:
     found = []
     calls: list[Any] = [
         lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, robust="median"),
-        lambda: shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, robust=shoal.TrimmedMean()),
+        lambda: shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, robust=shoal.robust.TrimmedMean()),
         lambda: shoal.DecentralizedOptimizer(
-            sgd, model, shoal.algorithms.GradientTracking(1.0), robust=shoal.TrimmedMean()
+            sgd, model, shoal.algorithms.GradientTracking(1.0), robust=shoal.robust.TrimmedMean()
         ),
-        lambda: shoal.neighbor_allreduce(torch.ones(2, dtype=torch.complex64), robust=shoal.TrimmedMean()),
+        lambda: shoal.neighbor_allreduce(torch.ones(2, dtype=torch.complex64), robust=shoal.robust.TrimmedMean()),
     ]
     for call in calls:
         try:

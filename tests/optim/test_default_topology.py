@@ -123,7 +123,7 @@ def test_weights_by_hand_and_a_robust_rule_have_the_neighbours_that_they_had() -
 
     W = (np.eye(4) + np.roll(np.eye(4), 1, axis=0)) / 2
     assert np.allclose(shoal.Fleet(4).run(by_hand), averages(Static(W)), atol=1e-12)
-    rule = shoal.TrimmedMean(1)
+    rule = shoal.robust.TrimmedMean(1)
     by_default = shoal.Fleet(5).run(lambda: steps_of(ATC, robust=rule))
     assert by_default == shoal.Fleet(5).run(lambda: steps_of(ATC, robust=rule, topology=ExponentialTwoGraph(5)))
 

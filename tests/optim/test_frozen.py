@@ -380,7 +380,7 @@ def test_layers_that_take_turns_are_not_moved_again(fleet: Fleets) -> None:
 
 RESUMED: dict[str, dict[str, Any]] = {
     "atc": {"algorithm": ATC},
-    "robust": {"algorithm": ATC, "robust": shoal.ClippedGossip(0.5)},
+    "robust": {"algorithm": ATC, "robust": shoal.robust.ClippedGossip(0.5)},
     "gradients": {"algorithm": PARALLEL, "compression": shoal.compression.QSGD(7, chunk=16)},
     "gradients, with rests": {"algorithm": PARALLEL, "compression": shoal.compression.Sign()},
 }

@@ -36,13 +36,13 @@ from support.robust_rules import of_paper
 
 SIZE, DIMENSION, BAD = 8, 5, (2, 5)
 RULES = [
-    shoal.FiniteOnly(),
-    shoal.ClippedGossip(radius=1.0),
-    shoal.ClippedGossip(),
-    shoal.ClippedSum(),
-    shoal.NearestNeighbours(),
-    shoal.TrimmedMean(),
-    shoal.CoordinateMedian(),
+    shoal.robust.FiniteOnly(),
+    shoal.robust.ClippedGossip(radius=1.0),
+    shoal.robust.ClippedGossip(),
+    shoal.robust.ClippedSum(),
+    shoal.robust.NearestNeighbours(),
+    shoal.robust.TrimmedMean(),
+    shoal.robust.CoordinateMedian(),
 ]
 ATTACKS: list[Adversary] = [
     SignFlip(BAD, 2.0),
@@ -138,7 +138,7 @@ def real(rule: Robust) -> torch.Tensor:
     return run(algorithm_with(rule), x, lambda x: x - target, graph_of(weights()), 6).x
 
 
-@pytest.mark.parametrize("rule", [shoal.ClippedSum(), shoal.TrimmedMean()], ids=str)
+@pytest.mark.parametrize("rule", [shoal.robust.ClippedSum(), shoal.robust.TrimmedMean()], ids=str)
 def test_real_agents_have_the_same_bits(rule: Robust) -> None:
     start = torch.zeros(DIMENSION, dtype=torch.float64)
     expected = StackedFleet(graph_of(weights())).run(algorithm_with(rule), start, lambda x: x - values(), 6).x
@@ -153,7 +153,12 @@ def test_a_rule_keeps_honest_agents_near_their_optimum_where_an_average_does_not
         assert len(x) == SIZE - len(BAD)
         return {"distance": (x - 1).norm(dim=1).max().item()}
 
-    for rule in (shoal.TrimmedMean(2), shoal.NearestNeighbours(2), shoal.ClippedSum(2), shoal.CoordinateMedian()):
+    for rule in (
+        shoal.robust.TrimmedMean(2),
+        shoal.robust.NearestNeighbours(2),
+        shoal.robust.ClippedSum(2),
+        shoal.robust.CoordinateMedian(),
+    ):
         robust = fleet.run(
             RobustMixing(GradientDescent(0.3), rule), start, lambda x: x - target, 60, adversary=bad, measure=distance
         )
@@ -172,7 +177,7 @@ def test_records_are_of_the_honest_agents() -> None:
 
 def test_local_steps_exchange_by_the_rule() -> None:
     fleet, x = StackedFleet(graph_of(weights())), values()
-    rule = shoal.TrimmedMean()
+    rule = shoal.robust.TrimmedMean()
     for algorithm in (
         LocalSteps(RobustMixing(GradientDescent(0.0), rule), 2),
         RobustMixing(LocalSteps(GradientDescent(0.0), 2), rule),
@@ -194,7 +199,7 @@ def test_labels_are_flipped_on_the_adversarys_agents_only() -> None:
 
 def test_what_a_rule_or_an_adversary_does_not_cover_is_refused() -> None:
     fleet, x = StackedFleet(FullyConnectedGraph(SIZE)), values()
-    rule = shoal.TrimmedMean()
+    rule = shoal.robust.TrimmedMean()
     with pytest.raises(ValueError, match="needs at least 3 neighbours in a round for TrimmedMean"):
         StackedFleet(RingGraph(SIZE)).run(RobustMixing(GradientDescent(0.1), rule), x, lambda x: x, 1)
     with pytest.raises(ValueError, match="in round 0 rank 0 has 2"):

@@ -151,7 +151,7 @@ def train(draw: Draw, rank: int, locked: float) -> tuple[list[float], float, int
     """The parameters after training, the seconds of the longest step, and how many steps and rounds there were."""
     options = ALGORITHMS[draw.way] | {"topology": TOPOLOGIES[draw.topology](draw.size)}
     if any(fault == LEFT_OUT for fault, _ in draw.faults.values()):
-        options["robust"] = shoal.FiniteOnly()
+        options["robust"] = shoal.robust.FiniteOnly()
     model = Point3()
     shoal.set_topology(topology_util.RingGraph(draw.size), is_weighted=True)
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)

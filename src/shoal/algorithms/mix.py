@@ -99,7 +99,7 @@ class Mix(ABC):
 
         Args:
             x: ``[n, d]`` or ``[d]``.
-            rule: Such as :class:`shoal.TrimmedMean`. Some rules use the weights of W, others only its edges.
+            rule: Such as :class:`shoal.robust.TrimmedMean`. Some rules use the weights of W, others only its edges.
 
         Raises:
             ValueError: An agent has fewer neighbours in the round than the rule needs.

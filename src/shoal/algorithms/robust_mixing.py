@@ -22,13 +22,14 @@ from .schedule_weights import RoundWeights
 class RobustMixing(Algorithm):
     """The algorithm with ``mix.robust(x, rule)`` in place of every ``mix(x)``.
 
-    Over ``Momentum(GradientDescent(lr), beta, dampened=True)`` with :class:`~shoal.ClippedGossip` it is the algorithm
-    of He, Karimireddy, Jaggi 2022, arXiv:2202.01545; with :class:`~shoal.NearestNeighbours` that of Farhadkhani et al.
-    2023, arXiv:2209.10931. A rule is no linear average, so an algorithm that is exact with W is not with a rule.
+    Over ``Momentum(GradientDescent(lr), beta, dampened=True)`` with :class:`~shoal.robust.ClippedGossip` it is the
+    algorithm of He, Karimireddy, Jaggi 2022, arXiv:2202.01545; with :class:`~shoal.robust.NearestNeighbours` that of
+    Farhadkhani et al. 2023, arXiv:2209.10931. A rule is no linear average, so an algorithm that is exact with W is not
+    with a rule.
 
     Args:
         algorithm: One that communicates by ``mix(x)`` alone.
-        rule: Such as :class:`shoal.TrimmedMean`.
+        rule: Such as :class:`shoal.robust.TrimmedMean`.
 
     Raises:
         ValueError: In a step, an algorithm that communicates in another way.

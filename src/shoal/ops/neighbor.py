@@ -100,8 +100,8 @@ def neighbor_allreduce(
         src_weights: ``{source: r_ij}``.
         dst_weights: ``{destination: s_ji}``, or a list of destinations for weights of 1.
         enable_topo_check: Confirm on each edge that both sides know of it (see above).
-        robust: A rule that replaces the weighted average, for faulty neighbours: :class:`~shoal.FiniteOnly`, or with
-            three neighbours in a round :class:`~shoal.ClippedGossip`, :class:`~shoal.TrimmedMean`. Agents' may differ.
+        robust: A rule of :mod:`shoal.robust` that replaces the weighted average, for faulty neighbours: ``FiniteOnly``,
+            or with three neighbours in a round ``ClippedGossip``, ``TrimmedMean``. Agents' may differ.
         compression: Between machines a :mod:`message <shoal.compression>` is sent instead of the tensor, and the result
             is ``x_i - C(x_i) + w_ii C(x_i) + sum r_ij s_ij C(x_j)``: the part that a message leaves out stays with its
             agent, so weights whose columns sum to 1 preserve the mean. Within a machine tensors are read in place, with

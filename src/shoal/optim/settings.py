@@ -80,7 +80,7 @@ class Settings:
         if name == "communication_type" and not isinstance(value, CommunicationType):
             raise TypeError(f"communication_type must be a shoal.CommunicationType, not {value!r}")
         if name == "robust" and not isinstance(value, Robust | None):
-            raise TypeError(f"robust must be a rule such as shoal.ClippedGossip(), not {value!r}")
+            raise TypeError(f"robust must be a rule such as shoal.robust.ClippedGossip(), not {value!r}")
         if name == "num_steps_per_communication":
             try:
                 value = check_size(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,6 +25,40 @@ class NetworkFunction(Protocol):
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor, statistics: Statistics | None = None) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
+class Networks:
+    """The networks of all agents.
+
+    Attributes:
+        call: The output of one of them.
+        statistics: Their running statistics, which a call updates.
+        begin: Sets the statistics to those of the module, before the first gradient of a run.
+    """
+
+    call: NetworkFunction
+    statistics: Statistics
+    begin: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A dataset, and each agent's part of it.
+
+    Attributes:
+        inputs: ``[m, ...]``.
+        targets: ``[m, ...]``.
+        parts: The indices of each agent's samples, int64 ``[m_i]``.
+        batches: Draws the positions within a part.
+        augment: Changes the inputs of a batch.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    parts: list[torch.Tensor]
+    batches: Batches
+    augment: Augment | None
+
+
 class NetworkGradient(Gradient):
     """What :meth:`shoal.sim.StackedModel.gradient` returns.
 
@@ -32,41 +67,29 @@ class NetworkGradient(Gradient):
     """
 
     def __init__(
-        self,
-        network: NetworkFunction,
-        statistics: Statistics,
-        criterion: Criterion,
-        data: tuple[torch.Tensor, torch.Tensor],
-        parts: Sequence[torch.Tensor],
-        batches: Batches,
-        augment: Augment | None,
-        decay: float | torch.Tensor,
-        vectorize: bool,
-        begin: Callable[[], None],
+        self, networks: Networks, samples: Samples, criterion: Criterion, decay: float | torch.Tensor, vectorize: bool
     ) -> None:
-        self._network, self._statistics, self._criterion = network, statistics, criterion
-        self._inputs, self._targets = data
-        self._parts = list(parts)
-        self._padded = torch.nn.utils.rnn.pad_sequence(self._parts, batch_first=True)
-        self._batches, self._augment, self._decay, self._vectorize = batches, augment, decay, vectorize
-        self._begin = begin
+        self._networks, self._samples, self._criterion = networks, samples, criterion
+        self._padded = torch.nn.utils.rnn.pad_sequence(samples.parts, batch_first=True)
+        self._decay, self._vectorize = decay, vectorize
         self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.epoch_steps = batches.per_epoch
+        self.epoch_steps = samples.batches.per_epoch
         super().__init__(self._of_sample, self._of_all, self._choose, self._losses)
 
     def _choose(self, mix: Mix) -> None:
         if mix.gradients == 0:
-            self._begin()
-        agents, size = len(self._parts), self._batches.size
-        chosen = self._padded.gather(1, self._batches(mix)).flatten()
-        inputs = self._inputs[chosen.to(self._inputs.device)]
-        inputs = augmented(self._augment, inputs, mix, agents)
-        targets = self._targets[chosen.to(self._targets.device)]
+            self._networks.begin()
+        samples = self._samples
+        agents, size = len(samples.parts), samples.batches.size
+        chosen = self._padded.gather(1, samples.batches(mix)).flatten()
+        inputs = samples.inputs[chosen.to(samples.inputs.device)]
+        inputs = augmented(samples.augment, inputs, mix, agents)
+        targets = samples.targets[chosen.to(samples.targets.device)]
         of_agents = (one.reshape(agents, size, *one.shape[1:]) for one in (inputs, targets))
         self._sample = next(of_agents), next(of_agents)
 
     def _of_sample(self, x: torch.Tensor) -> torch.Tensor:
-        return self._decayed(x, self._gradients(x, *self._drawn(), self._statistics))
+        return self._decayed(x, self._gradients(x, *self._drawn(), self._networks.statistics))
 
     def _gradients(
         self, x: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor, statistics: Statistics
@@ -79,7 +102,7 @@ class NetworkGradient(Gradient):
         def loss(
             x: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor, mine: Statistics
         ) -> tuple[torch.Tensor, Statistics]:
-            return self._criterion(self._network(x, inputs, mine), targets), mine
+            return self._criterion(self._networks.call(x, inputs, mine), targets), mine
 
         # The transforms may not change their arguments in place, so they get copies and return them.
         found, after = vmap(grad(loss, has_aux=True))(x, inputs, targets, _copied(statistics))
@@ -93,24 +116,24 @@ class NetworkGradient(Gradient):
     ) -> torch.Tensor:
         with torch.enable_grad():
             at = x.detach().requires_grad_()
-            loss = self._criterion(self._network(at, inputs, statistics), targets)
+            loss = self._criterion(self._networks.call(at, inputs, statistics), targets)
         return torch.autograd.grad(loss, at)[0]
 
     def _of_all(self, x: torch.Tensor) -> torch.Tensor:
         """On each agent's whole part as one batch, which enters no statistics."""
         found = []
-        for rank, (row, part) in enumerate(zip(x, self._parts, strict=True)):
-            inputs, targets = (data[part.to(data.device)] for data in (self._inputs, self._targets))
-            found.append(self._alone(row, inputs, targets, _copied(_row(self._statistics, rank))))
+        for rank, (row, part) in enumerate(zip(x, self._samples.parts, strict=True)):
+            inputs, targets = (data[part.to(data.device)] for data in (self._samples.inputs, self._samples.targets))
+            found.append(self._alone(row, inputs, targets, _copied(_row(self._networks.statistics, rank))))
         return self._decayed(x, torch.stack(found))
 
     def _losses(self, x: torch.Tensor) -> torch.Tensor:
         """Without the term of weight decay; the samples enter no statistics."""
 
         def loss(x: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor, mine: Statistics) -> torch.Tensor:
-            return self._criterion(self._network(x, inputs, mine), targets)
+            return self._criterion(self._networks.call(x, inputs, mine), targets)
 
-        found = each_row(loss, self._vectorize)(x, *self._drawn(), _copied(self._statistics))
+        found = each_row(loss, self._vectorize)(x, *self._drawn(), _copied(self._networks.statistics))
         return found.detach()
 
     def _decayed(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ..algorithms.runs.batches import Augment, Batches
 from ..algorithms.runs.gradients import Loss
-from .network_gradient import Criterion, NetworkGradient, Statistics, each_row
+from .network_gradient import Criterion, NetworkGradient, Networks, Samples, Statistics, each_row
 
 
 class StackedModel:
@@ -107,9 +107,9 @@ class StackedModel:
         decay = weight_decay if isinstance(weight_decay, int | float) else self._template.by_name(weight_decay)
         batches = Batches([len(part) for part in parts], batch, epochs)
         at_once = self._vectorize if vectorize is None else vectorize
-        network, statistics, begin = self._template.call, self.statistics, self._reset_statistics
-        data = inputs, targets
-        return NetworkGradient(network, statistics, criterion, data, parts, batches, augment, decay, at_once, begin)
+        networks = Networks(self._template.call, self.statistics, self._reset_statistics)
+        samples = Samples(inputs, targets, list(parts), batches, augment)
+        return NetworkGradient(networks, samples, criterion, decay, at_once)
 
     def outputs(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs of every agent's network, without gradients; with running statistics those of ``eval()``.
