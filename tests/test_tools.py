@@ -94,11 +94,11 @@ def test_a_mutation_is_tried_with_the_tests_of_its_module_first(
 
 
 MOST = {
-    "files in the largest folder": 35,
+    "files in the largest folder": 32,
     "lines of the longest module": 514,
     "parameters of the largest internal constructor": 6,
     "uses of engine.<part>.<member> outside of the engine": 7,
-    "names of shoal": 93,
+    "names of shoal": 92,
 }
 """Lower a limit when a change has made its number smaller; never raise one."""
 

@@ -290,15 +290,9 @@ class Lifecycle:
         number = operation.next_stage
         if exchange.stage is not None:
             number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
-        now, moves = clock.monotonic(), self.backend_stages.carries
-        stage = Stage(
-            number,
-            exchange,
-            set(exchange.sources),
-            {},
-            to_move=self.backend_stages.backend is not None and moves(operation, exchange),
-            started=now,
-        )
+        now, backend = clock.monotonic(), self.backend_stages
+        to_move = backend.backend is not None and backend.carries(operation, exchange)
+        stage = Stage(number, exchange, set(exchange.sources), {}, to_move=to_move, started=now)
         if self.fused_early:
             self._prepare(operation)
         operation.stage = stage
