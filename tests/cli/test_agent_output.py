@@ -152,7 +152,7 @@ def test_an_unfinished_line_stays_at_the_bottom_of_a_terminal(terminal: Sink) ->
     assert terminal.read() == b"\r\x1b[K[1] line\n"
     output.redraw()
     assert terminal.read() == b"[0] 10%"
-    output.say("a message")
+    output.print("a message")
     assert terminal.read() == b"\r\x1b[Ka message\n"
     output.feed(0, STDERR, b"\r100%\n")
     output.redraw()

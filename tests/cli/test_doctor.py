@@ -285,11 +285,11 @@ def test_devices_are_listed_with_the_way_that_their_tensors_take(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Device {index + 7}")
     monkeypatch.setattr(doctor, "why_not_triton", lambda: "triton is not installed")
-    one, other = doctor.devices_here()
+    one, other = doctor.local_devices()
     assert one.startswith("cuda:0 Device 7: SHOAL_DEVICE_MEMORY=1 leaves tensors there, summed by torch (triton is")
     assert other == "cuda:1 Device 8: tensors go through the CPU: device 1 has no virtual memory"
 
 
 def test_a_machine_without_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert doctor.devices_here()[0].startswith("none of CUDA")
+    assert doctor.local_devices()[0].startswith("none of CUDA")

@@ -202,7 +202,7 @@ def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(agents)
         return MeasuredNetwork(agents, agents, Link(1e-5, 4e9), None)
 
-    monkeypatch.setattr("shoal.netmodel.probe.measure_here", found)
+    monkeypatch.setattr("shoal.netmodel.probe.measure_this_machine", found)
     return asked
 
 

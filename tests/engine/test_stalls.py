@@ -297,7 +297,7 @@ def test_an_error_at_the_deadline_repeats_what_the_last_report_said(
 
 def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     matcher, said = Matcher(), list[tuple[int, str]]()
-    sender: Any = SimpleNamespace(say=lambda rank, message: said.append((rank, message.op)))
+    sender: Any = SimpleNamespace(send_message=lambda rank, message: said.append((rank, message.op)))
     about: Any = SimpleNamespace(waited_for=lambda operation: [0, 1])
     nobody: Any = SimpleNamespace(all=list)
     parts = SharedParts(0, 2, nobody, nobody, Membership(2), matcher, nobody, sender)

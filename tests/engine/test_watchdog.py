@@ -22,7 +22,7 @@ class AwaitedInAgreement:
         self.asked, self.dropped = list[int](), list[int]()
         nothing: Any = SimpleNamespace(in_flight=list)
         lifecycle: Any = SimpleNamespace(gate=SimpleNamespace(paused=True))
-        sender: Any = SimpleNamespace(say=lambda rank, _: self.asked.append(rank))
+        sender: Any = SimpleNamespace(send_message=lambda rank, _: self.asked.append(rank))
         failures: Any = SimpleNamespace(give_up_on=lambda rank, _: self.dropped.append(rank))
         agreement: Any = SimpleNamespace(missing=[1])
         shared: Any = SimpleNamespace(rank=0, matcher=nothing, membership=Membership(2), sender=sender)

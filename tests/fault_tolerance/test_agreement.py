@@ -177,7 +177,7 @@ class Simulated:
         self.membership.apply(AgentEvent.LOSE if departure.died else AgentEvent.LEAVE, departure.rank, departure.cause)
         if departure.rank in before and (departure.died or self.lifecycle.gate.paused):
             self.agreement.change()
-        self.result_cache.on_gone(departure.rank, None)
+        self.result_cache.on_departure(departure.rank, None)
 
     def misses_somebody(self) -> None:
         """A round needs an agent that has left, if there is one."""

@@ -26,7 +26,7 @@ class Connections:
     def knows(self, rank: int) -> bool:
         return rank in self.known or rank in self.heard
 
-    def hears(self, rank: int) -> bool:
+    def receives_from(self, rank: int) -> bool:
         return rank in self.heard
 
     def reaches(self, rank: int) -> bool:

@@ -83,7 +83,7 @@ def test_who_is_gone_needs_nothing() -> None:
     agent.end(agent.begin())
     agent.hear(1, had("x", (0, 1)))
     agent.membership.apply(AgentEvent.LOSE, 2, "it died")
-    agent.result_cache.on_gone(2, None)
+    agent.result_cache.on_departure(2, None)
     assert not agent.result_cache.results
     agent.end(agent.begin())
     assert agent.result_cache.results["x", 1].without == {1}

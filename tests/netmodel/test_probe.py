@@ -8,7 +8,7 @@ import torch
 
 import shoal
 from shoal.netmodel import Link, probe
-from shoal.netmodel.probe import MeasuredNetwork, Observation, measure, measure_difference, measure_here
+from shoal.netmodel.probe import MeasuredNetwork, Observation, measure, measure_difference, measure_this_machine
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_measurement_that_fails_says_how(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(subprocess, "run", failing)
     with pytest.raises(RuntimeError, match=r"measuring with 2 agents failed \(status 3\): rank 1: no more memory"):
-        measure_here(2)
+        measure_this_machine(2)
 
 
 def test_what_agents_print_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_what_agents_print_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None
         return subprocess.CompletedProcess(command, 0, stdout=printed, stderr="")
 
     monkeypatch.setattr(subprocess, "run", told)
-    assert measure_here(2) == MeasuredNetwork(2, 2, Link(1e-5, 2e9), None)
+    assert measure_this_machine(2) == MeasuredNetwork(2, 2, Link(1e-5, 2e9), None)
 
 
 def gradients(rank: int) -> list[torch.Tensor]:

@@ -52,7 +52,7 @@ def test_a_message_is_parsed_when_all_of_it_has_arrived() -> None:
     payload.available = 3
     taken = agent.receive(message)
     assert not taken and not agent.confirmed and payload.on_more is not None
-    payload.is_whole()
+    payload.is_complete()
     payload.on_more()
     assert taken == [1] and agent.confirmed == [3]
 

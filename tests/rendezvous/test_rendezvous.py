@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shoal.errors import DeadlineExceeded, PeerLost
 from shoal.rendezvous import rendezvous, store_server
 from shoal.rendezvous.launch import Launch, current
-from shoal.rendezvous.rendezvous import listen, open_store, tell_of_the_end
+from shoal.rendezvous.rendezvous import listen, open_store, publish_end
 from shoal.rendezvous.store import Store, ThreadStore
 from support.limits import scaled
 
@@ -335,7 +335,7 @@ def test_the_end_of_an_agent_is_told_also_to_a_store_that_is_not_served_yet(monk
     command = [sys.executable, "-c", SERVE_LATE, str(listener.fileno())]
     with subprocess.Popen(command, pass_fds=[listener.fileno()]) as server, listener:
         try:
-            tell_of_the_end("lost", "it was killed")
+            publish_end("lost", "it was killed")
             with closing(open_store(current(), soon())) as store:
                 assert b"it was killed" in store.get("lost", soon())
         finally:

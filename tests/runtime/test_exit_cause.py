@@ -61,7 +61,7 @@ def test_who_leaves_is_not_counted_as_gone_before_what_it_sent_has_come(
 @pytest.mark.transport("network")
 def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who heard the goodbye has hung up, and does not remember what had come: to connect again would repeat it."""
-    say_goodbye = Shutdown._say_goodbye
+    send_shutdown = Shutdown._send_shutdown
     cut: list[int] = []
     once_more = Router._cut
 
@@ -71,11 +71,11 @@ def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: 
         once_more(self, link, cause, at_once)
 
     def say_more(self: Shutdown, why: str, died: bool) -> None:
-        say_goodbye(self, why, died)
+        send_shutdown(self, why, died)
         if self._parts.rank == 1:  # and not handed to the system yet when the other hangs up
             self._parts.router.links[0].post(Message(Kind.NOTICE, round=1, token=1, text="as I said"))
 
-    monkeypatch.setattr(Shutdown, "_say_goodbye", say_more)
+    monkeypatch.setattr(Shutdown, "_send_shutdown", say_more)
     monkeypatch.setattr(Router, "_cut", note)
 
     def run() -> list[float]:

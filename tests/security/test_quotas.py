@@ -51,7 +51,7 @@ def send(messages: Iterator[Message]) -> None:
     engine = current().engine
     with engine.lock:
         for message in messages:
-            engine.sender.say(VICTIM, message)
+            engine.sender.send_message(VICTIM, message)
     engine.poller.wake()
 
 

@@ -11,7 +11,7 @@ import torch
 import shoal
 from shoal.runtime.agent import current
 from shoal.transport.network_link import NetworkLink
-from shoal.transport.retransmit import SAY_AFTER_UNITS, ReceivedOffset, SendBuffer
+from shoal.transport.retransmit import ACKNOWLEDGE_AFTER_UNITS, ReceivedOffset, SendBuffer
 from shoal.transport.wire import ProtocolError
 from support.leftovers import nothing_is_left
 from support.limits import scaled
@@ -65,11 +65,11 @@ def test_a_count_that_cannot_be_is_refused() -> None:
 def test_what_is_sent_is_not_kept_for_ever() -> None:
     sent: SendBuffer[int] = SendBuffer()
     had = ReceivedOffset()
-    for unit in range(10 * SAY_AFTER_UNITS):
+    for unit in range(10 * ACKNOWLEDGE_AFTER_UNITS):
         sent.keep(unit)
         if had.one_more(1):
             sent.acknowledge(had.report())
-        assert len(sent._kept) <= SAY_AFTER_UNITS
+        assert len(sent._kept) <= ACKNOWLEDGE_AFTER_UNITS
 
 
 def rounds() -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def test_a_sender_keeps_no_more_than_it_may_have_to_send_again() -> None:
         shoal.barrier()  # who has ended is nobody's link
         return max(len(link._sent._kept) for link in links if isinstance(link, NetworkLink))
 
-    assert max(shoal.Fleet(2, transport="network").run(run)) < 2 * SAY_AFTER_UNITS
+    assert max(shoal.Fleet(2, transport="network").run(run)) < 2 * ACKNOWLEDGE_AFTER_UNITS
 
 
 @pytest.mark.transport("network")

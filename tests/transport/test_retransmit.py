@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.transport.retransmit import MOST_SPOILED, SAY_AFTER_BYTES, SAY_AFTER_UNITS, ReceivedOffset, SendBuffer
+from shoal.transport.retransmit import (
+    ACKNOWLEDGE_AFTER_BYTES,
+    ACKNOWLEDGE_AFTER_UNITS,
+    MOST_CORRUPT,
+    ReceivedOffset,
+    SendBuffer,
+)
 from shoal.transport.wire import ProtocolError
 
 
@@ -48,16 +54,16 @@ def test_a_count_that_cannot_be_is_refused(count: int) -> None:
 
 def test_the_receiver_acknowledges_after_so_many_units_or_bytes() -> None:
     had = ReceivedOffset()
-    assert [had.one_more(1) for _ in range(SAY_AFTER_UNITS)] == [False] * (SAY_AFTER_UNITS - 1) + [True]
-    assert had.report() == SAY_AFTER_UNITS
-    assert not had.one_more(SAY_AFTER_BYTES - 1) and had.one_more(1)
-    assert had.report() == SAY_AFTER_UNITS + 2
+    assert [had.one_more(1) for _ in range(ACKNOWLEDGE_AFTER_UNITS)] == [False] * (ACKNOWLEDGE_AFTER_UNITS - 1) + [True]
+    assert had.report() == ACKNOWLEDGE_AFTER_UNITS
+    assert not had.one_more(ACKNOWLEDGE_AFTER_BYTES - 1) and had.one_more(1)
+    assert had.report() == ACKNOWLEDGE_AFTER_UNITS + 2
     assert not had.one_more(1)
 
 
 def test_only_spoiled_units_in_a_row_count() -> None:
     had = ReceivedOffset()
     for _ in range(2):
-        assert [had.add_corrupt() for _ in range(MOST_SPOILED - 1)] == [False] * (MOST_SPOILED - 1)
+        assert [had.add_corrupt() for _ in range(MOST_CORRUPT - 1)] == [False] * (MOST_CORRUPT - 1)
         had.one_more(1)
-    assert [had.add_corrupt() for _ in range(MOST_SPOILED)] == [False] * (MOST_SPOILED - 1) + [True]
+    assert [had.add_corrupt() for _ in range(MOST_CORRUPT)] == [False] * (MOST_CORRUPT - 1) + [True]

@@ -109,8 +109,8 @@ def first_contact() -> None:
     engine = current().engine
     if shoal.rank() == 0:
         with engine.lock:
-            assert 3 not in engine.router.links and not engine.router.hears(3)
-            engine.sender.say(3, Message(Kind.ASK, ALIVE, ALIVE))
+            assert 3 not in engine.router.links and not engine.router.receives_from(3)
+            engine.sender.send_message(3, Message(Kind.ASK, ALIVE, ALIVE))
             engine.sender.flush()
         assert wait_until(lambda: 3 in reversed_links() and is_open(engine.router.links[3]), 20.0)
     shoal.barrier()

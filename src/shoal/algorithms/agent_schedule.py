@@ -53,7 +53,7 @@ class AgentSchedule:
         Raises:
             ValueError: A weight is not finite.
         """
-        left = self._left_without(gone)
+        left = self._healed_without(gone)
         key = left.schedule.in_period(round_), form, gone
         found = self._mixings.get(key)
         if found is None:
@@ -71,7 +71,7 @@ class AgentSchedule:
 
     def round_weights(self, round_: int, gone: tuple[int, ...] = ()) -> RoundWeights:
         """The weights of all agents in a round."""
-        return self._left_without(gone)[round_]
+        return self._healed_without(gone)[round_]
 
     def too_few_sources(self, needed: int, rounds: int) -> tuple[int, int, int] | None:
         """The first agent that receives from others in a round, but from fewer than an operation needs.
@@ -94,7 +94,7 @@ class AgentSchedule:
 
     def neighbours(self, round_: int, gone: tuple[int, ...] = ()) -> list[int]:
         """The agents that this one has links with, both ways."""
-        left = self._left_without(gone)
+        left = self._healed_without(gone)
         key = left.schedule.in_period(round_), gone
         found = self._neighbours.get(key)
         if found is None:
@@ -104,7 +104,7 @@ class AgentSchedule:
             self._neighbours[key] = found = there[here == self._rank].tolist()
         return found
 
-    def _left_without(self, gone: tuple[int, ...]) -> ScheduleWeights:
+    def _healed_without(self, gone: tuple[int, ...]) -> ScheduleWeights:
         if gone not in self._left:
             whole = self._weights.schedule
             self._left[gone] = left = ScheduleWeights(self._healed(whole, gone))

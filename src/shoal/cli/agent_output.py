@@ -113,7 +113,7 @@ class AgentOutput:
             self._write_lines(rank, stream, [rest])
         self._plan_redraw()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Write a message of the launcher's own to stderr."""
         self._write(STDERR, f"{text}\n".encode(errors="backslashreplace"))
 
@@ -162,7 +162,7 @@ class AgentOutput:
             # Nobody reads any more (``shoal run ... | head``), the disk is full, or the terminal was closed.
             self._broken.add(stream)
             if stream == STDOUT and not isinstance(error, BrokenPipeError):
-                self.say(f"shoal run: cannot write the output of the agents: {error.strerror}")
+                self.print(f"shoal run: cannot write the output of the agents: {error.strerror}")
             return b""
         return data[at:]
 

@@ -154,8 +154,8 @@ class AgentProcesses:
         # The first peer loss, if all are to end and its cause is not known yet; and its time.
         self._peer_loss: tuple[AgentExit, float] | None = None
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
-        self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
-        self._telling: list[subprocess.Popen[bytes]] = []
+        self._failure_commands: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
+        self._failure_processes: list[subprocess.Popen[bytes]] = []
         # The times and signals of the next steps if the agents do not end by themselves. Not None once they are to end.
         self._steps: list[tuple[float, signal.Signals]] | None = None
         self._requested: signal.Signals | None = None
@@ -174,7 +174,7 @@ class AgentProcesses:
     ) -> None:
         for agent in self._living:
             _kill_group(agent.process)
-        helpers = [*(process for _, process in self._helpers), *self._telling]
+        helpers = [*(process for _, process in self._helpers), *self._failure_processes]
         for process in (*(agent.process for agent in self._living), *helpers):
             process.kill()
             process.wait()
@@ -213,16 +213,16 @@ class AgentProcesses:
         process = _start(command, stdin=subprocess.DEVNULL, pass_fds=(descriptor,))
         self._helpers.append((name, process))
 
-    def tell_of(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def run_on_failure(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Run a command, with one more argument that describes the failure, when this agent fails and the others are to
         continue.
         """
-        self._tellers[rank] = (command, environ)
+        self._failure_commands[rank] = (command, environ)
 
     def mind(self) -> JobExit:
         """Wait for the end of all agents."""
         while self._living or self._again:
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._next_due()):
                 key.data()
             if self._pipes is not None:
                 self._pipes.follow_reader()
@@ -239,10 +239,10 @@ class AgentProcesses:
             return replace(ending, status=1)  # as for a program whose last output could not be written
         return ending
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Tell the user something, on stderr."""
         if self._output is not None:
-            self._output.say(f"shoal run: {text}")
+            self._output.print(f"shoal run: {text}")
             return
         with contextlib.suppress(OSError):
             print(f"shoal run: {text}", file=sys.stderr, flush=True)
@@ -262,7 +262,7 @@ class AgentProcesses:
         all_gone = self._restarts > 0 and not finished and not told_to and not self._elsewhere()
         return JobExit(0 if finished else status, all_gone, summary)
 
-    def _patience(self) -> float | None:
+    def _next_due(self) -> float | None:
         due = [self._steps[0][0]] if self._steps else []
         due += [self._cause_due()] if self._peer_loss is not None and self._steps is None else []
         due += [self._again_at] if self._again else []
@@ -285,13 +285,13 @@ class AgentProcesses:
 
     def _obey(self, signum: signal.Signals) -> None:
         if signum == signal.SIGINT and self._steps is not None:
-            self.say("interrupted again: killing the agents")
+            self.print("interrupted again: killing the agents")
             self._signal_agents(signal.SIGKILL)
             return
         if signum in (signal.SIGINT, signal.SIGTERM) and self._steps is None:
             self._requested = signum
             again = " (Ctrl-C again kills them)" if signum == signal.SIGINT else ""
-            self.say(f"{_signal_name(signum)}: passed on, waiting for {_count(len(self._living))} to end{again}")
+            self.print(f"{_signal_name(signum)}: passed on, waiting for {_count(len(self._living))} to end{again}")
             self._end(signum)
             return
         self._passed_on.add(signum)
@@ -308,7 +308,7 @@ class AgentProcesses:
         if not self._steps or time.monotonic() < self._steps[0][0]:
             return
         _, signum = self._steps.pop(0)
-        self.say(f"{_count(len(self._living))} still there: sending {_signal_name(signum)}")
+        self.print(f"{_count(len(self._living))} still there: sending {_signal_name(signum)}")
         self._signal_agents(signum)
 
     def _signal_agents(self, signum: signal.Signals) -> None:
@@ -359,7 +359,7 @@ class AgentProcesses:
                 self._take_failure(outcome)
         for name, process in self._helpers:
             if self._living and process.returncode is None and process.poll() is not None:
-                self.say(f"{name} has ended (code {process.returncode}): agents can no longer find each other")
+                self.print(f"{name} has ended (code {process.returncode}): agents can no longer find each other")
 
     def _report_peer_loss(self) -> None:
         """Report a peer loss as the job's failure if no cause is found: it is on another machine."""
@@ -385,24 +385,24 @@ class AgentProcesses:
         again = again and self._somebody_is_inside()
         then = "letting the rest go on" if self._survive else "ending the rest"
         what = f"{outcome}; {then} ({_count(others)})" if others else str(outcome)
-        self.say(f"{what}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else what)
+        self.print(f"{what}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else what)
         lines = self._output.last_lines(outcome.rank) if self._output is not None else []
         if lines:
             text = "\n".join(f"    {line.decode(errors='backslashreplace')}" for line in lines)
-            self.say(f"the last lines of rank {outcome.rank} on stderr:\n{text}")
+            self.print(f"the last lines of rank {outcome.rank} on stderr:\n{text}")
         self._again_at = time.monotonic() + SETTLE_SECONDS
         if again:
             self._again.append(outcome)
         elif not self._survive:
             self._end(signal.SIGTERM)
         elif others:
-            self._tell_of(outcome)
+            self._run_on_failure(outcome)
 
-    def _tell_of(self, outcome: AgentExit) -> None:
-        if outcome.rank in self._tellers:
-            command, environ = self._tellers[outcome.rank]
+    def _run_on_failure(self, outcome: AgentExit) -> None:
+        if outcome.rank in self._failure_commands:
+            command, environ = self._failure_commands[outcome.rank]
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            self._telling.append(_start([*command, str(outcome)], env=environ, **quiet))
+            self._failure_processes.append(_start([*command, str(outcome)], env=environ, **quiet))
 
     def _start_again(self) -> None:
         """Restart the agents that are due. If no agent is left that could admit them, restart none."""
@@ -413,8 +413,8 @@ class AgentProcesses:
         due, self._again = self._again, []
         for outcome in due:
             if self._has_finished:
-                self.say(f"rank {outcome.rank} is not started again: another agent has finished meanwhile")
-                self._tell_of(outcome)
+                self.print(f"rank {outcome.rank} is not started again: another agent has finished meanwhile")
+                self._run_on_failure(outcome)
             else:
                 self._started[outcome.rank] += 1
                 self._starts[outcome.rank](self._started[outcome.rank])

@@ -38,7 +38,7 @@ from ..transport.addresses import address_towards, interface_address, is_loopbac
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
 from . import path_check
-from .live_checks import CHECK_SECONDS, PAIR_CHECK, WHEN_BUSY, LiveChecks, launcher_variables, patience_here
+from .live_checks import CHECK_SECONDS, PAIR_CHECK, WHEN_BUSY, LiveChecks, check_seconds, launcher_variables
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.rendezvous is not None:
         return run_path(report, args.rendezvous, args.node_rank, args.wait or path_check.WAIT_SECONDS)
-    with LiveChecks(args.wait or patience_here()) as checks:
+    with LiveChecks(args.wait or check_seconds()) as checks:
         print(f"shoal doctor, Shoal {__version__}")
         report_versions(report)
         report_machine(report)
@@ -196,7 +196,7 @@ def report_machine(report: Report) -> None:
     report.line("locked memory", _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], 1024, "KiB"))
     report.line("/dev/shm", f"{_shm()}; Shoal does not use it, data loaders do")
     try:
-        devices = _in_time(devices_here, "ask CUDA for its devices")
+        devices = _in_time(local_devices, "ask CUDA for its devices")
     except OSError as error:
         devices = [str(error)]
     for line in devices:
@@ -204,7 +204,7 @@ def report_machine(report: Report) -> None:
     report.line("huge pages", f"private memory: {_chosen('enabled')}; shared memory: {_chosen('shmem_enabled')}")
 
 
-def devices_here() -> list[str]:
+def local_devices() -> list[str]:
     """The CUDA devices of this machine, and how their tensors are sent."""
     if not torch.cuda.is_available():
         return [f"none of CUDA{'' if torch.version.cuda else ', for which this torch was not built'}"]

@@ -56,7 +56,7 @@ _NOT_FOR_CHECKS = (
 )
 
 
-def patience_here() -> float:
+def check_seconds() -> float:
     """How long to wait for the checks on this machine, as it is now."""
     return WHEN_BUSY if os.getloadavg()[0] > len(os.sched_getaffinity(0)) else CHECK_SECONDS
 

@@ -59,7 +59,7 @@ def main(profile: str, agents: int) -> int:
                 processes.start(rank, engine, environ, keeps_stdin=False)
             ending = processes.mind()
             if ending.summary:
-                processes.say(ending.summary)
+                processes.print(ending.summary)
             return ending.status
     finally:
         _kill_children()

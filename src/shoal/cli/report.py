@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tell what is there, and draw it."""
     folder = Path(args.folder)
-    of_traces, of_records = traces.are_there(folder), membership_log.are_there(folder)
+    of_traces, of_records = traces.exist(folder), membership_log.exist(folder)
     try:
         if not of_traces and not of_records:
             raise FileNotFoundError(
@@ -82,7 +82,7 @@ def report_traces(folder: Path, picture: str, output: str | None, *, every_step:
 
     report = RunReport.of(folder)
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for line in _what_there_is(report):
+    for line in _inventory(report):
         console.print(line, markup=False)
     console.print(_table(report))
     if every_step:
@@ -91,8 +91,8 @@ def report_traces(folder: Path, picture: str, output: str | None, *, every_step:
     for number, one in enumerate(report.findings, 1):
         console.print(f"{number}. {one.what}.", markup=False)
         console.print(f"   -> {one.advice}.", markup=False)
-    _tell_messages(report, console)
-    _tell_ends(report, console)
+    _print_messages(report, console)
+    _print_ends(report, console)
     if output != "":
         path = folder / MERGED if output is None else Path(output)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def report_traces(folder: Path, picture: str, output: str | None, *, every_step:
         console.print(f"drawn: {picture}", markup=False)
 
 
-def _what_there_is(report: RunReport) -> list[str]:
+def _inventory(report: RunReport) -> list[str]:
     """The agents with traces, the agents without, and the clocks."""
     found = report.found
     hosts = sorted({one.host for one in found.traces})
@@ -175,7 +175,7 @@ def _steps(report: RunReport) -> Table:
     return table
 
 
-def _tell_messages(report: RunReport, console: Console) -> None:
+def _print_messages(report: RunReport, console: Console) -> None:
     by_size = sizes(report.flows)
     count, nbytes = (sum(one[k] for one in by_size.values()) for k in (0, 1))
     control = [flow.sent.nbytes for flow in report.flows if flow.sent.coordinates]
@@ -199,7 +199,7 @@ def _tell_messages(report: RunReport, console: Console) -> None:
         console.print(f"and {len(report.links) - 3} links more, up to {fastest:.3g} MB/s", markup=False)
 
 
-def _tell_ends(report: RunReport, console: Console) -> None:
+def _print_ends(report: RunReport, console: Console) -> None:
     begins = min(one.start for one in report.traces)
     losses = {(one.rank, one.how, one.cause): one.at for trace in report.traces for one in trace.losses[::-1]}
     for (rank, how, cause), at in sorted(losses.items(), key=lambda one: one[1]):

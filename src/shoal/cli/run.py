@@ -46,7 +46,7 @@ SERVE = (
 )
 TELL = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.rendezvous.rendezvous import tell_of_the_end; tell_of_the_end(*sys.argv[1:])"
+    "from shoal.rendezvous.rendezvous import publish_end; publish_end(*sys.argv[1:])"
 )
 LONGEST_PAUSE = 30.0
 """Seconds before all agents are begun with again, at most."""
@@ -210,11 +210,11 @@ def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | 
     received = signals.read()
     if not _stopping(received):
         when = f" in {seconds:g} s" if seconds else ""
-        _say(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
+        _print(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
     while True:
         stopping = _stopping(received)
         if stopping is not None:
-            _say(f"{stopping.name}: not begun again")
+            _print(f"{stopping.name}: not begun again")
             return stopping
         if signal.SIGTSTP in received:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -287,11 +287,11 @@ def _mind(
     failures = FailureHandling(survive, args.grace, restarts)
     with AgentProcesses(output, signals, failures, elsewhere, watch) as agents:
         if "OMP_NUM_THREADS" not in os.environ and args.agents > 1 and not job.attempt:
-            agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
+            agents.print("OMP_NUM_THREADS is not set: each agent gets 1 thread")
         if says:
-            agents.say(says)
+            agents.print(says)
         if watch is not None and watch.address and not job.attempt:
-            agents.say(f"watch the run at {watch.address}")
+            agents.print(f"watch the run at {watch.address}")
         defaults = {"SHOAL_ON_LOSS": "continue"} if survive else {}
         options = {"SHOAL_PORTS": args.ports, "SHOAL_TIMELINE": args.timeline, "SHOAL_RECORD": args.record}
         given = variables(args.env) | {name: value for name, value in options.items() if value is not None}
@@ -301,7 +301,7 @@ def _mind(
             agents.start(rank, command, environ, keeps_stdin=local_rank == 0 and args.node_rank == 0)
             if job.joins_at is None:  # no agent waits for joining agents to meet
                 # Agents that have met detect the loss by themselves; agents that have not would wait.
-                agents.tell_of(rank, [sys.executable, "-c", TELL, LOST], environ)
+                agents.run_on_failure(rank, [sys.executable, "-c", TELL, LOST], environ)
         if listener is not None:
             # The agents may connect already: the kernel accepts their connections until that process serves them.
             serve = [sys.executable, "-c", SERVE, str(listener.fileno()), room]
@@ -309,7 +309,7 @@ def _mind(
             listener.close()
         ending = agents.mind()
         if ending.summary and not (ending.all_gone and job.attempt < job.attempts):
-            agents.say(ending.summary)
+            agents.print(ending.summary)
         return ending
 
 
@@ -324,7 +324,7 @@ def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: in
     return f"{more} more may join, {where}: shoal run --join {join_address(host, port)} -n K {script}"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Tell the user something while no agent is there, on stderr."""
     with contextlib.suppress(OSError):
         print(f"shoal run: {text}", file=sys.stderr, flush=True)

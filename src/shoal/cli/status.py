@@ -300,7 +300,7 @@ def ask(processes: Mapping[int, Iterable[str]], within: float = WITHIN_SECONDS) 
             one.begin(selector)
         while selector.get_map() and (rest := limit - time.monotonic()) > 0:
             for key, _ in selector.select(rest):
-                key.data.hear(selector)
+                key.data.receive(selector)
     ranks = {pid: rank for one in questions.values() for agent in one.agents for rank, pid in agent.get("here", ())}
     found = []
     for pid, one in sorted(questions.items()):
@@ -337,7 +337,7 @@ class _StatusQuery:
             selector.register(self._sock, selectors.EVENT_READ, self)
             return
 
-    def hear(self, selector: selectors.BaseSelector) -> None:
+    def receive(self, selector: selectors.BaseSelector) -> None:
         """Read the received data."""
         sock = self._sock
         assert sock is not None

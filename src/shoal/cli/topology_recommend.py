@@ -162,7 +162,7 @@ def _nic(args: argparse.Namespace) -> Link:
 
 def _measured(args: argparse.Namespace) -> Network | None:
     """The measured network, with the command line's values put in; None on agents other than rank 0."""
-    from ..netmodel.probe import MeasuredNetwork, measure, measure_here
+    from ..netmodel.probe import MeasuredNetwork, measure, measure_this_machine
 
     if args.inside_bandwidth is not None:
         raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")
@@ -173,7 +173,7 @@ def _measured(args: argparse.Namespace) -> Network | None:
     found: MeasuredNetwork
     if launch.launcher == "none" or launch.size == 1:
         print("measuring with agents on this machine", file=sys.stderr)
-        found = measure_here(max(2, min(args.agents or DEFAULT_AGENTS, _MOST_MEASURING)))
+        found = measure_this_machine(max(2, min(args.agents or DEFAULT_AGENTS, _MOST_MEASURING)))
     else:
         import shoal
 

@@ -36,7 +36,7 @@ def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
     if port == LAST_PORT:
         raise ValueError(f"launchers meet at the port after that of --rendezvous, and there is none after {port}")
     if args.node_rank > 0:
-        return RemoteViewer(_teller(host, port + 1, secret), args.agents)
+        return RemoteViewer(_status_sender(host, port + 1, secret), args.agents)
     try:
         listener = listen(host, port + 1, config.read().interface)
     except OSError as error:
@@ -90,7 +90,7 @@ def watch_of_joining(claimed: ClaimedRanks, host: str, agents: int) -> Watch | N
     if not port or _would_be_read(host):
         return None
     try:
-        return RemoteViewer(_teller(host, port, claimed.secret), agents)
+        return RemoteViewer(_status_sender(host, port, claimed.secret), agents)
     except OSError as error:
         with contextlib.suppress(OSError):
             what = "who looks on there does not hear of these agents"
@@ -103,7 +103,7 @@ def _would_be_read(host: str) -> bool:
     return config.read().tls and not is_this_machine(host)
 
 
-def _teller(host: str, port: int, secret: str) -> StatusSender:
+def _status_sender(host: str, port: int, secret: str) -> StatusSender:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

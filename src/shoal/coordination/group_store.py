@@ -38,7 +38,7 @@ class GroupStores(MinimalService):
         """The store of a new group of these ranks; all of them make it, under this label."""
         return GroupStore(self, label, ranks)
 
-    def tell(self, group: str, ranks: tuple[int, ...], key: str, value: bytes) -> None:
+    def send(self, group: str, ranks: tuple[int, ...], key: str, value: bytes) -> None:
         """Send a value to all members of a group."""
         self._keep((group, key), value)
         engine, content = self.engine, [group, key, base64.b64encode(value).decode()]
@@ -97,7 +97,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
         self._group = f"{label} {','.join(map(str, ranks))}"
 
     def set(self, key: str, value: Any) -> None:
-        self._stores.tell(self._group, self._ranks, key, value.encode() if isinstance(value, str) else bytes(value))
+        self._stores.send(self._group, self._ranks, key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -108,7 +108,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
         if not self._stores.wait(self._label, self._group, keys, seconds):
             raise RuntimeError(f"nobody has said {keys} within {seconds:g} s")
 
-    def all_say(self, what: str, here: bool) -> bool:
+    def all_agree(self, what: str, here: bool) -> bool:
         """Send a boolean to all members and wait for theirs. Returns whether all have sent True."""
         engine = self._stores.engine
         self.set(f"{what} {engine.rank}", b"1" if here else b"0")

@@ -131,7 +131,7 @@ class CollectiveOrdering(MinimalService):
         kind = movement.collective.kind if movement.collective is not None else ""
         request = TransferRequest(CallSignature(key, operation.op, carried.what, kind), operation.round, peers)
         self._pending.add(PendingRequest(request, operation, stage, movement, leases))
-        others = peers if peers is not None else (among or self._there(operation))
+        others = peers if peers is not None else (among or self._taking_part(operation))
         stage.absent = set(others) - {engine.rank}
         stage.asked = False
         self._changed = True
@@ -240,7 +240,7 @@ class CollectiveOrdering(MinimalService):
 
     # A round
 
-    def _there(self, operation: Operation) -> Ranks:
+    def _taking_part(self, operation: Operation) -> Ranks:
         """The ranks that take part in a round, ascending."""
         return tuple(rank for rank in operation.left_of(range(self._engine.size)) if rank not in self._gone)
 
@@ -256,9 +256,9 @@ class CollectiveOrdering(MinimalService):
         if (some_only and not even_so) or (not self._productive and called < 0):
             self._call = round_, some_only
             for rank in self._others:
-                self._say(rank, _BEGINS_FOR_SOME if some_only else _BEGINS, round_)
+                self._announce(rank, _BEGINS_FOR_SOME if some_only else _BEGINS, round_)
 
-    def _say(self, rank: int, what: int, round_: int) -> None:
+    def _announce(self, rank: int, what: int, round_: int) -> None:
         engine = self._engine
         message = Message(Kind.DATA, CALL, CALL, round_, digest=what)
         engine.send_tensor(rank, message, torch.empty(0), background=True)
@@ -283,7 +283,7 @@ class CollectiveOrdering(MinimalService):
             if operation.plan.attempt != self._attempt:  # agents that left before are gone for all since then
                 self._attempt, self._group = operation.plan.attempt, ()
                 self._gone.clear()
-            group = self._there(operation)
+            group = self._taking_part(operation)
             if group != self._group:
                 cache.clear()
                 self._group = group
@@ -303,7 +303,7 @@ class CollectiveOrdering(MinimalService):
         known = self._pending.known
         for key in [key for key in known if not key.members]:
             for asked in known.pop(key):
-                there = self._there(asked.operation)
+                there = self._taking_part(asked.operation)
                 if there != group:
                     asked.request = replace(asked.request, entry=asked.request.entry.of(there))
                 self._pending.add(asked)
@@ -338,7 +338,7 @@ class CollectiveOrdering(MinimalService):
             asked.committed = False
             if asked.withdrawn:
                 self._pending.drop(asked)
-                self._engine.say_withdrawn(asked.operation, asked.stage)
+                self._engine.send_withdrawal(asked.operation, asked.stage)
         if steps:
             self._groups.move(outcome.group, steps)
         if outcome.leaving:
@@ -357,7 +357,7 @@ class CollectiveOrdering(MinimalService):
         engine = self._engine
         with engine.lock:
             for rank in leaving:
-                self._say(rank, _ALL_MOVED, 0)
+                self._announce(rank, _ALL_MOVED, 0)
             self._await_no_more(engine.rank)
             engine.wake()
 
@@ -452,7 +452,7 @@ class CollectiveOrdering(MinimalService):
 
     # As a service
 
-    def on_gone(self, rank: int, because: int | None) -> None:
+    def on_departure(self, rank: int, because: int | None) -> None:
         """An agent that is gone sends no more messages; see :class:`~shoal.operations.services.Service`."""
         self._await_no_more(rank)
 

@@ -140,7 +140,8 @@ class Engine(EngineFace):
         self.count_sent, self.transport_to = sender.count, router.transport_to
         self.rounds_begun, self.fail = matcher.begun, lifecycle.fail
         self.active_operation, self.in_flight = matcher.active, matcher.in_flight
-        self.transferred, self.say_withdrawn = lifecycle.backend_stages.moved, lifecycle.backend_stages.say_withdrawn
+        stages = lifecycle.backend_stages
+        self.transferred, self.send_withdrawal = stages.moved, stages.send_withdrawal
         self.check_by, self.wake, self.notify = progress.check_by, self.poller.wake, progress.notify
         self.drive_until, self.begins_to_wait = progress.drive_until, stalls.begins_to_wait
         self.check_joined, self.joining_peers = self.rejoin.check_joined, self.rejoin.asking

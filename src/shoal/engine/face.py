@@ -59,7 +59,7 @@ class EngineFace:
     def attach_backend(self, backend: CollectiveBackend, on_entry: Callable[[], None]) -> None:
         """Let a backend move tensors. ``on_entry`` is called when agents are admitted. Call it before the start."""
         if self.agreement.active:
-            self.sender.keep_what_is_carried()
+            self.sender.keep_backend_tensors()
         self.rejoin.notify_of_entry(on_entry)
         self.lifecycle.backend_stages.carry_with(backend)
 

@@ -51,15 +51,15 @@ class ShutdownDrain:
             except BaseException as error:
                 self.interrupt = error
 
-    def disconnect(self, parts: SharedParts, last_word: float, deadline: float) -> None:
+    def disconnect(self, parts: SharedParts, last_message: float, deadline: float) -> None:
         """After the shutdown message, wait until all bytes are sent and connected peers have read it."""
         router = parts.router
-        self(lambda: parts.sender.empty, last_word, lambda: parts.membership.view.is_cut_off)
+        self(lambda: parts.sender.empty, last_message, lambda: parts.membership.view.is_cut_off)
         with self._progress.lock:
-            router.say_goodbye(*router.inbox.last_word, to_all=True)
+            router.send_shutdown(*router.inbox.last_message, to_all=True)
         # Peers that have read the message close their connections. A socket closed with unread bytes would report a
         # failure.
-        self(lambda: not router.heard, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
+        self(lambda: not router.has_incoming, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
 
     def leave(self, backend: CollectiveBackend, matcher: Matcher, deadline: float) -> None:
         """Notify the members of the backend that this agent leaves, so that they do not wait, and await their
@@ -113,26 +113,26 @@ class Shutdown:
                 if not died and gate.ended is None and not gate.closing:
                     drain.leave(backend, matcher, deadline)
                 last.callback(backend.stop)
-            if not self._fail_what_is_in_flight(deadline, died):
+            if not self._fail_in_flight(deadline, died):
                 last.pop_all()  # another thread closes the engine
                 return
             drain(lambda: sender.drained and not matcher.in_flight(), deadline)
             with progress.lock:
                 if results.results and not died:
-                    results.tell(leaving=True)
+                    results.confirm(leaving=True)
             drain(lambda: not results.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
             with progress.lock:
-                self._say_goodbye(why, died)
+                self._send_shutdown(why, died)
             # Also after a loss, which the message names. A busy neighbour with a full socket would count this agent as
             # lost.
-            last_word = clock.monotonic() + LAST_WORD_SECONDS if gate.ended is not None else deadline
-            drain.disconnect(self._parts, min(deadline, last_word), deadline)
+            last_message = clock.monotonic() + LAST_WORD_SECONDS if gate.ended is not None else deadline
+            drain.disconnect(self._parts, min(deadline, last_message), deadline)
             with progress.lock:
                 self._lifecycle.fail_all(_gone())
         if drain.interrupt is not None:
             raise drain.interrupt
 
-    def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
+    def _fail_in_flight(self, deadline: float, died: bool) -> bool:
         """Refuse new operations, and end operations that wait for other agents. False if that has been done."""
         now = clock.monotonic()
         for service in self._services.all():  # the other half is for messages that other agents need
@@ -146,11 +146,11 @@ class Shutdown:
             self._fusion.give_up_early()
         return True
 
-    def _say_goodbye(self, why: str, died: bool) -> None:
+    def _send_shutdown(self, why: str, died: bool) -> None:
         sender, ended = self._parts.sender, self._lifecycle.gate.ended
         causes = (service.cause for service in self._services.all())
         missed = next((rank for rank in causes if rank is not None and rank != self._parts.rank), -1)
-        sender.say_goodbye(why or "it called shoal.shutdown()", died, ended, missed)
+        sender.send_shutdown(why or "it called shoal.shutdown()", died, ended, missed)
         sender.flush()  # no later flush follows if the exchange has failed
 
 

@@ -138,13 +138,13 @@ class Stalls:
         for rank in ranks:
             if rank in self._membership.view.alive and rank not in self._asked and rank != self._rank:
                 self._asked[rank] = now
-                self._sender.say(rank, Message(Kind.ASK, DOING, DOING))
+                self._sender.send_message(rank, Message(Kind.ASK, DOING, DOING))
 
     # Status requests
 
     def answer(self, rank: int, _message: Message) -> None:
         """Send this agent's status to another agent."""
-        self._sender.say(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
+        self._sender.send_message(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
 
     def on_answer(self, rank: int, message: Message) -> None:
         """Take the requested status of another agent."""

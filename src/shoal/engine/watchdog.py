@@ -73,7 +73,7 @@ class Watchdog:
             else:
                 due = operation.deadline  # also while it computes: it may have to wait again afterwards
                 following = min(following, due, self._ask(operation, now))
-        return following if self.drop_after == float("inf") else min(following, self._drop_who_is_silent(now))
+        return following if self.drop_after == float("inf") else min(following, self._drop_silent_agents(now))
 
     def answer(self, source: int, message: Message) -> None:
         """Answer the probe of another agent."""
@@ -85,7 +85,7 @@ class Watchdog:
         if asked is not None:
             self._answered[rank] = asked
 
-    def _drop_who_is_silent(self, now: float) -> float:
+    def _drop_silent_agents(self, now: float) -> float:
         """Probe agents awaited for half of :attr:`drop_after`, and drop agents without an answer in the other half."""
         half, following = self.drop_after / 2, float("inf")
         alive = self._membership.view.alive
@@ -99,7 +99,7 @@ class Watchdog:
             due = max(start, self._answered.get(rank, 0.0)) + half if asked is None else asked + half
             if now >= due and (asked is None or now > due + LATE):
                 self._asked[rank], due = now, now + half
-                self._sender.say(rank, Message(Kind.ASK, ALIVE, ALIVE))
+                self._sender.send_message(rank, Message(Kind.ASK, ALIVE, ALIVE))
             elif now >= due:
                 self._failures.give_up_on(rank, f"it has not answered for {self.drop_after:g} s")
                 return now
@@ -136,7 +136,7 @@ class Watchdog:
         flags = 0 if stage.missing else HERE
         for source in sorted(stage.missing or stage.absent):
             question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number, flags=flags)
-            self._sender.say(source, question)
+            self._sender.send_message(source, question)
         if now >= stage.started + LOOK_AFTER:
             self._deadlocks.look(operation)
         return 2 * now - stage.started

@@ -403,7 +403,7 @@ class Agreement(MinimalService):
     def admit(self, ranks: Ranks, begun: dict[str, int]) -> None:
         """Plan with admitted agents the rounds that no agent had begun.
 
-        If an agreement is in progress, :meth:`tell_again` has to follow once the new agents know of it.
+        If an agreement is in progress, :meth:`send_report_again` has to follow once the new agents know of it.
 
         Args:
             ranks: The admitted agents.
@@ -414,7 +414,7 @@ class Agreement(MinimalService):
         self._gate.install_plan(plan)
         self._announce(entered=ranks)
 
-    def tell_again(self) -> None:
+    def send_report_again(self) -> None:
         """Send this agent's report again after :meth:`admit`, if an agreement is in progress."""
         if self._gate.paused:
             self.change()

@@ -43,7 +43,7 @@ class FailureDetector:
         if known is not None:
             if known[1].told_by == peer:  # its own shutdown message has the cause
                 if known[0] == float("inf"):  # its last messages were awaited; there may be none left
-                    follows = float("inf") if self._router.hears(peer) else due
+                    follows = float("inf") if self._router.receives_from(peer) else due
                     self._schedule(clock.monotonic() if final else follows, known[1])
                 return self._suspects[peer][0]
             due = min(due, known[0])
@@ -99,7 +99,7 @@ class FailureDetector:
         agent's connections show that soon. If they do not, only those two agents have lost each other.
         """
         rank, own = departure.rank, departure.told_by == departure.rank
-        hears = not departure.died and self._router.hears(rank)
+        hears = not departure.died and self._router.receives_from(rank)
         if rank not in self._membership.view.alive or (hears and not own):
             return float("inf")
         shows = not departure.died and not own and self._router.reaches(rank)
@@ -169,7 +169,7 @@ class Failures:
         """Handle the end of a connection or of a process; see :class:`~shoal.transport.link.Receiver`."""
         if peer not in self._membership.view.alive or self._membership.view.is_cut_off:
             self._router.drop(peer)
-        elif not self._sender.said_goodbye:  # after it, peers close their connections
+        elif not self._sender.has_sent_shutdown:  # after it, peers close their connections
             self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
 
     def on_cut(self, peer: int, cause: str) -> None:
@@ -178,13 +178,13 @@ class Failures:
         """
         if peer not in self._membership.view.alive or self._membership.view.is_cut_off:
             self._router.drop(peer)
-        elif not self._sender.said_goodbye and not self._sender.reach(peer):
+        elif not self._sender.has_sent_shutdown and not self._sender.reach(peer):
             self._detector.nothing_follows(peer)
             self._progress.check_by(self._detector.next)
 
     def on_shut_out(self, peer: int) -> None:
         """Handle a peer that counts this agent as lost: this agent was cut off and does not know it."""
-        if peer in self._membership.view.alive and not self._sender.said_goodbye:
+        if peer in self._membership.view.alive and not self._sender.has_sent_shutdown:
             self.break_off(f"rank {peer} counts it as lost")
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
@@ -230,7 +230,7 @@ class Failures:
 
     def check(self, now: float) -> float:
         """Confirm suspects that are due. Returns when to check again."""
-        if self._sender.said_goodbye or self._membership.view.is_cut_off:
+        if self._sender.has_sent_shutdown or self._membership.view.is_cut_off:
             return float("inf")
         for departure in self._detector.confirmed(now):
             self._confirm(departure)
@@ -262,7 +262,7 @@ class Failures:
         for token in self._sender.unacknowledged_by(rank):
             self._lifecycle.acknowledged(rank, token)
         for service in self._services.all():
-            service.on_gone(rank, because if 0 <= because < self._size and because != self._rank else None)
+            service.on_departure(rank, because if 0 <= because < self._size and because != self._rank else None)
         self._fusion.split_those_without(rank)
         for operation in self._matcher.in_flight():
             stage = operation.stage

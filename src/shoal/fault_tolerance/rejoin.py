@@ -146,11 +146,11 @@ class Rejoin(MinimalService):
         self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
         self._agreement.admit(ranks, begun)
         self.on_entry()
-        self._control.send(ranks, ENTRY, self._welcome(begun))
-        self._agreement.tell_again()
+        self._control.send(ranks, ENTRY, self._admission_reply(begun))
+        self._agreement.send_report_again()
         self._progress.check_by(0.0)
 
-    def _welcome(self, begun: dict[str, int]) -> dict[str, Any]:
+    def _admission_reply(self, begun: dict[str, int]) -> dict[str, Any]:
         """The content of the message that admits an agent: addresses, rounds and decisions."""
         router = self._router
         everybody = [JoiningPeer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]

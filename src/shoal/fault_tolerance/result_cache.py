@@ -73,8 +73,8 @@ class ResultCache(MinimalService):
         self._membership = membership
         self._control = control
         self._ahead: dict[Key, set[int]] = {}  # agents that have a result that is not here yet
-        self._untold: list[Key] = []
-        self._untold_bytes = 0
+        self._unconfirmed: list[Key] = []
+        self._unconfirmed_bytes = 0
         self._hurried = False  # an agent shuts down and waits for confirmations
 
     def ended(self, operation: Operation, result: torch.Tensor | None) -> None:
@@ -88,17 +88,17 @@ class ResultCache(MinimalService):
         without.difference_update(operation.excluded_ranks, ahead)
         if without:
             self.results[key] = CachedResult(result, without)
-        self._untold.append(key)
-        self._untold_bytes += result.nbytes
-        if self._hurried or len(self._untold) >= TELL_AFTER or self._untold_bytes >= TELL_AFTER_BYTES:
-            self.tell()
+        self._unconfirmed.append(key)
+        self._unconfirmed_bytes += result.nbytes
+        if self._hurried or len(self._unconfirmed) >= TELL_AFTER or self._unconfirmed_bytes >= TELL_AFTER_BYTES:
+            self.confirm()
 
-    def tell(self, leaving: bool = False) -> None:
+    def confirm(self, leaving: bool = False) -> None:
         """Confirm the results of this agent. If it is ``leaving``, the other agents confirm theirs at once."""
-        if not self._untold and not leaving:
+        if not self._unconfirmed and not leaving:
             return
-        confirmation = {"had": _runs(self._untold), "leaving": leaving}
-        self._untold, self._untold_bytes = [], 0
+        confirmation = {"had": _runs(self._unconfirmed), "leaving": leaving}
+        self._unconfirmed, self._unconfirmed_bytes = [], 0
         self._control.send(self._membership.view.others(self._rank), HAD, confirmation)
 
     def serve(self, source: int, message: Message) -> None:
@@ -115,7 +115,7 @@ class ResultCache(MinimalService):
     def _confirm_if_leaving(self, leaving: bool) -> None:
         if leaving:
             self._hurried = True
-            self.tell()
+            self.confirm()
 
     def _has(self, source: int, name: str, first: int, count: int) -> None:
         if first < 0 or not 0 < count <= self._matcher.begun(name) - first:
@@ -133,7 +133,7 @@ class ResultCache(MinimalService):
         if not kept.without:
             del self.results[key]
 
-    def on_gone(self, rank: int, because: int | None) -> None:
+    def on_departure(self, rank: int, because: int | None) -> None:
         """Keep no results for a lost agent; see :class:`~.services.Service`."""
         for key, kept in list(self.results.items()):
             self._drop(key, kept, rank)

@@ -2,7 +2,7 @@
 
 Each agent sends to one, two or three others at once, and receives from as many, small tensors and large ones, by
 Shoal's own operation; the network model is fitted to the times. Each agent runs ``python -m shoal.netmodel.probe``;
-:func:`measure_here` starts some on this machine.
+:func:`measure_this_machine` starts some on this machine.
 
 The parameters of a NIC are fitted to the measured times. Messages that begin together on one NIC take ``degree
 (overhead + nbytes / bandwidth) + latency``: linear in the three unknowns, so that least squares finds them. Errors
@@ -113,7 +113,7 @@ def measure_difference(gradient: torch.Tensor | torch.nn.Module | Iterable[torch
     return apart / length if length else (math.inf if apart else 0.0)
 
 
-def measure_here(agents: int) -> MeasuredNetwork:
+def measure_this_machine(agents: int) -> MeasuredNetwork:
     """Measure with so many processes on this machine, started for it.
 
     Raises:

@@ -121,7 +121,7 @@ class Recommendation:
         """The candidates in their order, those together that cost the same for the same reasons."""
         groups: list[list[Candidate]] = []
         for one in self.candidates:
-            if groups and _is_told_as(one, groups[-1][0]):
+            if groups and _is_shown_as(one, groups[-1][0]):
                 groups[-1].append(one)
             else:
                 groups.append([one])
@@ -340,7 +340,7 @@ def _fault(one: Candidate, best: Candidate) -> str:
     return f"; each {_times(longer)} as long as the best's, {reason}"
 
 
-def _is_told_as(one: Candidate, other: Candidate) -> bool:
+def _is_shown_as(one: Candidate, other: Candidate) -> bool:
     same = one.why == other.why and bool(one.refused) == bool(other.refused)
     times = sorted([one.training_seconds, other.training_seconds])
     return same and (bool(one.refused) or times[1] <= times[0] * (1 + AS_FAST))

@@ -40,7 +40,7 @@ class MembershipEvent:
 PATTERN = "agent*.jsonl"
 
 
-def are_there(folder: Path) -> bool:
+def exist(folder: Path) -> bool:
     """Whether a folder has files that look like records."""
     return next(folder.glob(PATTERN), None) is not None
 

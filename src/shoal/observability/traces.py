@@ -200,7 +200,7 @@ class TraceFolder:
         return sorted(set(range(size)) - {one.rank for one in self.traces})
 
 
-def are_there(folder: Path) -> bool:
+def exist(folder: Path) -> bool:
     """Whether a folder has files that look like traces."""
     return next(folder.glob(PATTERN), None) is not None
 

@@ -62,7 +62,7 @@ class BackendStages:
         stage.to_move, stage.transferred_with = False, set()
         for message in stage.arrived.values():
             if message.payload is not None:
-                message.payload.is_whole()
+                message.payload.is_complete()
         if operation.error is None and operation.stage is stage:
             self._go_on(operation, stage)
             self._progress.notify()
@@ -71,9 +71,9 @@ class BackendStages:
         """Withdraw the request for a stage that an operation leaves, perhaps before its tensors were moved."""
         withdrawn = stage.to_move and self.backend is not None and self.backend.withdraw(operation, stage)
         if withdrawn and operation.error is not None:
-            self.say_withdrawn(operation, stage)
+            self.send_withdrawal(operation, stage)
 
-    def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
+    def send_withdrawal(self, operation: Operation, stage: Stage) -> None:
         """Notify the agents that would wait for the tensors of a stage, which fails here and will not be moved."""
         if self._gate.ended is not None or isinstance(operation.error, PeerLost):
             return  # the shutdown message or the notice of the loss reaches them anyway

@@ -141,13 +141,13 @@ class Deadlocks:
         for rank in operation.waiting_for:
             if rank != self._rank:
                 place = operation.name, operation.round, at, number
-                self._sender.say(rank, Message(Kind.ASK, DEADLOCK, *place, text=text))
+                self._sender.send_message(rank, Message(Kind.ASK, DEADLOCK, *place, text=text))
 
     def serve(self, source: int, message: Message) -> None:
         """Handle a probe: another agent waits for this one in a call, and others may wait for that agent."""
         way = _read(message.text, source)
         first = way[0]
-        operation = self._what_keeps(message)
+        operation = self._blocking_operation(message)
         if operation is None:
             return
         if first.rank == self._rank:
@@ -164,7 +164,7 @@ class Deadlocks:
             self._passed_on.popitem(last=False)
         self._send(operation, way, message.token)
 
-    def _what_keeps(self, message: Message) -> Operation | None:
+    def _blocking_operation(self, message: Message) -> Operation | None:
         """The operation that must end here before the awaited message can be sent; None if it is not blocked."""
         if message.round >= self._matcher.begun(message.name):
             return self._stuck_in()
@@ -197,7 +197,7 @@ class Deadlocks:
         if operation is None or operation.error is not None:
             return
         if at != 1:  # the origin knows
-            self._sender.say(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
+            self._sender.send_message(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
         ranks = tuple(sorted(one.rank for one in circle))
         self._lifecycle.fail(operation, Mismatch(f"{operation} on rank {self._rank}: {_explained(circle)}", ranks))
 

@@ -142,9 +142,9 @@ class Events:
             if len(queue) >= limit:
                 full()
         if self._listeners:
-            self._tell(Event(*fields))
+            self._notify(Event(*fields))
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         with deferred:
             for listener in self._listeners:
                 try:

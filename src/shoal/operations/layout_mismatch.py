@@ -81,7 +81,7 @@ class LayoutExchange:
                 return {}
             self._answers.update(dict.fromkeys(asked))
             for rank, (name, round_) in sorted(asked):
-                self._sender.say(rank, Message(Kind.ASK, TENSORS, name, round_))
+                self._sender.send_message(rank, Message(Kind.ASK, TENSORS, name, round_))
         limit = clock.monotonic() + ANSWER_WITHIN
         self._progress.drive_until(
             lambda: all(self._answers.get(one) is not None and (one in self._answered or not mutual) for one in asked),
@@ -112,7 +112,7 @@ class LayoutExchange:
         text = "\n".join(described(layout))
         known = len(text) <= MOST_BYTES
         flags, text = (HERE, text) if known else (0, "")
-        self._sender.say(source, Message(Kind.DENY, TENSORS, *key, flags=flags, text=text))
+        self._sender.send_message(source, Message(Kind.DENY, TENSORS, *key, flags=flags, text=text))
         self._answered[source, key] = None
         if len(self._answered) > KEPT:
             self._answered.popitem(last=False)

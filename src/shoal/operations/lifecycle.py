@@ -375,7 +375,7 @@ class Lifecycle:
         stage.take(source, message)
         carried = stage.exchange.carried
         if stage.to_move and carried is not None and carried.confirm:
-            self._sender.say_here(source, operation, stage.number)
+            self._sender.send_reached(source, operation, stage.number)
         payload = message.payload
         if payload is not None and not payload.complete:
             payload.on_more = partial(self._more_arrived, operation)

@@ -67,8 +67,8 @@ class Sender:
         self, rank: int, router: Router, membership: Membership, events: Events, on_closed: Callable[[int, str], None]
     ) -> None:
         self.bytes_sent = 0
-        self.keeps_what_is_carried = False  # until the receivers have the tensors that a backend moves
-        self.said_goodbye = False
+        self.keeps_backend_tensors = False  # until the receivers have the tensors that a backend moves
+        self.has_sent_shutdown = False
         self.traffic = EdgeCounters()
         self._rank = rank
         self._router = router
@@ -99,7 +99,7 @@ class Sender:
             published = send.published
             nbytes = (send.stop - send.start) * published.data.element_size()
             carried = stage.to_move and nbytes > 0  # it has arrived when the stage ends, and needs no answer
-            keeps = carried and self.keeps_what_is_carried and not operation.restarts
+            keeps = carried and self.keeps_backend_tensors and not operation.restarts
             reply = keeps if stage.to_move else often or published.region is not None
             token = next(self._tokens)
             # The link reuses a tail that is not empty: one of other bytes would send this receiver another's tensor.
@@ -153,9 +153,9 @@ class Sender:
                 self._events.emit("sent", *about, 0, send.destination, nbytes, why, stage.number, posted)
         stage.posted = True
 
-    def keep_what_is_carried(self) -> None:
+    def keep_backend_tensors(self) -> None:
         """Keep tensors that the backend moves until they have arrived: after a loss, links may have to send them."""
-        self.keeps_what_is_carried = True
+        self.keeps_backend_tensors = True
 
     def send_by_links(self) -> None:
         """Send over links the tensors that the backend should have moved and has not, as far as this agent knows."""
@@ -174,7 +174,7 @@ class Sender:
         """Count tensor bytes that are sent without this sender."""
         self.bytes_sent += nbytes
 
-    def say(self, peer: int, message: Message) -> None:
+    def send_message(self, peer: int, message: Message) -> None:
         """Send a message without a tensor."""
         if peer in self._membership.view.alive:
             link = self._link(peer)
@@ -193,9 +193,11 @@ class Sender:
             # Acknowledged twice, a part would count for another one, whose memory the sender would reuse too early.
             message.flags &= ~WANTS_REPLY
             if self._is_last(message):
-                self.say(source, Message(Kind.DONE, token=message.token))
+                self.send_message(source, Message(Kind.DONE, token=message.token))
             else:
-                self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token))
+                self.send_message(
+                    source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token)
+                )
 
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
         """Notify a peer that its message does not match, and of the reason.
@@ -207,7 +209,7 @@ class Sender:
         refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
         if lost is not None:
             refusal.flags, refusal.digest = DIED, lost
-        self.say(source, refusal)
+        self.send_message(source, refusal)
 
     @staticmethod
     def _is_last(message: Message) -> bool:
@@ -222,25 +224,25 @@ class Sender:
         if failure.leaving:
             return
         flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
-        self.say(
+        self.send_message(
             peer, Message(Kind.DENY, what.op, what.name, what.round, stage, 0, flags, shape=about, text=failure.reason)
         )
 
     def put_off(self, peer: int, what: Message, waiting_for: list[int]) -> None:
         """Notify a waiting peer that this agent waits for other agents first."""
         shape = tuple(waiting_for[:MAX_DIMENSIONS])
-        self.say(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
+        self.send_message(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
 
     def answer(self, peer: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
         """Answer a peer's probe of a stage that this agent has reached."""
         if only_if_here:
-            self.say_here(peer, operation, stage.number)
+            self.send_reached(peer, operation, stage.number)
         elif not stage.will_send(peer, stage.number):
             self.deny(peer, operation, stage.number)
 
-    def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
+    def send_reached(self, peer: int, what: Operation | Message, stage: int) -> None:
         """Notify a probing peer that this agent has reached a stage whose tensors do not travel over links."""
-        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
+        self.send_message(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
 
     def ask_to_connect(self, target: int) -> None:
         """Request through other agents that a peer connects to this agent, which cannot connect to the peer.
@@ -272,10 +274,10 @@ class Sender:
         """Send a connection request over all open links, because a queued request would arrive too late."""
         for peer, link in list(self._router.links.items()):
             if not isinstance(link, Outgoing) or link.open:
-                self.say(peer, request)
+                self.send_message(peer, request)
         target = request.token
         if target not in self._router.links and self._router.transport_to(target) != "network":
-            self.say(target, request)
+            self.send_message(target, request)
 
     def problems_with(self, ranks: list[int]) -> str:
         """Why this agent has no connection to some of these ranks; empty if it has them or needs none."""
@@ -295,7 +297,7 @@ class Sender:
             self._news.append(notice)
         for peer in list(self._router.links):
             if peer not in (gone.rank, gone.told_by):
-                self.say(peer, notice)
+                self.send_message(peer, notice)
         condemned = self._router.links.get(gone.rank)
         if condemned is not None and gone.died and gone.told_by == self._rank:
             condemned.post(notice)
@@ -305,7 +307,7 @@ class Sender:
         """Drop the notices of earlier losses of ranks that have been admitted again."""
         self._news = [notice for notice in self._news if notice.token not in ranks]
 
-    def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
+    def send_shutdown(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
         """Send the shutdown message to every linked peer.
 
         If this agent shuts down after a loss, the message first names the lost agents, so that no peer takes this agent
@@ -317,9 +319,9 @@ class Sender:
         for peer in list(self._router.links):
             flags, because = (DIED | CERTAIN, 0) if died else (0, missed + 1)
             last = Message(Kind.NOTICE, round=self._rank, token=self._rank, flags=flags, digest=because, text=farewell)
-            self.say(peer, last)
-        self.said_goodbye = True
-        self._router.say_goodbye(lost, cause)
+            self.send_message(peer, last)
+        self.has_sent_shutdown = True
+        self._router.send_shutdown(lost, cause)
 
     def reach(self, peer: int) -> bool:
         """Ensure that a link to a peer exists or is being opened; the link detects the end of the peer's process.
@@ -334,7 +336,7 @@ class Sender:
         if link is not None:
             self.dirty[link] = None
             return link
-        if self.said_goodbye:
+        if self.has_sent_shutdown:
             return None
         try:
             link = self._router.link(peer)

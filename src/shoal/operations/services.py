@@ -17,7 +17,7 @@ class Service(Protocol):
     def cause(self) -> int | None:
         """The rank whose loss is the cause if this agent shuts down now; None if there is none."""
 
-    def on_gone(self, rank: int, because: int | None) -> None:
+    def on_departure(self, rank: int, because: int | None) -> None:
         """Handle the loss of an agent; ``because``: another lost agent that is its cause, if known."""
 
     def check(self, now: float) -> float:
@@ -46,7 +46,7 @@ class MinimalService(Service):
     def cause(self) -> int | None:
         return None
 
-    def on_gone(self, rank: int, because: int | None) -> None: ...
+    def on_departure(self, rank: int, because: int | None) -> None: ...
 
     def check(self, now: float) -> float:
         return float("inf")

@@ -20,7 +20,7 @@ from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.bucket_step import BucketStep, MovedBy
 from .inner_step import InnerStep
 from .lr_tracking import LearningRates
-from .malloc_trimming import keep_what_threads_free
+from .malloc_trimming import keep_freed_memory_of_threads
 from .strategies import DuringBackward, StepStrategy
 
 
@@ -207,7 +207,7 @@ class EquationDuringBackward(DuringBackward, Equation):
         super().__init__(*arguments)
         self._under_way: list[threading.Thread] = []
         self._failed: dict[int, BaseException] = {}
-        keep_what_threads_free()
+        keep_freed_memory_of_threads()
 
     def begin_pass(self) -> None:
         if self._under_way and not self._backward.armed:  # a signal has ended the step that waited for them

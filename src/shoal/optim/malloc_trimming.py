@@ -34,7 +34,7 @@ def keep_freed_memory() -> bool:
 
 
 @cache
-def keep_what_threads_free() -> bool:
+def keep_freed_memory_of_threads() -> bool:
     """The same for short-lived threads: they get no heaps of their own any more. glibc would return such a heap to the
     kernel as soon as it is all free, despite the setting for the main heap.
 

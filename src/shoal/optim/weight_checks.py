@@ -60,7 +60,7 @@ class WeightChecks:
             W = _matrix(lines.numpy())
             if by_hand and W is not None:
                 asked = [NEVER_GROWS] if self._dies_out else []
-                self._tell((DOUBLY_STOCHASTIC, *asked), Static(W, name="weights by hand, of the first round"))
+                self._warn_of_first((DOUBLY_STOCHASTIC, *asked), Static(W, name="weights by hand, of the first round"))
                 if self._dies_out:
                     self._own = own
                     self._first = Static(W, name="weights by hand of the first round, which rank 0 has repeated")
@@ -95,14 +95,14 @@ class WeightChecks:
             self._first = None
         elif self._rounds == _REPEATS:
             first, self._first = self._first, None
-            self._tell(self._dies_out, first)
+            self._warn_of_first(self._dies_out, first)
 
     def look_at_static(self, static: StaticTopology) -> None:
         """The weights are those of a static topology, which rank 0 looks at for all."""
         if self._has_warned or static is self._seen or current("optim").rank != 0:
             return
         self._seen = static
-        self._tell(self._needs, schedule_of(static))
+        self._warn_of_first(self._needs, schedule_of(static))
 
     def look_at_scales(self, setting: str, weights: object) -> None:
         """Warn of weights that scale data put into or got from windows, because the average weighs it again."""
@@ -144,7 +144,7 @@ class WeightChecks:
             rank = current("optim").rank
             self._warn(f"{names} of rank {rank} make {which} {rank} of W, which sums to {total:.6g}. {need.remedy}")
 
-    def _tell(self, needs: Iterable[Need], topology: Static) -> None:
+    def _warn_of_first(self, needs: Iterable[Need], topology: Static) -> None:
         found = first_problem(needs, Facts(topology))
         if found is not None:
             need, problem = found

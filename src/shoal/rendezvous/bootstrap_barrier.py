@@ -127,9 +127,9 @@ class BootstrapBarrier:
         """
         self._ticket = self.store.add(f"came/{self._launch.rank}", 1)
         if self._ticket > 1:
-            self._tell_twin(self._ticket - 1)
+            self._publish_twin(self._ticket - 1)
 
-    def _tell_twin(self, ticket: int) -> None:
+    def _publish_twin(self, ticket: int) -> None:
         me = f"process {os.getpid()} on {socket.gethostname()}"
         self.store.set(self._twin(ticket), me.encode())
 
@@ -237,7 +237,7 @@ class BootstrapBarrier:
             self._notified = self._hopeless = True
             raise ended_before(self._launch.rank, value)
         if key == twin:
-            self._tell_twin(self._ticket + 1)
+            self._publish_twin(self._ticket + 1)
             raise Mismatch(
                 f"shoal.init() on rank {self._launch.rank}: {value.decode()} also calls itself rank "
                 f"{self._launch.rank} of this job: give each launcher a --node-rank of its own (each agent its RANK), "
@@ -283,11 +283,11 @@ class BootstrapBarrier:
         with contextlib.suppress(ShoalError, OSError, RuntimeError):  # the store may be what failed
             try:
                 if self._joined:
-                    self._tell(error)
+                    self._publish_failure(error)
             finally:
                 self._need_no_store()
 
-    def _tell(self, error: BaseException) -> None:
+    def _publish_failure(self, error: BaseException) -> None:
         """Publish the failure of this agent and its reason, if other agents would wait for it in vain."""
         gave_up = isinstance(error, DeadlineExceeded) and not self._complete
         rank = self._launch.rank

@@ -101,7 +101,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
     return store
 
 
-def tell_of_the_end(key: str, why: str) -> None:
+def publish_end(key: str, why: str) -> None:
     """Publish in the store of this environment's job that its agent has ended. For a launcher.
 
     It retries for as long as other agents may wait: the server of the store may need as long to import torch as this

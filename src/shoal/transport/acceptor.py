@@ -46,7 +46,7 @@ class Acceptor:
         """The descriptor by which processes of this user find the socket that is for them; -1: there is none."""
         return self._listeners.private
 
-    def listen_here(self) -> str:
+    def listen_locally(self) -> str:
         """Listen for processes of this machine; the name of the socket."""
         name = f"shoal-{clock.random_hex(16)}"
         self._listeners.open(addresses.listen(name), self._accept_local)

@@ -23,7 +23,7 @@ from .poller import Poller
 from .quotas import MACHINE_BYTES, Quota
 from .retransmit import ConnectionCut, ReceivedOffset, SendBuffer
 from .shared_regions import ResultPool
-from .sockets import HAD, Established, Incoming, Outgoing, detached
+from .sockets import ARRIVED, Established, Incoming, Outgoing, detached
 from .tcp import UNREACHABLE, tune
 from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
@@ -292,9 +292,9 @@ class NetworkIncoming(Incoming):
         link.take_over(sock, keys, self._tls)
         sock.send(welcome)
 
-    def say_count(self) -> None:
+    def send_arrived_count(self) -> None:
         """End the handshake of a reverse connection: how many units had arrived over the previous one."""
-        self._say(HAD, self._had.report())
+        self._send_control(ARRIVED, self._had.report())
 
     @property
     def had(self) -> int:
@@ -333,9 +333,9 @@ class NetworkIncoming(Incoming):
                 raise
             raise ConnectionCut(str(error)) from None
         finally:
-            self._say_when_to_wake()
+            self._set_receive_low_water()
 
-    def _say_when_to_wake(self) -> None:
+    def _set_receive_low_water(self) -> None:
         """Within a chunk, wake for no less than ``WAKE_BYTES`` or its end; else for any byte."""
         wakes_at = 1 if self._chunk is None else min(self._chunk.rest, WAKE_BYTES)
         if self._tls is not None:
@@ -380,12 +380,12 @@ class NetworkIncoming(Incoming):
             self._announced.release(len(one.memory))
         one.payload.available = one.at // one.payload.data.element_size()
         self._receiver.on_arrived(self.peer, one.message)
-        self._has_come(one.at - one.begin)
+        self._count_unit(one.at - one.begin)
 
-    def _has_come(self, nbytes: int) -> None:
+    def _count_unit(self, nbytes: int) -> None:
         """Count a unit; now and then acknowledge to the sender, which keeps it until then."""
         if self._had.one_more(nbytes):
-            self._say(HAD, self._had.report())
+            self._send_control(ARRIVED, self._had.report())
 
     def _parse(self) -> None:
         """Take whole packets out of the buffer; the first bytes of a chunk may follow its header.
@@ -397,7 +397,7 @@ class NetworkIncoming(Incoming):
                 message = decode(self._frames.popleft())
                 self._take(message)
                 if not self._frames and message.kind is not Kind.CHUNK:  # which counts once its bytes are here
-                    self._has_come(self._nbytes)
+                    self._count_unit(self._nbytes)
                 continue
             if self._filled - self._at < _LENGTH.size:
                 break

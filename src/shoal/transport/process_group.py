@@ -270,7 +270,7 @@ class ProcessGroups:
         """Make a group, with all its members together: if one of them is stopped during that, all try again."""
         place, group = ranks.index(self._rank), None
         for again in count():
-            store.all_say(f"ready {again}", True)
+            store.all_agree(f"ready {again}", True)
             try:
                 prefixed = dist.PrefixStore(f"{again}", store)  # type: ignore[attr-defined]
                 seconds = CONNECT_SECONDS * 2 ** min(again, MOST_DOUBLINGS)
@@ -278,7 +278,7 @@ class ProcessGroups:
             except RuntimeError as error:
                 log.warning("rank %d has not met ranks %s by %s: %s", self._rank, ranks, self._backend, error)
                 group = None
-            if store.all_say(f"connected {again}", group is not None):
+            if store.all_agree(f"connected {again}", group is not None):
                 break
         return group
 

@@ -15,10 +15,10 @@ from typing import Generic, TypeVar
 from .protocol import ProtocolError
 
 T = TypeVar("T")
-SAY_AFTER_UNITS = 64
-SAY_AFTER_BYTES = 1 << 22
+ACKNOWLEDGE_AFTER_UNITS = 64
+ACKNOWLEDGE_AFTER_BYTES = 1 << 22
 """Units and bytes after which the receiver acknowledges; until then the sender keeps the units."""
-MOST_SPOILED = 3
+MOST_CORRUPT = 3
 """Corrupted units in a row, without a correct one between them: more is no accident."""
 
 
@@ -90,21 +90,21 @@ class ReceivedOffset:
         self.count = 0
         self._reported = 0
         self._nbytes = 0
-        self._spoiled = 0
+        self._corrupt = 0
 
     def one_more(self, nbytes: int) -> bool:
         """Count a received unit. Returns whether it is time to acknowledge."""
         self.count += 1
         self._nbytes += nbytes
-        self._spoiled = 0
+        self._corrupt = 0
         # Without acknowledgements the sender keeps everything that it has ever sent; one for each unit would cost a
         # system call on both sides.
-        return self.count - self._reported >= SAY_AFTER_UNITS or self._nbytes >= SAY_AFTER_BYTES
+        return self.count - self._reported >= ACKNOWLEDGE_AFTER_UNITS or self._nbytes >= ACKNOWLEDGE_AFTER_BYTES
 
     def add_corrupt(self) -> bool:
         """Count a corrupted unit. Returns whether there were too many in a row."""
-        self._spoiled += 1
-        return self._spoiled >= MOST_SPOILED
+        self._corrupt += 1
+        return self._corrupt >= MOST_CORRUPT
 
     def report(self) -> int:
         """The count to acknowledge; records that it is acknowledged now."""

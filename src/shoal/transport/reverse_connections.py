@@ -58,7 +58,7 @@ class ReverseConnectionHost(Protocol):
 
     def address_of(self, peer: int) -> tuple[str, int]: ...
 
-    def hears(self, rank: int) -> bool: ...
+    def receives_from(self, rank: int) -> bool: ...
 
     def ask_to_connect(self, peer: int) -> None: ...
 
@@ -66,7 +66,7 @@ class ReverseConnectionHost(Protocol):
 
     def outgoing(self, peer: int, receiver: Receiver, asks: bool = False, purpose: int = MESSAGES) -> Outgoing: ...
 
-    def hear_over(self, link: NetworkLink) -> None: ...
+    def receive_over(self, link: NetworkLink) -> None: ...
 
 
 class ReverseConnections:
@@ -151,7 +151,7 @@ class ReverseConnections:
         one, link = self._attempts.get(peer), self._agent.links.get(peer)
         if one is None or not isinstance(link, NetworkLink) or self._is_settled(link) or self.is_refused(peer):
             return float("inf")
-        return float("inf") if self._agent.hears(peer) else one.since + one.limit
+        return float("inf") if self._agent.receives_from(peer) else one.since + one.limit
 
     @staticmethod
     def _is_settled(link: NetworkLink) -> bool:
@@ -166,7 +166,7 @@ class ReverseConnections:
             if not isinstance(link, NetworkLink) or self._is_settled(link):
                 del self._attempts[peer]
                 continue
-            if now >= one.since + one.limit and not self._agent.hears(peer) and not self._agent.is_joining:
+            if now >= one.since + one.limit and not self._agent.receives_from(peer) and not self._agent.is_joining:
                 why = self.problem_with(peer)
                 del self._attempts[peer]
                 link.fail(why)
@@ -207,7 +207,7 @@ class ReverseConnections:
     def _opened(self, link: Outgoing) -> None:
         del self._opening[link.peer]
         assert isinstance(link, NetworkLink)
-        self._agent.hear_over(link)
+        self._agent.receive_over(link)
 
     def descriptors(self) -> list[int]:
         """The descriptors that a forked child must close."""

@@ -120,7 +120,7 @@ class Router:
                 others.add("network")
         unix, host, port = "", "", 0
         if "shared_memory" in others:
-            unix = self.acceptor.listen_here()
+            unix = self.acceptor.listen_locally()
         if "network" in others:
             self._host = host = address_for_listening(self.place, places, interface, rendezvous, reached)
             port = self.acceptor.listen_between_machines(host, ports)
@@ -202,7 +202,7 @@ class Router:
         """Begin to connect to a peer."""
         place = self._places[peer]
         if self._kinds[peer] == "shared_memory":
-            sock = self._connect_here(place, self._endpoints[peer])
+            sock = self._connect_locally(place, self._endpoints[peer])
         else:
             try:
                 sock = tcp.start_connecting(*self.address_of(peer))
@@ -218,7 +218,7 @@ class Router:
         endpoint = self._endpoints[peer]
         return beside(endpoint.host, self._host), endpoint.port
 
-    def _connect_here(self, place: PeerId, endpoint: Endpoint) -> socket.socket:
+    def _connect_locally(self, place: PeerId, endpoint: Endpoint) -> socket.socket:
         """Connect to an agent of this machine; if permitted, by its private listener, which others cannot flood."""
         if endpoint.listener >= 0 and (place.rank in self._processes or place.process == self.place.process):
             try:
@@ -274,14 +274,14 @@ class Router:
         """Whether this agent may open a reverse connection to a peer."""
         return self._kinds[peer] == "network" and not self._leaving and peer not in self._shut_out
 
-    def hear_over(self, link: network_link.NetworkLink) -> None:
+    def receive_over(self, link: network_link.NetworkLink) -> None:
         """Receive from a peer over an open reversed connection."""
         incarnation = self._places[link.peer].incarnation
         connection = network_link.NetworkIncoming.over(link, incarnation, self.poller, self._receiver, self._pool)
         self._attend_to(connection)
         try:
             self._introduce(connection)
-            connection.say_count()
+            connection.send_arrived_count()
         except (OSError, ProtocolError):  # the peer connects again
             connection.close()
             self._forget(connection)
@@ -299,7 +299,7 @@ class Router:
         return connection
 
     def _attend_to(self, connection: Incoming) -> None:
-        connection.on_known, connection.on_end, connection.on_cut = self._introduce, self._forget, self._hear_no_more
+        connection.on_known, connection.on_end, connection.on_cut = self._introduce, self._forget, self._on_incoming_cut
         connection.is_shut_out, connection.answer = self._is_shut_out, self._answer
         if isinstance(connection, network_link.NetworkIncoming):
             connection.on_reversed = self.reversing.send_over
@@ -334,7 +334,7 @@ class Router:
         now = self._places[rank].incarnation
         return not self.is_joining and (incarnation < now or (incarnation == now and rank in self._shut_out))
 
-    def _hear_no_more(self, connection: Incoming, cause: str) -> None:
+    def _on_incoming_cut(self, connection: Incoming, cause: str) -> None:
         """The incoming connection of an agent was cut. If it lives, it connects again."""
         # It is kept though it is closed: its count of units is where the next connection of this agent continues.
         connection.close()
@@ -404,34 +404,34 @@ class Router:
         when = min(self.acceptor.next_check, self.reversing.due)
         return min(when, *self._again.values()) if self._again else when
 
-    def say_goodbye(self, lost: int = -1, cause: str = "", to_all: bool = False) -> None:
+    def send_shutdown(self, lost: int = -1, cause: str = "", to_all: bool = False) -> None:
         """Send the shutdown message to connected agents: we leave because rank ``lost`` (-1: none) was lost for
         ``cause``. At first only to those for which nothing is in transit, since they would count later messages as
         missing.
         """
         self._leaving = True
-        self.inbox.last_word = lost, cause
+        self.inbox.last_message = lost, cause
         for peer, connections in self.incoming.items():
             if to_all or peer not in self.links or self.links[peer].idle:
                 for connection in connections:
-                    connection.say_goodbye(lost, cause)
+                    connection.send_shutdown(lost, cause)
 
     @property
-    def heard(self) -> bool:
+    def has_incoming(self) -> bool:
         """Whether any agent is still connected to us."""
         return any(self.incoming.values())
 
     def knows(self, rank: int) -> bool:
         """A connection to or from this rank is open, so that its end shows there."""
-        return rank in self.links or self.hears(rank)
+        return rank in self.links or self.receives_from(rank)
 
-    def hears(self, rank: int) -> bool:
+    def receives_from(self, rank: int) -> bool:
         """A connection from this rank is open, so that its shutdown message or its end will be noticed."""
         return bool(self.incoming.get(rank))
 
     def is_cut_off(self, rank: int) -> bool:
         """The incoming connection of this rank was cut, and no other has replaced it yet."""
-        return rank in self._cut_off and not self.hears(rank)
+        return rank in self._cut_off and not self.receives_from(rank)
 
     def reaches(self, rank: int) -> bool:
         """A link to this rank exists or is being made: if that agent has ended, it will show there."""

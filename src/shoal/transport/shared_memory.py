@@ -143,7 +143,7 @@ class SharedMemoryIncoming(Incoming):
         self.memory = PeerMemory()
         self._buffer = bytearray(PACKET_BYTES + 8192)
 
-    def _hear_question(self, question: bytes) -> None:
+    def _read_status_query(self, question: bytes) -> None:
         if question != status_socket.QUESTION:
             return
         with contextlib.suppress(BlockingIOError):  # the querying process does not read

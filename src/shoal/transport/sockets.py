@@ -38,10 +38,10 @@ from .poller import READ, WRITE, Poller
 from .retransmit import ConnectionCut, is_connection_cut
 from .wire import PACKET_BYTES, Message, ProtocolError, encode
 
-SAID = struct.Struct("<7sQi128s")
+CONTROL = struct.Struct("<7sQi128s")
 """A control message to the peer that opened a connection. At shutdown: goodbye, the rank that this agent had
 lost, and the cause. Over a network, also the number of arrived units, and the request for a reversed connection."""
-GOODBYE, HAD, CONNECT = b"goodbye", b"has had", b"connect"
+GOODBYE, ARRIVED, CONNECT = b"goodbye", b"has had", b"connect"
 log = logging.getLogger("shoal")
 
 NO_DESCRIPTOR = -1
@@ -51,7 +51,7 @@ SHORT_SECONDS = 1.0
 """A cut connection that lasted less than this is made again after a pause, a longer one at once."""
 
 
-def hear(sock: socket.socket, nbytes: int) -> bytes:
+def receive_part(sock: socket.socket, nbytes: int) -> bytes:
     """The received part of the next ``nbytes`` of a handshake."""
     try:
         data = sock.recv(nbytes)
@@ -177,7 +177,7 @@ class Outgoing:
         # A peer that shuts down sends its reason and closes, and our last write to it may fail before that is read.
         # Without this read its orderly end would look like a cut, and be tried again.
         if self.open:
-            self._hear_last_words()
+            self._read_shutdown_message()
         if self.open:
             may_pass = self.resumes and not self._left and is_connection_cut(error)
         else:  # a reconnection does not meet a flood: a peer that does not answer then is gone
@@ -202,7 +202,7 @@ class Outgoing:
 
     def _greet(self) -> None:
         if self._awaits_count:
-            self._hear_count()
+            self._read_arrived_count()
             return
         if not self._hello:
             self._hello = self._whole(HELLO_SIZE)
@@ -235,12 +235,12 @@ class Outgoing:
         self._use(self._greeting.keys)
         self._begin(had)
 
-    def _hear_count(self) -> None:
+    def _read_arrived_count(self) -> None:
         """The end of the handshake of a reversed connection: how many units had come over another one."""
-        data = self._whole(self._goodbye.size + SAID.size)
+        data = self._whole(self._goodbye.size + CONTROL.size)
         if data:
-            word, count, _, _ = SAID.unpack(self._goodbye.open(memoryview(data)))
-            if word != HAD:
+            word, count, _, _ = CONTROL.unpack(self._goodbye.open(memoryview(data)))
+            if word != ARRIVED:
                 raise ProtocolError("it does not begin with what had come")
             self._awaits_count = False
             self._begin(count)
@@ -263,7 +263,7 @@ class Outgoing:
 
     def _whole(self, nbytes: int) -> bytes:
         """The next part of the handshake, once it is complete."""
-        self._received += hear(self.sock, nbytes - len(self._received))
+        self._received += receive_part(self.sock, nbytes - len(self._received))
         if len(self._received) < nbytes:
             return b""
         question, self._received = self._received, b""
@@ -280,7 +280,7 @@ class Outgoing:
 
     def _listen(self) -> bool:
         """Read a control message of the peer, which has a fixed size. Returns whether any bytes arrived."""
-        size = self._goodbye.size + SAID.size
+        size = self._goodbye.size + CONTROL.size
         try:
             data = self.sock.recv(size - len(self._received))
         except BlockingIOError:
@@ -290,12 +290,12 @@ class Outgoing:
             raise ConnectionCut("its end of the connection closed")
         if len(self._received) < size:
             return True
-        word, count, lost, cause = SAID.unpack(self._goodbye.open(memoryview(self._received)))
+        word, count, lost, cause = CONTROL.unpack(self._goodbye.open(memoryview(self._received)))
         self._received = b""
         if word == GOODBYE:
             self._left = True
             self._receiver.on_left(self.peer, lost, cause.rstrip(b"\0").decode(errors="replace"))
-        elif word == HAD:
+        elif word == ARRIVED:
             self._on_had(count)
         elif word == CONNECT and self.resumes:
             self.on_request(self.peer)
@@ -307,7 +307,7 @@ class Outgoing:
         """``count`` units have arrived."""
         raise ProtocolError("it counts what comes to it without being asked")
 
-    def _hear_last_words(self) -> None:
+    def _read_shutdown_message(self) -> None:
         """Read a shutdown message, which names the rank for which the peer leaves, from before the connection broke."""
         for _ in range(2):  # the error of our unread last message may come first
             with contextlib.suppress(OSError, ProtocolError):
@@ -331,7 +331,7 @@ class Outgoing:
         """Close; ``certain``: the peer caused it, by an orderly end or malformed data, which no network produces."""
         if self.sock.fileno() >= 0:
             if self.open:
-                self._hear_last_words()
+                self._read_shutdown_message()
             self.close()
             self._receiver.on_closed(self.peer, cause, certain=certain)
 
@@ -370,7 +370,7 @@ class Incoming:
         self.answer: Callable[[int, int], int] = lambda rank, incarnation: 0
         self.on_cut: Callable[[Incoming, str], None] = lambda connection, cause: connection.fail(cause, True)
         self.on_reversed: Callable[[Incoming, int, Accepting], None] = _refuse_reversed
-        self._said_goodbye = False
+        self._has_sent_shutdown = False
         self._received = b""
         self._poller = poller
         self._receiver = receiver
@@ -408,9 +408,9 @@ class Incoming:
     def _greet(self) -> None:
         if not self._is_private():
             return
-        self._received += hear(self.sock, ANSWER_SIZE - len(self._received))
+        self._received += receive_part(self.sock, ANSWER_SIZE - len(self._received))
         if len(self._received) < ANSWER_SIZE:
-            self._hear_question(self._received)
+            self._read_status_query(self._received)
             return
         try:
             peer = self._greeting.check(self._received)
@@ -451,7 +451,7 @@ class Incoming:
         """As for :class:`Outgoing`."""
         return True
 
-    def _hear_question(self, question: bytes) -> None:
+    def _read_status_query(self, question: bytes) -> None:
         """The received data is shorter than an agent's answer: reply to a status query, if it is allowed."""
 
     def _check_identity(self, peer: int) -> None:
@@ -467,22 +467,22 @@ class Incoming:
         """Set the receiver of later messages."""
         self._receiver = receiver
 
-    def say_goodbye(self, lost: int, cause: str) -> None:
-        if self._said_goodbye:
+    def send_shutdown(self, lost: int, cause: str) -> None:
+        if self._has_sent_shutdown:
             return
-        self._said_goodbye = True
+        self._has_sent_shutdown = True
         with contextlib.suppress(OSError, ConnectionCut):  # it left first
-            self._say(GOODBYE, lost=lost, cause=cause)
+            self._send_control(GOODBYE, lost=lost, cause=cause)
 
     def ask_to_connect(self) -> None:
         """Request the peer to open a reversed connection for messages of this agent."""
         try:
-            self._say(CONNECT)
+            self._send_control(CONNECT)
         except (OSError, ConnectionCut) as error:
             self.on_cut(self, str(error))
 
-    def _say(self, word: bytes, count: int = 0, lost: int = 0, cause: str = "") -> None:
-        data = self._goodbye.close(SAID.pack(word, count, lost, cause.encode()[:128]))
+    def _send_control(self, word: bytes, count: int = 0, lost: int = 0, cause: str = "") -> None:
+        data = self._goodbye.close(CONTROL.pack(word, count, lost, cause.encode()[:128]))
         try:
             sent = self.sock.send(data)
         except BlockingIOError:

@@ -29,7 +29,7 @@ class ThreadInbox:
         self.messages: deque[tuple[int, Message | tuple[int, str]]] = deque()
         self._writers: list[ThreadInbox] = []
         self._closed = False
-        self.last_word = -1, ""  # the rank that the owner had lost when it left, and the cause
+        self.last_message = -1, ""  # the rank that the owner had lost when it left, and the cause
         _inboxes[self.address] = self
 
     def put(self, source: int, message: Message | tuple[int, str]) -> bool:
@@ -60,7 +60,7 @@ class ThreadInbox:
             writers, self._writers = self._writers, []
         _inboxes.pop(self.address, None)
         for writer in writers:
-            writer.put(self._rank, self.last_word)
+            writer.put(self._rank, self.last_message)
 
 
 class ThreadLink:
@@ -82,7 +82,7 @@ class ThreadLink:
             data = published.part(start, stop)
             message.payload = Payload(data, data.numel())
         if self._inbox is None or not self._inbox.put(self._rank, message):
-            self._own.put(self.peer, (-1, "") if self._inbox is None else self._inbox.last_word)
+            self._own.put(self.peer, (-1, "") if self._inbox is None else self._inbox.last_message)
 
     def flush(self) -> None:
         pass

@@ -296,7 +296,7 @@ class Windows:
     def serve(self, source: int, message: Message) -> None:
         self._requests.serve(source, message)
 
-    def on_gone(self, rank: int, because: int | None) -> None:
+    def on_departure(self, rank: int, because: int | None) -> None:
         self._requests.forget(rank)
         for window in self._windows.values():
             window.lose(rank)

@@ -182,7 +182,7 @@ class WindowPart:
         self, how: WriteKind, tensor: torch.Tensor, weights: Mapping[int, float], share: float | None, deadline: float
     ) -> None:
         far = {rank: weight for rank, weight in weights.items() if rank not in self.direct}
-        handle = self._ask_those_there(how.value, far, tensor, share, deadline) if far else None
+        handle = self._ask_members(how.value, far, tensor, share, deadline) if far else None
         for rank, weight in weights.items():
             memory = self.direct.get(rank)
             if memory is None:
@@ -199,9 +199,9 @@ class WindowPart:
                 if not any(map(self._goes_on_without, far)):
                     raise
                 far = {} if handle.operation.next_stage > 1 else far  # it had left for the others as well
-                handle = self._ask_those_there(how.value, far, tensor, share, deadline)
+                handle = self._ask_members(how.value, far, tensor, share, deadline)
 
-    def _ask_those_there(
+    def _ask_members(
         self, op: str, far: Mapping[int, float], tensor: torch.Tensor, share: float | None, deadline: float
     ) -> Handle[dict[int, torch.Tensor]] | None:
         while wanted := {rank: far[rank] for rank in self.there(far)}:

@@ -50,7 +50,7 @@ def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[st
     """
     engine = engines[rank]
     matcher, sender, cache = engine.matcher, engine.sender, engine.result_cache
-    untold = {other: set(one.result_cache._untold) for other, one in engines.items()}
+    untold = {other: set(one.result_cache._unconfirmed) for other, one in engines.items()}
     found = {
         "operations": matcher.in_flight(),
         "early messages": matcher.early,

@@ -90,7 +90,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(shared_regions, "_populate", lambda *_: None)  # a few pages of each area are touched
         put(status_socket, "here", status_socket.StatusSocket())  # agents that crash do not leave it
         put(acceptor, "listen_for", lambda *_: None)
-        put(acceptor.Acceptor, "listen_here", lambda self: "")
+        put(acceptor.Acceptor, "listen_locally", lambda self: "")
         put(listeners, "listen_privately", lambda: None)
         put(tcp, "listen", network.listen)
         put(tcp, "start_connecting", network.start_connecting)

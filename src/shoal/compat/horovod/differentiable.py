@@ -34,17 +34,17 @@ from .process_sets import ProcessSet, global_process_set, group_of
 from .reduce_options import Average, Compression, ScaledReduction, Sum, compressed, listed, parse_reduction
 
 
-def _through(tensors: Tensors, there: Linear, back: Linear) -> list[torch.Tensor]:
+def _through(tensors: Tensors, forward: Linear, back: Linear) -> list[torch.Tensor]:
     """Run the operation, with a backward pass if a tensor requires gradients."""
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors):
-        return there(list(tensors))
-    return apply_linear(list(tensors), there, back)
+        return forward(list(tensors))
+    return apply_linear(list(tensors), forward, back)
 
 
-def _through_compressed(tensors: Tensors, compression: Any, there: Linear, back: Linear) -> list[torch.Tensor]:
+def _through_compressed(tensors: Tensors, compression: Any, forward: Linear, back: Linear) -> list[torch.Tensor]:
     """The same for tensors that are sent in another form."""
     sent, contexts = compressed(compression, tensors)
-    found = _through(sent, there, back)
+    found = _through(sent, forward, back)
     return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
 
 
@@ -80,14 +80,14 @@ def allreduce(
     """
     how = parse_reduction("allreduce", average, op, prescale_factor, postscale_factor)
 
-    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [reduce_one("allreduce", tensors[0], how, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear("allreduce", how)
         return [reduce_one("allreduce", gradients[0], how, gradient_name(name), process_set).wait()]
 
-    return _through_compressed([tensor], compression, there, back)[0]
+    return _through_compressed([tensor], compression, forward, back)[0]
 
 
 def allreduce_(
@@ -118,14 +118,14 @@ def grouped_allreduce(
     called = "grouped_allreduce"
     how = parse_reduction(called, average, op, prescale_factor, postscale_factor)
 
-    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return reduce_many(called, tensors, how, name, process_set).wait()
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear(called, how)
         return reduce_many(called, gradients, how, gradient_name(name), process_set).wait()
 
-    return _through_compressed(listed(called, tensors), compression, there, back)
+    return _through_compressed(listed(called, tensors), compression, forward, back)
 
 
 def grouped_allreduce_(
@@ -150,10 +150,10 @@ def allgather(
     The gradient is this agent's rows of the average of all agents' gradients, as in Horovod.
     """
 
-    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [gather_one("allgather", tensors[0], name, process_set).wait()]
 
-    return _through([tensor], there, lambda found: _own_parts("allgather", found, [tensor], name, process_set))[0]
+    return _through([tensor], forward, lambda found: _own_parts("allgather", found, [tensor], name, process_set))[0]
 
 
 def grouped_allgather(
@@ -163,10 +163,10 @@ def grouped_allgather(
     called = "grouped_allgather"
     tensors = listed(called, tensors)
 
-    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return gather_many(called, tensors, name, process_set).wait()
 
-    return _through(tensors, there, lambda found: _own_parts(called, found, tensors, name, process_set))
+    return _through(tensors, forward, lambda found: _own_parts(called, found, tensors, name, process_set))
 
 
 def _own_parts(
@@ -189,14 +189,14 @@ def broadcast(
     The gradient is the average of all agents' gradients at the root, and zero elsewhere, as in Horovod.
     """
 
-    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [spread_one("broadcast", tensors[0], root_rank, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         mean = reduce_one("broadcast", gradients[0], ScaledReduction(Average), gradient_name(name), process_set).wait()
         return [mean if current("broadcast").rank == root_rank else torch.zeros_like(mean)]
 
-    return _through([tensor], there, back)[0]
+    return _through([tensor], forward, back)[0]
 
 
 def broadcast_(
@@ -226,7 +226,7 @@ def alltoall(
     """
     came: list[int] = []
 
-    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         found, rows = exchange("alltoall", tensors[0], splits, name, process_set).wait()
         came.extend(rows)
         return [found]
@@ -234,7 +234,7 @@ def alltoall(
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         return [exchange("alltoall", gradients[0], came, gradient_name(name), process_set).wait()[0]]
 
-    (found,) = _through([tensor], there, back)
+    (found,) = _through([tensor], forward, back)
     return found if splits is None else (found, torch.tensor(came, dtype=torch.int32))
 
 
@@ -273,7 +273,7 @@ def grouped_reducescatter(
 def _scattered(
     called: str, tensors: Tensors, how: ScaledReduction, name: str | None, compression: Any, process_set: ProcessSet
 ) -> list[torch.Tensor]:
-    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [share_of(one, process_set) for one in reduce_many(called, tensors, how, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -281,7 +281,7 @@ def _scattered(
         factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
         return [one * factor for one in gather_many(called, gradients, gradient_name(name), process_set).wait()]
 
-    return _through_compressed(listed(called, tensors), compression, there, back)
+    return _through_compressed(listed(called, tensors), compression, forward, back)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

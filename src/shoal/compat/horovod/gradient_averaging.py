@@ -160,7 +160,7 @@ class Gradients:
         if self._is_synchronized or not self._active:
             return
         with torch.no_grad():
-            self._add_what_is_learnt_now()
+            self._add_trainable_parameters()
             for number in range(len(self._groups)):
                 if number not in self._under_way:
                     self._leave(number)
@@ -184,7 +184,7 @@ class Gradients:
         else:
             param.grad.copy_(mean)
 
-    def _add_what_is_learnt_now(self) -> None:
+    def _add_trainable_parameters(self) -> None:
         """Parameters that were not when the groups were made, or that the optimizer did not have."""
         every = [param for group in self._optimizer.param_groups for param in group["params"]]
         new = [param for param in every if param.requires_grad and param not in self._of]

@@ -103,17 +103,17 @@ class JoinCoordinator(MinimalService):
             self._in_flight.append(call)
             for rank, state in self._joined.items():
                 if state.joined > self._ended:
-                    self._tell(rank, call)
+                    self._announce(rank, call)
                     engine.wake()
 
     def _is_in_flight(self, call: AnnouncedCall) -> bool:
         return self._engine.active_operation(call.channel, call.round) is not None
 
-    def _tell(self, rank: int, call: AnnouncedCall) -> None:
+    def _announce(self, rank: int, call: AnnouncedCall) -> None:
         self._announced[rank] = self._announced.get(rank, 0) + 1
         self._send(rank, _CALL, call)
 
-    def _tell_state(self, rank: int) -> None:
+    def _send_state(self, rank: int) -> None:
         received = self._joined[rank].joined if rank in self._joined else 0
         self._send(rank, _STATE, JoinState(self._own, received, self._announced.get(rank, 0)))
 
@@ -140,11 +140,11 @@ class JoinCoordinator(MinimalService):
             self._announced[source] = 0
             for call in self._in_flight:
                 if self._is_in_flight(call):
-                    self._tell(source, call)
-            self._tell_state(source)
+                    self._announce(source, call)
+            self._send_state(source)
         self._news.put(None)
 
-    def on_gone(self, rank: int, because: int | None) -> None:
+    def on_departure(self, rank: int, because: int | None) -> None:
         self._news.put(None)
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
@@ -178,7 +178,7 @@ class JoinCoordinator(MinimalService):
             self._received.clear()
             for rank in engine.alive:
                 if rank != engine.rank:
-                    self._tell_state(rank)
+                    self._send_state(rank)
             engine.wake()
         engine.begins_to_wait(self._since)
         own_calls = self._calls

@@ -86,7 +86,7 @@ class _FramedStream:
             except BlockingIOError:
                 return
 
-    def hear(self) -> list[bytes]:
+    def receive(self) -> list[bytes]:
         """The completely received messages. OSError or ValueError if the connection is closed, or the data is
         malformed.
         """
@@ -135,7 +135,7 @@ class StatusCollector:
                 self._accept()
             elif key.data in self._guests:
                 try:
-                    self._hear(key.data)
+                    self._receive(key.data)
                 except (OSError, ValueError, TypeError, KeyError, RecursionError):
                     self._end(key.data)
         now = time.monotonic()
@@ -163,8 +163,8 @@ class StatusCollector:
         except OSError:
             self._end(guest)
 
-    def _hear(self, guest: _LauncherConnection) -> None:
-        for message in guest.stream.hear():
+    def _receive(self, guest: _LauncherConnection) -> None:
+        for message in guest.stream.receive():
             if guest.sealed is None:
                 nonces = guest.nonce, message[:NONCE]
                 if not hmac.compare_digest(message[NONCE:], _mac(self._secret, b"asks", *nonces)):
@@ -239,9 +239,9 @@ class StatusSender:
     def ended(self, rank: int, how: str, well: bool) -> None:
         self._processes.pop(rank, None)
         self._ended[rank] = how, well
-        self._tell()
+        self._send_status()
 
-    def _tell(self) -> None:
+    def _send_status(self) -> None:
         self._sent_at = time.monotonic()
         processes = [(rank, *one) for rank, one in self._processes.items()]
         self._send_content({"processes": processes, "ended": [(rank, *one) for rank, one in self._ended.items()]})
@@ -275,7 +275,7 @@ class StatusSender:
         for _, events in self._selector.select(0):
             try:
                 if events & selectors.EVENT_READ and self._stream is not None:
-                    self._hear(self._stream)
+                    self._receive(self._stream)
                 if events & selectors.EVENT_WRITE:
                     self._write()
             except (OSError, ValueError):
@@ -283,7 +283,7 @@ class StatusSender:
         if self._stream is not None and self._sealed is None and now >= self._limit:
             self._hang_up()
         if self._sealed is not None and now >= self._sent_at + TELL_SECONDS:
-            self._tell()
+            self._send_status()
 
     def _connect(self) -> None:
         sock = socket.socket(self._family, socket.SOCK_STREAM)
@@ -296,8 +296,8 @@ class StatusSender:
         except OSError:
             self._hang_up()
 
-    def _hear(self, stream: _FramedStream) -> None:
-        for message in stream.hear():
+    def _receive(self, stream: _FramedStream) -> None:
+        for message in stream.receive():
             if self._nonces is None:
                 if len(message) != NONCE:
                     raise ValueError("it is no launcher of Shoal's")
@@ -308,7 +308,7 @@ class StatusSender:
                 if not hmac.compare_digest(message, _mac(self._secret, b"answers", *self._nonces)):
                     raise ValueError("it does not know the secret")
                 self._sealed = _Sealed(_mac(self._secret, b"key", *self._nonces))
-                self._tell()
+                self._send_status()
             else:
                 raise ValueError("it has nothing to say")
 
@@ -333,7 +333,7 @@ class StatusSender:
     def close(self) -> None:
         """Send the final messages within a time limit, and disconnect."""
         if self._sealed is not None:
-            self._tell()
+            self._send_status()
         limit = time.monotonic() + LAST_SECONDS
         while self._stream is not None and self._stream.out and time.monotonic() < limit:
             self._selector.select(limit - time.monotonic())

@@ -233,7 +233,7 @@ class LocalViewer(Watch):
             self._gatherer = None
 
     def _changed(self) -> None:
-        self._server.tell()
+        self._server.mark_changed()
 
     def _next(self) -> float:
         return min(super()._next(), self._server.due)
@@ -247,11 +247,11 @@ class LocalViewer(Watch):
 
     def begin_again(self, attempt: int) -> None:
         self.state.begin_again(attempt)
-        self._server.tell()
+        self._server.mark_changed()
 
     def end(self, how: str) -> None:
         self.state.end(how)
-        self._server.tell()
+        self._server.mark_changed()
 
     @property
     def address(self) -> str:
@@ -268,15 +268,15 @@ class RemoteViewer(Watch):
 
     def __init__(self, teller: StatusSender, agents: int) -> None:
         super().__init__(teller, agents)
-        self._teller = teller
+        self._status_sender = teller
         self._add(teller, teller.serve)
 
     def _next(self) -> float:
-        return min(super()._next(), self._teller.due)
+        return min(super()._next(), self._status_sender.due)
 
     def _serve(self) -> None:
         super()._serve()
-        self._teller.serve()
+        self._status_sender.serve()
 
 
 MOST_BYTES = 1 << 16
@@ -323,7 +323,7 @@ class StatusListener:
             if sock is self._listener:
                 self._accept()
             else:
-                self._hear(sock)
+                self._receive(sock)
 
     def _accept(self) -> None:
         try:
@@ -340,7 +340,7 @@ class StatusListener:
         self._open.append(sock)
         self._selector.register(sock, selectors.EVENT_READ, True)
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _receive(self, sock: socket.socket) -> None:
         for _ in range(_A_TURN):
             try:
                 packet = sock.recv(MOST_BYTES + 1)

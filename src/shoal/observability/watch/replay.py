@@ -31,7 +31,7 @@ def read(folder: Path) -> dict[str, Any]:
         FileNotFoundError: The folder has neither a trace nor a membership log.
         ValueError: A file is malformed.
     """
-    of_traces, of_records = traces.are_there(folder), membership_log.are_there(folder)
+    of_traces, of_records = traces.exist(folder), membership_log.exist(folder)
     if not of_traces and not of_records:
         raise FileNotFoundError(
             f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "

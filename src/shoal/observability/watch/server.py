@@ -115,8 +115,8 @@ class PageServer:
     def fileno(self) -> int:
         return self._selector.fileno()
 
-    def tell(self) -> None:
-        """There is something new."""
+    def mark_changed(self) -> None:
+        """Send the page its new state when it is due."""
         self._news = True
 
     @property
@@ -155,10 +155,10 @@ class PageServer:
 
     def _attend(self, one: _BrowserConnection, events: int) -> None:
         try:
-            if events & selectors.EVENT_READ and not one.hear():
+            if events & selectors.EVENT_READ and not one.receive():
                 self._end(one)
                 return
-            if not one.answered and one.is_whole:
+            if not one.answered and one.is_complete:
                 self._answer(one)
             elif events & selectors.EVENT_WRITE:
                 self._write(one)
@@ -252,11 +252,11 @@ class _BrowserConnection:
         self.limit = time.monotonic() + ASKING_SECONDS
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """All of the request is here."""
         return b"\r\n\r\n" in self.request
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Read the received data; False if the connection is closed."""
         try:
             data = self.sock.recv(MOST_REQUEST)

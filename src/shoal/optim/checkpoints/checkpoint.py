@@ -122,7 +122,7 @@ class Checkpoint:
                 other objects than tensors, numbers, strings and their collections, because it could not be loaded.
         """
         agent = current("Checkpoint.save")
-        _check_that_agents_are_whole("Checkpoint.save")
+        _check_unsharded_agents("Checkpoint.save")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         self._warn_of_schedules()
@@ -265,7 +265,7 @@ class Checkpoint:
             ShoalError: No checkpoint (of that step) could be read by all; it names the ranks, the files and the
                 reasons for the last one.
         """
-        _check_that_agents_are_whole("Checkpoint.load")
+        _check_unsharded_agents("Checkpoint.load")
         if current("Checkpoint.load").engine.is_joining:
             return self._enter(timeout)
         if start not in ("own", "consensus"):
@@ -387,7 +387,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _check_that_agents_are_whole(what: str) -> None:
+def _check_unsharded_agents(what: str) -> None:
     """Refuse replicas of several processes: an agent's own checkpoint is complete only with the files of all
     processes.
     """

@@ -70,7 +70,7 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
     """Make a checkpoint count, and of all only the last ``keep``; their names."""
     content = asdict(manifest)
     text = json.dumps(content | {"crc32": _crc_of(content)}, indent=1)
-    write_whole(folder / name / _MANIFEST, lambda path: path.write_text(text))
+    write_atomically(folder / name / _MANIFEST, lambda path: path.write_text(text))
     _sync(folder)
     counting = [place for _, place in _begun(folder) if _manifest_of(place)]
     last = counting[-keep:] if keep else counting
@@ -109,7 +109,7 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
 
     place.mkdir(parents=True, exist_ok=True)
     path = _file_of(place, rank)
-    write_whole(path, write)
+    write_atomically(path, write)
     return _crc(path)
 
 
@@ -216,7 +216,7 @@ def _crc(path: Path) -> int:
     return crc
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that all of it is on the disk under its name, or nothing."""
     partial = _partial(path)
     write(partial)

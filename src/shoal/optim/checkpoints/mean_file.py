@@ -13,7 +13,7 @@ from ...errors import PeerLost
 from ...runtime.agent import current
 from ..mean_model import consensus
 from .all_agents import from_one_agent, present_agents
-from .checkpoint_files import save_tensors, write_whole
+from .checkpoint_files import save_tensors, write_atomically
 from .state_trees import in_own_memory
 
 
@@ -45,7 +45,7 @@ def save(model: torch.nn.Module, path: str | os.PathLike[str], *, timeout: float
 
     def write() -> None:
         state: dict[str, Any] = in_own_memory(model.state_dict())
-        write_whole(Path(path), lambda partial: save_tensors(state, partial))
+        write_atomically(Path(path), lambda partial: save_tensors(state, partial))
 
     with consensus(model, timeout=timeout):
         while True:

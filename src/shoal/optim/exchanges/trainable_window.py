@@ -99,7 +99,7 @@ class TrainableWindow:
         window, looks = windows_of(agent).get("win_update", self._name), 0
         while True:
             self._look(now)
-            missing = [rank for rank in window.there(window.sources) if not self._has_come(rank, now, trainable)]
+            missing = [rank for rank in window.there(window.sources) if not self._has_arrived(rank, now, trainable)]
             if not missing:
                 return
             looks += 1
@@ -117,7 +117,7 @@ class TrainableWindow:
         if self._name in ops.get_current_created_window_names():
             ops.win_free(self._name)
 
-    def _has_come(self, rank: int, now: Round, trainable: bytes) -> bool:
+    def _has_arrived(self, rank: int, now: Round, trainable: bytes) -> bool:
         theirs = self._theirs.get(rank)
         return theirs is not None and (theirs.round > now or (theirs.round == now and theirs.trainable == trainable))
 
@@ -128,9 +128,9 @@ class TrainableWindow:
         if self._own[-1][0] == now:
             self._own.pop()
         self._own.append((now, trainable))
-        self._say(_Declared(now, 0, 0, 0, trainable))
+        self._publish(_Declared(now, 0, 0, 0, trainable))
 
-    def _say(self, what: _Declared) -> None:
+    def _publish(self, what: _Declared) -> None:
         window = windows_of(current("optim")).get("win_put", self._name)
         to = window.there(window.destinations)
         if to:
@@ -164,6 +164,6 @@ class TrainableWindow:
         return _Declared(theirs.round, at + 1, frozen, trainable, self._declared)
 
     def _raise(self, found: _Declared) -> None:
-        self._say(found._replace(trainable=self._declared))
+        self._publish(found._replace(trainable=self._declared))
         text = difference_text(self._names[found.different - 1], found.frozen_on, found.trainable_on)
         raise Mismatch(f"{self._optimizer}: {text}", (found.frozen_on, found.trainable_on))

@@ -183,7 +183,7 @@ class WindowExchange(BucketExchange, ABC):
         ops.win_update(name)
 
 
-def _to_those_there(name: str, weights: Any, move: Callable[[Any], Handle[bool]]) -> Handle[bool]:
+def _to_members(name: str, weights: Any, move: Callable[[Any], Handle[bool]]) -> Handle[bool]:
     """Move something with those of the ranks in ``weights`` that are there; None: all neighbours that are."""
     window = windows_of(current("optim")).get("win_put", name)
     while True:
@@ -203,7 +203,7 @@ class PutExchange(WindowExchange):
     counts = frozenset(("dst_weights",))
 
     def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
-        return _to_those_there(
+        return _to_members(
             name,
             self.settings.dst_weights,
             lambda weights: ops.win_put_nonblocking(bucket.flat, name, dst_weights=weights),
@@ -216,7 +216,7 @@ class GetExchange(WindowExchange):
     counts = frozenset(("src_weights",))
 
     def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
-        return _to_those_there(
+        return _to_members(
             name, self.settings.src_weights, lambda weights: ops.win_get_nonblocking(name, src_weights=weights)
         )
 
@@ -327,7 +327,7 @@ class PushSumExchange(WindowExchange):
             kept = own + sum(share for rank, share in given.items() if rank not in there)  # the shares of the lost
             return ops.win_accumulate_nonblocking(u, name, self_weight=kept, dst_weights=there)
 
-        return _to_those_there(name, given, accumulate)
+        return _to_members(name, given, accumulate)
 
     def _wait_for_more(self, name: str) -> None:
         """Raise after the deadline: an agent that sends nothing would not notice that its neighbours have ended."""

@@ -125,14 +125,14 @@ class Alternating(Schedule):
         self.period = None if common is None else len(self.schedules) * common
 
     def mixing(self, round: int, rank: int) -> Mixing:
-        whose, number = self._whose(round)
+        whose, number = self._at_round(round)
         return whose.mixing(number, rank)
 
     def edges(self, round: int) -> Edges:
-        whose, number = self._whose(round)
+        whose, number = self._at_round(round)
         return whose.edges(number)
 
-    def _whose(self, round: int) -> tuple[Schedule, int]:
+    def _at_round(self, round: int) -> tuple[Schedule, int]:
         """The schedule that a round belongs to, and which of its own rounds it is."""
         number, index = divmod(self._check_round(round), len(self.schedules))
         return self.schedules[index], number
@@ -170,14 +170,14 @@ class EveryH(Schedule):
         return self.every * lcm(blocks, self.rarely.period)
 
     def mixing(self, round: int, rank: int) -> Mixing:
-        whose, number = self._whose(round)
+        whose, number = self._at_round(round)
         return whose.mixing(number, rank)
 
     def edges(self, round: int) -> Edges:
-        whose, number = self._whose(round)
+        whose, number = self._at_round(round)
         return whose.edges(number)
 
-    def _whose(self, round: int) -> tuple[Schedule, int]:
+    def _at_round(self, round: int) -> tuple[Schedule, int]:
         """The schedule that a round belongs to, and which of its own rounds it is."""
         block, place = divmod(self._check_round(round), self.every)
         if place == self.every - 1:
