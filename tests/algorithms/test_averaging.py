@@ -31,9 +31,9 @@ from shoal.algorithms import (
     PushPull,
     check,
 )
-from shoal.algorithms import growth as module
 from shoal.algorithms.needs import Facts
 from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.stability import growth as module
 from shoal.algorithms.stability.growth import DIES_OUT, by_self_weights, growth
 from shoal.compression import Identity
 from shoal.sim import StackedFleet, StackedMix

@@ -352,7 +352,7 @@ def check(net: Net) -> None:
     ended: dict[tuple[str, int], object] = {}
     planned: dict[int, Plan] = {}
     for one in left:
-        one.result_cache.tell()
+        one.result_cache.confirm()
     for link in net.waiting:
         net.deliver(link)
     for one in left:

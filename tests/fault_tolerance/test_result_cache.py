@@ -95,9 +95,9 @@ def test_it_is_said_of_many_at_once_and_once(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("x", "x", "y", "x", "x"):
         agent.end(agent.begin(name))
     assert agent.said == [(peer, {"had": {"x": [[0, 3]], "y": [[0, 1]]}, "leaving": False}) for peer in (1, 2)]
-    agent.result_cache.tell()
+    agent.result_cache.confirm()
     assert agent.said[2:] == [(peer, had("x", (3, 1))) for peer in (1, 2)]
-    agent.result_cache.tell()
+    agent.result_cache.confirm()
     assert len(agent.said) == 4
 
 
@@ -128,7 +128,7 @@ def test_a_round_that_failed_here_is_not_waited_for() -> None:
     agent.end(operation, None)
     agent.hear(2, had("x", (0, 1)))
     assert not agent.result_cache.results and not agent.result_cache._ahead
-    agent.result_cache.tell()
+    agent.result_cache.confirm()
     assert not agent.said
 
 

@@ -18,7 +18,7 @@ from shoal.transport.link import Receiver
 from shoal.transport.network_link import NetworkLink
 from shoal.transport.poller import Poller
 from shoal.transport.shared_memory import SharedMemoryLink
-from shoal.transport.sockets import GOODBYE, SAID, Outgoing
+from shoal.transport.sockets import CONTROL, GOODBYE, Outgoing
 from shoal.transport.wire import Kind, Message
 from support.leftovers import wait_until
 
@@ -56,7 +56,7 @@ def test_a_goodbye_is_heard_before_the_failure_of_what_is_sent_after_it(
     link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, ear))
     link.open = True
     link._seal, link._goodbye = kind.seal_of(b"one"), kind.seal_of(b"other")
-    theirs.send(kind.seal_of(b"other").close(SAID.pack(GOODBYE, 0, 2, b"its process ended")))
+    theirs.send(kind.seal_of(b"other").close(CONTROL.pack(GOODBYE, 0, 2, b"its process ended")))
     theirs.close()
 
     def has_failed() -> bool:

@@ -83,7 +83,7 @@ class Served:
 
     def say(self, number: Any) -> None:
         self.said = {"over": None, "number": number}
-        self.server.tell()
+        self.server.mark_changed()
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
