@@ -108,7 +108,7 @@ def accuracy(way: str, seed: int, epochs: int) -> float:
     stacked = StackedModel(shards.network, AGENTS)
     algorithm, topology = SIMULATED[way]()
     fleet = StackedFleet(topology, seed=seed, agents_per_machine=PER_MACHINE)
-    x: Tensor = fleet.run(algorithm, stacked.start, shards.gradient(), shards.steps).x
+    x: Tensor = fleet.run(algorithm, stacked.start, shards.gradient, shards.steps, lr_lambda=shards.rate).x
     images, labels = task.test
     found = stacked.outputs(x, images.expand(AGENTS, *images.shape)).argmax(-1)
     return 100 * float((found == labels).double().mean())

@@ -261,7 +261,7 @@ def test_momentum_of_the_averaging_is_refused_just_where_it_swings_up_without_a_
 
 def test_the_ways_to_find_the_growth_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eigenvectors, the matrix of the whole period, and the iteration, on what all three can do."""
-    from shoal.algorithms import linear_map as module
+    from shoal.algorithms.stability import linear_map as module
 
     star = as_schedule(with_metropolis_hastings_weights(StarGraph(SIZE).to_undirected()))
     for topology, algorithm in (

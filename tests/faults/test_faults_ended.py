@@ -405,7 +405,7 @@ def wait_until_asked(name: str) -> None:
     came = threading.Event()
     shoal.events().subscribe(lambda event: came.set() if event.name == name else None)
     rounds = current().engine.matcher
-    while not any(key[0] == name for key in rounds._early) and not came.wait(0.005):
+    while not any(key[0] == name for key in rounds.early) and not came.wait(0.005):
         pass
 
 
