@@ -1,13 +1,12 @@
-"""The picture of what ``training.py`` has measured: speed beside DDP's, the parts of a step, and accuracy over time."""
+"""The picture of what ``training.py`` has measured: speed beside DDP's, and the parts of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-from _table2 import TARGET
 from _training_tables import goal_of
 from _ways import ATC, AWC, HIERARCHICAL_ATC, HIERARCHICAL_AWC, LOCAL, ONE_PEER, OVERLAP
 from shoal.bench.figures import Figures
@@ -34,9 +33,8 @@ def draw(path: Path, figures: Sequence[Figures], machine: str) -> None:
 
     against = [one for one in figures if one.kind in NAMES]
     steps = [one for one in figures if one.kind == "table2"]
-    seeds = [one for one in figures if one.kind.startswith("table2: seed ")]
     panels: list[tuple[Callable[..., None], Sequence[Figures]]] = []
-    panels = [(panel, of) for panel, of in ((_against, against), (_steps, steps), (_accuracy, seeds)) if of]
+    panels = [(panel, of) for panel, of in ((_against, against), (_steps, steps)) if of]
     if not panels:
         raise RuntimeError("there is nothing to draw: measure mlp, resnet20, hosts or table2")
     figure = Figure(figsize=(1 + 5 * len(panels), 4.6), layout="constrained")
@@ -87,27 +85,8 @@ def _steps(axes: Any, figures: Sequence[Figures]) -> None:
     axes.set_yticks(range(len(ways)), ways, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    axes.set_title("time of a step, with the exchange that shows", loc="left", fontsize=10)
+    axes.set_title("time of a step: 8 agents on 4 hosts, 200 Mbit/s", loc="left", fontsize=10)
     _legend(axes, ncols=2)
-
-
-def _accuracy(axes: Any, figures: Sequence[Figures]) -> None:
-    """Errors of the average model on a logarithmic axis, upside down and read as accuracy; the mean of the seeds."""
-    ways = [name.removesuffix(": accuracy") for name in figures[0].values if name.endswith(": accuracy")]
-    for way in ways:
-        seconds = [fmean(at) for at in zip(*(one.values[f"{way}: seconds"] for one in figures), strict=True)]
-        reached = [fmean(at) for at in zip(*(one.values[f"{way}: accuracy"] for one in figures), strict=True)]
-        axes.plot(seconds, [max(1 - value, 1e-3) for value in reached], color=COLOURS[way], label=way, marker=".")
-    axes.axhline(1 - TARGET, color="black", linewidth=0.8, linestyle=":", label=f"target, {TARGET:.0%}")
-    axes.set_yscale("log")
-    axes.invert_yaxis()
-    errors = (0.9, 0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
-    axes.set_yticks(errors, [f"{100 * (1 - error):g}%" for error in errors])
-    axes.minorticks_off()
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("test accuracy")
-    axes.set_title("accuracy of the average model, digits", loc="left", fontsize=10)
-    _legend(axes)
 
 
 def _legend(axes: Any, ncols: int = 3) -> None:

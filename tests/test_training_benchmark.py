@@ -220,19 +220,15 @@ def test_hosts_train_and_learn(tmp_path):
 def test_each_panel_of_the_picture_has_axes_with_units_and_a_legend():
     seconds = {"DDP, bucket 25 MB": 2.0, ATC: 1.0, AWC: 1.0, OVERLAP: 1.0}
     step = Figures("table2", 1000, 8, {_ways.LOCAL: [0.02], "DDP": [0.3], _ways.ATC: [0.2]})
-    curve = {"DDP: accuracy": [0.5, 0.98], "DDP: seconds": [3.0, 6.0]}
-    speed, times, accuracy = Figure().subplots(1, 3)
+    speed, times = Figure().subplots(1, 2)
     _training_picture._against(speed, measured("mlp", 2, seconds)[:1])
     _training_picture._steps(times, [step])
-    _training_picture._accuracy(accuracy, [Figures("table2: seed 0", 1000, 8, curve)])
-    assert [axes.get_xlabel() for axes in (speed, times, accuracy)] == [
+    assert [axes.get_xlabel() for axes in (speed, times)] == [
         "steps per second, as a multiple of DDP's",
         "milliseconds",
-        "seconds of training",
     ]
-    legends = [{text.get_text() for text in axes.get_legend().get_texts()} for axes in (speed, times, accuracy)]
+    legends = [{text.get_text() for text in axes.get_legend().get_texts()} for axes in (speed, times)]
     assert legends == [
         {"DDP", "goal", _ways.ATC, _ways.AWC, _ways.OVERLAP},
         {"computing", "exchange of DDP", f"exchange of {_ways.ATC}"},
-        {"DDP", "target, 97%"},
     ]
