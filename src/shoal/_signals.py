@@ -50,7 +50,7 @@ class DeferredSignals:
         self._noting = self._note  # one object, to be recognised
 
     def __enter__(self) -> bool:
-        """True in the main thread, where signals wait from now on."""
+        """Whether this is the main thread; its signals are deferred after this call."""
         if _ident() != self._main:
             return False
         if not self._depth:

@@ -113,7 +113,7 @@ class Agent:
         grouping: The grouping of ranks into machines; None if it is not known for all ranks.
         topology_is_default: Whether the script has set no static topology.
         warned_of_process_group: Whether the script was warned of its process group (``torch_distributed.py``).
-        plans: What the calls of one name have in common, by operation, name and round (``ops/round_plan.py``).
+        plans: The common values of the calls of a name, by operation, name and round (``ops/round_plan.py``).
     """
 
     engine: Engine
@@ -133,7 +133,7 @@ class Agent:
     def drop_plans(self) -> None:
         """Drop all plans, after the static topology or the membership has changed. Called from any thread.
 
-        A thread that makes a plan meanwhile may have seen the topology before the change. It keeps its plan in the
+        A thread that makes a plan at that time may have read the topology before the change. It keeps its plan in the
         dictionary that it took first, which no later call reads.
         """
         self.plans = {}

@@ -152,7 +152,7 @@ def _default_graph(size: int) -> nx.DiGraph:
 def shutdown() -> None:
     """End this agent and free all resources. Without an agent it does nothing; ``init`` may be called again afterwards.
 
-    Other agents first receive the messages of this one that they still need, for up to ten seconds.
+    It first delivers its messages that other agents wait for, for up to ten seconds.
     """
     leave(agent_context())
 
