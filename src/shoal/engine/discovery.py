@@ -98,6 +98,7 @@ def submit_to_all(
         recovery.copy = copy_for_cache(result, engine.pool) if take is not None else None
         if recovery.copy is not None:
             return result
+        # Nothing is kept to be sent after a loss. If one agent ended now, a loss could restart only the others.
         recovery.result = (result,)  # the other agents have still to confirm it
         yield from discover(engine, operation, (), _ALL_HAVE_IT)
         return result

@@ -62,6 +62,7 @@ class Dispatch:
                     what = message.op, message.name, message.round
                     self._events.emit("received", *what, 0, source, message.nbytes, "", message.stage)
                 self.take(source, message)
+            # With a name it confirms one part of a message; only one without a name frees the memory of all parts.
             elif kind is Kind.DONE and message.name:
                 self._lifecycle.confirmed_in_part(source, message)
             elif kind is Kind.DONE:
@@ -102,6 +103,7 @@ class Dispatch:
 
     def take(self, source: int, message: Message) -> None:
         """Deliver a tensor to its operation. It may be a part of an unpacked fused message."""
+        # The matcher has no round of such a name, and would keep the message as early for good.
         if message.name.startswith(PREFIX):
             self._fusion.came(source, message)
             return
@@ -113,6 +115,7 @@ class Dispatch:
             return
         result, operation = self._matcher.match(message)
         lifecycle = self._lifecycle
+        # Before the results: a member of a fused operation has no stage, so every message for it looks early.
         if operation is not None and operation.fused is not None:
             self._fusion.put(operation, source, message)
         elif result is MatchResult.LATE or (
@@ -155,8 +158,10 @@ class Dispatch:
         result, operation = self._matcher.match(message)
         if operation is not None:
             self._lifecycle.fail(operation, error)
+        # The round has ended here, perhaps with a result. Unless the next call raises the error, no caller sees it.
         elif result is MatchResult.UNEXPECTED:
             self._lifecycle.blame(source, message.name, error)
+        # Only after the failure: the token may be the last confirmation, and would end the operation with its result.
         self._lifecycle.acknowledged(source, message.token)
 
     def _on_ask(self, source: int, message: Message) -> None:
@@ -184,6 +189,7 @@ class Dispatch:
     def _on_waits(self, source: int, message: Message) -> None:
         """Record the ranks that an awaited peer waits for itself."""
         result, operation = self._matcher.match(message)
+        # A report on another stage is outdated: an error would name ranks that do not block this one.
         if result is MatchResult.NOW and operation is not None and operation.stage is not None:
             operation.stage.behind[source] = message.shape
 
@@ -199,6 +205,7 @@ class Dispatch:
         stage = operation.stage if operation else None
         if result is not MatchResult.NOW or operation is None or stage is None:
             return
+        # If the message has arrived, this answers an earlier probe and is outdated.
         if message.flags & HERE or source not in stage.missing:
             if stage.to_move:
                 self._of_moving(source, message, operation, stage)
@@ -207,6 +214,8 @@ class Dispatch:
             return
         if self._lifecycle.gate.paused and operation.restarts:  # the operation has restarted there already
             return
+        # With agreements the survivors exclude the peer and this operation continues. Without them it fails on both
+        # sides.
         if message.flags & DIED and self._failures.leave_behind(source, message.text):
             return
         why = (
@@ -219,6 +228,8 @@ class Dispatch:
         if message.shape and message.text.startswith(DeadlineExceeded.__name__):  # other agents did not take part
             self._lifecycle.fail(operation, DeadlineExceeded(text, message.shape))
             return
+        # The peer's call may have ended with a result. The refusal makes its next call raise the mismatch there as
+        # well.
         self._sender.refuse(source, message, text)
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *message.shape)))
 

@@ -165,6 +165,7 @@ class Engine(EngineFace):
 
     def _describe(self, within: float) -> dict[str, Any]:
         """This agent's status, for `shoal status`. Called from any thread, which may hold another agent's lock."""
+        # With a limit: the caller may hold another agent's lock, and the holder of this one may wait for that.
         if not self.lock.acquire(timeout=within):
             return self.status_reporter.busy
         try:
@@ -231,6 +232,7 @@ class Engine(EngineFace):
         """Wait until the survivors have agreed on a loss."""
         lifecycle, progress = self.lifecycle, self.progress
         what = f"{op} on rank {self.rank}"
+        # This thread would have to receive the reports for which it waits.
         if progress.mine:
             raise RuntimeError(
                 f"{what}: an agent was lost just now, and nothing can begin inside a callback until then"
@@ -267,6 +269,8 @@ class Engine(EngineFace):
         """Set the outcome of a handle whose work a thread of this agent did by itself."""
         with deferred, self.lock:
             self.lifecycle.finish(handle, result, error)
+            # finish() notifies the waiting threads only. The thread that drives may itself wait for this handle, in
+            # poll().
             self.poller.wake()
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool:
@@ -298,6 +302,7 @@ class Engine(EngineFace):
         """End an operation of this agent that no thread waits for any more. Other agents learn it when they probe."""
         with deferred, self.lock:
             self.lifecycle.fail(handle.operation, error)
+            # The failure may have queued answers to other agents, and the driving thread may be in poll().
             self.poller.wake()
 
     def abort(self, error: ShoalError) -> None:
@@ -321,6 +326,7 @@ class Engine(EngineFace):
                 if sender.dirty or self.arena.retired:
                     with self.lock:
                         sender.flush()
+                # Work that a flush or a resumed operation has made ready would otherwise wait for the next message.
                 if not lifecycle.ready and not (backend is not None and backend.due):
                     return
         except Exception as error:  # an internal error, which no caller would see in the progress thread
@@ -342,12 +348,15 @@ class Engine(EngineFace):
         except Exception as error:  # an internal error: this agent reads no messages any more
             self.break_off(error)
         except BaseException:
+            # The rest of the received messages is lost. This agent could take their senders for the cause of what
+            # follows.
             self.failures.break_off("it was interrupted while it handled messages")
             raise
 
     def check(self, now: float) -> float:
         try:
             self.router.check(now)
+            # Losses before deadlines: if both are due, the error has to name the lost agent and not only a timeout.
             return min(
                 self.failures.check(now),
                 self.fusion.check(now),
@@ -382,6 +391,8 @@ class Engine(EngineFace):
         Called by one thread. An exception of a signal handler shortens the shutdown: the remaining resources are freed
         without waiting, and it is raised at the end. All resources are freed, whichever step fails.
         """
+        # Called from the last to the first: links are closed before the memory that they read. The poller is closed
+        # last, because all of them use it.
         free = (self.poller.close, self.pool.clear, self.devices.close, self.arena.close, self.router.close, self.after)
         self._shutdown.run(deadline, why, died, free)
 

@@ -127,6 +127,7 @@ class Shutdown:
             # lost.
             last_message = clock.monotonic() + LAST_WORD_SECONDS if gate.ended is not None else deadline
             drain.disconnect(self._parts, min(deadline, last_message), deadline)
+            # close() lets operations that wait for their turn to send continue. Those left now would never end.
             with progress.lock:
                 self._lifecycle.fail_all(_gone())
         if drain.interrupt is not None:
@@ -140,6 +141,7 @@ class Shutdown:
         with self._parts.progress.lock:
             if self._lifecycle.gate.closing:
                 return False
+            # Before close(), which fails operations too: receivers may still need what those have sent.
             self._parts.sender.forget_failed()
             self._lifecycle.close(_gone(), died)
             self._fusion.give_up(_gone())

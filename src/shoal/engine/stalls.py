@@ -69,6 +69,7 @@ class Stalls:
         """Schedule a check for a call without an operation that may begin to wait. From any thread, without the
         lock.
         """
+        # First without the lock, because every call on a window comes here; min() repeats the comparison with the lock.
         if since + self.after < self._look_at_services:
             with self._progress.lock:
                 self._look_at_services = min(self._look_at_services, since + self.after)
@@ -148,6 +149,7 @@ class Stalls:
 
     def on_answer(self, rank: int, message: Message) -> None:
         """Take the requested status of another agent."""
+        # Only a requested answer is logged: a peer could otherwise fill the log.
         if self._asked.pop(rank, None) is not None:
             answer = " ".join(message.text.split())[:_LONGEST]
             self._answers[rank] = clock.monotonic(), answer

@@ -95,6 +95,7 @@ class StepCounter:
     @property
     def counts(self) -> dict[str, int]:
         """The number of steps, by optimizer."""
+        # A copy first: the thread of an optimizer may add its name during the iteration.
         return {name: one.count for name, one in list(self._of.items())}
 
     @property

@@ -66,8 +66,10 @@ class Watchdog:
         following = float("inf")
         operations = self._matcher.in_flight()
         if self._looked:
+            # Otherwise the table would keep ended operations in memory.
             self._looked = {one: self._looked[one] for one in operations if one in self._looked}
         for operation in operations:
+            # A runnable operation has all its messages and waits for this agent only: its error would blame others.
             if now >= operation.deadline and not operation.is_runnable:
                 self._lifecycle.fail(operation, self._overdue(operation))
             else:
@@ -92,11 +94,14 @@ class Watchdog:
         since = dict(
             sorted((one for one in self._waited_for() if one[0] in alive), reverse=True)
         )  # the earliest time of each rank
+        # Not awaited now: an old unanswered probe would drop such an agent as soon as it is awaited again.
         for rank in set(self._asked).difference(since):
             del self._asked[rank]
         for rank, start in since.items():
             asked = self._asked.get(rank)
             due = max(start, self._answered.get(rank, 0.0)) + half if asked is None else asked + half
+            # Checked so late, this agent was stopped itself. The answer may be unread, so it probes again before it
+            # drops others.
             if now >= due and (asked is None or now > due + LATE):
                 self._asked[rank], due = now, now + half
                 self._sender.send_message(rank, Message(Kind.ASK, ALIVE, ALIVE))
@@ -114,6 +119,7 @@ class Watchdog:
             behind = self._sender.receivers_behind(operation.name) if stage is not None and not stage.posted else []
             for rank in {*operation.waiting_for, *behind}:
                 yield rank, start
+        # No operation begins until they report: a stopped one would hold up all survivors until their deadlines.
         if self._lifecycle.gate.paused:
             for rank in self._agreement.missing:
                 yield rank, 0.0

@@ -45,6 +45,7 @@ class BackendStages:
 
     def check(self, message: Message) -> None:
         """Raise :class:`~.wire.ProtocolError` for a message that announces an impossible transfer."""
+        # Accepted, the announcement would let the operation wait for a tensor that nothing brings.
         if self.backend is None:
             raise ProtocolError("a tensor that travels over an engine that there is not")
         if message.nbytes > MACHINE_BYTES:
@@ -52,6 +53,7 @@ class BackendStages:
 
     def ask_if_agreed(self, operation: Operation, stage: Stage) -> None:
         """Ask the backend to move the tensors of a stage, once all agents have agreed on it."""
+        # A backend cannot refuse a tensor of another shape or call, so the headers of all sides have to match first.
         if stage.to_move and not stage.asked_for and stage.posted and not stage.missing and not stage.unconfirmed:
             assert self.backend is not None
             stage.asked_for = True
@@ -61,8 +63,10 @@ class BackendStages:
         """Record that the backend has moved the tensors of a stage."""
         stage.to_move, stage.transferred_with = False, set()
         for message in stage.arrived.values():
+            # The backend has written the tensors itself: no link marks them as arrived, and a sum would wait for that.
             if message.payload is not None:
                 message.payload.is_complete()
+        # The operation may have failed or left the stage during the transfer. Resumed, it would skip its current stage.
         if operation.error is None and operation.stage is stage:
             self._go_on(operation, stage)
             self._progress.notify()
@@ -91,6 +95,7 @@ class BackendStages:
         """
         if self.backend is None:
             return
+        # Left in place, a former request could still begin a transfer with the lost agent.
         self.backend.reset()
         for operation in self._matcher.in_flight():
             stage = operation.stage
@@ -98,6 +103,7 @@ class BackendStages:
                 stage.goes_by_links()
                 if stage.complete:
                     yield operation
+        # Reached only if the caller exhausts this generator. Otherwise the receivers wait until their deadlines.
         self._sender.send_by_links()
 
 

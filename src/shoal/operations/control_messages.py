@@ -86,6 +86,7 @@ class ControlMessages:
                 value = parse(json.loads(bytes(data.numpy())))
             except NONSENSE as error:
                 raise ProtocolError(f"a message about {about} makes no sense: {error}") from None
+            # Acknowledged first: an error in then() is this agent's, and must not keep the sender waiting.
             self.acknowledge(source, message)
             then(value)
 

@@ -104,6 +104,7 @@ class Deadlocks:
         if not isinstance(handle, Handle) or handle.done or gate.paused or gate.closing or gate.ended is not None:
             return None
         operation = handle.operation
+        # In each of these cases the agent may still advance. A verdict would fail the calls of a correct program.
         if operation.one_sided or operation.is_runnable or not operation.is_started or self._events.has_listeners:
             return None
         if operation.timeout < self._timeout:  # the caller is prepared to continue without it
@@ -126,6 +127,7 @@ class Deadlocks:
         if not others:
             return False
         callers, frames = self._lifecycle.callers, sys._current_frames()
+        # A thread that has called Shoal before may do so again, even if it runs only library code at the moment.
         return any(one.ident in callers or not _is_of_a_library(one, frames.get(one.ident or 0)) for one in others)
 
     # Probes
@@ -151,6 +153,8 @@ class Deadlocks:
         if operation is None:
             return
         if first.rank == self._rank:
+            # If this agent has made the awaited call meanwhile, or waits in another call than the probe's first, it has
+            # advanced. Then there is no cycle any more.
             begun = message.round < self._matcher.begun(message.name)
             if not begun and (operation.name, operation.round) == (first.name, first.round):
                 self._pronounce(way)
@@ -159,6 +163,7 @@ class Deadlocks:
         on_its_way = any(one.rank == self._rank for one in way)  # a cycle without the origin: its own agents detect it
         if on_its_way or key in self._passed_on or len(way) >= LONGEST_CIRCLE:
             return
+        # Without this record, a probe would be passed on once for each path that leads here.
         self._passed_on[key] = None
         if len(self._passed_on) > _REMEMBERED:
             self._passed_on.popitem(last=False)
@@ -170,6 +175,7 @@ class Deadlocks:
             return self._stuck_in()
         operation = self._matcher.active(message.name, message.round)
         stage = (operation.fused or operation).stage if operation is not None else None
+        # This agent has made the call. It is blocked only if an earlier stage of it still lacks a message.
         before = stage is not None and bool(stage.missing) and stage.number < message.stage
         return operation if before else None
 
@@ -183,6 +189,7 @@ class Deadlocks:
         """Handle a verdict: an agent that this one waits for has detected a cycle."""
         circle = _read(message.text)
         at = next((at for at, one in enumerate(circle) if one.rank == self._rank), 0)
+        # Only the next agent of the cycle passes the verdict on to this one. Any other sender has no evidence for it.
         if at and circle[(at + 1) % len(circle)].rank == source:
             self._condemn(circle, at)
 
@@ -212,6 +219,7 @@ def _is_of_a_library(thread: threading.Thread, frame: FrameType | None) -> bool:
     module = str(getattr(begins, "__module__", ""))
     if module not in _FEEDERS and not _is_installed(getattr(sys.modules.get(module), "__file__", None)):
         return False
+    # Library code may call a function of the script, such as a callback, and that may call Shoal.
     while frame is not None:
         file = frame.f_code.co_filename
         if not (_is_installed(file) or file.startswith((_STDLIB, "<frozen "))):

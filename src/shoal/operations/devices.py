@@ -66,6 +66,8 @@ class DeviceFuture:
         with self._lock:
             self._error, self._ended = error, True
             waiting, self._waiting = self._waiting, []
+        # Without the lock: a callback takes the engine's lock, whose holder may wait for this lock in
+        # add_done_callback().
         for then in waiting:
             then(error)
 
@@ -111,6 +113,7 @@ class DeviceContext:
         caller = self.device.current()
         region = self.arena.allocate(tensor.nbytes)
         lease = Lease(self.arena, region)
+        # Before the copy is queued: if that raises, the failed operation releases the region.
         operation.leases.append(lease)
         data = region.as_tensor(tensor.dtype, tensor.numel())
         data.view(tensor.shape).copy_(tensor.detach())
@@ -192,6 +195,8 @@ class Devices:
         if not self.wanted or tensor.device.type == "cpu" or tensor.nbytes <= FEWEST_BYTES:
             return None
         with deferred, self._lock:
+            # Under the lock: two threads would otherwise open one device twice, each with threads and streams of its
+            # own.
             if tensor.device not in self._places:
                 self._places[tensor.device] = self._open(tensor.device)
             return self._places[tensor.device]

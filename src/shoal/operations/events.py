@@ -98,6 +98,7 @@ class Events:
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with every later event. Returns a function that ends the subscription."""
+        # A new tuple, because emit() in another thread may be iterating over the present one.
         self._listeners = (*self._listeners, listener)
         self.active = True
 

@@ -66,6 +66,8 @@ class FusedOperation(Operation):
         super().__init__(members[0].op, name, 0, members[0].timeout)
         self.members = members
         self.mover = mover
+        # Not a member's channel, which counts unread messages by round: this message, of round 0, would hold up later
+        # rounds. Fusion itself limits the unread ones.
         self.channel = Channel(name)
         self.had: list[UnpackedMessage] = []
         self.partial: dict[int, Partial] = {}
@@ -84,10 +86,12 @@ class FusedOperation(Operation):
         return self.members
 
     def expect_confirmation(self, token: int, destination: int) -> None:
+        # Each member waits by itself, because a receiver that unpacks the message confirms its parts one by one.
         for one in self.members:
             one.expect_confirmation(token, destination)
 
     def confirmed(self, token: int) -> None:
+        # A receiver that has acknowledged the whole message has taken the tensors of all members.
         for one in self.members:
             one.confirmed(token)
 
@@ -113,6 +117,8 @@ def take_fusible(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
     members: list[Operation] = []
     passed: list[Operation] = []
     nbytes = length = 0
+    # The number of passed operations is bounded, because each fused operation searches the queue from its start again.
+    # In a long queue of many families the search would take quadratic time.
     while unbegun and len(members) < MOST_OPERATIONS and len(passed) < _LOOKED_THROUGH:
         operation = unbegun[0]
         if operation.handle is None:  # it has failed since
@@ -123,11 +129,14 @@ def take_fusible(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
             continue
         one = fusible(operation)
         nbytes += one.flat.numel() * one.flat.element_size()
+        # An upper bound of the encoded name, which has to fit in a message: the sorted members form no more runs than
+        # these.
         if not (members and _follows(operation, members[-1])):
             length += len(json.dumps(operation.name)) + 32 + 12 * len(one.shape)
         if members and (nbytes > MOST_BYTES or length > MAX_NAME - 64):
             break
         members.append(unbegun.popleft())
+    # Back in front, in their order: behind later submissions, an operation could be passed over again and again.
     unbegun.extendleft(reversed(passed))
     members.sort(key=lambda one: (one.name, one.round))
     return encode_fused_name(_runs_in(members)), members
@@ -168,6 +177,7 @@ def message_part(
         where=Where.INLINE,
         nbytes=data.numel() * data.element_size(),
     )
+    # Without `part_of` the original message is acknowledged as a whole. A token here would acknowledge it twice.
     if part_of is not None:
         found.part_of, found.token, found.flags = part_of, like.token, like.flags
     return found

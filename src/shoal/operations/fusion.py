@@ -82,6 +82,8 @@ class Fusion:
                     self._lifecycle.begin(operation)
             except BaseException as interrupt:
                 with self._lock:
+                    # The members are in no queue any more. Unless they fail here, their callers wait until the
+                    # deadline.
                     for operation in members:
                         self._lifecycle.fail(operation, interrupt)
                 raise
@@ -92,11 +94,15 @@ class Fusion:
         if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
             return None  # receivers are behind: unfused, each operation defers its sends
         fused = FusedOperation(name, members, self)
+        # The generator runs without the lock. If another thread aborts meanwhile, give_up() has to find this operation,
+        # or it would still send its message.
         self._active[name] = fused
         if self._events.active:
             self._events.emit("fused", fused.op, name, 0)
         parts = []
         for one in members:
+            # A member has no stage of its own. Without this, dispatch would keep each tensor sent for it as an early
+            # one.
             one.fused = fused
             parts.append(fusible(one))
         fused.generator = parts[0].family.together(fused, parts)
@@ -106,6 +112,7 @@ class Fusion:
         """Handle the value that a fused operation has yielded, or its end."""
         if fused.error is not None:  # it was split, or failed, while its generator ran
             drop_generator(fused)
+            # The generator may have published memory since _end() released the rest; nothing else would free it.
             fused.release()
         elif item is MORE:
             fused.waiting_more = True
@@ -133,6 +140,8 @@ class Fusion:
         number = fused.next_stage if exchange.stage is None else exchange.stage
         fused.next_stage = number + 1
         stage = fused.stage = Stage(number, exchange, set(exchange.sources), {})
+        # Early messages first, as in Lifecycle._enter(). If one splits the operation, no receiver has to unpack a
+        # message.
         self._take_early(fused, number)
         if fused.error is not None:
             return
@@ -147,6 +156,8 @@ class Fusion:
         elif stage.complete:
             self._lifecycle.make_ready(fused)
         else:
+            # The members have no stage, so the watchdog sends no probe for them. Without a check by then, nothing would
+            # split the operation in time.
             self._progress.check_by(clock.monotonic() + SPLIT_AFTER)
 
     def _take_early(self, fused: FusedOperation, stage: int) -> None:
@@ -154,6 +165,8 @@ class Fusion:
         for operation in fused.members:
             for received in self._came_early(operation, stage):
                 if received.message.name == fused.name:
+                    # Forgotten first: _match() may split the operation, and its members would then unpack the message a
+                    # second time.
                     self._forget(received)
                     self._match(fused, received)
                 else:
@@ -179,6 +192,7 @@ class Fusion:
         fused.had = []
         fused.release()
         for operation in fused.members:
+            # Otherwise put() would keep later tensors for a stage of the fused operation, which never begins.
             operation.fused = None
 
     def _split(self, fused: FusedOperation) -> None:
@@ -200,6 +214,8 @@ class Fusion:
             for one in part.here:
                 data = part.data if part.common else part.data[slice(*fused.places[one])]
                 shape = part.like.shape if part.common else fusible(one).shape
+                # These tensors were acknowledged when they were copied to their places, so the messages ask for no
+                # second answer.
                 self._deliver(source, message_part(part.like, one.name, one.round, shape, data))
         for operation in fused.members:
             if operation.handle is not None:
@@ -270,6 +286,8 @@ class Fusion:
         """Take a fused message of a neighbour."""
         received = UnpackedMessage(source, message)
         fused = self._active.get(message.name)
+        # A message for a later stage waits below. One for an earlier stage is a mismatch, which the members then
+        # report.
         if fused is not None and fused.stage is not None and message.stage <= fused.stage.number:
             self._match(fused, received)
             if fused.error is None and fused.stage.complete:
@@ -286,6 +304,7 @@ class Fusion:
         self._matcher.charge(source, message)
         for key in keys(runs):
             self._early.setdefault(key, []).append(received)
+        # No call of this agent takes it any more. Unanswered, its sender would wait, perhaps in its own shutdown.
         if self._lifecycle.gate.closing:
             self.give_up_early()
 
@@ -312,6 +331,7 @@ class Fusion:
         if not message.payload.complete and fused is not None:  # its place can only be filled at once
             self._split(fused)
         if message.payload.complete and self._place(operation, source, message, message.shape, message.payload.data):
+            # Only after the copy: from the acknowledgement on, the sender may overwrite the tensor.
             self._sender.acknowledge(source, message)
         else:
             self._deliver(source, message)
@@ -362,6 +382,8 @@ class Fusion:
             for round_ in range(first, first + length):
                 data = payload.data[at : at + numel]
                 at += 0 if common else numel
+                # Looked up for each part: the delivery of an earlier part may have ended this operation or split the
+                # fused one.
                 operation = self._matcher.active(name, round_)
                 if operation is not None and self._place(operation, source, message, shape, data):
                     if parts is not None:
@@ -371,6 +393,7 @@ class Fusion:
                     # memory.
                     own = data.clone() if for_all is None else for_all
                     self._deliver(source, message_part(message, name, round_, shape, own, parts))
+        # Only after the loop, which reads the payload: the sender may overwrite it from the acknowledgement on.
         if parts is None:
             self._sender.acknowledge(source, message)
 
@@ -419,6 +442,7 @@ class Fusion:
         if len(partial.here) < len(fused.members):
             return
         del fused.partial[source]
+        # This message asks for no answer, because each part has been acknowledged by itself.
         stage.take(source, message_part(partial.like, fused.name, 0, (partial.data.numel(),), partial.data))
         if stage.complete:
             self._lifecycle.make_ready(fused)
@@ -436,6 +460,7 @@ class Fusion:
                 self._early[key] = left
             else:
                 self._early.pop(key, None)
+        # Only kept messages were charged. Released without a charge, a message would give its sender too large a quota.
         if kept:
             self._matcher.release(*received)
 

@@ -77,6 +77,8 @@ class LayoutExchange:
         with deferred, self._progress.lock:
             alive = self._membership.view.alive
             asked = {(rank, key) for rank in ranks if rank != self._rank and rank in alive}
+            # A driving thread, as in a callback, cannot wait for answers: it is the one that would have to receive
+            # them.
             if not asked or self._progress.mine or self._progress.stopped:
                 return {}
             self._answers.update(dict.fromkeys(asked))
@@ -105,6 +107,7 @@ class LayoutExchange:
             self._answer(source, key, layout)
             return
         self._asked_early[source, key] = None  # the calling thread may be about to keep it
+        # Bounded, because a peer may name any number of calls that this agent never makes.
         if len(self._asked_early) > KEPT:
             self._asked_early.popitem(last=False)
 
@@ -120,6 +123,7 @@ class LayoutExchange:
     def take(self, source: int, message: Message) -> None:
         """Take another agent's answer."""
         one = source, (message.name, message.round)
+        # Only requested answers are stored; others would remain in memory for good.
         if one in self._answers:
             self._answers[one] = message
 

@@ -245,6 +245,7 @@ class Lifecycle:
         while ready:
             operation = ready.popleft()
             stage = operation.stage
+            # A restarting operation may leave the queue: the agreement queues it again, or ends it with its result.
             if operation.error is not None or (self.gate.paused and operation.restarts):
                 continue
             if operation.recovery is not None and operation.recovery.again:
@@ -374,6 +375,7 @@ class Lifecycle:
         """Give a stage its message, and resume the operation when more of the payload arrives."""
         stage.take(source, message)
         carried = stage.exchange.carried
+        # The sender requests the transfer only after this confirmation; without it, the tensor would never be moved.
         if stage.to_move and carried is not None and carried.confirm:
             self._sender.send_reached(source, operation, stage.number)
         payload = message.payload

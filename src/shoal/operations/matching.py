@@ -109,6 +109,8 @@ class Channel:
             return not large or all(self.unread.get(send.destination, 0) < WINDOW for send in stage.exchange.sends)
         if large and self.name[0] == "~":
             return sum(round_ not in self.active for round_ in self.unacknowledged) < WINDOW
+        # The oldest unread round decides: a receiver that never reads costs this agent the memory of so many rounds and
+        # no more.
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
 
     def defers(self, operation: Operation) -> bool:
@@ -164,6 +166,8 @@ class Matcher:
             )
         operation = Operation(op, name, round_, timeout)
         operation.channel = channel
+        # Counted even if the call fails at once, because the other agents count theirs: later rounds would pair
+        # wrongly.
         self._begun[name] = round_ + 1
         channel.active[round_] = operation
         return operation
@@ -189,6 +193,7 @@ class Matcher:
 
     def tidy(self, channel: Channel) -> None:
         """Drop the channel of a name that has nothing in progress."""
+        # Fused operations and answers have channels outside the table. An idle one must not delete the name's own.
         is_idle = not (channel.active or channel.unacknowledged or channel.deferred)
         if is_idle and self._channels.get(channel.name) is channel:
             del self._channels[channel.name]
@@ -215,6 +220,8 @@ class Matcher:
         if round_ >= self._begun.get(name, 0):
             return False
         operation = self.active(name, round_)
+        # An operation that waits to be fused has not begun: fusion can still take a message for several operations as a
+        # whole.
         return operation is None or operation.is_started
 
     def has_news(self, operation: Operation) -> bool:
@@ -228,6 +235,8 @@ class Matcher:
         channel = self._channels.get(message.name)
         operation = channel.active.get(message.round) if channel is not None else None
         if operation is None:
+            # A message for a failed round is dropped. In a round that ended well it is a mismatch, and both agents
+            # raise.
             late = (message.name, message.round) in self._tombstones
             return (MatchResult.LATE if late else MatchResult.UNEXPECTED), None
         if operation.outcome is not None:  # it has its result, and waits only for confirmations
@@ -251,6 +260,7 @@ class Matcher:
         """Drop the announcement of a tensor that its sender has withdrawn, for a stage that has not begun here."""
         early = self.early.get((denial.name, denial.round), {})
         place = denial.stage, source
+        # A tensor that a link has brought is here and stays valid. Only an announced one would never follow.
         if place in early and early[place].where is Where.CARRIED:
             self.release(source, early.pop(place))
 
@@ -264,6 +274,7 @@ class Matcher:
 
     def give_up_early(self) -> list[tuple[int, Message]]:
         """Take out the messages for calls that this agent has not made and will not make."""
+        # Messages of rounds that have begun belong to their operations; end() returns them.
         keys = [key for key in self.early if key[1] >= self._begun.get(key[0], 0)]
         found = [self.early.pop(key) for key in keys]
         return [self._out(source, message) for early in found for (_, source), message in early.items()]
@@ -283,6 +294,7 @@ class Matcher:
             self.asks[key] = {ask for ask in asks if ask[1] != rank}
             if not self.asks[key]:
                 del self.asks[key]
+        # The deleted messages were not released. A restarted agent of this rank would inherit a quota in use.
         self._kept.pop(rank, None)
         self._asked.pop(rank, None)
 
@@ -303,6 +315,7 @@ class Matcher:
         early = self.early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
+                # The caller's handling of one message may end the operation, which takes out the others.
                 if key in early:
                     yield self._out(key[1], early.pop(key))
 
@@ -331,6 +344,8 @@ class Matcher:
         operation.channel.active.pop(operation.round, None)
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
+            # With agreements, waiting agents exclude the agent of such an error. Other errors of Shoal, such as a
+            # mismatch, occur on several agents at once: correct ones would be excluded.
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
             about = error.ranks if isinstance(error, ShoalError) else ()
             text = reason.encode(errors="replace").decode()  # encodable even with lone surrogates
@@ -340,6 +355,7 @@ class Matcher:
                 self._tombstones.popitem(last=False)
         early = self.early.pop(key, None)
         asks = self.asks.pop(key, None)
+        # Never released, the probes of many rounds would add up to the quota of a correct agent.
         for _, source, _ in asks or ():
             self._asked[source].release(0)
         late = [self._out(source, message) for (_, source), message in early.items()] if early else []
@@ -354,6 +370,8 @@ def unexpected(source: int, rank: int) -> str:
 
 def disagreement(operation: Operation, stage: Stage, source: int, message: Message, rank: int) -> str:
     """The reason why a message does not match its stage; empty if it does."""
+    # From the general to the special: agents in different calls usually differ in dtype and shape as well. The error
+    # has to name the first cause.
     exchange = stage.exchange
     if message.op != operation.op:
         return f"rank {source} called {message.op} and rank {rank} called {operation.op}"

@@ -104,6 +104,7 @@ class Progress:
             while self._driver not in (0, self._thread.ident) and clock.monotonic() < limit:
                 self._turn.wait(STOP_SECONDS)
             self.waiters -= 1
+        # Without the lock, because the progress thread takes it once more before it ends.
         if self.started:
             self._thread.join()
 
@@ -148,8 +149,10 @@ class Progress:
                 self._aside = True
                 self._left = soon
                 self._poller.wake()
+            # Bounded: a caller that submits and never waits would otherwise keep the progress thread away for good.
             self._keep_away = max(self._keep_away, min(soon, self._left + AT_MOST))
         elif self._driver != threading.get_ident():
+            # Another caller drives and may be in poll(), which would otherwise last until the next message or deadline.
             self._poller.wake()
 
     def wake(self) -> None:
@@ -171,6 +174,7 @@ class Progress:
             if not self._take(done, limit, SLICE if in_main_thread else 60.0):
                 return done()
             if in_main_thread:
+                # The handler only records a signal, so without a waker it would wait until poll() ends by itself.
                 deferred.waker = self._poller.waker
             began = clock.monotonic()
             again = began - self._left < AFTER_DRIVING  # a loop of calls: the next is probably near
@@ -178,6 +182,7 @@ class Progress:
                 ended = self._drive(done, limit)
             finally:
                 if in_main_thread:
+                    # The poller may be closed before the next signal, and another file may then have this descriptor.
                     deferred.waker = -1
                 with self.lock:
                     self._driver = 0
@@ -188,8 +193,10 @@ class Progress:
                         long = self._left - began > AFTER_DRIVING
                         if long and not again and self._sleeps_until > self._keep_away:
                             self._progress_turn.notify()  # the caller may compute for long now
+                    # A waiting thread that is not notified takes over only at the end of its slice, up to 60 s later.
                     if self.waiters:
                         self._turn.notify_all()
+                # _drive() returns without running the callbacks that its last advance() has added.
                 self._driven.after()
             return ended or done()
 
@@ -206,6 +213,8 @@ class Progress:
                         rest = limit - clock.monotonic()
                         if rest <= 0:
                             return False
+                        # The progress thread notices a waiter only between two polls. Unless it is woken, it drives on
+                        # until a message.
                         self._poller.wake()
                         self._turn.wait(min(rest, slice_))
                 finally:
@@ -222,8 +231,11 @@ class Progress:
                 return self._drive(done, limit)
         driven, poller = self._driven, self._poller
         self._polled = False
+        # A caller with a time limit continues by itself. Seen as blocked, it could get a wrong deadlock error.
         self._done = done if limit == FOREVER else None
         while True:
+            # Before the poll: messages of a call that was just submitted are still queued, and no answer can come
+            # before them.
             driven.advance()
             if done():
                 return True
@@ -264,6 +276,8 @@ class Progress:
                 self._aside, pause = False, AFTER_DRIVING / 4
                 while not self._closing:
                     away = self._keep_away - clock.monotonic()
+                    # A waiting caller drives first. If the progress thread did, each blocking call would cost two
+                    # thread switches.
                     if not self._driver and not self.waiters and away <= 0:
                         break
                     pause = min(2 * pause, AT_MOST) if self._driver or self._drives > 1 else AFTER_DRIVING / 2
@@ -278,9 +292,11 @@ class Progress:
             except Exception as error:  # such as no memory; without this thread no operation would advance
                 with self.lock:
                     self._driven.break_off(error)
+                    # If driving fails each time, the pause keeps this thread from using a whole core.
                     self._progress_turn.wait(AFTER_FAILING)
             finally:
                 with self.lock:
+                    # Also after an error: while a driver is set, no other thread can take over.
                     self._driver = 0
                     self._left = clock.monotonic() if self._polled else self._left
                     self._turn.notify_all()

@@ -69,6 +69,7 @@ class Publisher:
         place = self._devices.place_of(tensor) if on_device and not on_cpu else None
         if place is not None:
             published: Published = place.publish(operation, tensor)
+        # A small tensor is copied too: its stage may be deferred, and the caller may change the tensor meanwhile.
         elif on_cpu and tensor.nbytes <= PUBLISH_BYTES * pieces:
             if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
                 published = Published(tensor.clone())
@@ -76,11 +77,13 @@ class Publisher:
                 published = Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
         else:
             published = self._in_shared_memory(operation, tensor, zero_copy and on_cpu and tensor.is_contiguous())
+        # Only the first tensor is the caller's. A restart computes and publishes any later ones again.
         if recovery is not None and recovery.input is None:
             recovery.input = tensor, published
         return published
 
     def _in_shared_memory(self, operation: Operation, tensor: torch.Tensor, zero_copy: bool) -> Published:
+        # Other agents can map memory of the arena only, so a tensor elsewhere is copied into it.
         region = self._arena.find(tensor) if zero_copy else None
         if region is not None:
             return Published(tensor.detach().view(-1), region, zero_copy=True)
@@ -134,5 +137,6 @@ class Publisher:
     def _room(self, operation: Operation, numel: int, dtype: torch.dtype) -> Published:
         region = self._arena.allocate(numel * dtype.itemsize)
         lease = Lease(self._arena, region)
+        # Before the memory is written: if the copy raises, the failed operation releases the region.
         operation.leases.append(lease)
         return Published(region.as_tensor(dtype, numel), region, lease)

@@ -99,6 +99,7 @@ class Sender:
             published = send.published
             nbytes = (send.stop - send.start) * published.data.element_size()
             carried = stage.to_move and nbytes > 0  # it has arrived when the stage ends, and needs no answer
+            # After a loss, links have to send kept tensors. An operation that restarts sends all its tensors again.
             keeps = carried and self.keeps_backend_tensors and not operation.restarts
             reply = keeps if stage.to_move else often or published.region is not None
             token = next(self._tokens)
@@ -129,9 +130,12 @@ class Sender:
                 kept = (message, send.start, send.stop) if carried else None
                 self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel, kept)
                 channel.sent(operation.round, send.destination)
+                # A zero-copy tensor is the caller's: if the operation ended earlier, the caller could change it under a
+                # reader. A carried tensor has arrived when its stage ends, so it needs no confirmation.
                 if (exchange.checked and not carried) or published.zero_copy:
                     operation.expect_confirmation(token, send.destination)
             link = self._link(send.destination)
+            # The peer is a suspect now. The unposted stage shows Failures that its operation needs the peer.
             if link is None:
                 return
             if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
@@ -166,6 +170,7 @@ class Sender:
             announced, start, stop = sent.carried
             link = self._link(sent.receiver)
             if link is not None:
+                # A receiver that has the tensor drops this copy. Without the flag it would refuse it as unexpected.
                 flags = announced.flags | AGAIN
                 message = replace(announced, where=Where.NOWHERE, tail=b"", payload=None, flags=flags)
                 link.post(message, sent.published, start, stop)
@@ -204,6 +209,7 @@ class Sender:
 
         ``lost``: the agent whose loss is the reason.
         """
+        # The token frees the sender's memory and ends its wait for confirmations. So only the last part may return it.
         answers = not message.flags & WANTS_REPLY or self._is_last(message)
         token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
         refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
@@ -221,6 +227,8 @@ class Sender:
 
     def deny(self, peer: int, what: Operation | Message, stage: int, failure: RoundFailure = NO_FAILURE) -> None:
         """Notify a waiting peer that this agent's message will not come, and of the reason if the call failed."""
+        # The shutdown message follows. A denial would end the peer's call with a mismatch instead of this agent's
+        # departure.
         if failure.leaving:
             return
         flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
@@ -301,10 +309,12 @@ class Sender:
         condemned = self._router.links.get(gone.rank)
         if condemned is not None and gone.died and gone.told_by == self._rank:
             condemned.post(notice)
+            # Flushed at once, because Failures drops this link as soon as the loss is confirmed.
             condemned.flush()
 
     def forget_news(self, ranks: tuple[int, ...]) -> None:
         """Drop the notices of earlier losses of ranks that have been admitted again."""
+        # Sent first on a new link, an old notice would exclude the admitted agent again.
         self._news = [notice for notice in self._news if notice.token not in ranks]
 
     def send_shutdown(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
@@ -320,6 +330,8 @@ class Sender:
             flags, because = (DIED | CERTAIN, 0) if died else (0, missed + 1)
             last = Message(Kind.NOTICE, round=self._rank, token=self._rank, flags=flags, digest=because, text=farewell)
             self.send_message(peer, last)
+        # From here on _link() opens none: a new link would lack the shutdown message, and its end would look like a
+        # failure.
         self.has_sent_shutdown = True
         self._router.send_shutdown(lost, cause)
 
@@ -374,6 +386,7 @@ class Sender:
         """The operation whose tensor a receiver has confirmed, of a message with several tensors; None if unknown."""
         sent = self._unacknowledged.get(message.token)
         parts = sent.operation.parts if sent is not None and sent.receiver == receiver else ()
+        # The token stays until all parts are acknowledged, because they share one published memory.
         for one in parts:
             if (one.name, one.round) == (message.name, message.round):
                 one.confirmed(message.token)
@@ -419,10 +432,12 @@ def send_alone(
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
     alone.background = background
+    # Exempt from SHOAL_CHECK_FINITE: an error here would leave the peer without its answer.
     alone.one_sided = True
     published = publisher.publish(alone, tensor)
     send = Send(peer, published, 0, published.data.numel(), tuple(tensor.shape))
     exchange = Exchange([send], (), digest=what.digest)
     sender.post(Channel(what.name), alone, Stage(what.stage, exchange, set(), {}))
+    # No generator ends this operation and releases them. The receiver has a hold of its own until it acknowledges.
     for lease in alone.leases:
         lease.release()

@@ -64,6 +64,7 @@ class SubmissionGate:
 
     def end(self, error: ShoalError) -> ShoalError:
         """End collective operations for good. Returns the reason: the first one remains."""
+        # Later errors are often consequences of the first, and would hide the lost agent that it names.
         self.ended = self.ended or error
         return self.ended
 
@@ -82,6 +83,7 @@ class SubmissionGate:
 
     def resume(self, gone: tuple[int, ...]) -> None:
         """Let waiting operations begin: the survivors have agreed on the loss of the ranks ``gone``."""
+        # Together: an operation that began with the former plan would wait for a lost agent.
         self.paused, self.plan = False, Plan(gone, self.entered)
         self._opened()
 
@@ -142,15 +144,18 @@ class DepartedPeerPolicy:
         if gone:
             self.announce(gone)
             if operation.recovery is not None and operation.recovery.on_loss is FailurePolicy.SKIP_MISSING:
+                # Their messages never arrive, and would keep the stage from completing until its deadline.
                 stage.missing.difference_update(gone)
         return None
 
     def announce(self, ranks: Sequence[int]) -> None:
         """Notify all other agents that an operation, which is not one-sided, needs departed agents."""
         if not self.survived:
+            # All agents have to end the same calls. Otherwise some would wait for a call that has failed here.
             self._lose(ranks[0])
             return
         left, gone = self._membership.view.left, self._gate.gone
+        # The survivors have agreed on the ranks in `gone`. Reported again, they would begin another agreement.
         for rank in [rank for rank in ranks if rank in left and rank not in gone]:
             self._sender.pass_on(Departure(rank, NEEDED, True, self._rank, certain=True))
             self._on_missed(rank)
