@@ -99,6 +99,7 @@ def directory(store: Store, launch: Launch, deadline: float, secret: str) -> Pee
         for rank in range(launch.size):
             if store.has(f"{DIRECTORY}/{rank}"):
                 *came, proof = json.loads(store.get(f"{DIRECTORY}/{rank}", deadline))
+                # An entry without a valid signature is of another process: the address from the barrier remains.
                 if hmac.compare_digest(str(proof).encode(), _verified_peer(given, attempt, rank, came).encode()):
                     met.published[rank], met.reached_from[rank] = came
         return met
@@ -176,6 +177,7 @@ def introduce(
         raise _unproven_error(launch.rank, [launch.rank])
     mine: dict[str, Any] = {"endpoint": asdict(endpoint)}
     if given:
+        # It covers `found` as read here: a store that shows different data to different agents is detected.
         mine["proof"] = _proof(given, meeting.attempt, launch.rank, found, mine["endpoint"])
     elif launch.rank == 0:
         mine["secret"] = clock.random_hex(32)
@@ -188,6 +190,7 @@ def introduce(
             "same SHOAL_SECRET for all agents, or for none",
             signed,
         )
+    # Another process may have replaced this agent's endpoint, and the others would connect to that process.
     if answers[launch.rank] != mine:
         raise _unproven_error(launch.rank, [launch.rank])
     of_job = given or answers[0]["secret"].encode()
@@ -222,5 +225,6 @@ def _proof(secret: bytes, attempt: str, rank: int, found: list[dict[str, Any]], 
 
 
 def _digest(secret: bytes, what: str, attempt: str, *parts: Any) -> bytes:
+    # Sorted: equal data must give equal bytes on all agents, in whatever order their keys were added.
     text = json.dumps([what, attempt, *parts], sort_keys=True)
     return hmac.digest(secret, text.encode(), "sha256")
