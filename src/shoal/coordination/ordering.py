@@ -296,7 +296,7 @@ class CollectiveOrdering(MinimalService):
             if group != self._group:
                 cache.clear()
                 self._group = group
-            # Under the same lock as the choice of requests: a later request sets it again, for the next round.
+            # In one hold of the lock with the choice of requests: a later request sets it again, for the next round.
             self._changed = False
             self._name_members(group)
             self._pending.commit(group)

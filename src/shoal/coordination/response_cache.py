@@ -70,7 +70,7 @@ class ResponseCache:
     def knows(self, request: TransferRequest) -> bool:
         """The call is cached, and this is its next round."""
         calls = self._calls.get(request.key)
-        # A bit stands for the next round only. After a skipped call it would run tensors of different rounds together.
+        # A bit stands for the next round only. After a skipped call, this agent has no request for the round that runs.
         return calls is not None and request.round == calls.round + 1 and request.entry in self._places
 
     def vector(self, pending: Iterable[TransferRequest]) -> int:

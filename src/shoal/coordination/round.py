@@ -128,6 +128,7 @@ def _exchange_messages(
     stage: int | None = None,
 ) -> Steps[dict[int, torch.Tensor]]:
     """Send data to some ranks and receive data from others: uint8."""
+    # By identity: all children get the same tensor, so the decision is copied once.
     published = {id(data): engine.publish(operation, data) for data in says.values()}
     sends = [Send(rank, published[id(data)], 0, data.numel(), tuple(data.shape)) for rank, data in says.items()]
     arrived = yield Exchange(sends, sources, torch.uint8, stage=stage)

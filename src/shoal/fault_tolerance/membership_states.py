@@ -131,7 +131,8 @@ class MembershipTable(Membership):
         """Take an event of several agents, by rank with the causes of losses, as one change of the view."""
         # All next states first: a refused event must change the state of no agent.
         after = {rank: self._next(rank, event) for rank in causes}
-        # Notices arrive repeatedly: without a change there is no new epoch, and no watcher is called.
+        # Several agents send the same notice. A new view for each would call the watchers again: the partition resolver
+        # would probe at once.
         if all(self._states[rank] is state for rank, state in after.items()):
             return
         unseen = all({self._states[rank], state} <= _MEMBERS for rank, state in after.items())

@@ -121,6 +121,7 @@ class Rejoin(MinimalService):
 
     def asking(self) -> dict[int, JoiningPeer]:
         """The agents that request admission and are still connected, by rank."""
+        # An agent that has ended since is left out: the members would admit it, and lose it at once.
         return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
 
     def admit_after(self, operation: Operation) -> None:

@@ -184,7 +184,7 @@ class ResultTransfer(MinimalService):
         result = data.clone().view(message.shape)
         self._control.acknowledge(source, message)
         operation = self._matcher.active(message.name.removeprefix(f"{RESULT} "), message.round)
-        # Not from an agent that was lost since: no survivor reports that result, so they restart the operation.
+        # Not from an agent that was lost since: the survivors decide without its report, and may restart the operation.
         if operation is not None and operation.restarts and source in self._membership.view.alive:
             take_result(self._lifecycle, operation, result)
 

@@ -188,7 +188,7 @@ class BootstrapBarrier:
             self._joined = False
             if self.store.has(self._key("over")):
                 self.note = json.loads(self._get("over"))
-                # The reason is read. Rank 0 keeps its store open until all have read it.
+                # The reason is read: otherwise rank 0 would keep its store open for this agent.
                 self._need_no_store()
             self._attempt = self._first("next")[1].decode()
 
@@ -242,7 +242,7 @@ class BootstrapBarrier:
             self._notified = self._hopeless = True
             raise ended_before(self._launch.rank, value)
         if key == twin:
-            # The other agent of this rank waits, too, and gets the same error.
+            # The later agent of this rank waits as well: with this key it gets the same error.
             self._publish_twin(self._ticket + 1)
             raise Mismatch(
                 f"shoal.init() on rank {self._launch.rank}: {value.decode()} also calls itself rank "

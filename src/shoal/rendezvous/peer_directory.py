@@ -55,6 +55,7 @@ class PeerDirectory(NamedTuple):
 
     def written(self) -> bytes:
         """The directory as bytes, for agents that join later and know the given secret."""
+        # Without the placeholders, because the signatures cover only the agents that have met.
         return json.dumps([self.attempt, self.published[: self.begins], self.reached_from[: self.begins]]).encode()
 
 
@@ -141,6 +142,7 @@ def numbered(store: Store, launch: Launch, deadline: float, config: Config) -> t
     if store.has(DIRECTORY):
         known = directory(store, launch, deadline, config.secret).published[launch.rank]
         of = known.get("launcher", {"id": "", "base": 0})
+        # With a lower count than a predecessor's, the others would refuse this agent as a stale process of its rank.
         base = int(of["base"]) if of["id"] == me else int(known["place"]["incarnation"]) + 1
     return replace(launch, incarnation=base + launch.incarnation), {"launcher": {"id": me, "base": base}}
 
@@ -207,6 +209,7 @@ def _check_proofs(
         proof = _proof(given, attempt, rank, found, one.get("endpoint"))
         if not hmac.compare_digest(str(one.get("proof")).encode(), proof.encode()):
             unproven.append(rank)
+    # No signature covers the length of the list: another process could leave out the last agents.
     if unproven or len(answers) != launch.begins:
         raise _unproven_error(launch.rank, unproven)
 
