@@ -86,7 +86,9 @@ def attach_backend(engine: Engine, wanted: BackendOptions) -> None:
     address = router.endpoints[engine.rank].host or LOOPBACK
 
     def make(plan: Plan) -> ProcessGroups:
+        # A new label for each membership: the earlier one is given up, and waits under it fail at once.
         label = f"after {plan.attempt} losses, with {plan.entered} that have entered"
+        # The script's group serves the whole job only: after a loss, a collective in it would wait for the lost agents.
         return ProcessGroups(
             engine.rank,
             GroupBackend(wanted.backend, address, given if plan == WHOLE else None),

@@ -91,12 +91,14 @@ def _decide_collective(asked: list[tuple[TransferRequest, Sequence[int]]], membe
     for request, some in asked:
         rounds[request.round].append((request, sorted(some)))
         for rank in some:
+            # An agent with several rounds in flight has passed only those before its earliest one.
             first[rank] = min(request.round, first.get(rank, request.round))
     for round_, here in sorted(rounds.items()):
         ranks = tuple(sorted({rank for _, some in here for rank in some}))
         beyond = sorted(rank for rank, one in first.items() if one > round_)
         if beyond:
             found.append(_refusal(here[0][0], ranks, tuple(beyond), f"{_text_of(beyond)} passed that round without it"))
+        # Refused before all have come: the missing agents cannot make these calls equal.
         elif len({request.entry for request, _ in here}) > 1:
             found.append(_disagreement(here, ranks))
         elif len(ranks) == len(members):
@@ -119,6 +121,7 @@ def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decisio
             request = by_rank.get(rank)
             more += request.peers or () if request is not None else ()
         left -= part
+        # A missing agent may have further peers, so its component is not known yet, and waits.
         if all(rank in by_rank for rank in part):
             entry, round_ = by_rank[min(part)].entry, by_rank[min(part)].round
             found.append(Response(TransferRequest(entry, round_, ()), tuple(sorted(part))))

@@ -117,6 +117,7 @@ class CollectiveOrdering(MinimalService):
             if send.stop > send.start:
                 movement.sends.append((send.destination, send.published.part(send.start, send.stop)))
                 if send.published.lease is not None:
+                    # The operation may end before the transfer, and would free memory that the backend still reads.
                     send.published.lease.hold()
                     leases.append(send.published.lease)
         if collective is not None:
@@ -142,6 +143,7 @@ class CollectiveOrdering(MinimalService):
     def reset(self) -> None:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.reset`."""
         self._forget_all()
+        # The loss explains a failure of the backend, for which check() would end this agent's operations.
         self._broken = None
         self._renew_groups()
 
@@ -154,6 +156,7 @@ class CollectiveOrdering(MinimalService):
         if self._stopped:  # a loss may still be agreed on while this agent closes: no code would end the new thread
             return
         self._groups.stop()
+        # Their thread may still wait in the backend; stop() awaits its end.
         self._before.append(self._groups)
         self._groups = self._make_groups(self._engine.current_plan)
 
@@ -187,6 +190,7 @@ class CollectiveOrdering(MinimalService):
         for asked in self._pending.all():
             if asked.stage is stage:
                 asked.withdrawn = True
+                # The others may already count on this request, so it stays until the round has ended.
                 if asked.committed:
                     return False
                 self._pending.drop(asked)
@@ -212,6 +216,7 @@ class CollectiveOrdering(MinimalService):
         with engine.lock:
             if not self.due:
                 return
+            # Under the lock: another driving thread would otherwise begin the same round again.
             self._under_way = True
             self._call_others(engine.rounds_begun(ROUND))
         try:
@@ -232,10 +237,12 @@ class CollectiveOrdering(MinimalService):
         with self._engine.lock:
             self.left = self._stopped = True
         limit = clock.monotonic() + ABANDON_AFTER
+        # Without the lock: the threads of the groups take it when transfers end, and are awaited here.
         self._groups.stop()  # the earlier ones are stopped
         for groups in (*self._before, self._groups):
             groups.end(limit)
         with self._engine.lock:
+            # Last: it releases memory that the threads may have read until now.
             self._forget_all()
 
     # A round
@@ -284,9 +291,12 @@ class CollectiveOrdering(MinimalService):
                 self._attempt, self._group = operation.plan.attempt, ()
                 self._gone.clear()
             group = self._taking_part(operation)
+            # All agents of the round clear together, so their caches stay equal. An entry for all agents would mean
+            # other members than when it was cached.
             if group != self._group:
                 cache.clear()
                 self._group = group
+            # In one hold of the lock with the choice of requests: a later request sets it again, for the next round.
             self._changed = False
             self._name_members(group)
             self._pending.commit(group)
@@ -320,6 +330,7 @@ class CollectiveOrdering(MinimalService):
         """A round has ended, equally on all agents. Under the lock."""
         self._under_way = False
         if outcome is None:
+            # The others may have the result of this round. Without it, this agent would move tensors in another order.
             if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
                 self._engine.cut_off(f"the order of operations is lost: {error}")
             return
@@ -333,7 +344,10 @@ class CollectiveOrdering(MinimalService):
         if outcome.differs >= 0:
             self._break(outcome.differs)
             return
+        # First the cached calls, then the decision, on all agents: the backend pairs transfers by their order alone.
         steps = [*self._known_steps(outcome), *self._decided_steps(outcome)]
+        # After the choice of the steps: a withdrawn request that is among them moves nevertheless. Any other withdrawal
+        # is sent now, or the peers would wait until their deadline.
         for asked in self._pending.all():
             asked.committed = False
             if asked.withdrawn:
@@ -377,6 +391,8 @@ class CollectiveOrdering(MinimalService):
     def _decided_steps(self, outcome: RoundOutcome) -> Iterator[tuple[bool, Step]]:
         for one in outcome.decision:
             if isinstance(one, Response):
+                # Also without a part in the call, because all caches have to change alike. The members of a call with
+                # peers are known for this round only.
                 if one.request.peers is None:
                     self._cache.put(one.request)
                 yield self._step(one.request, one.members)
@@ -387,6 +403,7 @@ class CollectiveOrdering(MinimalService):
         """This agent's part in the next transfer, if it has one."""
         is_collective = bool(request.entry.kind)
         if self._engine.rank not in members:
+            # A placeholder: it divides the steps into the same runs as on the members.
             return is_collective, None
         asked = self._pending.find(request)
         self._pending.take_out(asked)
@@ -405,6 +422,7 @@ class CollectiveOrdering(MinimalService):
 
     def _break(self, rank: int) -> None:
         """Two agents have different caches. The requests of this round fail, and all agents clear their caches."""
+        # The bits of different caches name different calls; the next round begins with equal, empty ones.
         self._cache.clear()
         here = self._engine.rank
         for asked in [one for one in self._pending.all() if one.committed]:
@@ -433,6 +451,7 @@ class CollectiveOrdering(MinimalService):
         with engine.lock:
             for movement in movements:
                 asked = self._moving.pop(movement, None)
+                # It is None after reset(), which has released the memory.
                 if asked is not None:
                     self.counts.moved += 1
                     self._emit("moved", asked.operation, asked.stage)
@@ -444,6 +463,7 @@ class CollectiveOrdering(MinimalService):
         """The process groups have failed. Called by the thread that moves tensors."""
         engine = self._engine
         with engine.lock:
+            # Earlier groups fail because of the loss for which they were replaced, or because they were aborted.
             if groups is not self._groups:
                 return
             self._broken = clock.monotonic() + BREAK_AFTER, error

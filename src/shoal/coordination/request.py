@@ -98,6 +98,7 @@ def parsed_ranks(data: Any, size: int) -> Ranks:
 
 
 def _count(data: Any) -> int:
+    # Not `isinstance`: JSON's `true` would pass as the number 1.
     if type(data) is not int or data < 0:
         raise ValueError(f"{data!r} in the place of a number")
     return data
@@ -158,6 +159,7 @@ class PendingRequests:
             self.concerned.append(asked)
             return
         several = self.known.setdefault(asked.request.key, deque())
+        # In the order of the rounds: a negotiation round offers the first request of a key only.
         place = len(several)
         while place and several[place - 1].request.round > asked.request.round:  # its headers arrived later
             place -= 1

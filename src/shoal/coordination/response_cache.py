@@ -70,6 +70,7 @@ class ResponseCache:
     def knows(self, request: TransferRequest) -> bool:
         """The call is cached, and this is its next round."""
         calls = self._calls.get(request.key)
+        # A bit stands for the next round only. After a skipped call, this agent has no request for the round that runs.
         return calls is not None and request.round == calls.round + 1 and request.entry in self._places
 
     def vector(self, pending: Iterable[TransferRequest]) -> int:
@@ -78,11 +79,14 @@ class ResponseCache:
         Args:
             pending: The next request of each key.
         """
+        # An agent without a part in a call sets the bits of it: otherwise the AND of all agents would never let it run.
         entries, keys = self._foreign
         for request in pending:
             calls = self._calls.get(request.key)
             if calls is None:
                 continue
+            # Set for any call of a known key: if all members set it and have no entry in common, their calls differ.
+            # Without this bit no negotiation would report that, and they would wait for each other.
             keys |= 1 << calls.place
             if self.knows(request):
                 entries |= 1 << self._places[request.entry]
@@ -123,6 +127,7 @@ class ResponseCache:
             return
         entry, key = request.entry, request.key
         if entry not in self._places:
+            # All agents have used the entries in the same order, so all evict the same one and fill the same place.
             if len(self._places) >= self._capacity:
                 self._forget(next(iter(self._places)))
             self._places[entry] = place = _free(self._entries)
@@ -131,6 +136,7 @@ class ResponseCache:
                 self._calls[key] = _CachedCalls(_free(self._keys), request.round)
                 self._keys[self._calls[key].place] = key
             self._calls[key].entries.add(place)
+            # Here and not in `vector`, which every round calls: it costs a pass over all entries.
             self._foreign = self._of_others()
         self._places.move_to_end(entry)
         self._calls[key].round = request.round

@@ -81,6 +81,7 @@ def coordinate(
             raise Mismatch(f"{operation}: rank {behind} said what makes no sense: {error}", (behind,)) from None
         step *= 2
     leaving = tuple(rank for rank in group if total.leaving >> rank & 1)
+    # A bit means another call in another cache: tensors of different calls would be summed.
     if total.differs:
         return RoundOutcome(group, leaving=leaving, differs=total.differs - 1)
     ready = cache.ready(total.bits)
@@ -98,6 +99,7 @@ def _negotiated(
     depth, deepest = _depth(place, fan_out), _depth(len(group) - 1, fan_out)
     children = [group[one] for one in range(place * fan_out + 1, (place + 1) * fan_out + 1) if one < len(group)]
     parent = group[(place - 1) // fan_out]
+    # Stages up the tree are counted from its deepest level, so a child sends in the stage in which its parent receives.
     if children:
         received = yield from _exchange_messages(engine, operation, {}, children, _UP + deepest - depth)
         several = [
@@ -126,10 +128,12 @@ def _exchange_messages(
     stage: int | None = None,
 ) -> Steps[dict[int, torch.Tensor]]:
     """Send data to some ranks and receive data from others: uint8."""
+    # By identity: all children get the same tensor, so the decision is copied once.
     published = {id(data): engine.publish(operation, data) for data in says.values()}
     sends = [Send(rank, published[id(data)], 0, data.numel(), tuple(data.shape)) for rank, data in says.items()]
     arrived = yield Exchange(sends, sources, torch.uint8, stage=stage)
     payloads = {rank: _payload(message) for rank, message in arrived.items()}
+    # A long message arrives in parts: its header alone resumes this operation.
     while not all(payload.complete for payload in payloads.values()):
         yield MORE
     return {rank: payloads[rank].data for rank in sources}
@@ -205,6 +209,7 @@ class Vector:
         if not _HEAD.size <= len(raw) <= _MOST_BYTES:
             raise ValueError(f"{len(raw)} bytes")
         digest, flags, differs, n_bits, n_leaving = _HEAD.unpack_from(raw)
+        # A shorter slice would be read without an error, as other bits than the sender's.
         if len(raw) != _HEAD.size + n_bits + n_leaving:
             raise ValueError(f"{len(raw)} bytes for vectors of {n_bits} and {n_leaving}")
         bits = int.from_bytes(raw[_HEAD.size : _HEAD.size + n_bits], "little")

@@ -308,6 +308,7 @@ class Agreement(MinimalService):
         plan, before = self._noticed, self.gone
         by_rank = {rank: self._reports[rank] for rank in self._membership.view.alive}
         reports = list(by_rank.values())
+        # One survivor that saw a process end is enough: that agent is in no other partition.
         beyond = frozenset.intersection(*(report.out_of_reach for report in reports))
         if self._stops_as_minority and partition_order(self._membership.view.alive) < partition_order(beyond):
             self._stop_as_minority(sorted(beyond))
@@ -321,14 +322,13 @@ class Agreement(MinimalService):
         begun: dict[str, int] = {}
         for report in reports:
             for name, count in report.begun.items():
-                # A round that one agent has begun keeps its plan on all; with a smaller count, plans of one round would
-                # differ.
+                # A round that one agent has begun keeps its plan on all; a smaller count would give it two plans.
                 begun[name] = max(count, begun.get(name, 0))
-        # Some agents may have agreed on a smaller loss, and have begun rounds since, before they learned of the larger
-        # one.
+        # Some agents may have agreed on a smaller loss, and begun rounds, before they learned of the larger one.
         earlier = {decision.order: decision for report in reports for decision in report.decisions}
         self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
         self._reports = {}
+        # First: the process groups and restarted operations below read the new plan from the gate.
         self._gate.resume(plan.gone)
         self._lifecycle.move_by_links()
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
@@ -351,6 +351,7 @@ class Agreement(MinimalService):
                 self._lifecycle.fail(operation, cannot_go_on(operation, self.gone))
         elif not operation.restarts:
             go_on_without(self._lifecycle, operation, self.gone)
+        # The reports are equal on all survivors. An agent on which the operation has ended would join no restart.
         elif _all_have_result(operation, reports):
             conclude(self._lifecycle, operation)
         elif any(report.keeps(operation.name, operation.round) for report in reports.values()):
@@ -371,6 +372,7 @@ class Agreement(MinimalService):
 
     def yield_to_majority(self, why: PeerLost) -> None:
         """End this agent as part of the smaller partition, also during an agreement."""
+        # Calls that wait at the paused gate get the error only when it opens.
         self._gate.resume(self.gone)
         self._failures.abort(why)
 

@@ -37,6 +37,7 @@ class FailureDetector:
 
     def suspect(self, peer: int, cause: str, final: bool, certain: bool) -> float:
         """Suspect an agent that seems to be lost. Returns the time of the confirmation, as ``clock.monotonic()``."""
+        # Its incoming connection was cut and not replaced: nothing more arrives, so a grace would only delay the loss.
         final = final or self._router.is_cut_off(peer)
         due = clock.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
         known = self._suspects.get(peer)
@@ -46,10 +47,13 @@ class FailureDetector:
                     follows = float("inf") if self._router.receives_from(peer) else due
                     self._schedule(clock.monotonic() if final else follows, known[1])
                 return self._suspects[peer][0]
+            # A later sign must not postpone the confirmation: the signs of one loss arrive one by one.
             due = min(due, known[0])
             if known[0] == float("inf") and not final:  # others report its shutdown; its message may be lost
                 self._schedule(due, known[1])
                 return due
+        # An own sign replaces another agent's report. With the report as the cause, the error would say that only those
+        # two agents have lost each other, and that both still run.
         if known is None or due < known[0] or (known[1].died and known[1].told_by != self._rank):
             self._schedule(due, Departure(peer, cause, True, self._rank, certain))
         return self._suspects[peer][0]
@@ -67,6 +71,7 @@ class FailureDetector:
             return departure
         if source == rank and not died:
             departure = self._unless_lost_before(departure)
+        # Otherwise this agent's own connections decide: the reporter may have lost only its own connection.
         if source == rank or (died and (certain or not self._router.knows(rank))):
             return self._after_those_before(departure)
         return self.report(departure)
@@ -191,6 +196,7 @@ class Failures:
         """Handle an agent's shutdown message. With a ``cause``, it shut down because of the loss of the agent
         ``lost``.
         """
+        # The cause before its effect: suspects that are due together are confirmed in this order.
         if cause and 0 <= lost < self._size and lost != self._rank:
             self.take_notice(Departure(lost, cause, True, peer))
         departure = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
@@ -230,6 +236,8 @@ class Failures:
 
     def check(self, now: float) -> float:
         """Confirm suspects that are due. Returns when to check again."""
+        # Peers close their connections to an agent that has shut down or is excluded. These ends are no losses, and
+        # confirmed they would be passed on.
         if self._sender.has_sent_shutdown or self._membership.view.is_cut_off:
             return float("inf")
         for departure in self._detector.confirmed(now):
@@ -243,10 +251,12 @@ class Failures:
         rank, cause, died, told_by, _, because, _ = gone
         self._detector.forget(rank)
         if rank == self._rank:
+            # The others close their connections to this agent. It would take that for their loss, and report it.
             self.break_off(f"rank {told_by} counts it as lost ({cause})")
             return
         before = self._membership.state(rank)
         after = self._membership.apply(departure_event(gone), rank, cause)
+        # Each agent passes a notice on once: without this return, notices would circulate without end.
         if before not in PRESENT:
             if died and after is AgentState.NEEDED:  # it has shut down, and another agent needs it
                 if self._agreement.active:
@@ -259,6 +269,8 @@ class Failures:
         self._sender.pass_on(gone)
         if died and not self._agreement.active:
             self._lose(*self._explained(gone))
+        # The lost agent acknowledges nothing more: the memory of messages to it would stay leased, and later rounds of
+        # their names would wait for it.
         for token in self._sender.unacknowledged_by(rank):
             self._lifecycle.acknowledged(rank, token)
         for service in self._services.all():
@@ -275,12 +287,16 @@ class Failures:
                 self._lifecycle.fail(operation, self._lifecycle.departed_peers.error(operation, [rank]))
             else:  # it ends, or the survivors agree how it continues
                 self._lifecycle.departed_peers.announce([rank])
+        # The messages of an agent that has shut down are complete, and later stages here still use them. Those of a
+        # dead agent may be incomplete.
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
         # This includes agents that have shut down: a later answer of theirs would send all earlier messages again, and
         # this agent has no record any more that these have arrived.
         self._router.shut_out(rank)
+        # A shutdown alone begins no agreement, but one in progress has to name that agent. The survivors count only
+        # reports of equal plans, and would wait for this agent's.
         if self._agreement.active and (died or self._lifecycle.gate.paused):
             self._agreement.change()
 

@@ -96,6 +96,8 @@ def departure_event(departure: Departure) -> AgentEvent:
     """The event of a confirmed departure."""
     if not departure.died:
         return AgentEvent.LEAVE
+    # A silent agent is excluded for certain, but its process may still run in another partition. In state LOST it would
+    # never be probed.
     return AgentEvent.LOSE_TOUCH if departure.silent or not departure.certain else AgentEvent.LOSE
 
 
@@ -127,7 +129,10 @@ class MembershipTable(Membership):
 
     def apply_to_all(self, event: AgentEvent, causes: Mapping[int, str]) -> None:
         """Take an event of several agents, by rank with the causes of losses, as one change of the view."""
+        # All next states first: a refused event must change the state of no agent.
         after = {rank: self._next(rank, event) for rank in causes}
+        # Several agents send the same notice. A new view for each would call the watchers again: the partition resolver
+        # would probe at once.
         if all(self._states[rank] is state for rank, state in after.items()):
             return
         unseen = all({self._states[rank], state} <= _MEMBERS for rank, state in after.items())
@@ -156,6 +161,7 @@ class MembershipTable(Membership):
 
     def _renew(self) -> None:
         states = self._states
+        # A new object, assigned once: other threads read the view without the lock, and must not see half a change.
         self.view = View(
             self.view.epoch + 1,
             self._ranks(*PRESENT),

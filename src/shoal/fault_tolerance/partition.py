@@ -85,6 +85,7 @@ class PartitionResolver(MinimalService):
     @property
     def _is_running(self) -> bool:
         """Whether this agent is in a partition that continues."""
+        # For a joining agent all others are out of reach. It would probe them, and yield to the job that it joins.
         return not (
             self._closed or self._membership.view.is_joining or self._gate.closing or self._gate.ended is not None
         )
@@ -114,6 +115,7 @@ class PartitionResolver(MinimalService):
         beyond = self._agreement.out_of_reach if self._is_running else frozenset()
         if not beyond or partition_order(self._membership.view.alive) > partition_order(beyond):
             return []
+        # A probe needs a socket: agents that are threads have none, and agents that have not come have no address.
         return [rank for rank in sorted(beyond) if self._router.transport_to(rank) not in ("", "threads")]
 
     def _answered(self, peer: int, answer: int) -> None:
@@ -144,7 +146,9 @@ class PartitionResolver(MinimalService):
     def _answer(self, rank: int, incarnation: int) -> int:
         """The size and lowest rank of this agent's partition, for a prober that it counts as lost; otherwise 0."""
         alive = self._membership.view.alive
+        # A process whose rank was restarted since is no member, although its rank is one.
         is_with_it = rank in alive and incarnation >= self._router.place_of(rank).incarnation
+        # During an agreement this partition may still lose agents, or stop as the minority: no other must yield to it.
         if is_with_it or self._gate.paused or not self._is_running:
             return 0
         return len(alive) << _SHIFT | min(alive)
@@ -155,6 +159,7 @@ class PartitionResolver(MinimalService):
 
     def _take(self, source: int, part: tuple[int, int, int]) -> None:
         peer, count, lowest = part
+        # A late notice of an agent that this partition has lost must not end it.
         if source in self._membership.view.alive:
             self._yields_to(peer, count, lowest)
 
@@ -165,6 +170,7 @@ class PartitionResolver(MinimalService):
 
     def close(self, deadline: float) -> None:
         with self._progress.lock:
+            # The shutdown still drives the exchange: a check would open another probe, which nothing would close.
             self._closed = True
             self._asking.cancel()
 

@@ -20,8 +20,11 @@ def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, .
     stage, recovery = operation.stage, operation.recovery
     if stage is None or recovery is None or operation.error is not None:  # its next stage begins without them
         return
+    # A stage that was complete before has been queued before. A second entry would resume the operation at its next
+    # stage, before that one is complete.
     was_complete = stage.complete
     stage.missing.difference_update(gone)
+    # The rest of these messages will never arrive: the operation would wait for it without end.
     torn = [
         source
         for source, message in stage.arrived.items()
@@ -43,6 +46,7 @@ def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
     lifecycle.leave_stage(operation)
     drop_generator(operation)
     lifecycle.forget_before(operation, LAST_STAGE)  # confirmations that other agents have the result
+    # Receivers may still read this agent's memory: the last confirmation ends the operation.
     if operation.unconfirmed:
         operation.outcome = result
     else:
@@ -61,6 +65,7 @@ def take_result(lifecycle: Lifecycle, operation: Operation, result: torch.Tensor
     if recovery is None or recovery.take is None:
         return
     await_result(lifecycle, operation)
+    # For this agent's own cache: the sender may be lost before it has sent the result to all.
     recovery.copy = result
     try:
         taken = recovery.take(result)
@@ -75,6 +80,8 @@ def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
     recovery = operation.recovery
     assert recovery is not None
     _stop(lifecycle, operation)
+    # A result that stays would be reported as one of the new attempt, and agents would end with results of different
+    # members. The plan comes before `first_stage`, which follows from it: messages of the old attempt must not match.
     recovery.plan, recovery.result, recovery.copy, recovery.again = plan, None, None, True
     lifecycle.forget_before(operation, recovery.first_stage)
     _make_ready_once(lifecycle, operation)
@@ -84,6 +91,7 @@ def _stop(lifecycle: Lifecycle, operation: Operation) -> None:
     """End the current attempt of an operation."""
     lifecycle.leave_stage(operation)
     drop_generator(operation)
+    # Otherwise the next bytes of an old message would queue the operation.
     operation.waiting_more = False
     operation.unconfirmed, operation.outcome = {}, None  # of receivers in this attempt
 

@@ -121,6 +121,7 @@ class Rejoin(MinimalService):
 
     def asking(self) -> dict[int, JoiningPeer]:
         """The agents that request admission and are still connected, by rank."""
+        # An agent that has ended since is left out: the members would admit it, and lose it at once.
         return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
 
     def admit_after(self, operation: Operation) -> None:
@@ -138,9 +139,11 @@ class Rejoin(MinimalService):
         if not joining_peers:
             return
         ranks = tuple(sorted(joining_peers))
+        # Notices of losses are the first messages on a new link: they would report the admitted agents as lost.
         self._sender.forget_news(ranks)
         for rank, one in joining_peers.items():
             self._asked.pop(rank, None)
+            # A suspicion of the predecessor would be confirmed later, and would exclude the new agent.
             self._failures.forget(rank)
             self._router.admit(one.place, one.endpoint)
         self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
@@ -148,6 +151,7 @@ class Rejoin(MinimalService):
         self.on_entry()
         self._control.send(ranks, ENTRY, self._admission_reply(begun))
         self._agreement.send_report_again()
+        # At once: check() delivers the buffered messages of the admitted agents.
         self._progress.check_by(0.0)
 
     def _admission_reply(self, begun: dict[str, int]) -> dict[str, Any]:
@@ -156,6 +160,7 @@ class Rejoin(MinimalService):
         everybody = [JoiningPeer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]
         decisions = decisions_as_data(self._agreement.decisions)
         view = self._membership.view
+        # Unreachable agents are left out: the admitted agent keeps them as UNKNOWN, and so probes their partition, too.
         ended = {rank: cause for rank, cause in view.died.items() if rank not in view.out_of_reach}
         return {
             "everybody": everybody,
@@ -171,6 +176,7 @@ class Rejoin(MinimalService):
         """Isolate this agent until the members admit it."""
         self._membership.stand_alone(self._rank)
         self._agreement.stand_alone()
+        # The launcher counts no agent with this marker as a survivor that could admit others.
         self._sign.show()
         self._router.begin_pending()
 
@@ -181,6 +187,7 @@ class Rejoin(MinimalService):
             message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
             message.where = Where.INLINE
             try:
+                # Directly over the link: the sender drops messages to ranks that are no members here.
                 link = self._router.link(rank)
             except OSError:
                 continue
@@ -275,6 +282,7 @@ class Rejoin(MinimalService):
         )
 
     def _enter(self, data: Any) -> None:
+        # Parse all before the first change: after a malformed message this agent has to wait as before.
         plan = Plan(parsed_ranks(data["plan"][0], self._size), int(data["plan"][1]))
         everybody = [JoiningPeer.of(one, rank) for rank, one in enumerate(data["everybody"])]
         begun, decisions = parsed_counts(data["begun"]), parsed_decisions(data["decisions"], self._size)
@@ -283,6 +291,7 @@ class Rejoin(MinimalService):
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
         self._sign.hide()
         self._router.end_pending()
+        # Before the buffered messages are delivered: these name rounds of the job, not of this agent in isolation.
         self._matcher.begin_at(begun)
         for rank, one in enumerate(everybody):
             if rank != self._rank and rank not in plan.gone:
@@ -295,6 +304,7 @@ class Rejoin(MinimalService):
                 self._router.drop(rank)
         absent = [rank for rank in plan.gone if ended.get(rank) == NOT_YET]
         self._membership.begin_without(absent)
+        # Ranks without a known cause stay UNKNOWN: they may run in another partition.
         lost = {rank: ended[rank] for rank in plan.gone if rank in ended and rank not in absent}
         self._membership.apply_to_all(AgentEvent.LOSE, lost)
         self._agreement.enter(plan, decisions)
@@ -312,11 +322,13 @@ class Rejoin(MinimalService):
     def _take(self, source: int, content: Any) -> None:
         if isinstance(content, list):
             self._asked[source] = JoiningPeer.of(content, source)
+        # Every member sends the admission. The first one counts: a second would reset the round counters.
         elif self.is_joining:
             self._enter(content)
 
     def _lose_predecessor(self, source: int) -> None:
         """Count an agent as lost that asks for admission: it was started again."""
+        # Only a rank that counts as lost can be admitted, and this agent may not have noticed the predecessor's end.
         if source in self.asking() and source in self._membership.view.alive:
             self._failures.on_closed(source, "it has been started again", True, True)
 

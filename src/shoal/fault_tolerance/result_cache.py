@@ -80,14 +80,18 @@ class ResultCache(MinimalService):
     def ended(self, operation: Operation, result: torch.Tensor | None) -> None:
         """Cache the result of a collective operation that has ended here; ``None`` is not cached."""
         key = operation.name, operation.round
+        # Agents confirm once, some before the operation ends here. Without this record, the cache would keep the result
+        # for them without end. A failed round drops the record, too.
         ahead = self._ahead.pop(key, ())
         if result is None:
             return
         without = set(self._membership.view.alive)
         without.discard(self._rank)
+        # Excluded ranks take no part in the operation, and will never confirm it.
         without.difference_update(operation.excluded_ranks, ahead)
         if without:
             self.results[key] = CachedResult(result, without)
+        # Also if no agent needs this copy: the others keep theirs until this agent has confirmed.
         self._unconfirmed.append(key)
         self._unconfirmed_bytes += result.nbytes
         if self._hurried or len(self._unconfirmed) >= TELL_AFTER or self._unconfirmed_bytes >= TELL_AFTER_BYTES:
@@ -114,16 +118,20 @@ class ResultCache(MinimalService):
 
     def _confirm_if_leaving(self, leaving: bool) -> None:
         if leaving:
+            # Results of later operations as well: the leaving agent waits for their confirmation.
             self._hurried = True
             self.confirm()
 
     def _has(self, source: int, name: str, first: int, count: int) -> None:
+        # No agent ends such an operation before all have begun it, so a larger range is malformed. Unchecked, it could
+        # keep this agent in the loop below.
         if first < 0 or not 0 < count <= self._matcher.begun(name) - first:
             raise ValueError(f"results of {count} rounds of {name!r} from {first} on")
         for key in ((name, round_) for round_ in range(first, first + count)):
             kept = self.results.get(key)
             if kept is not None:
                 self._drop(key, kept, source)
+            # Not for a round that has ended here: nothing would remove the entry.
             elif self._matcher.active(*key) is not None:
                 self._ahead.setdefault(key, set()).add(source)
 
@@ -172,9 +180,11 @@ class ResultTransfer(MinimalService):
         when_arrived(message, partial(self._take, source, message))
 
     def _take(self, source: int, message: Message, data: torch.Tensor) -> None:
+        # A copy, before the acknowledgement allows the sender to reuse its memory.
         result = data.clone().view(message.shape)
         self._control.acknowledge(source, message)
         operation = self._matcher.active(message.name.removeprefix(f"{RESULT} "), message.round)
+        # Not from an agent that was lost since: the survivors decide without its report, and may restart the operation.
         if operation is not None and operation.restarts and source in self._membership.view.alive:
             take_result(self._lifecycle, operation, result)
 

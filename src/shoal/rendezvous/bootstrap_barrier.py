@@ -145,6 +145,7 @@ class BootstrapBarrier:
         self._attempt = clock.random_hex(8)
         before = self._read("attempt").decode() if self.store.has("attempt") else ""
         self.store.set("attempt", self._attempt.encode())
+        # Agents that still wait in the earlier attempt follow this key into the new one.
         if before:
             self.store.set(f"{before}/next", self._attempt.encode())
         self._joined = True
@@ -177,6 +178,7 @@ class BootstrapBarrier:
                 what, value = self._first("next", "place/all", "over")
                 if what == "place/all":
                     found: list[dict[str, Any]] = json.loads(value)
+                    # Otherwise rank 0 has counted an earlier call of this rank, which gave up.
                     if found[self._launch.rank]["by"] == self._me:
                         return found
                 elif what == "over":
@@ -186,6 +188,7 @@ class BootstrapBarrier:
             self._joined = False
             if self.store.has(self._key("over")):
                 self.note = json.loads(self._get("over"))
+                # The reason is read: otherwise rank 0 would keep its store open for this agent.
                 self._need_no_store()
             self._attempt = self._first("next")[1].decode()
 
@@ -194,6 +197,7 @@ class BootstrapBarrier:
         what, place = self._first("place/0", "next", "over")
         theirs = json.loads(place)["of"] if what == "place/0" else self._launch.size
         if theirs != self._launch.size:
+            # The error ends an attempt that still waits. A complete one continues without this agent.
             self._joined = not self.store.has(self._key("place/all"))
             raise Mismatch(
                 f"shoal.init() on rank {self._launch.rank}: WORLD_SIZE is {self._launch.size} here and {theirs} on "
@@ -229,6 +233,7 @@ class BootstrapBarrier:
         twin = self._twin(self._ticket)
         # Only after it has joined: the error ends the attempt, and the other agents must be notified.
         twins = [twin] if self._joined else []
+        # LOST comes after the awaited keys: a complete attempt has succeeded, even if an agent has ended since.
         key, value = self._first_at_last([*comes_back, *keys, LOST, *twins])
         if key == DIRECTORY:
             self._notified = True
@@ -237,6 +242,7 @@ class BootstrapBarrier:
             self._notified = self._hopeless = True
             raise ended_before(self._launch.rank, value)
         if key == twin:
+            # The later agent of this rank waits as well: with this key it gets the same error.
             self._publish_twin(self._ticket + 1)
             raise Mismatch(
                 f"shoal.init() on rank {self._launch.rank}: {value.decode()} also calls itself rank "
@@ -292,6 +298,7 @@ class BootstrapBarrier:
         gave_up = isinstance(error, DeadlineExceeded) and not self._complete
         rank = self._launch.rank
         if rank and gave_up:
+            # Otherwise rank 0 would complete the attempt with an agent that no longer waits.
             self._set(f"place/{rank}", b"")
             return
         if not self._notified and not self.store.has(self._key("over")):
@@ -400,6 +407,7 @@ def gather_agents(
             except PeerLost:
                 if store is not None or not meeting.came_late:
                     raise
+                # Rank 0 may have closed the store of that attempt: its next one has a new store.
                 note = meeting.note
                 continue
             yield meeting, found

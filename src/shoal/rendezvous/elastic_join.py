@@ -76,6 +76,7 @@ class Invitation:
                 "the user of that run, on the machine of its launcher: set SHOAL_SECRET to the same for that run and "
                 "this command"
             )
+        # Any client may write to the store: without the check, it could lead this launcher into another job.
         if not hmac.compare_digest(room._proof(secret).encode(), str(proof).encode()):
             whose = "SHOAL_SECRET is not that of the run" if given else "somebody else writes to its store"
             raise ShoalError(f"what it says of itself is not signed with the secret: {whose}")
@@ -131,6 +132,7 @@ def claim(host: str, port: int, count: int, environ: Mapping[str, str], deadline
 def _open(host: str, port: int, deadline: float) -> TcpStore:
     where = join_address(host, port)
     try:
+        # A plain connection first: torch's client prints many lines for each failure.
         with socket.create_connection((host, port), timeout=max(0.1, deadline - clock.monotonic())) as link:
             address = text_of(link.getpeername())
     except OSError as error:
@@ -159,6 +161,8 @@ def _claim(store: TcpStore, room: Invitation, count: int, deadline: float) -> in
                 f"{count} cannot join: {free} ranks are free. It began with {room.begins} of --max-agents {room.size}, "
                 f"and {claimed} have been claimed since; a rank is not claimed twice"
             )
+        # The random part is needed because `swap` returns the value afterwards: two launchers that claim equally many
+        # ranks at once would both take it for their own.
         mine = f"{claimed + count} {clock.random_hex(8)}".encode()
         found = store.swap(CLAIMED, known, mine)
         if found == mine:

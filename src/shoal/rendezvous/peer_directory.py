@@ -55,6 +55,7 @@ class PeerDirectory(NamedTuple):
 
     def written(self) -> bytes:
         """The directory as bytes, for agents that join later and know the given secret."""
+        # Without the placeholders, because the signatures cover only the agents that have met.
         return json.dumps([self.attempt, self.published[: self.begins], self.reached_from[: self.begins]]).encode()
 
 
@@ -99,6 +100,7 @@ def directory(store: Store, launch: Launch, deadline: float, secret: str) -> Pee
         for rank in range(launch.size):
             if store.has(f"{DIRECTORY}/{rank}"):
                 *came, proof = json.loads(store.get(f"{DIRECTORY}/{rank}", deadline))
+                # An entry without a valid signature is of another process: the address from the barrier remains.
                 if hmac.compare_digest(str(proof).encode(), _verified_peer(given, attempt, rank, came).encode()):
                     met.published[rank], met.reached_from[rank] = came
         return met
@@ -140,6 +142,7 @@ def numbered(store: Store, launch: Launch, deadline: float, config: Config) -> t
     if store.has(DIRECTORY):
         known = directory(store, launch, deadline, config.secret).published[launch.rank]
         of = known.get("launcher", {"id": "", "base": 0})
+        # With a lower count than a predecessor's, the others would refuse this agent as a stale process of its rank.
         base = int(of["base"]) if of["id"] == me else int(known["place"]["incarnation"]) + 1
     return replace(launch, incarnation=base + launch.incarnation), {"launcher": {"id": me, "base": base}}
 
@@ -176,6 +179,7 @@ def introduce(
         raise _unproven_error(launch.rank, [launch.rank])
     mine: dict[str, Any] = {"endpoint": asdict(endpoint)}
     if given:
+        # It covers `found` as read here: a store that shows different data to different agents is detected.
         mine["proof"] = _proof(given, meeting.attempt, launch.rank, found, mine["endpoint"])
     elif launch.rank == 0:
         mine["secret"] = clock.random_hex(32)
@@ -188,6 +192,7 @@ def introduce(
             "same SHOAL_SECRET for all agents, or for none",
             signed,
         )
+    # Another process may have replaced this agent's endpoint, and the others would connect to that process.
     if answers[launch.rank] != mine:
         raise _unproven_error(launch.rank, [launch.rank])
     of_job = given or answers[0]["secret"].encode()
@@ -204,6 +209,7 @@ def _check_proofs(
         proof = _proof(given, attempt, rank, found, one.get("endpoint"))
         if not hmac.compare_digest(str(one.get("proof")).encode(), proof.encode()):
             unproven.append(rank)
+    # No signature covers the length of the list: another process could leave out the last agents.
     if unproven or len(answers) != launch.begins:
         raise _unproven_error(launch.rank, unproven)
 
@@ -222,5 +228,6 @@ def _proof(secret: bytes, attempt: str, rank: int, found: list[dict[str, Any]], 
 
 
 def _digest(secret: bytes, what: str, attempt: str, *parts: Any) -> bytes:
+    # Sorted: equal data must give equal bytes on all agents, in whatever order their keys were added.
     text = json.dumps([what, attempt, *parts], sort_keys=True)
     return hmac.digest(secret, text.encode(), "sha256")

@@ -65,6 +65,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
         OSError: Rank 0 cannot listen on the port.
         ValueError: The launch contradicts the process group, or has no address.
     """
+    # A restarted job must not read the keys of its earlier attempt, nor of another job in the same store.
     prefix = f"{PREFIX}{launch.job}/{launch.attempt}/" + (f"{launch.beside}/" if launch.beside else "")
     found = _store_of_process_group(launch)
     if launch.size == 1:
@@ -94,6 +95,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
         begin, thread = partial(_torchs_server, listener, deadline), None
     store = TcpStore(begin, StoreLocation(name, (0,), thread=thread), prefix=prefix, deadline=deadline)
     try:
+        # The others wait for this key: another server may have used the port until now, and may still answer them.
         store.set(_HOSTED, b"")
     except BaseException:  # such as Ctrl-C: no other code has the store to close it
         store.close()
@@ -150,6 +152,7 @@ def serve(descriptor: int, room: str = "") -> None:
     listener = socket.socket(fileno=descriptor)
     values = {PREFIX + CLAIMED: b"0 nobody", PREFIX + ROOM: room.encode()}
     if _clients_agree(clock.monotonic() + _TRY_SECONDS):
+        # It does not return. The rest serves a torch whose clients need other requests.
         store_server.StoreServer(listener, values).serve()
     store = _torchs_server(listener, clock.monotonic() + threading.TIMEOUT_MAX)
     for key, value in values.items():

@@ -100,6 +100,7 @@ class ThreadStore:
                 if remaining <= 0:
                     raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
                 deferred.checkpoint()
+                # In slices where signals are deferred: only checkpoint() runs their handlers.
                 self._changed.wait(min(remaining, SLICE if deferred.here else threading.TIMEOUT_MAX))
 
     def has(self, key: str) -> bool:
@@ -168,6 +169,7 @@ class TcpStore:
         try:
             self._call(lambda: self._adopt(connect()), f"connect to {name}", deadline)
         except BaseException:
+            # No caller has this object yet, so nothing else would end its thread and the server.
             self.close()
             raise
 
@@ -243,6 +245,7 @@ class TcpStore:
             deadline = max(self._deadline, clock.monotonic() + LEAST_SECONDS)
         answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._calls.put((function, answer))
+        # At least a moment: a value that is set has to be found, even if the deadline is over.
         for slice_ in slices(max(deadline, clock.monotonic() + 0.1)):
             try:
                 result, error = answer.get(timeout=slice_)

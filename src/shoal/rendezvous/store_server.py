@@ -70,6 +70,7 @@ class _Quota:
             if self.used + count > self.limit:
                 raise InvalidRequest
             if self.total is not None:
+                # Before `used` grows: if the total refuses, this quota has counted nothing.
                 self.total.acquire(count)
         self.used += count
 
@@ -176,6 +177,7 @@ class StoreServer:
         for key, mask in events:
             if key.fileobj is self._listener:
                 self._accept()
+            # A request served before, in this batch of events, may have closed the connection.
             elif key.data in self._connections:
                 self._serve(key.data, mask)
             elif key.fileobj is key.data:
@@ -248,6 +250,7 @@ class StoreServer:
             data = one.sock.recv(_CHUNK)
             if not data:
                 raise InvalidRequest
+            # Before the bytes are kept: `_close` releases as many as the inbox has.
             one.quota.acquire(len(data))
             one.inbox += data
 
@@ -312,6 +315,7 @@ class StoreServer:
 
     def _put(self, key: bytes, data: bytes, quota: _Quota) -> None:
         cost = len(key) + len(data) + KEY_COST
+        # Before the old value goes: a refused request must leave it in place.
         quota.acquire(cost)
         self._forget(key)
         self._values[key] = _Value(data, quota, cost)
