@@ -12,7 +12,7 @@ from shoal.fault_tolerance import failures
 from shoal.fault_tolerance.failures import GRACE, UNCONNECTED_GRACE, FailureDetector, Failures
 from shoal.fault_tolerance.membership_states import MembershipTable
 from shoal.operations.membership import Departure
-from shoal.transport.wire import CERTAIN, DIED, Kind, Message
+from shoal.transport.wire import CERTAIN, DIED, Kind, Message, ProtocolError
 
 
 @dataclass
@@ -190,19 +190,30 @@ def test_it_hears_of_its_own_loss(clock: Clock) -> None:
     assert said == Departure(0, "its process ended", True, 1)
 
 
-@pytest.mark.parametrize("agrees", [True, False])
-def test_an_agent_whose_own_call_failed_is_lost_for_certain_where_the_others_agree_on_losses(agrees: bool) -> None:
-    passed_on: list[Departure] = []
-    changes: list[str] = []
+def failures_of(agrees: bool, passed_on: list[Departure], changes: list[str], membership: MembershipTable) -> Failures:
+    """Those of rank 0 of 4, with parts that only record."""
     nothing: Any = SimpleNamespace(in_flight=list, all=list, active=False)
     nothing.forget = nothing.shut_out = nothing.split_those_without = lambda _: None
     sender: Any = SimpleNamespace(pass_on=passed_on.append, unacknowledged_by=lambda _: [])
     lifecycle: Any = SimpleNamespace(departed_peers=SimpleNamespace(lose_by=lambda _: None))
     agreement: Any = SimpleNamespace(active=agrees, change=lambda: changes.append("change"), react_by=lambda _: None)
-    membership = MembershipTable(4)
     parts: Any = SimpleNamespace(rank=0, size=4, router=nothing, progress=nothing, matcher=nothing, sender=sender)
     parts.events = nothing
-    assert Failures(parts, membership, lifecycle, nothing, nothing, agreement).leave_behind(2, "no data") is agrees
+    return Failures(parts, membership, lifecycle, nothing, nothing, agreement)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_an_agent_whose_own_call_failed_is_lost_for_certain_where_the_others_agree_on_losses(agrees: bool) -> None:
+    passed_on: list[Departure] = []
+    changes: list[str] = []
+    membership = MembershipTable(4)
+    assert failures_of(agrees, passed_on, changes, membership).leave_behind(2, "no data") is agrees
     assert passed_on == [Departure(2, "its own call failed: no data", True, 0, certain=True)] * agrees
     assert changes == ["change"] * agrees
     assert membership.view.alive == ((0, 1, 3) if agrees else (0, 1, 2, 3))
+
+
+def test_a_notice_about_a_rank_that_there_is_not_breaks_the_protocol() -> None:
+    failures = failures_of(True, [], [], MembershipTable(4))
+    with pytest.raises(ProtocolError, match="a notice about rank 4 of 4"):
+        failures.on_notice(1, died(4, told_by=1, certain=True))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
+from shoal.transport.link import Link
 from support.fault_points import Point, over_both, swept
 from support.limits import scaled
 from support.survivors import (
@@ -165,3 +169,35 @@ def test_they_go_on_within_a_second(environment: dict[str, str]) -> None:
         for rank, ended in found.items():
             assert ended - died < scaled(SECONDS), f"rank {rank} went on after {ended - died:.2f} s"
         assert world.results(a_few_rounds, 3, on=world.alive) == [4 / 4] * 4
+
+
+def average_beside_a_refused_link(victim: int) -> tuple[float, float]:
+    """Rank 0 cannot open its link to the victim, which dies, before any agent counts it as lost."""
+    shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
+    shoal.barrier()
+    if shoal.rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if shoal.rank() == 0:
+        router = current("test").engine.router
+        opened = router.link
+
+        def link(peer: int) -> Link:
+            if peer == victim:
+                raise ConnectionRefusedError("refused by the test")
+            return opened(peer)
+
+        with current("test").engine.lock:
+            before = router.links.pop(victim)
+            router.link = link  # type: ignore[method-assign]
+    mean = shoal.neighbor_allreduce(torch.ones(3), name="mean", timeout=3600)
+    if shoal.rank() == 0:
+        before.close()
+    return float(mean[0]), float(shoal.allreduce(torch.ones(3), average=False, timeout=3600)[0])
+
+
+@over_both
+def test_who_cannot_connect_to_the_lost_agent_sends_to_the_others(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(average_beside_a_refused_link, VICTIM)
+        left = [one for one in outcomes if one.rank != VICTIM]
+        assert [one.value for one in left] == [(1.0, SIZE - 1.0)] * (SIZE - 1), [one.message for one in left]

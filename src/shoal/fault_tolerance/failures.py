@@ -16,7 +16,7 @@ from ..operations.membership import NEEDED, UNEVEN, Departure
 from ..operations.services import Services
 from ..operations.shared_parts import SharedParts
 from ..transport.router import Router
-from ..transport.wire import CERTAIN, DIED, SILENT, Message
+from ..transport.wire import CERTAIN, DIED, SILENT, Message, ProtocolError
 from .agreement import Agreement
 from .membership_states import PRESENT, AgentEvent, AgentState, MembershipTable, departure_event
 
@@ -204,6 +204,9 @@ class Failures:
 
     def on_notice(self, source: int, message: Message) -> None:
         """Handle an agent's notice of its own shutdown or of another agent's loss."""
+        # The sender has chosen the number. An IndexError in the driving thread would end this agent instead of it.
+        if message.token >= self._size:
+            raise ProtocolError(f"a notice about rank {message.token} of {self._size}")
         departure = self._detector.notice(source, message)
         if isinstance(departure, Departure):
             self._confirm(departure)

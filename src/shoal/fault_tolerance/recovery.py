@@ -24,6 +24,11 @@ def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, .
     # stage, before that one is complete.
     was_complete = stage.complete
     stage.missing.difference_update(gone)
+    # The link to a lost agent could not be opened, so the stage was not posted. Without this its other receivers would
+    # wait for this agent until their deadline.
+    if not stage.posted and not operation.channel.defers(operation):
+        operation.channel.defer(operation, stage)
+        lifecycle.send_deferred(operation.channel)
     # The rest of these messages will never arrive: the operation would wait for it without end.
     torn = [
         source

@@ -93,9 +93,17 @@ class Sender:
         tail = b""
         last: Send | None = None
         view = self._membership.view
+        links: list[tuple[Send, Link]] = []
         for send in exchange.sends:
             if view.epoch and send.destination not in view.alive:  # the operation fails, or continues without it
                 continue
+            link = self._link(send.destination)
+            # The peer is a suspect now. The unposted stage shows Failures that its operation needs the peer. Nothing of
+            # it has been sent: after the loss a stage is posted as a whole, and a fused one by its members.
+            if link is None:
+                return
+            links.append((send, link))
+        for send, link in links:
             published = send.published
             nbytes = (send.stop - send.start) * published.data.element_size()
             carried = stage.to_move and nbytes > 0  # it has arrived when the stage ends, and needs no answer
@@ -134,10 +142,6 @@ class Sender:
                 # reader. A carried tensor has arrived when its stage ends, so it needs no confirmation.
                 if (exchange.checked and not carried) or published.zero_copy:
                     operation.expect_confirmation(token, send.destination)
-            link = self._link(send.destination)
-            # The peer is a suspect now. The unposted stage shows Failures that its operation needs the peer.
-            if link is None:
-                return
             if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
                 stage.expect_confirmation(send.destination)
             # Taken before the post: the receiver may have the message before post() returns.
