@@ -142,6 +142,7 @@ def submit_allreduce(
     engine = agent.engine
     goes_with_others = fusible and engine.can_fuse_multistage and not layout and is_small(tensor)
     if goes_with_others:
+        # The caller may change its tensor when the call returns; a fused call is read later, when a thread drives.
         tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:

@@ -124,7 +124,6 @@ def make_plan(agent: Agent, plans: dict[Key, RoundPlan], key: Key) -> RoundPlan:
             topology where it must stay within.
     """
     op, name, _, mixing, form, checked, everybody, members = key
-    # Read once: another thread may set another topology meanwhile, and this plan would have a half of each.
     static = agent.topology
     if mixing is None:
         mixing, form = static.mixing, "static"
@@ -151,8 +150,6 @@ def make_plan(agent: Agent, plans: dict[Key, RoundPlan], key: Key) -> RoundPlan:
 
 def digest_of(form: str, static: StaticTopology) -> int:
     """The digest of the data of a round on which both sides of an edge must agree."""
-    # Other forms have no common topology: each end knows its own edges, and a digest of them would differ without an
-    # error.
     return static.digest ^ FORMS[form] if form in FORMS else 0
 
 
