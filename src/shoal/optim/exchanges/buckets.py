@@ -182,8 +182,8 @@ class Bucket:
     @property
     def in_place(self) -> bool:
         """All parameters lie where they were put, by one look at each."""
-        # Parameters that stay are never in the bucket, and an empty tensor has no address of its own. False has both
-        # copied or checked again.
+        # Parameters that stay are never in the bucket, and an empty tensor has no address of its own. So adopt() copies
+        # the former, and looks at each of the latter.
         if self._stays or self._has_empty:
             return False
         # The sizes, too: a parameter that was replaced by a part of itself begins at the same address.
