@@ -142,9 +142,12 @@ def submit_allreduce(
     engine = agent.engine
     goes_with_others = fusible and engine.can_fuse_multistage and not layout and is_small(tensor)
     if goes_with_others:
+        # The caller may change its tensor when the call returns; a fused call is read later, when a thread drives.
         tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
+        # From the operation and not from this agent's own view of who is alive: all agents have agreed on it, so each
+        # number has one owner.
         group = operation.callers(agent.size) if among is None else operation.left_of(among)
         return reduced(agent, operation, tensor, how, group, out, zero_copy, layout, owned)
 
@@ -322,6 +325,7 @@ def broadcast_steps(
     Every parent waits until its children confirm, so that agents with different roots find out.
     """
     group = operation.callers(agent.size)
+    # All agents have the same group, so all raise here, and none waits for a parent that waits for the root.
     if root not in group:
         raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
     size, first = len(group), group.index(root)
@@ -329,6 +333,8 @@ def broadcast_steps(
     if agent.engine.backend is not None and dtype is not None and shape is not None and size > 1:
         return (yield from broadcast_by_backend(agent, operation, tensor, root, dtype, shape, tuple(group), layout))
     digest, digest_of = root ^ layout, "root rank" + (f" or {LAYOUT}" if layout else "")
+    # Agents at different depths pass different numbers of stages. A parent sends in the stage after its own, which is
+    # the depth of its children.
     depth = relative.bit_count()
     lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
     if relative:
@@ -342,6 +348,7 @@ def broadcast_steps(
         data, shape = tensor, tuple(tensor.shape)
     published = agent.engine.publish(operation, data)
     children = []
+    # The child with the most descendants first: its part of the tree is the deepest.
     step = lowest >> 1
     while step:
         if relative + step < size:
@@ -409,9 +416,11 @@ def gather_by_rank(
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
+        # The parts arrive with headers; on the network their bytes follow, so they are awaited below.
         parts = yield from parts_of_all(agent, operation, tensor, by_links=by_links)
         payloads = {rank: message.payload for rank, message in parts if message.payload is not None}
         yield from complete(list(payloads.values()))
+        # A copy: the numbers may lie in the sender's memory, which it uses again after the operation.
         return {rank: payloads[rank].data.view(message.shape).clone() for rank, message in parts}
 
     channel, named = members.channel("allgather", name), name is not None
@@ -438,6 +447,8 @@ def barrier(name: str | None = None, *, group: Group | None = None, timeout: flo
     agent = current("barrier")
 
     def steps(operation: Operation) -> Steps[None]:
+        # With nobody named it is a dissemination: after its stages each agent has a message that depends on all the
+        # others' calls.
         yield from discover(agent.engine, operation, ())
 
     members = caller_group("barrier", group, agent)

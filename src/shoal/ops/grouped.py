@@ -270,6 +270,7 @@ def grouped_allgather_nonblocking(
         check_gatherable(called, one)
     rests = [(tuple(one.shape[1:]), one.dtype) for one in bundle.tensors]
     row = [prod(rest) * dtype.itemsize for rest, dtype in rests]
+    # The digest travels in the data: first dimensions may differ, so the exchange cannot compare shapes by itself.
     says = [bundle.digest, *(len(one) for one in bundle.tensors)]
     mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(one) for one in bundle.tensors)])
 
@@ -277,6 +278,7 @@ def grouped_allgather_nonblocking(
         """The data of one agent: for each tensor the number of rows, and the bytes."""
         head = 8 * len(says)
         header = data[:head].clone().view(torch.int64).tolist() if len(data) >= head else []
+        # The counts come from another agent, and are checked below before the data is split by them.
         sizes = [rows * width for rows, width in zip(header[1:], row, strict=False)]
         if header[:1] != says[:1] or min(header[1:], default=0) < 0 or head + sum(sizes) != len(data):
             raise Mismatch(
@@ -330,6 +332,8 @@ class _Bundle:
             check_out(op, place, one.shape, one.dtype)
         first = (-1,) if first_may_differ else ()
         self._layout = [(first + tuple(one.shape[len(first) :]), one.dtype) for one in self.tensors]
+        # Joined vectors of different lists may have the same length. Without the digest numbers of different tensors
+        # would be summed.
         self.digest = _crc(self._layout)
         self._dtypes = list(dict.fromkeys(one.dtype for one in self.tensors)) or [torch.float32]
 
@@ -375,10 +379,13 @@ class _Bundle:
         }
         for one in self.tensors:
             results.append(next(pieces[one.dtype]).view(one.shape))
+        # Clones: the results are views of one vector, and a small one that is kept would keep all of it.
         return self._placed(results if self._out is not None else [one.clone() for one in results])
 
     def of_bytes(self, data: torch.Tensor) -> list[torch.Tensor]:
         pieces = torch.split(data, [one.nbytes for one in self.tensors])
+        # Clones, because a view as a wider dtype needs an aligned beginning, and the piece before may have any number
+        # of bytes.
         return [piece.clone().view(one.dtype).view(one.shape) for one, piece in zip(self.tensors, pieces, strict=True)]
 
     def _placed(self, results: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -137,6 +137,8 @@ def submit(
     tensor = check_tensor(OP, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
     agent.engine.check_joined(OP)
+    # An agent's share is averaged with the same position on the other machines. With unequal machines a position would
+    # be missing on some.
     if not agent.machines.homogeneous:
         raise ValueError(
             f"{OP} needs machines with equally many agents and consecutive ranks; the machines here have "
@@ -149,12 +151,15 @@ def submit(
     small = is_small(tensor) and compressor is None and engine.backend is None
     goes_with_others = fusible and small and engine.can_fuse_multistage
     if goes_with_others:
+        # The caller may change its tensor when the call returns; a fused call is read later.
         tensor = copied(tensor)
     by_first = HierarchicalFamily(agent, known, (static.digest if static else 0) ^ layout, checked and static is None)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         if small and not operation.excluded_ranks:
             return by_first.alone(operation, tensor, out)
+        # The machines may have different numbers of agents now, so shares have no counterparts. All agents know the
+        # same excluded ranks, and take the same way.
         if operation.excluded_ranks:
             return _by_leaders(agent, operation, tensor, known, static, compressor, out, layout)
         return _hierarchical(
@@ -213,7 +218,9 @@ def _hierarchical(
     share = yield from reduce_scatter(agent, operation, published, shape, "average", group, layout)
     mean = share.data
 
+    # Valid because the machines have equally many agents of consecutive ranks, which submit() has checked.
     counterparts = [machine * len(group) + position for machine in range(agent.machines.count)]
+    # Of the whole shape: shares of different shapes may have the same length.
     digest = shape_digest(shape) ^ (static.digest if static else 0) ^ layout
     mixed = yield from _mixed(
         agent,
@@ -260,6 +267,7 @@ def _mixed(
         Send(speakers[machine], share, 0, total, (total,), scale) for machine, scale in mixing.destinations.items()
     ]
     if encoded is not None:
+        # With its digest: two machines with different compressors would decode each other's bytes to other numbers.
         sends, digest = encoded.published(engine, operation, sends), digest ^ encoded.digest
     arrived = yield Exchange(
         rotated(sends, agent),
@@ -278,6 +286,8 @@ def _mixed(
     weights = [weight * arrived[rank].scale for rank, weight in sources.items()]
     mixed = engine.result_memory((total,), mean.dtype)
     yield from weighted_sum(mixed, share.data, [mixing.self_weight, *weights], payloads)
+    # What the message leaves out stays with this machine. Without it the mean over the machines would change in each
+    # round.
     if encoded is not None and encoded.rest is not None:
         mixed.add_(encoded.rest)
     return mixed
@@ -298,16 +308,20 @@ def _by_leaders(
     """
     engine, machines = agent.engine, agent.machines
     groups = [operation.left_of(machines.ranks(machine)) for machine in range(machines.count)]
+    # A machine of which one agent is left still counts as a whole; its mean is over the agents that it has.
     lost = tuple(machine for machine, ranks in enumerate(groups) if not ranks)
     here = static.without(lost).mixing if static is not None else mixing.without(lost)
     group, shape = groups[agent.machine_rank], tuple(tensor.shape)
     mean = yield from reduced(agent, operation, tensor, "average", group, None, False, layout)
     result = Result(agent, out, tensor, shape)
+    # The stage has a fixed number: a leader passes one stage more, between machines, which the other agents of its
+    # machine do not see.
     if agent.rank != group[0]:
         arrived = yield Exchange([], [group[0]], tensor.dtype, shape, stage=_FROM_LEADER)
         yield from complete([payload(arrived, group[0])])
         copy(result.flat, payload(arrived, group[0]).data)
         return result.finish()
+    # -1 is never used: the mixing has no edge to a machine without agents.
     leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape) ^ layout
     mixed = yield from _mixed(agent, operation, mean, here, leaders, compressor, digest=digest, stage=_BETWEEN_LEADERS)
     published = engine.publish(operation, mixed)

@@ -249,9 +249,12 @@ def submit(
         check_neighbours(agent, robust, plan.sources(agent), whole=whole)
     goes_with_others = fusible and plan.family is not None and is_small(tensor)
     if goes_with_others:
+        # A fused call is a plain weighted sum over whole tensors, in one message. It could follow no rule, compressor
+        # or silence of one of its members.
         plain = robust is None and encoded is None and speaks is None and not layout
         goes_with_others = plain and (engine.can_fuse_multistage if plan.in_stages else engine.can_fuse)
     if goes_with_others:
+        # The caller may change its tensor when the call returns; a fused call is read later, when a thread drives.
         tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
@@ -340,19 +343,26 @@ def mix_steps(
     nothing: list[int] = []
     if form == "push":
         found = yield from discover(engine, operation, mixing.destinations)
+        # Only the sender of a push knows the weight: it is the scale of its message.
         sources = dict.fromkeys(found, 1.0)
     elif form == "pull":
         found = yield from discover(engine, operation, sources)
+        # Only the receiver of a pull knows the weight, so the tensor leaves unscaled.
         destinations = dict.fromkeys(found, 1.0)
     elif form == "push within":
         sources = dict.fromkeys(operation.left_of(static.source_ranks), 1.0)
+        # Each static out-neighbour waits for a message of this round. One that gets no tensor gets a header, or it
+        # would wait until its deadline.
         nothing = [rank for rank in operation.left_of(static.destination_ranks) if rank not in destinations]
     elif form == "pull within":
         destinations = yield from _readers(agent, operation, static, sources)
 
     digest, digest_of = edges.digest, "topology, form or compression"
+    # The receivers still wait for one message from each source, so a silent agent sends them headers.
     if silent:
         nothing, destinations = [*destinations], {}
+    # A receiver that expects a tensor from each source would take a silent one for zeros: the digests differ, which is
+    # a Mismatch.
     if speaks is not None:
         digest ^= _MAY_BE_SILENT
     if layout:
@@ -362,7 +372,10 @@ def mix_steps(
         sends = encoded.published(engine, operation, sends)
         digest, digest_of = digest ^ encoded.digest, "topology, form, compression, shape or dtype"
     if nothing:
+        # NaN is the mark of a header without a tensor: 0 is a weight that a tensor may have.
         sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
+    # The destinations of a plan are in this order already; those found in this round are ascending. Unrotated, all
+    # agents would send to rank 0 first.
     if nothing or form in ("pull", "pull within"):
         sends = rotated(sends, agent)
     carried = None
@@ -370,6 +383,8 @@ def mix_steps(
         what = f"topology {digest:08x}" if form in FORMS else ""
         carried = BackendRequest(edges.among, what=what, confirm=form == "push-pull")
     if isinstance(published, PublishedOnDevice):
+        # Before the headers leave: a neighbour reads the device's memory as soon as it has one, and the copy may still
+        # be queued.
         yield from published.written()
     arrived = yield Exchange(
         sends,
@@ -383,10 +398,12 @@ def mix_steps(
         on_device=not callers.is_cpu,
     )
     own = mixing.self_weight
+    # Not in a push within the static topology: only the sender knows whether it sends here, and with which weight.
     if len(arrived) < len(sources) and form != "push within":
         # The weights of lost sources are added to this agent's own weight; but the values that they would have sent are
         # lost.
         own += sum(weight for rank, weight in sources.items() if rank not in arrived)
+    # In this order the sum is taken on every transport and for every fusion. Another one would change the last bits.
     there, weights = [], []
     for rank, weight in sources.items():  # ascending, as in every Mixing
         message = arrived.get(rank)
@@ -408,6 +425,7 @@ def mix_steps(
         yield from complete(payloads)
         theirs = [(rank, one.data, weight) for (rank, _), one, weight in zip(there, payloads, weights, strict=True)]
         robust.combine(agent.rank, result.flat, published.data, own, theirs)
+    # What the message leaves out stays with its agent. Without it the mean over all agents would change in each round.
     if encoded is not None and encoded.rest is not None:
         result.flat.add_(encoded.rest)
     return result.finish()

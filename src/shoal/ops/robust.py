@@ -47,9 +47,12 @@ class Robust(ABC):
         """
         finite = []
         for source, tensor, weight in terms:
+            # Before any distance: that to a NaN is NaN, which no sort can place, so one faulty neighbour could decide
+            # the radius.
             if _is_finite(tensor):
                 finite.append((source, tensor, weight))
                 continue
+            # The weights must still sum to 1, or each round with a faulty neighbour would shrink the model.
             own_weight += weight
             if (rank, source) not in _named:
                 _named.add((rank, source))
@@ -172,6 +175,7 @@ class NearestNeighbours(Robust):
     def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
         distances = [_distance(own, tensor) for _, tensor, _ in terms]
         nearest = sorted(range(len(terms)), key=distances.__getitem__)[: max(0, len(terms) - self.tolerated)]
+        # In rank order again: the order of a sum decides its last bits.
         tensors = [terms[place][1] for place in sorted(nearest)]
         share = 1 / (len(tensors) + 1)
         weigh_in_blocks(out, own, share, tensors, [share] * len(tensors))
@@ -261,6 +265,7 @@ def _trim(rule: Robust, out: torch.Tensor, own: torch.Tensor, terms: Sequence[Te
     if own.is_complex():
         raise TypeError(f"{type(rule).__name__}: complex numbers have no order; take ClippedGossip")
     tensors = [own, *(tensor for _, tensor, _ in terms)]
+    # After losses fewer tensors may be left than are trimmed; an empty slice has the mean NaN.
     cut = min(count, (len(tensors) - 1) // 2)
     blocks = (torch.split(tensor, BLOCK) for tensor in (out, *tensors))
     for target, *numbers in zip(*blocks, strict=True):
@@ -286,8 +291,11 @@ def _clip(
     """``own + sum of weight clip(tensor - own, radius)``."""
     weights = []
     for distance, (_, _, weight) in zip(distances, terms, strict=True):
+        # A nearer tensor keeps its weight unrounded. The comparison also excludes a distance of 0, as no radius is
+        # negative.
         kept = weight if distance <= radius else weight * (radius / distance)
         weights.append(kept)
+        # clip(x_j - x_i) is a multiple of the difference, so x_i takes the part of the weight that x_j loses.
         own_weight += weight - kept
     weigh_in_blocks(out, own, own_weight, [tensor for _, tensor, _ in terms], weights)
 
@@ -297,6 +305,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    # In float64: the square of a float16 above 256 is infinite, and then all distances would be equal.
     wide = torch.complex128 if one.is_complex() else torch.float64
     squares = (
         (a.to(wide) - b.to(wide)).abs().square().sum().item()

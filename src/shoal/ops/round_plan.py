@@ -93,11 +93,13 @@ class RoundPlan:
         ``replan``: returns the round without lost agents; if not given, their weights go to this agent's own tensor.
         """
         gone = operation.excluded_ranks
+        # All agents have agreed on the excluded ranks of this call, so the same ones give the same edges at both ends.
         known = self._edges.get(gone)
         if known is not None:
             return known
         form, static, mixing = self.form, self._static, self.mixing
         if form == "static":
+            # An agent outside the group makes no call. With its edges left in, this agent would wait for it.
             static = static.without(tuple(sorted({*gone, *self._members.rest(agent.size)})))
             mixing = static.mixing
         elif gone:
@@ -138,6 +140,8 @@ def make_plan(agent: Agent, plans: dict[Key, RoundPlan], key: Key) -> RoundPlan:
         family = NeighborFamily(agent, mixing, digest_of(form, static), checked and form == "push-pull")
     channel = members.channel(op, name)
     plan = RoundPlan(channel, mixing, form, family, form in IN_STAGES, static, members, everybody)
+    # In the dictionary that the caller took: drop_plans() may have replaced it since, and a plan of the old topology
+    # must not get into the new one.
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan

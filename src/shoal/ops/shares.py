@@ -37,18 +37,24 @@ def submit_shares(
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         lengths = {rank: stop - start for rank, (start, stop) in cut.items()}
+        # The agreed ranks: with its own view one agent would wait for a share that a lost agent never sent.
         others = [rank for rank in operation.left_of([*cut]) if rank != agent.rank]
         published = agent.engine.publish(operation, share)
+        # An empty share is neither sent nor awaited: both ends leave it out by the same lengths, as cut is the same on
+        # all.
         sends = [Send(rank, published, 0, share.numel(), (share.numel(),)) for rank in others if share.numel()]
         arrived = yield Exchange(
             rotated(sends, agent),
             [rank for rank in others if lengths[rank]],
             whole.dtype,
+            # Agents that cut a tensor of the same length among other ranks would put shares in the wrong places.
             digest=shape_digest((*whole.shape, *cut)) ^ layout,
             digest_of="number of parameters, or agents on this machine" + (f", or {LAYOUT}" if layout else ""),
             carried=BackendRequest(members(agent, operation, sorted([agent.rank, *others]))),
         )
         there = {rank: payload(arrived, rank) for rank in arrived}
+        # Before anything is copied: a share of which a part has arrived when its sender is lost must not mix with the
+        # old values.
         yield from complete([*there.values()])
         for rank, part in [*((rank, one.data) for rank, one in there.items()), (agent.rank, share)]:
             start, stop = cut[rank]

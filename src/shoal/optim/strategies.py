@@ -95,6 +95,8 @@ class AdaptWithCombine(StepStrategy):
     begins_early = True
 
     def begin_pass(self) -> None:
+        # A model may run several forward passes before a step. The round begins with the first; a second start would
+        # wait for parts that no neighbour sends.
         if not self._bucket_exchange.under_way:
             self._bucket_exchange.start()
 
@@ -191,6 +193,8 @@ class DuringBackward(StepStrategy):
         if self._local.scaled:
             raise ValueError('overlap="backward" is too early for a GradScaler, which looks at all gradients first')
         self.begin_pass()
+        # Neighbours wait for each active bucket of the round, also for one of which this pass has not reached all
+        # parameters.
         for number in self._backward.late():
             self._leave(number)
         self._arrive()

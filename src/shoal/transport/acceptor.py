@@ -78,6 +78,7 @@ class Acceptor:
 
     def _accept_local(self, sock: socket.socket, _address: Any) -> None:
         pid, uid = addresses.peer_credentials(sock)
+        # An abstract socket name has no rights: any user of this network namespace can connect to it.
         if uid != os.getuid():  # unheard
             sock.close()
             self.rejected += 1
@@ -89,6 +90,8 @@ class Acceptor:
 
     def _accept(self, sock: socket.socket, origin: str, between_machines: bool) -> None:
         try:
+            # Before a connection is made of it: that sends a greeting and registers with the poller, which a flood must
+            # not cause without limit.
             if not self.unauthenticated.has_room(origin, clock.monotonic()):
                 raise OSError(errno.EAGAIN, "others are before it")
             connection = self._make(sock, between_machines)
@@ -107,6 +110,7 @@ class Acceptor:
 
     def check(self, now: float) -> None:
         """Close connections that say nothing; look at listeners again."""
+        # A process that connects and sends nothing would otherwise keep a descriptor and a place until this agent ends.
         self.unauthenticated.forget(now - GREETING_SECONDS)
         self._listeners.check(now)
 
@@ -172,8 +176,12 @@ class Unauthenticated:
             unknown = [there for one, there in self._at.items() if one not in self._known]
             if sum(map(len, unknown)) < MOST_UNKNOWN:
                 return True
+            # The origin with the most places gives one up. A flood from many addresses then does not push out a single
+            # agent at an unknown one.
             here = max(unknown, key=len)
         oldest = next(iter(here))
+        # The newcomer is refused, and not the connection in its handshake. Otherwise a flood would let no handshake
+        # come to its end.
         if now - oldest.since < HURRY_SECONDS:
             return False
         oldest.fail("it has not said who it is, and others wait")
@@ -189,6 +197,7 @@ class Unauthenticated:
         if origin is None:
             return False
         del self._at[origin][connection]
+        # A flood from many addresses would otherwise leave an entry for each of them.
         if not self._at[origin]:
             del self._at[origin]
         return True
@@ -196,6 +205,7 @@ class Unauthenticated:
     def forget(self, before: float) -> None:
         """Close the connections that arrived before a time."""
         for connection in self:
+            # The oldest come first, so all later ones are recent.
             if connection.since > before:
                 return
             connection.fail("it never said who it is")

@@ -44,6 +44,8 @@ class _Ends(NamedTuple):
 
 
 def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, ends: _Ends, had: int = 0) -> bytes:
+    # All that either side acts on is in the proof: a field outside could be changed on the way. The label keeps a proof
+    # from being sent back as the other side's.
     text = b"|".join((what, hello, nonce, struct.pack("<IIIIBQ", *ends, had)))
     return hmac.digest(secret, text, "sha256")
 
@@ -71,6 +73,7 @@ class Accepting:
 
     def __init__(self, secret: bytes, rank: int, size: int, incarnation: int = 0) -> None:
         self._secret, self._rank, self._size, self._own_incarnation = secret, rank, size, incarnation
+        # A new nonce for each connection: an answer that was recorded on another one is not valid here.
         self.hello = _HELLO.pack(MAGIC, VERSION, clock.random_bytes(16))
 
     def check(self, answer: bytes) -> int:
@@ -82,8 +85,11 @@ class Accepting:
             raise ProtocolError(f"an answer of {len(answer)} bytes")
         source, incarnation, destination, expected, purpose, nonce, proof = _ANSWER.unpack(answer)
         ends = _Ends(source, incarnation, destination, expected, purpose)
+        # Before any field is used, as they are a stranger's until then. In constant time: an early exit would tell how
+        # many bytes of a guess are right.
         if not hmac.compare_digest(proof, _proof(self._secret, b"connect", self.hello, nonce, ends)):
             raise ProtocolError("it does not know this job's secret")
+        # An agent with the secret may still have an old address: its messages would be taken for another rank's.
         if destination != self._rank or not 0 <= source < self._size or source == self._rank:
             raise ProtocolError(f"rank {source} looks for rank {destination}; this is rank {self._rank}")
         if purpose > REVERSED:
@@ -128,8 +134,11 @@ class Connecting:
         magic, version, _ = _HELLO.unpack(hello)
         if magic != MAGIC:
             raise ProtocolError("it is no Shoal agent")
+        # Before the answer: another version's fields lie elsewhere, and its refusal could not be read.
         if version != VERSION:
             raise ProtocolError(f"it speaks protocol {version} and this agent {VERSION}: install one version of Shoal")
+        # This side's own nonce: without it a recorded welcome would pass as proof of a process that does not know the
+        # secret.
         self._hello, self._nonce = hello, (nonce := clock.random_bytes(16))
         proof = _proof(self._secret, b"connect", hello, nonce, self._ends)
         self.keys = Keys.of(self._secret, hello, nonce, self._ends)

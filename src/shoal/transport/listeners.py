@@ -64,6 +64,7 @@ class RateLimitedListener:
 
     def _on_event(self, _events: int) -> None:
         began = clock.monotonic()
+        # Saved time is limited. After a quiet hour a flood could otherwise take minutes of this agent's time at once.
         self._credit = min(AT_ONCE_SECONDS, self._credit + SHARE * (began - self._counted))
         computed = clock.thread_time()  # thread time, because the process may be stopped for minutes in between
         came, enough = self._take_turn()
@@ -73,11 +74,15 @@ class RateLimitedListener:
         if self._credit < 0.0:
             pause = max(pause, -self._credit / SHARE)
         if pause:
+            # A registered listener with waiting connections would wake the poll loop at once, again and again, and the
+            # pause would save nothing.
             self._poller.remove(self.sock.fileno())
             self.next_turn = self._counted + pause
 
     def _take_turn(self) -> tuple[int, bool]:
         """Accept queued connections: how many, and False if the system cannot give one."""
+        # Not until the queue is empty: a flood refills it as fast as this loop empties it, and no message would be read
+        # meanwhile.
         for came in range(A_TURN):
             try:
                 sock, address = self.sock.accept()
@@ -95,6 +100,7 @@ class RateLimitedListener:
     def check(self, now: float) -> None:
         """Poll it again, if it is time to."""
         if now >= self.next_turn:
+            # Registered once: a poller refuses a descriptor that it has already.
             self.next_turn = float("inf")
             self._poller.add(self.sock.fileno(), self._on_event)
 
@@ -154,7 +160,11 @@ def listen_privately() -> tuple[socket.socket, int] | None:
         with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
             path = Path(folder, "door")
             sock.bind(str(path))
+            # Between bind() and listen(): a process of another user that connects before the rights are set is refused,
+            # as nobody listens yet.
             path.chmod(0o600)
+            # Opened before the folder is removed: this descriptor is the only way left to the socket, and it ends with
+            # this process.
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         sock.listen(BACKLOG)
     except OSError:  # no folder to write to, or one with too long a name
@@ -168,12 +178,16 @@ def listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | N
     """A second listener at the port of the first, to which the kernel assigns connections from known addresses."""
     name = beside.getsockname()
     program = _program(sorted(set(known)), beside.family)
+    # The kernel refuses longer filters. The job is then served by one queue, which costs retries in a flood and nothing
+    # else.
     if len(program) > _MOST_INSTRUCTIONS:
         return None
     sock = socket.socket(beside.family, socket.SOCK_STREAM)
     try:
+        # Before bind(), which would fail at a port that another socket has.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(name)
+        # Kept in a variable: the kernel reads the instructions from this address in setsockopt() below.
         code = ctypes.create_string_buffer(b"".join(program))
         sock.listen(BACKLOG)
         attached = struct.pack("HL", len(program), ctypes.addressof(code))
@@ -195,6 +209,8 @@ def _program(known: list[str], family: int) -> list[bytes]:
         words = struct.unpack(f"!{width // 4}I", packed)
         for k, word in enumerate(words):
             program.append(_instruction(_LOAD_WORD, _NETWORK_HEADER + at + 4 * k))
+            # If one word differs, the rest of this address is skipped: two instructions for each later word, and the
+            # return.
             program.append(_instruction(_JUMP_IF_EQUAL, word, not_equal=2 * (len(words) - k) - 1))
         program.append(_instruction(_RETURN, 1))
     return [*program, _instruction(_RETURN, 0)]

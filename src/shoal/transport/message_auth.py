@@ -83,6 +83,7 @@ class MacSeal:
 
     def _next(self, packet: bytes | memoryview) -> bytes:
         one = self._keyed.copy()
+        # The number of earlier packets: one that is repeated, left out or moved has a seal for another number.
         one.update(_COUNT.pack(self._count))
         one.update(packet if len(packet) <= _LONG else hashlib.sha256(packet).digest() + _COUNT.pack(len(packet)))
         self._count += 1
@@ -93,6 +94,7 @@ class MacSeal:
 
     def open(self, sealed: memoryview) -> memoryview:
         packet = sealed[SEAL_SIZE:]
+        # In constant time: an early exit would tell an attacker how many bytes of a guessed seal are right.
         if not hmac.compare_digest(self._next(packet), sealed[:SEAL_SIZE]):
             raise CorruptMessage("what it says was changed on the way, or is not its own")
         return packet
@@ -108,6 +110,8 @@ class ChecksumSeal:
 
     def open(self, sealed: memoryview) -> memoryview:
         packet = sealed[_CRC.size :]
+        # A packet shorter than its checksum would raise struct.error, which the reader does not take for a peer's
+        # fault.
         if len(sealed) < _CRC.size or _CRC.unpack_from(sealed)[0] != zlib.crc32(packet):
             raise ProtocolError("what it says was changed on the way")
         return packet

@@ -30,6 +30,8 @@ class BufferingReceiver:
         if message.name == ENTRY:
             self._receiver.on_message(source, message)
         else:
+            # An agent that is not admitted may send for as long as it waits. Without a quota its messages could fill
+            # this agent's memory.
             self._budget.take(message_cost(message))
             self._kept.append((source, message))
 
@@ -37,6 +39,8 @@ class BufferingReceiver:
         self._receiver.on_arrived(source, message)
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
+        # Kept like a message: reported now, it would be the end of an agent that is not a member, before the messages
+        # that came ahead of it.
         self._closed = (peer, cause, final, certain)
 
     def on_cut(self, peer: int, cause: str) -> None:
@@ -76,6 +80,7 @@ class PendingPeers:
         """One connection has replaced another, if that was pending."""
         if before in self._waiting:
             self._waiting[connection] = self._waiting.pop(before)
+        # Admitted, and not yet open: the buffered messages must go on to the connection that is in use.
         self._let_in = [(connection if one is before else one, threshold) for one, threshold in self._let_in]
 
     def of(self, rank: int, incarnation: int) -> list[Incoming]:
@@ -90,6 +95,7 @@ class PendingPeers:
         """Deliver the buffered messages of admitted agents. For the driving thread."""
         while self._let_in:
             connection, threshold = self._let_in.pop(0)
+            # This thread also reads the connections, so no newer message can come between the buffered ones.
             connection.deliver_to(receiver)
             threshold.open()
 

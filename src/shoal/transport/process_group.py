@@ -155,17 +155,20 @@ class ProcessGroups:
 
     def stop(self) -> None:
         """Move nothing any more, whatever is under way."""
+        # First the waits in the store: the thread may be connecting, where it has no group yet that could be aborted.
         self._give_up()
         with self._lock:
             self._stopped = True
             groups = list(self._groups.items())
         for ranks, (group, _) in groups:
+            # A group of the script's own is not aborted: the script may go on using it.
             if self._given is None or group is not self._given[1]:
                 self._abort(ranks, group)
         self._queue.put(None)
 
     def end(self, limit: float) -> None:
         """Once it was stopped: wait for the thread until a time (``clock.monotonic()``), and forget the groups."""
+        # A transfer's callback may end up here in the thread itself, which cannot wait for its own end.
         if self._thread is not threading.current_thread():
             self._thread.join(max(0.0, limit - clock.monotonic()))
             if self._thread.is_alive():
@@ -196,6 +199,7 @@ class ProcessGroups:
             try:
                 what()
             except BaseException as error:
+                # An error after stop() is its effect, and not the failure of a backend.
                 if not self._stopped:
                     self._failed(self, error)
                 return
@@ -208,6 +212,8 @@ class ProcessGroups:
         for run in several:
             if self._stopped:
                 return
+            # All transfers of a run are started before the first wait. Two agents that each wait for a send before
+            # their receive would wait for each other.
             pending = list(self._start(there, group, run))
             for work, then in pending:
                 work.wait(PATIENCE)
@@ -224,10 +230,13 @@ class ProcessGroups:
             return
         place = {rank: at for at, rank in enumerate(there)}
         for rank in sorted({rank for one in run for rank, _ in one.receives}):
+            # In the order of the run, which the sender has too. A backend pairs sends with receives by their order
+            # alone.
             tensors = [tensor for one in run for source, tensor in one.receives if source == rank]
             for some in flattened(tensors):
                 whole = some[0] if len(some) == 1 else torch.empty(sum(one.nbytes for one in some), dtype=torch.uint8)
                 yield group.recv([_bytes(whole)], place[rank], 0), _split_flat(whole, some)
+        # The next higher rank first, so that not all agents send to the same one.
         for rank in sorted(
             {rank for one in run for rank, _ in one.sends}, key=lambda rank: (rank - self._rank) % 2**31
         ):
@@ -248,6 +257,7 @@ class ProcessGroups:
                 work = group.allreduce([whole], options)
             else:
                 spread = dist.BroadcastOptions()
+                # A backend counts the members of its group, and not the ranks of the job.
                 spread.rootRank, spread.rootTensor = members.index(first.root), 0
                 work = group.broadcast([_bytes(whole)], spread)
             yield work, _split_flat(whole, some)
@@ -261,6 +271,8 @@ class ProcessGroups:
             store = self._store(ranks)
             known = self._connect(ranks, store), store
             with self._lock:
+                # Under the lock: either stop() finds this group and aborts it, or this thread finds that it was
+                # stopped. Else it would wait in the group for an hour.
                 if self._stopped:
                     raise RuntimeError("it was stopped")
                 self._groups[ranks] = known
@@ -270,14 +282,18 @@ class ProcessGroups:
         """Make a group, with all its members together: if one of them is stopped during that, all try again."""
         place, group = ranks.index(self._rank), None
         for again in count():
+            # The time to connect runs for each member from its own call, so all begin the attempt together.
             store.all_agree(f"ready {again}", True)
             try:
+                # Keys of its own for each attempt: a member would otherwise find the addresses of the attempt that
+                # failed.
                 prefixed = dist.PrefixStore(f"{again}", store)  # type: ignore[attr-defined]
                 seconds = CONNECT_SECONDS * 2 ** min(again, MOST_DOUBLINGS)
                 group = _make(self._backend, prefixed, place, len(ranks), self._address, seconds)
             except RuntimeError as error:
                 log.warning("rank %d has not met ranks %s by %s: %s", self._rank, ranks, self._backend, error)
                 group = None
+            # All keep the group, or none: a member that alone has it would wait for the others in its first transfer.
             if store.all_agree(f"connected {again}", group is not None):
                 break
         return group

@@ -166,12 +166,17 @@ class ReverseConnections:
             if not isinstance(link, NetworkLink) or self._is_settled(link):
                 del self._attempts[peer]
                 continue
+            # A peer whose own connection is open is alive, and can still be asked over it. Its loss would be noticed
+            # there.
             if now >= one.since + one.limit and not self._agent.receives_from(peer) and not self._agent.is_joining:
+                # Read before the attempt is removed: without one problem_with() has no reason to give.
                 why = self.problem_with(peer)
                 del self._attempts[peer]
                 link.fail(why)
                 continue
             if now >= one.ask_at:
+                # Repeated: a request, or the connection that it asks for, may be lost, and nothing reports that to this
+                # agent.
                 one.ask_at = now + ASK_SECONDS
                 self._agent.ask_to_connect(peer)
         self.due = min((one.ask_at for one in self._attempts.values()), default=float("inf"))
@@ -184,10 +189,14 @@ class ReverseConnections:
             ConnectionCut: It is not needed; or it comes from another process of that rank than the known one.
         """
         link = self._agent.links.get(peer)
+        # Both directions may open at the same time. The link keeps its own connection, because messages may already be
+        # under way on it.
         wanted = isinstance(link, NetworkLink) and (link.is_reversed or not link.open)
         if not wanted or greeting.incarnation != self._agent.place_of(peer).incarnation:
             raise ConnectionCut("nothing is to be sent over it")
         assert isinstance(link, NetworkLink) and isinstance(connection, NetworkIncoming)
+        # The socket now belongs to the link. Left there, the connection would keep a place of its origin, and count as
+        # one that never proved itself.
         self._agent.acceptor.unauthenticated.remove(connection)
         connection.give_to(link, greeting.keys, greeting.welcome())
 
@@ -196,6 +205,8 @@ class ReverseConnections:
     def connect_back(self, peer: int) -> None:
         """Open a reversed connection to a peer, on its request."""
         before = self._opening.get(peer)
+        # The peer repeats its request while this connection is being opened. A second one would replace it here, and
+        # nobody would close the first.
         if (before is not None and before.sock.fileno() >= 0) or not self._agent.may_open_for(peer):
             return
         try:
@@ -205,6 +216,7 @@ class ReverseConnections:
         link.on_reversed = self._opened
 
     def _opened(self, link: Outgoing) -> None:
+        # It is not opening any more: forget() and close() must not close a connection that receives messages.
         del self._opening[link.peer]
         assert isinstance(link, NetworkLink)
         self._agent.receive_over(link)

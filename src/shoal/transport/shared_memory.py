@@ -71,6 +71,8 @@ class SharedMemoryLink(Outgoing):
                 message.body = published.copy(start, stop)
             return
         segment = region.segment
+        # The receiver maps the file when its descriptor arrives. A header that came first would refer to unknown
+        # memory, which ends the connection.
         if segment.ident not in self._shared:
             of_device = segment.size if published.data.device.type != "cpu" else 0
             self._share(segment.ident, segment.fd, of_device=of_device)
@@ -79,9 +81,13 @@ class SharedMemoryLink(Outgoing):
         message.offset = region.offset + start * published.data.element_size()
 
     def _share(self, ident: int, fd: int, lockable: bool = False, of_device: int = 0) -> None:
+        # Messages queued before this point leave before the descriptor: the order of messages on a link is the order of
+        # the calls.
         self._pack()
         flags = ON_DEVICE if of_device else LOCKABLE if lockable else 0
         message = Message(Kind.SEGMENT, segment=ident, flags=flags, nbytes=of_device)
+        # A copy of the descriptor: the owner may close its own before the packet leaves, and its number could then be
+        # another file's.
         self._packets.append((encode(message), os.dup(fd)))
         self._shared.add(ident)
 
@@ -103,9 +109,12 @@ class SharedMemoryLink(Outgoing):
         try:
             while self._packets:
                 packet, fd = self._packets[0]
+                # Sealed anew if the socket is full and flush() comes again. That is sound for a checksum; a seal that
+                # counts packets would run ahead of the receiver's.
                 packet = self._seal.close(packet)
                 if fd >= 0:
                     self.sock.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+                    # The kernel holds its own reference while the packet is under way.
                     os.close(fd)
                 else:
                     self.sock.send(packet)
@@ -127,6 +136,7 @@ class SharedMemoryLink(Outgoing):
         return self.sock.fileno() < 0 or (not self._frames and not self._packets)
 
     def close(self) -> None:
+        # Descriptors that were never sent. Without this each lost neighbour would leave some open.
         for _, fd in self._packets:
             if fd >= 0:
                 os.close(fd)
@@ -159,16 +169,20 @@ class SharedMemoryIncoming(Incoming):
             if not nbytes:
                 raise ProtocolError("its end of the connection closed")
             try:
+                # The rest of a packet that is cut off is gone, and the kernel may have dropped descriptors. The
+                # connection cannot go on from there.
                 if flags & _CUT:
                     raise ProtocolError("a packet larger than any of ours")
                 for frame in frames(self._seal.open(memoryview(self._buffer)[:nbytes])):
                     self._take(decode(frame), descriptors)
+            # Also those that no message has claimed: a peer could otherwise fill this process's table of descriptors.
             finally:
                 for fd in descriptors:
                     os.close(fd)
 
     def _take(self, message: Message, descriptors: list[int]) -> None:
         if message.kind is Kind.SEGMENT:
+            # A descriptor belongs to the packet that brought it, and a SEGMENT is a packet of its own.
             if not descriptors:
                 raise ProtocolError("shared memory without its descriptor")
             if message.flags & ON_DEVICE:
@@ -196,6 +210,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds = array.array("i")
+            # The kernel may cut the list in the middle of a number; the whole ones must still be closed.
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             found.extend(fds)
     return found

@@ -46,10 +46,12 @@ class Certificates:
     def _context(side: int, folder: Path, rank: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Also for the accepting side: by default a TLS server asks for no certificate, and any process could connect.
         context.verify_mode = ssl.CERT_REQUIRED
         if side == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # no session is resumed
         own, key = folder / f"rank-{rank}.crt", folder / f"rank-{rank}.key"
+        # The errors of ssl name no file, so each step notes what it reads.
         doing = f"read {folder / AUTHORITY}"
         try:
             context.load_verify_locations(folder / AUTHORITY)
@@ -74,6 +76,7 @@ class Certificates:
     def accept(self, sock: socket.socket) -> Encrypted:
         """Begin TLS with a connecting peer."""
         sock.getpeername()  # raises if the peer has disconnected: wrapping would fail and leave the socket open
+        # Without a handshake here: it would block the thread that drives the agent until the peer answers.
         return Encrypted(self._accepting.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
     def connect(self, sock: socket.socket, peer: int) -> Encrypted:
@@ -144,6 +147,8 @@ class Encrypted:
             return self._sock.recv_into(buffer)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
+        # The peer has closed its socket without TLS's own farewell, as a killed process does. For the link it is the
+        # end of a plain socket.
         except ssl.SSLEOFError:
             return 0
         except ssl.SSLError as error:

@@ -180,6 +180,8 @@ def encode(message: Message) -> bytes:
     """The message as one frame: its length (4 bytes), the fixed fields, shape, operation, name and body."""
     shape, name = message.shape, message.name
     about, n_op, n_name = (_known_about if len(name) < _LONG else _about)(shape, message.op, name)
+    # One tail is sent to all destinations of a tensor. So nothing that differs between them may be in it; token, offset
+    # and scale are in the head.
     tail = message.tail
     if not tail:
         tail = message.tail = about + (message.text.encode() if message.text else message.body)
@@ -217,6 +219,7 @@ _known_about = lru_cache(1024)(_about)
 def frame_length(buffer: memoryview) -> int:
     """Bytes of the frame that starts here, without its 4-byte length prefix."""
     length: int = _LENGTH.unpack_from(buffer)[0]
+    # The peer has chosen this number. Without the limit it could make the receiver wait for a frame of 4 GiB.
     if not _HEADER.size <= length <= _HEADER.size + 8 * MAX_DIMENSIONS + 2 * MAX_NAME + MAX_BODY:
         raise ProtocolError(f"a frame of {length} bytes")
     return length
@@ -229,22 +232,28 @@ def decode(frame: memoryview) -> Message:
     kind, where, code, ndim, flags, stage, n_op, n_name, n_body, *rest = _HEADER.unpack_from(frame)
     digest, segment, round_, token, offset, nbytes, scale = rest
     at = _HEADER.size
+    # Slices beyond the end of a frame would be short without an error, and a name or shape would be cut.
     if ndim > MAX_DIMENSIONS or n_name > MAX_NAME or at + 8 * ndim + n_op + n_name + n_body != len(frame):
         raise ProtocolError("the parts of a frame do not add up to its length")
     known_kind, known_where = _KINDS.get(kind), _WHERE.get(where)
     if known_kind is None or known_where is None or code >= len(MOVABLE):
         raise ProtocolError(f"kind {kind}, place {where} or dtype {code} is unknown")
     body = at + 8 * ndim + n_op + n_name
+    # A copy: the result is a key of the cache, and the buffer of the frame is used again for the next packet.
     about = bytes(frame[at:body])
     shape, op, name = _known_head(about, ndim, n_op) if len(about) < _LONG else _head(about, ndim, n_op)
     dtype, text, payload = MOVABLE[code], "", None
     if known_kind is Kind.DATA:
         if known_where is Where.NOWHERE:
             raise ProtocolError("a tensor that is nowhere")
+        # Shape and size both come from the peer. If they differed, the receiver would read beyond the tensor's memory,
+        # or leave a part unwritten.
         if nbytes != _extent(shape, dtype) or (known_where is Where.INLINE and n_body != nbytes):
             raise ProtocolError(f"{nbytes} bytes for a {dtype} tensor of shape {shape}")
         if known_where is Where.INLINE:
+            # A copy: the tensor lives on after the receiver has read the next packet into this buffer.
             payload = inline_payload(dtype, bytearray(frame[body:]))
+    # Only DATA is checked for its tensor above, so no other kind may bring one.
     elif known_where is not Where.NOWHERE:
         raise ProtocolError(f"a message of kind {kind} with a tensor")
     elif n_body:
@@ -279,11 +288,13 @@ def _dimensions(ndim: int) -> struct.Struct:
 @lru_cache(1024)
 def _extent(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a tensor, or -1 for an impossible shape."""
+    # The product of two negative dimensions is positive, and would pass as a size.
     return math.prod(shape) * dtype.itemsize if min(shape, default=0) >= 0 else -1
 
 
 def inline_payload(dtype: torch.dtype, body: bytearray) -> Payload:
     """A payload over bytes inside the message."""
+    # torch.frombuffer refuses an empty buffer, and an empty tensor is a valid message.
     if not body:
         return Payload(torch.empty(0, dtype=dtype), 0)
     data = torch.frombuffer(body, dtype=dtype)
@@ -298,6 +309,8 @@ def frames(packet: memoryview) -> list[memoryview]:
             raise ProtocolError("a packet that ends inside a frame")
         length = frame_length(packet[at:])
         at += PREFIX
+        # Before the slice, which would be short without an error. Packets hold whole frames, so this one was not made
+        # by an agent.
         if end - at < length:
             raise ProtocolError("a packet that ends inside a frame")
         found.append(packet[at : at + length])

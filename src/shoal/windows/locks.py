@@ -64,6 +64,8 @@ class _Waiter:
     __slots__ = ("arrived", "free_since", "is_first", "place")
 
     def __init__(self) -> None:
+        # 0 means that the waiter has no place yet, so a place is never 0. The clock is the machine's, and thus orders
+        # the waiters of all its processes.
         self.arrived = max(1, clock.monotonic_ns() // 1000 % _PLACES)
         self.place = 0  # in the queue of all processes; 0: none yet
         self.is_first = False  # in that queue
@@ -117,8 +119,12 @@ class ByteLocks:
             return self._take(byte, self._of(byte))
 
     def _take(self, byte: int, one: _Byte) -> bool:
+        # A lock granted after close() would keep the description open, and its holder would write to a window that is
+        # freed.
         if self._closed:
             raise Freed
+        # The kernel grants a lock again to the description that has it, so two threads of this process would both get
+        # it.
         if byte in self._held or not self._lock(one.lock):
             return False
         self._held.add(byte)
@@ -127,6 +133,8 @@ class ByteLocks:
     def _lock(self, request: bytes) -> bool:
         try:
             fcntl.fcntl(self._fd, F_OFD_SETLK, request)
+        # POSIX lets a system report a taken lock by either error. Others, such as a bad descriptor, are defects and
+        # must reach the caller.
         except (BlockingIOError, PermissionError):
             return False
         return True
@@ -147,8 +155,12 @@ class ByteLocks:
 
     def release(self, byte: int) -> None:
         with self._guard:
+            # Both under the guard: a thread that sees the byte as not held must not find the kernel's lock still taken
+            # by its own process.
             self._held.discard(byte)
             fcntl.fcntl(self._fd, F_OFD_SETLK, self._bytes[byte].unlock)
+            # The window was closed while this lock was held. Its last holder closes the description, because closing
+            # gives up all locks of it at once.
             if self._closed:
                 self._close_if_unused()
 
@@ -166,6 +178,8 @@ class ByteLocks:
             if self._closed:
                 raise Freed
             one = self._bytes.get(byte) or self._of(byte)
+            # Limited by count and by time: without the limits an agent that locks in a loop would never see the queue,
+            # and its waiters would starve.
             if one.unseen < _UNSEEN and not one.waiters and byte not in self._held and clock.monotonic() < one.looks_at:
                 one.unseen += 1  # without a check of the queue: the whole cost of an uncontended lock
                 try:
@@ -174,6 +188,8 @@ class ByteLocks:
                     return
                 except (BlockingIOError, PermissionError):
                     pass
+            # The kernel reports no locks of this description itself, so the queue shows other processes only. Without
+            # the test of waiters a call would overtake threads of its own process.
             elif not one.waiters and not self._sees_queue(one) and self._take(byte, one):
                 return
             one.unseen = _UNSEEN  # there may be others, so look the next time
@@ -182,6 +198,8 @@ class ByteLocks:
         try:
             self._wait(byte, one, waiter, deadline, check)
         finally:
+            # Also after an error: a place that stays would make every other waiter wait for its turn until it loses
+            # patience.
             with self._guard:
                 one.waiters.remove(waiter)
                 if waiter.place and self._fd >= 0:
@@ -195,8 +213,11 @@ class ByteLocks:
                     return
             tries += 1
             if tries < _TRIES:
+                # Without the guard, so that the holder's thread can run and release; it needs the guard for that.
                 clock.sleep(0)
                 continue
+            # Only in the pauses, as most locks are free within the first tries. It ends the wait if the owner is lost,
+            # has freed the window, or this agent shuts down.
             check()
             deferred.checkpoint()
             now = clock.monotonic()
@@ -211,8 +232,11 @@ class ByteLocks:
         if self._closed:
             raise Freed
         leads = one.waiters[0] is waiter  # among the waiters of this process
+        # Only the first waiter of a process has a place in the queue of all processes: the others of its process follow
+        # it in their own order.
         if leads and not waiter.place:
             place = waiter.arrived
+            # A refusal comes from another process only: in this one, one waiter at a time has a place.
             while not self._lock(_request(fcntl.F_WRLCK, one.queue + place, 1)):  # two have arrived at the same time
                 place += 1
             waiter.place = place
@@ -221,6 +245,8 @@ class ByteLocks:
         if leads and waiter.is_first:
             return self._take(byte, one)
         if byte in self._held or self._is_held(one.lock):
+            # Somebody has the lock, so the queue moves. Patience runs only while the lock is free and the waiter whose
+            # turn it is does not take it.
             waiter.free_since = 0.0
             return False
         now = clock.monotonic()
@@ -229,6 +255,8 @@ class ByteLocks:
         if now - waiter.free_since < _PATIENCE:
             return False
         if leads:
+            # Later checks skip the stopped process's place. Otherwise each waiter behind it would lose the same
+            # patience again, for each lock.
             one.passed = waiter.place
             one.anybody = _request(fcntl.F_WRLCK, one.queue + one.passed, _PLACES - one.passed)
         return self._take(byte, one)

@@ -32,6 +32,8 @@ _STOP_SECONDS = 5.0
 """Seconds in which a call ends after its window has been freed."""
 _LONGEST_POLL = 60.0
 """The driving thread checks the clock at least so often, in seconds, also if it is not woken."""
+# Weak: the windows own their memories. A strong reference would keep the memory of a freed window until the process
+# ends.
 _here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
 
@@ -118,12 +120,17 @@ class Windows:
         """Make a window together with all neighbours. False if this agent has one of that name."""
         if name in self._windows:
             return False
+        # The lost ranks come from the plan of the name, on which all agents agree. An agent's own view could be newer,
+        # and its slots would be others than its neighbours assume.
         static = self.agent.topology.without(self.engine.plan(f"~plan {PREFIX} {name}").gone)  # the same on all
+        # Only memory that neighbours can map, and in which the numbers lie as in a flat tensor, can be read in place.
         found = self.engine.find_shared(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
         layout = WindowLayout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
         segment = Segment(self.engine.next_region(), layout.nbytes)
         value = tensor.detach().reshape(-1).cpu()
         memory = WindowMemory(layout, segment.data, ByteLocks(segment.fd), None if found is None else value)
+        # Before the identifiers are sent: a neighbour may map the memory and write to it at once, and this would then
+        # overwrite its first write.
         memory.begin(None if zero_init else value)
         if found is None:
             memory.own.copy_(value)
@@ -137,11 +144,17 @@ class Windows:
         header = [segment.ident, *own, DTYPES.index(tensor.dtype), *tensor.shape]
 
         def steps(operation: Operation) -> Steps[bool]:
+            # The round of the name is equal on all neighbours. So a request for a freed window of this name does not
+            # reach its successor.
             window.number = operation.round
             _here[(self.engine.inbox_address, name, window.number)] = memory
+            # Registered and shared before the header leaves. A neighbour that has all its headers writes at once, and
+            # would be refused as by an owner that has freed the window.
             with self.engine.lock:
                 self._windows[name] = window
                 self._segments[name] = segment
+                # The descriptor goes ahead of the header on the same link, because the receiver looks it up when the
+                # header arrives.
                 for rank in peers:
                     for ident, fd, lockable in regions:
                         self.engine.share_region(rank, ident, fd, lockable)
@@ -157,6 +170,8 @@ class Windows:
             create = f"~create {PREFIX} {name}"
             return self.engine.submit("win_create", create, steps, timeout, on_loss=FailurePolicy.SKIP_MISSING).wait()
         except BaseException:
+            # Neighbours may know it by now. free() marks the memory as freed, so that their calls fail instead of
+            # writing to memory that no update reads.
             if self._windows.get(name) is window:
                 self.free(name)
             else:  # it was refused before it began
@@ -188,6 +203,8 @@ class Windows:
                 return
             sources = tuple(sorted(graph.predecessors(rank)))
             sources = tuple(source for source in sources if source != rank)
+            # The owner lays out its slots by its own in-neighbours, not by those of this agent. With a wrong list this
+            # agent would write to another one's slot.
             layout = WindowLayout(mine.shape, mine.dtype, sources, ident == own_ident)
             nbytes = mine.numel * mine.dtype.itemsize
             flat = own[own_offset : own_offset + nbytes].view(mine.dtype)
@@ -197,7 +214,11 @@ class Windows:
         """Free one window, or all. Neighbours that write to it afterwards get an error."""
         with self.engine.lock:
             for one in self.names if name is None else [name]:
+                # Under the engine's lock: the engine's thread serves requests, and would otherwise find a window whose
+                # memory is being closed.
                 window, segment = self._windows.pop(one), self._segments.pop(one)
+                # The mark is in the pages that neighbours on this machine have mapped. It reaches them without a
+                # message, also in the middle of a wait.
                 window.close(self.cause)
                 self.engine.retire_region(segment.ident)
                 segment.close()
@@ -225,6 +246,7 @@ class Windows:
         handle: Handle[T] = Handle(self.engine, call)
         with self.engine.lock:
             self._queue[call] = handle
+            # The driving thread ends overdue calls: the worker itself may be in an earlier call that waits for ever.
             self._due = min(self._due, deadline)
             self.engine.check_by(deadline)
             if call.timeout < _LONGEST_POLL:
@@ -232,10 +254,14 @@ class Windows:
 
         def run() -> None:
             with self.engine.lock:
+                # Under the lock, as in _end_overdue: only one of the two takes the call out, so a call that was
+                # reported as overdue is never made after all.
                 if self._queue.pop(call, None) is None:  # it has waited for too long
                     return
             result, error = None, None
             try:
+                # close() frees the windows while calls are queued. Each of these calls still has to end its handle, or
+                # its caller would wait for ever.
                 if self._closing:
                     raise NotInitialized("this agent has shut down while a call of its on a window waited for its turn")
                 result = function()
@@ -260,6 +286,8 @@ class Windows:
         try:
             yield
         finally:
+            # Calls nest: an update that waits for its own mutex restores the wait of the call around it, which reports
+            # of stalls would otherwise lose.
             if before is None:
                 del self._waiting[me]
             else:
@@ -270,6 +298,7 @@ class Windows:
         return sorted(wait.ranks()) if wait is not None else []
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
+        # A copy: other threads of the agent begin and end waits while this runs in the driving thread.
         found = [one for one in list(self._waiting.values()) if one.call]
         return [(f"{one.call[0]} {one.call[1]!r}", sorted(one.ranks()), one.since) for one in found]
 
@@ -302,6 +331,7 @@ class Windows:
             window.lose(rank)
         cause = self.cause if because is None else because
         if self.engine.has_left(rank) and cause is not None:
+            # An agent that left on purpose is no cause by itself: errors name the rank whose loss made it leave.
             self._because[rank] = cause
 
     def check(self, now: float) -> float:
@@ -319,12 +349,16 @@ class Windows:
         return [fd for fd in found if fd >= 0]
 
     def close(self, deadline: float) -> None:
+        # First the queued calls, then the windows: in the other order calls that were made before the shutdown would
+        # fail.
         ended = self._worker is None or self._worker.end(deadline)
         self._closing = True
         self.free(None)  # calls that wait for a lock raise
         if self._worker is not None and not ended:
             gone = NotInitialized("this agent has shut down while a call of its on a window was under way")
             with self.engine.lock:
+                # The worker may wait for the reply of a far owner, which closing the locks does not end. Without this
+                # it would wait until the deadline of that call.
                 for operation in self.engine.in_flight():
                     if operation.one_sided:
                         self.engine.fail(operation, gone)
@@ -333,6 +367,8 @@ class Windows:
 
 def windows_of(agent: Agent) -> Windows:
     """An agent's windows; it has none before the first call."""
+    # Two threads may make an agent's first call at the same time. Without the lock each would get its own Windows, and
+    # requests would reach only one of them.
     with deferred, agent.engine.lock:
         found = agent.engine.service(PREFIX)
         if not isinstance(found, Windows):

@@ -60,6 +60,8 @@ class Requests:
         """Handle a request. It waits for its complete tensor, and for earlier requests of the same agent."""
         payload = message.payload
         if payload is not None and not payload.complete:
+            # Queued already now: a later small request of the same agent may be complete first, and must not overtake
+            # this one.
             payload.on_more = partial(self.serve_complete, source, message)
             self._waiting.append((source, message))
             return
@@ -74,8 +76,11 @@ class Requests:
             self._engine.flush()
 
     def _serve(self, source: int, message: Message) -> None:
+        # An unlock never waits in the queue: behind a waiting request of the same agent for the same mutex it would
+        # wait for itself.
         if message.op == UNLOCK:
             self._unlock(source, message)
+        # Writes of one agent to one slot take effect in the order of its calls, even if the lock is free by now.
         elif any(one == source and other.name == message.name for one, other in self._waiting):
             self._waiting.append((source, message))
         elif not self._try(source, message):
@@ -97,9 +102,12 @@ class Requests:
     def _again(self) -> bool:
         blocked: set[tuple[int, str]] = set()
         busy = False
+        # A copy, because requests leave the queue in the loop; in the order of arrival, because a lock goes to the
+        # agent that has waited longest.
         for source, message in list(self._waiting):
             key = source, message.name
             payload = message.payload
+            # A request that cannot be served blocks the later ones of its agent and window, and no others.
             if key in blocked or (payload is not None and not payload.complete):
                 blocked.add(key)
                 continue
@@ -115,6 +123,7 @@ class Requests:
     def _try(self, source: int, message: Message) -> bool:
         """Perform a request. False if a lock is taken."""
         window = self._owner.find(message.name)
+        # The number tells a freed window from its successor of the same name: a late put must not reach the new one.
         if window is None or window.number != message.digest:
             self._refuse_freed(source, message, "has freed this window, or never made it")
             return True
@@ -126,12 +135,16 @@ class Requests:
 
     def _do(self, window: WindowPart, source: int, message: Message) -> bool:
         if message.op == LOCK:
+            # The owner's process holds the kernel's lock in place of the far agent, which has no descriptor. So the
+            # owner releases it when that agent is lost.
             if not window.memory.try_acquire(MUTEX, source):
                 return False
             self._holders[message.name] = source
             self._answer(source, message)
             return True
         how = _HOW.get(message.op)
+        # The far agent's own checks are not trusted: a write for a rank without a slot would raise KeyError in the
+        # thread that drives this agent.
         neighbours = window.destinations if how is WriteKind.GET else window.sources
         if how is None or source not in neighbours:
             self._refuse(source, message, f"has no edge for {message.op} from rank {source} in this window")
@@ -139,9 +152,11 @@ class Requests:
         if how is WriteKind.GET:
             return self._give(window, source, message)
         payload, layout = message.payload, window.memory.layout
+        # For the same reason: a tensor of another size or dtype would raise there as well.
         if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
             self._refuse(source, message, f"expects {layout.numel} elements of {layout.dtype}")
             return True
+        # The writer has multiplied tensor and p by the weight; a second multiplication here would count it twice.
         p = message.scale if self._owner.with_p else None
         if not window.memory.try_write(how, source, payload.data.view(layout.shape), 1, p):
             return False
@@ -149,6 +164,7 @@ class Requests:
         return True
 
     def _give(self, window: WindowPart, source: int, message: Message) -> bool:
+        # The owner's own calls change the tensor under this lock. A get without it could send half of an update.
         if not window.memory.try_acquire(OWN, source):
             return False
         try:
@@ -161,7 +177,11 @@ class Requests:
         """The source releases a mutex, or stops waiting for it."""
         self._engine.acknowledge(source, message)
         key = source, message.name
+        # The far agent has given up at its deadline. Left in the queue, its request would later take a mutex that
+        # nobody releases.
         self._waiting = deque(one for one in self._waiting if (one[0], one[1].name) != key or one[1].op != LOCK)
+        # Only its holder may release it. A repeated unlock, or one after the window was freed, must not free another
+        # agent's mutex.
         if self._holders.get(message.name) == source:
             del self._holders[message.name]
             window = self._owner.find(message.name)
@@ -172,6 +192,8 @@ class Requests:
     def forget(self, rank: int) -> None:
         """An agent is gone: release its mutexes and drop its requests."""
         self._waiting = deque(one for one in self._waiting if one[0] != rank)
+        # The kernel frees the locks of a process that dies on this machine. For a far agent this process holds them, so
+        # it has to do the same.
         for name in [name for name, holder in self._holders.items() if holder == rank]:
             del self._holders[name]
             window = self._owner.find(name)
@@ -180,6 +202,8 @@ class Requests:
 
     def forget_window(self, window: WindowPart, name: str) -> None:
         """A window is freed: refuse all requests that wait for it."""
+        # The memory's locks are closed by now, and wait for the last holder. A far agent's mutex that stays would keep
+        # their description open for ever.
         if self._holders.pop(name, None) is not None:
             window.memory.locks.release(MUTEX)
         with short_switch_interval():
@@ -221,6 +245,8 @@ class _SwitchInterval:
 
     def shorten(self) -> None:
         with self._lock:
+            # The first one inside notes the user's value. If it has changed since, the user set it meanwhile, and that
+            # value is the one to restore.
             now = sys.getswitchinterval()
             if not self._inside or now != self._short:
                 self._users = now
@@ -237,6 +263,7 @@ class _SwitchInterval:
 
     def after_fork(self) -> None:
         """The child has none of the threads that were inside or held the lock."""
+        # The fork may have happened while another thread held the lock; in the child nobody would release it.
         self._lock = threading.Lock()
         if self._inside:
             self._put_back()

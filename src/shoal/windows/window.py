@@ -201,6 +201,8 @@ class Window:
         Neighbours that still write to it, or read from it, get :class:`~shoal.Mismatch`.
         """
         with deferred:
+            # Under deferred signals: interrupted halfway, the window would be out of the registry and not marked as
+            # freed, and neighbours would go on writing.
             if not self._part.memory.freed:
                 self._windows.free(self.name)
 
@@ -239,6 +241,7 @@ class Window:
         timeout: float | None = None,
     ) -> Handle[bool]:
         """:meth:`put` without waiting. The tensor must not change until the handle is done."""
+        # Now, and not in the worker: the time that the call waits for its turn counts as well.
         deadline = self._deadline(timeout)
         move = self._sending(_PUT, WriteKind.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
         return self._later(_PUT, move, deadline)
@@ -334,7 +337,11 @@ class Window:
                 "weights)"
             )
         if src_weights is None or self_weight is None:
+            # The slots of lost agents keep their last values: an average with them would pull this agent to where the
+            # lost one stopped.
             weights = {rank: part.mixing.sources[rank] for rank in part.there(part.sources)}
+            # The weights of a row must still sum to 1: without the lost share every update after a loss would shrink
+            # the tensor.
             lost = sum(weight for rank, weight in part.mixing.sources.items() if rank not in weights)
             self_weight = part.mixing.self_weight + lost
             if not part.tensor.dtype.is_floating_point and not part.tensor.dtype.is_complex:
@@ -345,6 +352,7 @@ class Window:
         else:
             weights = weights_of(op, part, self._windows, src_weights, part.sources, "src_weights")
             self_weight = weight_of(op, part, self_weight, "self_weight")
+        # Exactly the slots that are summed: emptying another slot would lose its values.
         emptied, deadline = sorted(weights) if reset else [], self._deadline(timeout)
         move = partial(part.update, self_weight, weights, emptied, clone, require_mutex, deadline, op)
         return _describe_window(self._windows, op, part.name, move)
@@ -357,6 +365,8 @@ class Window:
             timeout: See :class:`Window`.
         """
         op, part = "win_update_then_collect", self._open("win_update_then_collect")
+        # Also the slots of lost agents: what they sent before belongs to the sum, and push-sum would otherwise lose
+        # that mass.
         ones, deadline = dict.fromkeys(part.sources, 1), self._deadline(timeout)
         move = partial(part.update, 1, ones, list(ones), False, require_mutex, deadline, op)
         return _describe_window(self._windows, op, part.name, move)
@@ -391,6 +401,8 @@ class Window:
                     f"{op} {self.name!r} on rank {rank}: ranks {not_neighbours} are no neighbours in this window"
                 )
         with ExitStack() as taken:
+            # A signal between the lock of the last mutex and its entry in the stack would leave that mutex locked for
+            # all neighbours.
             with deferred:
                 taken.enter_context(part.mutex(wanted, self._deadline(timeout), op))
             try:
@@ -419,6 +431,7 @@ class Window:
         if not part.memory.freed:
             return part
         rank = self._windows.engine.rank
+        # Shutdown frees the windows too. Its cause tells the two apart, because the advice to the caller differs.
         if part.memory.cause == rank:
             raise NotInitialized(f"{op} {self.name!r}: the agent of this window, rank {rank}, has shut down")
         raise ValueError(f"{op} {self.name!r} on rank {rank}: this window has been freed; make another one")
@@ -442,6 +455,8 @@ class Window:
         tensor = part.tensor if tensor is None else tensor
         check_tensor(op, detached(tensor), _NUMBERS)
         layout = part.memory.layout
+        # A writer on this machine changes the owner's memory without asking it, so the check is made here, before
+        # anything is sent.
         if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
             raise ValueError(
                 f"{op}: the window {self.name!r} holds a tensor of shape {list(layout.shape)} and {layout.dtype}, not "
@@ -454,6 +469,7 @@ class Window:
                     f"{op}: self_weight changes the tensor in place, and it has a gradient; pass its .detach()"
                 )
         weights = weights_of(op, part, self._windows, dst_weights, part.destinations, "dst_weights")
+        # Only ranks that the caller has named raise here: weights_of has left the lost ones out if none were given.
         part.need(op, weights)
         return partial(part.send, how, tensor, self_weight, weights, require_mutex, deadline)
 
@@ -474,6 +490,8 @@ class Window:
 def _describe_window(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
     """Run a call, and report its begin and end to the listeners for the agent's events."""
     with deferred_span(op, name, "call") if profiler._is_profiler_enabled else deferred:
+        # Signals are deferred around the call: an exception of a signal handler between a lock and its release would
+        # leave the slot locked for the neighbours.
         events = windows.engine.events
         if not events.active:
             return move()

@@ -109,6 +109,8 @@ class WindowMemory:
     ) -> None:
         self.layout = layout
         self.locks = locks
+        # The order of the edges is the same at the owner and at each writer: both sort the in-neighbours. Else a writer
+        # would fill another agent's slot.
         self._edge = {source: edge for edge, source in enumerate(layout.sources)}
         self._flags = self._words(data, 0, 8)
         self._index = [self._words(data, layout.meta(edge), 1) for edge in range(len(layout.sources))]
@@ -143,6 +145,8 @@ class WindowMemory:
         """Mark the window as freed, and record the rank whose loss is the cause, if any. Neighbours' later accesses
         fail.
         """
+        # The cause comes first: a neighbour that sees the freed flag reads the cause next. In the other order it could
+        # report Mismatch instead of the lost rank.
         self._flags[_CAUSE] = 0 if cause is None else cause + 1
         self._flags[_FREED] = 1
 
@@ -164,6 +168,8 @@ class WindowMemory:
         Raises:
             Freed: The window is gone.
         """
+        # The owner's engine calls this while it drives, so it must not wait: a wait for a stopped holder would stop all
+        # operations of this agent.
         if not self.locks.try_acquire(byte):
             return False
         self._sign(byte, who)
@@ -178,6 +184,8 @@ class WindowMemory:
         """
 
         def look() -> None:
+            # The owner may free the window while this agent waits. Without this check a neighbour would wait until its
+            # deadline: free() closes only the owner's own locks.
             if self.freed:
                 raise Freed
             check()
@@ -190,9 +198,13 @@ class WindowMemory:
 
     def _sign(self, byte: int, who: int) -> None:
         """Record the holder of a lock that was just taken, or release it if the window has been freed."""
+        # The owner may have freed the window between the last check and the lock. A write then would succeed although
+        # nobody reads it, and the caller would get no error.
         if self.freed:
             self.locks.release(byte)
             raise Freed
+        # Only for errors: the name stays after a release, and is read when a wait for this byte ends in Busy. An edge
+        # needs none, as only its two ends lock it.
         if byte < EDGES:
             self._flags[_KEEPERS + byte] = who
 
@@ -203,11 +215,14 @@ class WindowMemory:
         """Hold several locks, taken in ascending order."""
         held: list[int] = []
         try:
+            # Two threads that take the same two locks in different orders would wait for each other until the deadline.
             for byte in sorted(bytes_):
                 self.acquire(byte, who, deadline, check)
                 held.append(byte)
             yield
         finally:
+            # Only the locks that were taken: after Busy at the third byte, a release of all would free locks that other
+            # holders have.
             for byte in reversed(held):
                 self.locks.release(byte)
 
@@ -259,6 +274,8 @@ class WindowMemory:
         return True
 
     def _write(self, how: WriteKind, edge: int, tensor: torch.Tensor, weight: float, p: float | None) -> None:
+        # The last bit selects the valid slot. All below writes to the other one, so that a reader, or the next writer
+        # after a kill, still finds the previous write complete.
         writes = int(self._index[edge][_WRITES])
         now = writes & 1
         meta = self._meta[edge][now]
@@ -268,6 +285,8 @@ class WindowMemory:
         before = float(meta[_P : _P + 1].view(np.float64)[0])
         if how is WriteKind.ACCUMULATE:
             accumulates += 1
+            # p moves in the same step as the values: a collect between the two would take values without their p, and
+            # push-sum would divide by a wrong weight.
             after = before + (p or 0.0)
         elif how is WriteKind.PUT:
             puts += 1
@@ -275,13 +294,19 @@ class WindowMemory:
         else:
             gets += 1
             after = before  # a get moves no associated weight
+        # A slot that its owner has reset still has numbers of an earlier write. Adding to them would count these a
+        # second time.
         if how is WriteKind.ACCUMULATE and not meta[_EMPTY]:
             add_scaled(idle, current, tensor, weight)
         elif weight == 1:
             copy(idle, tensor)
         else:
             scale(idle, tensor, weight)
+        # The metadata is complete before the index switches. In the other order a reader without the lock would see the
+        # counts of the write before last.
         self._describe(edge, 1 - now, after, (puts, gets, accumulates), False)
+        # This one store makes the write valid. A writer that is killed before it has changed nothing, and the kernel
+        # frees its lock.
         self._index[edge][_WRITES] = writes + 1
 
     def _describe(self, edge: int, which: int, p: float, counts: tuple[int, int, int], empty: bool) -> None:
@@ -311,14 +336,19 @@ class WindowMemory:
         atomically with respect to writes. Returns the sum of the associated weights, each times its weight, and the
         states of the slots at that time.
         """
+        # One edge lock per slot for the whole sum: an accumulate between the reading of a slot and its reset would be
+        # lost.
         edges = sorted({self._edge[source] for source in (*weights, *reset)})
         with self.hold([EDGES + edge for edge in edges], _OWNER, deadline, check):
             blocks: list[torch.Tensor | None] = []
             p, scales = 0.0, list[float]()
+            # Taken under the locks: the caller counts versions from these states. A state from after the locks could
+            # include a put that this sum does not contain.
             seen = {source: self.state(source) for source in self.layout.sources}
             for source, weight in sorted(weights.items()):
                 edge = self._edge[source]
                 now = int(self._index[edge][_WRITES]) & 1
+                # None stands for zeros: the numbers in an empty slot are of an earlier write, and must not be summed.
                 blocks.append(None if self._meta[edge][now][_EMPTY] else self._slots[edge][now])
                 scales.append(weight)
                 p += weight * seen[source].p
@@ -330,7 +360,11 @@ class WindowMemory:
                 meta = self._meta[edge][now]
                 counts = (int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]))
                 when = int(meta[_WHEN])
+                # A reset is a write like any other: it describes the other slot and then switches. An owner that is
+                # killed in between leaves the slot as it was.
                 self._describe(edge, 1 - now, 0.0, counts, True)
+                # A reset is no write of the neighbour: with a new time, a neighbour that is silent would look recent to
+                # age checks.
                 self._meta[edge][1 - now][_WHEN] = when
                 self._index[edge][_WRITES] = writes + 1
             return p, seen

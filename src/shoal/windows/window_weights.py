@@ -48,6 +48,8 @@ def weight_of(op: str, window: WindowPart, weight: float, what: str) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return number
     try:
+        # A float has all whole numbers up to 2^53 only. A larger weight is read again from the argument, or it would be
+        # rounded.
         return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, what)
     except TypeError:
         raise TypeError(

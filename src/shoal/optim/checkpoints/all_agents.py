@@ -28,6 +28,7 @@ def from_one_agent(rank: int, name: str, ask: Callable[[], T], timeout: float | 
     if current().rank == rank:
         try:
             answer = {"found": ask()}
+        # The others wait in the broadcast below. An error raised here would leave them there until their deadline.
         except Exception as error:
             failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
     answer = broadcast_object(answer, rank, Internal(name), timeout=timeout)
@@ -49,6 +50,7 @@ def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple
     made, problem = None, ""
     try:
         made = attempt()
+    # Not raised here: this agent would be missing in the gather below, and the others would wait for it.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     texts = gather_by_rank(torch.tensor(list(problem.encode()), dtype=torch.uint8), Internal(name), timeout=timeout)

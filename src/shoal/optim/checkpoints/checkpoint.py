@@ -127,8 +127,12 @@ class Checkpoint:
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         self._warn_of_schedules()
         place = None
+        # None: the agent that names the folder was lost. The remaining ones save again, under another name and numbered
+        # anew.
         while folder is not None and place is None:
             place = self._save_among(present_agents(timeout), Path(folder), step, keep, timeout)
+        # After the files: an admitted agent gets the state of this step, and its file is not missing in a save that has
+        # begun.
         if agent.engine.survives_losses and let_in(agent, timeout):
             hand_over(agent, lambda: self._handed_over(step), timeout)
             self._meet()
@@ -149,6 +153,7 @@ class Checkpoint:
 
     def _meet(self) -> None:
         """Agents have entered, and have their state: do what all have to do together then."""
+        # By name: the calls are collective, and agents may have passed their parts in different orders.
         for _, part in sorted(self._parts.items()):
             if isinstance(part, DecentralizedOptimizer):
                 part.met()
@@ -200,12 +205,16 @@ class Checkpoint:
                     states = {part: _state_of_agent(state, number, len(there)) for part, state in states.items()}
                 return write_states(path, number, states)
 
+            # A gather of all agents' results: no manifest is written before every file is on its disk.
             failures, crc = all_try("checkpoint.save", write, timeout)
+            # All agents see the same failures, so all take back their files and raise, or none.
             if failures:
                 withdraw(place, number)
                 raise failures.error(f"{place} is not saved")
             own = torch.tensor([crc or 0])
             checksums = gather_by_rank(own, Internal("checkpoint.checksums"), timeout=timeout)
+            # An agent that was lost after the names were agreed has no file, or one without a checksum here. The
+            # numbering would then have a gap.
             if tuple(checksums) == there:
                 crcs = tuple(int(one) for one in checksums.values())
                 manifest = Manifest(step, len(there), tuple(self._parts), crcs, agent.size)
@@ -217,6 +226,8 @@ class Checkpoint:
                 )
                 return place
         except PeerLost as lost:
+            # Only the loss of the agent that names the folder is answered with another attempt; the other operations go
+            # on without lost agents by themselves.
             if first not in lost.ranks or not agent.engine.survives_losses:
                 raise
         if place is not None:
@@ -289,6 +300,8 @@ class Checkpoint:
             place, manifest = folder / _named(name), Manifest(**content)
             way = _initial_state(start, place, manifest, len(there))
             failures, states = self._read(place, manifest, way, there, timeout)
+            # Nothing is loaded before all agents could read. Otherwise some would continue from this checkpoint and
+            # others from the one before.
             if states is not None and not failures:
                 for part_name, part in self._parts.items():
                     if way == "own" or not isinstance(part, GeneratorState):

@@ -45,6 +45,7 @@ class Damaged(Exception):
 
 def next_name(folder: Path, step: int) -> str:
     """The name of a new folder, also if the same step was saved, or begun, before."""
+    # Incomplete folders count as well: files of a failed save would otherwise be mixed with those of this one.
     number = max((number for number, _ in _begun(folder)), default=0) + 1
     return f"{number:06d}-step-{step}"
 
@@ -70,11 +71,16 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
     """Make a checkpoint count, and of all only the last ``keep``; their names."""
     content = asdict(manifest)
     text = json.dumps(content | {"crc32": _crc_of(content)}, indent=1)
+    # The manifest comes last and as a whole. A process that is killed before leaves a folder that does not count.
     write_atomically(folder / name / _MANIFEST, lambda path: path.write_text(text))
+    # The folder's own entry: after a power cut the files could else be on the disk, and the folder that names them not.
     _sync(folder)
+    # Only complete checkpoints: an incomplete one among the last would push out one that can be loaded.
     counting = [place for _, place in _begun(folder) if _manifest_of(place)]
     last = counting[-keep:] if keep else counting
     for place in counting[: -len(last)]:
+        # Before any agent removes its files: with its manifest, a checkpoint of which half is gone would still be
+        # found.
         (place / _MANIFEST).unlink()
     return [place.name for place in last]
 
@@ -102,6 +108,7 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
     def write(path: Path) -> None:
         save_tensors(states, path)
         try:
+            # Read back now: a state that read_states refuses would be found only when the run is to be resumed.
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             _name_the_part(states)
@@ -150,6 +157,7 @@ def read_states(place: Path, rank: int, manifest: Manifest, mmap: bool = False) 
         Damaged: The file differs from the one that was written.
     """
     path = _file_of(place, rank)
+    # Before torch.load: its errors on a damaged file do not tell what is wrong, and damaged numbers cause none at all.
     if manifest.checksums and _crc(path) != manifest.checksums[rank]:
         raise Damaged(f"{path} is not what was written there: its checksum is another than its manifest says")
     states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -220,8 +228,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that all of it is on the disk under its name, or nothing."""
     partial = _partial(path)
     write(partial)
+    # Before the rename: after a power cut the name could otherwise refer to a file without its content.
     _sync(partial)
     partial.replace(path)
+    # The rename is an entry of the folder, which fsync of the file does not write.
     _sync(path.parent)
 
 

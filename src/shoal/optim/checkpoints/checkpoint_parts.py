@@ -68,6 +68,7 @@ class PlainData:
 
     def __init__(self, name: str, data: dict[Any, Any] | list[Any]) -> None:
         self._name, self._data = name, data
+        # Tried now: data that cannot be loaded again would otherwise be found at the first save, hours later.
         self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,12 +82,16 @@ class PlainData:
         return {"data": safe_serialization.read(written)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        # A copy: the script changes its data in place, and would change the loaded state that other parts may still
+        # read.
         data = copy.deepcopy(state_dict["data"])
         if isinstance(self._data, dict) != isinstance(data, dict):
             raise ValueError(
                 f"checkpoint: {self._name} is a {type(self._data).__name__} here, and a {type(data).__name__} in the "
                 "checkpoint. Give the same kind to save() and load()"
             )
+        # In place, because the script holds this very object; after the check of its kind, so that an error leaves it
+        # as it was.
         self._data.clear()
         if isinstance(self._data, dict):
             self._data.update(data)

@@ -44,24 +44,32 @@ class BucketGradients:
             buckets: All buckets.
             active: The numbers of the buckets that are exchanged in this step.
         """
+        # Raised once: an error that stays would fail each later pass, also after the script has handled it.
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
+        # A bucket has left: neighbours wait for the others of the same round. A new count now would let their
+        # parameters complete a second time.
         if self._armed and (self._has_left or (buckets is self._buckets and active is self._active)):
             return
         self._armed, self._has_left, self._active = True, False, active
         if buckets is not self._buckets:
             self._buckets = buckets
             self._of = {param: number for number, bucket in enumerate(buckets) for param in bucket.params}
+        # A frozen parameter gets no gradient. A bucket that waits for it would leave in step() only, and nothing of it
+        # would be overlapped.
         self._missing = {
             number: {param for param in buckets[number].params if param.requires_grad} for number in active
         }
+        # One hook for each parameter: a second one would report the same gradient twice, which counts as a second
+        # backward pass.
         for param in set().union(*self._missing.values()).difference(self._hooks):
             self._hooks[param] = add_gradient_listener(param, self)
 
     def late(self) -> list[int]:
         """The incomplete buckets, in order: the step continues without the missing gradients."""
         found = list(self._missing)
+        # Disarmed: another backward pass before the next forward pass must not start buckets of this step again.
         self._missing, self._armed = {}, False
         return found
 
@@ -77,6 +85,8 @@ class BucketGradients:
         number = self._of.get(param)
         if number is None or self._active is None or number not in self._active:
             return  # it was frozen when the pass began
+        # A bucket that has left is not in this dictionary any more. A second gradient would be added after the bucket
+        # was stepped, and be lost.
         missing = self._missing.get(number, set())
         if param not in missing:
             self._failed = RuntimeError(
@@ -91,6 +101,8 @@ class BucketGradients:
             del self._missing[number]
             self._has_left = True
             try:
+                # The hook runs inside the backward pass. The step of the bucket's parameters must not be recorded in a
+                # graph.
                 with torch.no_grad():
                     self._ready(number)
             except BaseException as error:

@@ -34,6 +34,8 @@ class BackwardCounter:
 
     @property
     def _since_step(self) -> int:
+        # The largest count: a parameter that takes no part in some passes lags, and a sum would count one pass for each
+        # parameter.
         return max(self._of.values(), default=0)
 
     def watch(self, params: Mapping[torch.nn.Parameter, str]) -> None:
@@ -53,6 +55,8 @@ class BackwardCounter:
         counted.
         """
         self.stepping = True
+        # At least 1: the passes of a closure run inside the step. Without it such an agent would never reach its
+        # exchange, and the others would wait.
         self._before += max(1, self._since_step)
         self._of.clear()
         return self._before
@@ -65,6 +69,8 @@ class BackwardCounter:
 
     def came(self, param: torch.Tensor) -> None:
         """A hook's word that a parameter has its gradient."""
+        # A closure may run any number of passes, and not as many on each agent. Counted, they would move the exchange
+        # to another step on this agent.
         if not self.stepping:
             self._of[param] = self._of.get(param, 0) + 1
 

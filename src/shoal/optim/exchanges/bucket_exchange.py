@@ -146,29 +146,44 @@ class BucketExchange(ABC):
         """Move the parameters into the buckets, if they have been moved since, and find the active buckets. Once before
         each round, and before the first one together with all agents: they compare their models.
         """
+        # Neighbours read the buckets of an exchange that is under way. Parameters that moved now would be missing in
+        # its result.
         if self.under_way:
             return
         now = self.trainable()
         changes = now != self._trainable
+        # Frozen buckets are not looked at in each step, for its cost. When flags change, one of them may become active,
+        # and its parameters may have moved meanwhile.
         looked_at = self.buckets if changes else [self.buckets[number] for number in self.active]
         moved = [bucket for bucket in looked_at if not bucket.in_place]
+        # A parameter of another shape or dtype has no place in its bucket: a copy into it would fail, or convert the
+        # numbers.
         if any(bucket.outgrown for bucket in moved):
             self.changed()
         if self._laid_out:
             if not all(bucket.stays for bucket in moved):
+                # Before adopt(): to move a parameter whose memory another tensor shares would separate the two, and the
+                # model would lose its tie.
                 self._look_for_sharing(moved)
             for bucket in moved:
                 bucket.adopt()
             if changes:
                 self._follow(now)
             return
+        # Before the buckets are made, because parameters that share memory must come into one bucket; and before the
+        # models are compared, as agents may differ in it.
         self._shared = self.sharing()
         if not self.agreed:
+            # Before anything is laid out: agents whose models differ must find out here, and not by messages of other
+            # sizes.
             self._agree()
             self.agreed = True
         self.buckets, self._laid_out = [*map(self._bucket_of, self._as_laid_out())], True
+        # State may have been loaded before there were buckets: it is in _without_state until now.
         self._lay_out_states()
         self._arrange(now)
+        # What _arrange has done until here is the common beginning of all agents. Only later changes have to be given
+        # to an agent that rejoins.
         self._has_changed = False
         self._follow(now)
 
@@ -203,6 +218,7 @@ class BucketExchange(ABC):
             whole = all(now) and (self.remembers or not (self._has_changed or self._layout))
             # Vectors that are remembered are exchanged whole: only the flags show that parameters of them are frozen.
             flags = zlib.crc32(now) if self.remembers else 0
+            # A script that draws the layers to train would otherwise add an entry in each step.
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
             self._seen[now] = active, 0 if whole else digest_of(layout[number] for number in active) ^ flags
@@ -216,6 +232,7 @@ class BucketExchange(ABC):
         params = list(self._params())
         on = set(compress(params, now))
         buckets = list(self.buckets)
+        # Windows and an algorithm's vectors keep the size with which all neighbours have made them.
         if self.splits and not self.remembers:
             for number, bucket in enumerate(buckets):
                 kept = [param for param in bucket.params if param in on]
@@ -229,12 +246,19 @@ class BucketExchange(ABC):
             group = [called[name] for name in names if called.get(name) in new]
             buckets += into_buckets(group, float("inf"), self._shared)
             new.difference_update(group)
+        # The last layers first: their gradients come first, so their bucket can leave while the others are computed.
+        # All agents take the same order.
         order = params if self._bucket_bytes == float("inf") else params[::-1]
         buckets += into_buckets((param for param in order if param in new), self._bucket_bytes, self._shared)
+        # Nothing has changed. Without this test the digests and state buckets would be made again with each new set of
+        # flags.
         if len(buckets) == len(self.buckets) and all(map(is_, buckets, self.buckets)):
             return
+        # Taken from the old buckets before they go: neighbours' averages of state that this optimizer does not have yet
+        # are in no other place.
         self._without_state = self._states_of_our_own()
         self.buckets = buckets
+        # Its entries are positions in the former list of buckets.
         self._seen.clear()
         self._has_changed = True
         self._lay_out_states()
@@ -301,6 +325,8 @@ class BucketExchange(ABC):
         check_that_models_agree(params, self._name, beside, shared=self._shared)
         if self.keeps_equal:
             check_that_values_agree(params, self._name)
+        # Where models must be equal the comparison has covered the frozen parameters, too. Else they are averaged once,
+        # since no exchange includes them.
         self._may_differ = not self.keeps_equal
         if self.balance is not None and self.in_step:
             self.balance.begin(self.settings, self._name)
@@ -309,11 +335,14 @@ class BucketExchange(ABC):
         """Average the frozen parameters that differ between agents: once, behind the first round, whenever in a step
         that begins. All agents call it after a step."""
         if self._may_differ:
+            # Before the call: an agent on which it fails must not begin it again at its next step, when the others do
+            # not.
             self._may_differ = False
             equalize_frozen(self._params(), self._name)
 
     def changed(self) -> None:
         """The optimizer has other parameters: they are laid out again before the next round."""
+        # First: neighbours may still read the present buckets, and their exchange waits for this agent's part.
         self.abandon()
         self._without_state = self._states_of_our_own()
         self.agreed = False

@@ -65,11 +65,14 @@ class BucketStep:
             algorithm, multiples = (algorithm, 1.0) if scaled is None else (scaled, multiples)
         grad = Gradient(lambda at: self._per_rate(moved(self, at), multiples))
         mix, x, state = self.mix, self.x, self._state
+        # Before anything is computed: an algorithm's memory covers the agents of the round before, and has to begin
+        # again when one of them is lost.
         lost = mix.begin(round_)
         if state is None:
             state = algorithm.init(x, grad, mix)
         elif lost:
             x, state = algorithm.restart(x, state, grad, mix)
+        # Both at once: where the exchange raises, x and the memory are still those of one round.
         self.x, self._state = algorithm.step(x, state, grad, mix)
         mix.end()
         self._rates.exchanged()

@@ -100,6 +100,7 @@ class Bucket:
 
     def __init__(self, params: list[torch.nn.Parameter], stays: bool = False) -> None:
         self.params = self.of = params
+        # FSDP keeps pointers to this memory. A parameter that is moved away would be gathered with old numbers.
         self._stays = stays or any(map(is_sharded, params))
         tensors = self._tensors()
         self.numel = sum(one.numel() for one in tensors)
@@ -162,6 +163,8 @@ class Bucket:
         first = self.params[0]
         if not first.is_cpu:
             return _Memory(first.detach().new_empty(self.numel), self._places)
+        # From the arena, whose memory neighbours on this machine can map. Other memory would be copied once more for
+        # each round.
         return _Memory(current("optim").engine.arena.empty((self.numel,), first.dtype), self._places)
 
     def _move_in(self) -> None:
@@ -169,6 +172,8 @@ class Bucket:
             torch._foreach_copy_(self._here.views, [one.detach() for one in self._tensors()])
             return
         for param, view in zip(self.params, self._here.views, strict=True):
+            # First the numbers, then the pointer: in the other order the bucket's uninitialized numbers would be copied
+            # onto themselves.
             view.copy_(param.detach())
             param.data = view
 
@@ -177,8 +182,11 @@ class Bucket:
     @property
     def in_place(self) -> bool:
         """All parameters lie where they were put, by one look at each."""
+        # Parameters that stay are never in the bucket, and an empty tensor has no address of its own. So adopt() copies
+        # the former, and looks at each of the latter.
         if self._stays or self._has_empty:
             return False
+        # The sizes, too: a parameter that was replaced by a part of itself begins at the same address.
         here = list(map(Tensor.data_ptr, self.params)) == self._here.addresses
         return here and list(map(self._size, self.params)) == self._sizes
 
@@ -205,6 +213,7 @@ class Bucket:
     def guard(self, guarded: bool) -> None:
         """The parameters must not change after this call; with ``guarded``, :meth:`changed` reports changes."""
         tensors = self._tensors()
+        # The address as well as the version: param.data = ... changes the numbers without a new version.
         self._versions = list(map(_version, tensors)) if guarded else None
         self._guarded = list(map(Tensor.data_ptr, tensors)) if self._stays else self._here.addresses
 
@@ -240,8 +249,11 @@ class Bucket:
             self._copy_out(self._room)
             return
         if not self._moves:
+            # All neighbours have read the bucket when its operation ends, so it may be overwritten.
             self.flat.copy_(self._room.flat)
             return
+        # The old memory becomes the room for the next result. All neighbours have read it, because the operation has
+        # ended.
         self._here, self._spare = self._room, self._here
         for param, view in zip(self.params, self._here.views, strict=True):
             param.data = view
@@ -250,6 +262,7 @@ class Bucket:
         """Move to other memory, because agents may still read the present memory and the parameters are about to
         change.
         """
+        # The room as well: in an exchange of gradients the neighbours read this agent's gradients there.
         self._spare = self._versions = None
         self._here = self._memory()
         self._move_in()
@@ -262,6 +275,7 @@ class Bucket:
         for param, view in zip(self.params, self._room.views, strict=True):
             grad = param.grad
             if grad is None:
+                # The room has the numbers of an earlier round. Left there they would enter the mean of all agents.
                 view.zero_()
             elif grad.is_sparse:
                 view.copy_(grad.to_dense())
@@ -320,6 +334,7 @@ def into_buckets(
         if param in placed:
             continue
         kind = param.dtype, param.device
+        # Parameters that share memory are one unit: in two buckets the second average would overwrite the first.
         unit = [one for one in together.get(param, [param]) if one in params and (one.dtype, one.device) == kind]
         placed.update(unit)
         here = sum(local(one).nbytes for one in unit)

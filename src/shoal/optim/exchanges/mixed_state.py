@@ -117,6 +117,7 @@ class MixedState:
         """
         if self._confirmed:
             return
+        # Only after a step with a gradient can the optimizer have state. Before it an empty state is no error.
         learnt = [param for param in names if param.grad is not None]
         if not learnt:
             return
@@ -141,6 +142,8 @@ class MixedState:
         """
         state = self._optimizer.state.get(param)
         found = (state or {}).get(key)
+        # Not stepped yet. A step with other parameters must not fail because of this one: it sends its zeros, or its
+        # average.
         if not state or (key in state and found is None):
             return None
         if not isinstance(found, torch.Tensor) or not _alike(found, param):
@@ -181,8 +184,11 @@ class StateBucket(Bucket):
         saved: Mapping[str, torch.Tensor],
     ) -> None:
         self._mixed = mixed
+        # Names, and not parameters, identify saved state: another process loads it.
         self._names = [names[param] for param in beside.params]
         self._own: dict[int, Any] = {number: _zeros(param) for number, param in enumerate(beside.params)}
+        # Begun with tensors of its own for all parameters, so that the layout equals the neighbours' whatever state
+        # this agent has.
         super().__init__(list(self._own.values()))
         self.of, self.kind = beside.params, key
         for number, own in self._own.items():
@@ -193,6 +199,8 @@ class StateBucket(Bucket):
         """Use the optimizer's state as it is now. State averaged before the optimizer had any is added to its initial
         state.
         """
+        # The usual case costs one look at each state. Optimizers replace their state in load_state_dict, so identity
+        # decides.
         if not self._own and self._mixed.are(self.params, self.of, self.kind) and self.in_place:
             return
         for number, param in enumerate(self.of):
@@ -201,7 +209,11 @@ class StateBucket(Bucket):
             if state is None:
                 state = self._own[number] = _zeros(param) if own is None else own
             elif own is not None and local(own).any():
+                # The optimizer begins its state at zero. The neighbours' averages until then would be lost with its
+                # first step.
                 state.add_(own)
+            # Before the bucket moves the tensors: it sets .data of the optimizer's own tensor, which the optimizer goes
+            # on using.
             self.params[number] = state
         super().adopt()
 

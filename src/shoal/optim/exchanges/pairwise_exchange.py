@@ -79,6 +79,8 @@ class _PairwiseBucket:
         self.asked: _PendingAverage | None = None
         numel, dtype = bucket.numel, bucket.flat.dtype
         length, of = (numel, dtype) if compressor is None else (compressor.nbytes(numel, dtype), torch.uint8)
+        # One element more than the message: the last one tells whether the average was made, so that both agents move
+        # or neither.
         nothing = current("AD-PSGD").engine.arena.empty((length + 1,), of).zero_()  # in memory that both can read
         for slot in self.slots:
             ops.win_create(nothing, slot, zero_init=True)
@@ -99,8 +101,12 @@ class _PairwiseBucket:
         """Move half of the way to each other, by the decoded values of both: the two moves are opposite, bit for
         bit.
         """
+        # A difference is added, and not the mean assigned: u may have taken local steps and other averages since the
+        # message left.
         self.u += (theirs - own) / 2
         if self.compressor is not None:
+            # Both agents compute it from the same decoded values, so their copies stay equal bit for bit; later
+            # messages are differences from it.
             self.common[pair] = (own + theirs) / 2
 
     def _common(self, pair: _PairAverage) -> torch.Tensor:
@@ -111,6 +117,7 @@ class _PairwiseBucket:
         flat = self.bucket.flat
         if not torch.equal(flat, self.before):
             self.u += flat - self.before
+            # The change is taken over once; without this it would be added again at the next transfer.
             self.before.copy_(flat)
 
     def give_to_model(self) -> None:
@@ -171,6 +178,7 @@ class PairwiseExchange(WindowExchange):
     ) -> None:
         super().__init__(params, name, bucket_bytes, settings, schedule)
         self._pairs: dict[str, _PairwiseBucket] = {}
+        # The answering thread and the script's thread both change u. Without the lock one of two changes could be lost.
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._answering: threading.Thread | None = None
@@ -180,6 +188,7 @@ class PairwiseExchange(WindowExchange):
 
     def _register(self, bucket: Bucket, name: str) -> None:
         mixing = current("AD-PSGD").topology.mixing
+        # A reply goes back over the same edge. Without it the asking agent would wait until its deadline.
         if set(mixing.source_ranks) != set(mixing.destination_ranks):
             raise ValueError(
                 f"{self._name}: two agents average with each other, and the topology has one-way edges: rank "
@@ -188,6 +197,8 @@ class PairwiseExchange(WindowExchange):
             )
         self._pairs[name] = _PairwiseBucket(bucket, name, self.compressor)
         if self._answering is None:
+            # The event is still set from an earlier close(): the new thread would end at once, and no request would be
+            # answered.
             self._stop.clear()
             rank = current("AD-PSGD").rank
             self._answering = threading.Thread(target=bind(self._answer_all), name=f"shoal-pairs-{rank}", daemon=True)
@@ -204,6 +215,7 @@ class PairwiseExchange(WindowExchange):
             peer = self._drawn(name)
             if peer is None:
                 return None
+            # Read before the request leaves: the reply may arrive before the next line of this thread runs.
             answers = named(pairs.slots.replies).slots()[peer].puts
             message, decoded = pairs.encode(
                 _PairAverage(peer, True), self._draws(current("AD-PSGD").rank, peer, answers)
@@ -220,6 +232,7 @@ class PairwiseExchange(WindowExchange):
 
     def wait(self) -> None:
         """Wait for all replies."""
+        # One deadline for all buckets: each with its own would multiply the wait.
         deadline = time.monotonic() + current("AD-PSGD").engine.timeout
         try:
             super().wait()
@@ -247,9 +260,12 @@ class PairwiseExchange(WindowExchange):
         agent, answers = current("AD-PSGD"), named(pairs.slots.replies)
         window = windows_of(agent).get("win_update", pairs.slots.replies)
         looks = 0
+        # The count, and not the content: a reply may equal the one before.
         while answers.slots()[asked.peer].puts == asked.answers:
             if asked.peer not in window.there([asked.peer]):
                 return  # the peer is lost, and its half of the average with it
+            # If the answering thread has failed, the neighbours that ask this agent wait in vain. Its error is raised
+            # here, where the script's thread waits.
             self._raise_of_answering()
             looks += 1
             if looks % 64 == 0:
@@ -263,7 +279,10 @@ class PairwiseExchange(WindowExchange):
                 )
             time.sleep(_LOOK_AGAIN)
         with self._lock:
+            # Weight 0 for the registered tensor and 1 for the slot: the numbers as the peer has put them, read
+            # atomically.
             message = answers.update(0, {asked.peer: 1}, clone=True)
+            # The peer has refused, and has moved nothing. A move here alone would change the mean of all.
             if not message[-1]:
                 return
             pair = _PairAverage(asked.peer, True)
@@ -334,6 +353,8 @@ class PairwiseExchange(WindowExchange):
     # Layout
 
     def _forget_pairs(self) -> None:
+        # The thread ends before the windows are freed: it would find its window gone and report that as an error of the
+        # training.
         self._stop.set()
         answering, self._answering = self._answering, None
         if answering is not None:

@@ -45,6 +45,8 @@ class SyncExchange(BucketExchange):
 
     def start_bucket(self, number: int) -> None:
         """Start with one bucket; the caller starts the other buckets of the round later, each once."""
+        # prepare() ran before the backward pass: the script may have moved a parameter since, and its old memory would
+        # be sent.
         self.buckets[number].adopt()
         self._begin(number)
 
@@ -81,6 +83,7 @@ class SyncExchange(BucketExchange):
 
     def _results(self) -> list[Bucket]:
         """Wait for the started operations. Returns the buckets with a result in their room for it."""
+        # Taken out first: after an error the next round begins anew, and must not find handles that have failed.
         handles, self._handles = self._handles, {}
         handle: Handle[torch.Tensor] | None = None
         try:
@@ -111,11 +114,14 @@ class ParameterExchange(SyncExchange):
 
     def exchange(self) -> None:
         self.prepare()
+        # Unguarded: start and finish are one call, so no code of the script can change a parameter between them.
         for number in self._numbers():
             self._begin(number, guarded=False)  # no other thread intervenes
         self.finish()
 
     def _begin(self, number: int, *, guarded: bool = True) -> None:
+        # Once for the first bucket: the settings are read when a round begins. Buckets of one round with different
+        # weights would mix a model of two rounds.
         if self._round is None or not self._handles:
             if self.balance is not None:
                 self.balance.look(self.settings)
@@ -125,13 +131,20 @@ class ParameterExchange(SyncExchange):
         called = f"{self._name}.{self._position(number)}"
         travelling: dict[str, Bucket] = {called: self._bucket(number)}
         if self.mixed is not None and number != _MARKER:
+            # An average with negative weights can be negative, and optimizers take the root of a second moment.
             self._round.check_that_none_is_negative()
             for states in self._beside[number]:
+                # The optimizer makes its state in the first step, after the buckets were laid out, and load_state_dict
+                # replaces it.
                 states.adopt()
                 travelling[f"{called}.{states.kind}"] = states
+        # Noted before the loop adds handles: a round counts once, however many buckets it has. Schedules draw the
+        # round's edges from this number.
         first = not self._handles
         for name, bucket in travelling.items():
             bucket.guard(guarded)
+            # Groups set by the caller are messages of their own. Fused with others they would not be what num_groups
+            # promises.
             room, fusible = bucket.room_for_result(), not self.grouped
             self._handles[bucket] = self._round.start(bucket.flat, room, name, fusible, self.digest)
         # With communication_type=empty, skipped rounds of a schedule are used later.
@@ -139,6 +152,7 @@ class ParameterExchange(SyncExchange):
 
     def finish(self) -> None:
         buckets = self._results()
+        # Before any bucket takes its result: the error leaves all parameters as they are.
         self._check_that_none_has_changed(buckets)
         for bucket in buckets:
             bucket.take_result()
@@ -187,9 +201,13 @@ class GradientExchange(SyncExchange):
 
     def _begin(self, number: int, *, zeros: bool = False) -> None:
         bucket, first = self._bucket(number), not self._handles
+        # An agent whose gradients have overflowed still sends: its zeros keep the other agents' mean finite, and no
+        # agent waits for it.
         flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
         name = f"{self._name}.gradients.{self._position(number)}"
         if self._compressor is None or self.whole:
+            # zero_copy: neighbours read the gradients in the room until the operation ends, so the mean needs other
+            # memory.
             self._means[bucket] = mean = bucket.room_for_mean()
             self._handles[bucket] = submit_allreduce(
                 current("optim"), flat, "average", name, out=mean, zero_copy=True, layout=self.digest
@@ -207,6 +225,8 @@ class GradientExchange(SyncExchange):
         share = 1.0
         if self.present is not None:
             present, there = self.present.wait().tolist()
+            # The mean is over all agents, and agents without batches sent zeros. Without this factor the step would
+            # shrink as agents run out of batches.
             share = there / max(1.0, present)
         for bucket in buckets:
             mean = self._means[bucket]
@@ -215,6 +235,7 @@ class GradientExchange(SyncExchange):
             bucket.spread_gradients(mean)
 
     def _replaced(self, number: int) -> None:
+        # The error belongs to a message of the old length, which does not fit the new bucket.
         self._rests.pop(number, None)
 
     def _forget(self) -> None:

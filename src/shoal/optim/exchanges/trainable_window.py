@@ -66,6 +66,7 @@ class TrainableWindow:
     def __init__(self, name: str, optimizer: str, names: Sequence[str], trainable: bytes) -> None:
         self._name, self._optimizer, self._names = name, optimizer, names
         self._era = 0
+        # Era -1 is before every round, so a neighbour's set of any round finds one of this agent's to compare with.
         self._own: deque[tuple[Round, bytes]] = deque([((-1, 0), trainable)], _ROUNDS)
         self._declared = trainable
         self._theirs: dict[int, _Declared] = {}
@@ -74,6 +75,8 @@ class TrainableWindow:
 
     def all_have_met(self) -> None:
         """The rounds of all agents are counted from 0 again."""
+        # Agents have made different numbers of rounds. Only from a common meeting on does a round's number mean the
+        # same on all of them.
         self._era += 1
 
     def begin(self, number: int, trainable: bytes) -> None:
@@ -82,6 +85,7 @@ class TrainableWindow:
         Raises:
             Mismatch: A neighbour has other trainable parameters in the same round.
         """
+        # Declared before this agent looks: of two agents that differ, both then find it, whoever is ahead.
         self._declare((self._era, number), trainable)
         self._look((self._era, number))
 
@@ -103,6 +107,8 @@ class TrainableWindow:
             if not missing:
                 return
             looks += 1
+            # Nothing arrives from a dead neighbour, and a slot reports no loss; without this the wait would last until
+            # the deadline.
             if looks % 64 == 0:
                 window.check_neighbours(self._optimizer)
             if time.monotonic() > deadline:
@@ -125,6 +131,7 @@ class TrainableWindow:
         if trainable == self._declared:
             return
         self._declared = trainable
+        # A second change in the same round replaces the first: neighbours compare the set with which the round is made.
         if self._own[-1][0] == now:
             self._own.pop()
         self._own.append((now, trainable))
@@ -141,6 +148,8 @@ class TrainableWindow:
         window = named(self._name)
         for rank, slot in window.slots().items():
             if slot.puts != self._puts.get(rank, 0):
+                # Read before update(): a declaration that arrives in between is read twice, which does no harm. In the
+                # other order it would be missed.
                 self._puts[rank] = slot.puts
                 self._theirs[rank] = theirs = _Declared.of(window.update(0, {rank: 1}, clone=True))
                 if theirs.different:
@@ -150,6 +159,8 @@ class TrainableWindow:
                 continue  # this agent may still make the same change
             mine = self._own_in(before.round)
             if mine is not None and mine != before.trainable:
+                # Reported once: a script that catches the error and repairs its flags would otherwise get it again in
+                # each round.
                 del self._theirs[rank]
                 self._raise(self._difference(rank, before, mine))
 

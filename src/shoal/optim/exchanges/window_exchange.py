@@ -63,6 +63,8 @@ class WindowExchange(BucketExchange, ABC):
         if self._moves is None:
             return
         self.abandon()
+        # The window's memory is the bucket: a parameter that the script has moved would keep its old numbers, and the
+        # average would be lost.
         self.prepare()  # the parameters may have been moved since
         self._take_all(self._active_windows())
 
@@ -86,6 +88,8 @@ class WindowExchange(BucketExchange, ABC):
 
     def settle(self) -> None:
         """All agents have ended: add the data that is still in the windows. They call it together."""
+        # Behind it no agent sends any more. What arrived after this agent's last update would otherwise be lost, and
+        # the mean with it.
         barrier(f"{self._name}.settled")
         self.prepare()
         self._take_all(self._windows_of_buckets())
@@ -111,6 +115,8 @@ class WindowExchange(BucketExchange, ABC):
     def abandon(self) -> None:
         try:
             self.wait()
+        # Also where the wait raises: with the failed handles left in place, each later step would count as being in the
+        # middle of an exchange.
         finally:
             self._moves = None
 
@@ -125,6 +131,8 @@ class WindowExchange(BucketExchange, ABC):
             names = list(self._params().values())
             self._counted_from = self.rounds
             self._declarations = TrainableWindow(f"{self._name}.trainable", self._name, names, self._trainable)
+        # Neighbours have no common rounds, so one may be steps behind, or never make this change. The wait finds that
+        # and names it; win_create would only time out.
         elif len(self.buckets) > len(self._windows):  # without all neighbours none can be made
             self._declarations.await_neighbours(self.rounds - self._counted_from, self._trainable)
         for number, bucket in enumerate(self.buckets[len(self._windows) :], len(self._windows)):
@@ -137,12 +145,16 @@ class WindowExchange(BucketExchange, ABC):
         windows are created again with all neighbours before the next round.
         """
         self.abandon()
+        # The old windows are freed below. A neighbour that still writes to one would get Mismatch from this agent.
         barrier(f"{self._name}.met")
         if self._windows:
             self.prepare()
             self._take_all(self._windows_of_buckets())
+        # The joining agents have been given this layout. With the default one the windows of both would have other
+        # sizes.
         self._layout = self.layout_to_keep  # which agents that entered have been given
         self.close()
+        # The joining agents compare their models in the next prepare(), which all agents have to call with them.
         self.agreed = False
 
     def changed(self) -> None:
@@ -162,6 +174,7 @@ class WindowExchange(BucketExchange, ABC):
             if declarations is not None:
                 declarations.free()
             for name in windows:
+                # The agent's shutdown may have freed all windows already.
                 if name in ops.get_current_created_window_names():
                     ops.win_free(name)
 
@@ -193,6 +206,8 @@ def _to_members(name: str, weights: Any, move: Callable[[Any], Handle[bool]]) ->
         try:
             return move(there)
         except PeerLost:
+            # Tried again only if fewer ranks are left than were named. Otherwise the loss is not survived, and a retry
+            # would never end.
             if weights is None or len(window.there(weights)) == len(there or ()):
                 raise
 
@@ -251,12 +266,16 @@ class PushSumExchange(WindowExchange):
 
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.turn_on_win_ops_with_associated_p()
+        # Not the bucket itself: the model reads z there, and what neighbours get are shares of u, which is z times p.
         u = bucket.room_for_result()
         u.copy_(bucket.flat)
         self._biased[name], self._before[name] = u, bucket.flat.clone()
+        # Zeros: a slot that began as a copy of u would be collected as mass that no neighbour has sent.
         ops.win_create(u, name, zero_init=True)
         saved = self._saved.pop(self._number(name), None)
         if saved is not None:
+            # The window's p begins as 1 and is changed only by calls: this one multiplies it to the saved value, and u
+            # is restored below.
             ops.win_update(name, self_weight=saved["p"], neighbor_weights={})
             u.copy_(saved["u"])
 
@@ -271,6 +290,8 @@ class PushSumExchange(WindowExchange):
             self._number(name): {"u": self._biased[name].clone(), "p": ops.win_associated_p(name)}
             for name in self._windows
         }
+        # No agent may send before all have copied: the mass of a share would be in the sender's saved state and in the
+        # receiver's.
         barrier(f"{self._name}.saved")
         return found
 
@@ -281,6 +302,8 @@ class PushSumExchange(WindowExchange):
         return window.removeprefix(f"{self._name}.")
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        # The windows hold mass of the run before. They are made again, with the saved u and p, by all neighbours
+        # together.
         self.close()
         self._saved = dict(state)
 
@@ -289,6 +312,7 @@ class PushSumExchange(WindowExchange):
         for bucket, name in self._windows_of_buckets():
             before = self._before[name]
             if not torch.equal(bucket.flat, before):
+                # The script has changed z; u is z times p. Without the factor the change would count 1 / p times.
                 self._biased[name].add_(bucket.flat - before, alpha=ops.win_associated_p(name))
                 before.copy_(bucket.flat)
 
@@ -296,11 +320,14 @@ class PushSumExchange(WindowExchange):
         self.prepare()
         for bucket, name in self._windows_of_buckets():
             before = self._before[name]
+            # The local step is added to u without p, as stochastic gradient push defines it (algorithm 1 of the paper).
             self._biased[name].add_(bucket.flat).sub_(before)
             before.copy_(bucket.flat)
 
     def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
         u = self._biased[name]
+        # See FLOOR: below it a local step, divided by p, would throw the model far away. The agent keeps u and p until
+        # shares arrive.
         if ops.win_associated_p(name) < FLOOR:
             self._wait_for_more(name)
             return None
@@ -311,6 +338,8 @@ class PushSumExchange(WindowExchange):
             ranks = window.there(window.destinations)
             if not ranks:
                 return None  # all neighbours are lost
+            # From the neighbours that are left: shares for lost ones would leave the system, and the sum of all p would
+            # shrink.
             weights = dict.fromkeys(ranks, 1 / (len(ranks) + 1))
         pairs = weights.items() if isinstance(weights, Mapping) else ()
         given = {rank: as_weight(weight, f"dst_weights[{rank}]") for rank, weight in pairs}
@@ -324,6 +353,7 @@ class PushSumExchange(WindowExchange):
             )
 
         def accumulate(there: dict[int, float]) -> Handle[bool]:
+            # The shares of lost neighbours stay here. They were taken from u's total, and would be missing in the mean.
             kept = own + sum(share for rank, share in given.items() if rank not in there)  # the shares of the lost
             return ops.win_accumulate_nonblocking(u, name, self_weight=kept, dst_weights=there)
 
