@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.message_auth import ChecksumSeal, MacSeal, strong, sums, unchecked
+from shoal.transport.message_auth import ChecksumSeal, CorruptMessage, MacSeal, strong, sums, unchecked
 from shoal.transport.wire import ProtocolError
 
 few = settings(max_examples=100, deadline=None)
@@ -80,3 +82,13 @@ def test_each_check_says_something_else() -> None:
     empty = memoryview(b"")
     assert len({check(empty) for check in (sums, strong, unchecked)}) == 3
     assert strong(memoryview(b"a")) != strong(memoryview(b"b"))
+
+
+def test_the_hash_of_a_long_packet_does_not_have_its_seal() -> None:
+    """A packet over 512 bytes is sealed through its hash and its length, which must be no packet with the same seal."""
+    long = b"x" * 10_000
+    seal = MacSeal(b"key").close(long)[: MacSeal.size]
+    forged = hashlib.sha256(long).digest() + struct.pack("<Q", len(long))
+    assert bytes(MacSeal(b"key").open(memoryview(seal + long))) == long
+    with pytest.raises(CorruptMessage):
+        MacSeal(b"key").open(memoryview(seal + forged))

@@ -343,6 +343,9 @@ class CollectiveOrdering(MinimalService):
         self._gone.update(outcome.leaving)
         if outcome.differs >= 0:
             self._break(outcome.differs)
+            # Nothing is moved. An agent that leaves must still learn it: another round would be without itself.
+            if outcome.leaving:
+                self._let_go(outcome)
             return
         # First the cached calls, then the decision, on all agents: the backend pairs transfers by their order alone.
         steps = [*self._known_steps(outcome), *self._decided_steps(outcome)]

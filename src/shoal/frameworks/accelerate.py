@@ -20,11 +20,19 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
-from accelerate.data_loader import IterableDatasetShard
-from accelerate.state import GradientState
-from accelerate.utils import recursively_apply
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
+
+from .requirements import not_installed
+
+try:  # before the modules below, which import it, too
+    from accelerate import Accelerator
+    from accelerate.data_loader import IterableDatasetShard, get_sampler
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import GradientState
+    from accelerate.utils import DataLoaderConfiguration, recursively_apply
+except ModuleNotFoundError as error:
+    raise not_installed(error, "transformers") from None
 
 from ..ops import safe_serialization
 from ..ops.arguments import Internal
@@ -38,16 +46,6 @@ from .bit_casting import as_bits
 from .functions import NO_DISPATCH
 from .process_state import process_state, wait_for_everyone
 from .random_state import RandomState
-from .requirements import not_installed
-
-try:
-    from accelerate import Accelerator
-    from accelerate.data_loader import get_sampler
-    from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DataLoaderConfiguration, recursively_apply
-except ModuleNotFoundError as error:
-    raise not_installed(error, "transformers") from None
-
 
 __all__ = ["ShoalAccelerator"]
 

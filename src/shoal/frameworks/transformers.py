@@ -20,10 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainingArguments
-from transformers.training_args import ParallelMode
+
+from .requirements import not_installed
+
+try:  # before the modules below, which import accelerate, too
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_utils import get_last_checkpoint
+    from transformers.training_args import ParallelMode
+except ModuleNotFoundError as error:
+    raise not_installed(error, "transformers") from None
 
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce
@@ -36,15 +44,6 @@ from ..runtime.queries import size
 from .accelerate import ShoalAccelerator, Wrapper, one_peer_at_a_time
 from .process_state import process_state, wait_for_everyone
 from .random_state import RandomState
-from .requirements import not_installed
-
-try:
-    from transformers import Trainer
-    from transformers.trainer_callback import TrainerState
-    from transformers.trainer_utils import get_last_checkpoint
-except ModuleNotFoundError as error:
-    raise not_installed(error, "transformers") from None
-
 
 __all__ = ["ShoalTrainer", "ShoalTrainingArguments"]
 

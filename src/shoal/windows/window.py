@@ -5,9 +5,10 @@ Each agent registers a tensor under a name. It then has, for each in-neighbour j
 its slots. No call waits for another agent's call, so a slow agent does not slow the others down (Ying et al. 2021,
 arXiv:2111.04287, sections III-C and IV-C)::
 
-    with shoal.windows.create(x, "x") as window: window.put()  # x into this agent's slots at its out-neighbours
-        window.update()  # x becomes its average with this agent's slots shoal.barrier()  # no agent writes to the
-        window any more
+    with shoal.windows.create(x, "x") as window:
+        window.put()  # x into this agent's slots at its out-neighbours
+        window.update()  # x becomes its average with this agent's slots
+        shoal.barrier()  # no agent writes to the window any more
 
 Guarantees. A write to a slot is atomic, and so is the read of a slot in an update: no reader sees a partial write, even
 if the writer is killed, and no two writes mix, with or without a mutex. Concurrent accumulates lose no update, and

@@ -148,4 +148,6 @@ def _can_be_wrong(call: Call, kind: str, rank: int) -> bool:
     if kind == "leaves":
         return True
     fits = call.kind in ("static", "average", "sum", "max", "pull", "push-pull")
+    if call.sends and not call.sends[rank] and not any(rank in to for to in call.sends):
+        return False  # its weights are for no other agent, so none can know
     return fits and (kind != "missing call" or call.blocking)
