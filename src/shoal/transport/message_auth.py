@@ -78,7 +78,7 @@ class MacSeal:
     size = SEAL_SIZE
 
     def __init__(self, key: bytes) -> None:
-        # With a name of its own for long packets: otherwise the hash of one, sent as a packet itself, would have its seal.
+        # Long packets have a name of their own: otherwise the hash of one, sent as a packet, would have its seal.
         self._keyed = hashlib.blake2b(key=key, digest_size=SEAL_SIZE)
         self._keyed_long = hashlib.blake2b(key=key, digest_size=SEAL_SIZE, person=b"long packet")
         self._count = 0
