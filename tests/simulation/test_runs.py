@@ -21,7 +21,7 @@ from support.simulation.training import Training
 NOBODY: tuple[dict[int, float], ...] = ({}, {}, {})
 """Of three agents: to whom each sends, where the call does not ask."""
 OPEN = {
-    167: "an agent that crashed and was started again leaves, and returns while another joins: rank 0 counts it as lost",
+    167: "an agent that crashed, was started again and left returns while another joins: rank 0 counts it as lost",
 }
 """Seeds that fail, whose cause is not found yet. A strict xfail: a change that mends one has to take it out of here."""
 FOUND = {
