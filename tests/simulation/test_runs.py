@@ -20,10 +20,6 @@ from support.simulation.training import Training
 
 NOBODY: tuple[dict[int, float], ...] = ({}, {}, {})
 """Of three agents: to whom each sends, where the call does not ask."""
-OPEN = {
-    167: "an agent that crashed, was started again and left returns while another joins: rank 0 counts it as lost",
-}
-"""Seeds that fail, whose cause is not found yet. A strict xfail: a change that mends one has to take it out of here."""
 FOUND = {
     "a root that only waits for confirmations passed no probe on": Scenario(
         1,
@@ -92,15 +88,7 @@ def test_seeds(first: int) -> None:
 def test_more_seeds(first: int) -> None:
     """With those above 2,000, in at most two minutes of two cores (docs/simulated-fleet.md)."""
     for seed in range(first, first + 97):
-        if seed not in OPEN:
-            check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", OPEN)
-@pytest.mark.xfail(strict=True, reason="open: see OPEN")
-def test_seeds_that_are_open(seed: int) -> None:
-    check(seed)
+        check(seed)
 
 
 @pytest.mark.soak

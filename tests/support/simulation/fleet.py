@@ -137,6 +137,7 @@ class Agents:
         self.crashed: dict[int, float] = {}
         self.away: dict[int, float] = {}
         self.returning: set[int] = set()
+        self.absent: set[int] = set()
         self._program: Callable[[int], None] = lambda rank: None
 
     def start(self, program: Callable[[int], None]) -> None:
@@ -158,6 +159,7 @@ class Agents:
         self.starts[rank] += 1
         self.world.scheduler.dead.discard(rank)
         self.returning.discard(rank)
+        self.absent.discard(rank)
         mine = AgentContext(launch, self.world.store, timeout=self._timeout)
         self.contexts.append(mine)
         self.world.scheduler.spawn(lambda: self._live(mine, rank), rank, f"agent-{rank}")
@@ -177,6 +179,7 @@ class Agents:
                 except Exception as error:
                     self.failed.setdefault(rank, error)
                 if rank in self.away:
+                    self.absent.add(rank)
                     self._start_later(rank, self.away.pop(rank))
                 else:
                     self._end_one(rank)

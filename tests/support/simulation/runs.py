@@ -130,7 +130,7 @@ class Faults:
             self._world.network.part([[rank], others], fault.seconds)
         elif fault.kind == "crash":
             agents.crash(rank)
-        elif rank not in self._world.scheduler.dead:
+        elif rank not in self._world.scheduler.dead | agents.absent:  # two processes would have one rank
             agents.crash(rank, fault.seconds)
 
 
