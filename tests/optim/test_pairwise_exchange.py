@@ -14,6 +14,7 @@ import torch
 
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
+from shoal.optim.exchanges import pairwise_exchange
 from shoal.optim.exchanges.pairwise_exchange import PairwiseExchange
 from support.fault_points import over_both
 from support.limits import scaled
@@ -233,3 +234,30 @@ def test_one_is_killed(on_loss: str, environment: dict[str, str]) -> None:
             steps, said, seconds = one.value
             assert seconds < scaled(10)
             assert (steps == STEPS and not said) if on_loss == "continue" else "rank 1" in said
+
+
+def test_a_peer_that_is_lost_after_it_was_drawn_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
+    put = pairwise_exchange.ops.win_put_nonblocking
+    lost: list[bool] = []
+
+    def refused(*given: Any, **named: Any) -> Any:
+        if shoal.rank() or lost:
+            return put(*given, **named)
+        lost.append(True)
+        raise shoal.PeerLost("the peer was lost after it was drawn", (1,))
+
+    def run() -> None:
+        shoal.set_topology(nx.DiGraph([(0, 1), (1, 0)]))
+        model = start()
+        optimizer = make(model, LR)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(shoal.rank(), step)).square().mean().backward()
+            optimizer.step()
+            shoal.barrier()
+        optimizer.close()
+
+    monkeypatch.setattr(pairwise_exchange.ops, "win_put_nonblocking", refused)
+    shoal.Fleet(2, timeout=20.0).run(run)
+    assert lost

@@ -221,7 +221,14 @@ class PairwiseExchange(WindowExchange):
                 _PairAverage(peer, True), self._draws(current("AD-PSGD").rank, peer, answers)
             )
             pairs.asked = _PendingAverage(peer, decoded, answers)
-        return ops.win_put_nonblocking(message, pairs.slots.requests, dst_weights=[peer])
+        try:
+            return ops.win_put_nonblocking(message, pairs.slots.requests, dst_weights=[peer])
+        except PeerLost:
+            # The peer was lost after it was drawn. Nothing was sent, so no reply is awaited.
+            pairs.asked = None
+            if not current("AD-PSGD").engine.survives_losses:
+                raise
+            return None
 
     def _drawn(self, name: str) -> int | None:
         """The neighbour of a round: the same for all buckets; None if no neighbour is left."""
