@@ -322,7 +322,9 @@ def _by_leaders(
         copy(result.flat, payload(arrived, group[0]).data)
         return result.finish()
     # -1 is never used: the mixing has no edge to a machine without agents.
-    leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape) ^ layout
+    leaders = [ranks[0] if ranks else -1 for ranks in groups]
+    # With the machine topology: leaders that differ in it would give a wrong average without an error.
+    digest = shape_digest(shape) ^ (static.digest if static is not None else 0) ^ layout
     mixed = yield from _mixed(agent, operation, mean, here, leaders, compressor, digest=digest, stage=_BETWEEN_LEADERS)
     published = engine.publish(operation, mixed)
     yield Exchange([Send(rank, published, 0, mixed.numel(), shape) for rank in group[1:]], [], stage=_FROM_LEADER)
