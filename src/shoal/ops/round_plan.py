@@ -131,7 +131,7 @@ def make_plan(agent: Agent, plans: dict[Key, RoundPlan], key: Key) -> RoundPlan:
         members.check(op, "src_weights", mixing.source_ranks)
         members.check(op, "dst_weights", mixing.destination_ranks)
         if form in ("push", "pull") and not checked:
-            _check_within(agent, op, mixing, form)
+            _check_within(agent, op, mixing, form, static.mixing)
             form += " within"
     family: Family | None = None
     if form in ("push", "pull"):
@@ -153,8 +153,7 @@ def digest_of(form: str, static: StaticTopology) -> int:
     return static.digest ^ FORMS[form] if form in FORMS else 0
 
 
-def _check_within(agent: Agent, op: str, mixing: Mixing, form: str) -> None:
-    static = agent.topology.mixing
+def _check_within(agent: Agent, op: str, mixing: Mixing, form: str, static: Mixing) -> None:
     allowed = static.destination_ranks if form == "push" else static.source_ranks
     asked = mixing.destination_ranks if form == "push" else mixing.source_ranks
     beyond = sorted(set(asked) - set(allowed))
