@@ -27,10 +27,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	# One thread of torch for each worker: with two each, on two cores, they take turns. And bytecode is kept, wherever
-	# it otherwise is not: a hundred processes of the tests would each compile the package again. Four workers on two
-	# cores: half of the time a test waits. Each begins with a quarter of the modules, whose fixtures and caches it then
+	# it otherwise is not: a hundred processes of the tests would each compile the package again. Six workers on two
+	# cores: half of the time a test waits. Each begins with a sixth of the modules, whose fixtures and caches it then
 	# makes alone, and takes some of another's when it has none left. (CI takes three: its tests are longer.)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "$(MARKED)" --cases=few -n 4 --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "$(MARKED)" --cases=few -n 6 --dist worksteal $(TESTS)
 
 # With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
 # And the programs of kernels/, which need Triton.
