@@ -190,7 +190,8 @@ def test_cpu_time_of_children_is_ours() -> None:
     subprocess.run(
         [sys.executable, "-I", "-S", "-c", "while __import__('time').process_time() < 0.3: pass"], check=True
     )
-    assert machine._own_seconds() - before >= 0.29
+    # In ticks of 10 ms, each side rounded by itself.
+    assert machine._own_seconds() - before > 0.27
     assert machine._all_seconds() >= machine._own_seconds()
 
 
