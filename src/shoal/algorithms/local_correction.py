@@ -40,14 +40,10 @@ class _Corrected(Algorithm):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         x = x - self.lr * grad(x) - self._correction(state)
-        step = mix.round
-        if (step + 1) % self.every:
+        if (mix.round + 1) % self.every:
             return x, state
-        mix.round = step // self.every
-        try:
+        with mix.at_round(mix.round // self.every):
             return self._exchange(x, state, mix)
-        finally:
-            mix.round = step
 
     @abstractmethod
     def _correction(self, state: State) -> torch.Tensor:

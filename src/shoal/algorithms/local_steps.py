@@ -127,11 +127,8 @@ class LocalSteps(_Sometimes):
         if (step + 1) % self.every:
             return self.algorithm.step(x, state, grad, Quiet(mix))
         exchange = Through(mix)
-        mix.round = step // self.every
-        try:
+        with mix.at_round(step // self.every):
             return self.algorithm.step(x, state, grad, exchange)
-        finally:
-            mix.round = step
 
 
 @dataclass(frozen=True)
@@ -213,6 +210,23 @@ class Through(Mix):
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return self._mix._agents(like)
+
+
+class InItsRound(Through):
+    """Another's verbs, in the round of that one: an algorithm with rounds of its own sets the topology's round."""
+
+    def __init__(self, mix: Mix) -> None:
+        self._mix, round_ = mix, mix.round
+        super().__init__(mix)  # which begins with round 0
+        self.round = round_
+
+    @property
+    def round(self) -> int:
+        return self._mix.round
+
+    @round.setter
+    def round(self, round_: int) -> None:
+        self._mix.round = round_
 
 
 class Quiet(Through):

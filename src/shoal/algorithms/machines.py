@@ -12,7 +12,7 @@ from ..topology._edges import Edges, assemble
 from ..topology.families.compose import Idle, Kronecker
 from ..topology.schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
 from .algorithm import Algorithm, Gradient, State
-from .local_steps import Through
+from .local_steps import InItsRound
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import Facts, Need
 
@@ -78,21 +78,12 @@ def _share_of_mean(x: torch.Tensor, grad: Gradient, mix: Mix) -> Gradient:
     return Gradient(lambda share: mix.share(mix.average(grad(x), MACHINE)))
 
 
-class _Counterparts(Through):
+class _Counterparts(InItsRound):
     """The exchange between the agents of the same position on all machines."""
 
     def __init__(self, mix: Mix) -> None:
-        self._mix, round_ = mix, mix.round
         super().__init__(mix)
-        self.size, self.round = mix.machines, round_
-
-    @property
-    def round(self) -> int:  # an algorithm with rounds of its own sets the topology's round
-        return self._mix.round
-
-    @round.setter
-    def round(self, round_: int) -> None:
-        self._mix.round = round_
+        self.size = mix.machines
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         return self._mix.average(x, COUNTERPARTS) if group == EVERYBODY else x.clone()

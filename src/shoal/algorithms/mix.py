@@ -8,6 +8,8 @@ number that an agent has is ``[n, 1]`` or ``[1]``: it multiplies ``x`` either wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +51,15 @@ class Mix(ABC):
         self.exchanges = self.gradients = 0
         self.seconds: float | None = None
         self._draws = 0
+
+    @contextmanager
+    def at_round(self, round_: int) -> Iterator[None]:
+        """Exchange by the W of another round than that of the step, within the block."""
+        before, self.round = self.round, round_
+        try:
+            yield
+        finally:
+            self.round = before
 
     def begin(self, step: int) -> bool:
         """Set the number of the next step, before it begins: the verbs then use the W of its round.

@@ -235,14 +235,10 @@ class NoLoCo(Algorithm):
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         phi, delta, *inner = state
         x, after = self.algorithm.step(x, tuple(inner), grad, Quiet(mix))
-        step = mix.round
-        if (step + 1) % self.every:
+        if (mix.round + 1) % self.every:
             return x, (phi, delta, *after)
-        mix.round = step // self.every
-        try:
+        with mix.at_round(mix.round // self.every):
             mixed = mix(self.beta * (x - phi) + self.gamma * phi)
-        finally:
-            mix.round = step
         delta = self.alpha * delta + mixed - self.gamma * phi
         phi = phi + delta
         return phi, (phi, delta, *after)

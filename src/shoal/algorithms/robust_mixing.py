@@ -12,7 +12,7 @@ from ..compression import Compressor
 from ..ops.robust import Robust
 from ..topology.schedule import AnyTopology, Schedule
 from .algorithm import Algorithm, Gradient
-from .local_steps import Through
+from .local_steps import InItsRound
 from .mix import EVERYBODY, Mix
 from .needs import Need
 from .schedule_weights import RoundWeights
@@ -84,22 +84,12 @@ def _enough_neighbours(rule: Robust) -> Need:
     )
 
 
-class _ByRule(Through):
+class _ByRule(InItsRound):
     """Another's verbs, of which only the average by W is left, and replaced."""
 
     def __init__(self, mix: Mix, rule: Robust) -> None:
-        self._mix, self._rule = mix, rule
-        round_ = mix.round
         super().__init__(mix)
-        self.round = round_
-
-    @property
-    def round(self) -> int:  # an algorithm with rounds of its own sets the topology's round
-        return self._mix.round
-
-    @round.setter
-    def round(self, round_: int) -> None:
-        self._mix.round = round_
+        self._rule = rule
 
     def __call__(
         self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
