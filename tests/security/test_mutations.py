@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from shoal.transport.handshake import Keys
+from shoal.transport.incoming import Incoming
 from shoal.transport.link import Published
 from shoal.transport.network_link import NetworkIncoming, NetworkLink
 from shoal.transport.shared_memory import SharedMemoryIncoming, SharedMemoryLink
 from shoal.transport.shared_regions import Arena, ResultPool
-from shoal.transport.sockets import Incoming, Outgoing
+from shoal.transport.sockets import Outgoing
 from shoal.transport.wire import Kind, Message
 
 KEYS = Keys(b"what goes there", b"what comes back")

@@ -17,9 +17,10 @@ from typing import Any
 
 from .. import clock
 from . import addresses, tcp
+from .incoming import Incoming
 from .listeners import Listeners, listen_for
 from .poller import Poller
-from .sockets import GREETING_SECONDS, Incoming
+from .sockets import GREETING_SECONDS
 
 
 class Acceptor:

@@ -17,13 +17,14 @@ from typing import NamedTuple, cast
 import torch
 
 from .handshake import Accepting, Connecting, Keys
+from .incoming import Incoming
 from .link import Published, Receiver
 from .message_auth import Check, CorruptMessage, MacSeal, sums
 from .poller import Poller
 from .quotas import MACHINE_BYTES, Quota
 from .retransmit import ConnectionCut, ReceivedOffset, SendBuffer
 from .shared_regions import ResultPool
-from .sockets import ARRIVED, Established, Incoming, Outgoing, detached
+from .sockets import ARRIVED, Established, Outgoing, detached
 from .tcp import UNREACHABLE, tune
 from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .incoming import Incoming
 from .link import Receiver
 from .quotas import Quota, message_cost
-from .sockets import Incoming
 from .wire import Message
 
 ENTRY = "~entry"

@@ -20,11 +20,12 @@ from typing import Protocol
 from .. import clock
 from .acceptor import Acceptor
 from .handshake import MESSAGES, REVERSED, Accepting
+from .incoming import Incoming
 from .link import Link, NullReceiver, Receiver
 from .network_link import NetworkIncoming, NetworkLink
 from .peer_address import PeerId
 from .retransmit import ConnectionCut
-from .sockets import Incoming, Outgoing
+from .sockets import Outgoing
 
 ASK_SECONDS = 1.0
 """The time a connection may take before the peer is requested to open it, and between two requests."""

@@ -20,6 +20,7 @@ from . import addresses, network_link, shared_memory, status_socket, tcp
 from .acceptor import Acceptor
 from .addresses import beside, is_loopback
 from .handshake import MESSAGES, QUESTION, Accepting, Connecting
+from .incoming import Incoming
 from .link import Link, Receiver
 from .message_auth import strong, sums, unchecked
 from .peer_address import Endpoint, PeerId, ProcessWatch, address_for_listening, choose_transports, local_peer_id
@@ -28,7 +29,7 @@ from .poller import Poller
 from .protocol import ProtocolError
 from .reverse_connections import ReverseConnections
 from .shared_regions import Arena, ResultPool
-from .sockets import Incoming, Outgoing
+from .sockets import Outgoing
 from .threads import ThreadInbox, ThreadLink
 from .tls import Certificates
 

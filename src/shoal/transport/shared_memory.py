@@ -24,12 +24,13 @@ import socket
 
 from . import status_socket
 from .handshake import Accepting, Connecting
+from .incoming import Incoming
 from .link import Published, Receiver
 from .message_auth import ChecksumSeal
 from .poller import READ, Poller
 from .retransmit import ConnectionCut
 from .shared_regions import PeerMemory
-from .sockets import Incoming, Outgoing
+from .sockets import Outgoing
 from .wire import (
     LOCKABLE,
     ON_DEVICE,
