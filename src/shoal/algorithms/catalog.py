@@ -69,7 +69,7 @@ register(
         "gradient tracking (ATC)",
         lambda: GradientTracking(0.01),
         2,
-        "Data that differ between agents, on any doubly stochastic mixing, also one that changes.",
+        "Data that differ between agents. Any doubly stochastic mixing serves, static or changing.",
         exact=True,
     )
 )

@@ -307,6 +307,6 @@ register(
         "Local SGD",
         lambda: LocalSteps(GossipPGA(GradientDescent(0.05), every=1), every=5),
         1 / 10,
-        "Slow networks with a good all-reduce; the topology says no more than who takes part.",
+        "Slow networks with a good all-reduce. The topology only gives the agents that take part.",
     )
 )

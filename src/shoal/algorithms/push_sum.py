@@ -128,7 +128,7 @@ register(
         "push-sum",
         PushSum,
         1,
-        "The mean of what agents have, over one-way links.",
+        "The mean of the agents' values, over one-way links.",
     )
 )
 register(

@@ -369,10 +369,7 @@ class _Mailbox:
             self._values = like.new_empty(0, like.shape[1])
         new = np.setdiff1d(keys, self._keys)
         if len(new):
-            order = np.argsort(np.concatenate([self._keys, new]), kind="stable")
-            more = like.new_zeros(len(new), like.shape[1])
-            self._values = torch.cat([self._values, more])[torch.from_numpy(order)]
-            self._keys = np.concatenate([self._keys, new])[order]
+            self._keys, self._values, order = _inserted(self._keys, self._values, new)
             self._sent = np.concatenate([self._sent, np.full(len(new), -1)])[order]
             self._fresh = np.concatenate([self._fresh, np.zeros(len(new), np.bool_)])[order]
         return np.searchsorted(self._keys, keys)
@@ -400,9 +397,7 @@ class _Inbox:
         """The shares ``[m, d]`` with what earlier messages of their edges have lost; the lost ones are kept."""
         new = np.setdiff1d(keys, self._keys)
         if len(new):
-            order = np.argsort(np.concatenate([self._keys, new]), kind="stable")
-            self._lost = torch.cat([self._lost, shares.new_zeros(len(new), shares.shape[1])])[torch.from_numpy(order)]
-            self._keys = np.concatenate([self._keys, new])[order]
+            self._keys, self._lost, _ = _inserted(self._keys, self._lost, new)
         slots = torch.from_numpy(np.searchsorted(self._keys, keys))
         whole = shares + self._lost[slots]
         self._lost[slots] = torch.where(torch.from_numpy(arrives).to(shares.device).unsqueeze(1), 0.0, whole)
@@ -423,6 +418,17 @@ class _Inbox:
         takes = torch.from_numpy(active).to(found.device).unsqueeze(1)
         self._there = torch.where(takes, 0.0, found)
         return found
+
+
+def _inserted(keys: Ranks, rows: torch.Tensor, new: Ranks) -> tuple[Ranks, torch.Tensor, Ranks]:
+    """Ascending keys and their rows ``[m, d]`` with new keys among them, whose rows are zero.
+
+    Also the order: the place of each in the old ones followed by the new ones.
+    """
+    both = np.concatenate([keys, new])
+    order = np.argsort(both, kind="stable")
+    more = rows.new_zeros(len(new), rows.shape[1])
+    return both[order], torch.cat([rows, more])[torch.from_numpy(order)], order
 
 
 def _times(rows: torch.Tensor, weights: Weights | torch.Tensor) -> torch.Tensor:
