@@ -53,27 +53,27 @@ MUTATIONS = (
     ("rejoin", "ops/state_transfer.py", "begun[name] = max(count, begun.get(name, 0))", "begun[name] = count"),
     (
         "calls pending",
-        "operations/lifecycle.py",
+        "operations/submission_gate.py",
         "{rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()",
         "()",
     ),
     (
         "calls pending",
-        "engine/engine.py",
-        """                self.fusion.begin()
+        "engine/shutdown.py",
+        """                self._fusion.begin()
                 # Another thread may""",
         "                # Another thread may",
     ),
     (
         "calls pending",
-        "engine/engine.py",
-        "drain(lambda: all(one.has_entered for one in self.matcher.in_flight()), deadline)",
+        "engine/shutdown.py",
+        "drain(lambda: all(one.has_entered for one in matcher.in_flight()), deadline)",
         "pass",
     ),
     (
         "leaving",
-        "engine/engine.py",
-        "drain(lambda: self.sender.drained and not self.matcher.in_flight(), deadline)",
+        "engine/shutdown.py",
+        "drain(lambda: sender.drained and not matcher.in_flight(), deadline)",
         "pass",
     ),
     ("leaving", "transport/router.py", "if to_all or peer not in self.links or self.links[peer].idle:", "if True:"),
