@@ -79,3 +79,11 @@ def test_a_repeated_tensor_that_a_link_has_brought_is_acknowledged() -> None:
     parts.stage.take(1, Message(Kind.DATA, "average", "x", 0, 0))
     parts.dispatch.on_message(1, message)
     assert parts.calls == [("acknowledge", 1, message)]
+
+
+def test_a_message_of_an_earlier_attempt_is_acknowledged_and_refused_by_nobody() -> None:
+    parts = Parts()
+    parts.matcher.before(parts.operation, 256)
+    message = Message(Kind.DATA, "average", "x", 0, 0)
+    parts.dispatch.on_message(1, message)
+    assert parts.calls == [("acknowledge", 1, message)]

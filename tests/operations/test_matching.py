@@ -184,3 +184,15 @@ def test_what_has_ended_meanwhile_is_not_sent() -> None:
     ended[0].stage = None
     assert list(channel.sendable()) == [stays]
     assert not channel.deferred
+
+
+def test_messages_of_an_attempt_that_was_given_up_are_known_also_after_the_round() -> None:
+    matcher = Matcher()
+    operation = matcher.begin("average", "x", 1.0, True)
+    old, new = (Message(Kind.DATA, "average", "x", 0, stage) for stage in (1, 256))
+    assert not matcher.of_earlier_attempt(old)
+    matcher.before(operation, 256)
+    assert matcher.of_earlier_attempt(old) and not matcher.of_earlier_attempt(new)
+    matcher.end(operation, None)
+    assert matcher.of_earlier_attempt(old)
+    assert not matcher.of_earlier_attempt(Message(Kind.DATA, "average", "x", 1, 1))

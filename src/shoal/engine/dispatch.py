@@ -113,6 +113,9 @@ class Dispatch:
         if service is not None and message.stage == 0:
             service.serve(source, message)
             return
+        if self._matcher.of_earlier_attempt(message):
+            self._sender.acknowledge(source, message)
+            return
         result, operation = self._matcher.match(message)
         lifecycle = self._lifecycle
         # Before the results: a member of a fused operation has no stage, so every message for it looks early.

@@ -151,6 +151,7 @@ class Matcher:
         self._kept: dict[int, Quota] = defaultdict(lambda: Quota("messages that came before this agent's call"))
         self._asked: dict[int, Quota] = defaultdict(lambda: Quota("questions for calls that this agent has not made"))
         self._tombstones: OrderedDict[Key, RoundFailure] = OrderedDict()
+        self._first_stages: OrderedDict[Key, int] = OrderedDict()
         self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
@@ -190,6 +191,7 @@ class Matcher:
         self._begun = dict(begun)
         # The tombstone of a round in isolation would match a message for the job's round of the same number.
         self._tombstones.clear()
+        self._first_stages.clear()
 
     def tidy(self, channel: Channel) -> None:
         """Drop the channel of a name that has nothing in progress."""
@@ -320,9 +322,23 @@ class Matcher:
                     yield self._out(key[1], early.pop(key))
 
     def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
-        """Take out the messages of an operation for stages before ``stage``, which will never begin."""
-        early = self.early.get((operation.name, operation.round), {})
+        """Take out the messages of an operation for stages before ``stage``, which will never begin.
+
+        Those that come later are :meth:`of_earlier_attempt`.
+        """
+        key = operation.name, operation.round
+        # A cut may delay a message of an attempt until after the agreement that ended it, or after the round itself.
+        # Without this record it would be refused, and end a call on both agents that all have agreed on.
+        if stage:
+            self._first_stages[key] = stage
+            if len(self._first_stages) > TOMBSTONES:
+                self._first_stages.popitem(last=False)
+        early = self.early.get(key, {})
         return [self._out(key[1], early.pop(key)) for key in [key for key in early if key[0] < stage]]
+
+    def of_earlier_attempt(self, message: Message) -> bool:
+        """Whether a message belongs to an attempt of a round that the survivors of a loss have restarted or ended."""
+        return message.stage < self._first_stages.get((message.name, message.round), 0)
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
         """Take out the probes of a stage that begins: each rank, and whether to answer only if it is reached."""
