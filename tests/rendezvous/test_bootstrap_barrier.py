@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import DeadlineExceeded, ShoalError
+from shoal.errors import DeadlineExceeded, Mismatch, ShoalError
 from shoal.rendezvous import bootstrap_barrier
 from shoal.rendezvous.bootstrap_barrier import gather_agents
 from shoal.rendezvous.launch import Launch
 from shoal.rendezvous.rendezvous import open_store
-from shoal.rendezvous.store import Store, TcpStore
+from shoal.rendezvous.store import Store, TcpStore, ThreadStore
 from support.world import reserved_port
 
 SIZE = 3
@@ -73,6 +73,42 @@ def test_an_agent_that_had_not_joined_at_the_deadline_of_rank_0_is_told_why(monk
         (0, 2), (DeadlineExceeded, (1, 2))
     )
     assert "rank 0 began no other one in time" in str(outcomes[2])
+
+
+class SlowToJoinAnAttempt(Proxy):
+    """Its agent finds the attempt only when it is over."""
+
+    def has(self, key: str) -> bool:
+        while key.endswith("/over") and not self._store.has(key):
+            time.sleep(0.01)
+        return self._store.has(key)
+
+
+def test_the_second_of_two_with_one_rank_raises_at_once_although_the_attempt_is_over() -> None:
+    store = ThreadStore()
+    outcomes: dict[str, ShoalError] = {}
+
+    def meet(name: str, rank: int, mine: Store) -> None:
+        try:
+            with gather_agents(mine, launch(rank, 0), soon(), {}):
+                pass
+        except ShoalError as error:
+            outcomes[name] = error
+
+    def started(*args: Any) -> threading.Thread:
+        agent = threading.Thread(target=meet, args=args)
+        agent.start()
+        return agent
+
+    agents = [started("leader", 0, store), started("first", 1, store)]
+    while not any(key.endswith("/place/1") for key in list(store._values)):
+        time.sleep(0.01)
+    agents.append(started("second", 1, SlowToJoinAnAttempt(store)))
+    for agent in agents:
+        agent.join()
+    for name in ("first", "second"):
+        assert isinstance(outcomes[name], Mismatch), outcomes
+        assert "also calls itself rank 1" in str(outcomes[name])
 
 
 def test_a_key_that_was_set_before_another_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

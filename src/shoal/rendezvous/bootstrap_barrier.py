@@ -136,6 +136,14 @@ class BootstrapBarrier:
     def _twin(self, ticket: int) -> str:
         return f"twin/{self._launch.rank}/{ticket}"
 
+    def _taken_twice(self, twin: bytes) -> Mismatch:
+        return Mismatch(
+            f"shoal.init() on rank {self._launch.rank}: {twin.decode()} also calls itself rank {self._launch.rank} of "
+            "this job: give each launcher a --node-rank of its own (each agent its RANK), and see that no earlier run "
+            "still waits at this rendezvous",
+            (self._launch.rank,),
+        )
+
     def _lead(self, place: bytes) -> list[dict[str, Any]]:
         """Begin an attempt, and wait until all have joined it. Rank 0 calls it."""
         if self.store.has(DIRECTORY):
@@ -187,6 +195,10 @@ class BootstrapBarrier:
                         raise self._failed(note)
             self._joined = False
             if self.store.has(self._key("over")):
+                # The other agent of this rank may have ended the attempt: without this check, this one would wait
+                # until its deadline for an attempt that rank 0 does not begin.
+                if self.store.has(twin := self._twin(self._ticket)):
+                    raise self._taken_twice(self._read(twin))
                 self.note = json.loads(self._get("over"))
                 # The reason is read: otherwise rank 0 would keep its store open for this agent.
                 self._need_no_store()
@@ -244,12 +256,7 @@ class BootstrapBarrier:
         if key == twin:
             # The later agent of this rank waits as well: with this key it gets the same error.
             self._publish_twin(self._ticket + 1)
-            raise Mismatch(
-                f"shoal.init() on rank {self._launch.rank}: {value.decode()} also calls itself rank "
-                f"{self._launch.rank} of this job: give each launcher a --node-rank of its own (each agent its RANK), "
-                "and see that no earlier run still waits at this rendezvous",
-                (self._launch.rank,),
-            )
+            raise self._taken_twice(value)
         return key, value
 
     def _first_at_last(self, keys: list[str]) -> tuple[str, bytes]:
