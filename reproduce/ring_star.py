@@ -404,9 +404,16 @@ def table_claims(
             )
             for what, of in (("own models", own), ("mean models", mean))
         ),
-        ordered(
-            f"{table}: {least} to {most} workers: the loss of accuracy is {' > '.join(reversed(ranked))} (own models)",
-            {name: lost(name) for name in reversed(ranked)},
+        *(
+            [
+                ordered(
+                    f"{table}: {least} to {most} workers: the loss of accuracy is {' > '.join(reversed(ranked))} "
+                    "(own models)",
+                    {name: lost(name) for name in reversed(ranked)},
+                )
+            ]
+            if least < most
+            else []
         ),
     ]
 
