@@ -21,7 +21,7 @@ from shoal.algorithms import (
     PushSum,
     RelaySum,
 )
-from shoal.algorithms.choco import ChocoSGD, DeepSqueeze
+from shoal.algorithms.compressed import ChocoSGD, DeepSqueeze
 from shoal.compression import TopK
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology import AllReduce, ChainGraph, EveryH, ExponentialGraph, OnePeerExponential

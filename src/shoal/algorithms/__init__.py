@@ -9,13 +9,14 @@ from .accum_adam import AccumAdam as AccumAdam
 from .admm import DecentralizedADMM as DecentralizedADMM
 from .algorithm import Algorithm as Algorithm
 from .algorithm import Gradient as Gradient
-from .beer import BEER as BEER
 from .catalog import CATALOG as CATALOG
 from .catalog import Entry as Entry
 from .catalog import register as register
 from .censored import CensoredGradientDescent as CensoredGradientDescent
-from .choco import ChocoSGD as ChocoSGD
-from .choco import DeepSqueeze as DeepSqueeze
+from .compressed import BEER as BEER
+from .compressed import ChocoSGD as ChocoSGD
+from .compressed import DeepSqueeze as DeepSqueeze
+from .compressed import LowPrecision as LowPrecision
 from .dual_averaging import DualAveraging as DualAveraging
 from .elastic import EASGD as EASGD
 from .exact import EXTRA as EXTRA
@@ -29,7 +30,6 @@ from .local_correction import KGT as KGT
 from .local_correction import LED as LED
 from .local_steps import GossipPGA as GossipPGA
 from .local_steps import LocalSteps as LocalSteps
-from .low_precision import LowPrecision as LowPrecision
 from .machines import OfMachines as OfMachines
 from .mix import Mix as Mix
 from .momentum import AveragedMomentum as AveragedMomentum

@@ -24,9 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..algorithms.algorithm import Algorithm
-from ..algorithms.choco import ChocoSGD
+from ..algorithms.compressed import ChocoSGD, LowPrecision
 from ..algorithms.gradient_descent import GradientDescent
-from ..algorithms.low_precision import LowPrecision
 from ..algorithms.needs import check
 from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
 from ..topology.analysis.span import DENSE_LIMIT, Span

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
+from ....algorithms.compressed import LowPrecision
 from ....algorithms.gradient_descent import GradientDescent
-from ....algorithms.low_precision import LowPrecision
 from ....optim.optimizer import DecentralizedOptimizer
 from ....optim.settings import CommunicationType
 from ....runtime.agent import current

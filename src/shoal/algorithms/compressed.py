@@ -1,19 +1,19 @@
-"""Gossip with compressed messages and one step of gradient descent: it ends near the optimum, as D-PSGD does."""
+"""Algorithms whose messages are compressed: CHOCO-SGD, DeepSqueeze, BEER, and BAGUA's low-precision D-PSGD."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
-from ..compression import Compressor, TopK
+from ..compression import Compressor, MinMaxUInt8, TopK
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
-from .stability.growth import Gossip, by_part_of_the_way, dies_out
+from .stability.growth import Gossip, by_part_of_the_way, by_self_weights, dies_out
 
 STATIC_COPIES = replace(STATIC, remedy="Take a static graph, or DeepSqueeze, which keeps no copies of its neighbours.")
 
@@ -137,5 +137,124 @@ register(
         lambda: DeepSqueeze(1 / 32, 0.125, TopK(0.2)),
         0.2 * (1 + 4.25 / 64),  # 2 bits of each position, and 1 + 5 / 4 in a row of bits
         "As CHOCO-SGD where W changes from round to round; ends farther from the optimum.",
+    )
+)
+
+
+@dataclass(frozen=True)
+class BEER(Algorithm):
+    """Exact, however different the agents' objectives are, with messages of a fraction of the parameters.
+
+    Parameters ``x`` and trackers ``v`` each have public copies, ``h`` and ``k``, which change by the sent messages::
+
+        x+ = x + gamma (W - I) h - lr v                  h+ = h + C(x+ - h)
+        v+ = v + gamma (W - I) k + g(x+) - g(x)          k+ = k + C(v+ - k)
+
+    (Zhao et al. 2022, arXiv:2201.13320, algorithm 1.) Both compressed differences go to zero, and the error of the
+    compression with them. ``W h`` and ``W k`` are kept and grow by the mixed messages, so W must stay the same.
+
+    Args:
+        lr: The step.
+        gamma: How far to go towards the neighbours' copies, in (0, 1]; the coarser the compression, the less.
+        compressor: A contraction.
+    """
+
+    lr: float
+    gamma: float
+    compressor: Compressor
+    source: ClassVar[str] = "Zhao et al. 2022, arXiv:2201.13320, algorithm 1"
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        averages = dies_out(self, by_part_of_the_way(self.gamma))
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, averages, contraction(self.compressor)
+
+    def at_rest(self) -> Algorithm:
+        return Gossip(self.gamma)
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        g, zero = grad(x), torch.zeros_like(x)
+        return g, g, zero, zero, zero, zero
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        v, g, h, wh, k, wk = state
+        x = x + self.gamma * (wh - h) - self.lr * v
+        h, wh = self._publish(x, h, wh, mix)
+        new = grad(x)
+        v = v + self.gamma * (wk - k) + new - g
+        k, wk = self._publish(v, k, wk, mix)
+        return x, (v, new, h, wh, k, wk)
+
+    def _publish(
+        self, x: torch.Tensor, copy: torch.Tensor, mixed: torch.Tensor, mix: Mix
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The public copy after a message, and W times all copies."""
+        news, q = mix.compressed(x - copy, self.compressor)
+        return copy + q, mixed + news
+
+
+register(
+    Entry(
+        "BEER",
+        lambda: BEER(1 / 16, 0.5, TopK(0.2)),
+        2 * 0.2 * (1 + 4.25 / 64),  # as of CHOCO-SGD
+        "Slow networks and data that differ between agents: exact with any contraction.",
+        exact=True,
+    )
+)
+
+
+@dataclass(frozen=True)
+class LowPrecision(Algorithm):
+    """D-PSGD in which every agent's parameters are the sum of its sent messages.
+
+    ``q = C(W x - lr g(x) - x)``, ``x+ = x + q``: since all messages together are the parameters, the neighbours'
+    replicas of them are never wrong (Tang et al. 2018, arXiv:1803.06652, algorithm 1, "difference compression").
+    ``s = W x`` is kept instead of the replicas and grows by the mixed messages, so W must stay the same. On a ring with
+    weights of a third and :class:`~shoal.compression.MinMaxUInt8` it is BAGUA's low-precision decentralized SGD, which
+    computes ``x + L / 3 + R / 3 - 5 w / 3`` with replicas L and R, its own w, and ``x = w - lr g``.
+
+    With two agents BAGUA's ring has each agent twice as the other's neighbour, so its weights are a third and two
+    thirds, while every ring of two in Shoal has halves; ``shoal.topology.Circulant(2, {0: 1 / 3, 1: 2 / 3})`` is
+    BAGUA's. Its ``communication_interval`` communicates in steps 1, k + 1, 2 k + 1, ...; of a wrapped optimizer
+    ``num_steps_per_communication`` is the same if it is set to k after the first step.
+
+    Nothing corrects the error of a message, so the compressor must be a fine one: for a coarse one take ChocoSGD. In
+    the first round, before any message, the parameters are mixed once as they are.
+
+    Args:
+        lr: The step.
+        compressor: Eight bits, a minimum and a maximum by default.
+    """
+
+    lr: float
+    compressor: Compressor = field(default_factory=MinMaxUInt8)
+    source: ClassVar[str] = "Gan et al. 2021, arXiv:2107.01499; Tang et al. 2018, arXiv:1803.06652, algorithm 1"
+    one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        averages = dies_out(self, by_self_weights())
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, averages, contraction(self.compressor)
+
+    def at_rest(self) -> Algorithm:
+        return Gossip()
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (mix(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (s,) = state
+        mixed, q = mix.compressed(s - self.lr * grad(x) - x, self.compressor)
+        return x + q, (s + mixed,)
+
+
+register(
+    Entry(
+        "low-precision D-PSGD",
+        lambda: LowPrecision(1 / 32, MinMaxUInt8(dyadic=True)),
+        1016 / 8000,
+        "D-PSGD with a byte for each parameter and nothing to tune.",
     )
 )
