@@ -19,7 +19,7 @@ import torch
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.compressed import ChocoSGD, DeepSqueeze
-from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.matrices import PowerGossip
 from ..compression import Compressor, LowRank, Shrunk, Zstd
 from ..compression.draws import Redrawn
 from ..runtime.agent import current
