@@ -17,6 +17,10 @@ from .compressed import BEER as BEER
 from .compressed import ChocoSGD as ChocoSGD
 from .compressed import DeepSqueeze as DeepSqueeze
 from .compressed import LowPrecision as LowPrecision
+from .directed import SGP as SGP
+from .directed import PushDIGing as PushDIGing
+from .directed import PushPull as PushPull
+from .directed import PushSum as PushSum
 from .dual_averaging import DualAveraging as DualAveraging
 from .elastic import EASGD as EASGD
 from .exact import EXTRA as EXTRA
@@ -44,10 +48,6 @@ from .needs import check as check
 from .outer import DiLoCo as DiLoCo
 from .outer import NoLoCo as NoLoCo
 from .outer import SlowMo as SlowMo
-from .push_pull import PushPull as PushPull
-from .push_sum import SGP as SGP
-from .push_sum import PushDIGing as PushDIGing
-from .push_sum import PushSum as PushSum
 from .relay_sum import RelaySum as RelaySum
 from .robust_mixing import RobustMixing as RobustMixing
 from .runs.gradients import own as own
