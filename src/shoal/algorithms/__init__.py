@@ -6,7 +6,6 @@ agents (:class:`shoal.sim.StackedFleet`), and on real ones (:func:`run`): thread
 
 from .._lazy_import import public_names as _public_names
 from .accum_adam import AccumAdam as AccumAdam
-from .admm import DecentralizedADMM as DecentralizedADMM
 from .algorithm import Algorithm as Algorithm
 from .algorithm import Gradient as Gradient
 from .catalog import CATALOG as CATALOG
@@ -21,7 +20,8 @@ from .directed import SGP as SGP
 from .directed import PushDIGing as PushDIGing
 from .directed import PushPull as PushPull
 from .directed import PushSum as PushSum
-from .dual_averaging import DualAveraging as DualAveraging
+from .dual import DecentralizedADMM as DecentralizedADMM
+from .dual import DualAveraging as DualAveraging
 from .elastic import EASGD as EASGD
 from .exact import EXTRA as EXTRA
 from .exact import NIDS as NIDS
