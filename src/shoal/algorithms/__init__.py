@@ -11,8 +11,8 @@ from .algorithm import Gradient as Gradient
 from .catalog import CATALOG as CATALOG
 from .catalog import Entry as Entry
 from .catalog import register as register
-from .censored import CensoredGradientDescent as CensoredGradientDescent
 from .compressed import BEER as BEER
+from .compressed import CensoredGradientDescent as CensoredGradientDescent
 from .compressed import ChocoSGD as ChocoSGD
 from .compressed import DeepSqueeze as DeepSqueeze
 from .compressed import LowPrecision as LowPrecision
