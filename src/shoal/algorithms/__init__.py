@@ -5,7 +5,6 @@ agents (:class:`shoal.sim.StackedFleet`), and on real ones (:func:`run`): thread
 """
 
 from .._lazy_import import public_names as _public_names
-from .accum_adam import AccumAdam as AccumAdam
 from .algorithm import Algorithm as Algorithm
 from .algorithm import Gradient as Gradient
 from .catalog import CATALOG as CATALOG
@@ -38,6 +37,7 @@ from .machines import OfMachines as OfMachines
 from .matrices import DeMuon as DeMuon
 from .matrices import PowerGossip as PowerGossip
 from .mix import Mix as Mix
+from .momentum import AccumAdam as AccumAdam
 from .momentum import AveragedMomentum as AveragedMomentum
 from .momentum import DecentLaM as DecentLaM
 from .momentum import Momentum as Momentum
