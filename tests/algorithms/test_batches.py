@@ -11,7 +11,7 @@ import torch
 
 import shoal
 from shoal.algorithms import Algorithm, DecentralizedSVRG, Gradient, GradientDescent, Mix, own, run
-from shoal.algorithms.runs.batches import flipped_and_shifted
+from shoal.algorithms.runs.gradients import flipped_and_shifted
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology.families.circulant import ring
 

@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 
 from ..algorithms.algorithm import Gradient
 from ..algorithms.mix import Mix
-from ..algorithms.runs.batches import Augment, Batches, augmented
+from ..algorithms.runs.gradients import Augment, Batches, augmented
 
 Statistics = dict[str, torch.Tensor]
 """Running statistics by the name of their buffer, ``[n, ...]``."""

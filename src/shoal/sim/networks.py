@@ -21,8 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-from ..algorithms.runs.batches import Augment, Batches
-from ..algorithms.runs.gradients import Loss
+from ..algorithms.runs.gradients import Augment, Batches, Loss
 from .network_gradient import Criterion, NetworkGradient, Networks, Samples, Statistics, each_row
 
 
