@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shoal.algorithms import EASGD, Algorithm, GradientDescent
-from shoal.algorithms.runs.loop import Run
+from shoal.algorithms.runs.run import Run
 from shoal.netmodel import Messages, simulate
 from shoal.sim import StackedFleet, StackedModel, loss_of, per_agent
 from shoal.topology import AllReduce, RingGraph, RingRandom, RingStar, average_age

@@ -32,7 +32,7 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability import growth as module
 from shoal.algorithms.stability.growth import DIES_OUT, by_self_weights, growth
 from shoal.compression import Identity

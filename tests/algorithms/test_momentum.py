@@ -24,7 +24,7 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import growth
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import (

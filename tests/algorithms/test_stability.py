@@ -28,7 +28,7 @@ from shoal.algorithms import (
     safe_lr,
 )
 from shoal.algorithms.needs import Facts, first_problem
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import _digest
 from shoal.algorithms.stability.stability import spectral_radius, step_matrix
 from shoal.sim import StackedFleet, StackedMix

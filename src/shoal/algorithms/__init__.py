@@ -51,7 +51,7 @@ from .outer import SlowMo as SlowMo
 from .relay_sum import RelaySum as RelaySum
 from .robust_mixing import RobustMixing as RobustMixing
 from .runs.gradients import own as own
-from .runs.loop import Run as Run
+from .runs.run import Run as Run
 from .stability.stability import safe_lr as safe_lr
 from .tracking import GradientTracking as GradientTracking
 from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG

@@ -30,7 +30,7 @@ from .algorithm import Algorithm, Gradient, warn_of_undeclared_needs
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
 from .runs.conditions import Conditions
-from .runs.loop import Measure, Run, steps_of
+from .runs.run import Measure, Run, steps_of
 from .runs.unreliable_mix import under
 from .schedule_weights import Form, Ranks, RoundWeights
 

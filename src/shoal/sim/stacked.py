@@ -18,7 +18,7 @@ from ..algorithms.algorithm import Algorithm, Gradient, warn_of_undeclared_needs
 from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
 from ..algorithms.runs.conditions import Conditions
-from ..algorithms.runs.loop import Measure, Run, steps_of
+from ..algorithms.runs.run import Measure, Run, steps_of
 from ..algorithms.runs.unreliable_mix import under
 from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, ScheduleWeights
 from ..netmodel.network import Network
