@@ -12,7 +12,7 @@ from typing import Literal
 import networkx as nx
 import numpy as np
 
-from ..topology._neighbours import Neighbours
+from ..topology._edges import Neighbours
 from ..topology.schedule import Schedule, as_schedule
 from .schedule_weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
 

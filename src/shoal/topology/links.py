@@ -22,8 +22,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Edges, Ranks, assemble
-from ._neighbours import Neighbours
+from ._edges import Edges, Neighbours, Ranks, assemble
 from .schedule import Schedule
 
 LOOKED_AT = 64
