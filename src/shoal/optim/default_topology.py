@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import networkx as nx
 
-from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import Facts, first_problem, without
+from ..algorithms.schedule_weights import AgentSchedule
 from ..runtime.agent import current
 from ..topology.families.graphs import SymmetricExponentialGraph
 from ..topology.families.one_peer import OnePeerExponential
