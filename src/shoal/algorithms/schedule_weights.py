@@ -16,8 +16,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..topology.healing import Without
-from ..topology.links import separates
+from ..topology.healing import Without, separates
 from ..topology.mixing import Mixing
 from ..topology.schedule import AnyTopology, Edges, Schedule, as_schedule
 
