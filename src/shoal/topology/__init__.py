@@ -55,6 +55,7 @@ from .families.equitopo import DEquiStatic as DEquiStatic
 from .families.equitopo import ODEquiDyn as ODEquiDyn
 from .families.equitopo import OUEquiDyn as OUEquiDyn
 from .families.equitopo import UEquiStatic as UEquiStatic
+from .families.graphs import ChainGraph as ChainGraph
 from .families.graphs import ExponentialGraph as ExponentialGraph
 from .families.graphs import ExponentialTwoGraph as ExponentialTwoGraph
 from .families.graphs import FullyConnectedGraph as FullyConnectedGraph
@@ -62,8 +63,11 @@ from .families.graphs import IsRegularGraph as IsRegularGraph
 from .families.graphs import IsTopologyEquivalent as IsTopologyEquivalent
 from .families.graphs import MeshGrid2DGraph as MeshGrid2DGraph
 from .families.graphs import RingGraph as RingGraph
+from .families.graphs import SmallWorldGraph as SmallWorldGraph
+from .families.graphs import SpanningTreeGraph as SpanningTreeGraph
 from .families.graphs import StarGraph as StarGraph
 from .families.graphs import SymmetricExponentialGraph as SymmetricExponentialGraph
+from .families.graphs import TreeGraph as TreeGraph
 from .families.inner_outer import InnerOuterExponential as InnerOuterExponential
 from .families.inner_outer import InnerOuterRing as InnerOuterRing
 from .families.lattices import Hypercube as Hypercube
@@ -82,10 +86,6 @@ from .families.ring_star import GatewayRingGraph as GatewayRingGraph
 from .families.ring_star import RingStar as RingStar
 from .families.ring_star import RingStarDelegates as RingStarDelegates
 from .families.ring_star import RingStarRandom as RingStarRandom
-from .families.small_world import SmallWorldGraph as SmallWorldGraph
-from .families.trees import ChainGraph as ChainGraph
-from .families.trees import SpanningTreeGraph as SpanningTreeGraph
-from .families.trees import TreeGraph as TreeGraph
 from .healing import Without as Without
 from .mixing import Mixing as Mixing
 from .schedule import AnyTopology as AnyTopology

@@ -13,7 +13,16 @@ from .circulant import exponential, ring, symmetric_exponential
 from .cliques import DCliquesGraph
 from .compose import AllReduce, Alternating, EveryH, Kronecker, between_machines, inside_machines
 from .equitopo import DEquiStatic, ODEquiDyn, OUEquiDyn, UEquiStatic
-from .graphs import ExponentialTwoGraph, FullyConnectedGraph, MeshGrid2DGraph, StarGraph
+from .graphs import (
+    ChainGraph,
+    ExponentialTwoGraph,
+    FullyConnectedGraph,
+    MeshGrid2DGraph,
+    SmallWorldGraph,
+    SpanningTreeGraph,
+    StarGraph,
+    TreeGraph,
+)
 from .inner_outer import InnerOuterExponential, InnerOuterRing
 from .lattices import Hypercube, Torus, no_torus
 from .matcha import Matcha, too_many
@@ -28,8 +37,6 @@ from .one_peer import (
     odd,
 )
 from .ring_star import GatewayRingGraph, RingStar, RingStarDelegates, RingStarRandom, group_size
-from .small_world import SmallWorldGraph
-from .trees import ChainGraph, SpanningTreeGraph, TreeGraph
 
 _BLUEFOG = "BlueFog (Ying et al. 2021, arXiv:2111.04287)"
 _LIAN_2017 = "Lian et al. 2017, arXiv:1705.09056"
