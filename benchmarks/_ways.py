@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from _models import Batch
-from shoal.topology.families.circulant import ring
 from shoal.topology.families.one_peer import OnePeerExponential
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import Schedule
 
 LOCAL, GRADIENTS = "alone", "gradient all-reduce"

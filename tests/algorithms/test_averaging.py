@@ -46,7 +46,7 @@ from shoal.topology import (
     between_machines,
 )
 from shoal.topology._edges import Edges, assemble
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import EdgeSchedule
 from support.algorithm_cases import case_of
 

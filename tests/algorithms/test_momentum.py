@@ -38,7 +38,7 @@ from shoal.topology import (
     as_schedule,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.families.circulant import exponential, ring
+from shoal.topology.families.static import exponential, ring
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, optimum
 

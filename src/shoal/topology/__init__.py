@@ -36,7 +36,6 @@ from .families.base_graph import HyperHypercube as HyperHypercube
 from .families.base_graph import SimpleBaseGraph as SimpleBaseGraph
 from .families.ceca import Ceca as Ceca
 from .families.ceca import CecaPairs as CecaPairs
-from .families.circulant import Circulant as Circulant
 from .families.cliques import DCliquesGraph as DCliquesGraph
 from .families.cliques import label_cliques as label_cliques
 from .families.compose import AllReduce as AllReduce
@@ -70,10 +69,6 @@ from .families.graphs import SymmetricExponentialGraph as SymmetricExponentialGr
 from .families.graphs import TreeGraph as TreeGraph
 from .families.inner_outer import InnerOuterExponential as InnerOuterExponential
 from .families.inner_outer import InnerOuterRing as InnerOuterRing
-from .families.lattices import Hypercube as Hypercube
-from .families.lattices import HypercubeGraph as HypercubeGraph
-from .families.lattices import Torus as Torus
-from .families.lattices import TorusGraph as TorusGraph
 from .families.matcha import Matcha as Matcha
 from .families.one_peer import OnePeer as OnePeer
 from .families.one_peer import OnePeerExponential as OnePeerExponential
@@ -86,6 +81,11 @@ from .families.ring_star import GatewayRingGraph as GatewayRingGraph
 from .families.ring_star import RingStar as RingStar
 from .families.ring_star import RingStarDelegates as RingStarDelegates
 from .families.ring_star import RingStarRandom as RingStarRandom
+from .families.static import Circulant as Circulant
+from .families.static import Hypercube as Hypercube
+from .families.static import HypercubeGraph as HypercubeGraph
+from .families.static import Torus as Torus
+from .families.static import TorusGraph as TorusGraph
 from .healing import Without as Without
 from .mixing import Mixing as Mixing
 from .schedule import AnyTopology as AnyTopology

@@ -9,7 +9,6 @@ import networkx as nx
 from ..catalog import Topology, register
 from .base_graph import BaseGraph, HyperHypercube, SimpleBaseGraph, no_hyper_hypercube
 from .ceca import Ceca, CecaPairs
-from .circulant import exponential, ring, symmetric_exponential
 from .cliques import DCliquesGraph
 from .compose import AllReduce, Alternating, EveryH, Kronecker, between_machines, inside_machines
 from .equitopo import DEquiStatic, ODEquiDyn, OUEquiDyn, UEquiStatic
@@ -24,7 +23,6 @@ from .graphs import (
     TreeGraph,
 )
 from .inner_outer import InnerOuterExponential, InnerOuterRing
-from .lattices import Hypercube, Torus, no_torus
 from .matcha import Matcha, too_many
 from .one_peer import (
     OnePeerExponential,
@@ -37,6 +35,7 @@ from .one_peer import (
     odd,
 )
 from .ring_star import GatewayRingGraph, RingStar, RingStarDelegates, RingStarRandom, group_size
+from .static import Hypercube, Torus, exponential, no_torus, ring, symmetric_exponential
 
 _BLUEFOG = "BlueFog (Ying et al. 2021, arXiv:2111.04287)"
 _LIAN_2017 = "Lian et al. 2017, arXiv:1705.09056"

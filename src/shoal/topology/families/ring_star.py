@@ -21,9 +21,9 @@ from .._edges import Edges, assemble
 from .._validate import check_size
 from ..schedule import EdgeSchedule, Schedule
 from ..weights import with_metropolis_hastings_weights
-from .circulant import ring
 from .compose import AllReduce, Kronecker
 from .one_peer import RingRandom, odd
+from .static import ring
 
 
 class RingStar(Kronecker):

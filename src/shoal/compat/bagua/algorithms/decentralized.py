@@ -12,8 +12,8 @@ from ....optim.optimizer import DecentralizedOptimizer
 from ....optim.settings import CommunicationType
 from ....runtime.agent import current
 from ....topology._validate import check_size
-from ....topology.families.circulant import Circulant
 from ....topology.families.one_peer import ShiftOne
+from ....topology.families.static import Circulant
 from ....topology.schedule import Schedule
 from .base import Algorithm
 
