@@ -16,7 +16,7 @@ from shoal.netmodel.allreduce_messages import hierarchical, ring_allreduce, tree
 from shoal.netmodel.messages import Messages, Step, messages_of_round, rounds_of
 from shoal.netmodel.network import Link, Network
 from shoal.netmodel.simulation import simulate
-from shoal.topology.families.inner_outer import InnerOuterExponential
+from shoal.topology.families.groups import InnerOuterExponential
 from shoal.topology.families.one_peer import OnePeerExponential, RingRandom
 from shoal.topology.schedule import Schedule
 

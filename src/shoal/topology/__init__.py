@@ -67,8 +67,12 @@ from .families.graphs import SpanningTreeGraph as SpanningTreeGraph
 from .families.graphs import StarGraph as StarGraph
 from .families.graphs import SymmetricExponentialGraph as SymmetricExponentialGraph
 from .families.graphs import TreeGraph as TreeGraph
-from .families.inner_outer import InnerOuterExponential as InnerOuterExponential
-from .families.inner_outer import InnerOuterRing as InnerOuterRing
+from .families.groups import GatewayRingGraph as GatewayRingGraph
+from .families.groups import InnerOuterExponential as InnerOuterExponential
+from .families.groups import InnerOuterRing as InnerOuterRing
+from .families.groups import RingStar as RingStar
+from .families.groups import RingStarDelegates as RingStarDelegates
+from .families.groups import RingStarRandom as RingStarRandom
 from .families.matcha import Matcha as Matcha
 from .families.one_peer import OnePeer as OnePeer
 from .families.one_peer import OnePeerExponential as OnePeerExponential
@@ -77,10 +81,6 @@ from .families.one_peer import OnePeerHypercube as OnePeerHypercube
 from .families.one_peer import RandomMatchings as RandomMatchings
 from .families.one_peer import RingRandom as RingRandom
 from .families.one_peer import ShiftOne as ShiftOne
-from .families.ring_star import GatewayRingGraph as GatewayRingGraph
-from .families.ring_star import RingStar as RingStar
-from .families.ring_star import RingStarDelegates as RingStarDelegates
-from .families.ring_star import RingStarRandom as RingStarRandom
 from .families.static import Circulant as Circulant
 from .families.static import Hypercube as Hypercube
 from .families.static import HypercubeGraph as HypercubeGraph

@@ -22,7 +22,15 @@ from .graphs import (
     StarGraph,
     TreeGraph,
 )
-from .inner_outer import InnerOuterExponential, InnerOuterRing
+from .groups import (
+    GatewayRingGraph,
+    InnerOuterExponential,
+    InnerOuterRing,
+    RingStar,
+    RingStarDelegates,
+    RingStarRandom,
+    group_size,
+)
 from .matcha import Matcha, too_many
 from .one_peer import (
     OnePeerExponential,
@@ -34,7 +42,6 @@ from .one_peer import (
     not_a_power_of_two,
     odd,
 )
-from .ring_star import GatewayRingGraph, RingStar, RingStarDelegates, RingStarRandom, group_size
 from .static import Hypercube, Torus, exponential, no_torus, ring, symmetric_exponential
 
 _BLUEFOG = "BlueFog (Ying et al. 2021, arXiv:2111.04287)"
