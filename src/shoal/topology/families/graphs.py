@@ -252,9 +252,9 @@ def SpanningTreeGraph(graph: nx.Graph, root: int = 0) -> nx.DiGraph:
 def SmallWorldGraph(size: int, degree: int = 4, rewired: float = 0.3, seed: int = 0) -> nx.DiGraph:
     """A connected Watts-Strogatz graph (Nature 393, 1998) with Metropolis-Hastings weights.
 
-    A draw that is not connected is made again, from the same seed. Up to ``degree + 1`` agents are all connected. Agents
-    that draw such a graph separately must all draw the same one, with any release of networkx. So the draws are made
-    here, from the bits of Python's Mersenne Twister, which are the same in every release of Python.
+    A draw that is not connected is made again, from the same seed. Up to ``degree + 1`` agents are all connected.
+    Agents that draw such a graph separately must all draw the same one, with any release of networkx. So the draws are
+    made here, from the bits of Python's Mersenne Twister, which are the same in every release of Python.
 
     Args:
         size: number of agents, at least 1.
