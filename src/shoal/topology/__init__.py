@@ -29,8 +29,8 @@ from .catalog import CATALOG as CATALOG
 from .catalog import Topology as Topology
 from .catalog import find as find
 from .catalog import register as register
-from .drawing.pictures import draw as draw
-from .drawing.pictures import draw_rounds as draw_rounds
+from .drawing import draw as draw
+from .drawing import draw_rounds as draw_rounds
 from .families.base_graph import BaseGraph as BaseGraph
 from .families.base_graph import HyperHypercube as HyperHypercube
 from .families.base_graph import SimpleBaseGraph as SimpleBaseGraph
