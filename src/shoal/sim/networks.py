@@ -1,4 +1,4 @@
-"""Neural networks in a stacked fleet: the parameters of n copies as the rows of one tensor, and their gradients.
+"""Neural networks in a stacked fleet: n copies of a module as the rows of one tensor, and the gradients of them.
 
 A row holds the parameters that are trained, one after the other in the order of ``named_parameters``; a tensor that is
 used in two places occurs once. Running statistics of batch norm are each agent's own, as on real agents, and no
