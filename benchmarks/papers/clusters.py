@@ -12,8 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.netmodel.allreduce_messages import hierarchical, ring_allreduce, tree_allreduce
-from shoal.netmodel.messages import Messages, Step, messages_of_round, rounds_of
+from shoal.netmodel.messages import (
+    Messages,
+    Step,
+    hierarchical,
+    messages_of_round,
+    ring_allreduce,
+    rounds_of,
+    tree_allreduce,
+)
 from shoal.netmodel.network import Link, Network
 from shoal.netmodel.simulation import simulate
 from shoal.topology.families.groups import InnerOuterExponential

@@ -30,7 +30,7 @@ from ..algorithms.needs import check
 from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
 from ..topology.analysis.span import DENSE_LIMIT, Span
 from ..topology.schedule import Schedule
-from .operations import NEIGHBOR
+from .messages import NEIGHBOR
 from .training_options import ACCURACY, COMPRESSION, DIFFERENCE
 
 Rows: TypeAlias = NDArray[np.float64]
