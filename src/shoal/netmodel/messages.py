@@ -1,4 +1,4 @@
-"""The messages of exchanges: given explicitly, of a round of a schedule, of an all-reduce, and of an operation of Shoal.
+"""The messages of exchanges: given explicitly, of a round of a schedule, of an all-reduce, of an operation of Shoal.
 
 The all-reduces are functions, each of which gives the :data:`Step` of an average over all agents, so that it can be
 compared with topologies. The operation of Shoal that executes a round has other messages than the edges of the round in
