@@ -1,12 +1,12 @@
 """Packed integers in a message: codes of a few bits each, and ascending places.
 
 ``d`` codes of ``bits`` bits are ``ceil(d bits / 8)`` bytes, without a gap. Their whole bytes come first, the lowest of
-all codes, then the next; then the remaining bits of each, eight codes in as many bytes as there are such bits, the first
-code in the lowest bits. So a range of codes that begins at a multiple of eight can be written and read separately.
-Unused bits of the last byte are zero.
+all codes, then the next; then the remaining bits of each, eight codes in as many bytes as there are such bits, the
+first code in the lowest bits. So a range of codes that begins at a multiple of eight can be written and read
+separately. Unused bits of the last byte are zero.
 
-``k`` ascending places among ``d`` have one bit for every place, or Elias and Fano's form, whichever is shorter. That has
-the lowest ``l = floor(log2(d / k))`` bits of each place unchanged, packed. The rest of a place, at most
+``k`` ascending places among ``d`` have one bit for every place, or Elias and Fano's form, whichever is shorter. That
+form has the lowest ``l = floor(log2(d / k))`` bits of each place unchanged, packed. The rest of a place, at most
 ``(d - 1) >> l``, is in a row of bits, of which bit ``(place >> l) + i`` is set for the i-th: ``k l`` and
 ``k + ((d - 1) >> l)`` bits, each filled up to bytes, between ``l + 2`` and ``l + 3`` for each place. Places of four
 bytes would never save more than one byte, and only from d = 2^29 on. If all places are sent, they need no bytes.

@@ -10,9 +10,8 @@ import torch
 
 from ..kernels.native import codecs as native
 from .bits import positions_bytes, read_positions, write_positions
-from .compressor import Compressor, Draw, Piece
+from .compressor import HALF, Compressor, Draw, Piece, as_bytes, as_numbers, rows
 from .draws import Draws, DrawStream, HashStream, stream_of
-from .message import HALF, as_bytes, as_numbers, rows
 
 
 @dataclass(frozen=True)
