@@ -39,7 +39,7 @@ def hands_over_whole_floats() -> bool:
 
     Older releases ignore some of the declared types and round float64 weights to 32 bits without an error.
     """
-    from .programs.sums import weighted_sum
+    from .programs import weighted_sum
 
     typed = [parameter for parameter in weighted_sum.params if parameter.annotation in ("fp64", "i64")]
     return bool(typed) and all(parameter.annotation_type == parameter.annotation for parameter in typed)

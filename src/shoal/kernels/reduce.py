@@ -161,7 +161,7 @@ def reduce(
 
 def _by_program(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: Sequence[Sequence[int]]) -> None:
     from .programs import language_dtype
-    from .programs.reductions import reduction as program
+    from .programs import reduction as program
 
     given = [inputs[place] for part in parts for place in part]
     starts, at = 0, 0

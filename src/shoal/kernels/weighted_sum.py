@@ -254,7 +254,7 @@ def _pass(
     last: bool,
 ) -> None:
     from .programs import language_dtype
-    from .programs.sums import weighted_sum as program
+    from .programs import weighted_sum as program
 
     more = TERMS_OF_A_PASS - len(terms)
     scale = "no" if factor is None or not last else "divide" if factor.divides else "multiply"
