@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .choice import Way, on_device_of, way_of
+from . import Way, on_device_of, way_of
 from .native import sums as native
 
 HALF = (torch.float16, torch.bfloat16)
@@ -151,7 +151,7 @@ def weighted_sum(
         out: Flat, without gaps; it may be ``own`` or a term.
         own, terms: Tensors of the dtype, length and device of ``out``, with any alignment.
         weights: One for each term. float32 sums round them to float32.
-        way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
+        way: :func:`~shoal.kernels.way_of` of ``out`` if not given.
 
     Raises:
         ValueError: The tensors differ in kind, or have gaps, or are not of floating point.
