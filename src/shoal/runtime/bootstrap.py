@@ -27,7 +27,7 @@ from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
 from ..operations.operation import Operation, Steps
 from ..rendezvous.bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
-from ..rendezvous.launch import Launch, current, join_address
+from ..rendezvous.launch import Launch, among_counterparts, check_that_all_must_live, current, join_address
 from ..rendezvous.peer_directory import (
     ENDPOINT,
     PeerDirectory,
@@ -38,7 +38,6 @@ from ..rendezvous.peer_directory import (
     with_absent,
 )
 from ..rendezvous.rendezvous import open_store
-from ..rendezvous.replicas import among_counterparts, check_that_all_must_live
 from ..transport.addresses import parse_ports
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.tls import certificates_of
