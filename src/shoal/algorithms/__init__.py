@@ -21,7 +21,6 @@ from .directed import PushPull as PushPull
 from .directed import PushSum as PushSum
 from .dual import DecentralizedADMM as DecentralizedADMM
 from .dual import DualAveraging as DualAveraging
-from .elastic import EASGD as EASGD
 from .exact import EXTRA as EXTRA
 from .exact import NIDS as NIDS
 from .exact import ExactDiffusion as ExactDiffusion
@@ -45,6 +44,7 @@ from .momentum import MomentumTracking as MomentumTracking
 from .momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
 from .needs import Need as Need
 from .needs import check as check
+from .outer import EASGD as EASGD
 from .outer import DiLoCo as DiLoCo
 from .outer import NoLoCo as NoLoCo
 from .outer import SlowMo as SlowMo
