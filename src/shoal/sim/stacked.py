@@ -33,6 +33,12 @@ from .adversaries import Adversary
 from .pace import ExchangeTraffic, Pace
 from .products import product
 
+T = TypeVar("T")
+
+_KEPT = 256
+_KEPT_WITHOUT_PERIOD = 8
+_LEAST_POOL = 1 << 28
+
 StateTopology = Callable[[int, torch.Tensor, Any], Any]
 """Takes the round, the agents' x ``[n, d]`` and the algorithm's state; returns the links of the round.
 
@@ -112,13 +118,6 @@ def allow_any_links(what: str, needs: Iterable[Need], size: int, unchecked: str 
     """
     static = [need for need in without(unchecked, what, needs) if need is STATIC]
     check(what, static, StateSchedule(size, lambda round, x, state: []))
-
-
-T = TypeVar("T")
-
-_KEPT = 256
-_KEPT_WITHOUT_PERIOD = 8
-_LEAST_POOL = 1 << 28
 
 
 class StackedMix(Mix):
