@@ -21,6 +21,7 @@ import shoal
 from _models import Batch, Work, mlp, mlp_of, nbytes_of, resnet20, vgg16
 from _ways import (
     CALLS_TIMED,
+    LIMIT,
     LOCAL,
     ONE_PEER,
     OVERLAP,
@@ -28,6 +29,7 @@ from _ways import (
     Peer,
     Trainer,
     alone,
+    alone_and_averaged,
     check_agreement,
     data_parallels,
     decent_dps,
@@ -115,6 +117,9 @@ def against_ddp(
     peers = [*fastest(others, tried)[:1], *fastest(settings, tried)][:2]  # a third would not fit into the memory
     trainers |= {one.name: one(work.make()) for one in peers}
     cases: dict[str, Case] = {name: partial(trainer.step, batch) for name, trainer in trainers.items()}
+    if kind == "mlp":
+        trainers[LIMIT] = trainer = alone_and_averaged(work.make())
+        cases[LIMIT] = partial(trainer.step, batch)
     for way in ways:
         trainers[way] = trainer = decentralized(way, work.make())
         cases[way] = partial(trainer.step, batch)

@@ -345,7 +345,7 @@ def test_ten_thousand_agents_have_the_mean() -> None:
     conditions = Conditions(loss=0.1, delay=(0, 2), participation=0.8, protocol="memory")
     x = torch.randn(10_000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     run = StackedFleet(OnePeerExponential(10_000)).run(
-        algorithms.PushSum(), x, torch.zeros_like, 500, conditions=conditions, every=0
+        algorithms.PushSum(), x, torch.zeros_like, 300, conditions=conditions, every=0
     )
     assert float((run.estimate - x.mean(0)).abs().max()) < 1e-4
 

@@ -21,6 +21,7 @@ def costs() -> experiment.Costs:
     return {way: dict(values) for way, values in experiment.modelled(NBYTES).items()}
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(["--quick", "--seeds", "2"]) == 0
     printed = capsys.readouterr().out

@@ -33,7 +33,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Edges, Neighbours, Ranks, Weights, assemble
+from ._edges import Edges, Neighbours, Ranks, Weights, assemble, distinct
 from ._validate import check_rank
 from .schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
 
@@ -140,7 +140,7 @@ def parts_of(size: int, rounds: int, edges: RoundEdges, left: Sequence[int]) -> 
     survivors = np.array(left)
     for round in range(rounds):
         destination, source, weight = edges(round)
-        keys = np.union1d(keys, (source * size + destination)[weight != 0])
+        keys = distinct(np.concatenate([keys, (source * size + destination)[weight != 0]]))
         # After 1, 2, 4, ... rounds: each look costs as much as all that came before.
         if round & (round + 1) == 0 or round + 1 == rounds:
             ends = keys // size, keys % size
