@@ -88,7 +88,8 @@ def distinct(keys: Ranks) -> Ranks:
     ``np.unique`` hashes, which takes many times as long on keys that are as regular as those of a topology.
     """
     ordered = np.sort(keys)
-    return ordered[np.r_[True, ordered[1:] != ordered[:-1]][: len(ordered)]]
+    found: Ranks = ordered[np.r_[True, ordered[1:] != ordered[:-1]][: len(ordered)]]
+    return found
 
 
 def metropolis_hastings(size: int, first: ArrayLike, second: ArrayLike) -> Edges:
