@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from _models import Batch
 from shoal.kernels.weighted_sum import weighted_sum
-from shoal.topology.families.circulant import ring
 from shoal.topology.families.one_peer import OnePeerExponential
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import Schedule
 
 LOCAL, GRADIENTS = "alone", "gradient all-reduce"

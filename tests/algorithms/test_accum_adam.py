@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.algorithms import AccumAdam, GradientDescent, Run
 from shoal.sim import StackedFleet
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradients, matrix
 from support.least_squares import DIMENSION, SIZE
 

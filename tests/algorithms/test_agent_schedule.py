@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 from networkx import DiGraph
 
-from shoal.algorithms.agent_schedule import AgentSchedule
+from shoal.algorithms.schedule_weights import AgentSchedule
 from shoal.topology import CecaPairs, Mixing, OnePeerExponential, RandomMatchings, RingGraph, Schedule, Static
 
 

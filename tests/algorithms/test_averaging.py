@@ -32,7 +32,7 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability import growth as module
 from shoal.algorithms.stability.growth import DIES_OUT, by_self_weights, growth
 from shoal.compression import Identity
@@ -46,7 +46,7 @@ from shoal.topology import (
     between_machines,
 )
 from shoal.topology._edges import Edges, assemble
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import EdgeSchedule
 from support.algorithm_cases import case_of
 

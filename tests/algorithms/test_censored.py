@@ -12,7 +12,7 @@ import shoal
 from shoal.algorithms import CensoredGradientDescent, GradientDescent, LocalSteps, own, run
 from shoal.sim import StackedFleet
 from shoal.topology import OnePeerHypercube, StarGraph, mixing_matrix, with_metropolis_hastings_weights
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.least_squares import DIMENSION, SIZE, loss, problem
 from support.quadratic import gradients
 

@@ -33,7 +33,7 @@ from shoal.topology import (
     mixing_matrix,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.families.circulant import Circulant, ring, symmetric_exponential
+from shoal.topology.families.static import Circulant, ring, symmetric_exponential
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.quadratic import gradients
 from support.real_agents import binary_problem, binary_ring

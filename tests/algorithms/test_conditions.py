@@ -18,8 +18,8 @@ from shoal.algorithms import GradientDescent, GradientTracking, Run, own
 from shoal.algorithms.runs.unreliable_mix import UnreliableMix
 from shoal.netmodel import Link, Network
 from shoal.sim import Conditions, StackedFleet, StackedMix, per_agent
-from shoal.topology.families.circulant import ring
 from shoal.topology.families.one_peer import OnePeerExponential
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import Schedule, as_schedule
 from shoal.topology.weights import with_uniform_weights
 from support.least_squares import DIMENSION, loss, optimum, problem

@@ -10,7 +10,7 @@ import torch
 from shoal.algorithms import DualAveraging
 from shoal.sim import StackedFleet
 from shoal.topology import OnePeerExponential
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import matrix
 from support.least_squares import DIMENSION, SIZE
 

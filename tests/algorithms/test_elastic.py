@@ -11,9 +11,9 @@ from torch import Tensor
 
 import shoal
 from shoal.algorithms import EASGD, GossipPGA, GradientDescent, LocalSteps, check
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradient_of_all, gradients, on_all
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.real_agents import run_one

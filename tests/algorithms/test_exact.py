@@ -10,11 +10,11 @@ import torch
 
 from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.stability import step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential
-from shoal.topology.families.circulant import exponential, ring
+from shoal.topology.families.static import exponential, ring
 from support.closed_forms import gradients, matrix
 from support.least_squares import DIMENSION, SIZE, optimum, problem
 

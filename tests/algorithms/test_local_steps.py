@@ -21,11 +21,11 @@ from shoal.algorithms import (
     PushSum,
     RelaySum,
 )
-from shoal.algorithms.choco import ChocoSGD, DeepSqueeze
+from shoal.algorithms.compressed import ChocoSGD, DeepSqueeze
 from shoal.compression import TopK
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology import AllReduce, ChainGraph, EveryH, ExponentialGraph, OnePeerExponential
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradients, matrix, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 

@@ -26,7 +26,7 @@ from shoal.topology import (
     with_metropolis_hastings_weights,
     with_uniform_weights,
 )
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE, DIMENSION, ROUNDS = 8, 5, 3

@@ -10,7 +10,7 @@ import torch
 
 from shoal.compression.draws import HashStream, hashed
 from shoal.sim import StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 SIZE = 8
 

@@ -24,7 +24,7 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import growth
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import (
@@ -38,7 +38,7 @@ from shoal.topology import (
     as_schedule,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.families.circulant import exponential, ring
+from shoal.topology.families.static import exponential, ring
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, optimum
 

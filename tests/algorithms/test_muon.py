@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 import shoal
 from shoal.algorithms import DeMuon, Gradient, LocalSteps, run
-from shoal.algorithms.matrices import join, matrix_sizes, split
-from shoal.algorithms.muon import msgn
+from shoal.algorithms.matrices import join, matrix_sizes, msgn, split
 from shoal.sim import StackedFleet
 from shoal.topology import Circulant, OnePeerExponential
 

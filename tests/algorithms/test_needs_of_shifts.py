@@ -20,8 +20,8 @@ from shoal.algorithms.needs import (
     connected,
 )
 from shoal.topology import with_weights
-from shoal.topology.families.circulant import Circulant, exponential, ring
 from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings
+from shoal.topology.families.static import Circulant, exponential, ring
 from shoal.topology.schedule import Edges, EdgeSchedule, Schedule
 
 

@@ -22,7 +22,7 @@ from shoal.algorithms import (
     run,
 )
 from shoal.compression import QSGD, Cast, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.namespaces import bytes_sent_by_the_interface, network_namespaces
 from support.world import World
 

@@ -29,11 +29,11 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import growth
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, RandomMatchings, Schedule, ShiftOne
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import case_of
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, optimum

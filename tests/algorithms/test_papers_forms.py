@@ -25,7 +25,7 @@ from shoal.algorithms import (
     RelaySum,
     run,
 )
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential, Schedule, SpanningTreeGraph, TreeGraph, as_schedule
 from support.algorithm_cases import irregular_digraph

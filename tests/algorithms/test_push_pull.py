@@ -9,7 +9,7 @@ import torch
 from shoal.algorithms import GradientTracking, PushPull
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Alternating, Static, with_uniform_weights
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import irregular_digraph
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.quadratic import gradients

@@ -14,7 +14,7 @@ import shoal
 from shoal.algorithms import SGP, Algorithm, GradientDescent, GradientTracking, PushDIGing, PushSum, run
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Alternating, Schedule, Static
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import irregular_digraph
 from support.least_squares import DIMENSION, SIZE, optimum, problem
 from support.quadratic import gradients

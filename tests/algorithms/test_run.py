@@ -16,7 +16,7 @@ import shoal
 from shoal.algorithms import Gradient, GradientDescent, Run, run
 from shoal.netmodel import Link, Network
 from shoal.sim import StackedFleet
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.leftovers import nothing_is_left
 
 COLUMNS = ["step", "rounds", "exchanges", "bytes", "seconds", "consensus", "distance", "largest"]

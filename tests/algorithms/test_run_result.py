@@ -25,7 +25,7 @@ from shoal.algorithms import (
 )
 from shoal.algorithms.needs import CONNECTED
 from shoal.sim import StackedFleet, per_agent
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.least_squares import DIMENSION, loss, problem
 
 SIZE, STEPS = 4, 6

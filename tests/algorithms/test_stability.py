@@ -28,13 +28,13 @@ from shoal.algorithms import (
     safe_lr,
 )
 from shoal.algorithms.needs import Facts, first_problem
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import _digest
 from shoal.algorithms.stability.stability import spectral_radius, step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import CATALOG as TOPOLOGIES
 from shoal.topology import ChainGraph, OnePeerExponential, Schedule, as_schedule
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import irregular_digraph
 
 L = 4.0

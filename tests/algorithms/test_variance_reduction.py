@@ -20,7 +20,7 @@ from shoal.algorithms import (
 )
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology import OnePeerExponential
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradients, matrix, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 

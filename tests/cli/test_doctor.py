@@ -16,7 +16,7 @@ import torch
 import shoal
 from shoal.cli import doctor, live_checks, main
 from shoal.cli.live_checks import CheckResult, LiveChecks, core_wait, is_starved
-from shoal.device.device import Unshareable
+from shoal.device import Unshareable
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
 TIMEOUT = 200

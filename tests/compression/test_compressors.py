@@ -15,7 +15,7 @@ import shoal
 from shoal.algorithms import Exchange
 from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
 from shoal.sim.stacked import StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 ALL: list[Compressor] = [
     Identity(),

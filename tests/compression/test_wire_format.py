@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import shoal
 from shoal.algorithms import Exchange
 from shoal.compression import QSGD, Cast, Compressor, Draws, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
-from shoal.compression.message import BLOCK
+from shoal.compression.compressor import BLOCK
 from shoal.sim.stacked import StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 ALL: list[Compressor] = [
     Identity(),

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.device import cuda
-from shoal.device.device import Unshareable
-from shoal.device.driver import Driver
+from shoal.device import Unshareable, cuda
+from shoal.device.cuda import Driver
 from support.leftovers import descriptors
 from support.limits import scaled
 
@@ -71,7 +70,7 @@ def test_memory_is_made_mapped_and_given_back(library: str) -> None:
 def test_another_process_maps_it_and_keeps_it_when_its_maker_is_killed(library: str) -> None:
     program = (
         "import ctypes, os, signal, socket, sys\n"
-        "from shoal.device.driver import Driver\n"
+        "from shoal.device.cuda import Driver\n"
         "address, size, fd = Driver(sys.argv[1]).make(1, 1)\n"
         "ctypes.memset(address, 42, size)\n"
         "socket.send_fds(socket.socket(fileno=int(sys.argv[2])), [b'here'], [fd])\n"

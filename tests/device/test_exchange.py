@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.device import opening
-from shoal.device.device import Unshareable
+from shoal.device import Unshareable, cuda
 from shoal.ops import device_ops
 from support.leftovers import wait_until
 from support.limits import scaled
@@ -189,7 +188,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
     def cannot(fd: int, size: int) -> torch.Tensor:
         raise Unshareable("these devices do not reach each other")
 
-    monkeypatch.setattr(opening, "map_memory", cannot)
+    monkeypatch.setattr(cuda, "map_memory", cannot)
 
     def run() -> str:
         with pytest.raises((RuntimeError, shoal.ShoalError)) as caught:
@@ -263,7 +262,7 @@ def test_without_being_asked_for_tensors_go_through_the_cpu(
     def never(one: torch.device) -> SlowDevice:
         raise AssertionError("the device was opened")
 
-    monkeypatch.setattr(opening, "open_device", never)
+    monkeypatch.setattr(cuda, "open_device", never)
 
     def run() -> None:
         result = average_of_two()

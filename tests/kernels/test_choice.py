@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.kernels import choice, way_of, why_not_triton
+from shoal import kernels
+from shoal.kernels import way_of, why_not_triton
 from shoal.kernels.native import why_not_native
 from support.kernels import DEVICE, QUIET, REASON
 from support.limits import scaled
@@ -26,14 +27,14 @@ PAGE = ROOT / "docs" / "kernels.md"
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    choice.why_not_triton.cache_clear()
+    kernels.why_not_triton.cache_clear()
     yield
-    choice.why_not_triton.cache_clear()
+    kernels.why_not_triton.cache_clear()
 
 
 def test_tensors_of_the_cpu_go_by_compiled_kernels_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert way_of(torch.empty(3)) == ("torch" if why_not_native() else "native")
-    monkeypatch.setattr(choice, "library", lambda: None)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     assert way_of(torch.empty(3)) == "torch"
 
 
@@ -59,10 +60,10 @@ def test_a_release_of_triton_that_rounds_weights_is_not_taken(monkeypatch: pytes
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: False)
+    monkeypatch.setattr(kernels, "hands_over_whole_floats", lambda: False)
     assert "in 32 bits" in str(why_not_triton())
-    choice.why_not_triton.cache_clear()
-    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: True)
+    kernels.why_not_triton.cache_clear()
+    monkeypatch.setattr(kernels, "hands_over_whole_floats", lambda: True)
     assert why_not_triton() is None
 
 
@@ -77,8 +78,8 @@ class OnDevice:
 def test_devices_before_ampere_go_by_torch(
     capability: tuple[int, int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "why_not_triton", functools.cache(lambda: None))
-    monkeypatch.setattr(choice, "_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "why_not_triton", functools.cache(lambda: None))
+    monkeypatch.setattr(kernels, "_capability", lambda device: capability)
     assert way_of(OnDevice()) == way  # type: ignore[arg-type]
 
 

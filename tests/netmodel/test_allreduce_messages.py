@@ -15,7 +15,7 @@ from shoal.netmodel import (
     simulate,
     tree_allreduce,
 )
-from shoal.netmodel.allreduce_messages import direct_allreduce
+from shoal.netmodel.messages import direct_allreduce
 from shoal.topology import OnePeerExponential
 
 SIZES = [2, 3, 5, 8, 13]

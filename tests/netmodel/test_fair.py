@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.netmodel.flow_rates import fair_rates
+from shoal.netmodel.simulation import fair_rates
 
 CLOSE = 1e-6
 

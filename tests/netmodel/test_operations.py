@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.netmodel.operations import ALLREDUCE, HIERARCHICAL, NEIGHBOR, NOTHING, operations_of
+from shoal.netmodel.messages import ALLREDUCE, HIERARCHICAL, NEIGHBOR, NOTHING, operations_of
 from shoal.topology import (
     AllReduce,
     Alternating,

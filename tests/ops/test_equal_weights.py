@@ -13,7 +13,7 @@ import shoal
 from shoal.arithmetic import BLOCK_BYTES, common_factor, weigh_in_blocks
 from shoal.sim import StackedMix
 from shoal.topology import with_uniform_weights
-from shoal.topology.families.circulant import Circulant, ring
+from shoal.topology.families.static import Circulant, ring
 from support.reference import same_bits, weighted
 
 Fleets = Callable[..., shoal.Fleet]

@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal.topology import Mixing
-from shoal.topology.families.circulant import Circulant
+from shoal.topology.families.static import Circulant
 
 Fleets = Callable[..., shoal.Fleet]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.algorithms import Gradient, GradientDescent, Momentum, Run
-from shoal.algorithms.runs.batches import Augment
+from shoal.algorithms.runs.gradients import Augment
 from shoal.sim import StackedFleet, StackedModel, flipped_and_shifted
 
 PARTS = [torch.arange(0, 26), torch.arange(26, 40), torch.arange(40, 60).flip(0)]

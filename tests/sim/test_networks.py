@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.algorithms import GradientDescent, own, run
 from shoal.sim import StackedFleet, StackedModel, loss_of, per_agent
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 SIZE, BATCH = 5, 6
 

@@ -12,8 +12,8 @@ import torch
 from shoal.algorithms import Algorithm, Gradient, GradientDescent, GradientTracking, Mix
 from shoal.netmodel import Link, Network, direct_allreduce, hierarchical_allreduce, rounds_of, simulate, tree_allreduce
 from shoal.sim import StackedFleet, pace
-from shoal.topology.families.circulant import exponential, ring
 from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
+from shoal.topology.families.static import exponential, ring
 from shoal.topology.mixing import Mixing
 from shoal.topology.schedule import Schedule
 

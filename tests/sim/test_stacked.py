@@ -16,8 +16,8 @@ from shoal.algorithms import GradientDescent, GradientTracking
 from shoal.algorithms.schedule_weights import ScheduleWeights
 from shoal.sim import StackedFleet, StackedMix, per_agent, products
 from shoal.topology.families import equitopo, graphs
-from shoal.topology.families.circulant import Circulant, exponential, ring, symmetric_exponential
 from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube, RandomMatchings, ShiftOne
+from shoal.topology.families.static import Circulant, exponential, ring, symmetric_exponential
 from shoal.topology.schedule import Schedule, Static, as_schedule
 from shoal.topology.weights import with_metropolis_hastings_weights
 from support.least_squares import DIMENSION, SIZE, loss, problem

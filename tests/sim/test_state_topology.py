@@ -11,7 +11,7 @@ import torch
 
 from shoal.algorithms import EXTRA, GradientDescent, GradientTracking
 from shoal.sim import Conditions, StackedFleet
-from shoal.sim.state_topology import edges_of
+from shoal.sim.stacked import edges_of
 from shoal.topology import metropolis_hastings_weights, mixing_matrix, with_metropolis_hastings_weights
 
 N = 12

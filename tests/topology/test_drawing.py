@@ -29,7 +29,7 @@ from shoal.topology import (
     draw_rounds,
     with_uniform_weights,
 )
-from shoal.topology.drawing.pictures import (
+from shoal.topology.drawing import (
     BETWEEN_MACHINES,
     COLUMN_WIDTH,
     EDGE,

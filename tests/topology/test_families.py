@@ -183,7 +183,7 @@ def test_small_worlds_that_are_never_connected_are_refused(monkeypatch):
     def apart(size, *_, **__):
         return nx.empty_graph(size)
 
-    monkeypatch.setattr("shoal.topology.families.small_world._draw", apart)
+    monkeypatch.setattr("shoal.topology.families.graphs._draw", apart)
     with pytest.raises(ValueError, match="none of 100 small worlds of 12 agents was connected"):
         SmallWorldGraph(12)
 

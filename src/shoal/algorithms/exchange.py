@@ -25,14 +25,13 @@ from ..ops.shares import submit_shares
 from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
-from .agent_schedule import AgentSchedule
 from .algorithm import Algorithm, Gradient, warn_of_undeclared_needs
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
 from .runs.conditions import Conditions
-from .runs.loop import Measure, Run, steps_of
+from .runs.run import Measure, Run, steps_of
 from .runs.unreliable_mix import under
-from .schedule_weights import Form, Ranks, RoundWeights
+from .schedule_weights import AgentSchedule, Form, Ranks, RoundWeights
 
 
 class Exchange(Mix):

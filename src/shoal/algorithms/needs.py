@@ -12,8 +12,7 @@ from typing import Literal
 import networkx as nx
 import numpy as np
 
-from ..topology._edges import distinct
-from ..topology._neighbours import Neighbours
+from ..topology._edges import Neighbours, distinct
 from ..topology.schedule import Schedule, as_schedule
 from .schedule_weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
 

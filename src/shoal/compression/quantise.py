@@ -14,9 +14,8 @@ import torch
 
 from ..kernels.native import codecs as native
 from .bits import Packed, packed_bytes
-from .compressor import Compressor, Draw, Piece
+from .compressor import BLOCK, HALF, Compressor, Draw, Piece, as_bytes, as_numbers, blocks, rows
 from .draws import Draws, DrawStream, HashStream, stream_of
-from .message import BLOCK, HALF, as_bytes, as_numbers, blocks, rows
 
 _MOST_LEVELS = 1 << 52
 Grid = tuple[torch.Tensor, torch.Tensor]

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from ..kernels.native import codecs as native
-from .compressor import Compressor, Draw, Piece
+from .bits import positions_bytes, read_positions, write_positions
+from .compressor import HALF, Compressor, Draw, Piece, as_bytes, as_numbers, rows
 from .draws import Draws, DrawStream, HashStream, stream_of
-from .message import HALF, as_bytes, as_numbers, rows
-from .positions import positions_bytes, read_positions, write_positions
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class TopK(Compressor):
 
     A NaN counts as infinite, so it is sent. ``delta = k / d`` (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599, lemma
     A.1). The positions are sent as one bit for every number, or in about ``2 + log2(d / k)`` bits each, whichever is
-    shorter (:mod:`shoal.compression.positions`).
+    shorter (:mod:`shoal.compression.bits`).
 
     Args:
         share: The share of the numbers, in (0, 1]; at least one is sent.

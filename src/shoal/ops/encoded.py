@@ -14,8 +14,8 @@ import torch
 
 from ..arithmetic import complete
 from ..compression import Compressor
+from ..compression.compressor import DTYPES
 from ..compression.draws import Draws, Redrawn
-from ..compression.message import DTYPES
 from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..operations.operation import Arrived, Operation, Send

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 import networkx as nx
 
-from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import Facts, first_problem, without
+from ..algorithms.schedule_weights import AgentSchedule
 from ..runtime.agent import current
-from ..topology.families.graphs import SymmetricExponentialGraph
+from ..topology.families.graphs import ChainGraph, SymmetricExponentialGraph
 from ..topology.families.one_peer import OnePeerExponential
-from ..topology.families.trees import ChainGraph
 from ..topology.schedule import Schedule, Static
 from .machine_algorithms import static_topology
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 import torch
 
-from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from ..algorithms.schedule_weights import AgentSchedule
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
 from .equation import Equation, EquationDuringBackward

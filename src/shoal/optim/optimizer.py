@@ -23,8 +23,7 @@ from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
 from ..compression import Compressor, LowRank
-from ..runtime.agent import current
-from ..runtime.torch_distributed import warn_of_process_group
+from ..runtime.agent import current, warn_of_process_group
 from ..topology.schedule import Schedule
 from .compressed_algorithm import compressing, feeds_back
 from .default_topology import STATIC, given, one_peer

@@ -27,7 +27,7 @@ from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
 from ..operations.operation import Operation, Steps
 from ..rendezvous.bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
-from ..rendezvous.launch import Launch, current, join_address
+from ..rendezvous.launch import Launch, among_counterparts, check_that_all_must_live, current, join_address
 from ..rendezvous.peer_directory import (
     ENDPOINT,
     PeerDirectory,
@@ -38,15 +38,13 @@ from ..rendezvous.peer_directory import (
     with_absent,
 )
 from ..rendezvous.rendezvous import open_store
-from ..rendezvous.replicas import among_counterparts, check_that_all_must_live
 from ..transport.addresses import parse_ports
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.tls import certificates_of
-from .agent import Agent, AgentContext, Machines, agent_context, process_context
+from .agent import Agent, AgentContext, Machines, agent_context, process_context, warn_of_process_group
 from .exit_notes import write_note
 from .queries import set_topology
 from .script_end import failure
-from .torch_distributed import warn_of_process_group
 
 log = logging.getLogger("shoal")
 """Seconds that a restarted agent waits for admission, until the members reach their next point for it."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from ..mix import EVERYBODY, Mix
 from ..schedule_weights import Form, Ranks, RoundWeights, Weights
 from .conditions import HANDSHAKE, MEMORY, Conditions
-from .run_result import Run
+from .run import Run
 
 Chosen = NDArray[np.bool_]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ...data.sampler import AgentSampler
+from ...data import AgentSampler
 from ...ops import safe_serialization
 
 

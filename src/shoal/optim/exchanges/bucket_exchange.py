@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...algorithms.agent_schedule import AgentSchedule
+from ...algorithms.schedule_weights import AgentSchedule
 from ...errors import Mismatch
 from ...operations.operation import Handle, Operation
 from ...runtime.agent import current

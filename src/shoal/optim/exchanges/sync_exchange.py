@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...algorithms.agent_schedule import AgentSchedule
+from ...algorithms.schedule_weights import AgentSchedule
 from ...compression import Compressor
 from ...errors import Mismatch
 from ...operations.operation import Handle

@@ -23,8 +23,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from .._edges import Edges, Ranks, assemble, distinct
-from .._neighbours import Neighbours
+from .._edges import Edges, Neighbours, Ranks, assemble, distinct
 from .._validate import as_digraph
 from ..families.compose import Kronecker
 from ..schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule

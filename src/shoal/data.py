@@ -1,4 +1,4 @@
-"""The samples of an agent: equally many on every agent in an epoch, for any sizes of their shards.
+"""The samples of an agent: equal numbers in an epoch, from a common dataset or from shards of its own of any sizes.
 
 Agents that average with each other take equally many steps, or one would wait for a neighbour that has ended.
 """
@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from ..errors import Mismatch
-from ..operations.membership import WHOLE
-from ..ops.arguments import Internal
-from ..ops.collective import gather_by_rank
-from ..runtime.agent import agent_context, current
+from .errors import Mismatch
+from .operations.membership import WHOLE
+from .ops.arguments import Internal
+from .ops.collective import gather_by_rank
+from .runtime.agent import agent_context, current
+
+__all__ = ["AgentSampler", "dirichlet_shards"]
 
 _AGREED = ("a shard", "seed", "shuffle", "pad", "a dataset of the length")
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -216,3 +218,42 @@ def _agreed(
             if ours != other and not (sharded and what == _AGREED[-1]):
                 raise Mismatch(f"AgentSampler: rank {here} has {what}: {ours}; rank {rank}: {other}", (here, rank))
     return {rank: row[-2] for rank, row in found.items()}, max(row[-1] for row in found.values())
+
+
+def dirichlet_shards(
+    labels: Sequence[int] | torch.Tensor, agents: int | None = None, *, alpha: float = 0.5, seed: int = 0
+) -> list[torch.Tensor]:
+    """Deal a labelled dataset out unevenly, to try how an algorithm copes (Hsu, Qi, Brown 2019, arXiv:1909.06335).
+
+    Each label is divided between the agents in proportions drawn from a Dirichlet distribution. No communication: all
+    agents that give the same arguments get the same shards.
+
+    Args:
+        labels: The label of each sample, integers ``[m]``.
+        agents: How many shards; as many as there are agents if None.
+        alpha: Small: an agent has few labels, and shards differ much in size. Large: about the same share of all.
+        seed: The seed of the draw; 0 or more.
+
+    Returns:
+        The sorted indices of each agent's samples, int64 ``[m_i]``. Every sample is in one shard; none is empty.
+
+    Raises:
+        ValueError: There are fewer samples than agents, or ``alpha`` is not above 0.
+    """
+    agents = current("dirichlet_shards").size if agents is None else agents
+    given = np.asarray(labels)
+    if len(given) < agents or not alpha > 0:
+        raise ValueError(
+            f"dirichlet_shards: {len(given)} samples for {agents} agents, alpha={alpha}, which must be > 0"
+        )
+    rng = np.random.default_rng(seed)
+    parts: list[list[int]] = [[] for _ in range(agents)]
+    for label in np.unique(given):
+        of_label = rng.permutation(np.flatnonzero(given == label))
+        cuts = np.cumsum(rng.dirichlet([alpha] * agents))[:-1] * len(of_label)
+        for part, dealt in zip(parts, np.split(of_label, cuts.astype(int)), strict=True):
+            part.extend(dealt.tolist())
+    for part in parts:
+        if not part:
+            part.append(max(parts, key=len).pop())
+    return [torch.tensor(sorted(part)) for part in parts]
