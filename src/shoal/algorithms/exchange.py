@@ -19,9 +19,8 @@ from ..ops.collective import allgather, allreduce, submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
 from ..ops.neighbor_allgather import neighbor_allgather
-from ..ops.reduce_scatter import shares
+from ..ops.reduce_scatter import shares, submit_shares
 from ..ops.robust import Robust, check_neighbours
-from ..ops.shares import submit_shares
 from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule

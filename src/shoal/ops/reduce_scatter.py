@@ -1,24 +1,35 @@
-"""Each number is reduced by one agent, its owner: all send it there, and the owner sends the result to all.
+"""Reduce-scatter and all-gather of shares: agents own shares of a tensor's numbers, and send them to all.
 
-With one owner a tensor takes 2 (n - 1) messages, which is the least that there can be, and two hops. With as many
-owners as agents each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in 2 n
-(n - 1) messages: a reduce-scatter and an all-gather. ``allreduce_choice.py`` chooses their number. Owners take the
-terms of a sum in one order (``reduction_order.py``), so the bits do not depend on the choice of owners.
+Each number is reduced by one agent, its owner: all send it there, and the owner sends the result to all. With one owner
+a tensor takes 2 (n - 1) messages, which is the least that there can be, and two hops. With as many owners as agents
+each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in 2 n (n - 1)
+messages: a reduce-scatter and an all-gather. ``allreduce_choice.py`` chooses their number. Owners take the terms of a
+sum in one order (``reduction_order.py``), so the bits do not depend on the choice of owners.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..arithmetic import real, reduce
+from ..arithmetic import complete, real, reduce
 from ..kernels.elementwise import copy
-from ..operations.operation import MORE, Arrived, BackendRequest, Exchange, Operation, Send, Steps
+from ..operations.operation import (
+    MORE,
+    Arrived,
+    BackendRequest,
+    Exchange,
+    FailurePolicy,
+    Handle,
+    Operation,
+    Send,
+    Steps,
+)
 from ..runtime.agent import Agent
 from ..transport.link import Published
-from .arguments import LAYOUT, payload, rotated
+from .arguments import LAYOUT, channel_name, payload, rotated
 from .backend_ops import members
 from .reduction_order import places_by_machine
 
@@ -207,3 +218,52 @@ def allgather_shares(
     carried = BackendRequest(members(agent, operation, group))
     arrived = yield Exchange(rotated(sends, agent), others, mine.data.dtype, carried=carried)
     yield from put_together(agent, mine.data, arrived, group, out)
+
+
+def submit_shares(
+    agent: Agent,
+    share: torch.Tensor,
+    whole: torch.Tensor,
+    cut: Mapping[int, tuple[int, int]],
+    name: str,
+    layout: int = 0,
+) -> Handle[torch.Tensor]:
+    """Start to copy the shares of several agents into a tensor, which must not be touched until the call has ended.
+
+    Args:
+        agent: The calling agent, one of them.
+        share: The agent's own share, flat.
+        whole: Flat, of the same dtype; it keeps its old values for an agent that is lost before it sent its share.
+        cut: ``{rank: (start, stop)}``, the same on all of them.
+        name: Matches the calls of different agents.
+        layout: Digest of the joined tensors; all agents must have the same.
+    """
+    op = "allgather of shares"
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        lengths = {rank: stop - start for rank, (start, stop) in cut.items()}
+        # The agreed ranks: with its own view one agent would wait for a share that a lost agent never sent.
+        others = [rank for rank in operation.left_of([*cut]) if rank != agent.rank]
+        published = agent.engine.publish(operation, share)
+        # An empty share is neither sent nor awaited: both ends leave it out by the same lengths, as cut is the same on
+        # all.
+        sends = [Send(rank, published, 0, share.numel(), (share.numel(),)) for rank in others if share.numel()]
+        arrived = yield Exchange(
+            rotated(sends, agent),
+            [rank for rank in others if lengths[rank]],
+            whole.dtype,
+            # Agents that cut a tensor of the same length among other ranks would put shares in the wrong places.
+            digest=shape_digest((*whole.shape, *cut)) ^ layout,
+            digest_of="number of parameters, or agents on this machine" + (f", or {LAYOUT}" if layout else ""),
+            carried=BackendRequest(members(agent, operation, sorted([agent.rank, *others]))),
+        )
+        there = {rank: payload(arrived, rank) for rank in arrived}
+        # Before anything is copied: a share of which a part has arrived when its sender is lost must not mix with the
+        # old values.
+        yield from complete([*there.values()])
+        for rank, part in [*((rank, one.data) for rank, one in there.items()), (agent.rank, share)]:
+            start, stop = cut[rank]
+            whole[start:stop].copy_(part)
+        return whole
+
+    return agent.engine.submit(op, channel_name(op, name), steps, on_loss=FailurePolicy.SKIP_MISSING)
