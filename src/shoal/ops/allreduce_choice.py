@@ -13,14 +13,13 @@ from math import isqrt
 
 import torch
 
-from ..arithmetic import reduce
+from ..arithmetic import machines_among, reduce
 from ..operations.operation import BackendRequest, Exchange, Operation, Send, Steps
 from ..runtime.agent import Agent
 from ..transport.link import Published
 from .arguments import LAYOUT, Result, payload
 from .backend_ops import members, reduced_by_backend, uses_backend
 from .reduce_scatter import put_together, reduced_by_machines, reduced_by_owners
-from .reduction_order import machines_among
 
 MESSAGE_BYTES, FAR_MESSAGE_BYTES = 1 << 19, 1 << 13
 """What a message costs, in bytes that are summed in its time, on one machine and over a network of 1 Gbit/s. Measured

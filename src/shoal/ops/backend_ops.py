@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..arithmetic import reduce
+from ..arithmetic import places_by_machine, reduce
 from ..operations.operation import BackendRequest, Exchange, Operation, Steps
 from ..runtime.agent import Agent
 from ..transport.collective_plan import Collective
 from ..transport.process_group import REDUCED
 from ..transport.wire import Payload
 from .arguments import LAYOUT, Result
-from .reduction_order import places_by_machine
 
 GATHERED_BYTES = 1 << 16
 """The most that an agent receives if all agents get all tensors."""

@@ -1,7 +1,7 @@
 """Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
 
 The algorithm of an all-reduce depends on its size (``allreduce_choice.py``); the order of the sum does not
-(``reduction_order.py``), so every agent has the same bits.
+(``arithmetic.py``), so every agent has the same bits.
 """
 
 from __future__ import annotations

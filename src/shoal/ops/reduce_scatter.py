@@ -4,7 +4,7 @@ Each number is reduced by one agent, its owner: all send it there, and the owner
 a tensor takes 2 (n - 1) messages, which is the least that there can be, and two hops. With as many owners as agents
 each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in 2 n (n - 1)
 messages: a reduce-scatter and an all-gather. ``allreduce_choice.py`` chooses their number. Owners take the terms of a
-sum in one order (``reduction_order.py``), so the bits do not depend on the choice of owners.
+sum in one order (``arithmetic.py``), so the bits do not depend on the choice of owners.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..arithmetic import complete, real, reduce
+from ..arithmetic import complete, places_by_machine, real, reduce
 from ..kernels.elementwise import copy
 from ..operations.operation import (
     MORE,
@@ -31,7 +31,6 @@ from ..runtime.agent import Agent
 from ..transport.link import Published
 from .arguments import LAYOUT, channel_name, payload, rotated
 from .backend_ops import members
-from .reduction_order import places_by_machine
 
 _TERMS, _RESULTS = 0, 1
 """The stages."""
