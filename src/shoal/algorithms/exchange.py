@@ -18,7 +18,7 @@ from ..ops.collective import allgather, allreduce, submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.gathering import neighbor_allgather, submit_alltoall
 from ..ops.neighbor import submit
-from ..ops.reduce_scatter import shares, submit_shares
+from ..ops.reduction import shares, submit_shares
 from ..ops.robust import Robust, check_neighbours
 from ..runtime.agent import current
 from ..topology.healing import Without

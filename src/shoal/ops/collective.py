@@ -1,6 +1,6 @@
 """Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
 
-The algorithm of an all-reduce depends on its size (``allreduce_choice.py``); the order of the sum does not
+The algorithm of an all-reduce depends on its size (``reduction.py``); the order of the sum does not
 (``arithmetic.py``), so every agent has the same bits.
 """
 
@@ -18,7 +18,6 @@ from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle,
 from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
-from .allreduce_choice import reduced as reduced
 from .arguments import (
     LAYOUT,
     WEIGHABLE,
@@ -38,6 +37,7 @@ from .backend_ops import broadcast_by_backend
 from .backend_ops import members as members_of
 from .fused_ops import AllreduceFamily, copied, is_small
 from .groups import ALL, CallerGroup, Group, caller_group
+from .reduction import reduced as reduced
 
 
 def allreduce(

@@ -28,7 +28,7 @@ from ..operations.operation import Arrived, BackendRequest, Exchange, Handle, Op
 from ..runtime.agent import Agent
 from ..transport.wire import Message, Payload
 from .arguments import check_tensor, detached, payload, rotated
-from .reduce_scatter import shares
+from .reduction import shares
 
 DrawsOf = Callable[[int], Draws]
 """The random draws of the agent of a rank for this message."""
