@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 import shoal
 
-from . import memory_use, scaling, speed, windows, wire_bytes
+from . import memory_use, speed, wire_bytes
 from .meter import Reporter
 
 PARTS = {
     "large": speed.large,
     "small": speed.small,
-    "windows": windows.measure,
-    "latency": windows.over_wire,
+    "windows": speed.windows,
+    "latency": speed.latency,
     "memory": memory_use.measure,
-    "scaling": scaling.measure,
+    "scaling": speed.scaling,
     "wire": wire_bytes.measure,
 }
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 import shoal
 from shoal.runtime.agent import current
 
-from .figures import Figures
-from .meter import Reporter
+from .meter import Figures, Reporter
 
 MIB = 1 << 20
 SETTLING_ROUNDS = 500

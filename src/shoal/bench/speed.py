@@ -1,11 +1,12 @@
-"""Neighbour averaging against ``torch.distributed`` over Gloo, from four bytes to a hundred megabytes. An agent's part.
+"""Averages and one-sided windows against ``torch.distributed`` over Gloo, from four bytes to a hundred megabytes.
 
-Every case works on float32 of the same size and writes to existing memory (``out=``; ``all_reduce`` works in place).
-The averages are checked.
+An agent's part. Every case works on float32 of the same size and writes to existing memory (``out=``; ``all_reduce``
+works in place). The results are checked.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import torch
@@ -13,8 +14,7 @@ import torch.distributed as dist
 
 import shoal
 
-from .figures import Figures
-from .meter import Case, Reporter, compare
+from .meter import Case, Figures, Reporter, compare
 
 MB = 1_000_000
 
@@ -151,3 +151,137 @@ def _mean_around() -> float:
 def _expect(found: torch.Tensor, value: float) -> None:
     if not torch.allclose(found, torch.tensor(value)):
         raise AssertionError(f"rank {shoal.rank()} averaged to {found[:4].tolist()}..., and {value} is right")
+
+
+SCALING_REPETITIONS = 10
+"""As many as the paper takes the mean of."""
+
+
+def scaling(reporter: Reporter, quick: bool) -> list[Figures]:
+    """Seconds of one call at two sizes, for the growth with the number of agents: the BlueFog paper's figure 11.
+
+    The paper (arXiv:2111.04287) compares all_reduce with two calls in which each agent sends one tensor and receives
+    one, so that the bytes match: a ring in one direction, and the dynamic inner-outer exponential-2 graph. On one
+    machine, which this measures, the latter never leaves the machine.
+    """
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size(), connect_style=2))
+    return [_scaling_at(reporter, nbytes) for nbytes in ((MB // 100, MB // 10) if quick else (MB, 10 * MB))]
+
+
+def _scaling_at(reporter: Reporter, nbytes: int) -> Figures:
+    size, rank = shoal.size(), shoal.rank()
+    x = torch.full((nbytes // 4,), float(rank))
+    reduced, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
+    rounds = shoal.topology.GetInnerOuterExpo2DynamicSendRecvRanks(size, local_size=size, self_rank=rank)
+
+    def dynamic() -> None:
+        destinations, sources = next(rounds)
+        shoal.neighbor_allreduce(x, 0.5, dict.fromkeys(sources, 0.5), destinations, out=out)
+
+    cases = {
+        "all_reduce": lambda: dist.all_reduce(reduced),
+        "ring": lambda: shoal.neighbor_allreduce(x, out=out),
+        "dynamic": dynamic,
+    }
+    what = f"{size} agents, {nbytes / MB:g} MB"
+    return Figures("scaling", nbytes, size, compare(reporter, what, cases, SCALING_REPETITIONS))
+
+
+WINDOW_CALLS = 200
+"""Calls that are timed together at 4 B."""
+BUSY_SECONDS = 6.0
+PAUSE = 0.003
+"""Between two puts to an agent that computes, on average; not a multiple of anything that it does."""
+
+
+def windows(reporter: Reporter, quick: bool) -> list[Figures]:
+    """Put to all neighbours, then update, on a ring, at 4 B, 16 MB and 100 MB.
+
+    No agent waits for another: an agent writes into its neighbours' slots and averages its own slots.
+    """
+    shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
+    sizes = (4, MB // 4, MB) if quick else (4, 16 * MB, 100 * MB)
+    return [_windows_at(reporter, nbytes, nbytes == sizes[-1], quick) for nbytes in sizes]
+
+
+def latency(reporter: Reporter, quick: bool) -> list[Figures]:
+    """How long a put of 4 B to another machine takes whose main thread computes: in torch, and in pure Python."""
+    shoal.set_topology(shoal.topology.RingGraph(2))
+    x = torch.zeros(1)
+    shoal.bluefog.win_create(x, "latency")
+    seconds = {}
+    for number, (what, compute) in enumerate({"torch": _torch_operations, "Python": _pure_python}.items()):
+        reporter.progress("puts to an agent that computes", number, 2)
+        dist.barrier()
+        end = time.monotonic() + (1.0 if quick else BUSY_SECONDS)
+        if shoal.rank() == 0:
+            seconds[what] = _latencies(x, end - 0.5)
+        else:
+            while time.monotonic() < end:
+                compute()
+        dist.barrier()
+    shoal.barrier()
+    shoal.bluefog.win_free("latency")
+    return [Figures("latency", 4, 2, seconds)]
+
+
+def _latencies(x: torch.Tensor, end: float) -> list[float]:
+    time.sleep(0.2)  # until the other one is busy
+    found = []
+    while time.monotonic() < end:
+        start = time.perf_counter()
+        shoal.bluefog.win_put(x, "latency")
+        found.append(time.perf_counter() - start)
+        time.sleep(PAUSE * float(torch.rand(1)) * 2)
+    return found
+
+
+def _torch_operations() -> None:
+    a = torch.rand(600, 600)
+    for _ in range(5):
+        a = torch.tanh(a @ a)
+
+
+def _pure_python() -> None:
+    total = 0
+    for number in range(100_000):
+        total += number * number
+
+
+def _windows_at(reporter: Reporter, nbytes: int, with_copies: bool, quick: bool) -> Figures:
+    x = shoal.empty(nbytes // 4)  # a window in place
+    x.fill_(float(shoal.rank()))
+    reduced, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
+    shoal.bluefog.win_create(x, "bench")
+
+    def put_and_update() -> None:
+        shoal.bluefog.win_put(x, "bench")
+        shoal.bluefog.win_update("bench")
+
+    def copy_four_times() -> None:
+        for _ in range(4):
+            out.copy_(x)
+
+    cases: dict[str, Case] = {"all_reduce": lambda: dist.all_reduce(reduced), "window": put_and_update}
+    if with_copies:
+        cases["copies"] = copy_four_times
+    calls = (20 if quick else WINDOW_CALLS) if nbytes < MB // 4 else 1
+    repetitions = 3 if quick else 25 if calls > 1 else 15
+    seconds = compare(reporter, f"windows of {nbytes / MB:g} MB", cases, repetitions, calls)
+    _check_windows(x)
+    shoal.barrier()
+    shoal.bluefog.win_free("bench")
+    return Figures("windows", nbytes, shoal.size(), seconds)
+
+
+def _check_windows(x: torch.Tensor) -> None:
+    """One more round, in step, is the average over the ring."""
+    around = [shoal.rank(), *shoal.in_neighbor_ranks()]
+    dist.barrier()
+    x.fill_(float(shoal.rank()))
+    shoal.barrier()
+    shoal.bluefog.win_put(x, "bench")
+    shoal.barrier()
+    shoal.bluefog.win_update("bench")
+    if not torch.allclose(x[:1000], torch.tensor(sum(around) / len(around))):
+        raise AssertionError(f"rank {shoal.rank()} averaged to {x[:4].tolist()}..., and {sum(around)} / 3 is right")
