@@ -35,7 +35,7 @@ from .launcher_signals import Signals
 from .rank_claim import claim
 from .run_arguments import CODE, FILE, STDIN, check_program, command_of, variables, words_of
 from .run_arguments import add_arguments as add_arguments
-from .watch_setup import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
+from .watch import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
 # A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
 # warn of each client that sends malformed data, with pages of frames, and any process can: only errors are shown.
@@ -263,7 +263,7 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
     ranks = f"rank {last}" if args.agents == 1 else f"ranks {claimed.first} to {last}"
     job = LaunchedJob(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
     with Signals() as signals, contextlib.ExitStack() as parts:
-        watch = watch_of_joining(claimed, host, args.agents)
+        watch = watch_of_joining(room, claimed.secret, host, args.agents)
         if watch is not None:
             job = replace(job, watch=parts.enter_context(watch).path)
         says = f"joining the run at {args.join} as {ranks} of {room.size}"
