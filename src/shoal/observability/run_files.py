@@ -11,8 +11,8 @@ from pathlib import Path
 def open_own(path: Path) -> int:
     """An empty file at ``path`` that only this user may write, as a descriptor.
 
-    In a directory that others may write to, such as ``/tmp``, its name may
-    exist already, as a link to a file that must not be overwritten or as a file that another user reads.
+    In a directory that others may write to, such as ``/tmp``, its name may exist already, as a link to a file that must
+    not be overwritten or as a file that another user reads.
 
     Raises:
         PermissionError: It is no regular file of this user's alone.
