@@ -19,10 +19,9 @@ from accelerate.state import PartialState
 from accelerate.utils import operations, random
 
 from ..ops import safe_serialization
-from ..ops.arguments import Internal
+from ..ops.arguments import Internal, as_bits
 from ..ops.collective import allreduce, broadcast, gather_by_rank
 from ..ops.objects import broadcast_object
-from .bit_casting import as_bits
 
 NO_DISPATCH = (
     "dispatch_batches=True sends all samples from rank 0 over a process group, and there is none. Leave it out: each "

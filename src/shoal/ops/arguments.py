@@ -246,6 +246,20 @@ def payload(arrived: Arrived, source: int) -> Payload:
     return found if found.data.is_cpu else Payload(found.data.cpu(), found.available)
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a number."""
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers as integers with the same bits, which may be NaN's, even if ``SHOAL_CHECK_FINITE`` refuses to
+    send NaN. In the same memory where it is contiguous; the tensor itself where no integer is as long.
+
+    ``view(dtype)`` turns them into numbers again.
+    """
+    tensor = tensor.contiguous()
+    return tensor.view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
+
+
 def check_gatherable(op: str, tensor: object) -> torch.Tensor:
     """A tensor with a dimension 0 to join along."""
     checked = check_tensor(op, tensor, MOVABLE)
