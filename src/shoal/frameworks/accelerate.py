@@ -42,8 +42,7 @@ from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.mean_model import consensus
 from ..optim.optimizer import DecentralizedOptimizer
-from .functions import NO_DISPATCH
-from .process_state import process_state, wait_for_everyone
+from .process_state import NO_DISPATCH, process_state, wait_for_everyone
 from .random_state import RandomState
 
 __all__ = ["ShoalAccelerator"]
