@@ -3,7 +3,8 @@
 from .._lazy_import import public_names as _public_names
 from ..data import AgentSampler as AgentSampler
 from ..data import dirichlet_shards as dirichlet_shards
-from .accum_adamw import AccumAdamW as AccumAdamW
+from .adam import AccumAdamW as AccumAdamW
+from .adam import OneBitAdam as OneBitAdam
 from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
 from .bluefog import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer
@@ -23,7 +24,6 @@ from .mean_model import consensus_distance as consensus_distance
 from .metric import Metric as Metric
 from .metric import Metrics as Metrics
 from .metric import metrics as metrics
-from .one_bit_adam import OneBitAdam as OneBitAdam
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .settings import CommunicationType as CommunicationType
 from .settings import Settings as Settings

@@ -15,12 +15,12 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
+from .adam import OneBitAdam
 from .equation import Equation, EquationDuringBackward
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.mixed_state import MixedState, check_second_iterates, warn_of_second_moments
 from .exchanges.sync_exchange import GradientExchange
 from .inner_step import InnerStep
-from .one_bit_adam import OneBitAdam
 from .settings import CommunicationType
 from .strategies import (
     AdaptThenCombine,

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from .adam import OneBitAdam
 from .exchanges.backward import BucketGradients
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.sync_exchange import GradientExchange, SyncExchange
 from .inner_step import InnerStep
-from .one_bit_adam import OneBitAdam
 
 
 class StepStrategy(ABC):
@@ -133,7 +133,7 @@ class AverageGradients(StepStrategy):
 
 
 class AverageMomenta(AverageGradients):
-    """The same with :class:`~shoal.optim.one_bit_adam.OneBitAdam`: once its second moment is fixed, its momentum is
+    """The same with :class:`~shoal.optim.adam.OneBitAdam`: once its second moment is fixed, its momentum is
     averaged instead of the gradient; before that, gradients are not compressed.
     """
 
