@@ -15,13 +15,13 @@ from ..algorithms.needs import check
 from ..errors import Mismatch
 from ..runtime.agent import bind, current
 from ..topology.schedule import Schedule
-from .default_topology import STATIC, topology_of
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.bucket_step import BucketStep, MovedBy
 from .inner_step import InnerStep
 from .lr_tracking import LearningRates
 from .malloc_trimming import keep_freed_memory_of_threads
 from .strategies import DuringBackward, StepStrategy
+from .topologies import STATIC, topology_of
 
 
 class Equation(StepStrategy):

@@ -27,7 +27,6 @@ from ..runtime.agent import current
 from ..runtime.torch_distributed import warn_of_process_group
 from ..topology.schedule import Schedule
 from .compressed_algorithm import compressing, feeds_back
-from .default_topology import STATIC, given, one_peer
 from .equation import Equation
 from .exchanges.backward_counter import BackwardCounter
 from .exchanges.bucket_exchange import BucketExchange
@@ -35,15 +34,15 @@ from .exchanges.buckets import checked_bucket_bytes
 from .exchanges.grouping import as_given, by_count
 from .exchanges.hooks import BeforeForward
 from .exchanges.sync_exchange import GradientExchange, ParameterExchange
-from .factory import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
+from .factory import ATC, PARALLEL, by_buckets, mixed_of, strategy_of
 from .inner_step import InnerStep
 from .join import Join
-from .machine_algorithms import of_agents, of_machines
 from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
 from .strategies import DuringBackward
+from .topologies import STATIC, agent_schedule, given, of_agents, of_machines, one_peer
 from .weight_checks import WeightChecks
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
