@@ -28,11 +28,10 @@ from ..runtime.torch_distributed import warn_of_process_group
 from ..topology.schedule import Schedule
 from .compressed_algorithm import compressing, feeds_back
 from .equation import Equation
-from .exchanges.backward_counter import BackwardCounter
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.buckets import checked_bucket_bytes
 from .exchanges.grouping import as_given, by_count
-from .exchanges.hooks import BeforeForward
+from .exchanges.hooks import BackwardCounter, BeforeForward
 from .exchanges.sync_exchange import GradientExchange, ParameterExchange
 from .factory import ATC, PARALLEL, by_buckets, mixed_of, strategy_of
 from .inner_step import InnerStep

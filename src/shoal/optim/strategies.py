@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .adam import OneBitAdam
-from .exchanges.backward import BucketGradients
 from .exchanges.bucket_exchange import BucketExchange
+from .exchanges.hooks import BucketGradients
 from .exchanges.sync_exchange import GradientExchange, SyncExchange
 from .inner_step import InnerStep
 
