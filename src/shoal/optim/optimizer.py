@@ -29,8 +29,7 @@ from ..topology.schedule import Schedule
 from .compressed_algorithm import compressing, feeds_back
 from .equation import Equation
 from .exchanges.bucket_exchange import BucketExchange
-from .exchanges.buckets import checked_bucket_bytes
-from .exchanges.grouping import as_given, by_count
+from .exchanges.buckets import as_given, by_count, checked_bucket_bytes
 from .exchanges.hooks import BackwardCounter, BeforeForward
 from .exchanges.sync_exchange import GradientExchange, ParameterExchange
 from .factory import ATC, PARALLEL, by_buckets, mixed_of, strategy_of

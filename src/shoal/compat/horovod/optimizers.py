@@ -16,8 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...operations.operation import Handle
-from ...optim.exchanges.buckets import OVERLAPPED_BUCKET_BYTES
-from ...optim.exchanges.grouping import as_given, by_count
+from ...optim.exchanges.buckets import OVERLAPPED_BUCKET_BYTES, as_given, by_count
 from ...optim.exchanges.hooks import add_gradient_listener
 from ...optim.optimizer import DecentralizedOptimizer
 from ...optim.params import check_that_models_agree, name_of_optimizer
