@@ -325,7 +325,7 @@ def into_buckets(
     Args:
         params: The parameters to put into buckets.
         nbytes: The limit of each bucket.
-        shared: Parameters that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them. They are put
+        shared: Parameters that share memory, as :func:`~shoal.optim.params.sharing` gives them. They are put
             into one bucket, which is sent when all of them have been stepped.
     """
     params = dict.fromkeys(params)
