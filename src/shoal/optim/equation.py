@@ -23,9 +23,8 @@ from ..runtime.agent import bind, current
 from ..topology.schedule import Schedule
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.buckets import Bucket
-from .inner_step import InnerStep
 from .malloc_trimming import keep_freed_memory_of_threads
-from .strategies import DuringBackward, StepStrategy
+from .strategies import DuringBackward, InnerStep, StepStrategy
 from .topologies import STATIC, topology_of
 
 

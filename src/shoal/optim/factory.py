@@ -19,7 +19,6 @@ from .equation import Equation, EquationDuringBackward
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.mixed_state import MixedState, check_second_iterates, warn_of_second_moments
 from .exchanges.sync_exchange import GradientExchange
-from .inner_step import InnerStep
 from .strategies import (
     AdaptThenCombine,
     AdaptThenCombineDuringBackward,
@@ -27,6 +26,7 @@ from .strategies import (
     AverageGradients,
     AverageGradientsDuringBackward,
     AverageMomenta,
+    InnerStep,
     StepStrategy,
 )
 

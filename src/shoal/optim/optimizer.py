@@ -33,13 +33,12 @@ from .exchanges.buckets import as_given, by_count, checked_bucket_bytes
 from .exchanges.hooks import BackwardCounter, BeforeForward
 from .exchanges.sync_exchange import GradientExchange, ParameterExchange
 from .factory import ATC, PARALLEL, by_buckets, mixed_of, strategy_of
-from .inner_step import InnerStep
 from .join import Join
 from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
-from .strategies import DuringBackward
+from .strategies import DuringBackward, InnerStep
 from .topologies import STATIC, agent_schedule, given, of_agents, of_machines, one_peer
 from .weight_checks import WeightChecks
 
