@@ -18,9 +18,9 @@ from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .checkpoints.checkpoint import Checkpoint as Checkpoint
-from .checkpoints.mean_file import save as save
 from .mean_model import consensus as consensus
 from .mean_model import consensus_distance as consensus_distance
+from .mean_model import save as save
 from .metric import Metric as Metric
 from .metric import Metrics as Metrics
 from .metric import metrics as metrics
