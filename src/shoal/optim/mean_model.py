@@ -18,7 +18,7 @@ from ..ops.grouped import grouped_allreduce_nonblocking, in_batches
 from ..runtime.agent import current
 from .checkpoints.all_agents import from_one_agent, present_agents
 from .checkpoints.checkpoint_files import save_tensors, write_atomically
-from .checkpoints.state_trees import in_own_memory
+from .checkpoints.states import in_own_memory
 
 DISTANCE = "consensus distance"
 """The name of the distance for observers."""
