@@ -19,9 +19,13 @@ from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
 from .arguments import (
+    ALL,
     LAYOUT,
     WEIGHABLE,
+    CallerGroup,
+    Group,
     Result,
+    caller_group,
     check_dense,
     check_gatherable,
     check_out,
@@ -36,7 +40,6 @@ from .arguments import (
 from .backend_ops import broadcast_by_backend
 from .backend_ops import members as members_of
 from .fused_ops import AllreduceFamily, copied, is_small
-from .groups import ALL, CallerGroup, Group, caller_group
 from .reduction import reduced as reduced
 
 

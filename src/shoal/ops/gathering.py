@@ -15,9 +15,19 @@ from ..operations.operation import BackendRequest, Exchange, FailurePolicy, Hand
 from ..runtime.agent import Agent, current
 from ..topology._validate import as_int
 from ..transport.wire import Kind, Message, Payload
-from .arguments import LAYOUT, Result, as_ranks, channel_name, check_gatherable, joined, payload, rotated
+from .arguments import (
+    LAYOUT,
+    Group,
+    Result,
+    as_ranks,
+    caller_group,
+    channel_name,
+    check_gatherable,
+    joined,
+    payload,
+    rotated,
+)
 from .backend_ops import members as members_of
-from .groups import Group, caller_group
 
 
 def neighbor_allgather(

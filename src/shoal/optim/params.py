@@ -22,9 +22,8 @@ from ..dtensors import described, is_sharded, local
 from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..operations.operation import Operation
-from ..ops.arguments import LAYOUT
+from ..ops.arguments import LAYOUT, Group
 from ..ops.collective import gather_by_rank
-from ..ops.groups import Group
 from ..ops.objects import allreduce_parameters
 from ..runtime.agent import current
 

@@ -14,9 +14,8 @@ import torch
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
-from ...ops.arguments import Internal, as_bits
+from ...ops.arguments import Group, Internal, as_bits
 from ...ops.collective import allreduce, gather_by_rank
-from ...ops.groups import Group
 from ...ops.objects import broadcast_object
 
 _OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
