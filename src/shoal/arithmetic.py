@@ -20,11 +20,8 @@ from functools import partial
 import torch
 
 from .kernels.native.sums import fits as native_fits
-from .kernels.reduce import REDUCTIONS as REDUCTIONS
 from .kernels.reduce import combine as _combine
-from .kernels.weighted_sum import HALF as HALF
-from .kernels.weighted_sum import common_factor as common_factor
-from .kernels.weighted_sum import real as real
+from .kernels.weighted_sum import HALF, common_factor, real
 from .kernels.weighted_sum import weigh as _weigh
 from .operations.operation import MORE, Arrived
 from .runtime.agent import Agent

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..arithmetic import REDUCTIONS, complete
+from ..arithmetic import complete
 from ..engine.discovery import discover, submit_to_all
 from ..errors import PeerLost
 from ..kernels.elementwise import copy
+from ..kernels.reduce import REDUCTIONS
 from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank
@@ -40,7 +41,7 @@ from .arguments import (
 from .backend_ops import broadcast_by_backend
 from .backend_ops import members as members_of
 from .fused_ops import AllreduceFamily, copied, is_small
-from .reduction import reduced as reduced
+from .reduction import reduced
 
 
 def allreduce(
