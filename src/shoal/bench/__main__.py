@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 import shoal
 
-from . import memory_use, speed, wire_bytes
+from . import parts, wire_bytes
 from .meter import Reporter
 
 PARTS = {
-    "large": speed.large,
-    "small": speed.small,
-    "windows": speed.windows,
-    "latency": speed.latency,
-    "memory": memory_use.measure,
-    "scaling": speed.scaling,
+    "large": parts.large,
+    "small": parts.small,
+    "windows": parts.windows,
+    "latency": parts.latency,
+    "memory": parts.memory,
+    "scaling": parts.scaling,
     "wire": wire_bytes.measure,
 }
 

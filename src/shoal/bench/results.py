@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from .meter import Figures
-from .speed import SCALING_REPETITIONS
+from .parts import SCALING_REPETITIONS
 from .wire_bytes import wire_seconds
 
 MIB = 1 << 20
