@@ -36,8 +36,7 @@ from _ways import (
     decentralized,
     synchronous,
 )
-from shoal.bench.figures import Figures
-from shoal.bench.meter import Case, Reporter, compare
+from shoal.bench.meter import Case, Figures, Reporter, compare
 from shoal.runtime.agent import current
 
 MB = 1 << 20

@@ -24,9 +24,8 @@ from _ways import (
     PUSH_SUM,
     PUT,
 )
-from shoal.bench.figures import Figures
-from shoal.bench.tables import amount, speed_markdown, speed_table
-from shoal.bench.verdicts import Row, faster
+from shoal.bench.meter import Figures
+from shoal.bench.results import Row, amount, faster, speed_markdown, speed_table
 
 GOALS = {
     ("mlp", 2): 1.2,

@@ -13,7 +13,7 @@ import torch
 import shoal
 import shoal.bluefog as bf
 import shoal.compat.horovod as hvd
-from shoal.ops.alltoall import alltoall_nonblocking
+from shoal.ops.gathering import alltoall_nonblocking
 
 SIZE = 4
 X = torch.ones(3)

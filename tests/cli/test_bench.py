@@ -15,10 +15,10 @@ from statistics import fmean
 import pytest
 import torch
 
-from shoal.bench import jobs, machine, picture, verdicts
-from shoal.bench.figures import Figures
+from shoal.bench import jobs, machine, results
 from shoal.bench.machine import Load, LoadWatch
-from shoal.bench.tables import amount, speed_markdown
+from shoal.bench.meter import Figures
+from shoal.bench.results import amount, speed_markdown
 from shoal.bench.wire_bytes import missing_tool, wire_seconds
 from shoal.cli import main
 from support.leftovers import wait_until
@@ -99,7 +99,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("what", "line", "within", "beyond"), LIMITS)
 def test_a_limit_is_met_up_to_its_value_and_not_beyond(what: str, line: int, within: Figures, beyond: Figures) -> None:
-    good, bad = (verdicts.rows_of([figures])[line] for figures in (within, beyond))
+    good, bad = (results.rows_of([figures])[line] for figures in (within, beyond))
     assert (good.what, bad.what) == (what, what)
     assert good.limit
     assert (good.met, bad.met) == (True, False)
@@ -108,29 +108,29 @@ def test_a_limit_is_met_up_to_its_value_and_not_beyond(what: str, line: int, wit
 def test_the_median_of_the_repetitions_is_judged() -> None:
     figures = many(1)
     figures.values["ring"][:] = [100 * MS, 7 * MS, 6 * MS, 7 * MS, 5 * MS]
-    assert verdicts.rows_of([figures])[0].shoal == 7 * MS
+    assert results.rows_of([figures])[0].shoal == 7 * MS
 
 
 def test_many_operations_are_compared_with_gloo_at_its_best() -> None:
-    row, apart = verdicts.rows_of([many(10)])
+    row, apart = results.rows_of([many(10)])
     assert (row.peer, row.peer_value, row.ratio) == ("Gloo all_reduce, joined", 20 * MS, "2.00x as fast")
     assert (apart.peer, apart.peer_value, apart.limit) == ("Gloo all_reduce, in turn, 100 of them", 60 * MS, "")
 
 
 def test_small_sizes_are_shown_without_limits() -> None:
     found = [large(), small(4, 1.0), small(2, 1.0), many(90), published(MIB), rounds(MIB), wire(0.3)]
-    rows = verdicts.rows_of(found, judged=False)
-    assert len(rows) == len(verdicts.rows_of(found)) == 15
+    rows = results.rows_of(found, judged=False)
+    assert len(rows) == len(results.rows_of(found)) == 15
     assert {(row.limit, row.met) for row in rows} == {("", None)}
 
 
 def test_the_table_has_its_own_order() -> None:
-    kinds = [row.what.split(",")[0] for row in verdicts.rows_of([rounds(0), many(1), large()])]
+    kinds = [row.what.split(",")[0] for row in results.rows_of([rounds(0), many(1), large()])]
     assert kinds[0] == "ring" and kinds[-3:] == [*["100 operations in flight"] * 2, "memory that 10"]
 
 
 def test_the_markdown_has_every_figure_with_its_peer_limit_and_verdict() -> None:
-    head, _, *lines = speed_markdown(verdicts.rows_of([small(2, 0.2)])).splitlines()
+    head, _, *lines = speed_markdown(results.rows_of([small(2, 0.2)])).splitlines()
     assert head == "| what | Shoal | compared with | its figure | ratio | limit |  |"
     assert lines[0] == (
         "| ring, 4 B, 2 agents | 0.200 ms | Gloo all_reduce | 0.100 ms | 0.50x as fast | faster | not met |"
@@ -156,14 +156,14 @@ def test_the_wire_takes_the_time_that_its_frames_take() -> None:
 
 
 def test_the_band_is_the_confidence_interval_of_the_mean() -> None:
-    found = picture.band([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
+    found = results.band([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
     # Student's t of 9 degrees of freedom at 95%, times the standard error.
     assert (found.mean, found.reach) == (5.5, pytest.approx(1.8331 * (55 / 6) ** 0.5 / 10**0.5, rel=1e-4))
 
 
 def test_a_band_is_for_ten_values() -> None:
     with pytest.raises(ValueError, match="9 values; the band is that of 10"):
-        picture.band([1.0] * 9)
+        results.band([1.0] * 9)
 
 
 # Whether the machine was quiet

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.ops.alltoall import alltoall_nonblocking
+from shoal.ops.gathering import alltoall_nonblocking
 from support.limits import scaled
 from support.reference import same_bits
 from support.samples import ALL_DTYPES, sample, shapes

@@ -14,7 +14,7 @@ from torch import Tensor
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
 from shoal.compression.draws import Redrawn
-from shoal.ops.encoded_mean import Rest, submit_encoded_mean
+from shoal.ops.encoded import Rest, submit_encoded_mean
 from shoal.runtime.agent import current
 from support.fault_points import Point, arm, over_both
 from support.optimizers import LR, MODEL, batch, flat

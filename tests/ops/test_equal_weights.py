@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.arithmetic import BLOCK_BYTES, common_factor, weigh_in_blocks
+from shoal.arithmetic import BLOCK_BYTES, weigh_in_blocks
+from shoal.kernels.weighted_sum import common_factor
 from shoal.sim import StackedMix
 from shoal.topology import with_uniform_weights
 from shoal.topology.families.static import Circulant, ring

@@ -11,8 +11,7 @@ import shoal
 from shoal.fault_tolerance.membership_states import AgentEvent
 from shoal.operations.membership import Plan
 from shoal.operations.operation import FailurePolicy, Operation, Recovery
-from shoal.ops.arguments import Internal
-from shoal.ops.groups import ALL
+from shoal.ops.arguments import ALL, Internal
 from shoal.ops.neighbor import submit
 from shoal.ops.round_plan import MOST_PLANS, Key, make_plan
 from shoal.runtime.agent import Agent, current

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.optim.exchanges.grouping import as_given, by_count
+from shoal.optim.exchanges.buckets import as_given, by_count
 from support.optimizers import MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]

@@ -13,15 +13,13 @@ from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..operations.membership import WHOLE
 from ..operations.operation import Handle, Operation
-from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import Internal, channel_name, where
 from ..ops.collective import allgather, allreduce, submit_allreduce
 from ..ops.encoded import Encoded
+from ..ops.gathering import neighbor_allgather, submit_alltoall
 from ..ops.neighbor import submit
-from ..ops.neighbor_allgather import neighbor_allgather
-from ..ops.reduce_scatter import shares
+from ..ops.reduction import shares, submit_shares
 from ..ops.robust import Robust, check_neighbours
-from ..ops.shares import submit_shares
 from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule

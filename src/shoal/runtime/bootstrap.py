@@ -56,8 +56,8 @@ _abandoned: list[Engine] = []
 on_start: list[Callable[[Agent], None]] = []
 """Called with every new agent; the timeline and other observers attach themselves here."""
 on_stop: list[Callable[[Agent], None]] = []
-_ATTACHED = "shoal.observability.observers"
-"""The module of these observers, in a higher layer; ``init`` imports it, because callers may not have done so."""
+_OBSERVERS = ("membership_recorder", "status_publisher", "timeline")
+"""The modules of these observers, in a higher layer; ``init`` imports them, because callers may not have done so."""
 
 
 def init(
@@ -101,7 +101,8 @@ def init(
         NotInitialized: This process was forked from an agent's process.
         ValueError: A variable is invalid.
     """
-    import_module(_ATTACHED)
+    for module in _OBSERVERS:
+        import_module(f"shoal.observability.{module}")
     with deferred:
         _init(agent_context(), topology_fn, is_weighted, on_loss, process_group, mesh)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.observability.watch.series import MOST_SAMPLES, EdgeRates
+from shoal.observability.watch.run_state import MOST_SAMPLES, EdgeRates
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 2.0, 20.0])

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.observability.watch import run_state
 from shoal.observability.watch.replay import row_of
-from shoal.observability.watch.run_state import RunState
-from shoal.observability.watch.series import MOST_POINTS, MOST_SERIES, History, Series
+from shoal.observability.watch.run_state import MOST_POINTS, MOST_SERIES, History, RunState, Series
 from support.status_messages import summary
 
 

@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from shoal.cli.rank_claim import ClaimedRanks
-from shoal.cli.watch_setup import listen_for_joining, watch_of_joining
+from shoal.cli.watch import listen_for_joining, watch_of_joining
 from shoal.observability.watch.live import LocalViewer, RemoteViewer
 from shoal.rendezvous.elastic_join import Invitation
 from support.leftovers import nothing_is_left
@@ -33,8 +32,8 @@ def test_a_run_that_is_watched_and_has_room_says_where_it_hears_who_joins() -> N
 
 def test_who_joins_a_run_tells_its_launcher_only_where_that_hears() -> None:
     with nothing_is_left():
-        assert watch_of_joining(ClaimedRanks(room(), "s", 2), "127.0.0.1", 1) is None
-        watch = watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), "127.0.0.1", 1)
+        assert watch_of_joining(room(), "s", "127.0.0.1", 1) is None
+        watch = watch_of_joining(room(watch_port=7), "s", "127.0.0.1", 1)
         assert isinstance(watch, RemoteViewer)
         with watch:
             assert watch.path and not watch.address
@@ -44,9 +43,9 @@ def test_with_tls_nothing_is_told_in_the_clear_beyond_this_machine(monkeypatch: 
     monkeypatch.setenv("SHOAL_TLS", "on")
     with nothing_is_left(), LocalViewer(4, 2, "two", begins=2) as watch:
         assert listen_for_joining(watch, room(), "s", ELSEWHERE, 7, 1) == 0
-        assert watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), ELSEWHERE, 1) is None
+        assert watch_of_joining(room(watch_port=7), "s", ELSEWHERE, 1) is None
         assert listen_for_joining(watch, room(), "s", "127.0.0.1", 7, 1) > 0
-        told = watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), "127.0.0.1", 1)
+        told = watch_of_joining(room(watch_port=7), "s", "127.0.0.1", 1)
         assert told is not None
         with told:
             pass
@@ -54,6 +53,6 @@ def test_with_tls_nothing_is_told_in_the_clear_beyond_this_machine(monkeypatch: 
 
 def test_where_the_launcher_cannot_be_found_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with nothing_is_left():
-        assert watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), "no.such.host.invalid", 1) is None
+        assert watch_of_joining(room(watch_port=7), "s", "no.such.host.invalid", 1) is None
     said = capsys.readouterr().err
     assert "who looks on there does not hear of these agents: where is no.such.host.invalid:7" in said

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.ops import allreduce_choice
+from shoal.ops import reduction
 from shoal.runtime.agent import Agent, current
 from support.limits import scaled
 from support.reference import reduced, same_bits
@@ -29,7 +29,7 @@ def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[in
         def of(agent: Agent, group: Sequence[int], nbytes: int) -> Sequence[int]:
             return owners(group)
 
-        monkeypatch.setattr(allreduce_choice, "owners_of", of)
+        monkeypatch.setattr(reduction, "owners_of", of)
 
     return say
 
@@ -70,7 +70,7 @@ def test_no_dtype_shows_who_owned_its_numbers(
 def test_the_number_of_owners_grows_with_the_tensor_up_to_that_of_the_agents(fleet: Fleets) -> None:
     def run() -> list[int]:
         agent = current()
-        return [len(allreduce_choice.owners_of(agent, range(8), 1 << power)) for power in range(34)]
+        return [len(reduction.owners_of(agent, range(8), 1 << power)) for power in range(34)]
 
     for counts in fleet(8).run(run):
         assert counts[0] == 1
@@ -83,9 +83,9 @@ def test_owners_are_ranks_of_the_group_in_order(fleet: Fleets) -> None:
         agent = current()
         group = [1, 3, 4, 6, 7]
         return all(
-            list(allreduce_choice.owners_of(agent, group, 1 << power)) == sorted(set(owners) & set(group))
+            list(reduction.owners_of(agent, group, 1 << power)) == sorted(set(owners) & set(group))
             for power in range(34)
-            for owners in [allreduce_choice.owners_of(agent, group, 1 << power)]
+            for owners in [reduction.owners_of(agent, group, 1 << power)]
         )
 
     assert all(fleet(8).run(run))
@@ -157,7 +157,7 @@ def by_machine(how: str, inputs: Sequence[torch.Tensor], machines: Sequence[Sequ
 @pytest.mark.parametrize(("machines", "per_machine"), [(2, 2), (3, 2), (2, 3), (4, 2)])
 def test_large_tensors_go_machine_by_machine(fleet: Fleets, machines: int, per_machine: int) -> None:
     """And small ones at once, with the same bits: alone, in a group, or with whatever is in flight."""
-    size, numel = machines * per_machine, allreduce_choice.BY_MACHINES_BYTES // 4 + 1
+    size, numel = machines * per_machine, reduction.BY_MACHINES_BYTES // 4 + 1
     kinds, cuts = ("sum", "average", "min", "max"), [5, 4000, 40_000, numel - 44_005]
 
     def run() -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ def test_large_tensors_go_machine_by_machine(fleet: Fleets, machines: int, per_m
 
 @pytest.mark.links("an engine sums in an order of its own")
 def test_a_group_goes_by_machines_where_it_has_as_many_agents_on_each(fleet: Fleets) -> None:
-    shape = (allreduce_choice.BY_MACHINES_BYTES // 8, 2)
+    shape = (reduction.BY_MACHINES_BYTES // 8, 2)
     uneven, even = [0, 2, 3, 4, 5, 6, 7], [0, 1, 6, 7]
 
     def run() -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ def test_a_group_goes_by_machines_where_it_has_as_many_agents_on_each(fleet: Fle
 
 @pytest.mark.parametrize("other", [1, 2], ids=["beside it", "on another machine"])
 def test_a_shape_that_differs_on_one_machine_is_a_mismatch_and_the_next_call_works(fleet: Fleets, other: int) -> None:
-    numel = allreduce_choice.BY_MACHINES_BYTES // 4
+    numel = reduction.BY_MACHINES_BYTES // 4
 
     def run() -> str:
         differs = shoal.rank() >= other if other == 2 else shoal.rank() == other

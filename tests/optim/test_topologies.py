@@ -15,7 +15,7 @@ import shoal
 import shoal.bluefog as bf
 from shoal.algorithms import CATALOG
 from shoal.compression import TopK
-from shoal.optim.default_topology import topology_of
+from shoal.optim.topologies import topology_of
 from shoal.topology import ChainGraph, ExponentialTwoGraph, OnePeerExponential, RingGraph, SymmetricExponentialGraph
 from shoal.topology.schedule import Schedule, Static
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.optim.checkpoints.state_trees import in_own_memory, mean_state
+from shoal.optim.checkpoints.states import in_own_memory, mean_state
 from support.checkpoints import MODEL, same
 
 
