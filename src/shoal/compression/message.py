@@ -45,3 +45,8 @@ def as_numbers(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)
+
+
+def as_drawn(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with the shape and the device of ``x``, and the dtype in which random numbers are drawn for it."""
+    return torch.empty((), dtype=torch.float32, device=x.device).expand(x.shape) if x.dtype in HALF else x
