@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import inspect
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal.windows import SlotState, Window, by_name
+from shoal.runtime.agent import current
+from shoal.windows import SlotState, Window, by_name, registry
+from shoal.windows.locks import ByteLocks
+from shoal.windows.window_memory import OWN
+from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]
 
@@ -273,6 +284,22 @@ def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fl
         return again.update(0.0, {other: 1.0})[0].item()
 
     assert fleet(2).run(run) == [1.0, 1.0]
+
+
+def test_a_window_that_finds_too_many_open_files_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(fd: int) -> ByteLocks:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def run() -> None:
+        before = sorted(Path("/proc/self/fd").iterdir())
+        monkeypatch.setattr(registry, "ByteLocks", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            shoal.windows.create(torch.zeros(3), "x")
+        monkeypatch.undo()
+        assert sorted(Path("/proc/self/fd").iterdir()) == before
+        shoal.windows.create(torch.zeros(3), "x").free()
+
+    shoal.Fleet(1).run(run)
 
 
 def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
