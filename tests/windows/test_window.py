@@ -286,6 +286,32 @@ def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fl
     assert fleet(2).run(run) == [1.0, 1.0]
 
 
+def test_a_put_that_cannot_scale_its_tensor_does_not_scale_p_either(fleet: Fleets) -> None:
+    """The tensor is locked until after the deadline: with another p, all later estimates x / p would be wrong."""
+
+    def run() -> None:
+        other, rank = ring_of_two(), shoal.rank()
+        shoal.windows.turn_on_associated_p()
+        window = shoal.windows.create(shoal.empty(3).fill_(8.0), "x", zero_init=True)
+        if rank == 0:
+            part = window._part
+            # As a neighbour does that gets the tensor, and is stopped.
+            send = part._send
+
+            def send_first(*args: Any) -> None:
+                send(*args)
+                part.memory.acquire(OWN, other, time.monotonic() + 10.0)
+
+            part._send = send_first  # type: ignore[method-assign]
+            with pytest.raises(shoal.DeadlineExceeded, match="kept locked"):
+                window.put(self_weight=0.5, dst_weights={other: 0.5}, timeout=0.2)
+            part.memory.locks.release(OWN)
+            assert window.tensor.tolist() == [8.0 * window.p] * 3
+        shoal.barrier()
+
+    fleet(2).run(run)
+
+
 def test_a_window_that_finds_too_many_open_files_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(fd: int) -> ByteLocks:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

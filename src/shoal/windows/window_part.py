@@ -171,9 +171,11 @@ class WindowPart:
         if self_weight is None:
             return True
         with self._my_turn(deadline, how.value):
-            if share is not None:
-                self.p *= self_weight
             with self._own(deadline, how.value) if self._is_own(tensor) else ExitStack():
+                # Only with the lock, which may not come before the deadline: multiplied without its tensor, p would
+                # make all later estimates wrong.
+                if share is not None:
+                    self.p *= self_weight
                 source.mul_(self_weight)
             self._publish_own(deadline, how.value)
         return True
