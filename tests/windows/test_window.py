@@ -328,6 +328,20 @@ def test_a_window_that_finds_too_many_open_files_opens_none(monkeypatch: pytest.
     shoal.Fleet(1).run(run)
 
 
+def test_a_freed_window_lets_the_memory_of_its_neighbours_go() -> None:
+    def run() -> bool:
+        other = ring_of_two()
+        window = shoal.windows.create(torch.zeros(3), "x")
+        theirs = weakref.ref(window._part.direct[other])
+        shoal.barrier()
+        window.free()
+        gc.collect()
+        assert window.name == "x"  # it is still there
+        return theirs() is None
+
+    assert shoal.Fleet(2, transport="shared_memory").run(run) == [True, True]
+
+
 def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
     def run() -> float:
         other = ring_of_two()

@@ -513,4 +513,5 @@ class WindowPart:
         self._closed = True
         for memory in (self.memory, *self._mapped):
             memory.locks.close()
-        self.direct = {}
+        # A script may keep its Window, which would keep the neighbours' memory mapped.
+        self.direct, self._mapped = {}, []
