@@ -286,6 +286,28 @@ def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fl
     assert fleet(2).run(run) == [1.0, 1.0]
 
 
+@pytest.mark.transport("network")
+def test_an_owner_gives_its_mutex_to_neighbours_only() -> None:
+    """Window.mutex checks the ranks as well; an owner does not trust the check of another agent."""
+
+    def run() -> list[int]:
+        shoal.set_topology(shoal.topology.RingGraph(4, connect_style=1))
+        window, rank = shoal.windows.create(torch.zeros(2), "x"), shoal.rank()
+        part, refused = window._part, []
+        for owner in range(4):
+            if owner != rank:
+                try:
+                    with part.mutex([owner], time.monotonic() + 20.0, "win_mutex"):
+                        pass
+                except shoal.Mismatch as error:
+                    assert f"rank {owner} has no edge for win_lock from rank {rank}" in str(error)
+                    refused.append(owner)
+        shoal.barrier()
+        return refused
+
+    assert shoal.Fleet(4, transport="network").run(run) == [[2], [3], [0], [1]]
+
+
 def test_a_put_that_cannot_scale_its_tensor_does_not_scale_p_either(fleet: Fleets) -> None:
     """The tensor is locked until after the deadline: with another p, all later estimates x / p would be wrong."""
 

@@ -134,6 +134,11 @@ class Requests:
             return True
 
     def _do(self, window: WindowPart, source: int, message: Message) -> bool:
+        # The far agent's own checks are not trusted. A write for a rank without a slot would raise KeyError in the
+        # thread that drives this agent. A mutex belongs to the ends of edges: other agents may not keep them waiting.
+        if not _has_edge(window, source, message.op):
+            self._refuse(source, message, f"has no edge for {message.op} from rank {source} in this window")
+            return True
         if message.op == LOCK:
             # The owner's process holds the kernel's lock in place of the far agent, which has no descriptor. So the
             # owner releases it when that agent is lost.
@@ -142,17 +147,11 @@ class Requests:
             self._holders[message.name] = source
             self._answer(source, message)
             return True
-        how = _HOW.get(message.op)
-        # The far agent's own checks are not trusted: a write for a rank without a slot would raise KeyError in the
-        # thread that drives this agent.
-        neighbours = window.destinations if how is WriteKind.GET else window.sources
-        if how is None or source not in neighbours:
-            self._refuse(source, message, f"has no edge for {message.op} from rank {source} in this window")
-            return True
+        how = _HOW[message.op]
         if how is WriteKind.GET:
             return self._give(window, source, message)
         payload, layout = message.payload, window.memory.layout
-        # For the same reason: a tensor of another size or dtype would raise there as well.
+        # Not trusted either: a tensor of another size or dtype would raise there as well.
         if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
             self._refuse(source, message, f"expects {layout.numel} elements of {layout.dtype}")
             return True
@@ -227,6 +226,13 @@ class Requests:
         rank = self._engine.rank
         text = f"{message.op} {name_of(message.name)!r} on rank {source}: rank {rank} {why}"
         self._engine.refuse(source, message, text, lost)
+
+
+def _has_edge(window: WindowPart, source: int, op: str) -> bool:
+    """Whether an agent is a neighbour of the kind that an operation needs."""
+    if op == LOCK:
+        return source in window.sources or source in window.destinations
+    return op in _HOW and source in (window.destinations if op == WriteKind.GET.value else window.sources)
 
 
 SECONDS = 0.0005
