@@ -364,6 +364,91 @@ def test_a_freed_window_lets_the_memory_of_its_neighbours_go() -> None:
     assert shoal.Fleet(2, transport="shared_memory").run(run) == [True, True]
 
 
+@pytest.mark.transport("network")
+def test_a_mutex_that_was_waited_for_in_vain_leaves_no_unread_message() -> None:
+    def run() -> bool:
+        ring_of_two()
+        window, rank, drained = shoal.windows.create(torch.zeros(3), "x"), shoal.rank(), True
+        with window.mutex(for_self=True) if rank == 0 else nullcontext():
+            shoal.barrier()
+            if rank == 1:
+                with pytest.raises(shoal.DeadlineExceeded, match="win_lock"), window.mutex([0], timeout=0.1):
+                    pass
+                drained = wait_until(lambda: current().engine.sender.drained)
+            shoal.barrier()
+        return drained
+
+    assert shoal.Fleet(2, transport="network", timeout=20.0).run(run) == [True, True]
+
+
+@pytest.mark.transport("network")
+def test_a_put_does_not_wait_for_the_mutex_that_another_thread_waits_for() -> None:
+    def run() -> float:
+        other, rank = ring_of_two(), shoal.rank()
+        window = shoal.windows.create(torch.full((3,), rank + 1.0), "x", zero_init=True)
+        waits = threading.Event()
+
+        def take() -> None:
+            waits.set()
+            with window.mutex([0]):
+                pass
+
+        with window.mutex(for_self=True) if rank == 0 else nullcontext():
+            shoal.barrier()
+            if rank == 1:
+                taker = threading.Thread(target=take)
+                taker.start()
+                waits.wait()
+                assert wait_until(lambda: any(one.op == "win_lock" for one in current().engine.in_flight()))
+                window.put()
+            shoal.barrier()
+        if rank == 1:
+            taker.join()
+        shoal.barrier()
+        return float(window.update(0.0, {other: 1.0}, clone=True)[0])
+
+    assert shoal.Fleet(2, transport="network", timeout=10.0).run(run) == [2.0, 0.0]
+
+
+@pytest.mark.transport("network")
+def test_the_mutex_of_a_freed_window_is_not_that_of_its_successor() -> None:
+    def run() -> bool | None:
+        ring_of_two()
+        rank, found = shoal.rank(), None
+        before = shoal.windows.create(torch.zeros(2), "x")
+        stale = before.mutex([0]) if rank == 1 else nullcontext()
+        with stale:
+            shoal.barrier()
+            before.free()
+            shoal.barrier()
+            window = shoal.windows.create(torch.zeros(2), "x")
+            holds, done = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                with window.mutex([0]):
+                    holds.set()
+                    done.wait(20.0)
+
+            if rank == 1:
+                holder = threading.Thread(target=hold)
+                holder.start()
+                assert holds.wait(10.0)
+        shoal.barrier()
+        if rank == 0:
+            try:
+                with window.mutex(for_self=True, timeout=0.2):
+                    found = True
+            except shoal.DeadlineExceeded:
+                found = False
+        shoal.barrier()
+        if rank == 1:
+            done.set()
+            holder.join()
+        return found
+
+    assert shoal.Fleet(2, transport="network", timeout=10.0).run(run) == [False, None]
+
+
 def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
     def run() -> float:
         other = ring_of_two()
