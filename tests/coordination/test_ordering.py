@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
+from shoal.coordination import group_store
+from shoal.coordination.group_store import GroupStores
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.coordination.response_cache import ResponseCache
 from shoal.coordination.round import RoundOutcome
@@ -138,6 +140,8 @@ def test_ten_thousand_schedules_have_one_order_and_end(fleet: Fleets, part: int)
 
 UNORDERED = """
 import torch, shoal
+from shoal.coordination import group_store
+from shoal.coordination.group_store import GroupStores
 from shoal.coordination.ordering import CollectiveOrdering
 
 def at_once(self, operation, stage):
@@ -486,7 +490,8 @@ def test_an_agent_that_leaves_with_calls_pending_is_named_and_the_others_go_on(f
 
 
 def test_an_agent_whose_last_round_fails_leaves_in_good_order(fleet: Fleets) -> None:
-    """It took part in that round. Another round would be without itself, which would end the exchange of all."""
+    """It took part in that round. Another round would be without itself, and that would end its exchange with an error,
+    so that it would not deliver what others still need of it."""
     together, left = threading.Barrier(3), threading.Event()
 
     def run() -> int:
@@ -497,10 +502,10 @@ def test_an_agent_whose_last_round_fails_leaves_in_good_order(fleet: Fleets) -> 
             order()._cache.put(_request("y"))  # now the caches differ, and the next round fails
         together.wait()
         if rank == 2:
-            mine = order()
+            mine, engine = order(), current().engine
             shoal.shutdown()
             left.set()
-            assert mine.left
+            assert engine.ended is None
             return mine.counts.rounds
         assert left.wait(10.0)
         pair = shoal.pair_gossip(torch.full((2,), float(rank)), 1 - rank, name="pair")
@@ -545,6 +550,26 @@ def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_i
     assert not one.left
     one._await_no_more(1)
     assert one.left
+
+
+def test_values_of_earlier_memberships_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each membership makes its groups anew. Their values together may be more than an agent may send for one."""
+    monkeypatch.setattr(group_store, "MOST_WORDS", 3)
+    stores = GroupStores(SimpleNamespace(rank=0, timeout=1.0))  # type: ignore[arg-type]
+
+    def arrives(label: str, key: str) -> None:
+        place, value = stores._parsed(1, [f"{label} 0,1", key, "eA=="])
+        stores._keep(1, place, value)
+
+    for label in ("after 0 losses", "after 1 losses", "after 2 losses"):
+        for key in "abc":
+            arrives(label, key)
+        assert stores.wait(label, f"{label} 0,1", ["a", "b", "c"], 0.0)
+        with pytest.raises(ValueError, match="more than 3"):
+            arrives(label, "d")
+        stores.give_up(label)
+        arrives(label, "late")
+        assert not stores._values
 
 
 def test_two_jobs_of_one_process_do_not_meet() -> None:
