@@ -172,10 +172,8 @@ class WindowPart:
             return True
         with self._my_turn(deadline, how.value):
             with self._own(deadline, how.value) if self._is_own(tensor) else ExitStack():
-                # Only with the lock, which may not come before the deadline: multiplied without its tensor, p would
-                # make all later estimates wrong.
-                if share is not None:
-                    self.p *= self_weight
+                # Only with the lock, which may come too late: p without its tensor would make all estimates wrong.
+                self.p *= 1.0 if share is None else self_weight
                 source.mul_(self_weight)
             self._publish_own(deadline, how.value)
         return True
@@ -513,5 +511,4 @@ class WindowPart:
         self._closed = True
         for memory in (self.memory, *self._mapped):
             memory.locks.close()
-        # A script may keep its Window, which would keep the neighbours' memory mapped.
-        self.direct, self._mapped = {}, []
+        self.direct, self._mapped = {}, []  # or a Window that a script keeps would keep the neighbours' memory mapped
