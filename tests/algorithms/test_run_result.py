@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,8 @@ from shoal.algorithms import (
     run,
 )
 from shoal.algorithms.needs import CONNECTED
+from shoal.algorithms.runs import run_result
+from shoal.ops import safe_serialization
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology.families.static import ring
 from support.least_squares import DIMENSION, loss, problem
@@ -157,6 +159,28 @@ def test_no_pickle_is_read_or_written(tmp_path: Path) -> None:
     for name in ("pickled", "empty", "cut"):
         with pytest.raises(ValueError, match="is not a saved run"):
             Run.load(tmp_path / name)
+
+
+def test_a_run_of_another_file_version_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """A file of version 1 may lack the count of gradients, without which a continued run would repeat batches."""
+    made = stacked(GradientDescent(0.1), 1)
+    content = {one.name: getattr(made, one.name) for one in fields(Run) if one.name != "gradients"}
+    for kind, match in {
+        "shoal run, version 1": r"run1 is a run of file version 1, and this version of Shoal reads version 2\. Load it",
+        "shoal run, version 2": "run1 is not a saved run, or is damaged: its fields are x, estimate, ",
+        "shoal walk": "run1 is not a saved run, or is damaged: it has another kind of content",
+    }.items():
+        data = safe_serialization.write({"kind": kind, **content}, "run")
+        (tmp_path / "run1").write_bytes(data.numpy().tobytes())
+        with pytest.raises(ValueError, match=match):
+            Run.load(tmp_path / "run1")
+
+
+def test_other_fields_of_a_run_need_another_file_version() -> None:
+    known = {
+        "2": "x estimate state steps sent rounds seconds records exchanges gradients",
+    }
+    assert known[run_result._VERSION] == " ".join(one.name for one in fields(Run))
 
 
 def test_a_plot_has_one_figure_over_another() -> None:

@@ -8,12 +8,13 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shoal
 from shoal.algorithms import Exchange
 from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
+from shoal.compression.draws import _between_0_and_1
 from shoal.sim.stacked import StackedMix
 from shoal.topology.families.static import ring
 
@@ -149,6 +150,31 @@ def test_the_mean_of_an_unbiased_one_is_the_vector(compressor: Compressor, dtype
     # Hoeffding, for each number: what it can be lies within the range that was seen.
     margin = (drawn.amax(0) - drawn.amin(0)) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
     assert ((drawn.mean(0) - x).abs() <= margin + 1e-12).all()
+
+
+class Evenly:
+    """Random numbers that have every share of [0, 1) equally often, one for each row."""
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        bits = ((torch.arange(len(like), dtype=torch.float64) + 0.5) * (2**53 / len(like))).long()
+        return _between_0_and_1(bits, torch.empty(len(like), dtype=like.dtype))[:, None].expand(like.shape)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([torch.float16, torch.bfloat16]),
+    st.floats(-1.0, 1.0, width=32),
+    st.integers(0, 20),
+    st.sampled_from([1, 7, 100, 127]),
+)
+@example(torch.bfloat16, -1.0, 15, 127)  # far below a step: rounded to a multiple, it would always become zero
+@example(torch.bfloat16, 0.99609375, 0, 127)  # 127.5 steps: the largest multiple has to be above it
+def test_qsgd_of_16_bits_has_no_bias(dtype: torch.dtype, share: float, halvings: int, levels: int) -> None:
+    """The mean over all random numbers, to the distance of two of them. The largest number of the vector is 128."""
+    count = 1 << 13
+    x = torch.tensor([128.0 * share * 0.5**halvings, 128.0], dtype=torch.float64).to(dtype)
+    found = QSGD(levels)(x.expand(count, -1), Evenly()).double().mean(0)
+    assert ((found - x.double()).abs() <= 256 / levels / count).all(), (found - x.double()).tolist()
 
 
 def test_what_is_called_biased_is() -> None:

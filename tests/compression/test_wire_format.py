@@ -310,8 +310,15 @@ def test_a_message_of_another_length_or_kind_is_refused(compressor: Compressor) 
 
 
 def test_no_multiple_is_above_the_levels_where_a_dtype_has_them_not() -> None:
-    x = torch.tensor([[512.0, -512.0]], dtype=torch.bfloat16)  # 512 / 511 is one, and 511 would be 512
-    assert QSGD(511)(x, mix(1)).tolist() == [[510.0, -510.0]]
+    levels, most = (1 << 25) - 1, float(1 << 25)
+    x = torch.tensor([[most, -most]])  # the quotient by the levels is one, and float32 rounds the levels to `most`
+    assert QSGD(levels)(x, mix(1)).tolist() == [[most - 2, 2 - most]]
+    check(QSGD(levels), x)
+
+
+def test_the_step_of_16_bits_leaves_the_largest_number_within_the_levels() -> None:
+    x = torch.tensor([[512.0, -512.0]], dtype=torch.bfloat16)  # 512 / 511 is one in bfloat16: the step would be, too
+    assert torch.equal(QSGD(511)(x, mix(1)), x)
     check(QSGD(511), x)
 
 

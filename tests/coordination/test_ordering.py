@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
+from shoal.coordination import group_store
+from shoal.coordination.group_store import GroupStores
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.coordination.response_cache import ResponseCache
+from shoal.coordination.round import RoundOutcome
 from shoal.runtime.agent import current
 from support import PROCESS_GROUP
 from support.leftovers import nothing_is_left, wait_until
@@ -136,6 +140,8 @@ def test_ten_thousand_schedules_have_one_order_and_end(fleet: Fleets, part: int)
 
 UNORDERED = """
 import torch, shoal
+from shoal.coordination import group_store
+from shoal.coordination.group_store import GroupStores
 from shoal.coordination.ordering import CollectiveOrdering
 
 def at_once(self, operation, stage):
@@ -483,6 +489,33 @@ def test_an_agent_that_leaves_with_calls_pending_is_named_and_the_others_go_on(f
     fleet(3).run(run)
 
 
+def test_an_agent_whose_last_round_fails_leaves_in_good_order(fleet: Fleets) -> None:
+    """It took part in that round. Another round would be without itself, and that would end its exchange with an error,
+    so that it would not deliver what others still need of it."""
+    together, left = threading.Barrier(3), threading.Event()
+
+    def run() -> int:
+        rank = shoal.rank()
+        shoal.allreduce(torch.ones(1), name="x")
+        together.wait()
+        if rank == 1:
+            order()._cache.put(_request("y"))  # now the caches differ, and the next round fails
+        together.wait()
+        if rank == 2:
+            mine, engine = order(), current().engine
+            shoal.shutdown()
+            left.set()
+            assert engine.ended is None
+            return mine.counts.rounds
+        assert left.wait(10.0)
+        pair = shoal.pair_gossip(torch.full((2,), float(rank)), 1 - rank, name="pair")
+        assert pair.tolist() == [0.5, 0.5]
+        return 0
+
+    *_, rounds = fleet(3).run(run)
+    assert rounds == 2
+
+
 def test_what_an_agent_is_given_up_for_after_all_have_come_moves_all_the_same(fleet: Fleets) -> None:
     """A round that says it is ready binds everybody: who gives up then is not missed by the others."""
 
@@ -501,6 +534,42 @@ def test_what_an_agent_is_given_up_for_after_all_have_come_moves_all_the_same(fl
         return found
 
     assert fleet(2).run(run) == [[0.5] * 30] * 2
+
+
+def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_is_back() -> None:
+    """What it knew of the lost one, that it moves nothing any more, does not hold for the one that is back."""
+    calls: list[Callable[[], None]] = []
+    groups = SimpleNamespace(stop=lambda: None, then=calls.append)
+    engine = SimpleNamespace(rank=0, alive=(0, 1), matcher=None, current_plan=None, notify=lambda: None)
+    one = CollectiveOrdering(engine)  # type: ignore[arg-type]
+    one.move_by(lambda plan: groups)  # type: ignore[arg-type, return-value]
+    one.on_departure(1, None)
+    one.enter()
+    one._let_go(RoundOutcome((0, 1), leaving=(0,)))
+    one._await_no_more(0)
+    assert not one.left
+    one._await_no_more(1)
+    assert one.left
+
+
+def test_values_of_earlier_memberships_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each membership makes its groups anew. Their values together may be more than an agent may send for one."""
+    monkeypatch.setattr(group_store, "MOST_WORDS", 3)
+    stores = GroupStores(SimpleNamespace(rank=0, timeout=1.0))  # type: ignore[arg-type]
+
+    def arrives(label: str, key: str) -> None:
+        place, value = stores._parsed(1, [f"{label} 0,1", key, "eA=="])
+        stores._keep(1, place, value)
+
+    for label in ("after 0 losses", "after 1 losses", "after 2 losses"):
+        for key in "abc":
+            arrives(label, key)
+        assert stores.wait(label, f"{label} 0,1", ["a", "b", "c"], 0.0)
+        with pytest.raises(ValueError, match="more than 3"):
+            arrives(label, "d")
+        stores.give_up(label)
+        arrives(label, "late")
+        assert not stores._values
 
 
 def test_two_jobs_of_one_process_do_not_meet() -> None:

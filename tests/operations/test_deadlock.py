@@ -342,6 +342,26 @@ def test_a_verdict_of_one_that_is_not_waited_for_changes_nothing(fleet: Fleets) 
     assert fleet(3).run(run) == [3.0] * 3
 
 
+def test_a_verdict_on_a_call_that_does_not_wait_for_its_sender_changes_nothing(fleet: Fleets) -> None:
+    """Rank 1 sends it, and would be the next agent of the cycle; the call of rank 0 waits for rank 2 alone."""
+
+    def run() -> float:
+        rank = shoal.rank()
+        others, x = {1: {}, 0: {2: 0.5}, 2: {0: 0.5}}[rank], torch.tensor([float(rank)])
+        handle = None
+        if rank == 0:
+            handle = shoal.neighbor_allreduce_nonblocking(x, 0.5, others, dict.fromkeys(others, 1.0), name="a")
+            text = '[[2, "neighbor_allreduce", "x", 0], [0, "neighbor_allreduce", "a", 0], [1, "allreduce", "y", 0]]'
+            with current().engine.lock:
+                current().engine.deadlocks.judge(1, Message(Kind.DENY, deadlock.DEADLOCK, deadlock.DEADLOCK, text=text))
+        call("rank 0 has the verdict")
+        if rank == 2:
+            return float(shoal.neighbor_allreduce(x, 0.5, others, dict.fromkeys(others, 1.0), name="a")[0])
+        return float(handle.wait()[0]) if handle is not None else 1.0
+
+    assert fleet(3).run(run) == [1.0] * 3
+
+
 def test_a_callback_is_pending_until_it_has_returned() -> None:
     """Its operation has ended by then, so only this shows that a call may still come from it."""
     callbacks, seen = Callbacks(), []

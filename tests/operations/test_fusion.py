@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations import fusion
+from shoal.operations import fused_operation, fusion
 from shoal.operations.fused_name import MOST_OPERATIONS, PREFIX
 from shoal.operations.fused_operation import MOST_BYTES
 from shoal.operations.lifecycle import Lifecycle
@@ -338,6 +338,46 @@ def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet
         return sum(handle.wait().item() for handle in handles)
 
     assert fleet(2).run(run) == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("where", ["_go_together", "encode_fused_name", "emit", "together"])
+def test_an_error_while_operations_are_fused_reaches_their_callers(
+    fleet: Fleets, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in no queue at that time, so nothing else would end them before their deadline."""
+
+    def run() -> list[bool]:
+        engine = current().engine
+        shoal.events().subscribe(lambda event: None)
+        with engine.lock:  # no other thread begins them
+            handles = [
+                shoal.neighbor_allreduce_nonblocking(torch.ones(2, dtype=dtype))
+                for dtype in (torch.float32, torch.float64, torch.float32)
+            ]
+            owners = {"emit": type(engine.events), "together": type(handles[0].operation.fusible.family)}
+
+            def fails(*_: Any, **__: Any) -> None:
+                monkeypatch.undo()
+                raise MemoryError("of the test")
+
+            monkeypatch.setattr(owners.get(where, fused_operation), where, fails)
+            with pytest.raises(MemoryError, match="of the test"):
+                engine.fusion.begin()
+            assert not engine.fusion._active
+            failed = [handle.poll() for handle in handles]
+        for handle, has_failed in zip(handles, failed, strict=True):
+            if has_failed:
+                with pytest.raises(MemoryError, match="of the test"):
+                    handle.wait()
+            else:  # it is in the queue
+                assert handle.wait().tolist() == [1.0, 1.0]
+        assert shoal.neighbor_allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+        return failed
+
+    fails_before_the_third = [True, False, False]
+    assert fleet(1, timeout=20.0).run(run) == [
+        fails_before_the_third if where == "_go_together" else [True, False, True]
+    ]
 
 
 @pytest.mark.parametrize("limit", ["MOST_UNREAD", "MOST_UNREAD_BYTES"])

@@ -479,5 +479,7 @@ def test_calls_that_are_planned_without_some_go_alone() -> None:
     waiting = unbegun([lost, lost, Plan(), entered, Plan()])
     taken = []
     while waiting:
-        taken.append([one.round for one in take_fusible(waiting)[1]])
+        members: list[Operation] = []
+        take_fusible(waiting, members)
+        taken.append([one.round for one in members])
     assert taken == [[0], [1], [2, 3, 4]]

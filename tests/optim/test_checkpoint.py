@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import math
 import os
 import pickle
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.optim.checkpoints.all_agents import all_try, from_one_agent
+from shoal.optim.checkpoints.checkpoint_files import write_atomically
 from support.checkpoints import DATA, MODEL, SIZE, Run, folders, same, weight
 
 Fleets = Callable[..., shoal.Fleet]
@@ -105,6 +108,47 @@ def test_files_without_their_manifest_do_not_count_and_the_next_save_clears_them
     shoal.Fleet(2).run(save_at, 2)
     assert folders(tmp_path) == ["000001-step-1", "000003-step-2", "notes"]
     assert shoal.Fleet(2).run(load) == [(2, 2.0)] * 2
+
+
+def test_an_old_manifest_that_a_power_cut_brings_back_does_no_harm(tmp_path: Path) -> None:
+    """Its unlinking is not on the disk yet when the next checkpoint counts. Its files may be gone, or there in part."""
+    manifest = tmp_path / "000001-step-10" / "manifest.json"
+
+    def run() -> None:
+        model = weight(1.0)
+        checkpoint = shoal.Checkpoint(model=model)
+        checkpoint.save(tmp_path, 10, keep=1)
+        before = manifest.read_bytes()
+        nn.init.constant_(model.weight, 2.0)
+        checkpoint.save(tmp_path, 20, keep=1)
+        assert not manifest.exists()
+        for part in (None, b"the begin of a file"):
+            manifest.parent.mkdir(exist_ok=True)
+            manifest.write_bytes(before)
+            if part is not None:
+                (manifest.parent / "agent-0.pt").write_bytes(part)
+            nn.init.constant_(model.weight, 0.0)
+            with pytest.raises(shoal.ShoalError, match=r"agent-0\.pt"):
+                checkpoint.load(tmp_path, step=10)
+            assert model.weight.item() == 0.0
+            assert (checkpoint.load(tmp_path), model.weight.item()) == (20, 2.0)
+        checkpoint.save(tmp_path, 30, keep=1)
+
+    shoal.Fleet(1).run(run)
+    assert folders(tmp_path) == ["000003-step-30"]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_text("before")
+
+    def write(partial: Path) -> None:
+        partial.write_text("a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, write)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("model.pt", "before")]
 
 
 def test_where_nothing_was_saved(tmp_path: Path) -> None:
@@ -305,6 +349,21 @@ def test_a_damaged_file_of_one_agent_is_an_error_on_all_and_changes_nothing(flee
         assert caught.value.ranks == (1,) and same(run.all(), before)
 
     fleet(SIZE).run(run)
+
+
+def test_an_error_whose_text_cannot_be_encoded_is_an_error_on_all() -> None:
+    """As that of a part whose state_dict() names a file with bytes that are no UTF-8."""
+
+    def fail() -> None:
+        raise ValueError("run \udcff")
+
+    def run() -> None:
+        errors, _ = all_try("checkpoint.test", fail if shoal.rank() == 1 else lambda: None, None)
+        assert errors == {1: "ValueError: run ?"}
+        with pytest.raises(shoal.ShoalError, match=r"checkpoint: at rank 0, ValueError: run \?$"):
+            from_one_agent(0, "checkpoint.test", fail, None)
+
+    shoal.Fleet(2, timeout=20.0).run(run)
 
 
 class Trap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +252,28 @@ def test_machine_topologies_that_differ_are_a_mismatch_where_a_machine_has_lost_
     found = fleet(6, agents_per_machine=2).run(run)
     # Agents whose call has failed count as lost. The last ones may be alike, and have an average among themselves.
     assert any(one.startswith("Mismatch: ") for one in found), found
+
+
+def test_such_a_mismatch_has_one_outcome_on_all_agents_long_before_the_deadline(fleet: Fleets) -> None:
+    """Also on agents that are not the first of their machine, which exchange nothing with other machines. No agent
+    leaves meanwhile: that would be another event."""
+    failed = threading.Barrier(5)
+
+    def run() -> tuple[str, float]:
+        graph = nx.DiGraph(topology_util.RingGraph(3))
+        if shoal.machine_rank() == 0:
+            graph.edges[2, 1]["weight"] = 0.75
+        shoal.set_machine_topology(graph, is_weighted=True)
+        shoal.barrier()
+        if shoal.rank() == 5:
+            shoal.shutdown()
+            return "", 5.0
+        while 5 in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
+            pass
+        # A deadline would end the call of some with DeadlineExceeded.
+        with pytest.raises(shoal.ShoalError) as caught:
+            shoal.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=60)
+        failed.wait(90.0)
+        return type(caught.value).__name__, float(shoal.allreduce(torch.ones(1), average=False))
+
+    assert fleet(6, agents_per_machine=2, timeout=100.0).run(run)[:5] == [("Mismatch", 5.0)] * 5

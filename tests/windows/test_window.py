@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import inspect
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal.windows import SlotState, Window, by_name
+from shoal.runtime.agent import current
+from shoal.windows import SlotState, Window, by_name, registry
+from shoal.windows.locks import ByteLocks
+from shoal.windows.window_memory import OWN
+from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]
 
@@ -273,6 +284,169 @@ def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fl
         return again.update(0.0, {other: 1.0})[0].item()
 
     assert fleet(2).run(run) == [1.0, 1.0]
+
+
+@pytest.mark.transport("network")
+def test_an_owner_gives_its_mutex_to_neighbours_only() -> None:
+    """Window.mutex checks the ranks as well; an owner does not trust the check of another agent."""
+
+    def run() -> list[int]:
+        shoal.set_topology(shoal.topology.RingGraph(4, connect_style=1))
+        window, rank = shoal.windows.create(torch.zeros(2), "x"), shoal.rank()
+        part, refused = window._part, []
+        for owner in range(4):
+            if owner != rank:
+                try:
+                    with part.mutex([owner], time.monotonic() + 20.0, "win_mutex"):
+                        pass
+                except shoal.Mismatch as error:
+                    assert f"rank {owner} has no edge for win_lock from rank {rank}" in str(error)
+                    refused.append(owner)
+        shoal.barrier()
+        return refused
+
+    assert shoal.Fleet(4, transport="network").run(run) == [[2], [3], [0], [1]]
+
+
+def test_a_put_that_cannot_scale_its_tensor_does_not_scale_p_either(fleet: Fleets) -> None:
+    """The tensor is locked until after the deadline: with another p, all later estimates x / p would be wrong."""
+
+    def run() -> None:
+        other, rank = ring_of_two(), shoal.rank()
+        shoal.windows.turn_on_associated_p()
+        window = shoal.windows.create(shoal.empty(3).fill_(8.0), "x", zero_init=True)
+        if rank == 0:
+            part = window._part
+            # As a neighbour does that gets the tensor, and is stopped.
+            send = part._send
+
+            def send_first(*args: Any) -> None:
+                send(*args)
+                part.memory.acquire(OWN, other, time.monotonic() + 10.0)
+
+            part._send = send_first  # type: ignore[method-assign]
+            with pytest.raises(shoal.DeadlineExceeded, match="kept locked"):
+                window.put(self_weight=0.5, dst_weights={other: 0.5}, timeout=0.2)
+            part.memory.locks.release(OWN)
+            assert window.tensor.tolist() == [8.0 * window.p] * 3
+        shoal.barrier()
+
+    fleet(2).run(run)
+
+
+def test_a_window_that_finds_too_many_open_files_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(fd: int) -> ByteLocks:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def run() -> None:
+        before = sorted(Path("/proc/self/fd").iterdir())
+        monkeypatch.setattr(registry, "ByteLocks", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            shoal.windows.create(torch.zeros(3), "x")
+        monkeypatch.undo()
+        assert sorted(Path("/proc/self/fd").iterdir()) == before
+        shoal.windows.create(torch.zeros(3), "x").free()
+
+    shoal.Fleet(1).run(run)
+
+
+def test_a_freed_window_lets_the_memory_of_its_neighbours_go() -> None:
+    def run() -> bool:
+        other = ring_of_two()
+        window = shoal.windows.create(torch.zeros(3), "x")
+        theirs = weakref.ref(window._part.direct[other])
+        shoal.barrier()
+        window.free()
+        gc.collect()
+        assert window.name == "x"  # it is still there
+        return theirs() is None
+
+    assert shoal.Fleet(2, transport="shared_memory").run(run) == [True, True]
+
+
+@pytest.mark.transport("network")
+def test_a_mutex_that_was_waited_for_in_vain_leaves_no_unread_message() -> None:
+    def run() -> bool:
+        ring_of_two()
+        window, rank, drained = shoal.windows.create(torch.zeros(3), "x"), shoal.rank(), True
+        with window.mutex(for_self=True) if rank == 0 else nullcontext():
+            shoal.barrier()
+            if rank == 1:
+                with pytest.raises(shoal.DeadlineExceeded, match="win_lock"), window.mutex([0], timeout=0.1):
+                    pass
+                drained = wait_until(lambda: current().engine.sender.drained)
+            shoal.barrier()
+        return drained
+
+    assert shoal.Fleet(2, transport="network", timeout=20.0).run(run) == [True, True]
+
+
+@pytest.mark.transport("network")
+def test_a_put_does_not_wait_for_the_mutex_that_another_thread_waits_for() -> None:
+    def run() -> float:
+        other, rank = ring_of_two(), shoal.rank()
+        window = shoal.windows.create(torch.full((3,), rank + 1.0), "x", zero_init=True)
+        waits = threading.Event()
+
+        def take() -> None:
+            waits.set()
+            with window.mutex([0]):
+                pass
+
+        with window.mutex(for_self=True) if rank == 0 else nullcontext():
+            shoal.barrier()
+            if rank == 1:
+                taker = threading.Thread(target=take)
+                taker.start()
+                waits.wait()
+                assert wait_until(lambda: any(one.op == "win_lock" for one in current().engine.in_flight()))
+                window.put()
+            shoal.barrier()
+        if rank == 1:
+            taker.join()
+        shoal.barrier()
+        return float(window.update(0.0, {other: 1.0}, clone=True)[0])
+
+    assert shoal.Fleet(2, transport="network", timeout=10.0).run(run) == [2.0, 0.0]
+
+
+@pytest.mark.transport("network")
+def test_the_mutex_of_a_freed_window_is_not_that_of_its_successor() -> None:
+    def run() -> bool | None:
+        ring_of_two()
+        rank, found = shoal.rank(), None
+        before = shoal.windows.create(torch.zeros(2), "x")
+        stale = before.mutex([0]) if rank == 1 else nullcontext()
+        with stale:
+            shoal.barrier()
+            before.free()
+            shoal.barrier()
+            window = shoal.windows.create(torch.zeros(2), "x")
+            holds, done = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                with window.mutex([0]):
+                    holds.set()
+                    done.wait(20.0)
+
+            if rank == 1:
+                holder = threading.Thread(target=hold)
+                holder.start()
+                assert holds.wait(10.0)
+        shoal.barrier()
+        if rank == 0:
+            try:
+                with window.mutex(for_self=True, timeout=0.2):
+                    found = True
+            except shoal.DeadlineExceeded:
+                found = False
+        shoal.barrier()
+        if rank == 1:
+            done.set()
+            holder.join()
+        return found
+
+    assert shoal.Fleet(2, transport="network", timeout=10.0).run(run) == [False, None]
 
 
 def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:

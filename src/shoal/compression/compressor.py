@@ -60,6 +60,11 @@ def as_numbers(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return data.view(dtype)
 
 
+def as_drawn(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with the shape and the device of ``x``, and the dtype in which random numbers are drawn for it."""
+    return torch.empty((), dtype=torch.float32, device=x.device).expand(x.shape) if x.dtype in HALF else x
+
+
 _NO_WIRE_FORMAT = "{!r} has no wire format: to travel as bytes a compressor defines _encode and _pieces"
 Piece = tuple[slice | torch.Tensor, torch.Tensor]
 """Where numbers go, and the numbers: a stretch; or int64 places, the only ones of the row that are not zero."""

@@ -181,6 +181,8 @@ class CollectiveOrdering(MinimalService):
         none.
         """
         self._group, self._changed, self._productive = (), True, False
+        # An agent that is here again moves tensors again: this agent may not leave before it has said so anew.
+        self._have_said_so.clear()
         self._renew_groups()
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:

@@ -64,7 +64,9 @@ def frame_of(rows: Sequence[dict[str, Any]]) -> Any:
     return pandas.DataFrame(list(rows))
 
 
-_KIND = "shoal run, version 1"
+_FORMAT = "shoal run, version "
+_VERSION = "2"
+"""Of the fields in a file. A field that is added, removed or changed in its meaning needs the next number."""
 WHOLE = ("step", "rounds", "exchanges", "bytes")
 """The recorded counts; the other figures are numbers with fractions."""
 
@@ -187,7 +189,7 @@ class Run:
         Raises:
             TypeError: The algorithm's state has a part that is no tensor, number, string or container of these.
         """
-        content = {"kind": _KIND, **{one.name: getattr(self, one.name) for one in fields(self)}}
+        content = {"kind": _FORMAT + _VERSION, **{one.name: getattr(self, one.name) for one in fields(self)}}
         try:
             data = safe_serialization.write(content, "run")
         except TypeError as error:
@@ -203,15 +205,25 @@ class Run:
             device: Where to put its tensors.
 
         Raises:
-            ValueError: The file is not one of :meth:`save`.
+            ValueError: The file is not one of :meth:`save`, or one of another version of Shoal with other fields.
         """
         data = bytearray(Path(path).read_bytes())
         try:
             content = safe_serialization.read(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0))
-            if content.pop("kind") != _KIND or content.keys() != {one.name for one in fields(cls)}:
-                raise ValueError(f"this version of Shoal reads {_KIND!r}")
+            kind, version, found = content.pop("kind").partition(_FORMAT)
+            if kind or not version:
+                raise ValueError("it has another kind of content")
+            if found == _VERSION and content.keys() != {one.name for one in fields(cls)}:
+                raise ValueError(f"its fields are {', '.join(content)}")
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{os.fspath(path)} is not a saved run, or is damaged: {error}") from error
+        # An older file lacks counts that a continued run needs. With zeros in their place it would continue with other
+        # batches, without an error.
+        if found != _VERSION:
+            raise ValueError(
+                f"{os.fspath(path)} is a run of file version {found}, and this version of Shoal reads version "
+                f"{_VERSION}. Load it with the version of Shoal that saved it, or run it again"
+            )
         return cls(**_on(torch.device(device), content))
 
     @property
