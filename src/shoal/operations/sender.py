@@ -92,10 +92,11 @@ class Sender:
         what |= ON_DEVICE if exchange.on_device else 0
         tail = b""
         last: Send | None = None
-        view = self._membership.view
+        view, lost = self._membership.view, operation.lost_ranks
         links: list[tuple[Send, Link]] = []
         for send in exchange.sends:
-            if view.epoch and send.destination not in view.alive:  # the operation fails, or continues without it
+            # The operation fails, or continues without it. An agent admitted in its place would refuse the message.
+            if view.epoch and (send.destination not in view.alive or send.destination in lost):
                 continue
             link = self._link(send.destination)
             # The peer is a suspect now. The unposted stage shows Failures that its operation needs the peer. Nothing of
