@@ -49,6 +49,25 @@ FOUND = {
         Weather(),
         (Fault("missing call", 0, 2),),
     ),
+    "a tensor that was refused while it arrived was changed by its sender, which then counted as lost": Scenario(
+        13783,
+        Program(
+            2,
+            "exponential",
+            [
+                Call(0, "pull", 7, True, ({1: 0.75}, {0: -0.5})),
+                Call(1, "group", 2, False, ({}, {}), members=(0, 1)),
+                Call(2, "static", 1, False, ({}, {})),
+                Call(3, "push-pull", 5000, False, ({1: -0.5}, {0: 0.5})),
+                Call(4, "broadcast", 2, False, ({}, {}), root=1),
+                Call(5, "static", 7, True, ({}, {})),
+                Call(6, "optimizer", 5000, True, ({}, {}), style=Style(adapts_first=True, one_peer=True)),
+            ],
+            45861477,
+        ),
+        Weather(0.0001, 0.0, 1 << 12),
+        (Fault("shape", 3, 1),),
+    ),
     "an average that had begun before an agent was lost was sent to the agent admitted in its place": Scenario(
         3920,
         Training(
