@@ -77,7 +77,10 @@ class _Event:
         self.entries = entries
         self.ended = agreed
         self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
-        self.gone = list(_between([plan.gone for plan in self.plans]))
+        gone = [plan.gone for plan in self.plans]
+        if len({plan.entered for plan in self.plans}) > 1:  # an agent may be lost and admitted again between two plans
+            gone.append(tuple(lost - {one.rank for one in agreed}))
+        self.gone = list(_between(gone))
         self.may_miss = set(lost)
         if len(self.plans) == 1 and len(self.ended) == len(entries):
             self.may_miss &= set(self._members(self.gone[0])) - {one.rank for one in entries}
