@@ -446,7 +446,8 @@ def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it(
     first.begin("a")
     first.begin("a")
     assert first.planned == {0: Plan(), 1: Plan((), 1)}
-    assert [sorted(place.rank for place, part in first.partners[k].items() if part) for k in (0, 1)] == [[0, 1], [0, 1, 2]]
+    taking_part = [{place.rank for place, part in first.partners[k].items() if part} for k in (0, 1)]
+    assert taking_part == [{0, 1}, {0, 1, 2}]
 
 
 def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more() -> None:
