@@ -133,6 +133,7 @@ class Simulated:
         self.rank, self.net, self.incarnation = rank, net, incarnation
         self.matcher, self.membership = Matcher(), MembershipTable(net.size)
         self.planned: dict[int, Plan] = {}  # by round between neighbours
+        self.partners: dict[int, dict[PeerId, bool]] = {}  # members of its plan, and whether they still take part
         self.ended: dict[tuple[str, int], object] = {}  # the results of all
         self.awaiting: set[Operation] = set()  # what waits for a result that others hand on
         lifecycle: Any = Lifecycle(self)
@@ -190,10 +191,13 @@ class Simulated:
             return
         operation = self.matcher.begin(name, name, float("inf"), False)
         if name not in (ALL, IN, SMALL):
-            self.planned[operation.round] = self.agreement.plan_of(name, operation.round, FailurePolicy.SKIP_MISSING)
+            plan, lost = self.agreement.plan_of(name, operation.round, FailurePolicy.SKIP_MISSING)
+            self.planned[operation.round] = plan
+            members = set(self.agreement.alive).difference(plan.gone)
+            self.partners[operation.round] = {self.router.places[rank]: rank not in lost for rank in members}
             self.matcher.end(operation, None)
             return
-        plan = self.agreement.plan_of(name, operation.round, FailurePolicy.RETRY)
+        plan, _ = self.agreement.plan_of(name, operation.round, FailurePolicy.RETRY)
         operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.RETRY, plan)  # type: ignore[arg-type, return-value]
         operation.recovery.take = as_plan if name == SMALL else None
         self.attempts(operation)
@@ -339,11 +343,23 @@ class Net:
             for one in self.inside:
                 one.go_on()
                 one.router.admit_pending()  # who drives looks at the clock
+            if self.asking:
+                for one in self.inside:
+                    if not one.lifecycle.gate.paused:
+                        one.begin(IN)
+
+    @property
+    def asking(self) -> list[int]:
+        """The agents that wait, and of which a member knows."""
+        joining = [one for one in self.there.values() if one.entry.is_joining]
+        known = {of for one in self.inside for of in one.router.waiting}
+        return [one.rank for one in joining if (one.rank, one.incarnation) in known]
 
 
 def check(net: Net) -> None:
     left = net.inside
     first = left[0]
+    assert not net.asking
     for one in left:
         assert not one.lifecycle.gate.paused and one.agreement.now == first.agreement.now
         assert set(one.agreement.alive) == {other.rank for other in left}
@@ -361,6 +377,11 @@ def check(net: Net) -> None:
             assert ended.setdefault(key, result) == result
         for number, plan in one.planned.items():
             assert planned.setdefault(number, plan) == plan
+        for number, partners in one.partners.items():
+            for place, takes_part in partners.items():
+                other = net.there.get(place.rank)
+                if other is not None and other.incarnation == place.incarnation:
+                    assert (number in other.planned) == takes_part
 
 
 @pytest.mark.parametrize("how", ["lost", "lost and back", "joined, lost and back"])
@@ -404,6 +425,70 @@ def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -
     assert first.planned == second.planned == {0: Plan((3,))}
     first.begin("a")
     assert first.planned[1] == Plan((2, 3))
+
+
+def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it() -> None:
+    net = Net(3)
+    first, second = net.there[0], net.there[1]
+    second.begin("a")
+    net.lose(2)
+    for rank in (0, 1):
+        net.notices(rank, 2)
+    net.come_back(2)
+    while net.waiting:
+        net.deliver(net.waiting[0])
+    for one in (first, second):
+        one.begin(IN)
+    for _ in range(2):
+        for one in (first, second):
+            one.go_on()
+    assert first.agreement.now == second.agreement.now == Plan((), 1)
+    first.begin("a")
+    first.begin("a")
+    assert first.planned == {0: Plan(), 1: Plan((), 1)}
+    taking_part = [{place.rank for place, part in first.partners[k].items() if part} for k in (0, 1)]
+    assert taking_part == [{0, 1}, {0, 1, 2}]
+
+
+def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more() -> None:
+    net = Net(2)
+    one = net.there[0]
+
+    def notice_and_hear() -> None:
+        for rank, incarnation in list(net.dead):
+            net.notices(0, rank, incarnation)
+        while net.waiting:
+            net.deliver(net.waiting[0])
+
+    net.lose(1)
+    net.come_back(1)
+    notice_and_hear()
+    one.begin(IN)
+    net.lose(1)
+    net.come_back(1)
+    notice_and_hear()
+    one.go_on()  # it admits the first of the two
+    one.go_on()
+    notice_and_hear()
+    assert one.router.places[1].incarnation == 1 and one.agreement.now == Plan((1,), 1)
+    one.begin(IN)
+    one.go_on()
+    one.go_on()
+    notice_and_hear()
+    assert not net.there[1].entry.is_joining
+    assert one.agreement.now == net.there[1].agreement.now == Plan((), 2)
+
+
+def test_the_request_of_an_earlier_start_replaces_no_later_one() -> None:
+    net = Net(2)
+    net.lose(1)
+    net.notices(0, 1)
+    net.come_back(1)
+    net.lose(1)
+    net.come_back(1)
+    net.deliver(Link(1, 2, 0, 0))
+    net.deliver(Link(1, 1, 0, 0))
+    assert [one.place.incarnation for one in net.there[0].entry.asking().values()] == [2]
 
 
 def link(opened_at: float) -> Outgoing:

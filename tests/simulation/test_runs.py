@@ -49,6 +49,60 @@ FOUND = {
         Weather(),
         (Fault("missing call", 0, 2),),
     ),
+    "a tensor that was refused while it arrived was changed by its sender, which then counted as lost": Scenario(
+        13783,
+        Program(
+            2,
+            "exponential",
+            [
+                Call(0, "pull", 7, True, ({1: 0.75}, {0: -0.5})),
+                Call(1, "group", 2, False, ({}, {}), members=(0, 1)),
+                Call(2, "static", 1, False, ({}, {})),
+                Call(3, "push-pull", 5000, False, ({1: -0.5}, {0: 0.5})),
+                Call(4, "broadcast", 2, False, ({}, {}), root=1),
+                Call(5, "static", 7, True, ({}, {})),
+                Call(6, "optimizer", 5000, True, ({}, {}), style=Style(adapts_first=True, one_peer=True)),
+            ],
+            45861477,
+        ),
+        Weather(0.0001, 0.0, 1 << 12),
+        (Fault("shape", 3, 1),),
+    ),
+    "an average that had begun before an agent was lost was sent to the agent admitted in its place": Scenario(
+        3920,
+        Training(
+            4,
+            "full",
+            [
+                Call(0, "static", 2, False, ({}, {}, {}, {}), spans=True),
+                Call(1, "optimizer", 1100, True, ({}, {}, {}, {}), style=Style(adapts_first=False, one_peer=True)),
+            ],
+            1038267955,
+        ),
+        Weather(0.02, 0.9, 1 << 14),
+        (
+            Fault("returns", 480, 1),
+            Fault("returns", 1012, 3, seconds=0.0009561496115973819),
+            Fault("cut", 225, 2, 0),
+            Fault("cut", 212, 3, 0),
+            Fault("cut", 183, 2, 1),
+            Fault("cut", 229, 3, 0),
+        ),
+        "continue",
+    ),
+    "an agent that was started again while the members admitted its predecessor was never admitted": Scenario(
+        3937,
+        Training(4, "ring", [Call(0, "allgather", 2, False, ({}, {}, {}, {}))], 537095109),
+        Weather(0.02, 0.3, 1 << 18),
+        (
+            Fault("joins", 0, 3, seconds=0.12268935793183489),
+            Fault("returns", 939, 0, seconds=0.033145174230233214),
+            Fault("returns", 763, 0, seconds=0.009397414365752555),
+            Fault("cut", 121, 2, 1),
+            Fault("cut", 126, 2, 1),
+        ),
+        "continue",
+    ),
 }
 """Runs that have found defects, and which."""
 

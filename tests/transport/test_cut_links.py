@@ -98,6 +98,29 @@ def test_cut_again_and_again_all_goes_on_and_gives_the_same(seed: int) -> None:
 
 
 @pytest.mark.transport("network")
+def test_a_chunk_that_is_spoiled_once_comes_again() -> None:
+    spoiled: list[int] = []
+
+    def of_a_direction() -> Change:
+        def change(said: bytes, before: int) -> bytes:
+            place = 1_000_000 - before  # within a tensor of 1,600,000 bytes
+            if spoiled or not 0 <= place < len(said):
+                return said
+            spoiled.append(place)
+            return said[:place] + bytes([said[place] ^ 1]) + said[place + 1 :]
+
+        return change
+
+    def run() -> torch.Tensor:
+        return shoal.neighbor_allreduce(torch.full((400_000,), float(shoal.rank())), name="x")
+
+    with nothing_is_left(), in_the_middle(of_a_direction):
+        found = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
+    assert spoiled
+    assert all(torch.equal(one, torch.full((400_000,), 0.5)) for one in found)
+
+
+@pytest.mark.transport("network")
 def test_a_sender_keeps_no_more_than_it_may_have_to_send_again() -> None:
     def run() -> int:
         for step in range(300):

@@ -211,14 +211,19 @@ class Agreement(MinimalService):
         alive = self._membership.view.alive
         return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.entered)
 
-    def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> Plan:
-        """The plan of a round that begins now."""
+    def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> tuple[Plan, frozenset[int]]:
+        """The plan of a round that begins now, and the ranks of the plan that were lost and replaced since it was made.
+
+        A round between neighbours keeps the plan with which an agent has begun it, because its weights follow from
+        that. The agents admitted since then take no part in it.
+        """
         if on_loss is FailurePolicy.RETRY:
-            return self._plan_of_all(name, round_)
+            return self._plan_of_all(name, round_), frozenset()
+        late = self._admitted_after(name, round_)
         for decision in reversed(self._decisions):
             if round_ >= decision.begun.get(name, 0):
-                return decision.plan
-        return WHOLE
+                return decision.plan, late
+        return WHOLE, late
 
     def _plan_of_all(self, name: str, round_: int) -> Plan:
         """The plan of a round of a collective operation, which restarts with every loss.
@@ -226,9 +231,13 @@ class Agreement(MinimalService):
         It includes all members except those admitted after an agent had begun the round.
         """
         gone, entered = self.now
-        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # each rank's last
-        late = {rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_}.difference(gone)
+        late = self._admitted_after(name, round_).difference(gone)
         return Plan(tuple(sorted({*gone, *late})), entered - len(late)) if late else self.now
+
+    def _admitted_after(self, name: str, round_: int) -> frozenset[int]:
+        """The ranks whose agents were admitted after another agent had begun a round."""
+        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # each rank's last
+        return frozenset(rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_)
 
     def missed(self, rank: int) -> None:
         """Record that an agent has shut down and is needed here. The next check begins an agreement."""

@@ -121,8 +121,14 @@ class Rejoin(MinimalService):
 
     def asking(self) -> dict[int, JoiningPeer]:
         """The agents that request admission and are still connected, by rank."""
-        # An agent that has ended since is left out: the members would admit it, and lose it at once.
-        return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
+        # An agent that has ended since is left out: the members would admit it, and lose it at once. A request stays
+        # when it is granted: it may be that of a later start, and the admitted agent that of an earlier one.
+        return {
+            rank: one
+            for rank, one in self._asked.items()
+            if one.place.incarnation > self._router.places[rank].incarnation
+            and self._router.waits(rank, one.place.incarnation)
+        }
 
     def admit_after(self, operation: Operation) -> None:
         """Admit agents when ``operation`` ends. Its result on all members: the admitted agents, and begun rounds by
@@ -142,7 +148,6 @@ class Rejoin(MinimalService):
         # Notices of losses are the first messages on a new link: they would report the admitted agents as lost.
         self._sender.forget_news(ranks)
         for rank, one in joining_peers.items():
-            self._asked.pop(rank, None)
             # A suspicion of the predecessor would be confirmed later, and would exclude the new agent.
             self._failures.forget(rank)
             self._router.admit(one.place, one.endpoint)
@@ -153,6 +158,8 @@ class Rejoin(MinimalService):
         self._agreement.send_report_again()
         # At once: check() delivers the buffered messages of the admitted agents.
         self._progress.check_by(0.0)
+        for rank in ranks:
+            self._lose_predecessor(rank)
 
     def _admission_reply(self, begun: dict[str, int]) -> dict[str, Any]:
         """The content of the message that admits an agent: addresses, rounds and decisions."""
@@ -321,13 +328,16 @@ class Rejoin(MinimalService):
 
     def _take(self, source: int, content: Any) -> None:
         if isinstance(content, list):
-            self._asked[source] = JoiningPeer.of(content, source)
+            joining_peer, before = JoiningPeer.of(content, source), self._asked.get(source)
+            # Each start has a connection of its own, so the request of an earlier start may be read last.
+            if before is None or before.place.incarnation <= joining_peer.place.incarnation:
+                self._asked[source] = joining_peer
         # Every member sends the admission. The first one counts: a second would reset the round counters.
         elif self.is_joining:
             self._enter(content)
 
     def _lose_predecessor(self, source: int) -> None:
-        """Count an agent as lost that asks for admission: it was started again."""
+        """Count a member as lost whose rank asks for admission: it was started again."""
         # Only a rank that counts as lost can be admitted, and this agent may not have noticed the predecessor's end.
         if source in self.asking() and source in self._membership.view.alive:
             self._failures.on_closed(source, "it has been started again", True, True)

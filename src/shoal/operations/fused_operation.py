@@ -104,7 +104,7 @@ def fusible(operation: Operation) -> FusionSpec:
 
 def _go_together(first: Operation, other: Operation) -> bool:
     """Whether two operations may be fused, also if agents were lost or admitted between their submissions."""
-    planned_alike = not (first.excluded_ranks or other.excluded_ranks)
+    planned_alike = not any(one.excluded_ranks or one.lost_ranks for one in (first, other))
     return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -92,10 +93,11 @@ class Sender:
         what |= ON_DEVICE if exchange.on_device else 0
         tail = b""
         last: Send | None = None
-        view = self._membership.view
+        view, lost = self._membership.view, operation.lost_ranks
         links: list[tuple[Send, Link]] = []
         for send in exchange.sends:
-            if view.epoch and send.destination not in view.alive:  # the operation fails, or continues without it
+            # The operation fails, or continues without it. An agent admitted in its place would refuse the message.
+            if view.epoch and (send.destination not in view.alive or send.destination in lost):
                 continue
             link = self._link(send.destination)
             # The peer is a suspect now. The unposted stage shows Failures that its operation needs the peer. Nothing of
@@ -199,6 +201,11 @@ class Sender:
     def acknowledge(self, source: int, message: Message) -> None:
         """Allow the sender of a message to reuse its memory. Only the first call for a message has an effect."""
         if message.flags & WANTS_REPLY:
+            payload = message.payload
+            if payload is not None and not payload.complete:
+                # The sender still reads this memory. If it changed now, the rest would fail its check.
+                payload.on_more = partial(self._acknowledge_arrived, source, message)
+                return
             # Acknowledged twice, a part would count for another one, whose memory the sender would reuse too early.
             message.flags &= ~WANTS_REPLY
             if self._is_last(message):
@@ -208,14 +215,24 @@ class Sender:
                     source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token)
                 )
 
+    def _acknowledge_arrived(self, source: int, message: Message) -> None:
+        """Acknowledge a message if the piece that has arrived was its last."""
+        if message.payload is not None and message.payload.complete:
+            message.payload.on_more = None
+            self.acknowledge(source, message)
+
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
         """Notify a peer that its message does not match, and of the reason.
 
         ``lost``: the agent whose loss is the reason.
         """
         # The token frees the sender's memory and ends its wait for confirmations. So only the last part may return it.
-        answers = not message.flags & WANTS_REPLY or self._is_last(message)
-        token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
+        if message.payload is not None and not message.payload.complete:
+            token = 0  # as above: the sender may not free the memory yet
+            self.acknowledge(source, message)
+        else:
+            answers = not message.flags & WANTS_REPLY or self._is_last(message)
+            token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
         refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
         if lost is not None:
             refusal.flags, refusal.digest = DIED, lost

@@ -68,7 +68,8 @@ class _Event:
         ended: What came of it on the agents that all agree with.
         plans: All that an agent had before or after it.
         gone: The ranks that it may have been without: in one of these plans, or in one that came between.
-        calm: The plan was the same for all, and all agents that began have ended.
+        may_miss: The ranks whose messages a neighbour average may lack. While the plan was the same for all, and all
+            agents that began have ended, these are only members of the plan that have left before the call.
     """
 
     def __init__(self, program: Training, step: int, entries: list[Entry], agreed: list[Entry], lost: set[int]) -> None:
@@ -76,8 +77,13 @@ class _Event:
         self.entries = entries
         self.ended = agreed
         self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
-        self.calm = len(self.plans) == 1 and len(self.ended) == len(entries)
-        self.gone = list(_between([plan.gone for plan in self.plans]))
+        gone = [plan.gone for plan in self.plans]
+        if len({plan.entered for plan in self.plans}) > 1:  # an agent may be lost and admitted again between two plans
+            gone.append(tuple(lost - {one.rank for one in agreed}))
+        self.gone = list(_between(gone))
+        self.may_miss = set(lost)
+        if len(self.plans) == 1 and len(self.ended) == len(entries):
+            self.may_miss &= set(self._members(self.gone[0])) - {one.rank for one in entries}
         self.x = program.at_all(step, self.call)
 
     def problems(self) -> Iterable[str]:
@@ -162,9 +168,7 @@ class _Event:
         """The weights of an average, on one agent."""
         whole = self._row(gone, rank)
         yield whole
-        if self.calm:
-            return
-        missing = [other for other in self.lost if other != rank and whole[other]]
+        missing = [other for other in self.may_miss if other != rank and whole[other]]
         for count in range(1, len(missing) + 1):
             for some in combinations(missing, count):
                 row = whole.copy()
@@ -203,6 +207,6 @@ class _Event:
             yield f"rank {one.rank} has other tensors than those of ranks {sorted(ranks)}"
         for gone in self.gone:
             sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, gone)[one.rank])) - {one.rank}
-            if ranks == sources or (not self.calm and ranks <= sources and sources - ranks <= self.lost):
+            if ranks == sources or (ranks <= sources and sources - ranks <= self.may_miss):
                 return
         yield f"rank {one.rank} has the tensors of ranks {sorted(ranks)}, with the plans {sorted(self.plans)}"
