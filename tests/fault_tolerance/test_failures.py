@@ -110,6 +110,31 @@ def test_who_goes_while_another_is_about_to_be_lost_is_counted_after_it(clock: C
     assert [one.rank for one in found.confirmed(due)] == [1, 2]
 
 
+def test_it_is_counted_after_it_also_when_its_connections_end(clock: Clock) -> None:
+    """Seed 4706 of the simulated fleet: rank 2 ends because of rank 1, and its connections end before rank 1's."""
+    found = detector(Connections(known={1, 2}))
+    due = found.suspect(1, "closed", final=False, certain=False)
+    found.notice(2, died(2, told_by=2, certain=True))
+    found.nothing_follows(2)
+    assert not found.confirmed(clock.now) and found.next == due
+    found.suspect(1, "closed", final=True, certain=True)
+    assert [one.rank for one in found.confirmed(clock.now)] == [1, 2]
+    found.forget(1)
+    assert [one.rank for one in found.confirmed(clock.now)] == [2]
+
+
+def test_the_loss_that_a_shutdown_message_names_is_counted_before_it(clock: Clock) -> None:
+    """Also if the leaving agent was suspected first."""
+    found = detector(Connections(known={1, 2}))
+    found.suspect(2, "closed", final=False, certain=False)
+    clock.now += 0.1
+    due = found.report(Departure(1, "its process ended", True, 2))
+    found.report(Departure(2, "it called shoal.shutdown()", False, 2))
+    found.nothing_follows(2)
+    assert not found.confirmed(clock.now) and found.next == due
+    assert [one.rank for one in found.confirmed(due)] == [1, 2]
+
+
 def test_a_goodbye_of_one_that_is_heard_counts_only_from_itself(clock: Clock) -> None:
     left = Departure(2, "it called shoal.shutdown()", False, 1)
     assert detector(Connections(heard={2})).report(left) == float("inf")

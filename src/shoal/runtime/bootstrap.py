@@ -234,7 +234,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
             agent = _rejoin(engine, config, launch, forced, per_machine, published, deadline, wanted)
     except BaseException:
         _free(mine)
-        engine.close(clock.monotonic() + 1.0, died=True)
+        engine.close(clock.monotonic() + 1.0, "its shoal.init() failed", died=True)
         raise
     mine.has_met = True
     return agent
