@@ -136,7 +136,9 @@ class Rejoin(MinimalService):
         # Notices of losses are the first messages on a new link: they would report the admitted agents as lost.
         self._sender.forget_news(ranks)
         for rank, one in joining_peers.items():
-            self._asked.pop(rank, None)
+            # A later request is that of a successor, started since the members agreed: it still has to enter.
+            if rank in self._asked and self._asked[rank].place.incarnation <= one.place.incarnation:
+                del self._asked[rank]
             # A suspicion of the predecessor would be confirmed later, and would exclude the new agent.
             self._failures.forget(rank)
             self._router.admit(one.place, one.endpoint)
