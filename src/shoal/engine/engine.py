@@ -115,11 +115,11 @@ class Engine(EngineFace):
         )
         self.stalls = stalls = Stalls(parts, about, services)
         self.watchdog = watchdog = Watchdog(parts, lifecycle, failures, agreement, deadlocks, stalls)
-        self.layout_exchange = layouts = LayoutExchange(rank, membership, sender, progress)
+        self.layout_exchange = LayoutExchange(rank, membership, sender, progress)
+        services.add(TENSORS, self.layout_exchange)
         probes = {
             ALIVE: Probe(watchdog.answer, watchdog.on_answer),
             DOING: Probe(stalls.answer, stalls.on_answer),
-            TENSORS: Probe(layouts.answer, layouts.take),
             DEADLOCK: Probe(deadlocks.serve, deadlocks.judge),
         }
         self.dispatch = Dispatch(parts, lifecycle, fusion, failures, services, probes)
