@@ -16,7 +16,6 @@ from shoal.fault_tolerance.agreement import WORD, Agreement
 from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.rejoin import JoiningPeer, Rejoin
 from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
-from shoal.operations.control_messages import ControlMessages
 from shoal.operations.deferred_callbacks import Callbacks
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import Departure, Plan
@@ -26,7 +25,8 @@ from shoal.operations.submission_gate import SubmissionGate
 from shoal.transport.peer_address import Endpoint, PeerId, local_peer_id
 from shoal.transport.pending_peers import ENTRY
 from shoal.transport.sockets import Outgoing
-from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+from shoal.transport.wire import Kind, Message, ProtocolError
+from support.recording_sender import recording_sender
 
 HERE = local_peer_id(0)
 ALL, IN, SMALL = "b", "c", "d"
@@ -141,15 +141,15 @@ class Simulated:
         fusion: Any = Fusion()
         nothing: Any = Nothing()
         self.lifecycle, self.router = lifecycle, router
-        parts = SharedParts(rank, net.size, router, nothing, self.membership, self.matcher, nothing, nothing)
-        control = ControlMessages(self._send, lambda *_: None)
-        self.result_cache = ResultCache(rank, self.matcher, self.membership, control)
-        self.result_transfer = ResultTransfer(parts, lifecycle, self.result_cache, control)
-        self.agreement = Agreement(parts, self.membership, lifecycle, fusion, self.result_transfer, control)
+        sender = recording_sender(rank, self.membership, self._send)
+        parts = SharedParts(rank, net.size, router, nothing, self.membership, self.matcher, nothing, sender)
+        self.result_cache = ResultCache(parts)
+        self.result_transfer = ResultTransfer(parts, lifecycle, self.result_cache)
+        self.agreement = Agreement(parts, self.membership, lifecycle, fusion, self.result_transfer)
         failures: Any = SimpleNamespace(take_notice=self.notice)
         self.agreement.react_by(failures)
         self.agreement.activate()
-        self.entry = Rejoin(parts, self.membership, self.agreement, nothing, control)
+        self.entry = Rejoin(parts, self.membership, self.agreement, nothing)
         self.entry._sign = nothing  # to a launcher
         if incarnation:
             self.entry.begin_waiting()
@@ -161,16 +161,14 @@ class Simulated:
     def ask(self) -> None:
         """As :meth:`Entry.ask` says it."""
         self.router.endpoints[self.rank] = Endpoint()
-        text = torch.frombuffer(bytearray(JoiningPeer(self.router.place, Endpoint()).as_json()), dtype=torch.uint8)
+        text = JoiningPeer(self.router.place, Endpoint()).as_json()
         for other in self.net.there.values():
             if other is not self:
-                message = Message(Kind.DATA, ENTRY, ENTRY, dtype=text.dtype, payload=Payload(text, text.numel()))
+                message = Message(Kind.CONTROL, ENTRY, ENTRY, nbytes=len(text), body=text)
                 self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
 
-    def _send(self, peer: int, what: Message, data: torch.Tensor, background: bool = False) -> None:
-        message = Message(what.kind, what.op, what.name, what.round, dtype=data.dtype, shape=tuple(data.shape))
-        message.payload = Payload(data, data.numel())
-        self.net.handed_on += what.op == RESULT
+    def _send(self, peer: int, message: Message) -> None:
+        self.net.handed_on += message.op == RESULT
         self.net.put(Link(self.rank, self.incarnation, peer, self.router.places[peer].incarnation), message)
 
     def notice(self, departure: Departure) -> None:
@@ -567,7 +565,18 @@ def test_an_agent_agrees_on_nothing_where_a_loss_ends_all_operations(monkeypatch
     ],
 )
 def test_nonsense_about_a_loss_is_a_protocol_error(said: str) -> None:
-    data = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
-    message = Message(Kind.DATA, WORD, WORD, dtype=torch.uint8, payload=Payload(data, data.numel()))
+    message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(said), body=said.encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
         Net(4).there[0].hear(1, 0, message)
+
+
+def test_an_admitted_agent_that_was_started_again_since_still_asks() -> None:
+    """Its request came while the members agreed to admit its predecessor, which has ended."""
+    one = Net(3).there[0]
+    one.notice(Departure(1, "it died", True, 0))
+    first, second = (JoiningPeer(replace(HERE, rank=1, incarnation=number), Endpoint()) for number in (1, 2))
+    for request, left in ((second, {1: second}), (first, {})):
+        one.entry._asked[1] = request
+        one.entry._admit(({1: first}, {}))
+        assert one.entry._asked == left
+        one.notice(Departure(1, "it died", True, 0))

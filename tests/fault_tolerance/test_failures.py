@@ -219,6 +219,7 @@ def failures_of(agrees: bool, passed_on: list[Departure], changes: list[str], me
     """Those of rank 0 of 4, with parts that only record."""
     nothing: Any = SimpleNamespace(in_flight=list, all=list, active=False)
     nothing.forget = nothing.shut_out = nothing.split_those_without = lambda _: None
+    nothing.on_departure = lambda rank, because: None
     sender: Any = SimpleNamespace(pass_on=passed_on.append, unacknowledged_by=lambda _: [])
     lifecycle: Any = SimpleNamespace(departed_peers=SimpleNamespace(lose_by=lambda _: None))
     agreement: Any = SimpleNamespace(active=agrees, change=lambda: changes.append("change"), react_by=lambda _: None)

@@ -9,14 +9,13 @@ from threading import RLock
 from typing import Any
 
 import pytest
-import torch
 
 from shoal.errors import PeerLost
 from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
-from shoal.operations.control_messages import ControlMessages
 from shoal.operations.shared_parts import SharedParts
-from shoal.transport.wire import Message, Payload, ProtocolError
+from shoal.transport.wire import Kind, Message, ProtocolError
+from support.recording_sender import recording_sender
 
 
 @dataclass
@@ -56,7 +55,6 @@ class Agent:
     # As a gate.
     paused: bool = False
     closing: bool = False
-    acknowledged: int = 0
     looks_at: float = float("inf")
 
     def __post_init__(self) -> None:
@@ -64,10 +62,10 @@ class Agent:
         self.lock = RLock()
         self.places = [Place() for _ in range(self.size)]
         me: Any = self
-        keep: Any = lambda peer, message, data, _: self.sent.append((peer, bytes(data.numpy())))  # noqa: E731
-        control = ControlMessages(keep, self.acknowledge)
-        parts = SharedParts(self.rank, self.size, me, me, self.membership, me, me, me)
-        self.partition_resolver = PartitionResolver(parts, self.membership, me, me, control)
+        keep: Any = lambda peer, message: self.sent.append((peer, message.body))  # noqa: E731
+        sender = recording_sender(self.rank, self.membership, keep)
+        parts = SharedParts(self.rank, self.size, me, me, self.membership, me, me, sender)
+        self.partition_resolver = PartitionResolver(parts, self.membership, me, me)
         self.partition_resolver.activate()
 
     @property
@@ -95,11 +93,6 @@ class Agent:
     def check_by(self, when: float) -> None:
         self.looks_at = when
 
-    def flush(self) -> None: ...
-
-    def acknowledge(self, source: int, message: Message) -> None:
-        self.acknowledged += 1
-
     @property
     def out_of_reach(self) -> frozenset[int]:
         return frozenset(self.membership.view.out_of_reach)
@@ -114,8 +107,7 @@ class Agent:
         return self
 
     def hear(self, source: int, text: bytes) -> None:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        message: Any = Message(kind=None, name="~reunion", dtype=torch.uint8, payload=Payload(data, len(data)))  # type: ignore[arg-type]
+        message = Message(Kind.CONTROL, name="~reunion", nbytes=len(text), body=text)
         self.partition_resolver.serve(source, message)
 
 
@@ -234,7 +226,7 @@ def test_it_gives_way_and_tells_its_part(answer: int, why: str) -> None:
     agent.asked[0].on_answer(answer)
     [(peer, text)] = agent.sent
     other.hear(2, text)
-    assert peer == 3 and other.acknowledged == 1 and not other.sent
+    assert peer == 3 and not other.sent
     for one in (agent, other):
         assert one.error is not None and one.error.ranks == (0, 1, 4)
         assert f"rank {agent.asked[0].peer} can be reached again, and has gone on without ranks [2, 3]" in str(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,14 +15,14 @@ from shoal.fault_tolerance import result_cache
 from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.recovery import take_result
 from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer, copy_for_cache
-from shoal.operations.control_messages import ControlMessages
 from shoal.operations.lifecycle import Lifecycle
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import Plan
 from shoal.operations.operation import Exchange, FailurePolicy, Operation, Recovery, Stage
 from shoal.operations.shared_parts import SharedParts
 from shoal.transport.shared_regions import ResultPool
-from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+from shoal.transport.wire import Kind, Message, ProtocolError
+from support.recording_sender import recording_sender
 
 RESULT_HERE = torch.arange(3.0)
 
@@ -32,11 +33,13 @@ class Agent:
     def __init__(self, size: int = 3) -> None:
         self.matcher, self.membership = Matcher(), MembershipTable(size)
         self.said: list[tuple[int, Any]] = []
-        self.control = ControlMessages(self._send, lambda *_: None)
-        self.result_cache = ResultCache(0, self.matcher, self.membership, self.control)
+        nobody: Any = None
+        sender = recording_sender(0, self.membership, self._send)
+        self.parts = SharedParts(0, size, nobody, nobody, self.membership, self.matcher, nobody, sender)
+        self.result_cache = ResultCache(self.parts)
 
-    def _send(self, peer: int, message: Message, data: torch.Tensor, background: bool = False) -> None:
-        self.said.append((peer, json.loads(bytes(data.numpy()))))
+    def _send(self, peer: int, message: Message) -> None:
+        self.said.append((peer, message if message.op == RESULT else json.loads(message.body)))
 
     def begin(self, name: str = "x", plan: Plan | None = None) -> Operation:
         operation = self.matcher.begin("allreduce", name, 1.0, False)
@@ -49,9 +52,7 @@ class Agent:
 
     def hear(self, source: int, said: object) -> None:
         text = said if isinstance(said, bytes) else json.dumps(said).encode()
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        message = Message(Kind.DATA, HAD, HAD, dtype=torch.uint8, payload=Payload(data, data.numel()))
-        self.result_cache.serve(source, message)
+        self.result_cache.serve(source, Message(Kind.CONTROL, HAD, HAD, nbytes=len(text), body=text))
 
 
 def had(name: str, *rounds: tuple[int, int], leaving: bool = False) -> dict[str, Any]:
@@ -171,16 +172,17 @@ def test_a_result_is_taken_only_from_who_is_there() -> None:
     lifecycle.settle = lambda operation, result, error: taken.append(result)
     assert operation.recovery is not None
     operation.recovery.take = lambda result: result
-    nobody: Any = None
-    parts = SharedParts(0, 3, nobody, nobody, agent.membership, agent.matcher, nobody, nobody)
-    result_transfer = ResultTransfer(parts, lifecycle, agent.result_cache, agent.control)
+    result_transfer = ResultTransfer(agent.parts, lifecycle, agent.result_cache)
     agent.membership.apply(AgentEvent.LOSE, 2, "it died")
+    agent.result_cache.results["x", 0] = result_cache.CachedResult(RESULT_HERE, {1})
+    result_transfer.send(1, "x", 0)
+    [(_, message)] = agent.said
     for source in (2, 1):
-        message = Message(Kind.DATA, RESULT, f"{RESULT} x", dtype=torch.float32, shape=(3,))
-        message.payload = Payload(RESULT_HERE, 3)
         result_transfer.serve(source, message)
         assert len(taken) == (source == 1)
     assert torch.equal(taken[0], RESULT_HERE)
+    with pytest.raises(ProtocolError, match="not the body"):
+        result_transfer.serve(1, replace(message, kind=Kind.DATA, body=b""))
 
 
 class Steps:

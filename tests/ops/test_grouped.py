@@ -214,6 +214,21 @@ def test_groups_that_differ_are_named_with_what_is_in_them_and_the_next_call_wor
         assert ("there are" in found[rank]) == (change == "number"), found
 
 
+def test_a_difference_between_long_lists_is_named_and_ends_no_connection(fleet: Fleets) -> None:
+    def run() -> str:
+        sizes, said = [2] * 6000, ""
+        sizes[5500] += shoal.rank()
+        try:
+            shoal.grouped_allreduce(list(map(torch.ones, sizes)), name="differs")
+        except shoal.Mismatch as error:
+            said = str(error)
+        shoal.barrier()
+        return said
+
+    for said in fleet(2).run(run):
+        assert ". tensors[5500] is [" in said and "on rank 1" in said
+
+
 def test_where_the_other_side_called_something_else_the_own_list_is_told(fleet: Fleets) -> None:
     def run() -> str:
         one, said = torch.ones(3), ""

@@ -54,13 +54,17 @@ def messages(draw: st.DrawFn) -> Message:
         segment=draw(counts),
         offset=draw(large),
     )
-    if kind is not Kind.DATA:
+    if kind not in (Kind.DATA, Kind.CONTROL):
         message.text = draw(texts)
         message.nbytes = draw(large)
         return message
     message.dtype = draw(st.sampled_from(DTYPES))
     message.shape = draw(shapes)
     message.nbytes = math.prod(message.shape) * message.dtype.itemsize
+    if kind is Kind.CONTROL:
+        message.offset = draw(st.integers(0, message.nbytes))
+        message.body = draw(st.binary(max_size=message.nbytes - message.offset))
+        return message
     message.where = draw(st.sampled_from([Where.INLINE, Where.SHARED, Where.STREAM]))
     if message.where is Where.INLINE:
         message.body = bytes_of(sample(draw(st.integers(0, 9)), message.shape, message.dtype))
@@ -81,10 +85,12 @@ def test_what_is_encoded_comes_back(message: Message) -> None:
         assert getattr(back, field) == getattr(message, field), field
     assert struct.pack("<d", back.scale) == struct.pack("<d", message.scale)
     assert back.nothing == math.isnan(message.scale)
-    if message.kind is not Kind.DATA:
+    if message.kind not in (Kind.DATA, Kind.CONTROL):
         assert back.text == message.text
         return
     assert (back.dtype, back.shape, back.nbytes) == (message.dtype, message.shape, message.nbytes)
+    if message.kind is Kind.CONTROL:
+        assert back.body == message.body and back.payload is None
     if message.where is Where.INLINE:
         assert back.payload is not None
         assert back.payload.complete
@@ -200,6 +206,13 @@ def test_an_absurd_shape_is_refused(shape: tuple[int, ...]) -> None:
 def test_a_payload_that_is_not_as_long_as_its_shape_says_is_refused(nbytes: int, body: int) -> None:
     message = Message(Kind.DATA, dtype=torch.float32, shape=(3,), where=Where.INLINE, nbytes=nbytes, body=bytes(body))
     with pytest.raises(ProtocolError):
+        there_and_back(message)
+
+
+@pytest.mark.parametrize(("nbytes", "offset", "body"), [(12, 0, 13), (12, 8, 5), (12, 13, 0), (8, 0, 8), (16, 0, 12)])
+def test_a_piece_beyond_its_body_or_a_body_of_another_shape_is_refused(nbytes: int, offset: int, body: int) -> None:
+    message = Message(Kind.CONTROL, dtype=torch.float32, shape=(3,), nbytes=nbytes, offset=offset, body=bytes(body))
+    with pytest.raises(ProtocolError, match="of shape"):
         there_and_back(message)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.engine import Engine
-from ..operations.services import MinimalService
+from ..operations.services import MinimalService, read_json
 from ..transport.wire import Message
 
 WORD = "~group"
@@ -72,8 +72,8 @@ class GroupStores(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """An agent sends data about itself; see :class:`~.services.Service`."""
-        keep = lambda parsed: self._keep(source, *parsed)  # noqa: E731
-        self.engine.receive_control(source, message, "a process group", partial(self._parsed, source), keep, MOST_BYTES)
+        parsed = read_json(message, "a process group", partial(self._parsed, source), MOST_BYTES)
+        self._keep(source, *parsed)
 
     def _parsed(self, source: int, content: Any) -> tuple[Place, bytes]:
         with self._changed:

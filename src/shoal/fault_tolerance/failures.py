@@ -293,8 +293,8 @@ class Failures:
         # their names would wait for it.
         for token in self._sender.unacknowledged_by(rank):
             self._lifecycle.acknowledged(rank, token)
-        for service in self._services.all():
-            service.on_departure(rank, because if 0 <= because < self._size and because != self._rank else None)
+        known = 0 <= because < self._size and because != self._rank
+        self._services.on_departure(rank, because if known else None)
         self._fusion.split_those_without(rank)
         for operation in self._matcher.in_flight():
             stage = operation.stage

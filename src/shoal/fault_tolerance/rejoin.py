@@ -20,16 +20,15 @@ from typing import Any, NamedTuple, TypeVar
 from .. import clock
 from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
-from ..operations.control_messages import ControlMessages
 from ..operations.membership import NOT_YET, Plan
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import MinimalService, read_json
 from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
 from ..transport.rejoin_marker import RejoinMarker
 from ..transport.sockets import Outgoing
-from ..transport.wire import Kind, Message, Where
+from ..transport.wire import Kind, Message
 from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
 from .failures import Failures
 from .membership_states import AgentEvent, MembershipTable
@@ -72,9 +71,6 @@ def _checked(kind: type[T], data: Mapping[str, Any]) -> T:
 class Rejoin(MinimalService):
     """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
 
-    Args:
-        control: The control messages of this agent.
-
     Attributes:
         rejoin_seconds: Default timeout of that wait, in seconds.
         on_entry: Called when agents have been admitted, or this agent has.
@@ -86,7 +82,6 @@ class Rejoin(MinimalService):
         membership: MembershipTable,
         agreement: Agreement,
         failures: Failures,
-        control: ControlMessages,
     ) -> None:
         self.rejoin_seconds = float("inf")
         self.on_entry: Callable[[], None] = lambda: None
@@ -102,7 +97,6 @@ class Rejoin(MinimalService):
         self._sender = parts.sender
         self._agreement = agreement
         self._failures = failures
-        self._control = control
 
     def extend_timeout(self, seconds: float) -> None:
         """Set the timeout of the wait for admission."""
@@ -154,7 +148,7 @@ class Rejoin(MinimalService):
         self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
         self._agreement.admit(ranks, begun)
         self.on_entry()
-        self._control.send(ranks, ENTRY, self._admission_reply(begun))
+        self._sender.send_control(ranks, ENTRY, self._admission_reply(begun))
         self._agreement.send_report_again()
         # At once: check() delivers the buffered messages of the admitted agents.
         self._progress.check_by(0.0)
@@ -191,8 +185,7 @@ class Rejoin(MinimalService):
         """Request admission from all agents. Agents that have ended do not answer."""
         text = JoiningPeer(self._router.place, self._router.endpoints[self._rank]).as_json()
         for rank in (rank for rank in range(self._size) if rank != self._rank):
-            message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
-            message.where = Where.INLINE
+            message = Message(Kind.CONTROL, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
             try:
                 # Directly over the link: the sender drops messages to ranks that are no members here.
                 link = self._router.link(rank)
@@ -323,8 +316,8 @@ class Rejoin(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """Take a request for admission, or the message that admits this agent; see :class:`~.services.Service`."""
-        parse, then = partial(self._take, source), lambda _: self._lose_predecessor(source)
-        self._control.receive(source, message, "an admission", parse, then)
+        read_json(message, "an admission", partial(self._take, source))
+        self._lose_predecessor(source)
 
     def _take(self, source: int, content: Any) -> None:
         if isinstance(content, list):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from ..transport.wire import (
     HERE,
     MAX_DIMENSIONS,
     ON_DEVICE,
+    PACKET_BYTES,
     SILENT,
     WANTS_REPLY,
     Kind,
@@ -41,6 +43,8 @@ from .publishing import Publisher
 
 CONNECT = "~connect"
 """The name under which agents ask each other to open a reversed connection."""
+PIECE_BYTES = PACKET_BYTES // 2
+"""Bytes of a control message in one piece: with its name it has to fit into a packet."""
 
 
 class _Unacknowledged(NamedTuple):
@@ -191,6 +195,43 @@ class Sender:
             link = self._link(peer)
             if link is not None:
                 link.post(message)
+
+    def send_control(
+        self, peers: Iterable[int], name: str, content: Any, op: str = "", background: bool = False
+    ) -> None:
+        """Send a control message: plain data as JSON, outside of all operations.
+
+        Args:
+            peers: The destinations, without this agent.
+            name: The name of the message, which begins with the prefix of the service that receives it.
+            content: Anything that ``json`` can write.
+            op: The operation of the message; its name if empty.
+            background: Whether the message does not count as the caller's traffic.
+        """
+        text = json.dumps(content).encode()
+        self.send_bytes(peers, Message(Kind.CONTROL, op or name, name, shape=(len(text),)), text, background)
+
+    def send_bytes(self, peers: Iterable[int], message: Message, body: bytes, background: bool = False) -> None:
+        """Send a control message with the fields of ``message``. Its dtype and shape are those of the body."""
+        # In pieces over the link's queue, so a long message keeps its place among the others.
+        pieces = [
+            replace(message, offset=at, nbytes=len(body), body=body[at : at + PIECE_BYTES])
+            for at in range(0, len(body) or 1, PIECE_BYTES)
+        ]
+        about, why = (message.op, message.name, message.round), COORDINATION if background else ""
+        for peer in peers:
+            link = self._link(peer) if peer in self._membership.view.alive else None
+            if link is None:
+                continue
+            for piece in pieces:
+                posted, nbytes = clock.perf_counter_ns(), len(piece.body)
+                link.post(piece)
+                if not background:
+                    self.bytes_sent += nbytes
+                    if self.traffic.counts:
+                        self.traffic.sent(*about, peer, nbytes)
+                if self._events.active:
+                    self._events.emit("sent", *about, 0, peer, nbytes, why, 0, posted)
 
     def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
         """Let a peer on this machine map one of this agent's memory files; no effect for other or lost peers."""
@@ -439,20 +480,16 @@ class Sender:
         return all(link.idle for link in self._router.links.values())
 
 
-def send_alone(
-    publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor, background: bool = False
-) -> None:
-    """Send a peer a copy of a tensor outside of the operations of this agent, as an answer or a notice.
+def send_alone(publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor) -> None:
+    """Send a peer a copy of a tensor outside of the operations of this agent, as an answer.
 
     Args:
         publisher, sender: This agent's publisher and sender.
         peer: The destination.
         what: A message with the operation, name, round, stage and digest to send.
         tensor: Any dtype.
-        background: Whether the message is internal, and not counted as the caller's traffic.
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
-    alone.background = background
     # Exempt from SHOAL_CHECK_FINITE: an error here would leave the peer without its answer.
     alone.one_sided = True
     published = publisher.publish(alone, tensor)
