@@ -82,7 +82,7 @@ def test_mutations_leave_logged_texts_and_checks_of_types_alone() -> None:
     [
         ("operations/matching.py", "operations/test_matching.py"),
         ("observability/status_publisher.py", "observability/watch/test_status_publisher.py"),  # of another folder
-        ("operations/sender.py", "operations/test_fusion.py"),  # by modules.txt
+        ("operations/publishing.py", "ops/test_compression.py"),  # by modules.txt
         ("rendezvous/peer_directory.py", "security/test_rejoin.py"),  # imports it
     ],
 )

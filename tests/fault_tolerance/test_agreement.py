@@ -568,15 +568,3 @@ def test_nonsense_about_a_loss_is_a_protocol_error(said: str) -> None:
     message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(said), body=said.encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
         Net(4).there[0].hear(1, 0, message)
-
-
-def test_an_admitted_agent_that_was_started_again_since_still_asks() -> None:
-    """Its request came while the members agreed to admit its predecessor, which has ended."""
-    one = Net(3).there[0]
-    one.notice(Departure(1, "it died", True, 0))
-    first, second = (JoiningPeer(replace(HERE, rank=1, incarnation=number), Endpoint()) for number in (1, 2))
-    for request, left in ((second, {1: second}), (first, {})):
-        one.entry._asked[1] = request
-        one.entry._admit(({1: first}, {}))
-        assert one.entry._asked == left
-        one.notice(Departure(1, "it died", True, 0))

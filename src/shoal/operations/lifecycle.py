@@ -57,8 +57,8 @@ class Lifecycle:
 
     Args:
         prepare: Unpacks the fused messages for an operation; called before it enters a stage, if there are any.
-        planned: Returns the plan of a round of a name, on which all agents agreed, and the ranks lost since it was
-            made; called for operations that may survive a loss.
+        planned: Returns the agreed plan of a round of a name, and the ranks lost since; for operations that may
+            survive a loss.
         on_ended: Called at the end of an operation that restarts after a loss, with a copy of its result, or None.
 
     Attributes:
@@ -136,9 +136,8 @@ class Lifecycle:
                 self._events.emit("submitted", op, name, operation.round)
             if on_loss is not FailurePolicy.FAIL:
                 begins = steps.alone if isinstance(steps, FusionSpec) else steps
-                plan, lost = WHOLE, frozenset[int]()
-                if gate.plan != WHOLE:
-                    plan, lost = self._planned(name, operation.round, on_loss)
+                unplanned = WHOLE, frozenset[int]()
+                plan, lost = unplanned if gate.plan == WHOLE else self._planned(name, operation.round, on_loss)
                 operation.recovery = recovery = Recovery(begins, on_loss, plan, lost)
                 if recovery.first_stage:
                     self.forget_before(operation, recovery.first_stage)
