@@ -45,7 +45,7 @@ def test_each_peer_receives_the_content() -> None:
     assert receiver.confirmed == [3]
 
 
-def test_a_message_is_parsed_when_all_of_it_has_arrived() -> None:
+def test_a_message_is_parsed_once_it_has_arrived_completely() -> None:
     agent, message = Agent(), text(b'{"x": 1}')
     payload = message.payload
     assert payload is not None
@@ -58,7 +58,7 @@ def test_a_message_is_parsed_when_all_of_it_has_arrived() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"y": 1}', b'{"x": 1}' + b" " * 92])
-def test_nonsense_is_a_protocol_error_and_not_confirmed(content: bytes) -> None:
+def test_an_invalid_message_is_a_protocol_error_and_not_confirmed(content: bytes) -> None:
     agent = Agent()
     with pytest.raises(ProtocolError, match="a message about a test makes no sense"):
         agent.receive(text(content), limit=99)
@@ -73,7 +73,7 @@ def test_a_message_without_text_is_a_protocol_error() -> None:
         agent.receive(Message(Kind.DATA, "~test", "~test", dtype=torch.uint8))
 
 
-def test_an_error_of_the_receiver_is_not_the_senders() -> None:
+def test_an_error_of_the_receiver_is_not_reported_as_the_senders() -> None:
     agent = Agent()
 
     def fail(value: object) -> None:
