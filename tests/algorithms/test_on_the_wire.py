@@ -67,7 +67,7 @@ def sent(name: str) -> tuple[int, int, int]:
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_books_are_what_the_interface_has_sent(world: World, name: str) -> None:
+def test_counted_bytes_are_those_of_the_network_interface(world: World, name: str) -> None:
     for books, engine, wire in world.results(sent, name):
         assert engine == books
         assert books < wire < 1.03 * books + OVERHEAD * MESSAGES, (books, wire)

@@ -50,7 +50,7 @@ def real(algorithm: Algorithm, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize("measure", [None, largest])
-def test_agents_record_what_the_simulation_records(measure: Any) -> None:
+def test_agents_record_the_values_of_the_simulation(measure: Any) -> None:
     algorithm = LocalSteps(GradientTracking(0.02), 2)
     expected = stacked(algorithm, measure=measure, every=2)
     for found in shoal.Fleet(SIZE, timeout=60.0).run(real, algorithm, measure=measure, every=2):
@@ -79,7 +79,7 @@ def test_a_round_is_a_step_with_an_exchange() -> None:
     assert (found.steps, found.rounds, found.exchanges) == (5, 2, 4)
 
 
-def test_a_long_run_has_a_hundred_records_and_every_sets_how_many() -> None:
+def test_a_long_run_has_a_hundred_records_and_every_sets_their_number() -> None:
     assert len(stacked(GradientDescent(0.01), steps=300).records) == 101
     assert stacked(GradientDescent(0.01), steps=300, every=0).records == []
     with pytest.raises(ValueError, match="every=-1"):
@@ -105,7 +105,7 @@ class Bare(Algorithm):
         return mix(x), ()
 
 
-def test_an_algorithm_without_declared_needs_warns_once() -> None:
+def test_an_algorithm_without_declared_requirements_warns_once() -> None:
     class Mine(Bare):
         pass
 
@@ -124,11 +124,11 @@ def test_an_algorithm_without_declared_needs_warns_once() -> None:
         fleet.run(declared, START, lambda x: x, 1)
 
 
-def test_every_algorithm_of_the_catalog_declares_its_needs() -> None:
+def test_every_algorithm_of_the_catalog_declares_its_requirements() -> None:
     assert [name for name, entry in CATALOG.items() if type(entry.example()).needs is Algorithm.needs] == []
 
 
-def test_a_saved_run_continues_as_the_run_does(tmp_path: Path) -> None:
+def test_a_saved_run_continues_like_the_run(tmp_path: Path) -> None:
     algorithm = GradientTracking(0.02)
     half = stacked(algorithm, 3)
     half.save(tmp_path / "half.run")

@@ -19,7 +19,7 @@ def room(size: int = 4, watch_port: int = 0) -> Invitation:
     return Invitation("job", size, 2, os.getpid(), -1, watch_port=watch_port)
 
 
-def test_a_run_that_is_watched_and_has_room_says_where_it_hears_who_joins() -> None:
+def test_a_watched_job_with_spare_ranks_publishes_its_collector_address() -> None:
     with nothing_is_left(), LocalViewer(4, 2, "two", begins=2) as watch:
         assert listen_for_joining(None, room(), "s", "127.0.0.1", 7, 1) == 0
         assert listen_for_joining(watch, room(size=2), "s", "127.0.0.1", 7, 1) == 0
@@ -30,7 +30,7 @@ def test_a_run_that_is_watched_and_has_room_says_where_it_hears_who_joins() -> N
             socket.create_connection(("127.0.0.2", port))  # no more of the machine than the store has
 
 
-def test_who_joins_a_run_tells_its_launcher_only_where_that_hears() -> None:
+def test_a_joining_launcher_sends_status_only_where_a_collector_listens() -> None:
     with nothing_is_left():
         assert watch_of_joining(room(), "s", "127.0.0.1", 1) is None
         watch = watch_of_joining(room(watch_port=7), "s", "127.0.0.1", 1)
@@ -39,7 +39,7 @@ def test_who_joins_a_run_tells_its_launcher_only_where_that_hears() -> None:
             assert watch.path and not watch.address
 
 
-def test_with_tls_nothing_is_told_in_the_clear_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_tls_no_status_is_sent_in_plain_text_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TLS", "on")
     with nothing_is_left(), LocalViewer(4, 2, "two", begins=2) as watch:
         assert listen_for_joining(watch, room(), "s", ELSEWHERE, 7, 1) == 0
@@ -51,7 +51,7 @@ def test_with_tls_nothing_is_told_in_the_clear_beyond_this_machine(monkeypatch: 
             pass
 
 
-def test_where_the_launcher_cannot_be_found_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_the_collector_cannot_be_found_the_run_continues(capsys: pytest.CaptureFixture[str]) -> None:
     with nothing_is_left():
         assert watch_of_joining(room(watch_port=7), "s", "no.such.host.invalid", 1) is None
     said = capsys.readouterr().err

@@ -384,7 +384,7 @@ def check(net: Net) -> None:
 
 @pytest.mark.parametrize("how", ["lost", "lost and back", "joined, lost and back"])
 @pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.soak) for k in range(250, 2000, 250))])
-def test_agents_that_are_there_plan_and_end_all_rounds_alike(
+def test_surviving_agents_plan_and_end_all_rounds_equally(
     first: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(result_cache, "TELL_AFTER", 3)
@@ -405,7 +405,7 @@ def test_agents_that_are_there_plan_and_end_all_rounds_alike(
     assert entered > 150 or not returns
 
 
-def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -> None:
+def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() -> None:
     net = Net(4)
     first, second = net.there[0], net.there[1]
     net.lose(3)
@@ -495,8 +495,8 @@ def link(opened_at: float) -> Outgoing:
     return made
 
 
-def test_who_enters_asks_nobody_any_more_whom_it_has_not_reached() -> None:
-    """They may be another part, which would let it in, too. Others have heard of it, and may be let in after it."""
+def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
+    """Unreached agents may be another part, which would admit it too. Others know of it, and may admit it later."""
     net = Net(4)
     for rank in (1, 2, 3):
         net.lose(rank)
@@ -515,7 +515,7 @@ def test_who_enters_asks_nobody_any_more_whom_it_has_not_reached() -> None:
     assert set(joining_peer.router.links) == {0, 2}
 
 
-def test_results_of_two_attempts_are_not_taken_for_one() -> None:
+def test_results_of_two_attempts_are_not_mixed() -> None:
     net = Net(4)
     first, second = net.there[0], net.there[1]
     for one in net.there.values():
@@ -535,7 +535,7 @@ def test_results_of_two_attempts_are_not_taken_for_one() -> None:
     assert first.ended == second.ended == {(ALL, 0): Plan((2, 3))}
 
 
-def test_an_agent_agrees_on_nothing_where_a_loss_ends_all_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_on_failure_raise_there_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "activate", lambda _: None)
     net = Net(3)
     net.lose(2)
@@ -564,7 +564,7 @@ def test_an_agent_agrees_on_nothing_where_a_loss_ends_all_operations(monkeypatch
         '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": [[[2, 1], 0, {}, []]]}',
     ],
 )
-def test_nonsense_about_a_loss_is_a_protocol_error(said: str) -> None:
+def test_an_invalid_failure_report_is_a_protocol_error(said: str) -> None:
     message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(said), body=said.encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
         Net(4).there[0].hear(1, 0, message)

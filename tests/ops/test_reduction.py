@@ -36,7 +36,7 @@ def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[in
 
 @pytest.mark.links("an engine sums in an order of its own")
 @pytest.mark.parametrize("size", [3, 4, 5, 8])
-def test_any_number_of_owners_gives_the_bits_of_the_fold_in_rank_order(
+def test_any_number_of_owners_gives_the_bits_of_the_sum_in_rank_order(
     fleet: Fleets, owned_by: Callable[..., None], size: int
 ) -> None:
     def run() -> list[torch.Tensor]:
@@ -51,10 +51,10 @@ def test_any_number_of_owners_gives_the_bits_of_the_fold_in_rank_order(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.int64], ids=str)
 @pytest.mark.parametrize("how", ["sum", "product"])
-def test_no_dtype_shows_who_owned_its_numbers(
+def test_the_bits_of_every_dtype_are_independent_of_the_owner(
     fleet: Fleets, owned_by: Callable[..., None], how: str, dtype: torch.dtype
 ) -> None:
-    """Not even a product of complex numbers, which torch rounds by where it lies."""
+    """Also for a product of complex numbers, which torch rounds depending on the memory position."""
 
     def run() -> torch.Tensor:
         return shoal.allreduce(sample(shoal.rank(), (5001,), dtype), op=how)
@@ -67,7 +67,7 @@ def test_no_dtype_shows_who_owned_its_numbers(
 
 
 @pytest.mark.links("with an engine all own a share, of what it does not sum itself")
-def test_the_number_of_owners_grows_with_the_tensor_up_to_that_of_the_agents(fleet: Fleets) -> None:
+def test_the_number_of_owners_grows_with_the_tensor_up_to_the_number_of_agents(fleet: Fleets) -> None:
     def run() -> list[int]:
         agent = current()
         return [len(reduction.owners_of(agent, range(8), 1 << power)) for power in range(34)]
@@ -93,7 +93,7 @@ def test_owners_are_ranks_of_the_group_in_order(fleet: Fleets) -> None:
 
 @pytest.mark.links("an engine moves it")
 def test_a_small_tensor_takes_two_messages_for_each_agent_but_one(fleet: Fleets) -> None:
-    """To its owner and back, whatever the number of agents: not one for each pair."""
+    """To its owner and back, for any number of agents: not one message for each pair."""
 
     def run() -> int:
         shoal.allreduce(torch.ones(2))
@@ -108,9 +108,7 @@ def test_a_small_tensor_takes_two_messages_for_each_agent_but_one(fleet: Fleets)
 
 @pytest.mark.parametrize("numel", [3, 9000, 3_000_000], ids=["inline", "region", "shares"])
 @pytest.mark.parametrize("odd", [0, 1, 3])
-def test_a_shape_that_one_of_four_has_differently_ends_all_calls_and_sums_nothing(
-    fleet: Fleets, numel: int, odd: int
-) -> None:
+def test_one_shape_of_four_that_differs_ends_all_calls_and_sums_nothing(fleet: Fleets, numel: int, odd: int) -> None:
     def run() -> tuple[int, ...]:
         out = torch.zeros(numel + (shoal.rank() == odd))
         began = time.monotonic()
@@ -127,8 +125,8 @@ def test_a_shape_that_one_of_four_has_differently_ends_all_calls_and_sums_nothin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numel", [3, 3_000_000], ids=["one owner", "all own"])
-def test_who_never_comes_is_named_by_all_and_nobody_else_is(fleet: Fleets, numel: int) -> None:
-    """Also by those who wait for nothing but the word of an owner, who waits itself."""
+def test_all_agents_name_only_the_absent_agent(fleet: Fleets, numel: int) -> None:
+    """So do agents that wait only for the message of an owner that itself waits."""
     done, begun, ended = threading.Event(), threading.Barrier(3), threading.Barrier(3)
 
     def run() -> tuple[int, ...]:
@@ -155,7 +153,7 @@ def by_machine(how: str, inputs: Sequence[torch.Tensor], machines: Sequence[Sequ
 
 @pytest.mark.links("an engine sums in an order of its own")
 @pytest.mark.parametrize(("machines", "per_machine"), [(2, 2), (3, 2), (2, 3), (4, 2)])
-def test_large_tensors_go_machine_by_machine(fleet: Fleets, machines: int, per_machine: int) -> None:
+def test_large_tensors_are_reduced_machine_by_machine(fleet: Fleets, machines: int, per_machine: int) -> None:
     """And small ones at once, with the same bits: alone, in a group, or with whatever is in flight."""
     size, numel = machines * per_machine, reduction.BY_MACHINES_BYTES // 4 + 1
     kinds, cuts = ("sum", "average", "min", "max"), [5, 4000, 40_000, numel - 44_005]
@@ -182,7 +180,7 @@ def test_large_tensors_go_machine_by_machine(fleet: Fleets, machines: int, per_m
 
 
 @pytest.mark.links("an engine sums in an order of its own")
-def test_a_group_goes_by_machines_where_it_has_as_many_agents_on_each(fleet: Fleets) -> None:
+def test_a_group_is_reduced_by_machine_if_it_has_equally_many_agents_on_each(fleet: Fleets) -> None:
     shape = (reduction.BY_MACHINES_BYTES // 8, 2)
     uneven, even = [0, 2, 3, 4, 5, 6, 7], [0, 1, 6, 7]
 

@@ -22,7 +22,7 @@ def model() -> torch.nn.Module:
     return made
 
 
-def test_the_file_has_the_mean_and_each_agent_keeps_its_own(fleet: Fleets, tmp_path: Path) -> None:
+def test_the_file_has_the_mean_and_each_agent_keeps_its_own_values(fleet: Fleets, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
 
     def run() -> float:
@@ -46,7 +46,7 @@ def test_an_agent_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
     shoal.Fleet(2).run(run)
 
 
-def test_a_call_on_rank_0_only_is_explained() -> None:
+def test_a_call_on_rank_0_only_raises_an_error_that_explains_it() -> None:
     def run() -> None:
         with pytest.raises(shoal.Mismatch, match=r"none inside `if shoal\.rank\(\) == 0`"):
             if shoal.rank() == 0:

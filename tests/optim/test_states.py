@@ -11,7 +11,7 @@ from shoal.optim.checkpoints.states import in_own_memory, mean_state
 from support.checkpoints import MODEL, same
 
 
-def test_the_mean_is_of_what_has_fractions_and_the_rest_is_the_first_agent_s() -> None:
+def test_floating_point_entries_are_averaged_and_others_are_the_first_agents() -> None:
     states = [
         {
             "half": torch.tensor([1.0, 2.0]).bfloat16(),
@@ -42,23 +42,23 @@ def test_the_mean_is_of_what_has_fractions_and_the_rest_is_the_first_agent_s() -
     assert same(mean_state(states, "x"), {**expected, "n": 7, "on": True})
 
 
-def test_the_mean_goes_into_lists_and_tuples_and_complex_numbers() -> None:
+def test_lists_tuples_and_complex_numbers_are_averaged() -> None:
     states = [([torch.tensor(1j)], (torch.tensor(1.0), "a")), ([torch.tensor(3.0 + 0j)], (torch.tensor(2.0), "b"))]
     assert same(mean_state(states, "x"), ([torch.tensor(1.5 + 0.5j)], (torch.tensor(1.5), "a")))
 
 
-def test_what_some_agents_lack_is_the_mean_over_the_others() -> None:
+def test_entries_missing_on_some_agents_are_averaged_over_the_others() -> None:
     states = [{"a": None, "list": [1, 2]}, {"a": torch.tensor(2.0), "b": torch.tensor(1.0), "list": [3]}]
     assert same(mean_state(states, "x"), {"a": torch.tensor(2.0), "list": [1, 2], "b": torch.tensor(1.0)})
 
 
-def test_what_all_agents_have_stays_what_it_is() -> None:
+def test_entries_equal_on_all_agents_are_unchanged() -> None:
     """The mean of three times 0.1 is 0.10000000000000002."""
     state = {"lr": 0.1, "momentum": torch.tensor(0.1, dtype=torch.float64)}
     assert same(mean_state([state] * 3, "x"), state)
 
 
-def test_a_sum_that_float32_cannot_hold_is_exact() -> None:
+def test_a_sum_that_overflows_float32_is_exact() -> None:
     values = [torch.tensor(2.0**24), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0)]
     assert mean_state(values, "x").item() == 2.0**22 + 1
 
@@ -66,18 +66,18 @@ def test_a_sum_that_float32_cannot_hold_is_exact() -> None:
 @pytest.mark.parametrize(
     "other", [torch.zeros(3), [torch.zeros(2)], {"a": torch.zeros(2)}], ids=["shape", "list", "dict"]
 )
-def test_what_has_no_mean_is_named(other: Any) -> None:
+def test_entries_without_a_mean_are_named(other: Any) -> None:
     with pytest.raises(ValueError, match=r"model\.0\.weight"):
         mean_state([{"0": {"weight": torch.zeros(2)}}, {"0": {"weight": other}}], "model")
 
 
-def test_the_mean_of_models_keeps_what_their_states_have_beside_the_tensors() -> None:
+def test_the_mean_of_models_keeps_the_non_tensor_state() -> None:
     state = MODEL.state_dict()
     found = mean_state([state, state], "model")
     assert found._metadata == state._metadata and type(found) is type(state)  # type: ignore[attr-defined]
 
 
-def test_a_tensor_that_lies_in_a_bucket_is_saved_without_the_bucket() -> None:
+def test_a_tensor_in_a_bucket_is_saved_without_the_bucket() -> None:
     bucket = torch.arange(1000.0)
     state = {"a": bucket[:2], "tied": bucket[:2], "cut": bucket.view(100, 10)[:, 3], "whole": bucket, "n": 1}
     own = in_own_memory(state)

@@ -74,7 +74,7 @@ SET: dict[str, tuple[Callable[[], Any], Callable[[int], nx.DiGraph]]] = {
 
 
 @pytest.mark.parametrize("how", SET)
-def test_a_topology_that_the_script_has_set_counts(fleet: Fleets, how: str) -> None:
+def test_a_topology_set_by_the_script_is_used(fleet: Fleets, how: str) -> None:
     def run() -> list[float]:
         SET[how][0]()
         return steps_of(ATC)
@@ -82,7 +82,7 @@ def test_a_topology_that_the_script_has_set_counts(fleet: Fleets, how: str) -> N
     assert np.allclose(fleet(4).run(run), averages(Static(SET[how][1](4))), atol=1e-12)
 
 
-def test_a_topology_that_is_set_between_steps_counts_from_then_on(fleet: Fleets) -> None:
+def test_a_topology_set_between_steps_is_used_from_the_next_step(fleet: Fleets) -> None:
     def run() -> list[float]:
         def make(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
             made = ATC(optimizer, model)
@@ -115,7 +115,7 @@ def test_bluefogs_names_take_a_topology(fleet: Fleets) -> None:
     assert np.allclose(found, averages(Static(RingGraph(4))), atol=1e-12)
 
 
-def test_weights_by_hand_and_a_robust_rule_have_the_neighbours_that_they_had() -> None:
+def test_explicit_weights_and_a_robust_rule_keep_the_default_topologys_neighbours() -> None:
     def by_hand() -> list[float]:
         rank = shoal.rank()
         ahead, behind = (rank + 1) % 4, (rank - 1) % 4
@@ -128,8 +128,8 @@ def test_weights_by_hand_and_a_robust_rule_have_the_neighbours_that_they_had() -
     assert by_default == shoal.Fleet(5).run(lambda: steps_of(ATC, robust=rule, topology=ExponentialTwoGraph(5)))
 
 
-def test_rounds_that_are_left_out_come_later(fleet: Fleets) -> None:
-    """Else every second round of two would never come, and agents would fall into parts."""
+def test_skipped_rounds_are_made_up_later(fleet: Fleets) -> None:
+    """Otherwise every second round of two would never run, and the agents would not mix."""
 
     def run() -> float:
         model = nn.Linear(1, 1, bias=False).double()
@@ -146,7 +146,7 @@ def test_rounds_that_are_left_out_come_later(fleet: Fleets) -> None:
     assert fleet(4).run(run) == [1.5] * 4
 
 
-def test_agents_of_which_some_have_set_a_topology_find_out(fleet: Fleets) -> None:
+def test_a_topology_set_on_some_agents_only_is_a_mismatch(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 2:
             shoal.set_topology(RingGraph(4))
@@ -156,7 +156,7 @@ def test_agents_of_which_some_have_set_a_topology_find_out(fleet: Fleets) -> Non
     fleet(4).run(run)
 
 
-def test_another_word_than_static_is_refused() -> None:
+def test_any_other_string_than_static_is_refused() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=r"topology='ring': give a graph, a schedule or"):
             steps_of(ATC, topology="ring")

@@ -166,7 +166,7 @@ def drawn(of: type[Program], with_kind: str, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["returns", "joins", "optimizer"])
-def test_agents_enter_while_others_train(kind: str) -> None:
+def test_agents_rejoin_while_others_train(kind: str) -> None:
     for seed in drawn(Training, kind, 3):
         check(seed)
 
@@ -177,8 +177,8 @@ def test_optimizers(style: Style) -> None:
     assert not run(Scenario(1, Program(3, "ring", calls, 1), Weather(), ())).problems
 
 
-def test_an_agent_that_comes_back_has_the_results_of_the_others() -> None:
-    """Its crash and its return are seen in the results of the calls."""
+def test_a_rejoined_agent_has_the_results_of_the_others() -> None:
+    """Its crash and its rejoin are visible in the results of the calls."""
     training = Training(3, "ring", [Call(0, "average", 2, True, NOBODY), Call(1, "static", 2, True, NOBODY)], 1)
     report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
     assert not report.problems
@@ -188,7 +188,7 @@ def test_an_agent_that_comes_back_has_the_results_of_the_others() -> None:
     assert report.history.plans == dict.fromkeys(range(3), Plan((), 1))
 
 
-def test_a_wrong_average_after_a_return_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_average_after_a_rejoin_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     mix = neighbor.mix_steps
 
     def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
@@ -213,19 +213,19 @@ def test_agents_that_crash_leave_nothing_in_the_process() -> None:
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_what_was_found_stays_away(what: str) -> None:
+def test_fixed_failures_do_not_return(what: str) -> None:
     assert not run(FOUND[what]).problems
 
 
 @pytest.mark.parametrize("seed", [2, 20, 35])
-def test_a_seed_gives_the_same_run_again(seed: int) -> None:
+def test_a_seed_reproduces_the_run(seed: int) -> None:
     first, second = (run(Scenario.draw(seed)) for _ in range(2))
     assert first.digest == second.digest
     assert first.steps > 100
 
 
 def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call takes a weight for its square, an average is wrong."""
+    """If a call uses the square of a weight, an average is wrong."""
     mix = neighbor.mix_steps
 
     def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]

@@ -92,7 +92,7 @@ def chunks(count: int) -> torch.Tensor:
     return torch.arange(count * CHUNK_BYTES // 4, dtype=torch.int32)
 
 
-def test_large_tensors_take_turns_chunk_by_chunk(connection: Connection) -> None:
+def test_large_tensors_are_sent_in_alternating_chunks(connection: Connection) -> None:
     tensors = {"a": chunks(3), "b": chunks(2) + 1, "c": chunks(1) + 2}
     for token, (name, tensor) in enumerate(tensors.items(), 1):
         connection.post(name, token, tensor)
@@ -101,7 +101,7 @@ def test_large_tensors_take_turns_chunk_by_chunk(connection: Connection) -> None
     assert all(torch.equal(connection.heard.tensors[name], tensor) for name, tensor in tensors.items())
 
 
-def test_messages_overtake_chunks_that_wait(connection: Connection) -> None:
+def test_messages_overtake_queued_chunks(connection: Connection) -> None:
     connection.post("large", 1, chunks(64))  # more than the system takes at once
     connection.link.flush()
     connection.post("small", 2)

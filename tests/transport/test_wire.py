@@ -79,7 +79,7 @@ def there_and_back(message: Message) -> Message:
 
 @few
 @given(message=messages())
-def test_what_is_encoded_comes_back(message: Message) -> None:
+def test_encoded_frames_are_decoded_equally(message: Message) -> None:
     back = there_and_back(message)
     for field in ("kind", "op", "name", "round", "stage", "token", "flags", "digest", "where", "segment", "offset"):
         assert getattr(back, field) == getattr(message, field), field
@@ -98,7 +98,7 @@ def test_what_is_encoded_comes_back(message: Message) -> None:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_an_inline_tensor_of_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_an_inline_tensor_of_every_dtype_is_decoded_bit_for_bit(dtype: torch.dtype) -> None:
     for shape in [(), (0,), (3, 0), (7,), (2, 3, 4)]:
         tensor = sample(1, shape, dtype)
         nbytes = tensor.numel() * tensor.element_size()
@@ -109,7 +109,7 @@ def test_an_inline_tensor_of_every_dtype_comes_back_bit_for_bit(dtype: torch.dty
         assert same_bits(back.payload.data.view(shape), tensor)
 
 
-def test_an_inline_tensor_outlives_the_buffer_that_it_came_in() -> None:
+def test_an_inline_tensor_outlives_its_receive_buffer() -> None:
     tensor = torch.arange(5.0)
     message = Message(Kind.DATA, dtype=torch.float32, shape=(5,), where=Where.INLINE, nbytes=20, body=bytes_of(tensor))
     buffer = bytearray(encode(message))
@@ -121,7 +121,7 @@ def test_an_inline_tensor_outlives_the_buffer_that_it_came_in() -> None:
 
 @few
 @given(sent=st.lists(messages(), max_size=5))
-def test_a_packet_of_several_frames_comes_apart_in_order(sent: list[Message]) -> None:
+def test_a_packet_of_several_frames_is_split_in_order(sent: list[Message]) -> None:
     packet = memoryview(b"".join(map(encode, sent)))
     assert [decode(frame).token for frame in frames(packet)] == [message.token for message in sent]
 
@@ -203,7 +203,7 @@ def test_an_absurd_shape_is_refused(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "body"), [(8, 12), (12, 8), (16, 16), (0, 0), (2**63, 12), (12, 0)])
-def test_a_payload_that_is_not_as_long_as_its_shape_says_is_refused(nbytes: int, body: int) -> None:
+def test_a_payload_whose_length_differs_from_its_shape_is_refused(nbytes: int, body: int) -> None:
     message = Message(Kind.DATA, dtype=torch.float32, shape=(3,), where=Where.INLINE, nbytes=nbytes, body=bytes(body))
     with pytest.raises(ProtocolError):
         there_and_back(message)
@@ -216,7 +216,7 @@ def test_a_piece_beyond_its_body_or_a_body_of_another_shape_is_refused(nbytes: i
         there_and_back(message)
 
 
-def test_text_that_is_no_utf8_is_refused() -> None:
+def test_text_that_is_not_utf8_is_refused() -> None:
     frame = bytearray(encode(Message(Kind.DENY, op="neighbor_allreduce", name="name")))
     at = frame.index(b"name")
     frame[at] = 0xFF
@@ -224,7 +224,7 @@ def test_text_that_is_no_utf8_is_refused() -> None:
         decode(memoryview(frame)[PREFIX:])
 
 
-def test_as_many_dimensions_as_torch_has_travel_and_no_more() -> None:
+def test_tensors_may_have_as_many_dimensions_as_in_torch() -> None:
     def of(count: int) -> Message:
         return Message(Kind.DATA, dtype=torch.uint8, shape=(1,) * count, where=Where.SHARED, nbytes=1)
 

@@ -54,7 +54,7 @@ def test_put_and_get_of_a_scalar_between_three_agents(fleet: Fleets) -> None:
     assert fleet(3).run(run) == [(0.0, 3.0), (10.0, 10.0), (10.0, 10.0)]
 
 
-def test_put_accumulate_and_collect_move_the_registered_tensor_if_none_is_given(fleet: Fleets) -> None:
+def test_put_accumulate_and_collect_use_the_registered_tensor_by_default(fleet: Fleets) -> None:
     def run() -> list[float]:
         other = ring_of_two()
         x = torch.full((5,), shoal.rank() + 1.0)
@@ -74,7 +74,7 @@ def test_put_accumulate_and_collect_move_the_registered_tensor_if_none_is_given(
     assert fleet(2).run(run) == [[9.0, 4.5, 10.5], [6.0, 3.0, 12.0]]
 
 
-def test_the_forms_that_do_not_wait_take_effect_in_the_order_of_the_calls(fleet: Fleets) -> None:
+def test_nonblocking_calls_take_effect_in_call_order(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
         other = ring_of_two()
         window = shoal.windows.create(torch.zeros(4), "x")
@@ -94,7 +94,7 @@ def test_the_forms_that_do_not_wait_take_effect_in_the_order_of_the_calls(fleet:
     assert fleet(2).run(run) == [(20.0, 14.0)] * 2
 
 
-def test_an_update_takes_the_weights_of_the_topology_and_empties_what_it_has_read(fleet: Fleets) -> None:
+def test_an_update_uses_the_topologys_weights_and_empties_the_slots_it_has_read(fleet: Fleets) -> None:
     def run() -> list[float]:
         ring_of_two()
         window = shoal.windows.create(torch.tensor([float(shoal.rank())]), "x", zero_init=True)
@@ -105,7 +105,7 @@ def test_an_update_takes_the_weights_of_the_topology_and_empties_what_it_has_rea
     assert fleet(2).run(run) == [[0.5, 0.5, 0.25]] * 2
 
 
-def test_the_associated_weight_goes_where_the_tensor_goes(fleet: Fleets) -> None:
+def test_the_associated_weight_is_sent_with_the_tensor(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
         shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         shoal.windows.turn_on_associated_p()
@@ -128,7 +128,7 @@ def test_the_associated_weight_goes_where_the_tensor_goes(fleet: Fleets) -> None
     assert sum(p for _, p in found) == pytest.approx(3.0, abs=1e-12)
 
 
-def test_it_knows_its_neighbours_and_what_has_come_from_them(fleet: Fleets) -> None:
+def test_a_window_lists_its_neighbours_and_their_versions(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         rank = shoal.rank()
@@ -156,7 +156,7 @@ def test_it_knows_its_neighbours_and_what_has_come_from_them(fleet: Fleets) -> N
     fleet(3).run(run)
 
 
-def test_its_mutex_excludes_everybody_and_may_be_taken_again_by_its_holder(fleet: Fleets) -> None:
+def test_the_mutex_excludes_all_others_and_is_reentrant(fleet: Fleets) -> None:
     inside: list[int] = []
 
     def run() -> bool:
@@ -175,7 +175,7 @@ def test_its_mutex_excludes_everybody_and_may_be_taken_again_by_its_holder(fleet
     assert fleet(3).run(run) == [True] * 3
 
 
-def test_a_mutex_that_is_kept_ends_in_a_deadline_that_names_its_holder(fleet: Fleets) -> None:
+def test_a_held_mutex_raises_at_the_deadline_and_its_holder_is_named(fleet: Fleets) -> None:
     def run() -> None:
         ring_of_two()
         window = shoal.windows.create(torch.zeros(2), "x")
@@ -201,7 +201,7 @@ def test_a_mutex_that_is_kept_ends_in_a_deadline_that_names_its_holder(fleet: Fl
     fleet(2).run(run)
 
 
-def test_an_update_waits_for_its_own_mutex_where_it_is_asked_to(fleet: Fleets) -> None:
+def test_an_update_acquires_its_own_mutex_on_request(fleet: Fleets) -> None:
     def run() -> None:
         ring_of_two()
         window = shoal.windows.create(torch.zeros(2), "x")
@@ -223,7 +223,7 @@ def test_an_update_waits_for_its_own_mutex_where_it_is_asked_to(fleet: Fleets) -
     fleet(2).run(run)
 
 
-def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
+def test_invalid_calls_raise_and_send_nothing(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(4, connect_style=2))
         before, after = (shoal.rank() - 1) % 4, (shoal.rank() + 1) % 4
@@ -258,7 +258,7 @@ def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
     fleet(4).run(run)
 
 
-def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fleet: Fleets) -> None:
+def test_a_freed_window_raises_and_a_new_one_of_its_name_is_independent(fleet: Fleets) -> None:
     def run() -> float:
         other = ring_of_two()
         with shoal.windows.create(torch.zeros(2), "x") as window:
@@ -467,7 +467,7 @@ def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [4.0, 2.0]
 
 
-def test_after_shutdown_it_says_that_the_agent_is_gone(fleet: Fleets) -> None:
+def test_after_shutdown_calls_raise_that_the_agent_has_left(fleet: Fleets) -> None:
     def run() -> None:
         ring_of_two()
         window = shoal.windows.create(torch.zeros(2), "x")
@@ -501,8 +501,8 @@ def test_bluefogs_functions_and_the_methods_are_one_window(fleet: Fleets) -> Non
     assert fleet(2).run(run) == [[6.0, 7.0], [3.0, 5.0]]
 
 
-def test_the_calls_of_both_forms_are_alike_in_the_events(fleet: Fleets) -> None:
-    """Who reads a trace finds one name for one thing."""
+def test_calls_of_both_forms_have_equal_events(fleet: Fleets) -> None:
+    """So a trace has one name for one operation."""
 
     def run() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         ring_of_two()
@@ -532,7 +532,7 @@ def test_the_calls_of_both_forms_are_alike_in_the_events(fleet: Fleets) -> None:
         assert ("finished", "win_update_then_collect") in ours
 
 
-def test_every_form_that_does_not_wait_takes_what_its_twin_takes() -> None:
+def test_every_nonblocking_form_has_the_arguments_of_its_blocking_form() -> None:
     for where in (Window, by_name):
         twins = [name for name in dir(where) if name.endswith("_nonblocking")]
         assert len(twins) >= 3
