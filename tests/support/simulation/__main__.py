@@ -4,8 +4,47 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+SAMPLED = 0.001
+"""Seconds of CPU time between two samples of ``--parts``."""
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[2] / "src" / "shoal"
+
+
+class Parts:
+    """Samples what the process does. A library's time is that of its caller."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+
+    def __enter__(self) -> Parts:
+        signal.signal(signal.SIGPROF, self._sample)
+        signal.setitimer(signal.ITIMER_PROF, SAMPLED, SAMPLED)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def _sample(self, _number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            file = Path(frame.f_code.co_filename)
+            if file.parent == HERE:
+                self.found[f"simulation/{file.name}"] += 1
+                return
+            if PACKAGE in file.parents:
+                self.found[f"shoal/{file.relative_to(PACKAGE).parts[0]}"] += 1
+                return
+            frame = frame.f_back
+
+    def __str__(self) -> str:
+        total = self.found.total()
+        return "\n".join(f"{count / total:6.1%}  {part}" for part, count in self.found.most_common())
 
 
 def main() -> int:
@@ -25,11 +64,25 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first seed that fails")
     parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--agents", type=int, help="in all runs so many agents, and no faults")
+    parser.add_argument("--operations", type=int, default=30, help="with --agents: of each agent")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each seed; the fastest one counts")
+    parser.add_argument("--parts", action="store_true", help="which parts take the CPU time")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    began, failed = time.process_time(), 0
+    took, failed, parts = 0.0, 0, Parts()
     for seed in range(args.seed, args.seed + args.count):
-        report = run(Scenario.draw(seed))
+        scenario = Scenario.calm(seed, args.agents, args.operations) if args.agents else Scenario.draw(seed)
+        times = []
+        for _ in range(args.repeat):
+            began = time.process_time()
+            if args.parts:
+                with parts:
+                    report = run(scenario)
+            else:
+                report = run(scenario)
+            times.append(time.process_time() - began)
+        took += min(times)
         if not report.problems:
             continue
         failed += 1
@@ -39,7 +92,10 @@ def main() -> int:
             print(f"The shortest run found that fails:\n{short}\n" + "\n".join(run(short).problems), flush=True)
         if not args.keep_going:
             break
-    print(f"{seed - args.seed + 1} seeds, {failed} failed, {time.process_time() - began:.1f} s of CPU")
+    count = seed - args.seed + 1
+    print(f"{count} seeds, {failed} failed, {took:.1f} s of CPU, {1000 * took / count:.1f} ms for each")
+    if args.parts:
+        print(parts)
     return 1 if failed else 0
 
 

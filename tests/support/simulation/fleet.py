@@ -23,10 +23,10 @@ from shoal.runtime.agent import AgentContext, enter_context
 from shoal.transport import acceptor, listeners, router, shared_regions, status_socket, tcp
 from shoal.transport.peer_address import PeerId
 
+from . import threads
 from .network import Network, Poller, Weather
 from .scheduler import Scheduler
 from .store import Store
-from .threads import namespace
 
 SECRET = "SHOAL_SECRET"
 
@@ -35,9 +35,9 @@ SECRET = "SHOAL_SECRET"
 def _with_threads(_count: int) -> list[tuple[ModuleType, str]]:
     """The modules that use threads or queues, and what they call them; for so many loaded modules."""
     core = [module for name, module in sys.modules.items() if name.startswith("shoal.")]
-    threads = [(module, "threading") for module in core if getattr(module, "threading", None) is threading]
+    locks = [(module, "threading") for module in core if getattr(module, "threading", None) is threading]
     queues = [(module, "SimpleQueue") for module in core if getattr(module, "SimpleQueue", None) is queue.SimpleQueue]
-    return threads + queues
+    return locks + queues
 
 
 class Simulated:
@@ -46,7 +46,6 @@ class Simulated:
     def __init__(self, seed: int, weather: Weather | None = None) -> None:
         self.scheduler = Scheduler(seed)
         self.network = Network(self.scheduler, weather or Weather())
-        self.threading = namespace(self.scheduler)
         self.store = Store(self.scheduler, self.network.address)
 
 
@@ -55,6 +54,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     """Within it, what the core takes from the operating system is simulated."""
     world = Simulated(seed, weather)
     scheduler, network = world.scheduler, world.network
+    threads.use(scheduler)
 
     def here(rank: int, incarnation: int = 0) -> PeerId:
         return PeerId(
@@ -73,7 +73,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     gc.disable()  # a tenth of the time of a run; and memory would come back at steps that earlier runs decide
     try:
         for module, name in _with_threads(len(sys.modules)):
-            put(module, name, world.threading if name == "threading" else world.threading.SimpleQueue)
+            put(module, name, threads if name == "threading" else threads.SimpleQueue)
         put(clock, "monotonic", lambda: scheduler.now)
         put(clock, "monotonic_ns", lambda: int(scheduler.now * 1e9))
         put(clock, "perf_counter_ns", lambda: int(scheduler.now * 1e9))

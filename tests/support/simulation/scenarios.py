@@ -82,6 +82,12 @@ class Scenario:
         faults += _cut_again(chance, faults)
         return Scenario(seed, program, weather, tuple(faults), "continue" if kind == CONTINUED else "raise")
 
+    @staticmethod
+    def calm(seed: int, size: int, length: int) -> Scenario:
+        """So many agents and operations, without faults."""
+        chance = random.Random(seed)
+        return Scenario(seed, Program.draw(chance, size, length, KINDS), _draw_weather(chance), ())
+
     def __str__(self) -> str:
         p, w = self.program, self.weather
         lines = [f"{p.size} agents on the {p.topology} graph, on_loss={self.on_loss!r}; {w}"]
