@@ -24,7 +24,7 @@ from shoal.algorithms import (
     run,
 )
 from shoal.algorithms.needs import CONNECTED
-from shoal.algorithms.runs import run_result
+from shoal.algorithms.runs import run as run_module
 from shoal.ops import safe_serialization
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology.families.static import ring
@@ -180,7 +180,7 @@ def test_other_fields_of_a_run_need_another_file_version() -> None:
     known = {
         "2": "x estimate state steps sent rounds seconds records exchanges gradients",
     }
-    assert known[run_result._VERSION] == " ".join(one.name for one in fields(Run))
+    assert known[run_module._VERSION] == " ".join(one.name for one in fields(Run))
 
 
 def test_a_plot_has_one_figure_over_another() -> None:
