@@ -221,6 +221,7 @@ def by_process_groups(port: int, other: int) -> list[float]:
     if rank:
         with pytest.raises(ValueError, match=f"is rank {3 - rank} of 3 in torch.distributed is rank {rank} of 3 here"):
             shoal.allreduce(torch.ones(2), group=dist.group.WORLD)
+    shoal.barrier()  # a group that is destroyed closes connections that other agents may still be opening
     dist.destroy_process_group()
     return [found, of_all]
 
