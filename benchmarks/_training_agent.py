@@ -116,7 +116,7 @@ def against_ddp(
     peers = [*fastest(others, tried)[:1], *fastest(settings, tried)][:2]  # a third would not fit into the memory
     trainers |= {one.name: one(work.make()) for one in peers}
     cases: dict[str, Case] = {name: partial(trainer.step, batch) for name, trainer in trainers.items()}
-    if kind == "mlp":
+    if kind == "mlp" and not others:  # with a peer more it would not fit into the memory
         trainers[LIMIT] = trainer = alone_and_averaged(work.make())
         cases[LIMIT] = partial(trainer.step, batch)
     for way in ways:
