@@ -52,6 +52,20 @@ def test_links_have_files_and_headings(page: Path) -> None:
     assert not broken
 
 
+EXAMPLES = {"average.py", "src/shoal/X/y.py", "tests/X/test_y.py"}
+"""Files that a page tells its reader to write, and patterns of names."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_files_named_on_a_page_exist(page: Path) -> None:
+    """``operations/sender.py``, also without its folder."""
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())) - EXAMPLES
+    folders = ["src", "tests", "benchmarks", "reproduce", "examples", "docs", "tools"]
+    paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    files = [f"/{path.relative_to(ROOT)}" for path in paths]
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+
+
 def test_headings_cited_in_the_code_exist() -> None:
     """``docs/training.md, "Adam on heterogeneous data"``: in messages, docstrings, and the heads of manifests."""
     cited = []
