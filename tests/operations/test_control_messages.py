@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.operations.control_messages import PIECE_BYTES, read_json
 from shoal.operations.membership import Membership
-from shoal.operations.sender import PIECE_BYTES, Sender
-from shoal.operations.services import MinimalService, Services, read_json
+from shoal.operations.sender import Sender
+from shoal.operations.services import MinimalService, Services
 from shoal.transport.wire import MAX_NAME, PACKET_BYTES, PREFIX, Kind, Message, ProtocolError, decode, encode
 from support.recording_sender import recording_sender
 
@@ -96,7 +97,7 @@ def test_a_piece_that_does_not_continue_the_body_is_a_protocol_error(monkeypatch
             receiver.services.serve(3, pieces[at])
         with pytest.raises(ProtocolError, match="of a body of"):
             receiver.services.serve(3, pieces[wrong])
-    monkeypatch.setattr("shoal.operations.services.MOST_BYTES", 2 * PIECE_BYTES)
+    monkeypatch.setattr("shoal.operations.control_messages.MOST_BYTES", 2 * PIECE_BYTES)
     with pytest.raises(ProtocolError, match="of a body of"):
         Receiver().services.serve(3, pieces[0])
 

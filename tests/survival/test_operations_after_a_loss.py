@@ -230,20 +230,27 @@ def test_new_windows_use_the_healed_topology(fleet: Fleets) -> None:
         assert found[rank] == pytest.approx([(weights @ x)[rank]])
 
 
+def is_left_with_another_machine_topology() -> bool:
+    """False on rank 5, which leaves. Machine 0 has another machine topology than the others."""
+    graph = nx.DiGraph(topology_util.RingGraph(3))
+    if shoal.machine_rank() == 0:
+        graph.edges[2, 1]["weight"] = 0.75
+    shoal.set_machine_topology(graph, is_weighted=True)
+    shoal.barrier()
+    if shoal.rank() == 5:
+        shoal.shutdown()
+        return False
+    while 5 in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
+        pass
+    return True
+
+
 def test_machine_topologies_that_differ_are_a_mismatch_after_a_machine_has_lost_an_agent(fleet: Fleets) -> None:
     """The first agents of the machines exchange then, and compare the topologies with each other."""
 
     def run() -> str:
-        graph = nx.DiGraph(topology_util.RingGraph(3))
-        if shoal.machine_rank() == 0:
-            graph.edges[2, 1]["weight"] = 0.75
-        shoal.set_machine_topology(graph, is_weighted=True)
-        shoal.barrier()
-        if shoal.rank() == 5:
-            shoal.shutdown()
+        if not is_left_with_another_machine_topology():
             return ""
-        while 5 in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
-            pass
         try:
             return str(shoal.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=3))
         except shoal.ShoalError as error:  # other agents may also find those lost whose call has failed
@@ -260,16 +267,8 @@ def test_such_a_mismatch_has_one_outcome_on_all_agents_long_before_the_deadline(
     failed = threading.Barrier(5)
 
     def run() -> tuple[str, float]:
-        graph = nx.DiGraph(topology_util.RingGraph(3))
-        if shoal.machine_rank() == 0:
-            graph.edges[2, 1]["weight"] = 0.75
-        shoal.set_machine_topology(graph, is_weighted=True)
-        shoal.barrier()
-        if shoal.rank() == 5:
-            shoal.shutdown()
+        if not is_left_with_another_machine_topology():
             return "", 5.0
-        while 5 in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
-            pass
         # A deadline would end the call of some with DeadlineExceeded.
         with pytest.raises(shoal.ShoalError) as caught:
             shoal.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=60)

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .request import ALL, CallSignature, Ranks, RequestKey, TransferRequest, parsed_ranks, parsed_request
+from ..operations.control_messages import parsed_ranks
+from ..operations.membership import Ranks
+from .request import ALL, CallSignature, RequestKey, TransferRequest, parsed_request
 
 _SHOWN = 8
 """Ranks that an error lists of each side."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.engine import Engine
-from ..operations.services import MinimalService, read_json
+from ..operations.control_messages import read_json
+from ..operations.services import MinimalService
 from ..transport.wire import Message
 
 WORD = "~group"

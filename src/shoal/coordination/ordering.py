@@ -26,7 +26,7 @@ from .. import clock
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
-from ..operations.membership import Plan
+from ..operations.membership import Plan, Ranks
 from ..operations.operation import Operation, Stage, Steps
 from ..operations.services import MinimalService
 from ..transport.collective_plan import CollectivePlan, Step
@@ -34,7 +34,7 @@ from ..transport.link import Lease
 from ..transport.process_group import ABANDON_AFTER, ProcessGroups
 from ..transport.wire import Kind, Message, Payload, Where
 from .decision import Refusal, Response
-from .request import ALL, CallSignature, PendingRequest, PendingRequests, Ranks, RequestKey, TransferRequest
+from .request import ALL, CallSignature, PendingRequest, PendingRequests, RequestKey, TransferRequest
 from .response_cache import ResponseCache
 from .round import RoundOutcome, Vector, coordinate
 

@@ -12,12 +12,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..operations.control_messages import parsed_count, parsed_ranks
 from ..operations.matching import Matcher
+from ..operations.membership import Ranks
 from ..operations.operation import Operation, Stage
 from ..transport.collective_plan import CollectivePlan
 from ..transport.link import Lease
 
-Ranks = tuple[int, ...]
 ALL: Ranks = ()
 """Stands for all present ranks."""
 
@@ -80,28 +81,9 @@ def parsed_request(data: Any, size: int) -> TransferRequest:
         ValueError, TypeError: The data is malformed.
     """
     name, stage, members, op, what, kind, round_, peers = data
-    key = RequestKey(str(name), _count(stage), parsed_ranks(members, size))
+    key = RequestKey(str(name), parsed_count(stage), parsed_ranks(members, size))
     entry = CallSignature(key, str(op), str(what), str(kind))
-    return TransferRequest(entry, _count(round_), None if peers is None else parsed_ranks(peers, size))
-
-
-def parsed_ranks(data: Any, size: int) -> Ranks:
-    """The ranks, ascending, from the form that is sent.
-
-    Raises:
-        ValueError, TypeError: The data is malformed.
-    """
-    ranks = tuple(_count(one) for one in data)
-    if list(ranks) != sorted(set(ranks)) or (ranks and ranks[-1] >= size):
-        raise ValueError(f"ranks {ranks} of {size}")
-    return ranks
-
-
-def _count(data: Any) -> int:
-    # Not `isinstance`: JSON's `true` would pass as the number 1.
-    if type(data) is not int or data < 0:
-        raise ValueError(f"{data!r} in the place of a number")
-    return data
+    return TransferRequest(entry, parsed_count(round_), None if peers is None else parsed_ranks(peers, size))
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .request import CallSignature, Ranks, RequestKey, TransferRequest
+from ..operations.membership import Ranks
+from .request import CallSignature, RequestKey, TransferRequest
 
 
 @dataclass(slots=True)

@@ -24,17 +24,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import PeerLost, ShoalError
+from ..operations.control_messages import read_json
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
-from ..operations.membership import WHOLE, Departure, Plan
+from ..operations.membership import WHOLE, Departure, Plan, Ranks
 from ..operations.operation import FailurePolicy, Operation
-from ..operations.services import MinimalService, read_json
+from ..operations.services import MinimalService
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import cannot_go_on
 from ..transport.wire import Message, ProtocolError
+from .loss_reports import Decision, LossReport, parsed_report
 from .membership_states import AgentEvent, MembershipTable
 from .recovery import await_result, conclude, go_on_without, restart
 from .result_cache import ResultTransfer
@@ -42,7 +44,6 @@ from .result_cache import ResultTransfer
 WORD = "~agreement"
 MOST_DECISIONS = 32
 """The number of decisions that are kept when an agent is admitted; later rounds follow one of these."""
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,59 +59,6 @@ class MembershipChange:
     lost: tuple[int, ...]
     alive: tuple[int, ...]
     entered: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The result of one agreement.
-
-    Attributes:
-        plan: The agreed plan.
-        begun: The first round that follows the plan, by name; 0 for a name that is not listed.
-        entered: The ranks admitted with this decision; they take part in no earlier round.
-    """
-
-    plan: Plan
-    begun: dict[str, int]
-    entered: Ranks = ()
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.plan.entered, len(self.plan.gone)
-
-
-@dataclass(frozen=True)
-class _Report:
-    """One agent's report of a loss.
-
-    Attributes:
-        plan: The lost ranks that it knows, and the number of admitted agents.
-        begun: The number of rounds that it has begun, by name.
-        open: Its open collective operations, by name and round: the attempt whose result it has, or None without a
-            result.
-        kept: The rounds of ended collective operations whose results it can send, by name.
-        decisions: The decisions of earlier agreements that it knows.
-        out_of_reach: The lost ranks whose processes may still run, as far as it knows.
-    """
-
-    plan: Plan
-    begun: dict[str, int]
-    open: dict[str, dict[int, int | None]]
-    kept: dict[str, list[int]]
-    decisions: list[Decision]
-    out_of_reach: frozenset[int]
-
-    def has(self, name: str, round_: int, attempt: int) -> bool:
-        """Whether the agent has the result of a collective operation; if that is still open there, of ``attempt``."""
-        return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
-
-    def keeps(self, name: str, round_: int) -> bool:
-        """Whether the operation has ended there and the agent can send the result."""
-        return round_ in self.kept.get(name, ())
-
-    def lacks(self, name: str, round_: int) -> bool:
-        """Whether the operation is open there."""
-        return round_ in self.open.get(name, {})
 
 
 class LossReactions(Protocol):
@@ -157,7 +105,7 @@ class Agreement(MinimalService):
         self._check_by = parts.progress.check_by
         self._failures: LossReactions
         self._stops_as_minority = False
-        self._reports: dict[int, _Report] = {}  # the last report of each agent
+        self._reports: dict[int, LossReport] = {}  # the last report of each agent
         self._decisions: list[Decision] = []
 
     def react_by(self, failures: LossReactions) -> None:
@@ -251,10 +199,10 @@ class Agreement(MinimalService):
             self._gate.pause()
         report = self._report()
         self._reports[self._rank] = report
-        self._sender.send_control(self._membership.view.others(self._rank), WORD, self._as_data(report))
+        self._sender.send_control(self._membership.view.others(self._rank), WORD, report.as_data(self._membership.view))
         self._decide()
 
-    def _report(self) -> _Report:
+    def _report(self) -> LossReport:
         open_: dict[str, dict[int, int | None]] = {}
         for operation in self._matcher.in_flight():
             recovery = operation.recovery
@@ -264,28 +212,11 @@ class Agreement(MinimalService):
         kept: dict[str, list[int]] = {}
         for name, round_ in self._results.cache.results:
             kept.setdefault(name, []).append(round_)
-        return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
-
-    def _as_data(self, report: _Report) -> dict[str, Any]:
-        """This agent's report as plain data, with the cause of each loss and whether the process died."""
-        view = self._membership.view
-        gone = [
-            (rank, view.died.get(rank, "it left"), rank in view.died, rank in report.out_of_reach)
-            for rank in report.plan.gone
-        ]
-        decisions = decisions_as_data(report.decisions)
-        return {
-            "gone": gone,
-            "entered": report.plan.entered,
-            "begun": report.begun,
-            "open": report.open,
-            "kept": report.kept,
-            "decisions": decisions,
-        }
+        return LossReport(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
 
     def serve(self, source: int, message: Message) -> None:
         """Take another agent's report; see :class:`~.services.Service`."""
-        losses, report = read_json(message, "a loss", partial(_parsed_report, size=self._size))
+        losses, report = read_json(message, "a loss", partial(parsed_report, size=self._size))
         if not self.active:
             return
         if report.plan.entered > self._gate.entered:
@@ -338,7 +269,7 @@ class Agreement(MinimalService):
             self._repair(operation, by_rank)
         self._hand_on(by_rank)
 
-    def _hand_on(self, reports: dict[int, _Report]) -> None:
+    def _hand_on(self, reports: dict[int, LossReport]) -> None:
         """Send cached results to agents without them, if this agent is the first that has the result."""
         for name, round_ in self._results.cache.results:
             keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
@@ -346,7 +277,7 @@ class Agreement(MinimalService):
                 for rank in [rank for rank, report in reports.items() if report.lacks(name, round_)]:
                     self._results.send(rank, name, round_)
 
-    def _repair(self, operation: Operation, reports: Mapping[int, _Report]) -> None:
+    def _repair(self, operation: Operation, reports: Mapping[int, LossReport]) -> None:
         recovery = operation.recovery
         if recovery is None:
             if not operation.one_sided:
@@ -448,20 +379,6 @@ class Agreement(MinimalService):
         return float("inf")
 
 
-def _parsed_report(data: Any, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
-    """Parse another agent's report, and (rank, cause, died) of each loss; one of :data:`NONSENSE` if malformed."""
-    losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in data["gone"]]
-    beyond = frozenset(int(rank) for rank, _, _, out_of_reach in data["gone"] if out_of_reach)
-    open_ = {
-        str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
-        for name, rounds in data["open"].items()
-    }
-    kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in data["kept"].items()}
-    plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(data["entered"]))
-    decisions = parsed_decisions(data["decisions"], size)
-    return losses, _Report(plan, parsed_counts(data["begun"]), open_, kept, decisions, beyond)
-
-
 def partition_order(part: Collection[int]) -> tuple[int, int]:
     """A sort key of partitions: the greatest continues.
 
@@ -470,32 +387,8 @@ def partition_order(part: Collection[int]) -> tuple[int, int]:
     return len(part), -min(part, default=0)
 
 
-def _all_have_result(operation: Operation, reports: Mapping[int, _Report]) -> bool:
+def _all_have_result(operation: Operation, reports: Mapping[int, LossReport]) -> bool:
     recovery, among = operation.recovery, operation.among
     assert recovery is not None
     concerned = [report for rank, report in reports.items() if among is None or rank in among]
     return all(report.has(operation.name, operation.round, recovery.plan.attempt) for report in concerned)
-
-
-def decisions_as_data(decisions: list[Decision]) -> list[Any]:
-    """Convert decisions to JSON data."""
-    return [(*one.plan, one.begun, one.entered) for one in decisions]
-
-
-def parsed_decisions(data: Any, size: int) -> list[Decision]:
-    """Parse decisions from JSON data; raises one of :data:`NONSENSE` if they are malformed."""
-    return [
-        Decision(Plan(parsed_ranks(gone, size), int(entered)), parsed_counts(begun), parsed_ranks(ranks, size))
-        for gone, entered, begun, ranks in data
-    ]
-
-
-def parsed_ranks(data: Any, size: int) -> Ranks:
-    ranks = tuple(int(rank) for rank in data)
-    if list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
-        raise ValueError(f"ranks {ranks}")
-    return ranks
-
-
-def parsed_counts(data: Any) -> dict[str, int]:
-    return {str(name): int(count) for name, count in data.items()}

@@ -22,8 +22,9 @@ from functools import partial
 from typing import Any
 
 from ..errors import PeerLost
+from ..operations.control_messages import read_json
 from ..operations.membership import View
-from ..operations.services import MinimalService, read_json
+from ..operations.services import MinimalService
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
 from ..transport.link import NullReceiver

@@ -20,17 +20,19 @@ from typing import Any, NamedTuple, TypeVar
 from .. import clock
 from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
+from ..operations.control_messages import parsed_counts, parsed_ranks, read_json
 from ..operations.membership import NOT_YET, Plan
 from ..operations.operation import Operation
-from ..operations.services import MinimalService, read_json
+from ..operations.services import MinimalService
 from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
 from ..transport.rejoin_marker import RejoinMarker
 from ..transport.sockets import Outgoing
 from ..transport.wire import Kind, Message
-from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
+from .agreement import Agreement
 from .failures import Failures
+from .loss_reports import decisions_as_data, parsed_decisions
 from .membership_states import AgentEvent, MembershipTable
 
 log = logging.getLogger("shoal")

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from ..operations.control_messages import read_json
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Key
 from ..operations.operation import Operation
-from ..operations.services import MinimalService, read_json
+from ..operations.services import MinimalService
 from ..operations.shared_parts import SharedParts
 from ..transport.link import Published
 from ..transport.shared_regions import ResultPool

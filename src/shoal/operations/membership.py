@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+Ranks = tuple[int, ...]
+"""Ascending, each once."""
 NOT_YET = "it has not come yet"
 LEFT = "has left (it called shoal.shutdown(), or its script ended)"
 NEEDED = f"it {LEFT}, and is still needed"

@@ -26,7 +26,6 @@ from ..transport.wire import (
     HERE,
     MAX_DIMENSIONS,
     ON_DEVICE,
-    PACKET_BYTES,
     SILENT,
     WANTS_REPLY,
     Kind,
@@ -34,6 +33,7 @@ from ..transport.wire import (
     ProtocolError,
     Where,
 )
+from .control_messages import pieces
 from .edge_counters import EdgeCounters
 from .events import COORDINATION, Events
 from .matching import NO_FAILURE, SMALL_WINDOW, Channel, RoundFailure
@@ -43,8 +43,6 @@ from .publishing import Publisher
 
 CONNECT = "~connect"
 """The name under which agents ask each other to open a reversed connection."""
-PIECE_BYTES = PACKET_BYTES // 2
-"""Bytes of a control message in one piece: with its name it has to fit into a packet."""
 
 
 class _Unacknowledged(NamedTuple):
@@ -213,17 +211,13 @@ class Sender:
 
     def send_bytes(self, peers: Iterable[int], message: Message, body: bytes, background: bool = False) -> None:
         """Send a control message with the fields of ``message``. Its dtype and shape are those of the body."""
-        # In pieces over the link's queue, so a long message keeps its place among the others.
-        pieces = [
-            replace(message, offset=at, nbytes=len(body), body=body[at : at + PIECE_BYTES])
-            for at in range(0, len(body) or 1, PIECE_BYTES)
-        ]
+        parts = pieces(message, body)
         about, why = (message.op, message.name, message.round), COORDINATION if background else ""
         for peer in peers:
             link = self._link(peer) if peer in self._membership.view.alive else None
             if link is None:
                 continue
-            for piece in pieces:
+            for piece in parts:
                 posted, nbytes = clock.perf_counter_ns(), len(piece.body)
                 link.post(piece)
                 if not background:

@@ -14,9 +14,9 @@ from .._signals import deferred
 from ..arithmetic import complete
 from ..engine.discovery import submit_to_all
 from ..errors import NONSENSE, DeadlineExceeded, Mismatch, PeerLost, ShoalError
-from ..fault_tolerance.agreement import parsed_counts
 from ..fault_tolerance.rejoin import JoiningPeer
 from ..operations.backend_stages import CollectiveBackend
+from ..operations.control_messages import parsed_counts
 from ..operations.operation import Exchange, FailurePolicy, Operation, Send, Steps
 from ..runtime.agent import Agent
 from . import safe_serialization

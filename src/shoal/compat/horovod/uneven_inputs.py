@@ -22,8 +22,9 @@ import torch
 from ..._signals import deferred
 from ...engine.engine import Engine
 from ...errors import DeadlineExceeded, NotInitialized
+from ...operations.control_messages import read_json
 from ...operations.operation import Handle
-from ...operations.services import MinimalService, read_json
+from ...operations.services import MinimalService
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
