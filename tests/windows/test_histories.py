@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.runtime.agent import bind, current
+from shoal.windows.owner_requests import PREFIX
 from shoal.windows.registry import Windows
 from shoal.windows.window_memory import EDGES
-from shoal.windows.window_part import PREFIX
 from support.histories import (
     NEVER,
     Accumulate,

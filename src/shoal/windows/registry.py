@@ -23,9 +23,10 @@ from ..runtime.agent import Agent, bind
 from ..transport.shared_regions import Segment
 from ..transport.wire import DTYPES, Message
 from .locks import ByteLocks
+from .owner_requests import PREFIX, channel_of, name_of
 from .requests import AGAIN, Requests
 from .window_memory import WindowLayout, WindowMemory
-from .window_part import PREFIX, WindowPart, channel_of, name_of
+from .window_part import WindowPart
 
 T = TypeVar("T")
 _STOP_SECONDS = 5.0

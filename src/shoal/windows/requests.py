@@ -25,8 +25,9 @@ from .. import clock
 from ..engine.engine import Engine
 from ..transport.wire import Kind, Message
 from .locks import Freed
+from .owner_requests import LOCK, UNLOCK, name_of
 from .window_memory import MUTEX, OWN, WriteKind
-from .window_part import LOCK, UNLOCK, WindowPart, name_of
+from .window_part import WindowPart
 
 AGAIN = 0.001
 _HOW = {how.value: how for how in WriteKind}

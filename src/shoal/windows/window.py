@@ -41,9 +41,10 @@ from ..operations.timeouts import parse_timeout
 from ..ops.arguments import as_ranks, channel_name, check_tensor, detached
 from ..runtime.agent import current
 from ..transport.wire import DTYPES
+from .owner_requests import channel_of
 from .registry import Windows, windows_of
 from .window_memory import SlotState, WriteKind
-from .window_part import WindowPart, channel_of
+from .window_part import WindowPart
 from .window_weights import weight_of, weights_of
 
 T = TypeVar("T")

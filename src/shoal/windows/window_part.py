@@ -20,25 +20,13 @@ from .. import clock
 from ..engine.engine import Engine
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
 from ..kernels.elementwise import copy
-from ..operations.operation import MORE, Exchange, Handle, Operation, Send, Steps
+from ..operations.operation import Handle
 from ..operations.timeouts import acquire_with_deadline
 from ..ops.arguments import where
 from ..topology import Mixing
 from .locks import Busy, Freed
+from .owner_requests import LOCK, UNLOCK, Request, ask
 from .window_memory import MUTEX, OWN, SlotState, WindowMemory, WriteKind
-
-LOCK, UNLOCK = "win_lock", "win_unlock"
-PREFIX = "~window"
-"""The prefix that distinguishes requests for windows from other messages."""
-
-
-def channel_of(name: str) -> str:
-    """The message name that identifies requests for a window."""
-    return f"{PREFIX} {name}"
-
-
-def name_of(channel: str) -> str:
-    return channel.removeprefix(f"{PREFIX} ")
 
 
 class WindowOwner(Protocol):
@@ -206,7 +194,7 @@ class WindowPart:
     ) -> Handle[dict[int, torch.Tensor]] | None:
         while wanted := {rank: far[rank] for rank in self.there(far)}:
             try:
-                return self._ask(op, wanted, tensor, share, deadline)
+                return self._ask(Request(op, wanted, tensor, share), deadline)
             except PeerLost:
                 if not any(map(self._goes_on_without, wanted)):
                     raise
@@ -230,7 +218,7 @@ class WindowPart:
                     held.enter_context(self.mutex([rank], deadline, op))
                 memory = self.direct.get(rank)
                 if memory is None:
-                    found = self._answers(self._ask(op, {rank: 1.0}, None, None, deadline))[rank]
+                    found = self._answers(self._ask(Request(op, {rank: 1.0}), deadline))[rank]
                 else:
                     self._check(op, rank)
                     with self._explained(op, rank, deadline):
@@ -352,7 +340,7 @@ class WindowPart:
                 raise Busy(self._engine.rank)
         if memory is None:
             try:
-                self._answers(self._ask(LOCK, {rank: 1.0}, None, None, deadline))
+                self._answers(self._ask(Request(LOCK, {rank: 1.0}), deadline))
             except BaseException:
                 self._give_up_far(rank)  # it may be granted after we have given up
                 raise
@@ -372,51 +360,16 @@ class WindowPart:
     def _give_up_far(self, rank: int) -> None:
         try:
             if rank in self._engine.alive and self._engine.reason_against(one_sided=True) is None:
-                self._ask(UNLOCK, {rank: 1.0}, None, None, clock.monotonic() + self._engine.timeout)
+                self._ask(Request(UNLOCK, {rank: 1.0}), clock.monotonic() + self._engine.timeout)
         finally:
             self._gates[rank].release()
 
-    # Asking an owner on another machine
+    # Requests to an owner on another machine
 
-    def _ask(
-        self, op: str, weights: Mapping[int, float], tensor: torch.Tensor | None, share: float | None, deadline: float
-    ) -> Handle[dict[int, torch.Tensor]]:
-        """Send a request to the owners. The result is each owner's reply: a flat tensor for a get."""
-        engine = self._engine
-        for rank in weights:
-            self._check(op, rank)
-        layout = self.memory.layout
-
-        def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
-            published = {}
-            for weight in set(weights.values()):
-                scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
-                published[weight] = engine.publish(operation, scaled)
-            sends = []
-            for rank, weight in weights.items():
-                one = published[weight]
-                p = 0.0 if share is None else share * weight
-                sends.append(Send(rank, one, 0, one.data.numel(), (one.data.numel(),), p))
-            yield Exchange(sends, (), digest=self.number)
-            if op == UNLOCK:
-                return {}
-            arrived = yield Exchange((), list(weights), digest=self.number)
-            found = {}
-            for rank, message in arrived.items():
-                payload = message.payload
-                assert payload is not None
-                while not payload.complete:
-                    yield MORE
-                found[rank] = payload.data.clone() if op == WriteKind.GET.value else payload.data
-                if op == WriteKind.GET.value and (payload.data.numel(), payload.data.dtype) != (
-                    layout.numel,
-                    layout.dtype,
-                ):
-                    raise Mismatch(f"{op} {self.name!r}: rank {rank} answered with another tensor", (rank, engine.rank))
-            return found
-
-        rest = max(0.001, deadline - clock.monotonic())
-        return engine.submit(op, channel_of(self.name), steps, rest, alone=False, one_sided=True)
+    def _ask(self, request: Request, deadline: float) -> Handle[dict[int, torch.Tensor]]:
+        for rank in request.weights:
+            self._check(request.op, rank)
+        return ask(self._engine, self.name, self.number, self.memory.layout, request, deadline)
 
     def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Wait for the replies of the owners."""
