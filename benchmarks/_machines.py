@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from shoal.bench import wire_bytes
-from shoal.bench.figures import Figures
 from shoal.bench.jobs import Progress, run_job
+from shoal.bench.meter import Figures
 
 DEVICE, PORT = "eth0", 29400
 # Below this the kernel lets a message through before it begins to count: 32 KiB at once is little beside 1 MB.

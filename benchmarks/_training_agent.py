@@ -21,6 +21,7 @@ import shoal
 from _models import Batch, Work, mlp, mlp_of, nbytes_of, resnet20, vgg16
 from _ways import (
     CALLS_TIMED,
+    LIMIT,
     LOCAL,
     ONE_PEER,
     OVERLAP,
@@ -28,14 +29,14 @@ from _ways import (
     Peer,
     Trainer,
     alone,
+    alone_and_averaged,
     check_agreement,
     data_parallels,
     decent_dps,
     decentralized,
     synchronous,
 )
-from shoal.bench.figures import Figures
-from shoal.bench.meter import Case, Reporter, compare
+from shoal.bench.meter import Case, Figures, Reporter, compare
 from shoal.runtime.agent import current
 
 MB = 1 << 20
@@ -115,6 +116,9 @@ def against_ddp(
     peers = [*fastest(others, tried)[:1], *fastest(settings, tried)][:2]  # a third would not fit into the memory
     trainers |= {one.name: one(work.make()) for one in peers}
     cases: dict[str, Case] = {name: partial(trainer.step, batch) for name, trainer in trainers.items()}
+    if kind == "mlp" and not others:  # with a peer more it would not fit into the memory
+        trainers[LIMIT] = trainer = alone_and_averaged(work.make())
+        cases[LIMIT] = partial(trainer.step, batch)
     for way in ways:
         trainers[way] = trainer = decentralized(way, work.make())
         cases[way] = partial(trainer.step, batch)

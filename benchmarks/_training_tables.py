@@ -18,14 +18,14 @@ from _ways import (
     DECENT_DP,
     GET,
     GRADIENTS,
+    LIMIT,
     LOCAL,
     OVERLAP,
     PUSH_SUM,
     PUT,
 )
-from shoal.bench.figures import Figures
-from shoal.bench.tables import amount, speed_markdown, speed_table
-from shoal.bench.verdicts import Row, faster
+from shoal.bench.meter import Figures
+from shoal.bench.results import Row, amount, faster, speed_markdown, speed_table
 
 GOALS = {
     ("mlp", 2): 1.2,
@@ -199,12 +199,14 @@ def _against_ddp(one: Figures, batch: int, goal: float | None) -> list[Row]:
     rows = [
         faster(f"{agents}: {name}", t[name], ddp, t[ddp], None if name.startswith(DECENT_DP) else goal)
         for name in t
-        if name != LOCAL and not name.startswith("DDP")
+        if name not in (LOCAL, LIMIT) and not name.startswith("DDP")
     ]
     other = next((name for name in t if name.startswith(DECENT_DP)), None)
     if other is not None:
         ours = [name for name in t if name.startswith((f"{ATC}, ", f"{AWC}, "))]
         rows += [faster(f"{agents}: {name}", t[name], other, t[other], None) for name in ours]
+    if LIMIT in t:
+        rows.append(faster(f"{agents}: {LIMIT}", t[LIMIT], ddp, t[ddp], None))
     return [*rows, Row(f"{agents}: without communication", t[LOCAL], "s", ddp, t[ddp], _share(t[LOCAL], t[ddp]))]
 
 

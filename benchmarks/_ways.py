@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from _models import Batch
-from shoal.topology.families.circulant import ring
+from shoal.kernels.weighted_sum import weighted_sum
 from shoal.topology.families.one_peer import OnePeerExponential
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import Schedule
 
 LOCAL, GRADIENTS = "alone", "gradient all-reduce"
+LIMIT = "alone, and one pass of averaging"
 GRADIENTS_OVERLAP = "gradient all-reduce overlapped"
 ATC, AWC, OVERLAP = "ATC", "AWC", "ATC overlapped"
 HIERARCHICAL_ATC, HIERARCHICAL_AWC = "hierarchical ATC", "hierarchical AWC"
@@ -130,6 +132,23 @@ def sgd(model: nn.Module, lr: float = 1e-3, momentum: float = 0.9) -> torch.opti
 def alone(model: nn.Module, **settings: float) -> Trainer:
     """Without any communication."""
     return Trainer(model, sgd(model, **settings))
+
+
+def alone_and_averaged(model: nn.Module) -> Trainer:
+    """The memory traffic of a step and an average with one other model, without waiting for any agent.
+
+    The other model is a private copy of the first weights. Each number of both models is read once, and each number of
+    the average is written once. An exchange after the local step cannot read or write less.
+    """
+    optimizer, parameters = sgd(model), [one.data.view(-1) for one in model.parameters()]
+    others = [one.clone() for one in parameters]
+
+    def average(*_: Any) -> None:
+        for own, other in zip(parameters, others, strict=True):
+            weighted_sum(own, own, 0.5, [other], [0.5])
+
+    optimizer.register_step_post_hook(average)
+    return Trainer(model, optimizer)
 
 
 @dataclass(frozen=True)

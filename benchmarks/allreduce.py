@@ -32,10 +32,9 @@ from rich.console import Console
 import shoal
 from _machines import obstacle, run_on_machines
 from _training_tables import Sheet
-from shoal.bench.figures import Figures
 from shoal.bench.jobs import run_job
 from shoal.bench.machine import LoadWatch, here
-from shoal.bench.meter import Case, Reporter, compare
+from shoal.bench.meter import Case, Figures, Reporter, compare
 from shoal.runtime.agent import current
 
 RATE = 1e9 / 8

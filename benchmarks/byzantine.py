@@ -34,7 +34,7 @@ from shoal.sim import (
     StackedModel,
 )
 from shoal.sim.sweeps import interval
-from shoal.topology.families.circulant import Circulant
+from shoal.topology.families.static import Circulant
 
 AGENTS, BAD, TOLERATED, BATCH = 16, (0, 5, 10), 2, 16
 LR, BETA = 0.5, 0.9

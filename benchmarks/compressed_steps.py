@@ -33,8 +33,7 @@ import shoal
 from _machines import obstacle, run_on_machines
 from _models import nbytes_of, vgg16
 from _ways import LOCAL, DataParallel, Trainer, alone, sgd
-from shoal.bench.figures import Figures
-from shoal.bench.meter import Reporter, compare
+from shoal.bench.meter import Figures, Reporter, compare
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK, Zstd
 from shoal.optim.malloc_trimming import keep_freed_memory
 from shoal.topology import OnePeerHypercube

@@ -25,9 +25,8 @@ from rich.table import Table
 
 import shoal
 from _machines import obstacle, run_on_machines
-from shoal.bench.figures import Figures
 from shoal.bench.jobs import run_job
-from shoal.bench.meter import Reporter, compare
+from shoal.bench.meter import Figures, Reporter, compare
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
 
 NUMEL = 15_245_130

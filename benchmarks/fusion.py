@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from shoal.bench.figures import Figures
 from shoal.bench.jobs import run_job
 from shoal.bench.machine import LoadWatch
-from shoal.bench.meter import Reporter, compare
+from shoal.bench.meter import Figures, Reporter, compare
 from shoal.ops import fused_ops
 
 KINDS = ("static", "push-pull", "allreduce")

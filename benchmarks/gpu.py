@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.kernels import way_of, why_not_triton
-from shoal.kernels.choice import Way
+from shoal.kernels import Way, way_of, why_not_triton
 from shoal.kernels.weighted_sum import weighted_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -32,9 +32,9 @@ from shoal.algorithms import GradientDescent
 from shoal.algorithms.schedule_weights import ScheduleWeights
 from shoal.bench.machine import LoadWatch, here
 from shoal.sim import StackedFleet, StackedMix, per_agent, products
-from shoal.topology.families.circulant import ring
 from shoal.topology.families.graphs import ExponentialTwoGraph, MeshGrid2DGraph
 from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import Schedule, Static
 from shoal.topology.weights import with_metropolis_hastings_weights
 

@@ -38,8 +38,7 @@ from _ways import Trainer
 from compressed_steps import WAYS as EVERY_STEP
 from compressed_steps import one_peer
 from compressed_training import digits
-from shoal.bench.figures import Figures
-from shoal.bench.meter import Reporter
+from shoal.bench.meter import Figures, Reporter
 from shoal.compression import Compressor, MinMaxUInt8, Zstd
 from shoal.optim.malloc_trimming import keep_freed_memory
 

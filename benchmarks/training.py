@@ -34,10 +34,9 @@ import shoal
 from _machines import obstacle, run_on_machines
 from _training_tables import tables_of
 from _ways import GET, GRADIENTS, GRADIENTS_OVERLAP, LOCAL, PUSH_SUM, PUT, synchronous
-from shoal.bench.figures import Figures
 from shoal.bench.jobs import Progress, run_job
 from shoal.bench.machine import LoadWatch, here
-from shoal.bench.meter import Reporter
+from shoal.bench.meter import Figures, Reporter
 from shoal.optim.malloc_trimming import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())

@@ -23,7 +23,7 @@ import shoal.bluefog as bf
 from _common import Claim, Report, arguments, below, exceeds, powers_of_ten
 from shoal import topology_util
 from shoal.algorithms import Algorithm, ExactDiffusion, GradientDescent, GradientTracking, PushDIGing
-from shoal.algorithms.runs.loop import Run
+from shoal.algorithms.runs.run import Run
 from shoal.sim import StackedFleet
 from shoal.topology import ExponentialTwoGraph, OnePeerExponential, OnePeerGrid, RingGraph
 

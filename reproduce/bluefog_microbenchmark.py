@@ -18,8 +18,7 @@ from _common import Claim, Interval, Report, arguments, exceeds
 from shoal.bench.jobs import run_agents
 from shoal.bench.machine import LoadWatch
 from shoal.netmodel import simulate
-from shoal.netmodel.allreduce_messages import ring_allreduce
-from shoal.netmodel.messages import Messages, rounds_of
+from shoal.netmodel.messages import Messages, ring_allreduce, rounds_of
 from shoal.topology import InnerOuterExponential
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

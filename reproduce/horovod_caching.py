@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.bench.figures import Figures
 from shoal.bench.jobs import run_job
-from shoal.bench.meter import Reporter
+from shoal.bench.meter import Figures, Reporter
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.runtime.agent import current
 from shoal.transport.process_group import ProcessGroups, flattened

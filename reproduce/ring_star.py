@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shoal.algorithms import EASGD, Algorithm, GradientDescent
-from shoal.algorithms.runs.loop import Run
+from shoal.algorithms.runs.run import Run
 from shoal.netmodel import Messages, simulate
 from shoal.sim import StackedFleet, StackedModel, loss_of, per_agent
 from shoal.topology import AllReduce, RingGraph, RingRandom, RingStar, average_age
 from shoal.topology.analysis.cost import alpha_beta, relative_gain
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import as_schedule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -404,9 +404,16 @@ def table_claims(
             )
             for what, of in (("own models", own), ("mean models", mean))
         ),
-        ordered(
-            f"{table}: {least} to {most} workers: the loss of accuracy is {' > '.join(reversed(ranked))} (own models)",
-            {name: lost(name) for name in reversed(ranked)},
+        *(
+            [
+                ordered(
+                    f"{table}: {least} to {most} workers: the loss of accuracy is {' > '.join(reversed(ranked))} "
+                    "(own models)",
+                    {name: lost(name) for name in reversed(ranked)},
+                )
+            ]
+            if least < most
+            else []
         ),
     ]
 

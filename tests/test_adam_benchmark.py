@@ -14,7 +14,7 @@ import adam
 from _adam_methods import METHODS, Local
 
 
-def test_its_local_step_is_that_of_torch() -> None:
+def test_the_local_step_is_that_of_torch() -> None:
     chance = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 5, generator=chance, dtype=torch.float64)
     param = torch.nn.Parameter(x.clone())
@@ -26,8 +26,8 @@ def test_its_local_step_is_that_of_torch() -> None:
     assert (x - param.detach()).abs().max() < 1e-12
 
 
-def test_a_form_of_equal_agents_is_the_form_of_one() -> None:
-    """Averages of equals change nothing, so forms that differ in what they average only are then one."""
+def test_every_form_on_equal_agents_is_the_form_on_one() -> None:
+    """Averages of equal values change nothing, so forms that differ only in what they average are equal then."""
     x, W = torch.ones(1, 4, 3, dtype=torch.float64), torch.full((4, 4), 0.25, dtype=torch.float64)
     found = []
     for name in ("atc", "v", "m", "both", "allreduce"):

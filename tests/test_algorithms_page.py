@@ -105,7 +105,7 @@ def test_a_fleet_averages_with_a_new_compressor() -> None:
     assert shoal.Fleet(3).run(agent) == [1.0] * 3
 
 
-def test_a_researcher_goes_from_an_equation_to_real_agents(tmp_path: Path) -> None:
+def test_an_equation_becomes_an_algorithm_on_real_agents(tmp_path: Path) -> None:
     """An algorithm in ten lines, a sweep, a plot, the same algorithm in threads, and its file."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
@@ -135,10 +135,10 @@ def test_a_new_algorithm_takes_less_than_40_lines() -> None:
     assert len(NEW.splitlines()) < 40
 
 
-def test_a_new_algorithm_brings_its_tests(added: Entry) -> None:
+def test_a_new_algorithm_has_its_tests(added: Entry) -> None:
     suite.test_a_fleet_agrees_with_the_stacked_fleet(added, shoal.Fleet)
-    suite.test_a_run_that_goes_on_equals_one_that_never_stopped(added)
-    suite.test_what_is_sent_is_what_the_catalog_says(added)
+    suite.test_a_resumed_run_equals_an_uninterrupted_one(added)
+    suite.test_sent_bytes_are_those_of_the_catalog(added)
     suite.test_neither_the_start_nor_the_state_is_changed(added)
-    suite.test_agents_that_never_meet_are_refused(added)
+    suite.test_agents_that_are_never_connected_are_refused(added)
     assert added.name in algorithms_table.table()

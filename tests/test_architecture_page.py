@@ -21,18 +21,18 @@ def test_every_folder_is_listed_once() -> None:
     assert sorted(MODULES["folders"]()) == FOLDERS
 
 
-def test_it_has_150_lines_at_most_and_one_picture() -> None:
+def test_the_page_has_150_lines_at_most_and_one_picture() -> None:
     assert len(PAGE.splitlines()) <= 150
     assert PAGE.count("```") == 4  # the picture, and the list of folders
 
 
-def test_the_files_that_it_names_are_there() -> None:
+def test_the_files_named_on_the_page_exist() -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", PAGE)
     assert len(named) > 30
     assert [name for name in named if not (PACKAGE / name).is_file() and not (ROOT / name).is_file()] == []
 
 
-def test_it_has_ten_tasks() -> None:
+def test_the_page_has_ten_tasks() -> None:
     tasks = PAGE.split("## Ten tasks and where to begin")[1].split("\n## ")[0]
     assert len(re.findall(r"^\| \w.* \| `[\w/]+\.py` \| .* \|$", tasks, re.MULTILINE)) == 10
 

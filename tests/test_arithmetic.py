@@ -16,7 +16,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.mark.parametrize("kind", ["reduce", "weighted_sum"])
-def test_a_sum_that_waits_does_not_change_the_gradient_mode(kind: str) -> None:
+def test_a_waiting_sum_does_not_change_the_gradient_mode(kind: str) -> None:
     numel = 2 * BLOCK_BYTES // 4
     own, out, payload = torch.ones(numel), torch.empty(numel), Payload(torch.ones(numel), numel // 2)
     terms = [payload]
@@ -30,7 +30,7 @@ def test_a_sum_that_waits_does_not_change_the_gradient_mode(kind: str) -> None:
     assert (out == 2).all()
 
 
-def test_the_callers_thread_keeps_its_gradient_mode_whoever_sums(fleet: Fleets) -> None:
+def test_the_callers_thread_keeps_its_gradient_mode_whichever_thread_sums(fleet: Fleets) -> None:
     def run() -> bool:
         x = torch.ones(1_000_000)
         for _ in range(10):

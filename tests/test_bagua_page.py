@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "bagua.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:torch.manual_seed")  # the page runs it in processes
-def test_its_script_trains() -> None:
+def test_the_pages_script_trains() -> None:
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
     def run() -> torch.Tensor:
@@ -31,7 +31,7 @@ def test_its_script_trains() -> None:
     assert (weights - weights.mean(0)).abs().max() < weights.abs().max() / 2  # of one beginning
 
 
-def test_what_it_says_is_here_is() -> None:
+def test_names_listed_as_available_exist() -> None:
     rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
     for names, here, *_ in rows:
         if here.startswith("not there"):

@@ -73,24 +73,24 @@ def test_every_name_of_bluefog_is_in_the_module() -> None:
     assert [name for name in bf.__all__ if not hasattr(bf, name)] == []
 
 
-def test_the_page_says_of_every_name_what_became_of_it() -> None:
+def test_the_page_maps_every_name_of_bluefog() -> None:
     assert sorted([*SAME, *DIFFERENT, *ALIASES, *OTHER_DEFAULT, *ONLY]) == sorted(bf.__all__)
     assert [name for name in rows("Unsupported names") if hasattr(bf, name)] == []
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_name_that_is_the_same_is_shoals_own(name: str) -> None:
+def test_a_name_listed_as_equal_is_shoals_own(name: str) -> None:
     assert getattr(bf, name) is getattr(shoal, name)
     assert name in shoal.__all__
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_a_name_that_differs_is_another_function_than_shoals(name: str) -> None:
+def test_a_name_listed_as_different_is_another_function_than_shoals(name: str) -> None:
     assert getattr(bf, name) is not getattr(shoal, name)
     assert name in shoal.__all__
 
 
-def test_init_again_sets_the_exponential_graph_unless_it_is_given_another() -> None:
+def test_a_second_init_sets_the_exponential_graph_unless_another_is_passed() -> None:
     def run() -> list[bool]:
         found = []
         for again in (bf.init, lambda: bf.init(bf.StarGraph), shoal.init):
@@ -121,8 +121,8 @@ def test_a_name_with_another_default_wraps_shoals_of_that_name(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_an_alias_stands_for_what_the_page_says(name: str) -> None:
-    """It is the very object of a package of Shoal's, but none of the names that Shoal counts as its own."""
+def test_an_alias_is_the_object_listed_on_the_page(name: str) -> None:
+    """It is an object of one of Shoal's packages, and not among Shoal's public names."""
     homes = (shoal.topology, shoal.optim, shoal.windows.by_name, shoal)  # shoal warns of names that have moved
     assert any(getattr(home, name, None) is getattr(bf, name) for home in homes)
     assert name not in shoal.__all__
@@ -191,7 +191,7 @@ def test_the_parameters_are_bluefogs_in_its_order(names: str) -> None:
         assert set(by_name.split()) <= set(ours), name
 
 
-def test_what_only_a_script_for_bluefog_asks_for_is_not_in_shoal() -> None:
+def test_names_only_for_bluefog_scripts_are_not_in_shoal() -> None:
     assert [name for name in ONLY if name in dir(shoal)] == []
 
 
@@ -203,23 +203,23 @@ def test_shoals_own_names_are_all_of_its_public_ones_but_the_aliases() -> None:
     assert modules >= {"algorithms", "data", "optim", "topology", "windows"}
 
 
-def test_the_links_of_the_page_lead_somewhere() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     targets = re.findall(r"\]\(([^)#]+)", PAGE)
     assert len(targets) >= 5
     assert [target for target in targets if not (DOCS / target).exists()] == []
 
 
-def test_what_is_asked_of_the_library_is_answered_without_an_agent() -> None:
+def test_queries_about_the_library_work_without_an_agent() -> None:
     assert (bf.mpi_threads_supported(), bf.unified_mpi_window_model_supported(), bf.nccl_built()) == (True, True, False)
 
 
-def test_what_is_asked_of_an_agent_needs_one() -> None:
+def test_queries_about_an_agent_need_one() -> None:
     for call in (bf.suspend, bf.resume, bf.get_skip_negotiate_stage, lambda: bf.set_skip_negotiate_stage(True)):
         with pytest.raises(shoal.NotInitialized):
             call()
 
 
-def test_each_agent_keeps_whether_it_would_skip_the_negotiation() -> None:
+def test_each_agent_keeps_its_skip_negotiation_setting() -> None:
     def run() -> list[bool]:
         found = [bf.get_skip_negotiate_stage()]
         bf.set_skip_negotiate_stage(bf.rank() == 1)
@@ -251,8 +251,8 @@ def idle_seconds() -> float:
     return time.process_time() - before
 
 
-def test_an_agent_with_nothing_to_do_uses_no_processor_time() -> None:
-    """Which is why there is nothing to suspend."""
+def test_an_idle_agent_uses_no_processor_time() -> None:
+    """So there is nothing to suspend."""
     world = World(2)
     try:
         assert max(world.results(idle_seconds)) < 0.02
@@ -350,7 +350,7 @@ def test_a_script_runs_after_its_import_has_changed(tmp_path: Path) -> None:
     assert ran(changed, tmp_path) == ["1.5\n1.5\nTrue\n"] * 4
 
 
-def test_a_script_runs_with_a_word_before_the_names_of_its_modules(tmp_path: Path) -> None:
+def test_a_script_runs_with_a_prefix_before_the_names_of_its_modules(tmp_path: Path) -> None:
     changed = re.sub(r"(?m)^(import|from) (bluefog\.)", r"\1 shoal.compat.\2", SCRIPT)
     imports = [line for line in changed.splitlines() if "bluefog" in line]
     assert len(imports) == 2
@@ -359,7 +359,7 @@ def test_a_script_runs_with_a_word_before_the_names_of_its_modules(tmp_path: Pat
     assert ran(changed, tmp_path) == ["1.5\n1.5\nTrue\n"] * 4
 
 
-def test_its_package_holds_the_same_names() -> None:
+def test_the_package_contains_the_same_names() -> None:
     package = importlib.import_module("shoal.compat.bluefog.torch")
     assert {name: getattr(package, name) for name in package.__all__} == {
         name: getattr(bf, name) for name in bf.__all__
@@ -370,8 +370,8 @@ def test_its_package_holds_the_same_names() -> None:
     assert [name for name in public if getattr(graphs, name) is not getattr(shoal.topology_util, name)] == []
 
 
-def test_the_calls_that_the_page_shows_average_what_they_say() -> None:
-    """On a ring of four, with agent 1 in the place of the reader for the pull, and of nobody for the rest."""
+def test_the_calls_on_the_page_give_the_documented_averages() -> None:
+    """On a ring of four, with agent 1 as the reader for the pull."""
 
     def run() -> list[float]:
         rank = shoal.rank()

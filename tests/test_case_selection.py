@@ -30,7 +30,7 @@ def test_alone(): pass
 
 
 @pytest.mark.parametrize(("length", "fewest"), [(1, 4), (2, 12), (3, 24)])
-def test_all_combinations_of_values_are_there_and_few_cases(length: int, fewest: int) -> None:
+def test_all_combinations_of_values_are_covered_by_few_cases(length: int, fewest: int) -> None:
     found = cover(CASES, length, list(range(len(CASES))))
 
     def combined(cases: list[int]) -> set[object]:
@@ -40,7 +40,7 @@ def test_all_combinations_of_values_are_there_and_few_cases(length: int, fewest:
     assert fewest <= len(found) <= 1.5 * fewest and len(set(found)) == len(found)
 
 
-def test_of_a_parameter_that_may_be_what_comes_no_value_costs_a_case() -> None:
+def test_a_parameter_that_need_not_be_covered_adds_no_case() -> None:
     found = [dict(CASES[case]) for case in cover(CASES, 1, list(range(len(CASES))), ("transport",))]
     assert sorted(case["size"] for case in found) == list(range(4)) and {case["dtype"] for case in found} == {0, 1}
     assert {case["transport"] for case in found} == {0, 1, 2}
@@ -78,7 +78,7 @@ def test_few_cases_are_as_many_as_there_are_values_besides_the_transport(
     ("arguments", "passed"),
     [((), 3 + 6 + 6 + 1), (("--cases=pairs",), 6 + 6 + 6 + 1), (("--cases=all",), 6 + 12 + 6 + 1)],
 )
-def test_functions_run_as_many_cases_as_is_asked_for(
+def test_functions_run_the_requested_number_of_cases(
     pytester: pytest.Pytester, arguments: tuple[str, ...], passed: int
 ) -> None:
     pytester.makepyfile(TESTS)
@@ -86,7 +86,7 @@ def test_functions_run_as_many_cases_as_is_asked_for(
     result.assert_outcomes(passed=passed, deselected=6 + 12 + 6 + 1 - passed)
 
 
-def test_a_case_that_is_named_runs(pytester: pytest.Pytester) -> None:
+def test_a_named_case_runs(pytester: pytest.Pytester) -> None:
     path = pytester.makepyfile(TESTS)
     for b in ("0.5", "1.5"):
         for a in "xyz":

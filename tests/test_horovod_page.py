@@ -17,7 +17,7 @@ ROWS = [line.split(" | ") for line in PAGE.split("\n## ")[0].splitlines() if lin
 
 
 @pytest.mark.filterwarnings("ignore:torch.manual_seed")  # the page runs it in processes
-def test_its_script_trains() -> None:
+def test_the_pages_script_trains() -> None:
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
     def run() -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_its_script_trains() -> None:
     assert torch.equal(weights, weights[0].expand_as(weights))
 
 
-def test_it_has_every_name_and_no_other() -> None:
+def test_the_page_has_every_name_and_no_other() -> None:
     here, missing = set(), set()
     for names, became, *_ in ROWS:
         (missing if became.startswith("not there") else here).update(re.findall(r"`([\w.]+)[(`]", names))
@@ -42,19 +42,19 @@ def test_it_has_every_name_and_no_other() -> None:
     assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []
 
 
-def test_the_options_of_the_optimizer_are_those_it_has() -> None:
+def test_the_options_of_the_optimizer_are_those_on_the_page() -> None:
     [row] = [names for names, *_ in ROWS if "DistributedOptimizer" in names]
     [options] = re.findall(r"\((.*)\)", row)
     had = hvd.DistributedOptimizer.__annotations__
     assert ["optimizer", *options.split(", ")] == [name for name in had if name != "return"]
 
 
-def test_shoals_names_on_it_are_there() -> None:
+def test_shoals_names_on_the_page_exist() -> None:
     for name in re.findall(r"`(?:run = )?shoal\.([A-Za-z_]+)", PAGE):
         assert hasattr(shoal, name) or name == "compat", name
 
 
-def test_the_links_of_the_page_lead_somewhere() -> None:
+def test_the_links_of_the_page_have_targets() -> None:
     targets = [one for one in re.findall(r"\]\(([^)#]+)", PAGE) if not one.startswith("https:")]
     assert len(targets) >= 3
     assert [target for target in targets if not (DOCS / target).exists()] == []

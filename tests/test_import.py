@@ -30,7 +30,7 @@ def said(program: str, *front: Path) -> str:
     return done.stdout.strip()
 
 
-def test_importing_shoal_imports_nothing_of_others() -> None:
+def test_importing_shoal_imports_no_other_library() -> None:
     unwanted = ("torch", "numpy", "networkx", "rich")
     assert said(f"import shoal, sys; print([name for name in {unwanted} if name in sys.modules])") == "[]"
 
@@ -41,12 +41,12 @@ def test_using_shoal_imports_no_compiler_of_torch_and_no_notebook() -> None:
     assert said(program) == "[]"
 
 
-def test_topologies_come_without_torch() -> None:
+def test_topologies_are_imported_without_torch() -> None:
     assert said("import shoal, sys; shoal.topology.OnePeerExponential(8); print('torch' in sys.modules)") == "False"
 
 
 @pytest.mark.parametrize("package", ["shoal", "shoal.observability", "shoal.netmodel"])
-def test_all_names_are_there_from_the_beginning(package: str) -> None:
+def test_all_names_are_listed_before_their_import(package: str) -> None:
     program = f"""
 import {package} as package
 before = set(dir(package))
@@ -61,11 +61,11 @@ assert globals()[last] is vars(public)[last]
     said(program)
 
 
-def test_help_tells_of_them() -> None:
+def test_help_lists_them() -> None:
     assert "neighbor_allreduce(" in said("import pydoc, shoal; print(pydoc.render_doc(shoal))")
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_a_missing_name_is_an_attribute_error() -> None:
     program = """
 import shoal
 try:
@@ -76,7 +76,7 @@ except AttributeError as error:
     assert said(program) == "module 'shoal' has no attribute 'swim'"
 
 
-def test_an_error_of_torch_is_raised_as_it_is_by_everybody_who_asks(tmp_path: Path) -> None:
+def test_an_import_error_of_torch_is_raised_in_every_thread(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(BROKEN)
     program = """
 import shoal
@@ -90,7 +90,7 @@ for ask in (lambda: shoal.rank, lambda: hasattr(shoal, "rank"), lambda: dir(shoa
     assert said(program, tmp_path).splitlines() == [BROKEN.partition('"')[2].rpartition('"')[0]] * 4
 
 
-def test_threads_may_all_be_the_first() -> None:
+def test_concurrent_first_imports_work() -> None:
     program = """
 import importlib, sys, threading, traceback
 import shoal
@@ -114,14 +114,14 @@ print(len(went_well) == len(ways))
 
 
 @pytest.mark.parametrize(("name", "place"), [(n, p) for p, names in shoal._MOVED.items() for n in names.split()])
-def test_a_name_that_has_moved_is_the_same_object_with_a_warning(name: str, place: str) -> None:
+def test_a_moved_name_is_the_same_object_with_a_warning(name: str, place: str) -> None:
     with pytest.warns(DeprecationWarning, match=rf"^shoal\.{name} is now shoal\.{place}\.{name}$"):
         found = getattr(shoal, name)
     assert found is getattr(getattr(shoal, place), name)
     assert name not in dir(shoal)
 
 
-def test_what_takes_the_place_of_a_name_stays() -> None:
+def test_a_replaced_name_stays_replaced() -> None:
     program = """
 import shoal
 shoal.rank = None
@@ -131,7 +131,7 @@ assert shoal.rank is None
     said(program)
 
 
-def test_a_package_that_was_forgotten_comes_again() -> None:
+def test_a_removed_package_is_imported_again() -> None:
     program = """
 import sys, shoal
 rank, optim = shoal.rank, shoal.optim
@@ -142,8 +142,8 @@ assert shoal.rank is rank and shoal.optim is optim
     said(program)
 
 
-def test_who_becomes_an_agent_by_less_than_all_of_it_is_recorded_too(tmp_path: Path) -> None:
-    """Records, traces and what a page shows attach themselves to agents where they are imported."""
+def test_an_agent_created_by_a_partial_import_is_recorded_too(tmp_path: Path) -> None:
+    """Records, traces and the status page attach to agents where they are imported."""
     program = f"""
 import os
 os.environ |= {{name: {str(tmp_path)!r} for name in ("SHOAL_RECORD", "SHOAL_TIMELINE")}}

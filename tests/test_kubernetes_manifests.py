@@ -85,14 +85,14 @@ def check_fields(models: Any, name: str, document: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_manifest_is_what_its_controller_takes(path: Path) -> None:
+def test_a_manifest_is_accepted_by_its_controllers_schema(path: Path) -> None:
     for document in documents(path):
         check(document)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_field_or_type_that_is_wrong_is_noticed(path: Path) -> None:
-    """The check above can fail: in each document, of a name that is not there, and of a type that is another."""
+def test_a_wrong_field_or_type_is_detected(path: Path) -> None:
+    """The check above can fail: in each document, for a field that does not exist, and for another type."""
     for document in documents(path):
         for spoil in ({"completons": 3}, {next(iter(document["spec"])): ["no such thing"]}):
             with pytest.raises(Exception):  # noqa: B017 - each schema has an error of its own
@@ -112,7 +112,7 @@ def containers(value: object) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_container_is_given_the_secret_from_a_secret_and_only_variables_that_there_are(path: Path) -> None:
+def test_every_container_gets_the_secret_from_a_secret_and_only_existing_variables(path: Path) -> None:
     found = [one for document in documents(path) for one in containers(document)]
     assert found
     for container in found:
@@ -123,7 +123,7 @@ def test_every_container_is_given_the_secret_from_a_secret_and_only_variables_th
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_command_is_one_that_shoal_run_takes_and_meets_where_the_first_pod_is(
+def test_the_command_is_valid_for_shoal_run_and_uses_the_first_pods_address(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import argparse

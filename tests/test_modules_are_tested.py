@@ -39,11 +39,11 @@ def by_name() -> set[str]:
     return {module for module in MODULES if (TESTS / module).with_name(f"test_{Path(module).name}").exists()}
 
 
-def test_every_module_is_found_from_its_name_from_an_import_or_in_the_table() -> None:
+def test_every_module_has_its_test_by_name_import_or_table() -> None:
     lacking = MODULES - by_name() - imported() - set(table())
     assert not lacking, f"no test file is known: add one, or a line in {TABLE.name}"
 
 
-def test_the_table_has_only_what_it_is_needed_for() -> None:
+def test_the_table_has_only_needed_rows() -> None:
     assert not set(table()) - (MODULES - by_name() - imported())
     assert not {test for test in table().values() if not (TESTS / test).exists()}

@@ -13,7 +13,7 @@ import torch
 import shoal
 import shoal.bluefog as bf
 import shoal.compat.horovod as hvd
-from shoal.ops.alltoall import alltoall_nonblocking
+from shoal.ops.gathering import alltoall_nonblocking
 
 SIZE = 4
 X = torch.ones(3)
@@ -117,7 +117,7 @@ def numpy_graph() -> nx.DiGraph:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_operation_takes_them(operation: Op) -> None:
+def test_an_operation_accepts_them(operation: Op) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         operation()
@@ -126,7 +126,7 @@ def test_an_operation_takes_them(operation: Op) -> None:
     shoal.Fleet(SIZE, timeout=10.0).run(run)
 
 
-def test_operations_between_machines_take_them() -> None:
+def test_operations_between_machines_accept_them() -> None:
     def run() -> None:
         shoal.set_machine_topology(shoal.topology.RingGraph(2))
         other = n(1 - shoal.machine_rank())
@@ -137,7 +137,7 @@ def test_operations_between_machines_take_them() -> None:
     shoal.Fleet(SIZE, agents_per_machine=2, timeout=10.0).run(run)
 
 
-def test_windows_take_them() -> None:
+def test_windows_accept_them() -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = torch.ones(3)
@@ -161,7 +161,7 @@ def test_windows_take_them() -> None:
     shoal.Fleet(SIZE, timeout=10.0).run(run)
 
 
-def test_an_optimizer_takes_them() -> None:
+def test_an_optimizer_accepts_them() -> None:
     def run() -> None:
         model = torch.nn.Linear(2, 1)
         shoal.broadcast_parameters(model.state_dict(), n(0))
@@ -191,7 +191,7 @@ NO_RANKS: dict[str, Op] = {
 
 
 @pytest.mark.parametrize("operation", NO_RANKS.values(), ids=NO_RANKS)
-def test_what_is_no_rank_is_refused(operation: Op) -> None:
+def test_invalid_ranks_are_refused(operation: Op) -> None:
     def run() -> None:
         with pytest.raises((TypeError, ValueError), match=r"True|False|True_|1\.0"):
             operation()

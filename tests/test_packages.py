@@ -16,8 +16,8 @@ PACKAGES = ["shoal", *(found.name for found in pkgutil.walk_packages(shoal.__pat
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_nothing_in_a_package_has_the_name_of_a_module_of_it(name: str) -> None:
-    """``import shoal.x.y as m`` would give that instead of the module."""
+def test_no_attribute_of_a_package_has_the_name_of_its_module(name: str) -> None:
+    """``import shoal.x.y as m`` would give that attribute instead of the module."""
     try:
         package = import_module(name)
     except ModuleNotFoundError as error:
@@ -39,7 +39,7 @@ def test_nothing_in_a_package_has_the_name_of_a_module_of_it(name: str) -> None:
         ("lightning", "lightning", "lightning"),
     ],
 )
-def test_where_a_framework_is_not_installed_it_is_said_what_brings_it(module: str, package: str, extra: str) -> None:
+def test_a_missing_framework_is_named_with_its_extra(module: str, package: str, extra: str) -> None:
     hidden = f"import sys; sys.modules[{package!r}] = None; import shoal.frameworks.{module}"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1

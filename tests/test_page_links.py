@@ -39,7 +39,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_have_files_and_headings(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -52,7 +52,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert not broken
 
 
-def test_headings_that_the_code_cites_exist() -> None:
+def test_headings_cited_in_the_code_exist() -> None:
     """``docs/training.md, "Adam on heterogeneous data"``: in messages, docstrings, and the heads of manifests."""
     cited = []
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml"), ROOT / "Dockerfile"]:

@@ -58,7 +58,7 @@ def push_sum(max_iters: int, stages: int) -> tuple[torch.Tensor, torch.Tensor]:
     return before, x_ext
 
 
-def test_in_lockstep_every_number_is_what_the_equations_say(fleet: Fleets) -> None:
+def test_in_lockstep_every_number_is_that_of_the_equations(fleet: Fleets) -> None:
     size, iterations = 4, 6
     W = torch.zeros(size, size, dtype=torch.float64)  # W[i, j]: what i gets of j's; columns sum to 1
     for j in range(size):
@@ -81,8 +81,8 @@ def test_without_waiting_every_agent_reaches_the_unbiased_mean(fleet: Fleets) ->
     assert max(weights) - min(weights) > 0.1, "the correction has something to correct"
 
 
-def test_the_sum_over_agents_and_windows_stays_what_it_was(fleet: Fleets) -> None:
-    """The remark to the listing: however agents interleave, and wherever they stop."""
+def test_the_sum_over_agents_and_windows_is_conserved(fleet: Fleets) -> None:
+    """The remark to the listing: for any interleaving of agents, and wherever they stop."""
     size = 4
     collected = torch.stack([after for _, after in fleet(size).run(push_sum, 7, 1)]).sum(dim=0)
     torch.testing.assert_close(collected[:-1], vectors(size).sum(dim=0), rtol=0, atol=1e-14)

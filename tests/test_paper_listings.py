@@ -134,7 +134,7 @@ def test_listing_2_a_school_of_fish_finds_the_predator_over_a_moving_topology(fl
         assert distance(w, predator) < 1e-3 * first_error
 
 
-def test_listing_2_as_the_equation_says_the_average_of_the_estimates_is_kept(fleet: Fleets) -> None:
+def test_listing_2_by_the_equation_preserves_the_average_of_the_estimates(fleet: Fleets) -> None:
     """Metropolis-Hastings weights are doubly stochastic, so pulling with them changes no fleet's mean."""
     size = 8
     estimates = torch.randn(size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -151,7 +151,7 @@ def test_listing_2_as_the_equation_says_the_average_of_the_estimates_is_kept(fle
 
 
 def test_listing_5_the_exchange_runs_while_the_gradient_is_computed(fleet: Fleets) -> None:
-    """Nonblocking with the weights by position: x is averaged as it was when the call began."""
+    """Nonblocking with the weights by position: x is averaged as it was at the start of the call."""
 
     def train() -> torch.Tensor:
         bf.init()

@@ -61,7 +61,7 @@ def test_ring_star_seconds_are_the_value_of_the_formula(workers: int, group: int
         assert row.seconds == pytest.approx(alpha_beta(row.handshakes, row.bytes, 0.25, 500.0))
 
 
-def test_ring_star_counts_beside_the_formulas_are_those_of_messages_written_down() -> None:
+def test_ring_star_counts_beside_the_formulas_equal_explicit_messages() -> None:
     """16 workers in groups of 4, 1000 bytes: steps, messages and bytes at the busiest worker."""
     assert {name: row.counted for name, row in ring_star(16, 4).items()} == {
         "Allreduce": Counted(30, 30, 30 * 1000 / 16),
@@ -74,8 +74,8 @@ def test_ring_star_counts_beside_the_formulas_are_those_of_messages_written_down
 
 
 @pytest.mark.parametrize(("workers", "group"), SIZES)
-def test_ring_star_handshakes_are_those_that_its_schedule_has(workers: int, group: int) -> None:
-    """But for one group, whose single delegate has no neighbours, and two, who are each other's only one."""
+def test_ring_star_handshakes_are_those_of_its_schedule(workers: int, group: int) -> None:
+    """Except for one group, whose single delegate has no neighbours, and two, which are each other's only neighbour."""
     row = ring_star(workers, group)["Ring-Star (proposed)"]
     counted = traffic(RingStarDelegates(workers, group), nbytes=1000.0)
     assert row.counted is not None
@@ -118,7 +118,7 @@ def test_counted_ages_are_those_of_the_topologies_in_averagings() -> None:
     )
 
 
-def test_counted_ages_grow_as_the_printed_orders_say() -> None:
+def test_counted_ages_grow_as_the_printed_orders() -> None:
     """Four times as many workers in groups of the same size: four times, or by a term, or not at all."""
     small, large = ring_star(64, 4), ring_star(256, 4)
 
@@ -156,7 +156,7 @@ def test_bluefog_seconds_are_the_value_of_the_formula(agents: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 100])
-def test_bluefog_counts_are_those_of_messages_written_down(n: int) -> None:
+def test_bluefog_counts_equal_explicit_messages(n: int) -> None:
     found = {name: row.counted for name, row in bluefog(n).items()}
     assert (found["Parameter Server"].steps, found["Parameter Server"].messages) == (2, 2 * n)
     assert found["Parameter Server"].bytes == 2 * n * 1000
@@ -182,7 +182,7 @@ def order(few: float, many: float, times: int) -> str:
     return "O(n)"
 
 
-def test_baguas_orders_are_those_of_what_is_counted() -> None:
+def test_baguas_orders_are_those_of_the_counts() -> None:
     few, many = busiest(64, 2), busiest(640, 2)
     for name in ("Parameter Server", "Allreduce (Ring)", "BytePS", "Decentralized, 1 peer"):
         one, other = few[name], many[name]
@@ -191,7 +191,7 @@ def test_baguas_orders_are_those_of_what_is_counted() -> None:
         assert order(one.counted.bytes, other.counted.bytes, 10) == one.bandwidth, name
 
 
-def test_d_peers_cost_d_messages_and_d_models_whatever_the_number_of_agents() -> None:
+def test_d_peers_cost_d_messages_and_d_models_for_any_number_of_agents() -> None:
     for degree in (1, 3, 9):
         row = busiest(16, degree)["Decentralized, d peers"]
         assert (row.latency, row.bandwidth) == ("O(d)", "O(d)")
@@ -213,7 +213,7 @@ def test_one_agent_sends_nothing() -> None:
     assert count_messages(ring_allreduce(1, 8.0)) == Counted(0, 0, 0)
 
 
-def test_a_table_of_nobody_or_of_groups_that_are_not_full_is_refused() -> None:
+def test_a_table_of_zero_agents_or_of_incomplete_groups_is_refused() -> None:
     with pytest.raises(ValueError, match="workers must be at least 1"):
         ring_star_table(0, 1, **NETWORK)
     with pytest.raises(ValueError, match="10 agents do not fill groups of 4"):

@@ -25,7 +25,7 @@ def of_16() -> dict[str, clusters.Figure12]:
 
 
 @pytest.mark.soak
-def test_the_page_is_what_the_command_prints() -> None:
+def test_the_page_is_the_commands_output() -> None:
     printed = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "papers"], capture_output=True, text=True, check=True
     )
@@ -33,7 +33,7 @@ def test_the_page_is_what_the_command_prints() -> None:
 
 
 @pytest.mark.parametrize("section", [page.ring_star, page.summit, page.cost_tables])
-def test_a_section_of_the_page_is_what_the_code_prints(section) -> None:
+def test_a_section_of_the_page_is_the_codes_output(section) -> None:
     assert page.text(section()) in PAGE.read_text()
 
 
@@ -47,7 +47,7 @@ def test_the_rows_of_figure_12_for_few_gpus_are_those_of_the_page() -> None:
         assert row in on_page
 
 
-def test_every_assumption_has_a_source_and_stands_on_the_page() -> None:
+def test_every_assumption_has_a_source_and_is_on_the_page() -> None:
     text = PAGE.read_text()
     for assumptions in (
         clusters.FIGURE_12_ASSUMPTIONS,
@@ -82,13 +82,13 @@ def test_larger_models_keep_less(of_16: dict[str, clusters.Figure12]) -> None:
         assert shares[0] >= shares[1] - 1e-9 and shares[1] >= shares[2] - 1e-9
 
 
-def test_sending_beside_all_of_the_computation_is_never_slower(of_16: dict[str, clusters.Figure12]) -> None:
+def test_overlapping_with_all_of_the_computation_is_never_slower(of_16: dict[str, clusters.Figure12]) -> None:
     for one in of_16.values():
         assert one.efficiency["BlueFog AWC"] >= one.efficiency["BlueFog ATC"]
         assert one.efficiency["BlueFog H-AWC"] >= one.efficiency["BlueFog H-ATC"]
 
 
-def test_what_a_machine_sends_a_step_is_one_model_and_of_leaders_one_too() -> None:
+def test_a_machine_sends_one_model_a_step_also_with_leaders() -> None:
     """Inner-outer and hierarchical styles put as many bytes on the NIC: a model each way, in every step."""
     network = clusters.figure_12_network(32)
     for style in STYLES[1:]:
@@ -109,7 +109,7 @@ def test_figure_12_is_bounded_by_the_bytes_that_go_through_a_nic(of_16: dict[str
     assert found.efficiency["BlueFog AWC"] == pytest.approx(bound, rel=0.02)
 
 
-def test_ring_star_seconds_say_what_the_page_says_of_them() -> None:
+def test_the_page_describes_ring_star_seconds_correctly() -> None:
     small, large = RING_STAR_MODELS["ResNet-20"], RING_STAR_MODELS["VGG-16 (CIFAR)"]
     for size in (32, 64):
         reduced, *others = clusters.ring_star_seconds(size, small).values()
@@ -118,8 +118,8 @@ def test_ring_star_seconds_say_what_the_page_says_of_them() -> None:
         assert reduced < ring < star < random
 
 
-def test_ring_star_seconds_of_the_ring_can_be_worked_out_by_hand() -> None:
-    """A node's NIC carries a model each way to each of the nodes beside it, of its first and its last worker."""
+def test_ring_star_seconds_of_the_ring_equal_an_explicit_calculation() -> None:
+    """A node's NIC transfers a model each way to both adjacent nodes, of its first and its last worker."""
     seconds = clusters.ring_star_seconds(16, 60e6)["Ring"]
     assert seconds == pytest.approx(2 * 60e6 / 1.25e9 + 100e-6, rel=0.01)
 
@@ -139,7 +139,7 @@ def test_a_ring_of_all_of_summit_takes_its_textbook_time() -> None:
     assert clusters.summit_allreduces(27_600)["one ring of all GPUs"] == pytest.approx(2 * 27_599 * hop, rel=0.01)
 
 
-def test_a_ring_of_few_gpus_is_played_as_it_is() -> None:
+def test_a_ring_of_few_gpus_is_simulated_in_full() -> None:
     network = clusters.summit_network(48)
     (found, _) = clusters.summit_allreduces(48).values()
     assert found == pytest.approx(simulate(network, [clusters.ring_allreduce(48, 880e6)]).seconds, rel=0.05)
@@ -155,7 +155,7 @@ def test_trees_between_nodes_are_full_after_shares_inside() -> None:
     assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_exchanges_of_trees_in_step_are_near_what_is_played_piece_by_piece() -> None:
+def test_synchronous_exchanges_of_trees_are_near_a_simulation_by_chunks() -> None:
     network = Network(64, clusters.summit_network(6).between)
     exchanges = clusters.tree_allreduce(64, clusters.SUMMIT_BYTES, 32)
     played = simulate(network, [exchanges]).seconds

@@ -101,7 +101,7 @@ def test_every_module_with_an_all_is_listed(folder: str) -> None:
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package not in NEEDS])
-def test_what_a_package_says_it_has_is_there(package: str) -> None:
+def test_listed_names_of_a_package_exist(package: str) -> None:
     module = importlib.import_module(package)
     names = list(getattr(module, "__all__", ()))
     assert len(names) == len(set(names))

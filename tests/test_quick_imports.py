@@ -21,7 +21,7 @@ print(json.dumps([meanwhile, len(collections), torch.__name__, gc.isenabled()]))
 """
 
 
-def test_torch_is_imported_without_the_collector_which_goes_on_afterwards() -> None:
+def test_torch_is_imported_without_the_garbage_collector_which_is_enabled_afterwards() -> None:
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True, timeout=scaled(50))
     meanwhile, afterwards, name, enabled = json.loads(done.stdout)
     assert meanwhile < 30, "it collected all the while: some 400 times"

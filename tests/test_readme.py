@@ -16,7 +16,7 @@ def test_the_ten_lines_give_every_agent_the_mean_of_all_ranks(tmp_path):
     assert in_processes(4, script) == [f"{rank} tensor([1.5000, 1.5000, 1.5000])\n" for rank in range(4)]
 
 
-def test_what_it_counts_is_as_many() -> None:
+def test_numbers_in_the_readme_are_right() -> None:
     text = (ROOT / "README.md").read_text()
     assert "add three lines and remove one" in text
     assert DIFF in (ROOT / "docs" / "howto" / "ddp.md").read_text()
@@ -24,7 +24,7 @@ def test_what_it_counts_is_as_many() -> None:
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("-") == 1
 
 
-def test_it_is_short_and_its_figures_are_those_of_the_pages_it_links_to() -> None:
+def test_the_readme_is_short_and_its_figures_are_those_of_the_linked_pages() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 80
     assert "make demo" in text.split("```")[1] and "make test" in text.split("```")[1]
@@ -52,7 +52,7 @@ def patched(script: str) -> str:
     return "\n".join(lines)
 
 
-def test_a_script_for_ddp_becomes_decentralized_by_the_lines_it_shows(tmp_path):
+def test_a_ddp_script_becomes_decentralized_with_the_shown_lines(tmp_path):
     plain = (ROOT / "examples" / "ddp_digits.py").read_text()
     script = tmp_path / "decentralized.py"
     script.write_text(patched(plain) + "\nprint(f'distance {shoal.consensus_distance(model):.6f}')\nshoal.shutdown()\n")

@@ -52,7 +52,7 @@ def strings_of_the_source() -> str:
 
 
 def test_the_messages_are_those_of_the_source() -> None:
-    """What stands between the ellipses of a message is in the strings of the package."""
+    """The text between the ellipses of a message is in the strings of the package."""
     source = strings_of_the_source()
     unknown = [
         (message, part)

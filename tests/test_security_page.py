@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 ROWS = re.findall(r"^\| ([^|]*) \| ([^|]*) \|$", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
 
 
-def test_every_promise_names_tests_that_exist() -> None:
+def test_every_guarantee_names_tests_that_exist() -> None:
     promises = [(promise, tests) for promise, tests in ROWS if promise not in ("guarantee", "---")]
     assert len(promises) > 10
     for promise, tests in promises:

@@ -57,12 +57,12 @@ def rooms() -> list[str]:
     return [one.removesuffix(".py") for one in re.findall(r"^  (\w+)(?:/|\.py)", listed[1], re.MULTILINE)]
 
 
-def test_no_imports_form_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     circles = [sorted(part) for part in nx.strongly_connected_components(house()) if len(part) > 1]
     assert not circles
 
 
-def test_imports_go_down_the_list_of_rooms() -> None:
+def test_imports_follow_the_list_of_folders() -> None:
     order = {room: at for at, room in enumerate(rooms())}
     up = [
         f"{module} -> {other}"
@@ -72,13 +72,13 @@ def test_imports_go_down_the_list_of_rooms() -> None:
     assert not up
 
 
-def test_every_room_has_its_place_in_the_list() -> None:
+def test_every_folder_is_in_the_list() -> None:
     assert {room_of(module) for module in MODULES} - {"", "__main__", "_version"} <= set(rooms())
 
 
 @pytest.mark.parametrize("room", ["engine", "windows"])
-def test_no_file_writes_the_fields_of_what_it_was_given(room: str) -> None:
-    """``self.engine.closing = True``: whose field it is should do that itself."""
+def test_no_module_assigns_attributes_of_its_arguments(room: str) -> None:
+    """``self.engine.closing = True``: the owner of the attribute should do that itself."""
     found = []
     for path in sorted((PACKAGE / room).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -134,7 +134,7 @@ def test_file_names_are_the_fields_terms() -> None:
 
 
 def test_class_names_have_one_meaning() -> None:
-    """But for a few public names, and those of other libraries in ``compat``."""
+    """Except for a few public names, and those of other libraries in ``compat``."""
     where: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):

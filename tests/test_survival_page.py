@@ -14,7 +14,7 @@ PAGES = [(ROOT / "docs" / name).read_text() for name in ("survival.md", "rejoin.
 TESTS = (ROOT / "docs" / "fault-injection-tests.md").read_text()
 
 
-def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")  # agents of a fleet have begun when their function is called
     code, comes_back, robust, *_ = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 
@@ -30,7 +30,7 @@ def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(robust, {})
 
 
-def test_the_tests_that_it_names_are_there() -> None:
+def test_the_named_tests_exist() -> None:
     named = re.findall(r"`(test_\w+)`", TESTS)
     assert len(named) > 4
     written = "".join(path.read_text() for path in (ROOT / "tests" / "survival").glob("*.py"))

@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 
 import shoal
-from shoal.bench.figures import Figures
+from shoal.bench.meter import Figures
 from support.namespaces import require_namespaces
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -66,7 +66,7 @@ def rows(figures, judged=True):
     [(_models.mlp(), 50.36, 12), (_models.resnet20(), 0.2697, 20), (_models.vgg16(), 14.73, 14)],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_a_model_has_the_size_that_is_said_of_it(work, millions, layers):
+def test_a_model_has_its_stated_size(work, millions, layers):
     model = work.make()
     assert _models.nbytes_of(model) / 4e6 == pytest.approx(millions, rel=1e-3)
     assert sum(param.dim() > 1 for param in model.parameters()) == layers
@@ -76,12 +76,12 @@ def test_a_model_has_the_size_that_is_said_of_it(work, millions, layers):
 
 
 @pytest.mark.parametrize("megabytes", training.VOLUMES)
-def test_an_mlp_of_a_volume_has_it(megabytes):
+def test_an_mlp_of_a_given_size_has_it(megabytes):
     with torch.device("meta"):
         assert _models.nbytes_of(_models.mlp_of(megabytes * 10**6).make()) == pytest.approx(megabytes * 1e6, rel=5e-3)
 
 
-def test_agents_begin_with_the_same_weights_and_have_their_own_batches():
+def test_agents_start_with_the_same_weights_and_have_their_own_batches():
     work = _models.resnet20()
     first, second = work.make().state_dict(), work.make().state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -126,7 +126,7 @@ def test_the_batch_is_the_one_at_which_ddp_communicates_for_half_of_its_step():
     assert _training_agent.nearest_to_half({"8": [0.7], "16": [0.56], "32": [0.45], "64": [0.3]}) == "32"
 
 
-def test_ddp_is_compared_at_its_best():
+def test_ddp_is_compared_in_its_fastest_mode():
     seconds = {"alone": 1.0, "DDP, 1 MB buckets": 2.5, "DDP, 25 MB buckets, static graph": 2.0, ATC: 1.6, AWC: 1.0}
     found = rows(measured("mlp", 2, seconds))
     assert found[ATC].peer == "DDP, 25 MB buckets, static graph"
@@ -142,17 +142,17 @@ def test_a_goal_depends_on_the_number_of_agents(agents, met):
     assert tables.tables_of(figures, judged=True)[0].missed is (met is False)
 
 
-def test_between_hosts_only_what_overlaps_has_a_goal():
+def test_between_hosts_only_overlapping_modes_have_a_goal():
     found = rows(measured("hosts", 8, {"alone": 1.0, "DDP": 1.6, ATC: 1.5, AWC: 1.0, OVERLAP: 1.1}))
     assert [found[way].met for way in (ATC, AWC, OVERLAP)] == [None, True, False]
 
 
-def test_overhead_is_of_pairs_so_that_a_machine_that_slows_down_does_not_count():
+def test_overhead_is_computed_in_pairs_to_cancel_a_slowdown_of_the_machine():
     plain = [1.0, 1.2, 1.4, 1.6, 1.8]
     assert tables.overhead([p + 0.014 for p in plain], plain) == pytest.approx(0.01)
 
 
-def test_an_exchange_is_hidden_as_far_as_it_does_not_lengthen_the_step():
+def test_the_hidden_part_of_an_exchange_is_what_does_not_lengthen_the_step():
     seconds = {"alone": 1.0, "ATC": 1.1, "ATC: exchange": 0.4, "DDP": 1.8, "DDP: exchange": 1.0}
     figures = [Figures("volumes: 21 MB", 21_000_000, 4, {name: [value] for name, value in seconds.items()})]
     [sheet] = tables.tables_of(figures, judged=True)
@@ -168,7 +168,7 @@ def test_the_time_to_an_accuracy_is_that_of_the_epoch_that_reached_it():
 
 
 @pytest.mark.parametrize(("copies", "verdict"), [(1.4, "met"), (1.8, "not met")])
-def test_memory_is_held_against_its_formula(copies, verdict):
+def test_memory_is_compared_with_its_formula(copies, verdict):
     one = {
         way: Figures("memory", 100, 4, {way: [held], f"{way}: arena": [0.0]})
         for way, held in (("alone", 1000.0), ("ATC", 1000.0 + 100 * copies))
@@ -178,7 +178,7 @@ def test_memory_is_held_against_its_formula(copies, verdict):
     assert sheet.missed is (verdict == "not met")
 
 
-def test_what_was_measured_later_replaces_its_part_only(tmp_path):
+def test_a_later_measurement_replaces_only_its_part(tmp_path):
     for number, kinds in enumerate((["mlp", "mlp: batch", "hosts"], ["mlp"])):
         figures = [{"kind": kind, "nbytes": 1, "agents": 2, "values": {"run": [number]}} for kind in kinds]
         content = {"machine": "it", "quick": False, "loads": {kinds[0]: number}, "figures": figures}
@@ -193,7 +193,7 @@ def test_what_was_measured_later_replaces_its_part_only(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(200)
-def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
+def test_the_command_measures_prints_and_stores(tmp_path, monkeypatch, capsys):
     options = ["--quick", "--only", "mlp", "--json", str(tmp_path / "figures.json")]
     monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "training.py"), *options])
     assert training.main() == 0

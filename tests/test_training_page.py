@@ -79,7 +79,7 @@ def run_block(number: int, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("number", [n for n, block in enumerate(BLOCKS) if EXTERNAL not in block])
-def test_its_code_runs(number: int, tmp_path: Path) -> None:
+def test_the_pages_code_runs(number: int, tmp_path: Path) -> None:
     assert all(shoal.Fleet(4).run(run_block, number, str(tmp_path)))
 
 
@@ -90,7 +90,7 @@ def test_the_imports_of_the_page_about_migration_exist() -> None:
         exec(line, {})
 
 
-def test_every_wrapper_is_on_it() -> None:
+def test_every_wrapper_is_on_the_page() -> None:
     wrappers = {name for name in dir(shoal.optim) if name.startswith("Distributed") and name.endswith("Optimizer")}
     assert len(wrappers) == 10
     assert all(name in PAGE for name in wrappers)

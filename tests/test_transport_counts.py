@@ -55,7 +55,7 @@ def test_the_summary_counts_the_tests_of_each_transport(run: Run) -> None:
     assert result.ret == pytest.ExitCode.OK
 
 
-def test_a_transport_whose_tests_were_all_skipped_fails_the_run_only_where_that_was_asked(run: Run) -> None:
+def test_a_transport_whose_tests_were_all_skipped_fails_the_run_only_on_request(run: Run) -> None:
     result = run("--every-transport", skipped=True)
     result.stdout.fnmatch_lines(["*shared_memory 0*", "error: no test ran over shared_memory"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED

@@ -39,7 +39,7 @@ def code_of(notebook: dict[str, Any]) -> list[dict[str, Any]]:
     "page", [pytest.param(one, marks=[] if one.stem in EXECUTED else pytest.mark.slow, id=one.stem) for one in PAGES]
 )
 def test_the_notebook_runs_without_a_warning_and_shows_plots(page: Path) -> None:
-    """In a process of its own; not again if `make docs` has just executed the same page with the same package."""
+    """In a separate process. Skipped if `make docs` has just executed the same page with the same package."""
     done = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "tools" / "tutorial.py", page.stem], capture_output=True, text=True
     )
@@ -77,7 +77,7 @@ def test_the_notebook_is_in_the_menu_and_the_list(page: Path) -> None:
     assert f"]({page.name})" in (page.parent / "README.md").read_text()
 
 
-def test_outputs_and_figures_stand_below_their_cell(program: ModuleType, tmp_path: Path) -> None:
+def test_outputs_and_figures_are_below_their_cell(program: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "1.md"
     page.write_text(
         "# A\n\n[b](../topology.md#graphs), [c](02-x.md)\n\n```python\nx = 3\nprint(x)\n```\n\n```python\n"

@@ -40,11 +40,11 @@ def among_three(function: Callable[[], Any]) -> list[Any]:
     return shoal.Fleet(3, timeout=20.0).run(run)
 
 
-def test_the_first_lines_give_what_the_page_says() -> None:
+def test_the_first_lines_give_the_documented_result() -> None:
     assert among_three(lambda: names_of(FIRST)["y"].item()) == [3.0, 10.0, 10.0]
 
 
-def test_push_sum_conserves_what_there_is() -> None:
+def test_push_sum_conserves_mass() -> None:
     def run() -> tuple[float, float]:
         window = names_of(PUSH_SUM)["window"]
         shoal.barrier()
@@ -66,7 +66,7 @@ def test_the_mutex_lines_read_and_write_at_agent_0() -> None:
     assert among_three(run)[0] == [8.0, 8.0]
 
 
-def test_staleness_tells_what_has_come() -> None:
+def test_staleness_reports_received_versions() -> None:
     def run() -> tuple[dict[int, int], dict[int, int], float]:
         window = shoal.windows.create(torch.ones(2), "x")
         if shoal.rank() == 2:
@@ -82,7 +82,7 @@ def test_staleness_tells_what_has_come() -> None:
     assert all(0 <= age < 20 for *_, age in found)
 
 
-def test_the_picture_shows_what_three_agents_hold(tmp_path: Path) -> None:
+def test_the_picture_shows_the_values_of_three_agents(tmp_path: Path) -> None:
     made, put, got = windows_picture.states()
     assert [one["x"] for one in got] == [0.0, 1.0, 2.0]
     assert {value for one in made for what, value in one.items() if what != "x"} == {0.0}
@@ -92,7 +92,7 @@ def test_the_picture_shows_what_three_agents_hold(tmp_path: Path) -> None:
     assert (tmp_path / "windows.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_links_and_pictures_are_there() -> None:
+def test_links_and_pictures_exist() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert len(targets) >= 5
     assert [target for target in targets if not (DOCS / target).exists()] == []

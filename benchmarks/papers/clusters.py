@@ -12,11 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.netmodel.allreduce_messages import hierarchical, ring_allreduce, tree_allreduce
-from shoal.netmodel.messages import Messages, Step, messages_of_round, rounds_of
+from shoal.netmodel.messages import (
+    Messages,
+    Step,
+    hierarchical,
+    messages_of_round,
+    ring_allreduce,
+    rounds_of,
+    tree_allreduce,
+)
 from shoal.netmodel.network import Link, Network
 from shoal.netmodel.simulation import simulate
-from shoal.topology.families.inner_outer import InnerOuterExponential
+from shoal.topology.families.groups import InnerOuterExponential
 from shoal.topology.families.one_peer import OnePeerExponential, RingRandom
 from shoal.topology.schedule import Schedule
 

@@ -22,7 +22,6 @@ from .observability.timeline import timeline_end_activity as timeline_end_activi
 from .observability.timeline import timeline_start_activity as timeline_start_activity
 from .operations.events import Event as Event
 from .operations.operation import Handle as Handle
-from .ops.alltoall import neighbor_alltoall as neighbor_alltoall
 from .ops.collective import allgather as allgather
 from .ops.collective import allgather_nonblocking as allgather_nonblocking
 from .ops.collective import allreduce as allreduce
@@ -34,6 +33,9 @@ from .ops.collective import broadcast as broadcast
 from .ops.collective import broadcast_ as broadcast_
 from .ops.collective import broadcast_nonblocking as broadcast_nonblocking
 from .ops.collective import broadcast_nonblocking_ as broadcast_nonblocking_
+from .ops.gathering import neighbor_allgather as neighbor_allgather
+from .ops.gathering import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
+from .ops.gathering import neighbor_alltoall as neighbor_alltoall
 from .ops.grouped import grouped_allgather as grouped_allgather
 from .ops.grouped import grouped_allgather_nonblocking as grouped_allgather_nonblocking
 from .ops.grouped import grouped_allreduce as grouped_allreduce
@@ -51,8 +53,6 @@ from .ops.hierarchical import (
 )
 from .ops.neighbor import neighbor_allreduce as neighbor_allreduce
 from .ops.neighbor import neighbor_allreduce_nonblocking as neighbor_allreduce_nonblocking
-from .ops.neighbor_allgather import neighbor_allgather as neighbor_allgather
-from .ops.neighbor_allgather import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
 from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_object as broadcast_object
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state

@@ -1,6 +1,10 @@
 """Sums over tensors of several agents, always in one order, so that every transport gives the same bits.
 
-The order is: this agent's own term, then the sources by ascending rank (reductions over all agents: by ascending rank).
+The order is: this agent's own term, then the sources by ascending rank. Reductions over all agents go by ascending
+rank, or by rank on each machine and then by machine (:func:`machines_among`). The order decides the last bits. So it
+depends only on the participants and their machines: not on the size of a tensor, on the tensors fused with it, or on
+the transport.
+
 Every weighted term is one fused multiply-add (``torch.add(alpha=)``), in float32 for 16-bit tensors, whose sum is
 rounded once at the end. Equal weights are no factors of the terms: the terms are summed, and the sum is scaled once
 (:func:`common_factor`). :mod:`shoal.kernels` computes one block: the compiled kernels in one pass over any length, and
@@ -16,13 +20,11 @@ from functools import partial
 import torch
 
 from .kernels.native.sums import fits as native_fits
-from .kernels.reduce import REDUCTIONS as REDUCTIONS
 from .kernels.reduce import combine as _combine
-from .kernels.weighted_sum import HALF as HALF
-from .kernels.weighted_sum import common_factor as common_factor
-from .kernels.weighted_sum import real as real
+from .kernels.weighted_sum import HALF, common_factor, real
 from .kernels.weighted_sum import weigh as _weigh
 from .operations.operation import MORE, Arrived
+from .runtime.agent import Agent
 from .transport.wire import Payload
 
 BLOCK_BYTES = 1 << 20
@@ -147,3 +149,16 @@ def complete(payloads: Sequence[Payload]) -> Waiting:
     """Wait until all of every payload is here."""
     while not all(payload.complete for payload in payloads):
         yield MORE
+
+
+def machines_among(agent: Agent, group: Sequence[int], dtype: torch.dtype) -> Sequence[Sequence[int]]:
+    """The ranks of a group by machine, if the numbers of each machine are reduced separately first; else empty.
+
+    Never for 16-bit numbers: sending a machine's sum would round them a second time.
+    """
+    return agent.grouping.equal_parts(group) if agent.grouping is not None and dtype not in HALF else ()
+
+
+def places_by_machine(agent: Agent, group: Sequence[int], dtype: torch.dtype) -> Sequence[Sequence[int]]:
+    """The result of :func:`machines_among`, as indices of the group."""
+    return [[group.index(rank) for rank in ranks] for ranks in machines_among(agent, group, dtype)]

@@ -39,9 +39,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .ops import collective, neighbor
-from .ops.alltoall import alltoall_nonblocking
-from .ops.arguments import split_name, where
-from .ops.groups import Group, caller_group
+from .ops.arguments import Group, caller_group, split_name, where
+from .ops.gathering import alltoall_nonblocking
 from .runtime.agent import bind, current
 from .topology import Mixing
 

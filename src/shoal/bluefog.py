@@ -31,6 +31,8 @@ from .ops.collective import broadcast as broadcast
 from .ops.collective import broadcast_ as broadcast_
 from .ops.collective import broadcast_nonblocking as broadcast_nonblocking
 from .ops.collective import broadcast_nonblocking_ as broadcast_nonblocking_
+from .ops.gathering import neighbor_allgather as neighbor_allgather
+from .ops.gathering import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
 from .ops.handles import poll as poll
 from .ops.handles import synchronize as synchronize
 from .ops.handles import wait as wait
@@ -38,8 +40,6 @@ from .ops.hierarchical import hierarchical_neighbor_allreduce as hierarchical_ne
 from .ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking as hierarchical_neighbor_allreduce_nonblocking
 from .ops.neighbor import neighbor_allreduce as _neighbor_allreduce
 from .ops.neighbor import neighbor_allreduce_nonblocking as _neighbor_allreduce_nonblocking
-from .ops.neighbor_allgather import neighbor_allgather as neighbor_allgather
-from .ops.neighbor_allgather import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
 from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
 from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDestinationRanks
 from .ops.objects import allreduce_parameters as allreduce_parameters

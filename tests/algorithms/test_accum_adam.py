@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.algorithms import AccumAdam, GradientDescent, Run
 from shoal.sim import StackedFleet
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradients, matrix
 from support.least_squares import DIMENSION, SIZE
 
@@ -23,7 +23,7 @@ FLEET = StackedFleet(ring(SIZE))
 
 
 @pytest.mark.parametrize("atc", [True, False])
-def test_of_one_gradient_at_a_time_it_is_torchs_adam_between_averages(atc: bool) -> None:
+def test_with_one_gradient_per_update_it_is_torchs_adam_between_averages(atc: bool) -> None:
     x = START.clone().requires_grad_()
     adam = torch.optim.Adam([x], lr=LR, betas=(0.8, 0.95), eps=1e-3)
     for _ in range(12):
@@ -35,7 +35,7 @@ def test_of_one_gradient_at_a_time_it_is_torchs_adam_between_averages(atc: bool)
     assert (FLEET.run(algorithm, START, GRADIENT, 12).x - x.detach()).abs().max() < 1e-12
 
 
-def test_of_several_it_is_its_equation() -> None:
+def test_with_several_gradients_per_update_it_is_its_equation() -> None:
     s, beta1, beta2, eps = 3, 0.8, 0.95, 1e-3
     x = START.numpy()
     m, v, b = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
@@ -58,7 +58,7 @@ def test_of_several_it_is_its_equation() -> None:
 @pytest.mark.parametrize(
     "algorithm", [AccumAdam(0.2, 1, 0.9, 0.9, eps=1.0), AccumAdam(0.2, 4, 0.5, 0.8, eps=1.0)], ids=str
 )
-def test_it_rests_where_gradient_descent_on_gradients_of_bounded_length_does(algorithm: AccumAdam) -> None:
+def test_the_fixed_point_is_that_of_gradient_descent_on_clipped_gradients(algorithm: AccumAdam) -> None:
     def bounded(x: Tensor) -> Tensor:
         g = GRADIENT(x)
         return g / (g.abs() + algorithm.eps)
@@ -70,7 +70,7 @@ def test_it_rests_where_gradient_descent_on_gradients_of_bounded_length_does(alg
 
 
 @pytest.mark.parametrize("accumulate", [1, 4, 10])
-def test_its_second_moment_is_that_of_a_mean_of_gradients(accumulate: int) -> None:
+def test_the_second_moment_is_that_of_a_mean_of_gradients(accumulate: int) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def noise(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def test_its_second_moment_is_that_of_a_mean_of_gradients(accumulate: int) -> No
     assert float(ended.state[1].mean()) == pytest.approx((1 - 0.9 ** (400 // accumulate)) / accumulate, rel=0.05)
 
 
-def test_a_memory_as_new_counts_as_new_whatever_the_number_of_the_step() -> None:
+def test_a_reset_memory_counts_as_new_at_any_step_number() -> None:
     algorithm = AccumAdam(LR, 4)
     begun = FLEET.run(algorithm, START, GRADIENT, 0)
     later = Run(begun.x, begun.estimate, begun.state, 1002)
@@ -88,7 +88,7 @@ def test_a_memory_as_new_counts_as_new_whatever_the_number_of_the_step() -> None
     assert torch.equal(found, FLEET.run(algorithm, START, GRADIENT, 9).x)
 
 
-def test_in_sixteen_bits_it_still_counts() -> None:
+def test_counts_work_in_sixteen_bits() -> None:
     start = torch.zeros(SIZE, 2, dtype=torch.bfloat16)
     first = FLEET.run(AccumAdam(LR, 2), start, torch.ones_like, 1)
     assert first.x[0].tolist() == pytest.approx([-LR, -LR], rel=0.02)  # 0.999 to the k is 1 in sixteen bits
@@ -98,7 +98,7 @@ def test_in_sixteen_bits_it_still_counts() -> None:
     assert all(one.dtype == torch.bfloat16 for one in ended.state[:3])
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="accumulate=0: pass a number of gradients"):
         AccumAdam(LR, 0)
     with pytest.raises(ValueError, match="0 <= beta1 < 1"):

@@ -48,8 +48,8 @@ def test_many_inner_steps_are_the_exact_solve(graph: nx.DiGraph) -> None:
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_one_inner_step_solves_the_condition_with_the_objective_made_linear(graph: nx.DiGraph) -> None:
-    """g(x) + rho (x+ - x) + a + 2 c d x+ = c (d x + sum of x_j), and the price rises by c (d x+ - sum of x_j+)."""
+def test_one_inner_step_solves_the_condition_with_the_linearized_objective(graph: nx.DiGraph) -> None:
+    """g(x) + rho (x+ - x) + a + 2 c d x+ = c (d x + sum of x_j), and the dual grows by c (d x+ - sum of x_j+)."""
     c, rho = 0.7, 4.0
     gradient = gradients()
     fleet, N = StackedFleet(graph), neighbours(graph)
@@ -65,14 +65,14 @@ def test_one_inner_step_solves_the_condition_with_the_objective_made_linear(grap
 
 @pytest.mark.parametrize("inner", [1, 3])
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_it_is_exact_and_the_prices_end_at_the_gradients(graph: nx.DiGraph, inner: int) -> None:
+def test_the_optimum_is_exact_and_the_duals_converge_to_the_gradients(graph: nx.DiGraph, inner: int) -> None:
     gradient = gradients()
     found = StackedFleet(graph).run(DecentralizedADMM(1.0, 4.0, inner), starts(), gradient, 2000)
     assert (found.x - optimum()).abs().max() < 1e-12
     assert (found.state[0] + gradient(optimum().expand(SIZE, -1))).abs().max() < 1e-11
 
 
-def test_the_prices_always_add_up_to_zero() -> None:
+def test_the_duals_always_sum_to_zero() -> None:
     fleet, gradient = StackedFleet(MeshGrid2DGraph(SIZE)), gradients()
     for steps in (1, 2, 10):
         a, _ = fleet.run(DecentralizedADMM(1.0, 4.0), starts(), gradient, steps).state
@@ -80,7 +80,7 @@ def test_the_prices_always_add_up_to_zero() -> None:
         assert a.abs().max() > 0.1
 
 
-def test_without_a_penalty_everybody_descends_alone() -> None:
+def test_without_a_penalty_each_agent_descends_alone() -> None:
     gradient = gradients()
     x = starts()
     for _ in range(8):
@@ -99,7 +99,7 @@ def test_the_weights_of_the_graph_are_not_used() -> None:
     assert torch.equal(found.x, expected.x)
 
 
-def test_what_changes_and_what_is_one_way_is_refused() -> None:
+def test_changing_and_directed_graphs_are_refused() -> None:
     refused = {
         "static, and the topology changes": OnePeerHypercube(4),
         "links both ways, and there are one-way edges": nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0)]),

@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 from networkx import DiGraph
 
-from shoal.algorithms.agent_schedule import AgentSchedule
+from shoal.algorithms.schedule_weights import AgentSchedule
 from shoal.topology import CecaPairs, Mixing, OnePeerExponential, RandomMatchings, RingGraph, Schedule, Static
 
 
@@ -25,15 +25,15 @@ def test_rounds_of_one_period_are_one_object() -> None:
     assert all(schedule.mixing(round_) is first[round_ % 3] for round_ in range(9))
 
 
-def test_rounds_that_never_come_again_are_not_kept_for_ever() -> None:
+def test_rounds_that_do_not_repeat_are_not_cached_for_ever() -> None:
     schedule = AgentSchedule(RandomMatchings(4), 0)
     for round_ in range(600):
         schedule.mixing(round_)
     assert len(schedule._mixings) <= 256
 
 
-def test_its_row_and_column_stochastic_forms_are_those_of_the_stacked_fleet() -> None:
-    """One-way edges: agent 1 hears 0, agent 2 hears 0 and 1; neither rows nor columns sum to one."""
+def test_row_and_column_stochastic_forms_equal_those_of_the_stacked_fleet() -> None:
+    """Directed edges: 0 to 1, 0 to 2 and 1 to 2. Neither rows nor columns sum to one."""
     graph = DiGraph([(0, 1), (0, 2), (1, 2)])
     graph.add_nodes_from(range(3))
     nx.set_edge_attributes(graph, 0.7, "weight")
@@ -47,7 +47,7 @@ def alone(topology: Schedule, gone: tuple[int, ...]) -> Schedule:
     return Static(nx.DiGraph([(rank, rank) for rank in range(topology.size)]))
 
 
-def test_every_survivor_logs_an_error_where_the_survivors_are_not_connected(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_survivor_logs_an_error_if_the_survivors_are_not_connected(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "shoal"):
         for rank in (1, 3):
             for round_ in range(3):

@@ -32,7 +32,7 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability import growth as module
 from shoal.algorithms.stability.growth import DIES_OUT, by_self_weights, growth
 from shoal.compression import Identity
@@ -46,7 +46,7 @@ from shoal.topology import (
     between_machines,
 )
 from shoal.topology._edges import Edges, assemble
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from shoal.topology.schedule import EdgeSchedule
 from support.algorithm_cases import case_of
 
@@ -141,7 +141,7 @@ def speaks_of_w(algorithm: Algorithm, topology: Schedule) -> bool:
 
 
 @every_entry
-def test_just_those_mixings_are_refused_on_which_differences_last(entry: Entry) -> None:
+def test_exactly_the_mixings_without_consensus_are_refused(entry: Entry) -> None:
     algorithm = entry.example()
     if case_of(entry).compressed and hasattr(algorithm, "compressor"):
         # Gamma has to suit the compressor, too, which is not looked at.
@@ -151,7 +151,7 @@ def test_just_those_mixings_are_refused_on_which_differences_last(entry: Entry) 
 
 
 @pytest.mark.parametrize("algorithm", WRAPPED, ids=repr)
-def test_wrapped_algorithms_are_looked_at_as_they_are(algorithm: Algorithm) -> None:
+def test_wrapped_algorithms_are_checked_like_plain_ones(algorithm: Algorithm) -> None:
     for name in TOPOLOGIES:
         compare(algorithm, name)
 
@@ -170,7 +170,7 @@ def compare(algorithm: Algorithm, name: str) -> None:
     assert remains > 0.2 if found else remains < 0.1, (name, found, remains)
 
 
-def test_what_is_refused_names_the_eigenvalue_and_the_remedy() -> None:
+def test_the_error_names_the_eigenvalue_and_the_remedy() -> None:
     for name, eigenvalue in (
         ("-1, in a ring", r"W has the eigenvalue -1 \("),
         ("-1, in float32", r"W has the eigenvalue -1 \("),
@@ -184,7 +184,7 @@ def test_what_is_refused_names_the_eigenvalue_and_the_remedy() -> None:
     StackedFleet(TOPOLOGIES["2"]).run(GradientDescent(0.05), torch.zeros(1), lambda x: x, 1, unchecked=DIES_OUT)
 
 
-def test_the_remedy_helps() -> None:
+def test_the_remedy_works() -> None:
     W = TOPOLOGIES["-1, in a ring"].matrix(0)
     for algorithm in (GradientDescent(0.05), GradientTracking(0.05), GradientTracking(0.05, atc=False)):
         check("it", algorithm.needs, Static((np.eye(4) + W) / 2))
@@ -195,20 +195,20 @@ def test_the_remedy_helps() -> None:
     [EXTRA(0.1), ExactDiffusion(0.1, lazy=True), NIDS(0.1), DecentLaM(0.02, 0.9), GossipPGA(GradientDescent(0.05), 5)],
     ids=repr,
 )
-def test_what_mends_an_eigenvalue_of_minus_one_converges_on_it(algorithm: Algorithm) -> None:
+def test_corrections_for_an_eigenvalue_of_minus_one_converge_on_it(algorithm: Algorithm) -> None:
     target = torch.arange(4.0, dtype=torch.float64).view(4, 1)
     run = StackedFleet(TOPOLOGIES["-1, in a ring"]).run(algorithm, torch.zeros(1).double(), lambda x: x - target, 3000)
     assert (run.x - 1.5).abs().max() < 0.5
 
 
-def test_machines_are_looked_at_in_the_place_of_agents() -> None:
+def test_the_mixing_of_machines_is_checked() -> None:
     algorithm = OfMachines(GradientDescent(0.05))
     check("it", algorithm.needs, between_machines(ring(4), 2))
     with pytest.raises(ValueError, match="W has the eigenvalue -1"):
         check("it", algorithm.needs, between_machines(Circulant(4, {1: 0.5, 3: 0.5}), 2))
 
 
-def test_slow_mixings_are_accepted_however_large() -> None:
+def test_slow_mixings_of_any_size_are_accepted() -> None:
     for topology in (ring(20_000), OnePeerExponential(30_000), Static(permuted(ring(300).matrix(0), 1))):
         for algorithm in (GradientDescent(0.05), GossipPGA(GradientTracking(0.01), 7)):
             check("it", algorithm.needs, topology)
@@ -217,7 +217,7 @@ def test_slow_mixings_are_accepted_however_large() -> None:
     assert growth(GradientDescent(0.05), Facts(Circulant(20_000, rounded))) < 1
 
 
-def test_large_ones_that_go_round_in_step_are_refused() -> None:
+def test_large_periodic_mixings_are_refused() -> None:
     for topology in (
         Circulant(20_000, {1: 0.5, -1: 0.5}),
         Static(permuted(Circulant(700, {1: 0.5, -1: 0.5}).matrix(0), 1)),
@@ -226,14 +226,14 @@ def test_large_ones_that_go_round_in_step_are_refused() -> None:
             check("it", GradientDescent(0.05).needs, topology)
 
 
-def test_signs_say_what_eigenvalues_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_agree_with_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
     for topology in TOPOLOGIES.values():
         decided = by_self_weights()(Facts(topology))
         if decided is not None:
             assert (growth(GradientDescent(0.05), Facts(topology)) > 1 - 1e-6) == bool(decided)
 
 
-def test_a_topology_is_looked_at_once_for_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topology_is_checked_once_for_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     found: Callable[..., object] = module.growth_of
     monkeypatch.setattr(module, "growth_of", lambda *given: calls.append(given) or found(*given))

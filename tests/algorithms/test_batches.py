@@ -11,9 +11,9 @@ import torch
 
 import shoal
 from shoal.algorithms import Algorithm, DecentralizedSVRG, Gradient, GradientDescent, Mix, own, run
-from shoal.algorithms.runs.batches import flipped_and_shifted
+from shoal.algorithms.runs.gradients import flipped_and_shifted
 from shoal.sim import StackedFleet, per_agent
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 SIZE, SAMPLES, BATCH = 4, 11, 3
 PER_EPOCH = SAMPLES // BATCH
@@ -67,7 +67,7 @@ def samples_of(algorithm: Algorithm, steps: int, **options: Any) -> torch.Tensor
 
 
 @pytest.mark.parametrize("calls", [1, 2, 5])
-def test_a_pass_takes_each_sample_at_most_once_and_each_agent_its_own(calls: int) -> None:
+def test_an_epoch_takes_each_sample_at_most_once_and_each_agent_its_own(calls: int) -> None:
     found = samples_of(Alone(calls), 6, epochs=True)
     assert len(found) == 6 * calls
     for agent in range(SIZE):
@@ -78,7 +78,7 @@ def test_a_pass_takes_each_sample_at_most_once_and_each_agent_its_own(calls: int
             assert len(set(of_pass)) == PER_EPOCH * BATCH
 
 
-def test_orders_differ_between_passes_agents_and_seeds() -> None:
+def test_orders_differ_between_epochs_agents_and_seeds() -> None:
     found = samples_of(Alone(), 3 * PER_EPOCH, epochs=True) - LABELS[:, :1]
     orders = [found[begin : begin + PER_EPOCH, agent] for begin in range(0, 9, 3) for agent in range(SIZE)]
     assert len({tuple(one.flatten().tolist()) for one in orders}) == len(orders)
@@ -87,7 +87,7 @@ def test_orders_differ_between_passes_agents_and_seeds() -> None:
     assert not torch.equal(torch.stack(seen) - LABELS[:, :1], found[:PER_EPOCH])
 
 
-def test_all_samples_come_in_the_long_run() -> None:
+def test_all_samples_are_used_over_many_epochs() -> None:
     found = samples_of(Alone(), 40, epochs=True)
     for agent in range(SIZE):
         assert set(found[:, agent].flatten().tolist()) == set(LABELS[agent].tolist())
@@ -120,7 +120,7 @@ def test_again_keeps_the_batch() -> None:
 
 
 def test_variance_reduction_compares_both_points_on_one_batch() -> None:
-    """Where x is the anchor the two gradients cancel, and the full gradient is left."""
+    """At the anchor x the two gradients cancel, and the full gradient remains."""
     gradient = per_agent(lambda x, samples: ((x[0] - samples) ** 2).sum() / len(samples), LABELS, batch=BATCH)
     fleet = StackedFleet(ring(SIZE), seed=1)
     found = fleet.run(DecentralizedSVRG(GradientDescent(0.1), period=5), ORIGIN, gradient, 1).x
@@ -129,7 +129,7 @@ def test_variance_reduction_compares_both_points_on_one_batch() -> None:
 
 
 @pytest.mark.parametrize("epochs", [False, True])
-def test_a_resumed_run_takes_the_batches_of_one_in_one_piece(epochs: bool) -> None:
+def test_a_resumed_run_takes_the_batches_of_an_uninterrupted_one(epochs: bool) -> None:
     def gradient() -> Gradient:
         return per_agent(lambda x, samples: ((x - samples.mean()) ** 2).sum(), LABELS, batch=BATCH, epochs=epochs)
 
@@ -170,7 +170,7 @@ def test_a_schedule_multiplies_the_learning_rate() -> None:
     assert torch.equal(found.x, run_of_parts.x)
 
 
-def test_a_schedule_is_refused_where_there_is_no_rate() -> None:
+def test_a_schedule_is_refused_for_algorithms_without_a_rate() -> None:
     with pytest.raises(ValueError, match="has no learning rate"):
         StackedFleet(ring(SIZE)).run(Alone(), ORIGIN, lambda x: x, 2, lr_lambda=lambda step: 1.0)
 
@@ -183,7 +183,7 @@ def test_a_schedule_is_refused_where_there_is_no_rate() -> None:
         ({"epochs": True}, "pass batch"),
     ],
 )
-def test_batches_that_do_not_exist_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_batches_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         per_agent(difference, LABELS, **options)
 

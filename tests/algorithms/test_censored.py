@@ -12,7 +12,7 @@ import shoal
 from shoal.algorithms import CensoredGradientDescent, GradientDescent, LocalSteps, own, run
 from shoal.sim import StackedFleet
 from shoal.topology import OnePeerHypercube, StarGraph, mixing_matrix, with_metropolis_hastings_weights
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.least_squares import DIMENSION, SIZE, loss, problem
 from support.quadratic import gradients
 
@@ -25,7 +25,7 @@ def starts(size: int = SIZE) -> torch.Tensor:
     return torch.randn(size, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
 
 
-def test_with_no_threshold_it_is_gradient_descent() -> None:
+def test_with_threshold_zero_it_is_gradient_descent() -> None:
     fleet, gradient = StackedFleet(IRREGULAR), gradients()
     found = fleet.run(CensoredGradientDescent(0.05, 0.0, 0.9), starts(), gradient, 60)
     expected = fleet.run(GradientDescent(0.05), starts(), gradient, 60)
@@ -33,8 +33,8 @@ def test_with_no_threshold_it_is_gradient_descent() -> None:
     assert found.sent == expected.sent
 
 
-def test_a_step_is_the_equation_and_agents_send_what_has_moved_far_enough() -> None:
-    """x+ = W s + (x - s), s what has been said, sent when x is at least tau decay^k away."""
+def test_a_step_is_the_equation_and_large_changes_are_sent() -> None:
+    """x+ = W s + (x - s), where s is the value sent last; x is sent if it is at least tau decay^k from s."""
     algorithm = CensoredGradientDescent(0.05, 1.0, 0.9)
     fleet, gradient = StackedFleet(IRREGULAR), gradients()
     W = torch.from_numpy(mixing_matrix(IRREGULAR))
@@ -56,7 +56,7 @@ def test_a_step_is_the_equation_and_agents_send_what_has_moved_far_enough() -> N
     assert 0 < silent < 25 * SIZE
 
 
-def test_silence_does_not_move_the_mean() -> None:
+def test_censoring_does_not_move_the_mean() -> None:
     algorithm = CensoredGradientDescent(0.05, 1.0, 1.0)
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
     before = fleet.run(algorithm, starts(), gradient, 9)
@@ -65,7 +65,7 @@ def test_silence_does_not_move_the_mean() -> None:
     assert (after.x.mean(0) - expected).abs().max() < 1e-13
 
 
-def test_it_ends_where_gradient_descent_ends_for_fewer_bytes() -> None:
+def test_it_converges_like_gradient_descent_with_fewer_bytes() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
     found = fleet.run(CensoredGradientDescent(0.05, 3.0, 0.97), starts(), gradient, 1000)
     plain = fleet.run(GradientDescent(0.05), starts(), gradient, 1000)
@@ -73,13 +73,13 @@ def test_it_ends_where_gradient_descent_ends_for_fewer_bytes() -> None:
     assert found.sent < plain.sent / 2
 
 
-def test_below_a_threshold_that_nobody_reaches_nothing_is_sent() -> None:
+def test_below_the_threshold_nothing_is_sent() -> None:
     gradient = gradients()
     found = StackedFleet(IRREGULAR).run(CensoredGradientDescent(0.05, 1e9, 1.0), starts(), gradient, 20)
     assert found.sent == 0
 
 
-def test_what_is_no_number_is_not_kept_silent_about() -> None:
+def test_non_finite_values_are_not_censored() -> None:
     x = starts()
     x[2] = math.nan
     found = StackedFleet(ring(SIZE)).run(CensoredGradientDescent(0.05, 1e9, 1.0), x, lambda x: x, 1)
@@ -88,7 +88,7 @@ def test_what_is_no_number_is_not_kept_silent_about() -> None:
     assert not found.x[4].isnan().any()
 
 
-def test_real_agents_keep_the_same_books(fleet: Fleets) -> None:
+def test_real_agents_keep_the_same_state(fleet: Fleets) -> None:
     A, b = problem(4)
     graph = with_metropolis_hastings_weights(StarGraph(4).to_undirected())
     algorithm = CensoredGradientDescent(0.05, 1.0, 0.95)
@@ -109,13 +109,13 @@ def test_real_agents_keep_the_same_books(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize(("tau", "decay"), [(-1.0, 0.5), (1.0, 1.1), (1.0, -0.1), (float("nan"), 0.5)])
-def test_thresholds_that_are_none_are_refused(tau: float, decay: float) -> None:
+def test_invalid_thresholds_are_refused(tau: float, decay: float) -> None:
     with pytest.raises(ValueError, match="threshold from 0 up, and a decay in"):
         CensoredGradientDescent(0.1, tau, decay)
 
 
-def test_a_topology_that_changes_is_refused() -> None:
-    """A neighbour of this round that was none before has not heard what an agent sent last."""
+def test_a_changing_topology_is_refused() -> None:
+    """A new neighbour has not received the value that an agent sent last."""
     with pytest.raises(ValueError, match="CensoredGradientDescent needs W to be static"):
         StackedFleet(OnePeerHypercube(4)).run(CensoredGradientDescent(0.1, 1.0, 0.9), torch.ones(4, 1), lambda x: x, 1)
     with pytest.raises(ValueError, match="needs the same W in every step"):

@@ -33,7 +33,7 @@ from shoal.topology import (
     mixing_matrix,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.families.circulant import Circulant, ring, symmetric_exponential
+from shoal.topology.families.static import Circulant, ring, symmetric_exponential
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.quadratic import gradients
 from support.real_agents import binary_problem, binary_ring
@@ -91,7 +91,7 @@ class Recorded(Compressor):
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 @pytest.mark.parametrize("make", [ChocoSGD, DeepSqueeze])
-def test_uncompressed_they_are_dpsgd_with_a_lazier_mixing(
+def test_without_compression_they_are_dpsgd_with_a_lazier_mixing(
     make: Callable[[float, float, Compressor], Algorithm], gamma: float
 ) -> None:
     fleet, lazy = StackedFleet(ring(SIZE)), StackedFleet(lazy_ring(gamma))
@@ -123,13 +123,13 @@ def test_uncompressed_low_precision_is_dpsgd_adapt_with_combine() -> None:
 # Where they end
 
 
-def test_choco_ends_where_dpsgd_with_the_lazier_mixing_does() -> None:
-    """What is left to send goes to zero, and the error of the compression with it."""
+def test_choco_converges_to_the_point_of_dpsgd_with_the_lazier_mixing() -> None:
+    """The messages go to zero, and the compression error with them."""
     found = ends(ChocoSGD(0.1, 0.5, TopK(0.2)), 2500)
     assert (found - ends(GradientDescent(0.1), 2500, lazy_ring(0.5))).abs().max() < 1e-9
 
 
-def test_low_precision_ends_where_dpsgd_does() -> None:
+def test_low_precision_converges_to_the_point_of_dpsgd() -> None:
     found = ends(LowPrecision(0.1, MinMaxUInt8(eps=1e-13)), 2500)
     assert (found - ends(GradientDescent(0.1, atc=False), 2500)).abs().max() < 1e-9
 
@@ -186,7 +186,7 @@ COMPRESSING: list[Callable[[Compressor], Algorithm]] = [
     ("compressor", "steps"), [(RandomK(0.1, scaled=True), 60), (RandomK(0.3, scaled=True), 60), (QSGD(1), 400)], ids=str
 )
 @pytest.mark.parametrize("make", COMPRESSING, ids=lambda make: type(make(Identity())).__name__)
-def test_what_is_no_contraction_is_refused_where_it_runs_away(
+def test_a_compressor_that_is_no_contraction_is_refused_where_the_run_diverges(
     make: Callable[[Compressor], Algorithm], compressor: Compressor, steps: int
 ) -> None:
     fleet = StackedFleet(symmetric_exponential(SIZE), seed=3)
@@ -196,13 +196,13 @@ def test_what_is_no_contraction_is_refused_where_it_runs_away(
 
 
 @pytest.mark.parametrize("compressor", [RandomK(0.1, scaled=True), RandomK(0.3, scaled=True), QSGD(1)], ids=str)
-def test_shrunk_they_are_taken_and_converge(compressor: Compressor) -> None:
+def test_scaled_down_they_are_accepted_and_converge(compressor: Compressor) -> None:
     fleet = StackedFleet(symmetric_exponential(SIZE), seed=3)
     found = fleet.run(ChocoSGD(0.0, 0.05, Shrunk(compressor)), scattered(), still, 1000).x
     assert (found - scattered().mean(0)).abs().max() < 1e-6
 
 
-def test_real_agents_refuse_it_too() -> None:
+def test_real_agents_refuse_them_too() -> None:
     def one() -> None:
         with pytest.raises(ValueError, match="contraction"):
             run(ChocoSGD(0.1, 0.2, QSGD(1)), START, still, ring(2), 1)
@@ -227,7 +227,7 @@ def test_compression_does_not_move_the_mean(algorithm: Algorithm) -> None:
         now = then
 
 
-def test_choco_keeps_the_mixture_of_what_was_published() -> None:
+def test_choco_keeps_the_mixture_of_published_values() -> None:
     W = torch.from_numpy(mixing_matrix(STAR))
     h, s = StackedFleet(STAR).run(ChocoSGD(0.1, 0.25, TopK(0.2)), scattered(), gradients(), 40).state
     assert h.norm() > 1
@@ -242,8 +242,8 @@ def test_beer_keeps_the_mixtures_and_the_mean_of_the_gradients() -> None:
     assert (v.mean(0) - g.mean(0)).abs().max() < 1e-13
 
 
-def test_deep_squeeze_sends_in_the_end_what_it_did_not_at_first() -> None:
-    """The sum of the messages and the last error are the sum of what was to be sent."""
+def test_deep_squeeze_eventually_sends_what_it_omitted() -> None:
+    """The sum of the messages and the last error is the sum of the values to send."""
     recorded = Recorded(TopK(0.2))
     algorithm = DeepSqueeze(0.1, 0.125, recorded)
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
@@ -256,7 +256,7 @@ def test_deep_squeeze_sends_in_the_end_what_it_did_not_at_first() -> None:
     assert (sum(sent for _, sent in recorded.pairs) + error - total).abs().max() < 1e-12
 
 
-def test_low_precision_is_dpsgd_to_half_a_step_of_its_quantiser() -> None:
+def test_low_precision_is_dpsgd_to_half_a_step_of_its_quantizer() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
     W = torch.from_numpy(mixing_matrix(ring(SIZE).graph(0)))
     algorithm = LowPrecision(0.1)
@@ -302,7 +302,7 @@ def test_low_precision_is_what_bagua_computes_with_replicas(size: int) -> None:
 @pytest.mark.parametrize(
     ("iterations", "rows", "columns"), [(1, 2, 5), (3, 4, 3), (1, DIMENSION, 1), (2, 1, DIMENSION)]
 )
-def test_power_gossip_is_what_its_links_do_one_by_one(iterations: int, rows: int, columns: int) -> None:
+def test_power_gossip_equals_its_links_computed_one_by_one(iterations: int, rows: int, columns: int) -> None:
     fleet, gradient = StackedFleet(STAR), gradients()
     W = mixing_matrix(STAR)
     algorithm = PowerGossip(0.05, iterations, rows)
@@ -355,7 +355,7 @@ def test_power_gossip_finds_the_one_direction_in_which_two_agents_differ() -> No
     assert pair.run(PowerGossip(0.1, rows=4), torch.stack([amount, -amount]), still, 1).x.norm() < 1e-14
 
 
-def test_power_gossip_survives_agents_that_agree() -> None:
+def test_power_gossip_handles_agents_that_agree() -> None:
     fleet = StackedFleet(STAR)
     first = fleet.run(PowerGossip(0.1), scattered()[0], still, 3)
     assert torch.equal(first.x, scattered()[0].expand(SIZE, -1))
@@ -379,7 +379,7 @@ def test_power_gossip_survives_agents_that_agree() -> None:
     ],
     ids=str,
 )
-def test_agents_that_draw_agree_exactly_with_the_stacked_fleet(algorithm: Algorithm) -> None:
+def test_random_algorithms_on_agents_equal_the_stacked_fleet_exactly(algorithm: Algorithm) -> None:
     a, b = binary_problem(4)
 
     def alone() -> list[float]:
@@ -396,7 +396,7 @@ def test_agents_that_draw_agree_exactly_with_the_stacked_fleet(algorithm: Algori
     [ChocoSGD(0.1, 0.1, RandomK(0.2)), DeepSqueeze(0.1, 0.1, QSGD(7)), BEER(0.05, 0.1, RandomK(0.5))],
     ids=str,
 )
-def test_a_run_goes_on_with_its_errors_and_its_draws(algorithm: Algorithm) -> None:
+def test_a_resumed_run_continues_with_its_errors_and_draws(algorithm: Algorithm) -> None:
     fleet, gradient = StackedFleet(ring(SIZE), seed=1), gradients()
     whole = fleet.run(algorithm, scattered(), gradient, 30)
     half = fleet.run(algorithm, scattered(), gradient, 13)
@@ -405,7 +405,7 @@ def test_a_run_goes_on_with_its_errors_and_its_draws(algorithm: Algorithm) -> No
     assert all(torch.equal(one, other) for one, other in zip(whole.state, rest.state, strict=True))
 
 
-def test_the_vectors_of_power_gossip_begin_alike_at_both_ends_and_point_anywhere() -> None:
+def test_initial_vectors_of_power_gossip_are_equal_at_both_ends_and_have_random_directions() -> None:
     _, *vectors = (
         StackedFleet(with_metropolis_hastings_weights(nx.path_graph(2)))
         .run(PowerGossip(0.1), scattered(2, 1000), still, 0)
@@ -433,7 +433,7 @@ def test_copies_of_neighbours_need_a_static_graph(algorithm: Algorithm) -> None:
         StackedFleet(OnePeerHypercube(SIZE)).run(algorithm, START, gradients(), 1)
 
 
-def test_deep_squeeze_takes_a_topology_that_changes() -> None:
+def test_deep_squeeze_accepts_a_changing_topology() -> None:
     fleet = StackedFleet(OnePeerHypercube(SIZE))
     found = fleet.run(DeepSqueeze(0.1, 1.0, Identity()), scattered(), gradients(), 40).x
     expected = fleet.run(GradientDescent(0.1), scattered(), gradients(), 40).x
@@ -446,17 +446,17 @@ def test_deep_squeeze_takes_a_topology_that_changes() -> None:
     [ChocoSGD(0.1, 0.5, TopK(0.2)), DeepSqueeze(0.1, 0.5, TopK(0.2)), BEER(0.1, 0.5, TopK(0.2)), LowPrecision(0.1)],
     ids=str,
 )
-def test_one_way_edges_are_refused(algorithm: Algorithm) -> None:
+def test_directed_edges_are_refused(algorithm: Algorithm) -> None:
     with pytest.raises(ValueError, match="needs W to be symmetric"):
         StackedFleet(OnePeerExponential(SIZE)).run(algorithm, START, gradients(), 1)
 
 
-def test_power_gossip_needs_links_both_ways() -> None:
+def test_power_gossip_needs_undirected_links() -> None:
     with pytest.raises(ValueError, match="needs W to be links both ways"):
         StackedFleet(ring(SIZE, 1)).run(PowerGossip(0.1), START, gradients(), 1)
 
 
 @pytest.mark.parametrize(("numbers", "remedy"), [({"iterations": 0}, r"pass 0\.5, 1"), ({"rows": 0}, "pass 1 or more")])
-def test_power_gossip_refuses_counts_that_are_none(numbers: dict[str, int], remedy: str) -> None:
+def test_power_gossip_refuses_invalid_counts(numbers: dict[str, int], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         PowerGossip(0.1, **numbers)

@@ -10,7 +10,7 @@ import torch
 from shoal.algorithms import DualAveraging
 from shoal.sim import StackedFleet
 from shoal.topology import OnePeerExponential
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import matrix
 from support.least_squares import DIMENSION, SIZE
 
@@ -19,7 +19,7 @@ START = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Genera
 SLOPES = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def test_constant_gradients_add_up_over_the_powers_of_w() -> None:
+def test_constant_gradients_accumulate_over_the_powers_of_w() -> None:
     steps, W = 12, matrix(ring(SIZE))
     heard = [torch.linalg.matrix_power(W, k) @ SLOPES for k in range(steps)]
     points = [-LR / sqrt(t) * sum(heard[:t], torch.zeros_like(SLOPES)) for t in range(1, steps + 1)]
@@ -33,7 +33,7 @@ def test_before_the_first_step_the_estimate_is_the_start() -> None:
 
 
 @pytest.mark.parametrize("topology", [ring(SIZE), OnePeerExponential(SIZE)], ids=lambda one: one.describe())
-def test_it_nears_the_median_of_all_agents_as_the_root_of_the_steps(topology: OnePeerExponential) -> None:
+def test_it_approaches_the_median_of_all_agents_as_one_over_the_root_of_the_steps(topology: OnePeerExponential) -> None:
     values = START * 3 + 1
     best = (values - values.median(0).values).abs().mean()
 

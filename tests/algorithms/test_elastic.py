@@ -11,9 +11,9 @@ from torch import Tensor
 
 import shoal
 from shoal.algorithms import EASGD, GossipPGA, GradientDescent, LocalSteps, check
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradient_of_all, gradients, on_all
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.real_agents import run_one
@@ -81,7 +81,7 @@ def test_the_centre_is_nearer_to_the_optimum_the_smaller_the_step() -> None:
 
 
 @pytest.mark.parametrize(("share", "grows"), [(0.99, False), (1.01, True)])
-def test_a_pull_is_refused_just_where_agents_and_centre_swing_up(share: float, grows: bool) -> None:
+def test_a_pull_is_refused_exactly_where_agents_and_centre_oscillate(share: float, grows: bool) -> None:
     algorithm = EASGD(LR, 1, beta=share * 2 * SIZE / (SIZE + 1))
     begun = steps_of(algorithm, START, torch.zeros_like, StackedMix(ring(SIZE)), 0)
     away = steps_of(algorithm, START + 1, torch.zeros_like, StackedMix(ring(SIZE)), 0)
@@ -98,7 +98,7 @@ def test_a_pull_is_refused_just_where_agents_and_centre_swing_up(share: float, g
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
-def test_with_a_curvature_it_is_bounded_where_the_docstring_says(share: float) -> None:
+def test_with_curvature_the_bound_is_that_of_the_docstring(share: float) -> None:
     beta, n = 1.5, 4
     curvature = share * (2 - 2 * beta / n / (2 - beta)) / LR
     start = torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -106,12 +106,12 @@ def test_with_a_curvature_it_is_bounded_where_the_docstring_says(share: float) -
     assert (ended.abs().max() > 1e6) if share > 1 else (ended.abs().max() < 1e-6)
 
 
-def test_agents_have_one_centre_bit_for_bit(fleet: Fleets) -> None:
+def test_agents_have_the_same_centre_bit_for_bit(fleet: Fleets) -> None:
     found = fleet(4).run(run_one, "EASGD", 30)
     assert all(one == found[0] for one in found)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="every=0: pass a number of steps"):
         EASGD(LR, 0)
     for beta in (0.0, 2.0):

@@ -45,7 +45,7 @@ smooth_in_processes, compressed_in_processes = (
 )
 
 
-def test_cases_are_of_algorithms_of_the_catalog_and_the_exact_ones_say_how_long_they_take() -> None:
+def test_cases_are_in_the_catalog_and_exact_ones_give_their_number_of_steps() -> None:
     assert CASES.keys() <= CATALOG.keys()
     assert {name for name, case in CASES.items() if case.steps} == {one.name for one in CATALOG.values() if one.exact}
 
@@ -120,12 +120,12 @@ def test_processes_agree_exactly_on_numbers_exact_in_binary(entry: Entry, world:
         if one.exact
     ],
 )
-def test_the_exact_ones_find_the_optimum(entry: Entry) -> None:
+def test_exact_algorithms_find_the_optimum(entry: Entry) -> None:
     assert (stacked_on(entry, gradients(), SIZE, case_of(entry).steps) - optimum()).abs().max() < 1e-8
 
 
 @every_entry
-def test_a_run_that_goes_on_equals_one_that_never_stopped(entry: Entry) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(entry: Entry) -> None:
     fleet = StackedFleet(case_of(entry).topology(SIZE), seed=1)
     gradient = per_agent(loss, *problem(), batch=5)
     start = torch.zeros(DIMENSION, dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(entry: Entry) -> None:
 
 
 @every_entry
-def test_what_is_sent_is_what_the_catalog_says(entry: Entry) -> None:
+def test_sent_bytes_are_those_of_the_catalog(entry: Entry) -> None:
     topology = shoal.topology.as_schedule(case_of(entry).topology(SIZE))
     fleet = StackedFleet(topology)
     start = torch.zeros(SIZE, 1000, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_neither_the_start_nor_the_state_is_changed(entry: Entry) -> None:
 
 
 @every_entry
-def test_agents_that_never_meet_are_refused(entry: Entry) -> None:
+def test_agents_that_are_never_connected_are_refused(entry: Entry) -> None:
     apart = nx.DiGraph([(0, 0), (1, 1), (2, 2), (3, 3)])
     example: Algorithm = entry.example()
     with pytest.raises(ValueError, match=r"needs W to be .*, and "):

@@ -10,11 +10,11 @@ import torch
 
 from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.stability import step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential
-from shoal.topology.families.circulant import exponential, ring
+from shoal.topology.families.static import exponential, ring
 from support.closed_forms import gradients, matrix
 from support.least_squares import DIMENSION, SIZE, optimum, problem
 
@@ -55,12 +55,12 @@ def test_extra_is_its_recursion_over_two_steps() -> None:
     assert (after(EXTRA(LR), 21) - x).abs().max() < 1e-12
 
 
-def test_nids_is_a_step_alone_and_then_lazy_exact_diffusion() -> None:
+def test_nids_is_a_local_step_followed_by_lazy_exact_diffusion() -> None:
     alone = START - LR * GRADIENT(START)
     assert torch.equal(after(NIDS(LR), 21), after(ExactDiffusion(LR, lazy=True), 20, alone))
 
 
-def test_nids_with_a_proximal_operator_finds_the_optimum_of_a_sum_that_is_not_smooth() -> None:
+def test_nids_with_a_proximal_operator_finds_the_optimum_of_a_nonsmooth_sum() -> None:
     weight = 0.3
     x = after(NIDS(LR, torch.nn.Softshrink(LR * weight)), 1000)
     slope = GRADIENT(x[:1].expand_as(x)).mean(0)
@@ -71,7 +71,7 @@ def test_nids_with_a_proximal_operator_finds_the_optimum_of_a_sum_that_is_not_sm
     assert (slope + weight * x[0].sign())[~zero].abs().max() < 1e-12
 
 
-def test_the_step_of_nids_does_not_depend_on_the_network_and_that_of_extra_does() -> None:
+def test_the_step_size_of_nids_is_independent_of_the_network_and_that_of_extra_is_not() -> None:
     A, _ = problem()
     curvature = float(torch.linalg.eigvalsh(A.mT @ A).max())
     lambda_min = -1 / 3
@@ -102,7 +102,7 @@ def spread(algorithm: Algorithm, topology: Circulant, steps: int) -> float:
     return float(run.column("spread").max())
 
 
-def test_at_an_eigenvalue_of_minus_a_third_noise_adds_up_without_end_and_a_little_above_it_does_not() -> None:
+def test_at_an_eigenvalue_of_minus_a_third_noise_accumulates_and_slightly_above_it_does_not() -> None:
     ring_of_thirds, above = weighted_ring(1 / 3), weighted_ring(0.36)
     assert spread(ExactDiffusion(LR), ring_of_thirds, 8000) > 2 * spread(ExactDiffusion(LR), ring_of_thirds, 800)
     for algorithm, topology in ((ExactDiffusion(LR), above), (ExactDiffusion(LR, lazy=True), ring_of_thirds)):
@@ -123,7 +123,7 @@ def test_at_an_eigenvalue_of_minus_a_third_exact_diffusion_warns_and_finds_the_o
 
 
 @pytest.mark.parametrize("size", [4, 6, 16])
-def test_there_differences_shrink_by_the_curvature_alone(size: int) -> None:
+def test_at_minus_a_third_differences_shrink_only_by_the_curvature(size: int) -> None:
     """Along w = -1/3, with the curvature h, the factors of a step solve ``r^2 = w (2 - lr h) r - w (1 - lr h)``."""
 
     def largest_of_differences(curvature: torch.Tensor) -> float:
@@ -141,7 +141,7 @@ def test_there_differences_shrink_by_the_curvature_alone(size: int) -> None:
     assert largest_of_differences(h * ones * (torch.arange(size) == 0).view(-1, 1)) < 1, "one curved objective suffices"
 
 
-def test_a_condition_that_is_named_is_not_checked() -> None:
+def test_a_named_condition_is_not_checked() -> None:
     fleet, lazy = StackedFleet(OnePeerExponential(SIZE)), ExactDiffusion(LR, lazy=True)
     waived = ("static", "symmetric")
     found = fleet.run(lazy, START, GRADIENT, 700, unchecked=waived).x
@@ -160,13 +160,13 @@ def test_exact_diffusion_is_refused_below_an_eigenvalue_of_minus_a_third_where_i
 
 
 @pytest.mark.parametrize("algorithm", [ExactDiffusion(LR, lazy=True), NIDS(LR)])
-def test_half_of_the_identity_helps_where_an_eigenvalue_is_below_minus_a_third(algorithm: Algorithm) -> None:
+def test_averaging_with_the_identity_helps_below_an_eigenvalue_of_minus_a_third(algorithm: Algorithm) -> None:
     check("it", algorithm.needs, weighted_ring(0.1))
     assert unchecked(algorithm, weighted_ring(0.1), 700) < 1e-9
 
 
 @pytest.mark.parametrize("algorithm", [ExactDiffusion(LR), ExactDiffusion(LR, lazy=True), EXTRA(LR), NIDS(LR)])
-def test_a_changing_or_one_way_mixing_is_refused_for_gradient_tracking(algorithm: Algorithm) -> None:
+def test_a_changing_or_directed_mixing_is_refused_for_gradient_tracking(algorithm: Algorithm) -> None:
     with pytest.raises(ValueError, match=r"static, and the topology changes \(period 4\).*GradientTracking"):
         StackedFleet(OnePeerExponential(SIZE)).run(algorithm, START, GRADIENT, 1)
     with pytest.raises(ValueError, match=r"symmetric, and W is not symmetric.*GradientTracking"):

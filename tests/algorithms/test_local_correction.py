@@ -102,14 +102,14 @@ def test_with_rounds_of_one_step_they_are_gradient_descent_on_all_data_and_exact
 
 
 @pytest.mark.parametrize("algorithm", [KGT(LR, K), LED(LR, K)], ids=str)
-def test_they_end_at_the_optimum_where_local_steps_alone_do_not(algorithm: Algorithm) -> None:
+def test_they_converge_to_the_optimum_and_local_steps_alone_do_not(algorithm: Algorithm) -> None:
     fleet = StackedFleet(Circulant(SIZE, {0: 0.4, 1: 0.2, -1: 0.2, 4: 0.1, -4: 0.1}))
     apart = fleet.run(LocalSteps(GradientDescent(LR), K), START, GRADIENT, 2400).x - optimum()
     assert (fleet.run(algorithm, START, GRADIENT, 2400).x - optimum()).abs().max() < 1e-9 < 0.05 < apart.abs().max()
 
 
 def test_led_tolerates_eigenvalues_nearer_to_minus_one_with_a_smaller_beta() -> None:
-    """A round at rest has the eigenvalue -1 along an eigenvector w of W where ``K beta = 2 (1 + w) / (1 - w)``."""
+    """A linearized round has the eigenvalue -1 along an eigenvector w of W if ``K beta = 2 (1 + w) / (1 - w)``."""
     little = Circulant(SIZE, {0: 0.2, 1: 0.4, -1: 0.4})  # w = -0.6: the limit is 0.5
     check("it", LED(LR, K, beta=0.45 / K).needs, little)
     for beta in (0.55 / K, None):
@@ -117,7 +117,7 @@ def test_led_tolerates_eigenvalues_nearer_to_minus_one_with_a_smaller_beta() -> 
             check("it", LED(LR, K, beta=beta).needs, little)
 
 
-def test_a_round_of_no_steps_is_refused() -> None:
+def test_a_round_without_steps_is_refused() -> None:
     for make in (KGT, LED):
         with pytest.raises(ValueError, match="every=0: pass the steps of a round"):
             make(LR, 0)

@@ -21,11 +21,11 @@ from shoal.algorithms import (
     PushSum,
     RelaySum,
 )
-from shoal.algorithms.choco import ChocoSGD, DeepSqueeze
+from shoal.algorithms.compressed import ChocoSGD, DeepSqueeze
 from shoal.compression import TopK
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology import AllReduce, ChainGraph, EveryH, ExponentialGraph, OnePeerExponential
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradients, matrix, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 
@@ -49,7 +49,7 @@ def test_an_exchange_in_every_step_is_the_algorithm_itself(algorithm: Algorithm)
     assert local.sent == plain.sent
 
 
-def test_a_global_average_that_never_comes_leaves_the_algorithm_itself() -> None:
+def test_without_a_global_average_it_is_the_algorithm_itself() -> None:
     fleet = StackedFleet(OnePeerExponential(SIZE))
     plain = fleet.run(GradientDescent(LR), START, GRADIENT, 12)
     assert torch.equal(fleet.run(GossipPGA(GradientDescent(LR), every=13), START, GRADIENT, 12).x, plain.x)
@@ -71,12 +71,12 @@ def test_gossip_pga_is_gradient_descent_on_the_schedule_of_its_averages(every: i
     ],
     ids=["local steps", "Gossip-PGA", "Local SGD"],
 )
-def test_a_cycle_comes_back_to_where_linear_algebra_says(algorithm: Algorithm, cycle: list[torch.Tensor]) -> None:
+def test_the_periodic_point_is_that_of_linear_algebra(algorithm: Algorithm, cycle: list[torch.Tensor]) -> None:
     found = StackedFleet(ring(SIZE)).run(algorithm, START, GRADIENT, 1200).x
     assert (found - rest_of_cycle(cycle, LR)).abs().max() < 1e-10
 
 
-def test_averages_end_in_the_order_that_was_measured() -> None:
+def test_the_order_of_final_errors_is_as_measured() -> None:
     def off(algorithm: Algorithm) -> float:
         return float((StackedFleet(ring(SIZE)).run(algorithm, START, GRADIENT, 1600).x.mean(0) - optimum()).norm())
 
@@ -91,7 +91,7 @@ def test_local_steps_keep_gradient_tracking_exact() -> None:
     assert (found - optimum()).abs().max() < 1e-9
 
 
-def test_exchanges_take_the_rounds_of_a_schedule_one_after_the_other() -> None:
+def test_exchanges_use_the_rounds_of_a_schedule_in_order() -> None:
     # Of two rounds, and with every second step silent: by the number of the step it would be the same round for ever.
     topology = OnePeerExponential(4)
     start = torch.eye(4, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_exchanges_take_the_rounds_of_a_schedule_one_after_the_other() -> None:
     "algorithm",
     [LocalSteps(one, 5) for one in (GradientDescent(LR), PushSum(), PushPull(0.01))] + [local_sgd(5)],
 )
-def test_steps_alone_send_nothing(algorithm: Algorithm) -> None:
+def test_local_steps_send_nothing(algorithm: Algorithm) -> None:
     fleet = StackedFleet(ring(SIZE))
     assert fleet.run(algorithm, START, GRADIENT, 4).sent == 0
     assert fleet.run(algorithm, START, GRADIENT, 5).sent == fleet.run(algorithm, START, GRADIENT, 9).sent > 0
@@ -117,7 +117,7 @@ def test_push_sum_keeps_its_mean_under_both(wrapper: type[LocalSteps] | type[Gos
     assert (found - START.mean(0)).abs().max() < 1e-9
 
 
-def test_a_global_average_stands_in_for_what_is_pulled_and_what_is_pushed() -> None:
+def test_a_global_average_replaces_pulls_and_pushes() -> None:
     directed = ExponentialGraph(SIZE)
     directed.remove_edge(0, 4)
     fleet = StackedFleet(directed)
@@ -141,7 +141,7 @@ class Walk(Algorithm):
 
 
 @pytest.mark.parametrize("wrapper", [LocalSteps, GossipPGA])
-def test_random_numbers_and_the_number_of_the_step_stay_those_of_the_plain_algorithm(
+def test_random_numbers_and_step_numbers_are_those_of_the_plain_algorithm(
     wrapper: type[LocalSteps] | type[GossipPGA],
 ) -> None:
     fleet = StackedFleet(ring(SIZE), seed=2)
@@ -151,7 +151,7 @@ def test_random_numbers_and_the_number_of_the_step_stay_those_of_the_plain_algor
 
 
 @pytest.mark.parametrize("wrapper", [LocalSteps, GossipPGA])
-def test_algorithms_that_cannot_be_left_alone_are_refused(wrapper: type[LocalSteps] | type[GossipPGA]) -> None:
+def test_algorithms_that_cannot_skip_exchanges_are_refused(wrapper: type[LocalSteps] | type[GossipPGA]) -> None:
     with pytest.raises(ValueError, match=r"ExactDiffusion needs the same W in every step, and .* GradientTracking"):
         wrapper(ExactDiffusion(LR), 4)
     with pytest.raises(ValueError, match=r"ChocoSGD needs the same W in every step"):
@@ -167,7 +167,7 @@ def test_local_steps_are_not_wrapped_twice() -> None:
         LocalSteps(LocalSteps(GradientDescent(LR), 2), 2)
 
 
-def test_compressed_messages_that_stand_for_themselves_may_be_left_out() -> None:
+def test_self_contained_compressed_messages_may_be_skipped() -> None:
     fleet = StackedFleet(ring(SIZE))
     compressed = fleet.run(LocalSteps(DeepSqueeze(LR, 1.0, TopK(1.0)), 3), START, GRADIENT, 12)
     assert (compressed.x - fleet.run(LocalSteps(GradientDescent(LR), 3), START, GRADIENT, 12).x).abs().max() < 1e-12
@@ -181,7 +181,7 @@ class OnEdges(Walk):
         return mix.gather(mix.edges(mix.spread(x))), ()
 
 
-def test_messages_to_each_neighbour_are_not_left_out() -> None:
+def test_messages_for_each_neighbour_are_not_skipped() -> None:
     StackedFleet(ChainGraph(SIZE)).run(OnEdges(), START, GRADIENT, 2)
     with pytest.raises(ValueError, match=r"needs one from each"):
         StackedFleet(ChainGraph(SIZE)).run(LocalSteps(OnEdges(), 2), START, GRADIENT, 2)

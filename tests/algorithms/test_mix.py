@@ -26,7 +26,7 @@ from shoal.topology import (
     with_metropolis_hastings_weights,
     with_uniform_weights,
 )
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE, DIMENSION, ROUNDS = 8, 5, 3
@@ -120,7 +120,7 @@ def test_pull_keeps_agreement_and_push_keeps_the_total(topology: nx.Graph | Sche
 
 
 @every_topology
-def test_what_is_given_is_not_changed_and_what_is_returned_is_new(topology: nx.Graph | Schedule) -> None:
+def test_inputs_are_not_changed_and_results_are_new(topology: nx.Graph | Schedule) -> None:
     mix, x = StackedMix(topology), values()
     for verb in (mix, mix.pull, mix.push, mix.average):
         first = verb(x)
@@ -132,7 +132,7 @@ def test_what_is_given_is_not_changed_and_what_is_returned_is_new(topology: nx.G
         assert torch.equal(first, kept)
 
 
-def test_rows_that_are_not_contiguous_mix_alike() -> None:
+def test_non_contiguous_rows_mix_alike() -> None:
     mix = StackedMix(digraph())
     x = values().T.contiguous().T
     assert not x.is_contiguous()
@@ -206,7 +206,7 @@ def test_ones_are_one_for_each_agent() -> None:
 
 
 @pytest.mark.parametrize("name", ["one way, no weights", "one-peer exponential"])
-def test_edges_over_one_way_links_are_refused(name: str) -> None:
+def test_edges_over_directed_links_are_refused(name: str) -> None:
     mix = StackedMix(TOPOLOGIES[name]())
     for verb in (mix.spread, mix.edges, mix.sign):
         with pytest.raises(ValueError, match=r"needs links both ways, .* Take an undirected graph"):
@@ -236,7 +236,7 @@ def test_sent_counts_messages_to_others() -> None:
 
 
 @pytest.mark.parametrize("topology", [StarGraph(SIZE), ring(SIZE)], ids=["star", "ring"])
-def test_sent_counts_the_messages_of_those_that_speak(topology: nx.Graph | Schedule) -> None:
+def test_sent_counts_the_messages_of_active_agents(topology: nx.Graph | Schedule) -> None:
     mix = StackedMix(topology)
     speaks = torch.arange(SIZE).unsqueeze(1) % 2 == 1
     mix(values() * speaks, nbytes=7, speaks=speaks)
@@ -285,7 +285,7 @@ def same(real: list[dict[str, torch.Tensor]], stacked: dict[str, torch.Tensor], 
     ("topology", "dtype", "tolerance"),  # the dtypes take turns
     [pytest.param(make(), *DTYPES[k % 2], id=name) for k, (name, make) in enumerate(TOPOLOGIES.items())],
 )
-def test_real_agents_compute_what_the_stacked_fleet_does(
+def test_real_agents_equal_the_stacked_fleet(
     fleet: Fleets, topology: nx.Graph | Schedule, dtype: torch.dtype, tolerance: float
 ) -> None:
     links = any(make().describe() == as_schedule(topology).describe() for make in map(_schedule_of, UNDIRECTED))
@@ -321,7 +321,7 @@ def test_a_real_agent_has_a_row_for_each_neighbour_ascending(fleet: Fleets) -> N
         assert signs == [1.0 if rank < one else -1.0 for one in there]
 
 
-def test_a_real_agent_refuses_edges_over_one_way_links(fleet: Fleets) -> None:
+def test_a_real_agent_refuses_edges_over_directed_links(fleet: Fleets) -> None:
     def agent() -> None:
         mix = Exchange(digraph())
         with pytest.raises(ValueError, match=r"needs links both ways"):
@@ -330,7 +330,7 @@ def test_a_real_agent_refuses_edges_over_one_way_links(fleet: Fleets) -> None:
     fleet(SIZE).run(agent)
 
 
-def test_a_real_agent_counts_the_bytes_that_it_names(fleet: Fleets) -> None:
+def test_a_real_agent_counts_the_bytes_that_it_declares(fleet: Fleets) -> None:
     def agent() -> list[int]:
         mix, counted = Exchange(StarGraph(4)), []
         for nbytes in (5, 7, None):
@@ -344,7 +344,7 @@ def test_a_real_agent_counts_the_bytes_that_it_names(fleet: Fleets) -> None:
     assert fleet(4).run(agent) == [[15, 21, 36, 6], [5, 7, 12, 2], [5, 7, 12, 2], [5, 7, 12, 2]]
 
 
-def test_who_is_silent_sends_a_header_and_counts_as_zeros(fleet: Fleets) -> None:
+def test_a_censored_agent_sends_a_header_and_counts_as_zeros(fleet: Fleets) -> None:
     def agent() -> list[tuple[list[float], int, int]]:
         mix, found = Exchange(StarGraph(4)), []
         for round_ in range(4):
@@ -364,7 +364,7 @@ def test_who_is_silent_sends_a_header_and_counts_as_zeros(fleet: Fleets) -> None
             assert books == engine == (rank != round_) * 12 * (1 if rank else 3)
 
 
-def test_agents_that_disagree_whether_one_may_be_silent_hear_of_it(fleet: Fleets) -> None:
+def test_agents_with_different_censoring_settings_raise_a_mismatch(fleet: Fleets) -> None:
     def agent() -> None:
         mix = Exchange(StarGraph(2))
         mix(torch.zeros(3), speaks=torch.tensor([False]) if shoal.rank() else None)
@@ -373,7 +373,7 @@ def test_agents_that_disagree_whether_one_may_be_silent_hear_of_it(fleet: Fleets
         fleet(2).run(agent)
 
 
-def test_a_group_that_is_none_is_refused_stacked_and_real(fleet: Fleets) -> None:
+def test_an_invalid_group_is_refused_stacked_and_real(fleet: Fleets) -> None:
     with pytest.raises(ValueError, match="pass 'all', 'machine' or 'counterparts'"):
         StackedMix(ring(SIZE)).average(values(), "friends")
 

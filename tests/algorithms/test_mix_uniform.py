@@ -10,7 +10,7 @@ import torch
 
 from shoal.compression.draws import HashStream, hashed
 from shoal.sim import StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 SIZE = 8
 
@@ -22,7 +22,7 @@ def uniform(seed: int = 0, round_: int = 0, draws: int = 1, shape: tuple[int, ..
     return [mix.uniform(like) for _ in range(draws)][-1]
 
 
-def test_uniform_numbers_are_spread_evenly_over_zero_to_one() -> None:
+def test_uniform_numbers_are_evenly_distributed_over_zero_to_one() -> None:
     drawn = uniform(shape=(100, 1000)).flatten()
     assert drawn.min() >= 0
     assert drawn.max() < 1
@@ -33,7 +33,7 @@ def test_uniform_numbers_are_spread_evenly_over_zero_to_one() -> None:
     assert (tenths - 1e4).abs().max() < 5 * (1e5 * 0.1 * 0.9) ** 0.5
 
 
-def test_agents_places_rounds_draws_and_seeds_draw_independently() -> None:
+def test_agents_positions_rounds_draws_and_seeds_are_independent() -> None:
     own = uniform()
     others = {
         "agent": own.roll(1, 0),
@@ -52,13 +52,13 @@ def test_agents_places_rounds_draws_and_seeds_draw_independently() -> None:
         assert abs(correlation) < 5 / own.numel() ** 0.5, what
 
 
-def test_no_number_comes_twice_in_a_long_run() -> None:
-    """There are 2^53 of them, so that a repetition among 800,000 is the sign of a broken hash."""
+def test_no_number_repeats_in_a_long_run() -> None:
+    """There are 2^53 of them, so a repetition among 800,000 would show a broken hash."""
     drawn = torch.cat([uniform(round_=number).flatten() for number in range(100)])
     assert len(drawn.unique()) == len(drawn)
 
 
-def test_uniform_numbers_depend_on_the_seed_the_agent_the_round_the_draw_and_the_place_only() -> None:
+def test_uniform_numbers_depend_only_on_seed_agent_round_draw_and_position() -> None:
     assert torch.equal(uniform(5, 3, 2), uniform(5, 3, 2))
     assert torch.equal(uniform(5, 3, 2)[:4, :10], uniform(5, 3, 2, (4, 10)))
 
@@ -72,15 +72,15 @@ def test_numbers_of_shorter_dtypes_stay_below_one(dtype: torch.dtype) -> None:
     assert abs(drawn.double().mean().item() - 0.5) < 0.005
 
 
-def test_a_negative_seed_and_a_large_one_are_seeds_too() -> None:
+def test_negative_and_large_seeds_are_accepted() -> None:
     found = [uniform(seed) for seed in (-1, 2**40, 0)]
     assert all(((one >= 0) & (one < 1)).all() for one in found)
     assert not any(torch.equal(found[a], found[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_stretch_of_a_stream_is_one_of_uniform(dtype: torch.dtype) -> None:
-    """Also where it is longer than what is computed at once, begins anywhere, and is asked for in any order."""
+def test_a_slice_of_a_stream_equals_uniform(dtype: torch.dtype) -> None:
+    """Also if it is longer than one block, starts anywhere, and is read in any order."""
     like = torch.empty((SIZE, 200_000), dtype=dtype)
     whole, other = StackedMix(ring(SIZE), seed=3), StackedMix(ring(SIZE), seed=3)
     for _ in range(2):  # both count as a draw
@@ -91,7 +91,7 @@ def test_a_stretch_of_a_stream_is_one_of_uniform(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("key", [0, -1, 2**30 - 1, -(2**63), 2**63 - 1, 7046029254386353131 - 5])
-def test_the_hash_of_places_is_that_of_their_sums_with_the_key(key: int) -> None:
+def test_the_hash_of_positions_is_that_of_their_sums_with_the_key(key: int) -> None:
     keys, like = torch.tensor([key]), torch.empty(70_000, dtype=torch.float64)
     stream = HashStream(keys, like)
     expected = (hashed(keys + torch.arange(70_000)) >> 11) & ((1 << 53) - 1)

@@ -24,7 +24,7 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import growth
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import (
@@ -38,7 +38,7 @@ from shoal.topology import (
     as_schedule,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.families.circulant import exponential, ring
+from shoal.topology.families.static import exponential, ring
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, optimum
 
@@ -67,13 +67,15 @@ def unchecked(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
 
 
 @pytest.mark.parametrize("atc", [True, False])
-def test_gradient_descent_rests_where_linear_algebra_says(atc: bool) -> None:
+def test_the_fixed_point_of_gradient_descent_is_that_of_linear_algebra(atc: bool) -> None:
     assert (rest(GradientDescent(LR, atc)) - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("atc", [True, False])
-def test_local_momentum_rests_where_gradient_descent_with_the_longer_step_does(atc: bool, nesterov: bool) -> None:
+def test_the_fixed_point_of_local_momentum_is_that_of_gradient_descent_with_the_longer_step(
+    atc: bool, nesterov: bool
+) -> None:
     found = rest(Momentum(GradientDescent(LR * (1 - BETA), atc), BETA, nesterov))
     assert (found - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
 
@@ -87,13 +89,13 @@ def test_local_momentum_rests_where_gradient_descent_with_the_longer_step_does(a
     ],
     ids=("DecentLaM", "quasi-global", "quasi-global, Nesterov"),
 )
-def test_decentlam_and_quasi_global_momentum_rest_where_gradient_descent_does(
+def test_the_fixed_points_of_decentlam_and_quasi_global_momentum_are_that_of_gradient_descent(
     algorithm: Algorithm, step: float
 ) -> None:
     assert (rest(algorithm) - rest_of_gradient_descent(W, step, atc=True)).abs().max() < 1e-10
 
 
-def test_averaged_momentum_rests_where_linear_algebra_says() -> None:
+def test_the_fixed_point_of_averaged_momentum_is_that_of_linear_algebra() -> None:
     H, c = gradient_of_all(SIZE)
     mixing, unit = on_all(W), torch.eye(len(H), dtype=H.dtype)
     momentum = mixing @ torch.linalg.solve(unit - BETA * mixing, mixing)  # W m, with m = W (beta m + g), for each g
@@ -101,7 +103,7 @@ def test_averaged_momentum_rests_where_linear_algebra_says() -> None:
     assert (rest(AveragedMomentum(LR, BETA)) - expected).abs().max() < 1e-10
 
 
-def test_the_momenta_end_in_the_order_that_was_measured() -> None:
+def test_the_order_of_final_errors_is_as_measured() -> None:
     lr, beta = 0.01, 0.9
 
     def off(x: torch.Tensor) -> float:
@@ -112,7 +114,7 @@ def test_the_momenta_end_in_the_order_that_was_measured() -> None:
     assert plain < averaged < longer
 
 
-def test_decentlam_is_a_heavy_ball_over_the_whole_step() -> None:
+def test_decentlam_is_heavy_ball_momentum_over_the_full_step() -> None:
     x = path(DecentLaM(LR, BETA))
     for before, here, then in zip([START, *x], x, x[1:], strict=False):
         expected = W @ (here - LR * GRADIENT(here)) + BETA * (here - before)
@@ -120,7 +122,7 @@ def test_decentlam_is_a_heavy_ball_over_the_whole_step() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_quasi_global_momentum_is_the_fading_sum_of_all_moves(nesterov: bool) -> None:
+def test_quasi_global_momentum_is_the_exponential_sum_of_all_moves(nesterov: bool) -> None:
     x = path(QuasiGlobalMomentum(LR, BETA, nesterov))
     for number in range(len(x) - 1):
         moves = [(1 - BETA) * BETA ** (number - 1 - k) * (x[k] - x[k + 1]) for k in range(number)]
@@ -131,7 +133,7 @@ def test_quasi_global_momentum_is_the_fading_sum_of_all_moves(nesterov: bool) ->
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_local_momentum_is_the_fading_sum_of_all_gradients(nesterov: bool) -> None:
+def test_local_momentum_is_the_exponential_sum_of_all_gradients(nesterov: bool) -> None:
     x = path(Momentum(GradientDescent(LR), BETA, nesterov))
     for number in range(len(x) - 1):
         gradients = [BETA ** (number - k) * GRADIENT(x[k]) for k in range(number + 1)]
@@ -140,21 +142,21 @@ def test_local_momentum_is_the_fading_sum_of_all_gradients(nesterov: bool) -> No
         assert (x[number + 1] - W @ (x[number] - LR * direction)).abs().max() < 1e-12
 
 
-def test_momentum_without_memory_is_the_algorithm_itself() -> None:
+def test_momentum_of_zero_is_the_algorithm_itself() -> None:
     plain = path(GradientDescent(LR))[-1]
     assert torch.equal(path(Momentum(GradientDescent(LR), 0.0))[-1], plain)
     assert torch.equal(path(QuasiGlobalMomentum(LR, 0.0))[-1], plain)
     assert (path(DecentLaM(LR, 0.0))[-1] - plain).abs().max() < 1e-12
 
 
-def test_momentum_answers_what_the_algorithm_answers() -> None:
+def test_momentum_has_the_algorithms_answer() -> None:
     fleet = StackedFleet(ring(SIZE))
     plain = fleet.run(DualAveraging(LR), START, GRADIENT, 8)
     assert not torch.equal(plain.estimate, plain.x)
     assert torch.equal(fleet.run(Momentum(DualAveraging(LR), 0.0), START, GRADIENT, 8).estimate, plain.estimate)
 
 
-def test_momentum_needs_what_the_algorithm_needs() -> None:
+def test_momentum_has_the_algorithms_requirements() -> None:
     with pytest.raises(ValueError, match=r"Momentum needs W to be static"):
         StackedFleet(OnePeerExponential(SIZE)).run(Momentum(ExactDiffusion(LR), BETA), START, GRADIENT, 1)
 
@@ -167,7 +169,7 @@ def test_momentum_is_refused_where_a_step_takes_its_gradient_at_another_point() 
 
 
 @pytest.mark.parametrize("beta", [-0.1, 1.0])
-def test_a_share_that_is_none_is_refused(beta: float) -> None:
+def test_an_invalid_share_is_refused(beta: float) -> None:
     makers: list[Callable[[], Algorithm]] = [
         lambda: Momentum(GradientDescent(LR), beta),
         lambda: DecentLaM(LR, beta),
@@ -180,7 +182,7 @@ def test_a_share_that_is_none_is_refused(beta: float) -> None:
 
 
 @pytest.mark.parametrize("topology", [exponential(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
-def test_decentlam_is_refused_on_one_way_and_on_changing_mixings_where_it_diverges(topology: Schedule) -> None:
+def test_decentlam_is_refused_on_directed_and_changing_mixings_where_it_diverges(topology: Schedule) -> None:
     algorithm = DecentLaM(0.01, 0.9)
     with pytest.raises(ValueError, match=r"symmetric|static"):
         StackedFleet(topology).run(algorithm, START, GRADIENT, 1)
@@ -188,13 +190,13 @@ def test_decentlam_is_refused_on_one_way_and_on_changing_mixings_where_it_diverg
 
 
 @pytest.mark.parametrize("topology", [exponential(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
-def test_quasi_global_momentum_takes_one_way_and_changing_mixings(topology: Schedule) -> None:
+def test_quasi_global_momentum_accepts_directed_and_changing_mixings(topology: Schedule) -> None:
     found = StackedFleet(topology).run(QuasiGlobalMomentum(0.01, 0.9), START, GRADIENT, 1000).x
     plain = StackedFleet(topology).run(GradientDescent(0.01), START, GRADIENT, 1000).x
     assert (found - optimum()).norm() < 1.5 * (plain - optimum()).norm()
 
 
-def test_quasi_global_momentum_is_refused_where_it_swings_up_the_differences_between_agents() -> None:
+def test_quasi_global_momentum_is_refused_where_it_amplifies_disagreement() -> None:
     little = Circulant(SIZE, {0: 0.1, 1: 0.45, -1: 0.45})
     for topology, beta in ((ring(SIZE, connect_style=2), 0.9), (little, 0.5)):
         algorithm = QuasiGlobalMomentum(0.01, beta)
@@ -245,7 +247,7 @@ SWINGS = [
 @pytest.mark.parametrize(
     ("algorithm", "topology", "refused"), SWINGS, ids=[f"{one} on {topology.describe()}" for one, topology, _ in SWINGS]
 )
-def test_momentum_of_the_averaging_is_refused_just_where_it_swings_up_without_a_gradient(
+def test_averaged_momentum_is_refused_exactly_where_it_diverges_without_a_gradient(
     algorithm: Algorithm, topology: Schedule, refused: bool
 ) -> None:
     seen, found = growth_seen(algorithm, topology), growth(algorithm, Facts(topology))
@@ -259,8 +261,8 @@ def test_momentum_of_the_averaging_is_refused_just_where_it_swings_up_without_a_
     check("it", algorithm.needs, topology, unchecked="differences die out")
 
 
-def test_the_ways_to_find_the_growth_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eigenvectors, the matrix of the whole period, and the iteration, on what all three can do."""
+def test_the_methods_to_compute_the_growth_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eigenvectors, the matrix of one period, and the iteration, on cases that all three support."""
     from shoal.algorithms.stability import linear_map as module
 
     star = as_schedule(with_metropolis_hastings_weights(StarGraph(SIZE).to_undirected()))
@@ -280,7 +282,7 @@ def test_the_ways_to_find_the_growth_agree(monkeypatch: pytest.MonkeyPatch) -> N
         assert by_iteration == pytest.approx(by_modes, rel=1e-3)
 
 
-def test_fleets_of_many_are_looked_at_too() -> None:
+def test_large_fleets_are_checked_too() -> None:
     check("it", QuasiGlobalMomentum(0.01, 0.9).needs, OnePeerExponential(20_000))
     with pytest.raises(ValueError, match="grow"):
         check("it", LocalSteps(QuasiGlobalMomentum(0.01, 0.9), 8).needs, OnePeerExponential(20_000))

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 import shoal
 from shoal.algorithms import DeMuon, Gradient, LocalSteps, run
-from shoal.algorithms.matrices import join, matrix_sizes, split
-from shoal.algorithms.muon import msgn
+from shoal.algorithms.matrices import join, matrix_sizes, msgn, split
 from shoal.sim import StackedFleet
 from shoal.topology import Circulant, OnePeerExponential
 
@@ -66,7 +65,7 @@ def test_it_is_the_authors_recursion(iterations: int) -> None:
 
 
 @pytest.mark.transport("threads")
-def test_and_so_it_is_on_agents() -> None:
+def test_agents_equal_the_authors_recursion() -> None:
     def agent() -> torch.Tensor:
         rank = shoal.rank()
         gradient = Gradient(lambda x: of_all(x.expand(N, D))[rank])
@@ -101,14 +100,14 @@ def test_with_decreasing_steps_it_finds_the_optimum_of_different_agents(
     assert (found.x - optimum()).abs().max() < 1e-4
 
 
-def test_wrappers_pass_the_shapes_on_and_given_ones_stay() -> None:
+def test_wrappers_forward_the_shapes_and_explicit_ones_stay() -> None:
     wrapped = LocalSteps(DeMuon(LR), 2)
     assert wrapped.shaped(SHAPES) == LocalSteps(DeMuon(LR, shapes=SHAPES), 2)
     given = DeMuon(LR, shapes=SHAPES)
     assert given.shaped(((D,),)) is given
 
 
-def test_shapes_of_another_number_and_counts_that_are_none_are_refused() -> None:
+def test_shapes_of_another_size_and_invalid_counts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"have 15 numbers, and x has 14: give the shapes"):
         StackedFleet(RING).run(DeMuon(LR, shapes=((3, 5),)), START, of_all, 1)
     with pytest.raises(ValueError, match="iterations=0"):

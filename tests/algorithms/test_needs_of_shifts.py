@@ -20,8 +20,8 @@ from shoal.algorithms.needs import (
     connected,
 )
 from shoal.topology import with_weights
-from shoal.topology.families.circulant import Circulant, exponential, ring
 from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings
+from shoal.topology.families.static import Circulant, exponential, ring
 from shoal.topology.schedule import Edges, EdgeSchedule, Schedule
 
 
@@ -62,20 +62,20 @@ SCHEDULES = [
     ids=lambda o: o.name,
 )
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: one.describe())
-def test_shares_and_edges_say_the_same(need: Need, schedule: Schedule) -> None:
+def test_shares_and_edges_agree(need: Need, schedule: Schedule) -> None:
     assert Facts(schedule).rounds[0].shares is not None
     assert Facts(Told(schedule)).rounds[0].shares is None
     assert need.problem(Facts(schedule)) == need.problem(Facts(Told(schedule)))
 
 
 @pytest.mark.parametrize("ends", [[(0, 1), (1, 2)], [(1, 0), (2, 1)], [(0, 1), (1, 0), (1, 2)]])
-def test_a_way_there_and_none_back_is_not_connected(ends: list[tuple[int, int]]) -> None:
+def test_a_path_without_a_return_path_is_not_connected(ends: list[tuple[int, int]]) -> None:
     graph = nx.DiGraph([*ends, (2, 2)])
     parts = nx.number_strongly_connected_components(graph)
     assert f"into {parts} parts" in CONNECTED.problem(Facts(Told(Facts(graph).schedule)))
 
 
-def test_rounds_that_connect_the_agents_together_are_enough() -> None:
+def test_rounds_that_are_jointly_connected_suffice() -> None:
     schedule = RandomMatchings(20, seed=1)
     assert CONNECTED.problem(Facts(schedule)) == ""
     assert nx.number_strongly_connected_components(schedule.graph(0)) == 10
@@ -92,8 +92,8 @@ def test_an_edge_of_weight_zero_does_not_connect(as_edges: bool) -> None:
         check("GradientDescent", GradientDescent(0.1).needs, schedule)
 
 
-def test_push_sum_and_push_pull_need_a_way_back_of_some_weight() -> None:
-    """Agent 0 keeps all that it has and gives agent 1 a share of 0, so that the weight of agent 1 goes to 0."""
+def test_push_sum_and_push_pull_need_a_return_path_of_positive_weight() -> None:
+    """Agent 0 keeps its whole mass and gives agent 1 a share of 0, so the weight of agent 1 goes to 0."""
     column = with_weights(np.ones((2, 2)), np.array([[1.0, 0.5], [0.0, 0.5]]))
     with pytest.raises(ValueError, match="needs W to be connected"):
         check("PushSum", PushSum().needs, column)
@@ -102,7 +102,7 @@ def test_push_sum_and_push_pull_need_a_way_back_of_some_weight() -> None:
         check("PushPull", PushPull(0.1).needs, row)
 
 
-def test_algorithms_that_do_not_use_the_weights_count_every_link() -> None:
+def test_algorithms_without_weights_count_every_link() -> None:
     ring_of_two_weights = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
     graph = with_weights(np.ones((3, 3)), ring_of_two_weights)
     check("DecentralizedADMM", DecentralizedADMM(1.0, 4.0).needs, graph)

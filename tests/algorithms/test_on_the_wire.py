@@ -22,7 +22,7 @@ from shoal.algorithms import (
     run,
 )
 from shoal.compression import QSGD, Cast, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.namespaces import bytes_sent_by_the_interface, network_namespaces
 from support.world import World
 
@@ -67,7 +67,7 @@ def sent(name: str) -> tuple[int, int, int]:
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_books_are_what_the_interface_has_sent(world: World, name: str) -> None:
+def test_counted_bytes_are_those_of_the_network_interface(world: World, name: str) -> None:
     for books, engine, wire in world.results(sent, name):
         assert engine == books
         assert books < wire < 1.03 * books + OVERHEAD * MESSAGES, (books, wire)

@@ -29,11 +29,11 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import growth
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, RandomMatchings, Schedule, ShiftOne
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import case_of
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, optimum
@@ -60,7 +60,7 @@ def off(x: Tensor) -> float:
 
 @pytest.mark.parametrize("steps", [3, 4, 21])
 @pytest.mark.parametrize(("gossip", "plain"), [(False, local_sgd()), (True, GossipPGA(INNER, EVERY))], ids=str)
-def test_slow_momentum_without_memory_is_the_algorithm_itself(gossip: bool, plain: Algorithm, steps: int) -> None:
+def test_slow_momentum_of_zero_is_the_algorithm_itself(gossip: bool, plain: Algorithm, steps: int) -> None:
     found = run(SlowMo(INNER, EVERY, beta=0.0, gossip=gossip), steps)
     assert (found - run(plain, steps)).abs().max() < 1e-13
     assert (run(SlowMo(INNER, EVERY, beta=BETA, gossip=gossip), 21) - run(plain, 21)).abs().max() > 0.01
@@ -79,7 +79,7 @@ def test_an_outer_optimizer_does_not_move_the_fixed_point(algorithm: Algorithm, 
     assert (run(algorithm, 1200) - rest_of_cycle(cycle, LR)).abs().max() < 1e-10
 
 
-def test_diloco_ends_where_local_sgd_of_as_long_rounds_was_measured() -> None:
+def test_diloco_converges_as_measured_for_local_sgd_with_equal_rounds() -> None:
     for every in (4, 16):
         found, plain = off(run(DiLoCo(INNER, every), 1600)), off(run(local_sgd(every), 1600))
         assert found == pytest.approx(plain, abs=1e-10)
@@ -118,7 +118,7 @@ def at_rates(algorithm: Algorithm) -> Tensor:
     return so_far.x
 
 
-def test_slow_momentum_is_in_the_unit_of_gradients_when_the_learning_rate_changes() -> None:
+def test_slow_momentum_has_the_unit_of_gradients_when_the_learning_rate_changes() -> None:
     def outer(x0: Tensor, u: Tensor, mean: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         u = BETA * u + (x0 - mean) / (rate * LR)
         return x0 - 0.8 * rate * LR * u, u
@@ -136,7 +136,7 @@ def test_a_learning_rate_for_each_parameter_may_be_zero() -> None:
     assert (found[:, 0] - START[:, 0].mean()).abs().max() < 1e-12
 
 
-def test_diloco_is_torchs_nesterov_and_its_step_no_learning_rate_changes() -> None:
+def test_diloco_is_torchs_nesterov_and_its_step_is_independent_of_the_learning_rate() -> None:
     weights = torch.nn.Parameter(START.mean(0).clone())
     sgd = torch.optim.SGD([weights], lr=0.7, momentum=0.9, nesterov=True)
 
@@ -196,7 +196,7 @@ def rest_of_noloco(algorithm: NoLoCo, topology: Schedule) -> Tensor:
 
 
 @pytest.mark.parametrize("topology", [ring(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
-def test_noloco_comes_back_to_where_linear_algebra_says(topology: Schedule) -> None:
+def test_the_periodic_point_of_noloco_is_that_of_linear_algebra(topology: Schedule) -> None:
     algorithm = NoLoCo(INNER, EVERY)
     found = run(algorithm, EVERY * 400, topology)  # whole periods of four rounds
     assert (found - rest_of_noloco(algorithm, topology)).abs().max() < 1e-10
@@ -210,14 +210,14 @@ def test_noloco_with_the_mean_of_all_is_slow_momentum() -> None:
     assert (found - slow).abs().max() < 1e-12
 
 
-def test_random_pairs_leave_agents_apart_and_their_mean_farther_off_than_local_sgd() -> None:
+def test_random_pairs_leave_agents_apart_and_their_mean_less_accurate_than_local_sgd() -> None:
     found = run(NoLoCo(INNER, 16), 3200, RandomMatchings(SIZE))
     assert float((found - found.mean(0)).norm(dim=1).mean()) > 1.0
     assert off(run(local_sgd(16), 1600)) < off(found) < 0.6
 
 
 @pytest.mark.parametrize(("alpha", "gamma", "refused"), [(0.5, 1.0, False), (0.9, 1.0, True), (0.5, 1.8, True)])
-def test_noloco_is_refused_just_where_pairs_would_drive_agents_apart(alpha: float, gamma: float, refused: bool) -> None:
+def test_noloco_is_refused_exactly_where_pairs_would_diverge(alpha: float, gamma: float, refused: bool) -> None:
     topology = RandomMatchings(SIZE)
     algorithm = NoLoCo(INNER, EVERY, alpha=alpha, gamma=gamma)
     ended = steps_of(algorithm, START, torch.zeros_like, StackedMix(topology), 200 * EVERY).x
@@ -233,13 +233,13 @@ def test_noloco_is_refused_just_where_pairs_would_drive_agents_apart(alpha: floa
 
 
 @pytest.mark.parametrize("algorithm", [DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA)], ids=["DiLoCo", "SlowMo"])
-def test_after_its_first_round_all_agents_have_one_memory_wherever_they_began(algorithm: Algorithm) -> None:
+def test_after_the_first_round_all_agents_have_one_memory_from_any_start(algorithm: Algorithm) -> None:
     ended = StackedFleet(ring(SIZE)).run(algorithm, START, GRADIENT, EVERY)
     for one in (ended.x, *ended.state):
         assert torch.equal(one, one[:1].expand_as(one))
 
 
-def test_their_answer_is_that_of_the_algorithm() -> None:
+def test_the_answer_is_that_of_the_algorithm() -> None:
     directed = ExponentialGraph(SIZE)
     directed.remove_edge(0, 4)
     fleet = StackedFleet(directed)
@@ -249,7 +249,7 @@ def test_their_answer_is_that_of_the_algorithm() -> None:
     assert (found.estimate - plain.estimate).abs().max() < 1e-12
 
 
-def test_momentum_inside_is_looked_at_with_the_means_of_all_that_are_around_it() -> None:
+def test_inner_momentum_is_checked_with_the_outer_averages() -> None:
     inner = QuasiGlobalMomentum(0.1, 0.8)
     with pytest.raises(ValueError, match="die out"):
         check("it", inner.needs, ShiftOne(12))
@@ -259,7 +259,7 @@ def test_momentum_inside_is_looked_at_with_the_means_of_all_that_are_around_it()
             check("it", algorithm.needs, nx.DiGraph([(0, 1), (1, 2)]))
 
 
-def test_they_send_nothing_within_a_round() -> None:
+def test_nothing_is_sent_within_a_round() -> None:
     for algorithm in (DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA), NoLoCo(INNER, EVERY)):
         fleet = StackedFleet(ring(SIZE))
         runs = [fleet.run(algorithm, START, GRADIENT, steps).sent for steps in (0, 3, 4, 7, 8)]
@@ -274,10 +274,8 @@ LIMITS: list[tuple[Algorithm, str, float]] = [
 
 
 @pytest.mark.parametrize(("algorithm", "name", "limit"), LIMITS, ids=["SlowMo", "DiLoCo", "NoLoCo"])
-def test_longer_outer_steps_than_the_limit_swing_up_and_shorter_ones_do_not(
-    algorithm: Algorithm, name: str, limit: float
-) -> None:
-    """On rounds that go all the way to where they lead: with x - 1 for a gradient, and a step of one."""
+def test_outer_steps_above_the_limit_diverge_and_below_it_do_not(algorithm: Algorithm, name: str, limit: float) -> None:
+    """On rounds that reach their fixed point: with x - 1 for a gradient, and a step of one."""
     start = torch.zeros(4, 1, dtype=torch.float64)
 
     def away(share: float) -> float:
@@ -289,7 +287,7 @@ def test_longer_outer_steps_than_the_limit_swing_up_and_shorter_ones_do_not(
     assert away(1.02) > 1e6
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for make in (lambda **n: DiLoCo(INNER, EVERY, **n), lambda **n: SlowMo(INNER, EVERY, **n)):
         with pytest.raises(ValueError, match=r"0 <= beta < 1"):
             make(beta=1.0)
@@ -306,7 +304,7 @@ def test_what_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize(
     "make", [lambda one, n: DiLoCo(one, n), lambda one, n: SlowMo(one, n, BETA), lambda one, n: NoLoCo(one, n)]
 )
-def test_what_cannot_be_wrapped_is_refused(make: Callable[[Algorithm, int], Algorithm]) -> None:
+def test_unsupported_algorithms_are_refused(make: Callable[[Algorithm, int], Algorithm]) -> None:
     with pytest.raises(ValueError, match="both say when agents exchange"):
         make(local_sgd(), EVERY)
     with pytest.raises(
@@ -322,7 +320,7 @@ def test_what_cannot_be_wrapped_is_refused(make: Callable[[Algorithm, int], Algo
             wrapper(make(INNER, EVERY), EVERY)
 
 
-def test_noloco_refuses_what_would_have_to_be_exchanged_too_and_the_others_take_it() -> None:
+def test_noloco_refuses_additional_exchanged_state_and_the_others_accept_it() -> None:
     with pytest.raises(TypeError, match="what GradientTracking remembers would never be exchanged"):
         NoLoCo(GradientTracking(LR), EVERY)
     assert not DiLoCo(GradientTracking(LR), EVERY).one_gradient
@@ -350,7 +348,7 @@ OUTER: dict[str, Callable[[float], Callable[[Algorithm], Algorithm]]] = {
     [entry for entry in CATALOG.values() if entry.name != "push-sum"],
     ids=lambda entry: entry.name,
 )
-def test_an_outer_step_moves_whatever_it_is_around(entry: Entry, outer: str) -> None:
+def test_an_outer_step_moves_the_algorithm_that_it_wraps(entry: Entry, outer: str) -> None:
     case = case_of(entry)
     found = []
     for step in (0.4, 0.8):
@@ -362,7 +360,7 @@ def test_an_outer_step_moves_whatever_it_is_around(entry: Entry, outer: str) -> 
     assert (found[0] - found[1]).abs().max() > 1e-6
 
 
-def test_what_makes_its_x_anew_is_refused() -> None:
+def test_algorithms_that_recompute_x_are_refused() -> None:
     for inner in (DualAveraging(0.1), Momentum(DualAveraging(0.1), 0.5)):
         for make in OUTER.values():
             with pytest.raises(ValueError, match="DualAveraging makes it anew"):
@@ -370,7 +368,7 @@ def test_what_makes_its_x_anew_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrapper", [lambda inner: LocalSteps(inner, 2), lambda inner: GossipPGA(inner, 2)])
-def test_one_that_says_when_agents_exchange_is_found_inside_a_wrapper(
+def test_an_algorithm_with_its_own_exchange_steps_is_found_inside_a_wrapper(
     wrapper: Callable[[Algorithm], Algorithm],
 ) -> None:
     for inner in (DiLoCo(INNER, 2), Momentum(DiLoCo(INNER, 2), 0.5)):

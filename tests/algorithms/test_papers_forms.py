@@ -25,7 +25,7 @@ from shoal.algorithms import (
     RelaySum,
     run,
 )
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential, Schedule, SpanningTreeGraph, TreeGraph, as_schedule
 from support.algorithm_cases import irregular_digraph
@@ -211,13 +211,13 @@ def test_it_is_the_papers_equation(algorithm: Algorithm, topology: nx.Graph | Sc
 
 @every_form
 @pytest.mark.transport("threads")
-def test_and_so_it_is_on_agents(algorithm: Algorithm, topology: nx.Graph | Schedule, paper: Vectors) -> None:
+def test_agents_equal_the_papers_equation(algorithm: Algorithm, topology: nx.Graph | Schedule, paper: Vectors) -> None:
     found = torch.stack(shoal.Fleet(N).run(alone, algorithm, topology)).numpy()
     assert np.abs(found - paper).max() < 1e-12
 
 
-def test_no_two_forms_are_one() -> None:
-    """Else a field would do nothing, and these tests could not see it."""
+def test_no_two_forms_are_equal() -> None:
+    """Otherwise a field would have no effect, and these tests could not detect it."""
     for number, (_, topology, paper) in enumerate(FORMS):
         for _, other_topology, other in FORMS[:number]:
             assert topology is not other_topology or np.abs(paper - other).max() > 1e-4
@@ -283,8 +283,8 @@ def test_a_half_iteration_sends_half() -> None:
 # What a form changes
 
 
-def test_a_relay_filled_from_the_start_holds_agents_back_until_all_have_heard() -> None:
-    """After as many steps as the tree is wide, both forms are one equation."""
+def test_a_relay_filled_at_the_start_delays_agents_until_all_have_received() -> None:
+    """After as many steps as the tree's diameter, both forms are one equation."""
     tree = SpanningTreeGraph(TREE)
     wide = nx.diameter(nx.Graph(tree))
     fleet, start = StackedFleet(tree), torch.from_numpy(START)
@@ -315,7 +315,7 @@ def test_momentum_tracking_without_momentum_is_diging_from_the_mean_gradient() -
     assert (fleet.run(MomentumTracking(LR, 0.0), start, of_all, STEPS).x - diging).abs().max() < 1e-13
 
 
-def test_mu_is_beta_where_it_is_not_given() -> None:
+def test_mu_defaults_to_beta() -> None:
     start = torch.from_numpy(START)
     fleet = StackedFleet(RING)
     given = fleet.run(QuasiGlobalMomentum(LR, BETA, mu=BETA), start, of_all, STEPS).x
@@ -323,7 +323,7 @@ def test_mu_is_beta_where_it_is_not_given() -> None:
 
 
 def test_quasi_global_momentum_is_checked_with_its_own_mu() -> None:
-    """The same W and beta: a momentum that stays long dies out, and one that follows the averaging swings up."""
+    """With equal W and beta, a slow momentum decays, and one that follows the averaging diverges."""
     little = Circulant(16, {0: 0.1, 1: 0.45, -1: 0.45})
     start = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = StackedFleet(little).run(QuasiGlobalMomentum(0.01, 0.9, mu=0.9), start, torch.zeros_like, 600).x
@@ -334,7 +334,7 @@ def test_quasi_global_momentum_is_checked_with_its_own_mu() -> None:
     assert steps_of(swings, start, torch.zeros_like, StackedMix(little), 100).x.norm() > 1e6
 
 
-def test_forms_that_there_are_not_are_refused() -> None:
+def test_unknown_forms_are_refused() -> None:
     for make in (GradientTracking, PushPull):
         with pytest.raises(ValueError, match="leave atc=True, or leave semi out"):
             make(LR, atc=False, semi=True)

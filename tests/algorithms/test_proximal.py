@@ -135,7 +135,7 @@ def saddle() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("algorithm", [GradientTracking(0.05), ExactDiffusion(0.05, lazy=True)], ids=str)
-def test_an_operator_in_the_place_of_the_gradient_finds_the_saddle_point_of_the_sum(algorithm: Algorithm) -> None:
+def test_an_operator_as_the_gradient_finds_the_saddle_point_of_the_sum(algorithm: Algorithm) -> None:
     F, c = saddle()
     solution = torch.linalg.solve(F.mean(0), -c.mean(0))
     start = torch.zeros(2 * M, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_an_operator_in_the_place_of_the_gradient_finds_the_saddle_point_of_the_
 
 
 @pytest.mark.transport("threads")
-def test_real_agents_do_the_same_with_a_prox() -> None:
+def test_real_agents_equal_the_recursion_with_a_prox() -> None:
     few = 4
 
     def agent() -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from shoal.algorithms import GradientTracking, PushPull
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Alternating, Static, with_uniform_weights
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import irregular_digraph
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.quadratic import gradients
@@ -29,15 +29,15 @@ def test_it_is_gradient_tracking_where_w_is_doubly_stochastic(atc: bool) -> None
 
 
 @both_forms
-def test_it_is_exact_where_w_is_row_stochastic_only(atc: bool) -> None:
-    """W pulls as it is, and the pushes get shares of their own."""
+def test_it_is_exact_if_w_is_only_row_stochastic(atc: bool) -> None:
+    """W is used for the pulls, and the pushes get shares of their own."""
     graph = with_uniform_weights(irregular_digraph(SIZE))
     found = StackedFleet(graph).run(PushPull(0.08, atc), starts(), gradients(), 1500)
     assert (found.x - optimum()).abs().max() < 1e-12
 
 
 @both_forms
-def test_it_is_exact_where_the_links_change(atc: bool) -> None:
+def test_it_is_exact_on_changing_links(atc: bool) -> None:
     graph = irregular_digraph(SIZE)
     topology = Alternating([Static(graph), Static(graph.reverse())])
     found = StackedFleet(topology).run(PushPull(0.05, atc), starts(), gradients(), 2000)
@@ -45,7 +45,7 @@ def test_it_is_exact_where_the_links_change(atc: bool) -> None:
 
 
 @both_forms
-def test_what_is_tracked_always_adds_up_to_the_gradients(atc: bool) -> None:
+def test_the_tracked_values_always_sum_to_the_gradients(atc: bool) -> None:
     fleet, gradient = StackedFleet(irregular_digraph(SIZE)), gradients()
     found = fleet.run(PushPull(0.05, atc), starts(), gradient, 0)
     for _ in range(20):
@@ -56,15 +56,15 @@ def test_what_is_tracked_always_adds_up_to_the_gradients(atc: bool) -> None:
 
 
 @both_forms
-def test_agents_that_agree_at_the_optimum_of_one_objective_stay(atc: bool) -> None:
-    """R keeps agreement, which C would not: where nothing pulls, nothing moves."""
+def test_agents_in_consensus_at_the_optimum_of_one_objective_stay(atc: bool) -> None:
+    """R preserves consensus, which C would not: at zero gradients, nothing moves."""
     start = torch.ones(SIZE, DIMENSION, dtype=torch.float64)
     found = StackedFleet(irregular_digraph(SIZE)).run(PushPull(0.05, atc), start, lambda x: x - 1, 30)
     assert (found.x - 1).abs().max() < 1e-14
 
 
-def test_tracking_with_rows_alone_ends_elsewhere() -> None:
-    """Why C is there: pulled, the y forget whose gradients they add up."""
+def test_tracking_with_row_weights_only_has_another_fixed_point() -> None:
+    """The reason for C: with row weights, the sum of the y is not that of the gradients."""
     mix, gradient = StackedMix(irregular_digraph(SIZE)), gradients()
     x = starts()
     y = g = gradient(x)
@@ -75,7 +75,7 @@ def test_tracking_with_rows_alone_ends_elsewhere() -> None:
     assert (x - optimum()).abs().max() > 0.01
 
 
-def test_values_that_go_round_in_step_are_refused() -> None:
+def test_periodic_mixings_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"PushPull needs the differences .* row-stochastic form has the eigenvalue 1i"
     ):

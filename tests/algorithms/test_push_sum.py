@@ -14,7 +14,7 @@ import shoal
 from shoal.algorithms import SGP, Algorithm, GradientDescent, GradientTracking, PushDIGing, PushSum, run
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Alternating, Schedule, Static
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import irregular_digraph
 from support.least_squares import DIMENSION, SIZE, optimum, problem
 from support.quadratic import gradients
@@ -66,7 +66,7 @@ def trajectory(
 # The mean
 
 
-def test_the_example_is_connected_irregular_and_one_way() -> None:
+def test_the_example_is_connected_irregular_and_directed() -> None:
     assert all(nx.is_strongly_connected(irregular_digraph(size)) for size in range(1, 20))
     graph = irregular_digraph(SIZE)
     assert len({degree for _, degree in graph.out_degree}) > 2
@@ -82,7 +82,7 @@ def test_push_sum_finds_the_exact_mean(topology: nx.DiGraph | Schedule) -> None:
     assert (found - starts().mean(0)).abs().max() < 1e-12
 
 
-def test_pulling_instead_finds_another_point() -> None:
+def test_pulling_converges_to_another_point() -> None:
     graph = irregular_digraph(SIZE)
     mix, x = StackedMix(graph), starts()
     for _ in range(600):
@@ -104,7 +104,7 @@ def test_u_and_w_are_powers_of_the_uniform_shares() -> None:
     assert (found.state[0] - power.sum(1, keepdim=True)).abs().max() < 1e-14
 
 
-def test_weights_whose_columns_sum_to_one_are_taken_as_they_are() -> None:
+def test_column_stochastic_weights_are_used_unchanged() -> None:
     weights = torch.rand(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     weights /= weights.sum(0)
     found = StackedFleet(Static(weights.numpy())).run(PushSum(), starts(5), nothing, 3)
@@ -118,7 +118,7 @@ def test_the_totals_of_u_and_of_w_never_change() -> None:
         assert w.min() > 0
 
 
-def test_real_agents_find_the_mean(fleet: Fleets) -> None:
+def test_real_agents_reach_the_mean(fleet: Fleets) -> None:
     graph = irregular_digraph(4)
     start = starts(4)
 
@@ -156,7 +156,7 @@ def test_the_bias_of_sgp_is_of_the_order_of_its_step() -> None:
     assert 1.8 < long / short < 2.2
 
 
-def test_plain_gradient_descent_by_pulling_ends_further_away() -> None:
+def test_plain_gradient_descent_by_pulling_is_less_accurate() -> None:
     """On the graph with uniform row weights; the rows weigh some agents' objectives more, whatever the step."""
     graph, gradient = irregular_digraph(SIZE), gradients()
     mix, x = StackedMix(graph), starts()
@@ -189,7 +189,7 @@ def test_the_total_of_u_moves_by_the_total_of_the_gradients() -> None:
         assert abs(after.sum().item() - SIZE) < 1e-13
 
 
-def test_where_little_is_gathered_a_step_that_is_fine_elsewhere_ends_in_nan() -> None:
+def test_with_a_small_w_a_usual_step_size_diverges_to_nan() -> None:
     """The smallest w of the funnel is about 0.05: there the step is 20 times lr."""
     found = StackedFleet(funnel(8)).run(SGP(0.1), starts(8), gradients(8), 1500)
     assert found.state[0].min() < 0.06
@@ -198,7 +198,7 @@ def test_where_little_is_gathered_a_step_that_is_fine_elsewhere_ends_in_nan() ->
         assert StackedFleet(graph).run(SGP(lr), starts(8), gradients(8), 1500).estimate.abs().max() < 10
 
 
-def test_sgp_is_gradient_descent_where_all_gather_alike() -> None:
+def test_sgp_is_gradient_descent_if_all_gather_equally() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
     found = fleet.run(SGP(0.05), starts(), gradient, 100)
     assert (found.state[0] - 1).abs().max() < 1e-13
@@ -210,13 +210,13 @@ def test_sgp_is_gradient_descent_where_all_gather_alike() -> None:
 
 
 @pytest.mark.parametrize("atc", [True, False])
-def test_push_diging_is_exact_where_the_links_change(atc: bool) -> None:
+def test_push_diging_is_exact_on_changing_links(atc: bool) -> None:
     found = StackedFleet(changing(SIZE)).run(PushDIGing(0.02, atc), starts(), gradients(), 3000)
     assert (found.estimate - optimum()).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize("atc", [True, False])
-def test_what_is_tracked_always_adds_up_to_the_gradients(atc: bool) -> None:
+def test_the_tracked_values_always_sum_to_the_gradients(atc: bool) -> None:
     gradient = gradients()
     for x, (w, y, g) in trajectory(PushDIGing(0.02, atc), changing(SIZE), 20):
         assert (y.sum(0) - gradient(x / w).sum(0)).abs().max() < 1e-12
@@ -225,14 +225,14 @@ def test_what_is_tracked_always_adds_up_to_the_gradients(atc: bool) -> None:
 
 
 @pytest.mark.parametrize("atc", [True, False])
-def test_the_total_of_u_moves_by_the_total_of_what_is_tracked(atc: bool) -> None:
+def test_the_total_of_u_moves_by_the_total_of_the_tracked_values(atc: bool) -> None:
     steps = trajectory(PushDIGing(0.02, atc), irregular_digraph(SIZE), 10)
     for (x, (_, y, _)), (then, _) in pairwise(steps):
         assert (then.sum(0) - x.sum(0) + 0.02 * y.sum(0)).abs().max() < 1e-13
 
 
-def test_the_two_forms_differ_in_when_the_news_is_shared_out() -> None:
-    """After one step from the same y, u and w are the same and y+ differs by C d against d, d the news."""
+def test_the_two_forms_differ_in_when_the_gradient_change_is_shared() -> None:
+    """After one step from the same y, u and w are equal and y+ differs by C d against d, d the gradient change."""
     graph = irregular_digraph(SIZE)
     gradient = gradients()
     (_, (_, _, g)), (x, (w, before, new)) = trajectory(PushDIGing(0.02), graph, 1)
@@ -243,7 +243,7 @@ def test_the_two_forms_differ_in_when_the_news_is_shared_out() -> None:
     assert torch.equal(new, gradient(x / w))
 
 
-def test_push_diging_is_gradient_tracking_where_all_gather_alike() -> None:
+def test_push_diging_is_gradient_tracking_if_all_gather_equally() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
     found = fleet.run(PushDIGing(0.05), starts(), gradient, 100).estimate
     assert (found - fleet.run(GradientTracking(0.05), starts(), gradient, 100).x).abs().max() < 1e-12
@@ -253,7 +253,7 @@ def test_push_diging_is_gradient_tracking_where_all_gather_alike() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [PushSum(), SGP(0.1), PushDIGing(0.1)], ids=repr)
-def test_values_that_go_round_in_step_are_refused(algorithm: Algorithm) -> None:
+def test_periodic_mixings_are_refused(algorithm: Algorithm) -> None:
     for graph in (nx.cycle_graph(4, create_using=nx.DiGraph), nx.DiGraph([(0, 1), (1, 0)])):
         with pytest.raises(
             ValueError, match=r"values go round it in step .*form has the eigenvalue (-1|1i).* self weight"
@@ -268,6 +268,6 @@ def test_cycles_of_two_lengths_need_no_self_weights() -> None:
     assert (found - starts(3).mean(0)).abs().max() < 1e-12
 
 
-def test_agents_that_hear_and_are_not_heard_are_refused() -> None:
+def test_graphs_that_are_not_strongly_connected_are_refused() -> None:
     with pytest.raises(ValueError, match="SGP needs W to be connected"):
         StackedFleet(nx.DiGraph([(0, 1), (1, 2)])).run(SGP(0.1), starts(3), nothing, 1)

@@ -58,7 +58,7 @@ def behind(tree: nx.DiGraph, i: int, k: int) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_message_is_the_sum_of_what_is_behind_it_each_as_old_as_it_is_far(tree: nx.DiGraph) -> None:
+def test_a_message_is_the_delayed_sum_of_the_subtree_behind_it(tree: nx.DiGraph) -> None:
     lr, gradient = 0.05, gradients()
     found = steps(tree, lr, 20)
     half = [one.x - lr * gradient(one.x) for one in found]
@@ -71,7 +71,7 @@ def test_a_message_is_the_sum_of_what_is_behind_it_each_as_old_as_it_is_far(tree
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_an_agent_stands_in_for_those_that_it_has_not_heard_of(tree: nx.DiGraph) -> None:
+def test_an_agent_substitutes_its_own_value_for_those_not_yet_received(tree: nx.DiGraph) -> None:
     lr, gradient = 0.05, gradients()
     found = steps(tree, lr, 20)
     for time in (1, 2, 5, 20):
@@ -83,7 +83,7 @@ def test_an_agent_stands_in_for_those_that_it_has_not_heard_of(tree: nx.DiGraph)
             assert (found[time].x[i] - expected).abs().max() < 1e-13
 
 
-def test_after_as_many_steps_as_the_tree_is_wide_everybody_counts_everybody() -> None:
+def test_after_as_many_steps_as_the_diameter_every_agent_counts_all() -> None:
     tree = ChainGraph(SIZE)
     _, c = steps(tree, 0.05, SIZE - 1)[-1].state
     counted = torch.zeros(SIZE).index_add_(0, torch.tensor([i for i, _ in links_of(tree)]), c.squeeze(1).float())
@@ -92,12 +92,12 @@ def test_after_as_many_steps_as_the_tree_is_wide_everybody_counts_everybody() ->
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 @pytest.mark.parametrize("tree", TREES)
-def test_it_is_exact_however_different_the_objectives_are(tree: nx.DiGraph, scale: float) -> None:
+def test_it_is_exact_for_any_objectives(tree: nx.DiGraph, scale: float) -> None:
     found = StackedFleet(tree).run(RelaySum(0.1), starts(), gradients(scale=scale), 2500)
     assert (found.x / scale - optimum()).abs().max() < 1e-13
 
 
-def test_local_momentum_leaves_it_exact() -> None:
+def test_local_momentum_keeps_it_exact() -> None:
     found = StackedFleet(ChainGraph(SIZE)).run(Momentum(RelaySum(0.02), 0.9), starts(), gradients(), 1500)
     assert (found.x - optimum()).abs().max() < 1e-12
 
@@ -109,7 +109,7 @@ def test_the_weights_of_the_tree_are_not_used() -> None:
     assert torch.equal(found.x, StackedFleet(ChainGraph(SIZE)).run(RelaySum(0.1), starts(), gradient, 30).x)
 
 
-def test_an_agent_alone_descends(fleet: Fleets) -> None:
+def test_a_single_agent_descends(fleet: Fleets) -> None:
     gradient = torch.full((3,), 2.0, dtype=torch.float64)
     start = torch.zeros(3, dtype=torch.float64)
     stacked = StackedFleet(ChainGraph(1)).run(RelaySum(0.25), start, lambda x: gradient.expand_as(x), 4)
@@ -118,7 +118,7 @@ def test_an_agent_alone_descends(fleet: Fleets) -> None:
     assert real == stacked.x.tolist()
 
 
-def test_only_trees_are_taken() -> None:
+def test_only_trees_are_accepted() -> None:
     refused = {
         "4 links join 4 agents": RingGraph(4),
         "the topology changes": OnePeerHypercube(4),
@@ -130,7 +130,7 @@ def test_only_trees_are_taken() -> None:
             StackedFleet(topology).run(RelaySum(0.1), torch.ones(4, 1), lambda x: x, 1)
 
 
-def test_a_ring_and_an_agent_apart_are_no_tree_although_the_links_are_as_many() -> None:
+def test_a_ring_and_an_isolated_agent_are_no_tree_although_the_number_of_links_fits() -> None:
     graph = nx.Graph([(0, 1), (1, 2), (2, 0)])
     graph.add_node(3)
     with pytest.raises(ValueError, match="RelaySum needs W to be connected"):

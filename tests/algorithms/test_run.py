@@ -16,7 +16,7 @@ import shoal
 from shoal.algorithms import Gradient, GradientDescent, Run, run
 from shoal.netmodel import Link, Network
 from shoal.sim import StackedFleet
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.leftovers import nothing_is_left
 
 COLUMNS = ["step", "rounds", "exchanges", "bytes", "seconds", "consensus", "distance", "largest"]
@@ -89,12 +89,12 @@ def _with_a_bar() -> None:
     StackedFleet(ring(4)).run(GradientDescent(0.5), torch.zeros(3), lambda x: x, 50, progress=True)
 
 
-def test_the_bar_is_silent_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_is_off_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     _with_a_bar()
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_bar_shows_on_a_terminal_and_goes_again(
+def test_the_progress_bar_is_shown_on_a_terminal_and_removed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -123,12 +123,12 @@ def _mean() -> float:
     return float(found.x[0])
 
 
-def test_many_agents_may_ask_for_a_bar() -> None:
+def test_many_agents_may_request_a_progress_bar() -> None:
     assert shoal.Fleet(4, timeout=20.0).run(_mean) == pytest.approx([1.5] * 4)
 
 
-def test_a_fleet_runs_where_an_event_loop_does() -> None:
-    """As in a notebook, whose cells run inside the loop of the main thread."""
+def test_a_fleet_runs_inside_an_event_loop() -> None:
+    """As in a notebook, whose cells run inside the main thread's loop."""
 
     async def cell() -> list[float]:
         ticks = asyncio.create_task(asyncio.sleep(0))
@@ -141,13 +141,13 @@ def test_a_fleet_runs_where_an_event_loop_does() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 1), (1, 3), (4, 3, 1), ()])
-def test_a_gradient_of_another_shape_is_refused_with_both(shape: tuple[int, ...]) -> None:
+def test_a_gradient_of_another_shape_is_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
     message = re.escape(f"a tensor of shape {list(shape)} for x of shape [4, 3]: they must be equal")
     with pytest.raises(ValueError, match=message):
         StackedFleet(ring(4)).run(GradientDescent(0.1), torch.zeros(4, 3), lambda x: torch.zeros(shape), 1)
 
 
-def test_a_gradient_that_is_no_tensor_is_refused() -> None:
+def test_a_gradient_that_is_not_a_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match=r"returned a float for x of shape \[4, 3\]: it must return a tensor"):
         StackedFleet(ring(4)).run(GradientDescent(0.1), torch.zeros(4, 3), lambda x: 0.0, 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,10 @@ from shoal.algorithms import (
     run,
 )
 from shoal.algorithms.needs import CONNECTED
+from shoal.algorithms.runs import run as run_module
+from shoal.ops import safe_serialization
 from shoal.sim import StackedFleet, per_agent
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.least_squares import DIMENSION, loss, problem
 
 SIZE, STEPS = 4, 6
@@ -48,7 +50,7 @@ def real(algorithm: Algorithm, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize("measure", [None, largest])
-def test_agents_record_what_the_simulation_records(measure: Any) -> None:
+def test_agents_record_the_values_of_the_simulation(measure: Any) -> None:
     algorithm = LocalSteps(GradientTracking(0.02), 2)
     expected = stacked(algorithm, measure=measure, every=2)
     for found in shoal.Fleet(SIZE, timeout=60.0).run(real, algorithm, measure=measure, every=2):
@@ -77,7 +79,7 @@ def test_a_round_is_a_step_with_an_exchange() -> None:
     assert (found.steps, found.rounds, found.exchanges) == (5, 2, 4)
 
 
-def test_a_long_run_has_a_hundred_records_and_every_sets_how_many() -> None:
+def test_a_long_run_has_a_hundred_records_and_every_sets_their_number() -> None:
     assert len(stacked(GradientDescent(0.01), steps=300).records) == 101
     assert stacked(GradientDescent(0.01), steps=300, every=0).records == []
     with pytest.raises(ValueError, match="every=-1"):
@@ -103,7 +105,7 @@ class Bare(Algorithm):
         return mix(x), ()
 
 
-def test_an_algorithm_without_declared_needs_warns_once() -> None:
+def test_an_algorithm_without_declared_requirements_warns_once() -> None:
     class Mine(Bare):
         pass
 
@@ -122,11 +124,11 @@ def test_an_algorithm_without_declared_needs_warns_once() -> None:
         fleet.run(declared, START, lambda x: x, 1)
 
 
-def test_every_algorithm_of_the_catalog_declares_its_needs() -> None:
+def test_every_algorithm_of_the_catalog_declares_its_requirements() -> None:
     assert [name for name, entry in CATALOG.items() if type(entry.example()).needs is Algorithm.needs] == []
 
 
-def test_a_saved_run_continues_as_the_run_does(tmp_path: Path) -> None:
+def test_a_saved_run_continues_like_the_run(tmp_path: Path) -> None:
     algorithm = GradientTracking(0.02)
     half = stacked(algorithm, 3)
     half.save(tmp_path / "half.run")
@@ -157,6 +159,28 @@ def test_no_pickle_is_read_or_written(tmp_path: Path) -> None:
     for name in ("pickled", "empty", "cut"):
         with pytest.raises(ValueError, match="is not a saved run"):
             Run.load(tmp_path / name)
+
+
+def test_a_run_of_another_file_version_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """A file of version 1 may lack the count of gradients, without which a continued run would repeat batches."""
+    made = stacked(GradientDescent(0.1), 1)
+    content = {one.name: getattr(made, one.name) for one in fields(Run) if one.name != "gradients"}
+    for kind, match in {
+        "shoal run, version 1": r"run1 is a run of file version 1, and this version of Shoal reads version 2\. Load it",
+        "shoal run, version 2": "run1 is not a saved run, or is damaged: its fields are x, estimate, ",
+        "shoal walk": "run1 is not a saved run, or is damaged: it has another kind of content",
+    }.items():
+        data = safe_serialization.write({"kind": kind, **content}, "run")
+        (tmp_path / "run1").write_bytes(data.numpy().tobytes())
+        with pytest.raises(ValueError, match=match):
+            Run.load(tmp_path / "run1")
+
+
+def test_other_fields_of_a_run_need_another_file_version() -> None:
+    known = {
+        "2": "x estimate state steps sent rounds seconds records exchanges gradients",
+    }
+    assert known[run_module._VERSION] == " ".join(one.name for one in fields(Run))
 
 
 def test_a_plot_has_one_figure_over_another() -> None:

@@ -28,13 +28,13 @@ from shoal.algorithms import (
     safe_lr,
 )
 from shoal.algorithms.needs import Facts, first_problem
-from shoal.algorithms.runs.loop import steps_of
+from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability.growth import _digest
 from shoal.algorithms.stability.stability import spectral_radius, step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import CATALOG as TOPOLOGIES
 from shoal.topology import ChainGraph, OnePeerExponential, Schedule, as_schedule
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.algorithm_cases import irregular_digraph
 
 L = 4.0
@@ -111,7 +111,7 @@ def test_the_radius_is_found_where_the_eigenvalue_iteration_fails(monkeypatch: p
 
 
 @pytest.mark.parametrize("algorithm", [PushPull(0.08, atc=False), GradientTracking(0.08, atc=False)], ids=repr)
-def test_agents_that_begin_alike_with_equal_objectives_do_not_show_that_a_rate_is_unstable(
+def test_equal_agents_with_equal_objectives_do_not_show_an_unstable_rate(
     algorithm: Algorithm,
 ) -> None:
     """On a ring of 8 AB has the radius 1.166 at 0.08. Only differences grow, and such a run has none."""
@@ -205,12 +205,12 @@ def test_a_safe_learning_rate_is_inverse_to_the_curvature_and_not_of_the_example
     ],
     ids=repr,
 )
-def test_where_no_matrix_tells_it_is_said(algorithm: Algorithm, told: str) -> None:
+def test_without_a_matrix_the_reason_is_returned(algorithm: Algorithm, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         safe_lr(algorithm, ring(4), 4.0)
 
 
-def test_what_has_no_answer_is_refused() -> None:
+def test_cases_without_an_answer_are_refused() -> None:
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="Lipschitz constant"):
             safe_lr(GradientDescent(0.1), ring(4), wrong)

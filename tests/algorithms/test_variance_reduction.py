@@ -20,7 +20,7 @@ from shoal.algorithms import (
 )
 from shoal.sim import StackedFleet, per_agent
 from shoal.topology import OnePeerExponential
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 from support.closed_forms import gradients, matrix, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 
@@ -54,7 +54,7 @@ def test_every_step_corrects_its_sample_by_the_point_of_the_period() -> None:
     assert (found - x).abs().max() < 1e-12
 
 
-def test_it_takes_the_whole_gradient_once_a_period() -> None:
+def test_the_full_gradient_is_computed_once_a_period() -> None:
     whole = []
 
     def full(x: torch.Tensor) -> torch.Tensor:
@@ -66,14 +66,14 @@ def test_it_takes_the_whole_gradient_once_a_period() -> None:
     assert len(whole) == 5
 
 
-def test_on_whole_gradients_it_is_the_algorithm_itself() -> None:
+def test_on_full_gradients_it_is_the_algorithm_itself() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients(SIZE)
     plain = fleet.run(ExactDiffusion(LR, lazy=True), START, gradient, 40).x
     reduced = fleet.run(DecentralizedSVRG(ExactDiffusion(LR, lazy=True), 7), START, gradient, 40).x
     assert (reduced - plain).abs().max() < 1e-12
 
 
-def test_from_samples_it_finds_the_optimum_where_exact_diffusion_alone_stays_in_a_ball() -> None:
+def test_from_samples_it_finds_the_optimum_and_exact_diffusion_alone_does_not() -> None:
     fleet, gradient = StackedFleet(ring(SIZE), seed=4), per_agent(loss, *problem(), batch=BATCH)
     reduced = fleet.run(DecentralizedSVRG(ExactDiffusion(LR, lazy=True), period=20), ORIGIN, gradient, 1200).x
     alone = fleet.run(ExactDiffusion(LR, lazy=True), ORIGIN, gradient, 300).x
@@ -81,13 +81,13 @@ def test_from_samples_it_finds_the_optimum_where_exact_diffusion_alone_stays_in_
     assert (alone - optimum()).abs().max() > 0.05
 
 
-def test_over_diffusion_it_rests_where_whole_gradients_do() -> None:
+def test_over_diffusion_its_fixed_point_is_that_of_full_gradients() -> None:
     fleet, gradient = StackedFleet(ring(SIZE), seed=4), per_agent(loss, *problem(), batch=BATCH)
     found = fleet.run(DecentralizedSVRG(GradientDescent(LR), period=20), ORIGIN, gradient, 1200).x
     assert (found - rest_of_gradient_descent(matrix(ring(SIZE)), LR, atc=True)).abs().max() < 1e-8
 
 
-def test_it_answers_what_the_algorithm_answers() -> None:
+def test_the_answer_is_that_of_the_algorithm() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients(SIZE)
     plain = fleet.run(DualAveraging(LR), START, gradient, 8)
     reduced = fleet.run(DecentralizedSVRG(DualAveraging(LR), 3), START, gradient, 8)
@@ -111,13 +111,13 @@ def test_real_agents_draw_the_samples_of_the_stacked_fleet() -> None:
     assert (real - stacked).abs().max() < 1e-12
 
 
-def test_it_needs_what_the_algorithm_needs() -> None:
+def test_the_requirements_are_those_of_the_algorithm() -> None:
     with pytest.raises(ValueError, match=r"DecentralizedSVRG needs W to be static"):
         fleet = StackedFleet(OnePeerExponential(SIZE))
         fleet.run(DecentralizedSVRG(ExactDiffusion(LR, lazy=True), 20), START, gradients(SIZE), 1)
 
 
-def test_what_it_cannot_stand_in_for_is_refused() -> None:
+def test_algorithms_that_it_cannot_wrap_are_refused() -> None:
     with pytest.raises(TypeError, match=r"GradientTracking does not"):
         DecentralizedSVRG(GradientTracking(LR), 20)
     with pytest.raises(TypeError, match=r"DecentralizedSVRG does not.*put Momentum inside"):

@@ -66,7 +66,7 @@ def test_a_line_is_written_when_it_is_complete(file: Sink) -> None:
     assert file.read() == b"[0] more\n"
 
 
-def test_stdout_and_stderr_of_an_agent_do_not_mix(file: Sink, terminal: Sink) -> None:
+def test_stdout_and_stderr_of_an_agent_are_not_interleaved_within_lines(file: Sink, terminal: Sink) -> None:
     output = AgentOutput(file.writer, terminal.writer)
     output.feed(0, STDOUT, b"out")
     output.feed(0, STDERR, b"err\n")
@@ -75,7 +75,7 @@ def test_stdout_and_stderr_of_an_agent_do_not_mix(file: Sink, terminal: Sink) ->
 
 
 @pytest.mark.parametrize("pieces", [[b"a\r\nb\r\n"], [b"a\r", b"\nb\r", b"\n"], [b"a\r\r\nb\n"]])
-def test_a_carriage_return_before_a_newline_is_no_state(file: Sink, pieces: list[bytes]) -> None:
+def test_a_carriage_return_before_a_newline_is_part_of_the_line_end(file: Sink, pieces: list[bytes]) -> None:
     output = on(file)
     for piece in pieces:
         output.feed(0, STDOUT, piece)
@@ -83,7 +83,7 @@ def test_a_carriage_return_before_a_newline_is_no_state(file: Sink, pieces: list
 
 
 @pytest.mark.parametrize("draw", [lambda text: b"\r" + text, lambda text: text + b"\r"])
-def test_a_progress_bar_leaves_its_last_state_in_a_file(file: Sink, draw: Callable[[bytes], bytes]) -> None:
+def test_a_progress_bar_in_a_file_leaves_its_last_state(file: Sink, draw: Callable[[bytes], bytes]) -> None:
     output = on(file)
     for percent in range(0, 101, 10):
         output.feed(0, STDERR, draw(b"%d%%" % percent))
@@ -92,7 +92,7 @@ def test_a_progress_bar_leaves_its_last_state_in_a_file(file: Sink, draw: Callab
     assert file.read() == b"[0] 100%\n"
 
 
-def test_a_long_progress_bar_leaves_a_state_in_a_file_now_and_then(file: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_progress_bar_in_a_file_leaves_a_state_periodically(file: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_output, "_STATE_IN_FILE_SECONDS", 0.05)
     output = on(file)
     output.feed(0, STDERR, b"\r1%\r2%\r3%")
@@ -112,7 +112,7 @@ def test_an_endless_line_is_cut_between_characters(file: Sink) -> None:
     assert "".join(line[4:] for line in lines) == text
 
 
-def test_bytes_that_are_no_text_pass_through_an_endless_line(file: Sink) -> None:
+def test_non_text_bytes_pass_through_an_endless_line(file: Sink) -> None:
     output = on(file)
     output.feed(0, STDOUT, b"\x80" * ((1 << 16) + 5))
     output.end(0, STDOUT)
@@ -128,7 +128,7 @@ def test_the_last_lines_are_those_of_stderr(file: Sink) -> None:
     assert output.last_lines(0) == []
 
 
-def test_a_closed_stdout_is_told_to_the_caller(file: Sink) -> None:
+def test_a_closed_stdout_is_reported_to_the_caller(file: Sink) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     output = AgentOutput(writer, file.writer)

@@ -92,13 +92,13 @@ def test_a_script_is_run_as_by_python(tmp_path: Path, kind: Callable[[Path, str]
     assert shown(tmp_path, agent_script.__file__, *script) == shown(tmp_path, *script)
 
 
-def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_module_is_named(tmp_path: Path) -> None:
     status, _, errors = shown(tmp_path, agent_script.__file__, "-m", "nowhere")
     assert status == 1
     assert "No module named nowhere" in errors
 
 
-def test_the_path_is_left_alone_where_python_leaves_it(tmp_path: Path) -> None:
+def test_the_path_is_unchanged_if_python_does_not_change_it(tmp_path: Path) -> None:
     script = as_file(tmp_path, SHOWS)
     assert shown(tmp_path, "-I", agent_script.__file__, *script) == shown(tmp_path, "-I", *script)
 
@@ -118,7 +118,7 @@ def test_as_a_module_it_runs_a_script_for_other_launchers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"]])
-def test_without_a_script_it_says_what_to_name(arguments: list[str]) -> None:
+def test_without_a_script_the_error_says_what_to_pass(arguments: list[str]) -> None:
     command = [sys.executable, agent_script.__file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1

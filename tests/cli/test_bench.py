@@ -15,10 +15,10 @@ from statistics import fmean
 import pytest
 import torch
 
-from shoal.bench import jobs, machine, picture, verdicts
-from shoal.bench.figures import Figures
+from shoal.bench import jobs, machine, results
 from shoal.bench.machine import Load, LoadWatch
-from shoal.bench.tables import amount, speed_markdown
+from shoal.bench.meter import Figures
+from shoal.bench.results import amount, speed_markdown
 from shoal.bench.wire_bytes import missing_tool, wire_seconds
 from shoal.cli import main
 from support.leftovers import wait_until
@@ -99,7 +99,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("what", "line", "within", "beyond"), LIMITS)
 def test_a_limit_is_met_up_to_its_value_and_not_beyond(what: str, line: int, within: Figures, beyond: Figures) -> None:
-    good, bad = (verdicts.rows_of([figures])[line] for figures in (within, beyond))
+    good, bad = (results.rows_of([figures])[line] for figures in (within, beyond))
     assert (good.what, bad.what) == (what, what)
     assert good.limit
     assert (good.met, bad.met) == (True, False)
@@ -108,29 +108,29 @@ def test_a_limit_is_met_up_to_its_value_and_not_beyond(what: str, line: int, wit
 def test_the_median_of_the_repetitions_is_judged() -> None:
     figures = many(1)
     figures.values["ring"][:] = [100 * MS, 7 * MS, 6 * MS, 7 * MS, 5 * MS]
-    assert verdicts.rows_of([figures])[0].shoal == 7 * MS
+    assert results.rows_of([figures])[0].shoal == 7 * MS
 
 
-def test_many_operations_are_compared_with_gloo_at_its_best() -> None:
-    row, apart = verdicts.rows_of([many(10)])
+def test_many_operations_are_compared_with_gloos_fastest_mode() -> None:
+    row, apart = results.rows_of([many(10)])
     assert (row.peer, row.peer_value, row.ratio) == ("Gloo all_reduce, joined", 20 * MS, "2.00x as fast")
     assert (apart.peer, apart.peer_value, apart.limit) == ("Gloo all_reduce, in turn, 100 of them", 60 * MS, "")
 
 
 def test_small_sizes_are_shown_without_limits() -> None:
     found = [large(), small(4, 1.0), small(2, 1.0), many(90), published(MIB), rounds(MIB), wire(0.3)]
-    rows = verdicts.rows_of(found, judged=False)
-    assert len(rows) == len(verdicts.rows_of(found)) == 15
+    rows = results.rows_of(found, judged=False)
+    assert len(rows) == len(results.rows_of(found)) == 15
     assert {(row.limit, row.met) for row in rows} == {("", None)}
 
 
 def test_the_table_has_its_own_order() -> None:
-    kinds = [row.what.split(",")[0] for row in verdicts.rows_of([rounds(0), many(1), large()])]
+    kinds = [row.what.split(",")[0] for row in results.rows_of([rounds(0), many(1), large()])]
     assert kinds[0] == "ring" and kinds[-3:] == [*["100 operations in flight"] * 2, "memory that 10"]
 
 
 def test_the_markdown_has_every_figure_with_its_peer_limit_and_verdict() -> None:
-    head, _, *lines = speed_markdown(verdicts.rows_of([small(2, 0.2)])).splitlines()
+    head, _, *lines = speed_markdown(results.rows_of([small(2, 0.2)])).splitlines()
     assert head == "| what | Shoal | compared with | its figure | ratio | limit |  |"
     assert lines[0] == (
         "| ring, 4 B, 2 agents | 0.200 ms | Gloo all_reduce | 0.100 ms | 0.50x as fast | faster | not met |"
@@ -146,7 +146,7 @@ def test_amounts_have_about_three_digits(value: float, unit: str, text: str) -> 
     assert amount(value, unit) == text
 
 
-def test_the_wire_takes_the_time_that_its_frames_take() -> None:
+def test_the_wire_time_is_that_of_its_frames() -> None:
     assert wire_seconds(25 * MIB) == pytest.approx(0.219, abs=5e-4)
     assert wire_seconds(1448) == pytest.approx(1514 * 8 / 1e9)
     assert wire_seconds(1449) == pytest.approx((1514 + 1 + 66) * 8 / 1e9)
@@ -156,14 +156,14 @@ def test_the_wire_takes_the_time_that_its_frames_take() -> None:
 
 
 def test_the_band_is_the_confidence_interval_of_the_mean() -> None:
-    found = picture.band([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
+    found = results.band([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
     # Student's t of 9 degrees of freedom at 95%, times the standard error.
     assert (found.mean, found.reach) == (5.5, pytest.approx(1.8331 * (55 / 6) ** 0.5 / 10**0.5, rel=1e-4))
 
 
-def test_a_band_is_for_ten_values() -> None:
+def test_a_band_needs_ten_values() -> None:
     with pytest.raises(ValueError, match="9 values; the band is that of 10"):
-        picture.band([1.0] * 9)
+        results.band([1.0] * 9)
 
 
 # Whether the machine was quiet
@@ -172,11 +172,11 @@ def test_a_band_is_for_ten_values() -> None:
 @pytest.mark.parametrize(
     ("before", "others", "quiet"), [(9.0, 0.2, True), (0.0, 0.21, False), (9.0, 0.21, False), (0.0, 0.0, True)]
 )
-def test_a_machine_is_quiet_when_others_leave_it_alone(before: float, others: float, quiet: bool) -> None:
+def test_a_machine_is_quiet_if_other_processes_are_idle(before: float, others: float, quiet: bool) -> None:
     assert Load(before, 5.0, others, cores=2).quiet is quiet
 
 
-def test_what_others_use_is_all_but_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_use_the_total_minus_our_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = {"_all_seconds": iter([100.0, 130.0]), "_own_seconds": iter([7.0, 27.0])}
     for name, values in readings.items():
         monkeypatch.setattr(machine, name, values.__next__)
@@ -185,7 +185,7 @@ def test_what_others_use_is_all_but_our_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert LoadWatch().load().others == pytest.approx(0.5)
 
 
-def test_cpu_time_of_children_is_ours() -> None:
+def test_cpu_time_of_children_counts_as_our_own() -> None:
     before = machine._own_seconds()
     subprocess.run(
         [sys.executable, "-I", "-S", "-c", "while __import__('time').process_time() < 0.3: pass"], check=True
@@ -245,27 +245,27 @@ def test_a_time_is_that_of_one_call_on_the_slowest_agent(comparison: tuple[Figur
     assert min(values["balanced"]) < 0.05
 
 
-def test_cases_take_turns_in_going_first(comparison: tuple[Figures, object]) -> None:
+def test_cases_alternate_in_order(comparison: tuple[Figures, object]) -> None:
     # Two repetitions to warm up, and three that count.
     turns = ["balanced", "slow on rank 1", "balanced", "slow on rank 1", "balanced"]
     assert comparison[0].values["first"] == turns
 
 
-def test_agents_tell_of_their_progress(comparison: tuple[object, list[tuple[str, int, int]]]) -> None:
+def test_agents_report_their_progress(comparison: tuple[object, list[tuple[str, int, int]]]) -> None:
     assert comparison[1] == [("sleeping", done, 5) for done in range(5)]
 
 
-def test_a_failed_job_says_what_it_wrote_to_stderr() -> None:
+def test_a_failed_job_shows_its_stderr() -> None:
     with pytest.raises(jobs.JobFailed, match=r"(?s)ended with status 1.*no memory left"):
         jobs.run_job([python("raise SystemExit('no memory left')")], {}, ignored)
 
 
-def test_a_job_without_figures_has_failed() -> None:
+def test_a_job_without_results_has_failed() -> None:
     with pytest.raises(jobs.JobFailed, match="told no figures"):
         jobs.run_job([python('print(\'{"doing": "x", "done": 1, "total": 2}\')')], {}, ignored)
 
 
-def test_a_silent_job_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_output_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "SILENCE_SECONDS", 0.3)
     start = time.monotonic()
     with pytest.raises(jobs.JobFailed, match="told nothing for"):
@@ -301,7 +301,7 @@ print(json.dumps({"figures": [{"kind": "test", "nbytes": 0, "agents": 1, "values
 
 @pytest.mark.soak  # half a minute; its parts have tests of their own
 @pytest.mark.timeout(300)
-def test_the_quick_benchmark_measures_everything_and_judges_nothing(
+def test_the_quick_benchmark_measures_everything_without_verdicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new" / "figures.json"
@@ -377,7 +377,7 @@ def test_agents_end_with_the_command(signum: int) -> None:
         (["--network"], "needs root"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
+def test_impossible_settings_are_refused_at_once(
     arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -385,7 +385,7 @@ def test_what_cannot_work_is_refused_at_once(
     assert reason in capsys.readouterr().err
 
 
-def test_a_part_that_there_is_not_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--only", "nothing"])
     assert stop.value.code == 2

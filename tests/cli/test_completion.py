@@ -27,7 +27,7 @@ def test_bash_offers_commands_options_choices_and_files() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_script_is_one_that_the_shell_reads(shell: str) -> None:
+def test_each_script_is_valid_in_its_shell(shell: str) -> None:
     text = script(shell)
     assert "--on-failure" in text or "-l on-failure" in text
     if shutil.which(shell):

@@ -16,7 +16,7 @@ import torch
 import shoal
 from shoal.cli import doctor, live_checks, main
 from shoal.cli.live_checks import CheckResult, LiveChecks, core_wait, is_starved
-from shoal.device.device import Unshareable
+from shoal.device import Unshareable
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
 TIMEOUT = 200
@@ -55,7 +55,7 @@ def test_a_healthy_machine_is_ok_over_every_transport_and_a_secret_is_not_shown(
         assert re.search(rf"^  {name} +.*{re.escape(version)}", output, re.M)
 
 
-def test_a_variable_that_stops_processes_alone_fails_their_check_alone(
+def test_a_variable_that_breaks_only_processes_fails_only_their_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHOAL_TRANSPORT", "threads")
@@ -65,7 +65,7 @@ def test_a_variable_that_stops_processes_alone_fails_their_check_alone(
     assert "FAILED: threads" not in output
 
 
-def test_what_a_launcher_says_is_what_init_would_choose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reported_launcher_is_that_of_init(capsys: pytest.CaptureFixture[str]) -> None:
     report, output = init_report(capsys, TORCHRUN | {"HOME": "/root"})
     assert not report.problems
     assert "rank 2 of 4, as the variables of torchrun say; they meet at 127.0.0.1:29501, where rank 0 hosts" in output
@@ -73,13 +73,13 @@ def test_what_a_launcher_says_is_what_init_would_choose(capsys: pytest.CaptureFi
     assert "127.0.0.1: all agents are on this machine" in output
 
 
-def test_without_a_launcher_it_is_a_world_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_launcher_it_is_a_single_agent(capsys: pytest.CaptureFixture[str]) -> None:
     report, output = init_report(capsys, {})
     assert not report.problems
     assert "a world of one" in output
 
 
-def test_the_interface_to_listen_on_is_named_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_listening_interface_is_named_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
     _, output = init_report(capsys, TORCHRUN | {"SHOAL_INTERFACE": "lo"})
     assert re.search(r"listens on +127\.0\.0\.1 \(lo\), between machines \(SHOAL_INTERFACE\)", output)
 
@@ -97,7 +97,7 @@ def test_the_interface_to_listen_on_is_named_with_its_address(capsys: pytest.Cap
     ],
     ids=["rank", "timeout", "transport", "interface", "certificates", "host", "no name"],
 )
-def test_what_init_would_refuse_is_a_problem_with_its_reason(
+def test_settings_that_init_refuses_are_problems_with_their_reason(
     environ: dict[str, str],
     reason: str,
     capsys: pytest.CaptureFixture[str],
@@ -109,7 +109,7 @@ def test_what_init_would_refuse_is_a_problem_with_its_reason(
     assert len(report.problems) == 1 and reason in report.problems[0]
 
 
-def test_a_name_server_that_does_not_answer_is_not_waited_for(
+def test_an_unresponsive_name_server_does_not_block(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "LOOKUP_SECONDS", 0.05)
@@ -118,7 +118,7 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(
     assert report.problems == ["shoal.init() would fail: could not look up far in 0.05 s"]
 
 
-def test_a_slow_lookup_of_the_name_that_init_looks_for_is_noted_with_its_remedy(
+def test_a_slow_lookup_of_the_own_host_name_is_noted_with_its_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -138,7 +138,7 @@ def test_a_slow_lookup_of_the_name_that_init_looks_for_is_noted_with_its_remedy(
     assert len(slow.notes) == 1 and "'::ffff:127.0.0.1 localhost'" in slow.notes[0]
 
 
-def test_no_name_at_all_is_no_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_host_name_is_no_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def look(*_: object) -> tuple[str, str]:
         raise OSError("name or service not known")
 
@@ -154,7 +154,7 @@ def test_a_misspelt_variable_is_noted(capsys: pytest.CaptureFixture[str], monkey
     assert [note.split()[0] for note in report.notes] == ["SHOAL_TRANPORT"]
 
 
-def test_it_says_which_engines_there_are_and_which_moves_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_available_engines_and_the_selected_one_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     report, output = init_report(capsys, {})
     assert re.search(r"^  engines +this build of torch has gloo", output, re.M) and not report.problems
     report, output = init_report(capsys, {"SHOAL_TRANSPORT": "process-group"})
@@ -173,7 +173,7 @@ def results_of(script: str, monkeypatch: pytest.MonkeyPatch, patience: float) ->
     return found
 
 
-def test_a_check_that_hangs_is_ended_and_fails_and_what_came_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_is_ended_and_fails_and_earlier_results_count(monkeypatch: pytest.MonkeyPatch) -> None:
     script = """
 import json, time
 print(json.dumps({"check": "threads", "error": "", "seconds": 0.1}), flush=True)
@@ -185,7 +185,7 @@ time.sleep(60)
     assert all(problem.startswith("it did not end in") for problem in found.values())
 
 
-def test_a_check_that_crashes_fails_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_crashes_fails_with_its_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
     found = results_of("raise SystemExit('Illegal instruction')", monkeypatch, patience=20.0)
     assert len(found) == 5
     assert all(problem == "its process ended with status 1: Illegal instruction" for problem in found.values())
@@ -200,7 +200,7 @@ def test_a_wrong_average_fails_the_check(
         shoal.Fleet(2).run(live_checks.average)
 
 
-def test_problems_that_several_checks_share_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_shared_by_several_checks_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     report = reported(
         [
             CheckResult("threads", "no luck", 0.0),
@@ -221,7 +221,7 @@ def reported(results: list[CheckResult]) -> doctor.Report:
     return report
 
 
-def test_a_check_that_had_no_core_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_without_cpu_time_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
     report = reported([CheckResult("threads", "no luck", 9.0, True), CheckResult("network", "", 0.1, True)])
     assert not report.problems and len(report.unknown) == 1
     assert report.unknown[0].startswith("threads: too busy") and "--wait 60" in report.unknown[0]
@@ -254,8 +254,8 @@ def test_too_busy_has_an_exit_status_of_its_own(
     assert main(["doctor", "--wait", "-1"]) == 2
 
 
-def test_a_process_that_has_no_core_is_told_from_one_that_sleeps() -> None:
-    """Three that want the one core that they may use, and one that wants none."""
+def test_a_runnable_process_without_a_core_is_distinguished_from_a_sleeping_one() -> None:
+    """Three processes compete for their one allowed core, and one sleeps."""
     core = min(os.sched_getaffinity(0))
     busy = f"import os; os.nice(15); os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     scripts = [busy] * 3 + ["import time; time.sleep(60)"]
@@ -274,7 +274,7 @@ def test_a_process_that_has_no_core_is_told_from_one_that_sleeps() -> None:
             one.wait()
 
 
-def test_devices_are_listed_with_the_way_that_their_tensors_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_listed_with_their_transfer_path(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(device: torch.device) -> object:
         if device.index:
             raise Unshareable("device 1 has no virtual memory")
@@ -290,6 +290,6 @@ def test_devices_are_listed_with_the_way_that_their_tensors_take(monkeypatch: py
     assert other == "cuda:1 Device 8: tensors go through the CPU: device 1 has no virtual memory"
 
 
-def test_a_machine_without_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_devices_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert doctor.local_devices()[0].startswith("none of CUDA")

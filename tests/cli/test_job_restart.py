@@ -90,7 +90,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     made.end()
 
 
-def test_where_all_are_gone_all_begin_anew_and_nothing_is_of_the_run_before(jobs: Jobs) -> None:
+def test_after_the_failure_of_all_agents_the_job_restarts_without_earlier_state(jobs: Jobs) -> None:
     body = """
 wait_for("up", 0, 1, 2)
 if rank == 0 and not incarnation:
@@ -131,7 +131,7 @@ def test_a_job_that_fails_each_time_ends_with_the_status_of_the_last(jobs: Jobs,
     assert err.count("beginning again") == restarts and err.count("0 of 2 agents finished; lost: rank 0") == 1
 
 
-def test_one_agent_by_itself_begins_again(jobs: Jobs) -> None:
+def test_a_single_agent_restarts(jobs: Jobs) -> None:
     assert jobs.run("attempt or sys.exit(1)", "-n", 1)[0] == 0
     assert sorted(jobs.marks("up")) == [(0, 0, 0), (1, 0, 0)]
 
@@ -161,7 +161,7 @@ def test_a_second_ctrl_c_in_the_second_attempt_kills_at_once(jobs: Jobs) -> None
 @pytest.mark.parametrize(
     "signum", [*(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP)), signal.SIGTERM]
 )
-def test_a_signal_between_two_attempts_begins_none(jobs: Jobs, signum: signal.Signals) -> None:
+def test_a_signal_between_two_attempts_starts_none(jobs: Jobs, signum: signal.Signals) -> None:
     job = jobs.begin("wait_for('up', 0, 1)\ndie()", "-n", 2)
     assert job.stderr is not None
     said = []
@@ -176,7 +176,7 @@ def test_a_signal_between_two_attempts_begins_none(jobs: Jobs, signum: signal.Si
     assert f"{signum.name}: not begun again" in err and jobs.attempts() == {0, 1}
 
 
-def test_where_one_has_finished_it_does_not_begin_again(jobs: Jobs) -> None:
+def test_after_one_agent_has_finished_the_job_does_not_restart(jobs: Jobs) -> None:
     body = """
 if rank:
     wait_for("finished", 0)
@@ -189,7 +189,7 @@ mark("finished")
     assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 1, 0), (0, 2, 0)], "nor is any agent started again"
 
 
-def test_what_has_failed_just_before_another_finished_is_not_started_again(jobs: Jobs) -> None:
+def test_an_agent_that_failed_just_before_another_finished_is_not_restarted(jobs: Jobs) -> None:
     body = """
 if rank == 1:
     die()
@@ -212,15 +212,13 @@ def mind(folder: Path, *bodies: str) -> tuple[JobExit, int]:
         return agents.mind(), len(list(folder.iterdir()))
 
 
-def test_of_those_that_end_one_after_another_none_is_started_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_agents_that_end_one_after_another_are_not_restarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(agent_processes, "SETTLE_SECONDS", 30.0)
     ending, started = mind(tmp_path, "sys.exit(4)", "time.sleep(0.2); sys.exit(5)", "time.sleep(0.4); sys.exit(6)")
     assert (ending.status, ending.all_gone, started) == (4, True, 3)
 
 
-def test_after_ctrl_c_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_after_ctrl_c_nothing_is_restarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(agent_processes, "SETTLE_SECONDS", 1.0)
     interrupts = f"""
 while not [pid for pid in os.listdir({str(tmp_path)!r}) if not os.path.exists('/proc/' + pid)]: time.sleep(0.01)
@@ -234,7 +232,7 @@ while time.monotonic() < end: time.sleep(0.1)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_agents_that_die_of_a_signal_that_was_passed_on_are_not_begun_again(jobs: Jobs, signum: signal.Signals) -> None:
+def test_agents_killed_by_a_forwarded_signal_are_not_restarted(jobs: Jobs, signum: signal.Signals) -> None:
     job = jobs.begin("mark('waits')\ntime.sleep(60)", "-n", 2)
     wait_until(lambda: len(jobs.marks("waits")) == 2)
     job.send_signal(signum)
@@ -243,8 +241,8 @@ def test_agents_that_die_of_a_signal_that_was_passed_on_are_not_begun_again(jobs
     assert jobs.attempts() == {0} and "beginning again" not in err
 
 
-def test_an_agent_whose_restarts_are_used_up_begins_nothing_while_others_go_on(jobs: Jobs) -> None:
-    """It does where the last of them ends so, too; and then each may be started again as often as at first."""
+def test_an_agent_without_restarts_left_does_not_restart_the_job_while_others_run(jobs: Jobs) -> None:
+    """The job restarts once the last agent has failed too. Then each agent has its full number of restarts again."""
     body = """
 if rank == 1 and not (attempt and incarnation):
     mark("dies")
@@ -265,8 +263,8 @@ while not list(here.glob("up.1.1.1")):
     assert err.index("rank 0 (pid") < err.index("all agents are gone; beginning again (1 of 1)")
 
 
-def test_with_several_machines_it_does_not(jobs: Jobs) -> None:
-    """A launcher cannot know whether agents are left on the others."""
+def test_with_several_machines_the_job_does_not_restart(jobs: Jobs) -> None:
+    """A launcher cannot know whether agents run on the other machines."""
     where = ("--nnodes", 2, "--node-rank", 1, "--rendezvous", "127.0.0.1:1", "--max-restarts", 1)
     status, _, err = jobs.run("die()", "-n", 2, *where, environ={"SHOAL_SECRET": "given"})
     assert status == 128 + signal.SIGKILL and "beginning again" not in err
@@ -275,8 +273,8 @@ def test_with_several_machines_it_does_not(jobs: Jobs) -> None:
 
 
 @pytest.mark.soak  # the decision is that of the test after it
-def test_a_run_with_room_begins_again_where_nobody_has_joined_and_nobody_can_then(jobs: Jobs) -> None:
-    """And then they can join the new one."""
+def test_a_job_that_no_agent_has_joined_restarts_and_admits_agents_then(jobs: Jobs) -> None:
+    """Agents can join the restarted job."""
     job = jobs.begin("attempt or die()\nwait_for('up', 0, 1, 2)", "-n", 2, "--max-agents", 4)
     assert job.stderr is not None
     said = []
@@ -291,7 +289,7 @@ def test_a_run_with_room_begins_again_where_nobody_has_joined_and_nobody_can_the
     assert first == {(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)} and (1, 2, 1) in jobs.marks("up")
 
 
-def test_a_run_that_others_have_joined_goes_on_with_them(jobs: Jobs) -> None:
+def test_a_job_that_agents_have_joined_continues_with_them(jobs: Jobs) -> None:
     job = jobs.begin("wait_for('claimed', 0)\ndie()", "-n", 1, "--max-agents", 2, "--max-restarts", 1)
     wait_until(lambda: bool(jobs.marks("up")))
     [said] = map(json.loads, jobs.marks("up").values())

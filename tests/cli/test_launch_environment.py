@@ -81,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def test_who_imports_torch_is_found(shell: Shell) -> None:
+def test_torch_imports_are_detected(shell: Shell) -> None:
     command = shell.start("topology", "recommend", "-n", "4")
     with pytest.raises(AssertionError, match="netmodel"):
         shell.said(command)
@@ -99,32 +99,32 @@ def test_who_imports_torch_is_found(shell: Shell) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_what_needs_no_torch_starts_without(shell: Shell, arguments: list[str], says: str) -> None:
+def test_commands_that_do_not_need_torch_start_without_it(shell: Shell, arguments: list[str], says: str) -> None:
     assert says in shell.run(*arguments)
 
 
-def test_the_overview_starts_without(shell: Shell) -> None:
+def test_the_overview_starts_without_torch(shell: Shell) -> None:
     assert "start the agents" in shell.run("--help")
 
 
-def test_agents_are_started_without(shell: Shell, tmp_path: Path) -> None:
+def test_agents_are_started_without_torch(shell: Shell, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
     said = shell.run("run", "-n", "2", script)
     assert "rank 0" in said and "rank 1" in said
 
 
-def test_agents_are_asked_without(shell: Shell) -> None:
+def test_agents_are_queried_without_torch(shell: Shell) -> None:
     with World(1) as world:
         assert "one agent" in shell.run("status", str(world.members[0].pid))
         assert json.loads(shell.run("status", "--json", str(world.members[0].pid)))[0]["there"] == 1
 
 
-def test_a_report_is_written_without(shell: Shell, folder: Path) -> None:
+def test_a_report_is_written_without_torch(shell: Shell, folder: Path) -> None:
     shell.run("report", folder)
 
 
-def test_a_run_that_is_over_is_shown_without(shell: Shell, folder: Path) -> None:
+def test_a_finished_run_is_shown_without_torch(shell: Shell, folder: Path) -> None:
     command = shell.start("watch", folder)
     assert command.stdout is not None
     assert select.select([command.stdout], [], [], TIMEOUT)[0]
@@ -132,6 +132,6 @@ def test_a_run_that_is_over_is_shown_without(shell: Shell, folder: Path) -> None
     assert "watch the run at http://127.0.0.1:" in shell.said(command)
 
 
-def test_certificates_are_made_without(shell: Shell, tmp_path: Path) -> None:
+def test_certificates_are_created_without_torch(shell: Shell, tmp_path: Path) -> None:
     shell.run("certificates", "make", "--agents", "2", "--folder", tmp_path / "made")
     assert "2 certificates" in shell.run("certificates", "show", "--folder", tmp_path / "made")

@@ -141,7 +141,7 @@ def test_a_cell_averages_over_the_agents(job: Notebook) -> None:
 @pytest.mark.parametrize(
     "wait", [AVERAGE, "shoal.allreduce(torch.ones(300_000))", "shoal.barrier()"], ids=["small", "large", "barrier"]
 )
-def test_nobody_waits_long_for_an_engine_whose_cell_raised(job: Notebook, wait: str) -> None:
+def test_an_exception_in_one_engines_cell_ends_the_others_soon(job: Notebook, wait: str) -> None:
     first, broken, again = job.cells(
         START + AVERAGE, f"if shoal.rank() == 1: raise ValueError('no ' 'luck')\n{wait}", START + AVERAGE
     )
@@ -156,7 +156,7 @@ def test_nobody_waits_long_for_an_engine_whose_cell_raised(job: Notebook, wait: 
     assert again.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
 
 
-def test_a_slip_in_every_engine_does_no_harm(job: Notebook) -> None:
+def test_an_exception_in_every_engine_is_handled(job: Notebook) -> None:
     _, slip, unreadable, after = job.cells(START + AVERAGE, "shoal.rank() / 0", "1 +", AVERAGE)
     assert slip.error == f"{SIZE} errors"
     assert [text.partition(":")[0] for text in unreadable.raised] == ["SyntaxError"] * SIZE
@@ -164,15 +164,15 @@ def test_a_slip_in_every_engine_does_no_harm(job: Notebook) -> None:
     assert after.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
 
 
-def test_a_slip_in_one_engine_for_which_nobody_waits_does_no_harm(job: Notebook) -> None:
+def test_an_exception_in_an_engine_that_no_other_needs_has_no_effect(job: Notebook) -> None:
     _, slip, after = job.cells(START + AVERAGE, "if shoal.rank() == 2: undefined", AVERAGE)
     assert [text.partition(":")[0] for text in slip.raised] == ["NameError"]
     assert after.error == ""
     assert after.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
 
 
-def test_who_listens_at_its_ports_hears_nothing(job: Notebook) -> None:
-    """Others on this machine can connect; what cells print is for those who can read the profile."""
+def test_a_client_of_the_ports_without_the_key_receives_nothing(job: Notebook) -> None:
+    """Other users of this machine can connect. Cell output is only for users who can read the profile."""
     files = list((job.home / "profile_shoal" / "security").glob("ipcontroller*-client.json"))
     (connection,) = [json.loads(path.read_text()) for path in files]
     assert all(path.stat().st_mode & 0o077 == 0 for path in files)
@@ -193,14 +193,14 @@ def test_a_second_job_of_a_profile_is_refused(job: Notebook) -> None:
     assert job.say("status")[1] == f"agents are running, started by process {job.owner()}\n"
 
 
-def test_a_job_that_is_killed_leaves_nothing(job: Notebook) -> None:
+def test_a_killed_job_leaves_nothing(job: Notebook) -> None:
     os.kill(job.owner(), signal.SIGKILL)
     _until(lambda: not job.processes(), "all of it to end")
     assert job.say("status")[1] == "no agents are running\n"
 
 
 @pytest.mark.slow
-def test_it_starts_again_after_that_and_stop_ends_engines_that_are_busy(job: Notebook) -> None:
+def test_it_restarts_after_that_and_stop_ends_busy_engines(job: Notebook) -> None:
     job.say("stop")  # where the test before did not run
     again = job.start("-n", "1")
     assert again.returncode == 0, again.stderr
@@ -219,7 +219,7 @@ def test_it_starts_again_after_that_and_stop_ends_engines_that_are_busy(job: Not
     assert job.say("status")[0] == 1
 
 
-def test_engines_that_do_not_come_are_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+def test_engines_that_do_not_start_are_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     one = Notebook(tmp_path)
     done = one.start("-n", "1", "--wait", "0.2")
     assert done.returncode == 1
@@ -227,12 +227,12 @@ def test_engines_that_do_not_come_are_an_error_that_leaves_nothing(tmp_path: Pat
     assert one.processes() == []
 
 
-def test_no_agents_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_agents_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["notebook", "start", "-n", "0"]) == 2
     assert "at least one agent must run" in capsys.readouterr().err
 
 
-def test_to_look_for_agents_makes_no_profile(
+def test_looking_for_agents_creates_no_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
@@ -242,7 +242,7 @@ def test_to_look_for_agents_makes_no_profile(
     assert not list(tmp_path.glob("profile_*"))
 
 
-def test_without_ipyparallel_it_says_what_to_install(
+def test_without_ipyparallel_the_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(notebook.importlib.util, "find_spec", lambda name: None)

@@ -46,7 +46,7 @@ def doctor_on(machines: list[Namespace], port: int) -> Iterator[list[subprocess.
 
 @pytest.mark.transport("namespaces")
 @pytest.mark.timeout(180)
-def test_two_machines_find_each_other_and_say_that_all_is_open() -> None:
+def test_two_machines_find_each_other_and_report_all_paths_open() -> None:
     with network_namespaces(2) as machines, doctor_on(machines, 29400) as doctors:
         for node, one in enumerate(doctors):
             output, _ = one.communicate(timeout=scaled(170))
@@ -55,10 +55,10 @@ def test_two_machines_find_each_other_and_say_that_all_is_open() -> None:
             assert "0 to 1" in output and f"open: {machines[1].address}:29500" in output
 
 
-def test_each_direction_is_named_with_what_is_wrong(
+def test_each_direction_is_named_with_its_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two threads are the machines; connections to the data port of machine 1 are refused."""
+    """Two threads act as the machines. Connections to the data port of machine 1 are refused."""
     monkeypatch.delenv("SHOAL_PORTS", raising=False)
     monkeypatch.setenv("SHOAL_INTERFACE", "127.0.0.1")
     attempt = path_check._try
@@ -104,8 +104,8 @@ def test_a_firewall_in_one_direction_is_named_with_the_direction() -> None:
 @pytest.mark.transport("namespaces")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_network_that_loses_all_packets_of_one_direction_is_told_from_one_that_loses_both(lost: int) -> None:
-    """What machine 0 gets of the other shows which it is; machine 1 gets nothing either way, and says where to look."""
+def test_packet_loss_in_one_direction_is_distinguished_from_loss_in_both(lost: int) -> None:
+    """The messages that machine 0 receives show the difference. Machine 1 receives none and names the next check."""
     with network_namespaces(2) as machines:
         machines[lost].cut(machines[1 - lost], True)
         with doctor_on(machines, 29400) as doctors:
@@ -120,7 +120,7 @@ def test_a_network_that_loses_all_packets_of_one_direction_is_told_from_one_that
     assert "what machine 0 says tells which direction is closed" in second
 
 
-def test_where_the_other_machine_does_not_come_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_the_other_machine_is_absent_the_remedy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     for node, word in ((0, "nobody has connected to"), (1, "cannot connect to")):
         where = f"127.0.0.1:{free_port()}"
         assert cli.main(["doctor", "--rendezvous", where, "--node-rank", str(node), "--wait", "0.5"]) == 1
@@ -128,7 +128,7 @@ def test_where_the_other_machine_does_not_come_it_says_what_to_do(capsys: pytest
         assert f"{word} {where}" in output and "same command" in output
 
 
-def test_a_stranger_at_the_rendezvous_is_a_failure_and_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_client_at_the_rendezvous_is_a_failure_and_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     found: list[int] = []
     thread = threading.Thread(

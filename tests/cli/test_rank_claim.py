@@ -71,7 +71,7 @@ def shells(tmp_path: Path) -> Iterator[Shells]:
 
 
 @pytest.mark.slow
-def test_others_join_from_two_shells_at_once_and_those_that_are_too_many_are_told(shells: Shells) -> None:
+def test_agents_join_from_two_shells_and_surplus_ones_are_refused(shells: Shells) -> None:
     job, where = shells.begin("-n", 2, "--max-agents", 4)
     joining = [shells.type("--join", where, "-n", count) for count in (1, 1, 3)]
     _, err = joining.pop().communicate(timeout=TIMEOUT)
@@ -90,7 +90,7 @@ def test_others_join_from_two_shells_at_once_and_those_that_are_too_many_are_tol
 
 
 @pytest.mark.soak
-def test_who_joined_and_fails_is_started_again_by_its_own_launcher(shells: Shells) -> None:
+def test_a_failed_joiner_is_restarted_by_its_own_launcher(shells: Shells) -> None:
     job, where = shells.begin("-n", 1, "--max-agents", 3)
     joining = shells.type("--join", where, "-n", 2, "--on-failure", "restart", dies=2)
     out, err = joining.communicate(timeout=TIMEOUT)
@@ -100,7 +100,7 @@ def test_who_joined_and_fails_is_started_again_by_its_own_launcher(shells: Shell
     assert "[1] all of 3 (0, 1, 2) as 1 0" in out and "[2] all of 3 (0, 1, 2) as 2 1" in out
 
 
-def test_a_run_without_room_cannot_be_joined(shells: Shells, tmp_path: Path) -> None:
+def test_a_job_without_spare_ranks_cannot_be_joined(shells: Shells, tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import os, time; print(os.environ['MASTER_PORT'], flush=True); time.sleep(180)")
     waiting = subprocess.Popen([*RUN, "-n", "1", str(tmp_path / "wait.py")], stdout=subprocess.PIPE, text=True)
     shells.jobs.append(waiting)
@@ -128,13 +128,13 @@ def test_a_run_without_room_cannot_be_joined(shells: Shells, tmp_path: Path) -> 
         ("-n 0 --join 127.0.0.1:1", "-n 0: at least one agent"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     status, _, err = shoal_run(*arguments.split(), tmp_path / "script.py")
     assert status == 2 and message in err, err
 
 
-def test_the_variables_say_how_many_begin(tmp_path: Path) -> None:
+def test_the_variables_give_the_number_of_initial_agents(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
         "import os; print(*(os.environ.get(n) for n in ('WORLD_SIZE', 'SHOAL_BEGIN_WITH', 'SHOAL_ON_LOSS')))"

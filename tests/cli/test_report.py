@@ -38,7 +38,7 @@ def written(folder: Path, entries: list[MembershipEvent]) -> Path:
     return folder
 
 
-def test_who_was_there_when() -> None:
+def test_the_membership_log_shows_each_interval() -> None:
     assert stays(BY_HAND) == [
         Stay(0, 0.0, 0.0, 30.0, False),
         Stay(1, 0.5, 0.5, 10.0, True),
@@ -52,7 +52,7 @@ def test_who_was_there_when() -> None:
     ]
 
 
-def test_who_was_there_of_a_job_that_was_begun_again() -> None:
+def test_the_membership_log_of_a_restarted_job() -> None:
     begun_again = [MembershipEvent(50.0 + one.at, *list(vars(one).values())[1:]) for one in BY_HAND]
     gone = [one for one in BY_HAND if one.at < 130.0]
     assert stays([*gone, *begun_again]) == [
@@ -65,14 +65,14 @@ def test_who_was_there_of_a_job_that_was_begun_again() -> None:
     ]
 
 
-def test_a_job_that_was_begun_again_does_not_write_over_what_came_before(tmp_path: Path) -> None:
+def test_a_restarted_job_does_not_overwrite_the_log(tmp_path: Path) -> None:
     for attempt in ("0", "1"):
         with World(1, environment={"SHOAL_RECORD": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": attempt}) as world:
             world.results(shoal.shutdown)
     assert [one.what for one in read(tmp_path)] == [CAME, LEFT] * 2
 
 
-def test_what_was_written_is_read_also_where_its_writer_was_killed(tmp_path: Path) -> None:
+def test_a_log_is_read_also_if_its_writer_was_killed(tmp_path: Path) -> None:
     written(tmp_path, BY_HAND)
     with (tmp_path / "agent1.0.jsonl").open("a") as file:
         file.write('{"at": 110.0, "ra')
@@ -82,7 +82,7 @@ def test_what_was_written_is_read_also_where_its_writer_was_killed(tmp_path: Pat
         read(tmp_path)
 
 
-def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pictures" / "there.png"
     assert main(["report", str(written(tmp_path, BY_HAND)), "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "there is neither a trace nor a record of an agent" in capsys.readouterr().err
 
 
-def test_the_picture_explains_itself() -> None:
+def test_the_picture_has_a_legend() -> None:
     axes = Figure().add_subplot()
     draw(axes, stays(BY_HAND), 31.0)
     assert axes.get_title("left") == "membership of each agent over time"
@@ -128,7 +128,7 @@ shoal.shutdown()
 
 
 @pytest.mark.slow
-def test_agents_that_the_launcher_starts_again_are_in_the_record(tmp_path: Path) -> None:
+def test_restarted_agents_are_in_the_membership_log(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(SCRIPT)
     launch = [sys.executable, "-m", "shoal", "run", "-n", "3", "--on-failure", "restart"]
@@ -143,7 +143,7 @@ def test_agents_that_the_launcher_starts_again_are_in_the_record(tmp_path: Path)
     assert all(one.entered is not None and one.ended is not None for one in found)
 
 
-def test_each_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None:
+def test_each_agent_is_restarted_up_to_its_limit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(3)\n")
     launch = [sys.executable, "-m", "shoal", "run", "-n", "2", "--on-failure", "restart", "--max-restarts", "2"]
@@ -153,7 +153,7 @@ def test_each_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_only_agent_of_a_machine_comes_back_to_those_of_others(tmp_path: Path) -> None:
+def test_the_only_agent_of_a_machine_rejoins_the_others(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launch = [sys.executable, "-m", "shoal", "run", "--nnodes", "2", "--on-failure", "restart"]

@@ -168,15 +168,15 @@ def test_two_launchers_make_one_job(script: Script, start: Callable[..., Job]) -
     assert outputs[1][0].decode() == f"1 2 0 1 1 2 {address} None None\n"
 
 
-def test_an_interface_that_is_not_there_is_named(script: Script) -> None:
-    """It says where the store listens where the host does not: here a NAT's address."""
+def test_a_missing_interface_is_named(script: Script) -> None:
+    """The launcher prints the listening address if it differs from the host's, here behind a NAT."""
     arguments = ("-n", 1, "--nnodes", 2, "--rendezvous", "192.0.2.1:29400", script("pass"))
     status, _, err = shoal_run(*arguments, environ={"SHOAL_INTERFACE": "nowhere0"})
     assert status == 2
     assert "shoal run: error: SHOAL_INTERFACE='nowhere0' is neither an interface nor an address" in err
 
 
-def test_a_job_on_one_machine_has_a_secret_of_its_own_unless_one_is_given(script: Script) -> None:
+def test_a_job_on_one_machine_gets_its_own_secret_unless_one_is_set(script: Script) -> None:
     path = script("print(os.environ['SHOAL_SECRET'])")
     secrets = [shoal_run("-n", 2, path)[1].split()[1::2] for _ in range(2)]
     assert secrets[0][0] == secrets[0][1] != secrets[1][0]
@@ -232,7 +232,7 @@ def test_with_on_failure_continue_the_status_is_that_of_the_agent_that_failed_fi
     assert err.count("because another agent was lost") == 2 * 2  # when it is seen, and in the summary
 
 
-def test_a_failure_that_is_due_to_another_machines_agents_is_reported_as_such(script: Script) -> None:
+def test_a_failure_caused_by_another_machines_agents_is_reported_as_such(script: Script) -> None:
     body = (
         "from shoal.runtime.exit_notes import write_note\nif rank == 1: time.sleep(60)\nwrite_note(True)\nsys.exit(5)"
     )
@@ -243,7 +243,7 @@ def test_a_failure_that_is_due_to_another_machines_agents_is_reported_as_such(sc
     )
 
 
-def test_the_agent_that_another_waited_for_in_vain_is_named(script: Script) -> None:
+def test_the_agent_that_others_waited_for_is_named(script: Script) -> None:
     body = """
 import torch, shoal
 shoal.init()
@@ -293,10 +293,10 @@ def test_the_agent_that_ended_is_named_by_the_launcher_and_by_the_others(
     assert all("rank 1" in line and said in line for line in errors), err
 
 
-def test_agents_are_minded_while_the_reader_of_their_output_pauses(
+def test_agents_are_monitored_while_the_reader_of_their_output_pauses(
     script: Script, start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """Nobody reads stdout before the launcher has seen rank 1 fail, and has ended rank 0, which prints on."""
+    """Stdout is read only after the launcher has seen rank 1 fail and has ended rank 0, which keeps printing."""
     path = script("""
 mark("up")
 wait_for("up.0", "up.1")
@@ -324,7 +324,7 @@ def test_a_killed_agent_gives_128_plus_its_signal(script: Script) -> None:
     assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL after", err)
 
 
-def test_an_agent_that_will_not_end_is_killed_after_the_grace_with_all_that_it_started(
+def test_an_agent_that_ignores_its_signal_is_killed_after_the_grace_period_with_all_descendants(
     script: Script, tmp_path: Path
 ) -> None:
     path = script("""
@@ -348,7 +348,9 @@ time.sleep(60)
     wait_until(lambda: not any(map(is_running, left.values())))
 
 
-def test_with_on_failure_continue_the_survivors_finish_and_the_lost_are_listed(script: Script, tmp_path: Path) -> None:
+def test_with_on_failure_continue_the_survivors_finish_and_the_failed_are_listed(
+    script: Script, tmp_path: Path
+) -> None:
     path = script("""
 if rank == 1:
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -370,7 +372,7 @@ mark("lived on")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, pytest.param(2, marks=pytest.mark.soak)])
-def test_with_on_failure_continue_nobody_waits_in_init_for_one_that_has_ended(script: Script, dies: int) -> None:
+def test_with_on_failure_continue_init_does_not_wait_for_an_ended_agent(script: Script, dies: int) -> None:
     path = script(f"""
 import shoal
 if rank == {dies}:
@@ -386,7 +388,7 @@ shoal.init()
     assert err.count("was killed by SIGKILL after") >= 3
 
 
-def test_with_on_failure_continue_a_job_that_nobody_finishes_has_failed(script: Script) -> None:
+def test_with_on_failure_continue_a_job_that_no_agent_finishes_has_failed(script: Script) -> None:
     path = script("time.sleep(0.5 * (1 - rank)); sys.exit(5 + rank)")
     status, _, err = shoal_run("-n", 2, "--on-failure", "continue", path)
     assert status == 6
@@ -412,7 +414,7 @@ def test_killing_the_launcher_leaves_no_orphan(script: Script, start: Callable[.
         pytest.param(signal.SIGUSR2, "lambda *_: mark('got')", 0, marks=pytest.mark.slow),
     ],
 )
-def test_signals_are_passed_on_to_all_agents(
+def test_signals_are_forwarded_to_all_agents(
     script: Script, start: Callable[..., Job], tmp_path: Path, signum: signal.Signals, action: str, status: int
 ) -> None:
     job = start(
@@ -470,7 +472,9 @@ sys.exit(9)
     assert shown.count(b"interrupts: 1") == 2
 
 
-def test_ctrl_c_reaches_what_an_agent_waits_for(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_child_that_an_agent_waits_for(
+    script: Script, start: Callable[..., Job], tmp_path: Path
+) -> None:
     # As from a terminal: system() itself ignores the signal until its child has ended.
     path = script("""
 status = os.system(f"touch {here}/asleep.{rank}; exec sleep 60")
@@ -494,7 +498,7 @@ def test_a_second_ctrl_c_kills_at_once(script: Script, start: Callable[..., Job]
     wait_until(lambda: not any(map(is_running, marks(tmp_path, "up").values())))
 
 
-def test_after_ctrl_c_the_signals_grow_harder(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+def test_after_ctrl_c_the_signals_escalate(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
     path = script("""
 signal.signal(signal.SIGINT, lambda *_: mark("interrupted"))
 signal.signal(signal.SIGTERM, lambda *_: mark("terminated"))
@@ -510,7 +514,7 @@ wait_for("never")
     assert err.index(b"2 agents still there: sending SIGTERM") < err.index(b"2 agents still there: sending SIGKILL")
 
 
-def test_agents_stop_and_go_on_with_the_launcher(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+def test_agents_stop_and_continue_with_the_launcher(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
     job = start("-n", 2, script("mark('up'); wait_for('go')"))
     wait_until(lambda: len(marks(tmp_path, "up")) == 2)
     states = lambda: {  # noqa: E731
@@ -562,7 +566,7 @@ def test_only_rank_0_reads_the_input(script: Script, start: Callable[..., Job]) 
     assert sorted(out.splitlines()) == [b"[0] 'for rank 0'", b"[1] ''"]
 
 
-def test_a_process_left_behind_by_a_finished_agent_does_not_hold_the_job(
+def test_a_process_left_by_a_finished_agent_does_not_block_the_job(
     script: Script, start: Callable[..., Job], tmp_path: Path
 ) -> None:
     path = script("""
@@ -581,7 +585,7 @@ print("done")
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_reader_that_goes_away_ends_the_job(script: Script, start: Callable[..., Job]) -> None:
+def test_a_closed_output_pipe_ends_the_job(script: Script, start: Callable[..., Job]) -> None:
     job = start("-n", 2, script("while True: print('y')"))
     assert job.stdout is not None
     job.stdout.readline()
@@ -625,7 +629,7 @@ def test_the_scripts_arguments_are_its_own(script: Script, tmp_path: Path) -> No
         ("-n 2 --rank 3 {script}", "unrecognized arguments: --rank"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
+def test_invalid_arguments_are_refused(
     script: Script, capfd: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     from shoal.cli import main
@@ -648,7 +652,7 @@ def test_arguments_that_make_no_sense_are_refused(
         ("frobnicate", "there is no command 'frobnicate'; there are run, bench, "),
     ],
 )
-def test_an_unknown_command_is_refused_with_the_one_that_was_meant(
+def test_an_unknown_command_is_refused_with_a_suggestion(
     capfd: pytest.CaptureFixture[str], arguments: str, suggestion: str
 ) -> None:
     from shoal.cli import main
@@ -666,9 +670,7 @@ def test_code_the_standard_input_and_a_program_are_run_as_well(tmp_path: Path) -
     assert shoal_run(*options, "--no-python", "sh", "-c", "echo $RANK $LR; exit 7")[:2] == (7, "0 a=b\n")
 
 
-def test_without_a_number_there_is_an_agent_for_each_gpu_or_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_number_of_agents_is_that_of_gpus_or_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from shoal.cli import run, run_arguments
 
     def agents(environ: dict[str, str]) -> int:
@@ -712,7 +714,7 @@ OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1
         ("-n 2", {"PET_NNODES": "1:3"}, "PET_NNODES='1:3' is no whole number: give --nnodes"),
     ],
 )
-def test_what_the_command_line_leaves_out_is_taken_from_variables_of_the_machine(
+def test_options_not_on_the_command_line_are_read_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, arguments: str, environ: dict[str, str], found: tuple[int, int, int] | str
 ) -> None:
     from shoal.cli import run, run_arguments
@@ -730,7 +732,7 @@ def test_what_the_command_line_leaves_out_is_taken_from_variables_of_the_machine
     assert (args.agents, args.nnodes, args.node_rank) == found
 
 
-def test_the_variables_name_where_machine_0_is_in_brackets_or_not() -> None:
+def test_the_variables_give_the_address_of_machine_0_with_or_without_brackets() -> None:
     from shoal.cli.run_arguments import rendezvous
 
     assert rendezvous({"PET_MASTER_ADDR": "fd00::1", "PET_MASTER_PORT": "29400"}) == ("fd00::1", 29400)
@@ -738,7 +740,7 @@ def test_the_variables_name_where_machine_0_is_in_brackets_or_not() -> None:
     assert rendezvous({"PET_MASTER_ADDR": "train-0.train"}) is None
 
 
-def test_a_rendezvous_port_that_is_taken_is_an_error(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_occupied_rendezvous_port_is_an_error(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
     from shoal.cli import main
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

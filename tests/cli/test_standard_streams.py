@@ -48,8 +48,8 @@ def test_agents_whose_output_cannot_be_written_fail_as_a_program_does(script: Pa
     assert FULL in err
 
 
-def test_a_run_whose_last_output_is_lost_has_failed(script: Path) -> None:
-    """Its agent does not notice: it prints no more."""
+def test_a_run_whose_last_output_cannot_be_written_has_failed(script: Path) -> None:
+    """Its agent does not notice, because it prints no more."""
     script.write_text("import os\nif os.environ['RANK'] == '0': print('hello')")
     status, _, err = shoal(f"run -n 2 {script}", ">/dev/full")
     assert status == 1
@@ -57,14 +57,14 @@ def test_a_run_whose_last_output_is_lost_has_failed(script: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_a_run_goes_on_without_its_messages(script: Path) -> None:
+def test_a_run_continues_without_its_messages(script: Path) -> None:
     status, out, _ = shoal(f"run -n 2 {script}", "2>/dev/full")
     assert (status, out.count("hello")) == (0, 10)
 
 
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("command", ["--version", "--help", "run --help", "topology list"])
-def test_a_command_whose_output_cannot_be_written_says_so(command: str, buffered: bool) -> None:
+def test_a_command_whose_output_cannot_be_written_reports_it(command: str, buffered: bool) -> None:
     environ = {} if buffered else {"PYTHONUNBUFFERED": "1"}
     status, _, err = shoal(command, ">/dev/full", environ)
     assert status == 1
@@ -74,7 +74,7 @@ def test_a_command_whose_output_cannot_be_written_says_so(command: str, buffered
 
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("command", ["--version", "topology list"])
-def test_a_command_whose_reader_has_gone_ends_silently(command: str, buffered: bool, tmp_path: Path) -> None:
+def test_a_command_whose_reader_has_exited_ends_silently(command: str, buffered: bool, tmp_path: Path) -> None:
     environ = {} if buffered else {"PYTHONUNBUFFERED": "1"}
     # The reader has gone before the command begins.
     pipeline = f'3>&1 >/dev/null; (sleep 0.3; "$0" -c "$1" {command}; echo $? > {tmp_path}/status) | true'
@@ -89,6 +89,6 @@ def test_a_command_runs_with_closed_streams(command: str) -> None:
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", ">&-", ">/dev/full"])
-def test_a_refusal_has_its_status_whatever_becomes_of_its_message(redirection: str, tmp_path: Path) -> None:
+def test_a_refusal_has_its_exit_status_also_if_its_message_cannot_be_written(redirection: str, tmp_path: Path) -> None:
     assert shoal(f"run -n 0 {tmp_path}/none.py", redirection)[0] == 2
     assert shoal(f"report {tmp_path}", redirection)[0] == 2

@@ -88,7 +88,7 @@ def chain(seen: Path) -> None:
 
 
 @over_both
-def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(
+def test_each_agent_reports_its_call_its_missing_peers_and_its_last_result(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
@@ -139,7 +139,7 @@ def test_steps_and_bytes_are_those_that_the_agent_counts(environment: dict[str, 
 
 
 @over_both
-def test_one_that_is_stopped_is_named_within_two_seconds_with_its_state(environment: dict[str, str]) -> None:
+def test_a_stopped_agent_is_named_within_two_seconds_with_its_state(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:
         world.results(shoal.barrier)
         world.kill(1, signal.SIGSTOP)
@@ -173,7 +173,7 @@ def hold_the_mutex(seen: Path) -> None:
 
 
 @over_both
-def test_a_call_on_a_window_that_waits_is_told_as_well(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_waiting_window_call_is_reported_too(environment: dict[str, str], tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     with World(2, environment=environment) as world:
         pending = [world.run_on(rank, hold_the_mutex, seen) for rank in range(2)]
@@ -192,7 +192,7 @@ def sum_all() -> None:
 
 
 @pytest.mark.transport(PROCESS_GROUP)
-def test_agents_over_process_groups_name_who_has_not_come_to_what_they_wait_in() -> None:
+def test_agents_over_process_groups_name_the_peers_missing_from_their_call() -> None:
     with World(3, environment={"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
         world.results(train, 3)
         pending = [world.run_on(rank, sum_all) for rank in range(2)]
@@ -233,13 +233,13 @@ def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> N
         running.join()
 
 
-def test_a_world_of_one_is_found() -> None:
+def test_a_single_agent_is_found() -> None:
     with World(1) as world:
         found = status.look(pids(world))
         assert list(agents_of(found)) == [0] and "one agent" in words(found)
 
 
-def test_all_threads_of_a_fleet_are_found_through_one_socket_also_when_its_keeper_has_left() -> None:
+def test_all_threads_of_a_fleet_are_found_through_one_socket_also_after_its_owner_has_left() -> None:
     left, go_on = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -273,8 +273,8 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_when_its_keepe
     assert os.getpid() not in status.find()
 
 
-def test_an_agent_that_nobody_asks_has_nothing_to_look_after() -> None:
-    """No time at which it looks whether somebody does."""
+def test_an_agent_without_queries_runs_no_timer() -> None:
+    """It does not poll for queries."""
     assert shoal.Fleet(2).run(lambda: current().engine.router.next_check) == [float("inf")] * 2
 
 
@@ -294,7 +294,7 @@ def question(path: str, word: bytes = status_socket.QUESTION) -> bytes:
         return b"".join(heard)
 
 
-def test_the_answer_is_json_without_the_secret() -> None:
+def test_the_reply_is_json_without_the_secret() -> None:
     with World(2, environment={"SHOAL_SECRET": "only we know"}) as world:
         [path] = status.find()[pids(world)[0]]
         answer = question(path)
@@ -304,7 +304,7 @@ def test_the_answer_is_json_without_the_secret() -> None:
 
 @pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
 def test_another_user_gets_nothing() -> None:
-    """Not through the process's descriptors, and not at the socket whose name all users see."""
+    """Neither through the process's descriptors nor at the socket, whose name all users see."""
     ask = """
 import os, socket, sys
 os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
@@ -337,8 +337,8 @@ except OSError as error:
 
 
 @pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
-def test_a_socket_of_another_user_is_asked_nothing() -> None:
-    """Whoever has put it in the place of an agent's."""
+def test_a_socket_of_another_user_is_not_queried() -> None:
+    """For example a socket that was created under an agent's name."""
     listen = """
 import os, socket, sys
 os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
@@ -363,7 +363,7 @@ except OSError:
         assert other.stdout.readline() == "heard 0\n"
 
 
-def test_over_a_network_the_question_is_no_answer_to_a_greeting() -> None:
+def test_over_a_network_a_status_query_is_no_reply_to_a_handshake() -> None:
     with World(2, environment=NETWORK) as world:
         way = world.results(door, on=[0])[0]
         with socket.create_connection((way.host, way.port), timeout=1.0) as sock:
@@ -375,7 +375,7 @@ def test_over_a_network_the_question_is_no_answer_to_a_greeting() -> None:
 
 
 @pytest.mark.parametrize("word", [status_socket.QUESTION[:-1], status_socket.QUESTION + b"?", b"SHOAL: stop"])
-def test_no_other_word_is_answered(word: bytes) -> None:
+def test_other_requests_get_no_reply(word: bytes) -> None:
     with World(1) as world:
         [path] = status.find()[pids(world)[0]]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -395,7 +395,7 @@ def averages(count: int) -> int:
 
 
 @over_both
-def test_a_flood_of_questions_takes_no_descriptor_for_long_and_keeps_nobody_out(environment: dict[str, str]) -> None:
+def test_a_flood_of_queries_holds_no_descriptor_for_long_and_blocks_no_client(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:
         [path] = status.find()[pids(world)[0]]
         before = world.results(count_of_descriptors)
@@ -423,7 +423,7 @@ def test_a_flood_of_questions_takes_no_descriptor_for_long_and_keeps_nobody_out(
         assert wait_until(lambda: world.results(count_of_descriptors) == before)
 
 
-def test_who_asks_and_does_not_listen_holds_nobody_up() -> None:
+def test_a_client_that_does_not_read_blocks_no_other() -> None:
     with World(2) as world:
         before = world.results(count_of_descriptors)
         [path] = status.find()[pids(world)[0]]
@@ -435,7 +435,7 @@ def test_who_asks_and_does_not_listen_holds_nobody_up() -> None:
             assert wait_until(lambda: world.results(count_of_descriptors) == before)
 
 
-def test_many_agents_are_told_in_packets_that_a_socket_takes() -> None:
+def test_many_agents_are_sent_in_packets_that_fit_a_socket() -> None:
     agents = [{"rank": rank, "text": "x" * 500} for rank in range(1000)]
     packets = status_socket._in_packets(agents)
     assert max(map(len, packets)) <= status_socket.PACKET_BYTES and sum(map(len, packets)) <= status_socket.MOST_BYTES
@@ -518,19 +518,19 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("answer", NONSENSE)
-def test_an_answer_that_is_nonsense_is_said_to_be_that(answer: bytes) -> None:
+def test_an_invalid_reply_is_reported_as_such(answer: bytes) -> None:
     with one_that_answers(answer) as path:
         [found] = status.ask({os.getpid(): path})
     assert found.agents == () and "makes no sense" in found.silent
 
 
-def test_who_greets_like_no_agent_is_asked_nothing() -> None:
+def test_a_process_with_a_wrong_greeting_is_not_queried() -> None:
     with one_that_answers(b"", greeting=b"220 mail") as path:
         [found] = status.ask({os.getpid(): path})
     assert "makes no sense" in found.silent
 
 
-def test_an_answer_without_end_is_not_read_for_ever() -> None:
+def test_an_endless_reply_is_cut_off() -> None:
     said: list[bytes] = []
     with one_that_answers(*[b"x" * 10_000] * 1000, said=said) as path:
         [found] = status.ask({os.getpid(): path}, within=5.0)
@@ -538,13 +538,13 @@ def test_an_answer_without_end_is_not_read_for_ever() -> None:
     assert len(said) < 100  # a megabyte, with what the socket holds
 
 
-def test_an_agent_that_is_busy_says_who_it_is() -> None:
+def test_a_busy_agent_gives_its_identity() -> None:
     with one_that_answers(json.dumps({"there": 1, "agents": [AGENT]}).encode()) as path:
         found = status.ask({os.getpid(): path})
     assert "has no time to say more" in words(found)
 
 
-def test_characters_that_a_terminal_obeys_are_not_printed() -> None:
+def test_terminal_control_characters_are_not_printed() -> None:
     evil = AGENT | {"host": "here\x1b[2Jthere", "job": "\x1b[2J:1"}
     assert "\x1b" not in words([Process(1, "running", 0, (evil,), 1)])
 
@@ -559,7 +559,7 @@ def test_the_script_the_job_and_its_start_are_printed() -> None:
     assert f"2 of 2 agents of train.py --lr 1, job here:1, started {at} (1:05 ago)" in said or "started 20" in said
 
 
-def test_only_the_agents_of_a_job_are_told() -> None:
+def test_only_the_agents_of_a_job_are_listed() -> None:
     with World(2) as world:
         [first, second] = status.look(pids(world))
         name, script = first.agents[0]["job"], first.agents[0]["script"]
@@ -570,18 +570,18 @@ def test_only_the_agents_of_a_job_are_told() -> None:
         assert main(["status", "--job", "another"]) == status.NONE_FOUND
 
 
-def test_what_was_lost_and_why_all_is_over_is_printed() -> None:
+def test_the_failure_and_its_reason_are_printed() -> None:
     over = {"lost": [3, 1], "over": "rank 3 was lost", "waiting": [], "stands_still": False, "agrees_with": []}
     agent = AGENT | over | {"ended": "", "steps": {}, "calls": 0, "here": [], "bytes_sent": 0, "seconds_ago": 0.0}
     assert "lost: ranks 1, 3 rank 0: rank 3 was lost" in words([Process(1, "running", 0, (agent,), 1)])
 
 
-def test_nobody_there_is_an_exit_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_agent_found_has_its_own_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(os.getpid())]) == status.NONE_FOUND == 2
     assert "there are no agents" in capsys.readouterr().out
 
 
-def test_json_has_what_is_known_of_each_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_fields_of_each_process(capsys: pytest.CaptureFixture[str]) -> None:
     with World(2) as world:
         assert main(["status", "--json", *map(str, pids(world))]) == status.ALL_ANSWERED == 0
         said = json.loads(capsys.readouterr().out)
@@ -589,12 +589,12 @@ def test_json_has_what_is_known_of_each_process(capsys: pytest.CaptureFixture[st
     assert {one["agents"][0]["rank"] for one in said} == {0, 1}
 
 
-def test_only_the_processes_that_are_asked_for_are_told() -> None:
+def test_only_the_requested_processes_are_listed() -> None:
     with World(2) as world:
         assert [one.pid for one in status.look(pids(world)[:1])] == pids(world)[:1]
 
 
-def test_watching_goes_on_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_continues_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
 
     def sleep(seconds: float) -> None:

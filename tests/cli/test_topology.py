@@ -46,7 +46,7 @@ def test_list_has_a_line_for_every_topology(shoal) -> None:
     assert names_in_table(out) == list(CATALOG)
 
 
-def test_list_says_direction_exactness_and_messages(shoal) -> None:
+def test_list_has_direction_exactness_and_messages(shoal) -> None:
     _, out, _ = shoal("topology list -n 16")
     assert re.search(r"directed +4 rounds +4 rounds +1$", row(out, "one-peer-exponential").rstrip())
     assert re.search(r"symmetric +static +never +2$", row(out, "ring").rstrip())
@@ -54,12 +54,12 @@ def test_list_says_direction_exactness_and_messages(shoal) -> None:
     assert re.search(r"symmetric +never repeats +never +1$", row(out, "random-matchings").rstrip())
 
 
-def test_list_says_why_there_is_none_for_this_number_of_agents(shoal) -> None:
+def test_list_gives_the_reason_for_an_unsupported_number_of_agents(shoal) -> None:
     _, out, _ = shoal("topology list -n 7")
     assert "power of two" in " ".join(out[out.index(" hypercube ") :].split())
 
 
-def test_show_prints_what_it_needs_costs_and_gives(shoal) -> None:
+def test_show_prints_requirements_costs_and_properties(shoal) -> None:
     status, out, _ = shoal("topology show one-peer-hypercube -n 8 --latency 1ms --bandwidth 1gbit --model-mb 100")
     assert status == 0
     assert out.startswith("one-peer-hypercube: ")
@@ -83,7 +83,7 @@ def test_show_prints_the_matrix_of_few_agents_in_fractions(shoal) -> None:
     assert "\nW" not in out
 
 
-def test_show_prints_as_many_rounds_as_asked_for(shoal) -> None:
+def test_show_prints_the_requested_number_of_rounds(shoal) -> None:
     _, out, _ = shoal("topology show random-matchings -n 20 --rounds 7")
     assert re.findall(r"^  (\d): ", out, re.MULTILINE) == [str(t) for t in range(7)]
 
@@ -107,7 +107,7 @@ def test_draw_writes_a_picture(shoal, tmp_path: Path, suffix: str, magic: bytes)
     assert path.read_bytes().startswith(magic)
 
 
-def test_draw_names_the_file_if_nobody_does(shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_chooses_a_default_file_name(shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert shoal("topology draw ring -n 4 --layout circle --width 2")[0] == 0
     assert (tmp_path / "out" / "ring-4.png").exists()
@@ -133,7 +133,7 @@ def test_compare_counts_the_agents_that_share_a_nic(shoal) -> None:
     assert traffic["one-peer-exponential"]["most_senders_on_a_nic"] == 4
 
 
-def test_compare_takes_all_topologies_and_says_why_some_are_missing(shoal) -> None:
+def test_compare_lists_all_topologies_with_reasons_for_missing_ones(shoal) -> None:
     status, out, _ = shoal("topology compare -n 9 --json")
     said = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     assert status == 0
@@ -169,7 +169,7 @@ def test_compare_takes_all_topologies_and_says_why_some_are_missing(shoal) -> No
         ("", "required: COMMAND"),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(shoal, command: str, message: str) -> None:
+def test_invalid_requests_are_refused(shoal, command: str, message: str) -> None:
     status, _, err = shoal(f"topology {command}")
     assert status == 2
     assert message in err
@@ -184,7 +184,7 @@ def test_ctrl_c_ends_it_without_a_traceback(shoal, monkeypatch: pytest.MonkeyPat
     assert (status, err) == (130, "shoal topology show: interrupted\n")
 
 
-def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_named_with_its_extra(shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, _, err = shoal("topology draw ring")
     assert status == 1
@@ -212,21 +212,21 @@ def test_matplotlib_is_not_imported_before_something_is_drawn() -> None:
         (lambda size: size % 5, "5, 10, 15, 20, 25, 30, 35, 40, ... agents"),
     ],
 )
-def test_the_numbers_of_agents_are_put_in_words(refused, said: str) -> None:
+def test_the_supported_numbers_of_agents_are_described(refused, said: str) -> None:
     from shoal.topology import Topology
 
     made = Topology("name", RingGraph, "", "", refuses=lambda size: "no" if refused(size) else "")
     assert words.sizes(made) == said
 
 
-def test_a_topology_with_machines_gets_those_that_it_accepts() -> None:
+def test_a_topology_with_machines_gets_the_machine_options() -> None:
     schedule, local = words.build(CATALOG["inner-outer-ring"], 12, None, {})
     assert (schedule.size, local) in ((12, 3), (12, 4))
     schedule, local = words.build(CATALOG["ring-star"], 7, None, {})
     assert (schedule.size, local) in ((7, 1), (7, 7))
 
 
-def test_messages_one_way_and_both_ways_are_told_apart() -> None:
+def test_directed_and_undirected_messages_are_distinguished() -> None:
     schedule = Alternating([OnePeerExponential(4), Static(RingGraph(4))])
     assert words.round_text(schedule, 0) == "0>1 1>2 2>3 3>0"
     assert words.round_text(schedule, 1) == "0-1 0-3 1-2 2-3"
@@ -240,6 +240,6 @@ def test_a_matrix_is_printed_with_fractions_where_they_are_exact() -> None:
     assert words.matrix_text(mixing_matrix(RingGraph(1))) == ["1"]
 
 
-def test_what_is_infinite_is_null_in_json() -> None:
+def test_infinite_values_are_null_in_json() -> None:
     found = words.without_infinity({"a": (1, float("inf")), "b": [{"c": float("nan"), "d": 2.5}], "e": "inf"})
     assert json.dumps(found, allow_nan=False) == '{"a": [1, null], "b": [{"c": null, "d": 2.5}], "e": "inf"}'

@@ -39,7 +39,7 @@ def test_a_round_of_one_message_a_nic_takes_the_latency_and_its_bytes() -> None:
     assert one["seconds"] == pytest.approx(2 * 0.805, rel=1e-3)
 
 
-def test_a_bar_shows_on_a_terminal_how_far_it_is(
+def test_a_progress_bar_is_shown_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, theirs = pty.openpty()
@@ -70,15 +70,15 @@ def test_agents_of_one_machine_share_its_nic() -> None:
     assert shared["seconds_per_round"] > alone["seconds_per_round"]
 
 
-def test_the_fastest_comes_first() -> None:
-    """To 5%, below which fewer rounds are worth more than a difference that the model may be wrong about."""
+def test_the_fastest_is_listed_first() -> None:
+    """Within 5%, fewer rounds count more than a difference below the model's error."""
     seconds = [one["seconds"] for one in recommended(*NETWORK).values() if one["rounds"] is not None]
     assert all(one <= 1.056 * min(later) for one, later in ((one, seconds[at:]) for at, one in enumerate(seconds)))
     assert len(set(seconds)) > 10
 
 
-def test_all_that_it_takes_reaches_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    """Four agents, 10 MB: out at 800 ms a message, in at 80; training sends half of it every fourth step."""
+def test_all_options_reach_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four agents, 10 MB: 800 ms per message out, 80 ms in. Training sends half of it every fourth step."""
     nic = ["--agents", "4", "--model-mb", "10", "--latency", "1ms", "--upload", "100mbit", "--download", "1gbit"]
     training = ["--local-steps", "4", "--compute", "1s", "--compression", "0.5", "--difference", "0.1"]
     training += ["--accuracy", "0.2"]
@@ -98,7 +98,7 @@ def test_all_that_it_takes_reaches_the_prediction(capsys: pytest.CaptureFixture[
     assert found["to_train"] and by_name[found["to_train"][0]]["refused"] == ""
 
 
-def test_what_cannot_be_trained_with_says_so_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_topologies_unfit_for_training_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "recommend", "-n", "6", "--all", "--download", "1gbit"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "a NIC 10 Gbit/s out and 1 Gbit/s in" in out
@@ -142,7 +142,7 @@ def test_what_cannot_be_trained_with_says_so_and_why(capsys: pytest.CaptureFixtu
         ("ring", "unrecognized arguments: ring"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_what_is_accepted(
+def test_invalid_options_are_refused_with_the_valid_ones(
     capsys: pytest.CaptureFixture[str], options: str, message: str
 ) -> None:
     try:
@@ -186,7 +186,7 @@ def printed_by(*options: str) -> str:
     return out.getvalue()
 
 
-def test_measure_under_a_launcher_asks_its_agents_and_rank_0_prints() -> None:
+def test_measure_under_a_launcher_queries_its_agents_and_rank_0_prints() -> None:
     with World(2, init=False) as world:
         first, other = world.results(printed_by, "--measure", "--model-mb", "1", "--json")
     assert is_a_measured_machine_of_two(document(first))
@@ -206,14 +206,16 @@ def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_few_agents_measure_for_many(capsys: pytest.CaptureFixture[str], two_measured: list[int]) -> None:
+def test_a_measurement_of_few_agents_predicts_for_many(
+    capsys: pytest.CaptureFixture[str], two_measured: list[int]
+) -> None:
     assert main(["topology", "recommend", "--measure", "-n", "8", "--json"]) == 0
     network = document(capsys.readouterr().out)["network"]
     assert two_measured == [4]
     assert (network["agents"], network["agents_per_machine"], network["inside"]["bandwidth"]) == (8, 8, 4e9)
 
 
-def test_what_is_said_of_the_network_between_machines_is_put_beside_what_was_measured(
+def test_options_about_the_network_are_shown_beside_the_measurement(
     capsys: pytest.CaptureFixture[str], two_measured: list[int]
 ) -> None:
     assert main(["topology", "recommend", "--measure", "-n", "4", "--per-machine", "2", *NIC, "--json"]) == 0
@@ -230,14 +232,14 @@ def test_what_is_said_of_the_network_between_machines_is_put_beside_what_was_mea
         (["--inside-bandwidth", "1gbit"], "--inside-bandwidth is what --measure measures"),
     ],
 )
-def test_what_was_not_measured_is_asked_for(
+def test_missing_measurements_are_requested(
     capsys: pytest.CaptureFixture[str], two_measured: list[int], options: list[str], said: str
 ) -> None:
     assert main(["topology", "recommend", "--measure", *options]) != 0
     assert said in capsys.readouterr().err
 
 
-def test_of_equally_fast_ones_an_exact_and_plain_one_comes_first() -> None:
+def test_of_equally_fast_ones_an_exact_and_simple_one_is_listed_first() -> None:
     """Two agents: most topologies are the same one exchange."""
     first, *_ = recommended("-n", "2", "--model-mb", "10")
     assert first == "ring"

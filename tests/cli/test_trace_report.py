@@ -45,7 +45,9 @@ def two_agents(folder: Path, *, steps: int = 6, ahead: float = 0.0) -> list[Writ
     return agents
 
 
-def test_it_says_who_was_slow_and_writes_one_trace_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_the_slow_agent_and_writes_one_merged_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     two_agents(tmp_path)
     said = report(capsys, str(tmp_path))
     assert "traces of 2 of 2 agents, on 2 machines" in said
@@ -56,7 +58,7 @@ def test_it_says_who_was_slow_and_writes_one_trace_of_all(tmp_path: Path, capsys
     assert len(json.loads((tmp_path / "merged.json").read_text())) > 50
 
 
-def test_the_merged_trace_goes_where_it_is_wanted_or_nowhere(
+def test_the_merged_trace_is_written_to_the_requested_place_or_nowhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_agents(tmp_path)
@@ -71,7 +73,7 @@ def test_a_merged_trace_is_not_read_as_an_agents(tmp_path: Path, capsys: pytest.
     assert report(capsys, str(tmp_path)) == report(capsys, str(tmp_path))
 
 
-def test_it_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_draws_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_agents(tmp_path)
     for name, steps in (("steps.png", True), ("whole.svg", False)):
         if not steps:
@@ -84,7 +86,7 @@ def test_it_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert picture.stat().st_size > 5000
 
 
-def test_each_panel_of_the_picture_explains_itself(tmp_path: Path) -> None:
+def test_each_panel_of_the_picture_has_a_legend(tmp_path: Path) -> None:
     two_agents(tmp_path)
     found = RunReport.of(tmp_path)
     figure = Figure()
@@ -120,7 +122,7 @@ def restarted(folder: Path) -> list[Written]:
     return lives
 
 
-def test_the_steps_of_a_restarted_agent_are_drawn_where_the_others_were_then(tmp_path: Path) -> None:
+def test_the_steps_of_a_restarted_agent_are_aligned_with_the_others(tmp_path: Path) -> None:
     restarted(tmp_path)
     found = RunReport.of(tmp_path)
     figure = Figure()
@@ -135,7 +137,7 @@ def test_the_steps_of_a_restarted_agent_are_drawn_where_the_others_were_then(tmp
     assert [text.get_text() for text in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 1 (restarted)"]
 
 
-def test_a_restarted_agent_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restarted_agent_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     restarted(tmp_path)
     said = report(capsys, str(tmp_path), "--steps")
     assert "1 (restarted) here 20.00" in said and " 1 here 20.00" in said
@@ -143,17 +145,17 @@ def test_a_restarted_agent_is_named_as_such(tmp_path: Path, capsys: pytest.Captu
     assert "those of ranks 1 end in the middle" in said
 
 
-def test_every_step_is_listed_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_is_listed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_agents(tmp_path)
     assert "1 6 20.000 20.000" in report(capsys, str(tmp_path), "--steps")
 
 
-def test_clocks_that_are_off_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clock_offsets_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_agents(tmp_path, ahead=300.0)
     assert "the clock of node1 is +300.0" in report(capsys, str(tmp_path))
 
 
-def test_what_is_missing_torn_or_of_another_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_truncated_and_foreign_traces_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agents = two_agents(tmp_path)
     agents[1].call(119.0, None, "y", 3)
     agents[1].lost(0, 119.5, "its process ended")
@@ -172,7 +174,7 @@ def test_what_is_missing_torn_or_of_another_run_is_said(tmp_path: Path, capsys: 
     assert "the trace of rank 1 ends in neighbor_allreduce 'y' round 3" in said
 
 
-def test_without_an_optimizer_it_is_told_of_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_optimizer_the_whole_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agent = Written(0, 1)
     agent.call(0.0, 2000.0)
     agent.wait(500.0, 2000.0)
@@ -181,7 +183,7 @@ def test_without_an_optimizer_it_is_told_of_the_whole_run(tmp_path: Path, capsys
     assert "no optimizer of Shoal's has marked steps: of the whole run" in said and "0 here 2.00 25.0%" in said
 
 
-def test_a_folder_with_both_kinds_of_files_is_told_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_both_kinds_of_files_reports_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_agents(tmp_path)
     entry = {"rank": 0, "incarnation": 0, "lost": [], "entered": [], "alive": [0, 1]}
     lines = [json.dumps(entry | {"at": at, "what": what}) + "\n" for at, what in ((1.0, "came"), (9.0, "left"))]
@@ -193,7 +195,7 @@ def test_a_folder_with_both_kinds_of_files_is_told_of_both(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("content", ["", "[\n"])
-def test_a_folder_with_nothing_to_tell_says_how_to_have_it(
+def test_an_empty_folder_names_the_option_that_writes_traces(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content:
@@ -203,8 +205,8 @@ def test_a_folder_with_nothing_to_tell_says_how_to_have_it(
     assert error.startswith("shoal report: error: there is") and ("SHOAL_TIMELINE=" in error or "rank0" in error)
 
 
-def test_what_a_name_says_is_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names are the script's: neither markup nor anything else."""
+def test_markup_in_names_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names come from the script: no markup in them is interpreted."""
     agent = Written(0, 1, host="[red]node")
     agent.call(0.0, None, "[bold]x")
     agent.into(tmp_path)
@@ -228,7 +230,7 @@ def train(straggler: int, steps: int, numel: int, pause: float) -> None:
 
 
 @over_both
-def test_an_agent_that_takes_longer_is_named_first(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_slowest_agent_is_named_first(environment: dict[str, str], tmp_path: Path) -> None:
     with World(3, environment=environment | {"SHOAL_TIMELINE": str(tmp_path)}) as world:
         world.results(train, 2, 12, 1000, 0.02)
     found = RunReport.of(tmp_path)
@@ -243,7 +245,7 @@ def machines() -> Iterator[list[Namespace]]:
 
 
 @pytest.mark.transport("network")
-def test_a_machine_with_a_slow_cable_is_named_first(machines: list[Namespace], tmp_path: Path) -> None:
+def test_a_machine_with_a_slow_link_is_named_first(machines: list[Namespace], tmp_path: Path) -> None:
     """Of three, one of which sends and receives two megabytes a second."""
     machines[2].slow(16_000)
     try:

@@ -141,7 +141,7 @@ def test_low_precision(size: int, per_machine: int, interval: int) -> None:
     assert torch.allclose(found, in_low_precision(size, per_machine, interval), rtol=0, atol=1e-9)
 
 
-def test_low_precision_on_one_machine_compresses_nothing() -> None:
+def test_low_precision_on_one_machine_is_not_compressed() -> None:
     found = torch.stack(shoal.Fleet(4).run(train, LowPrecisionDecentralizedAlgorithm))
     model, x = deepcopy(MODEL), flat(MODEL).repeat(4, 1)
     momentum = torch.zeros_like(x)
@@ -170,8 +170,8 @@ def what_is_kept(steps: int) -> list[list[float]]:
 @pytest.mark.timeout(240)
 @over_both
 @pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.slow)])
-def test_what_is_kept_of_the_neighbours_stays_true(environment: dict[str, Any], steps: int) -> None:
-    """Of replicas none could differ; of their sum only the rounding does."""
+def test_the_sum_of_the_neighbours_stays_accurate(environment: dict[str, Any], steps: int) -> None:
+    """Replicas could not differ. Their sum differs only by rounding."""
     with World(3, environment=environment) as world:
         found = torch.tensor(world.results(what_is_kept, steps), dtype=torch.float64)
     mean = found[:, 0].mean(0)
@@ -192,7 +192,7 @@ def test_averaged_gradients() -> None:
 
 
 def test_averaged_gradients_in_eight_bits() -> None:
-    """Chunks go to the agent that sums them, and their means back, in 8 bits both; the last layers come first."""
+    """Chunks are sent to the agent that sums them, and their means back, in 8 bits both. The last layers come first."""
     size = 3
     found = torch.stack(shoal.Fleet(size).run(train, ByteGradAlgorithm))
     assert torch.equal(found, found[0].expand_as(found))
@@ -215,10 +215,10 @@ def test_averaged_gradients_in_eight_bits() -> None:
 
 
 @pytest.mark.parametrize("compression", [None, pytest.param(shoal.compression.MinMaxUInt8(), marks=pytest.mark.slow)])
-def test_at_any_pace_agents_come_near_each_other_and_the_one_optimum(
+def test_at_any_pace_agents_converge_to_the_joint_optimum(
     compression: shoal.compression.Compressor | None,
 ) -> None:
-    """Who is done first waits in ``abort`` and answers; two optimizers have windows of their own."""
+    """The first agent to finish waits in ``abort`` and replies. Two optimizers have windows of their own."""
     target = [-1.0, 0.5, 4.0]
 
     def agent() -> list[float]:
@@ -246,7 +246,7 @@ def test_at_any_pace_agents_come_near_each_other_and_the_one_optimum(
     assert (found - mean).abs().max() < 1.0, found  # alone each would be at its own target
 
 
-def test_what_asynchronous_averages_have_not_is_refused() -> None:
+def test_options_that_asynchronous_averages_lack_are_refused() -> None:
     with pytest.raises(ValueError, match="peer_selection_mode='shift_one'"):
         AsyncModelAverageAlgorithm("shift_one")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="warmup_steps=-1"):
@@ -255,7 +255,7 @@ def test_what_asynchronous_averages_have_not_is_refused() -> None:
 
 @pytest.mark.parametrize("warmup", [1, 5])
 def test_a_warm_up_of_asynchronous_averages_averages_gradients(warmup: int) -> None:
-    """So many steps are those of averaged gradients, to the bit; the next ones are not, and agents differ."""
+    """The warm-up steps equal those of averaged gradients, to the bit. Later steps do not, and agents differ."""
 
     def run(make: Callable[[], Any], steps: int) -> Tensor:
         model = deepcopy(MODEL)
@@ -284,7 +284,7 @@ def test_a_warm_up_of_asynchronous_averages_averages_gradients(warmup: int) -> N
 
 
 def test_adam_with_momenta_in_eight_bits() -> None:
-    """Whose equation ``tests/optim/test_one_bit_adam.py`` writes down."""
+    """Its equation is in ``tests/optim/test_one_bit_adam.py``."""
 
     def run(way: str) -> Tensor:
         model = deepcopy(MODEL)
@@ -308,7 +308,7 @@ def test_adam_with_momenta_in_eight_bits() -> None:
     assert (found - flat(MODEL)).abs().max() > 0.01
 
 
-def test_q_adam_is_for_its_own_optimizer() -> None:
+def test_q_adam_requires_its_own_optimizer() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         other = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -318,7 +318,7 @@ def test_q_adam_is_for_its_own_optimizer() -> None:
     shoal.Fleet(1).run(run)
 
 
-def test_a_grad_scaler_whose_gradients_overflow_leaves_nobody_waiting() -> None:
+def test_a_grad_scaler_with_overflowing_gradients_does_not_deadlock() -> None:
     def agent() -> tuple[Tensor, float]:
         model = deepcopy(MODEL).float()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -367,7 +367,7 @@ def test_schedulers_closures_and_several_optimizers() -> None:
     assert len(shoal.Fleet(2, timeout=20.0).run(agent)) == 2
 
 
-def test_all_begin_with_the_optimizer_state_of_rank_0() -> None:
+def test_all_start_with_the_optimizer_state_of_rank_0() -> None:
     def agent() -> tuple[float, list[Tensor]]:
         model = deepcopy(MODEL)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR * (1 + shoal.rank()), momentum=MOMENTUM)
@@ -384,7 +384,7 @@ def test_all_begin_with_the_optimizer_state_of_rank_0() -> None:
         assert all(torch.equal(one, two) for one, two in zip(momenta, theirs, strict=True))
 
 
-def test_it_is_taken_back_and_another_takes_its_place() -> None:
+def test_an_algorithm_is_removed_and_replaced() -> None:
     def agent() -> None:
         model = deepcopy(MODEL)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -423,7 +423,7 @@ def test_ranks_are_shoals() -> None:
         (2, {"optimizers": ["sgd"]}, TypeError, "optimizer"),
     ],
 )
-def test_what_cannot_be(size: int, give: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: type[Exception], said: str) -> None:
     def agent() -> None:
         model: Any = deepcopy(MODEL)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -451,6 +451,6 @@ def test_what_cannot_be(size: int, give: dict[str, Any], error: type[Exception],
         (lambda: ByteGradAlgorithm(average=False), "learning rate"),
     ],
 )
-def test_what_no_algorithm_is(make: Callable[[], object], said: str) -> None:
+def test_invalid_algorithms_are_refused(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()

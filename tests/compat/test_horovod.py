@@ -66,7 +66,7 @@ def test_reductions_in_all_forms(fleet: Fleets) -> None:
                 assert torch.allclose(one, expected, rtol=0, atol=1e-14)
 
 
-def test_the_two_ways_to_ask_for_a_sum_and_factors() -> None:
+def test_both_ways_to_request_a_sum_and_factors() -> None:
     def run() -> list[Tensor]:
         hvd.init()
         x, whole = x_of(hvd.rank()), torch.tensor([hvd.rank() + 2, -hvd.rank() - 2])
@@ -98,7 +98,7 @@ def test_the_two_ways_to_ask_for_a_sum_and_factors() -> None:
             assert torch.allclose(one, right.double(), rtol=0, atol=1e-14)
 
 
-def test_sixteen_bits_travel() -> None:
+def test_sixteen_bit_tensors_are_sent() -> None:
     def run() -> tuple[Tensor, Tensor, int]:
         hvd.init()
         x = x_of(hvd.rank(), 3000, dtype=torch.float32)
@@ -241,7 +241,7 @@ def test_gradients_are_horovods(what: str) -> None:
 
 
 def test_gradients_of_process_sets_have_the_factors_of_the_set() -> None:
-    """As Horovod's own tests have them: ones, and with a sum that is scattered the number of the set's agents."""
+    """As in Horovod's tests: ones, and the number of the set's agents for a scattered sum."""
 
     def run() -> list[list[float]]:
         odd, even = hvd.ProcessSet([1, 3, 4]), hvd.ProcessSet([0, 2])
@@ -268,7 +268,7 @@ def test_gradients_of_process_sets_have_the_factors_of_the_set() -> None:
         assert found == [[1.0], [1.0], [1.0], [float(rank in (2, 3))], [count], [count], [1.0]]
 
 
-def test_a_gradient_does_not_go_through_what_is_not_linear() -> None:
+def test_nonlinear_operations_have_no_gradient() -> None:
     def run() -> None:
         hvd.init()
         found = hvd.allreduce(torch.ones(2, requires_grad=True), op=hvd.Max)
@@ -278,7 +278,7 @@ def test_a_gradient_does_not_go_through_what_is_not_linear() -> None:
     shoal.Fleet(2, timeout=20.0).run(run)
 
 
-def test_what_is_asked_for_wrongly_is_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     hvd.init()
     try:
         with pytest.raises(ValueError, match="average=True and op=Sum are both given"):
@@ -313,7 +313,7 @@ def test_what_is_asked_for_wrongly_is_refused() -> None:
         shoal.Fleet(1).run(hvd.join)
 
 
-def test_who_is_there_and_what_is_built() -> None:
+def test_ranks_sizes_and_build_flags() -> None:
     def run() -> list[object]:
         assert hvd.is_initialized()
         hvd.init()
@@ -453,7 +453,7 @@ def test_batch_norm_is_that_of_the_joined_batch(shape: tuple[int, ...]) -> None:
             assert torch.allclose(one, right, rtol=1e-9, atol=1e-10)  # type: ignore[arg-type]
 
 
-def test_batch_norm_of_one_and_with_a_mean_of_all_batches() -> None:
+def test_batch_norm_of_one_agent_and_with_a_mean_of_all_batches() -> None:
     x = x_of(0, 5, 2)
     mine, theirs = hvd.SyncBatchNorm(2, momentum=None).double(), torch.nn.BatchNorm1d(2, momentum=None).double()
     for step in range(3):
@@ -501,7 +501,7 @@ def traced(folder: str) -> None:
     hvd.allreduce(torch.ones(2), name="after")
 
 
-def test_a_timeline_from_one_moment_to_another(tmp_path: Path) -> None:
+def test_a_timeline_between_start_and_stop(tmp_path: Path) -> None:
     shoal.Fleet(2, timeout=20.0).run(traced, str(tmp_path))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["trace.json", "trace.rank1.json"]
     for path in tmp_path.iterdir():
@@ -521,7 +521,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_error_names_the_operation_that_was_called(name: str) -> None:
+def test_an_error_names_the_called_operation(name: str) -> None:
     def run() -> None:
         hvd.init()
         x = torch.eye(2).to_sparse()

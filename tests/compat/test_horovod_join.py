@@ -26,8 +26,8 @@ ORDERS = [1, 4, 1], [2, 0, 1]
 """How often each agent calls before each of two joins. Rank 1 is the last, then rank 0, with fewer calls in all."""
 
 
-def test_who_has_joined_has_zeros_and_averages_are_over_all(fleet: Fleets) -> None:
-    """In two joins one after the other, with another agent as the last; by name, without one, and several at once."""
+def test_a_joined_agent_contributes_zeros_and_averages_are_over_all(fleet: Fleets) -> None:
+    """In two successive joins, with another agent as the last: by name, without one, and several at once."""
 
     def run() -> list[Any]:
         hvd.init()
@@ -59,8 +59,8 @@ def test_who_has_joined_has_zeros_and_averages_are_over_all(fleet: Fleets) -> No
         assert found == [(expected(ORDERS[0], rank), 1), (expected(ORDERS[1], rank), 0), 1.0]
 
 
-def test_training_goes_on_without_those_that_have_joined() -> None:
-    """And all end with the model of who joined last."""
+def test_training_continues_without_joined_agents() -> None:
+    """All end with the model of the agent that joined last."""
     batches = [1, 4, 2]
 
     def run() -> Tensor:
@@ -84,8 +84,8 @@ def test_training_goes_on_without_those_that_have_joined() -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_gradients_of_gathered_tensors_flow_without_those_that_have_joined(grouped: bool) -> None:
-    """Nobody waits for a deadline: it is longer than the test may take."""
+def test_gradients_of_gathered_tensors_skip_joined_agents(grouped: bool) -> None:
+    """No agent waits for a deadline: it is longer than the test's timeout."""
 
     def run() -> list[float]:
         hvd.init()
@@ -103,7 +103,7 @@ def test_gradients_of_gathered_tensors_flow_without_those_that_have_joined(group
         assert torch.allclose(torch.tensor(mine), torch.tensor(rows) * 2 / 3)
 
 
-def test_calls_of_process_sets_go_on_beside_it() -> None:
+def test_calls_of_process_sets_continue_beside_it() -> None:
     def run() -> float:
         pair = hvd.ProcessSet([1, 2])
         hvd.init(process_sets=[pair])
@@ -117,7 +117,7 @@ def test_calls_of_process_sets_go_on_beside_it() -> None:
     assert shoal.Fleet(SIZE, timeout=20.0).run(run) == [0.0, 4.0, 4.0]
 
 
-def test_what_nobody_can_take_part_in_ends_the_join() -> None:
+def test_a_call_that_a_joined_agent_cannot_take_part_in_ends_the_join() -> None:
     def run() -> None:
         hvd.init()
         if hvd.rank():
@@ -128,7 +128,7 @@ def test_what_nobody_can_take_part_in_ends_the_join() -> None:
         shoal.Fleet(2, timeout=20.0).run(run)
 
 
-def test_who_waits_for_somebody_that_does_not_come_says_for_whom() -> None:
+def test_a_call_that_waits_for_an_absent_agent_names_it() -> None:
     ended = threading.Event()
 
     def run() -> None:
@@ -146,7 +146,7 @@ def test_who_waits_for_somebody_that_does_not_come_says_for_whom() -> None:
     shoal.Fleet(2, timeout=0.5).run(run)
 
 
-def test_who_leaves_without_joining_ends_the_others_joins() -> None:
+def test_an_agent_that_leaves_without_joining_ends_the_others_joins() -> None:
     def run() -> None:
         hvd.init()
         if hvd.rank() != 1:
@@ -157,7 +157,7 @@ def test_who_leaves_without_joining_ends_the_others_joins() -> None:
     shoal.Fleet(3, timeout=10.0).run(run)
 
 
-def test_nothing_is_sent_for_it_while_nobody_has_joined() -> None:
+def test_without_joined_agents_nothing_is_sent() -> None:
     def run() -> list[str]:
         hvd.init()
         names: list[str] = []
@@ -187,7 +187,7 @@ def left_after_a_loss() -> tuple[list[float], int]:
     return seen, hvd.join()
 
 
-def test_who_is_lost_is_not_waited_for() -> None:
+def test_a_failed_agent_is_not_waited_for() -> None:
     world = World(4, environment={"SHOAL_ON_LOSS": "continue"})
     world.excused.add(1)
     try:
@@ -202,7 +202,7 @@ def test_who_is_lost_is_not_waited_for() -> None:
         assert outcomes[rank].value[0] == [-12.0, -20.0, -28.0]
 
 
-def test_who_waits_in_join_says_for_whom(
+def test_an_agent_waiting_in_join_names_the_missing_ones(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SHOAL_STALL_SECONDS", "0.4")

@@ -57,7 +57,7 @@ def in_fleet(*args: Any) -> Tensor:
     return found[0]
 
 
-def test_a_step_takes_the_mean_of_all_gradients(fleet: Fleets) -> None:
+def test_a_step_uses_the_mean_of_all_gradients(fleet: Fleets) -> None:
     for found in fleet(SIZE).run(train):
         assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
 
@@ -72,7 +72,7 @@ OPTIONS: dict[str, Callable[[torch.nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_same_whatever_travels_together(options: Any) -> None:
+def test_fusion_does_not_change_the_result(options: Any) -> None:
     assert torch.allclose(in_fleet(options), by_one(), rtol=0, atol=1e-12)
 
 
@@ -84,8 +84,8 @@ def test_sums_more_passes_and_sixteen_bits() -> None:
     assert 1e-9 < (rough - exact).abs().max() < 1e-2
 
 
-def test_groups_leave_during_the_backward_pass() -> None:
-    """The last layer's gradient has left when the first layer's is about to be computed."""
+def test_groups_are_sent_during_the_backward_pass() -> None:
+    """The last layer's gradient has been sent before the first layer's is computed."""
 
     def run() -> list[str]:
         hvd.init()
@@ -130,7 +130,7 @@ def test_gradients_are_clipped_between_synchronize_and_step(skips: bool) -> None
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["synchronize, unscale_, skip_synchronize", "step alone"])
-def test_a_grad_scaler_leaves_out_a_step_on_all_where_one_overflows(by_hand: bool) -> None:
+def test_a_grad_scaler_skips_a_step_on_all_agents_if_one_overflows(by_hand: bool) -> None:
     def run() -> tuple[Tensor, float]:
         hvd.init()
         model = deepcopy(MODEL)
@@ -155,7 +155,7 @@ def test_a_grad_scaler_leaves_out_a_step_on_all_where_one_overflows(by_hand: boo
 
 
 def test_a_closure_and_a_scheduler() -> None:
-    """A scheduler that was made before, and one that was made after."""
+    """One scheduler was created before the wrapper, and one after it."""
 
     def run() -> tuple[Tensor, list[float]]:
         hvd.init()
@@ -183,7 +183,7 @@ def test_a_closure_and_a_scheduler() -> None:
         assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
 
 
-def test_it_is_the_users_optimizer() -> None:
+def test_the_wrapper_behaves_as_the_users_optimizer() -> None:
     def run() -> None:
         hvd.init()
         model = deepcopy(MODEL)
@@ -213,8 +213,11 @@ def test_it_is_the_users_optimizer() -> None:
     shoal.Fleet(2, timeout=20.0).run(run)
 
 
-def test_who_has_no_gradient_counts_as_zero() -> None:
-    """One agent has none for a part of the model, one none at all; one parameter is nobody's, and one is frozen."""
+def test_missing_gradients_count_as_zero() -> None:
+    """One agent has none for a part of the model, and one has none at all.
+
+    One parameter is unused, and one is frozen.
+    """
 
     class Parts(torch.nn.Module):
         def __init__(self) -> None:
@@ -243,7 +246,7 @@ def test_who_has_no_gradient_counts_as_zero() -> None:
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_layer_that_is_frozen_later(everywhere: bool) -> None:
-    """On one agent alone it takes the others' steps all the same; on all it stays, also under momentum and decay."""
+    """Frozen on one agent only, it takes the others' steps. Frozen on all it stays, also under momentum and decay."""
 
     def run() -> tuple[Tensor, bool]:
         hvd.init()
@@ -300,7 +303,7 @@ def test_sparse_gradients_are_sparse_again_in_the_step(dense: bool, options: dic
         assert torch.allclose(weight, table.weight, rtol=0, atol=1e-6)
 
 
-def test_who_is_not_in_its_process_set_steps_alone() -> None:
+def test_an_agent_outside_its_process_set_steps_alone() -> None:
     def run() -> Tensor:
         pair = hvd.ProcessSet([0, 2])
         hvd.init(process_sets=[pair])
@@ -316,7 +319,7 @@ def test_who_is_not_in_its_process_set_steps_alone() -> None:
         assert torch.allclose(found, right, rtol=0, atol=1e-12)
 
 
-def test_what_would_lose_gradients_is_an_error() -> None:
+def test_calls_that_would_lose_gradients_raise() -> None:
     def run() -> None:
         hvd.init()
         model = deepcopy(MODEL)
@@ -342,7 +345,7 @@ def test_what_would_lose_gradients_is_an_error() -> None:
     shoal.Fleet(2, timeout=20.0).run(run)
 
 
-def test_other_models_are_found_when_it_is_made() -> None:
+def test_models_that_differ_are_detected_by_the_constructor() -> None:
     def run() -> None:
         hvd.init()
         made(torch.nn.Linear(2, 1 + hvd.rank()))
@@ -351,7 +354,7 @@ def test_other_models_are_found_when_it_is_made() -> None:
         shoal.Fleet(2, timeout=20.0).run(run)
 
 
-def test_what_is_asked_for_wrongly_is_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     hvd.init()
     try:
         model = torch.nn.Linear(2, 1)

@@ -106,7 +106,7 @@ def by_one_process(begin: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[fl
 
 
 @pytest.mark.timeout(150)  # each agent imports torch, which takes long where others want the cores
-def test_the_script_learns_what_one_process_learns(tmp_path: Path) -> None:
+def test_the_script_trains_like_one_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("import horovod.torch as hvd", "import shoal.compat.horovod as hvd"))
     begin = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).state_dict()

@@ -8,14 +8,15 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shoal
 from shoal.algorithms import Exchange
 from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
+from shoal.compression.draws import _between_0_and_1
 from shoal.sim.stacked import StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 ALL: list[Compressor] = [
     Identity(),
@@ -57,7 +58,7 @@ vectors = st.lists(numbers, min_size=1, max_size=24).map(lambda row: torch.tenso
 
 
 @given(vectors, st.sampled_from([one for one in ALL if not one.unbiased and not isinstance(one, RandomK | Shrunk)]))
-def test_a_deterministic_contraction_loses_no_more_than_it_says(x: torch.Tensor, compressor: Compressor) -> None:
+def test_a_deterministic_contraction_is_within_its_stated_error(x: torch.Tensor, compressor: Compressor) -> None:
     error = energy(compressor(x, mix(1)) - x)
     assert error <= energy(x) * (1 + 1e-12)
     if isinstance(compressor, MinMaxUInt8) and any(
@@ -68,7 +69,7 @@ def test_a_deterministic_contraction_loses_no_more_than_it_says(x: torch.Tensor,
 
 
 @given(vectors, st.integers(0, 1000))
-def test_random_k_never_adds_to_the_error(x: torch.Tensor, round_: int) -> None:
+def test_random_k_never_increases_the_error(x: torch.Tensor, round_: int) -> None:
     assert energy(RandomK(0.25)(x, mix(1, round_)) - x) <= energy(x)
 
 
@@ -85,7 +86,7 @@ def test_random_k_never_adds_to_the_error(x: torch.Tensor, round_: int) -> None:
     ],
     ids=str,
 )
-def test_a_random_one_loses_no_more_than_it_says_in_the_mean(compressor: Compressor) -> None:
+def test_a_random_contraction_is_within_its_stated_mean_error(compressor: Compressor) -> None:
     x = normal(12)
     lost = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
     # Hoeffding: the mean of numbers between 0 and their largest is off by more with a chance below 1e-9.
@@ -95,7 +96,7 @@ def test_a_random_one_loses_no_more_than_it_says_in_the_mean(compressor: Compres
 
 @pytest.mark.parametrize("norm", ["max", "euclidean"])
 @pytest.mark.parametrize("levels", [1, 2, 7])
-def test_qsgd_loses_no_more_than_omega_where_it_loses_most(levels: int, norm: Literal["max", "euclidean"]) -> None:
+def test_qsgd_is_within_omega_on_its_worst_case(levels: int, norm: Literal["max", "euclidean"]) -> None:
     """One large number, and many of the size at which the relative error is largest."""
     d, compressor = 400, QSGD(levels, norm)
     worst = 0.0
@@ -109,9 +110,7 @@ def test_qsgd_loses_no_more_than_omega_where_it_loses_most(levels: int, norm: Li
 
 @pytest.mark.parametrize("norm", ["max", "euclidean"])
 @pytest.mark.parametrize("d", [7, 8, 9, 15, 16, 17])
-def test_each_chunk_has_a_step_of_its_own_also_where_the_last_is_short(
-    d: int, norm: Literal["max", "euclidean"]
-) -> None:
+def test_each_chunk_has_its_own_step_also_a_short_last_one(d: int, norm: Literal["max", "euclidean"]) -> None:
     """Every number is a multiple of its chunk's step, so none is rounded."""
     x = torch.full((1, d), 0.25, dtype=torch.float64)
     x[:, 8:16], x[:, 16:] = 1024.0, 2.0**-20
@@ -121,7 +120,7 @@ def test_each_chunk_has_a_step_of_its_own_also_where_the_last_is_short(
     assert torch.equal(whole(x, mix(1)), x) == (d <= 8)
 
 
-def test_shrunk_is_for_unbiased_compressors_whose_error_is_known() -> None:
+def test_shrunk_is_for_unbiased_compressors_with_a_known_error() -> None:
     with pytest.raises(ValueError, match=r"TopK\(share=0\.1\) is biased"):
         Shrunk(TopK(0.1))
 
@@ -133,7 +132,7 @@ def test_shrunk_is_for_unbiased_compressors_whose_error_is_known() -> None:
         Shrunk(Unknown())(normal(1, 3), mix(1))
 
 
-def test_random_k_loses_what_the_lemmas_say() -> None:
+def test_random_k_has_the_error_of_the_lemmas() -> None:
     x = normal(12)
     for compressor, expected in ((RandomK(0.25), 1 - 0.25), (RandomK(0.25, scaled=True), 1 / 0.25 - 1)):
         lost = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
@@ -143,7 +142,7 @@ def test_random_k_loses_what_the_lemmas_say() -> None:
 
 @every_dtype
 @pytest.mark.parametrize("compressor", [one for one in ALL if one.unbiased], ids=str)
-def test_the_mean_of_an_unbiased_one_is_the_vector(compressor: Compressor, dtype: torch.dtype) -> None:
+def test_the_mean_of_an_unbiased_compressor_is_the_vector(compressor: Compressor, dtype: torch.dtype) -> None:
     x = normal(12, dtype=dtype)
     drawn = compressor(x.expand(SAMPLES, -1), mix(SAMPLES)).double()
     # Hoeffding, for each number: what it can be lies within the range that was seen.
@@ -151,7 +150,32 @@ def test_the_mean_of_an_unbiased_one_is_the_vector(compressor: Compressor, dtype
     assert ((drawn.mean(0) - x).abs() <= margin + 1e-12).all()
 
 
-def test_what_is_called_biased_is() -> None:
+class Evenly:
+    """Random numbers that have every share of [0, 1) equally often, one for each row."""
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        bits = ((torch.arange(len(like), dtype=torch.float64) + 0.5) * (2**53 / len(like))).long()
+        return _between_0_and_1(bits, torch.empty(len(like), dtype=like.dtype))[:, None].expand(like.shape)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([torch.float16, torch.bfloat16]),
+    st.floats(-1.0, 1.0, width=32),
+    st.integers(0, 20),
+    st.sampled_from([1, 7, 100, 127]),
+)
+@example(torch.bfloat16, -1.0, 15, 127)  # far below a step: rounded to a multiple, it would always become zero
+@example(torch.bfloat16, 0.99609375, 0, 127)  # 127.5 steps: the largest multiple has to be above it
+def test_qsgd_of_16_bits_has_no_bias(dtype: torch.dtype, share: float, halvings: int, levels: int) -> None:
+    """The mean over all random numbers, to the distance of two of them. The largest number of the vector is 128."""
+    count = 1 << 13
+    x = torch.tensor([128.0 * share * 0.5**halvings, 128.0], dtype=torch.float64).to(dtype)
+    found = QSGD(levels)(x.expand(count, -1), Evenly()).double().mean(0)
+    assert ((found - x.double()).abs() <= 256 / levels / count).all(), (found - x.double()).tolist()
+
+
+def test_compressors_declared_biased_are_biased() -> None:
     x = normal(12)
     for compressor in ALL:
         if not compressor.unbiased:
@@ -193,7 +217,7 @@ def test_a_single_number_can_be_compressed(compressor: Compressor, dtype: torch.
 
 
 @every_compressor
-def test_it_leaves_its_argument_as_it_was(compressor: Compressor) -> None:
+def test_the_argument_is_not_changed(compressor: Compressor) -> None:
     x = normal(3, 9)
     before = x.clone()
     compressor(x, mix(3))
@@ -202,7 +226,7 @@ def test_it_leaves_its_argument_as_it_was(compressor: Compressor) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @every_compressor
-def test_what_is_not_finite_stays_visible_and_in_its_row(compressor: Compressor, bad: float) -> None:
+def test_non_finite_values_stay_in_their_row(compressor: Compressor, bad: float) -> None:
     x = normal(64, 8)
     clean = compressor(x, mix(64))
     x[::2, 5] = bad
@@ -216,7 +240,7 @@ def test_what_is_not_finite_stays_visible_and_in_its_row(compressor: Compressor,
         assert seen[::2].all()
 
 
-def test_top_k_takes_the_first_of_equals() -> None:
+def test_top_k_takes_the_first_of_equal_values() -> None:
     x = torch.tensor([[1.0, -2.0, 2.0, 2.0, -1.0, 2.0]])
     assert TopK(0.5)(x, mix(1)).tolist() == [[0.0, -2.0, 2.0, 2.0, 0.0, 0.0]]
 
@@ -231,7 +255,7 @@ def test_top_k_takes_the_largest(x: torch.Tensor, share: float) -> None:
     assert torch.equal(TopK(share)(x, mix(1)), expected)
 
 
-def test_random_k_sends_as_many_as_it_says_at_places_that_change() -> None:
+def test_random_k_sends_its_number_of_entries_at_changing_positions() -> None:
     first, second = (RandomK(0.3)(torch.ones(50, 10), mix(50, round_)) for round_ in (0, 1))
     assert (first.sum(-1) == 3).all()
     assert not torch.equal(first, second)
@@ -239,8 +263,8 @@ def test_random_k_sends_as_many_as_it_says_at_places_that_change() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_random_k_sends_every_place_equally_often(dtype: torch.dtype) -> None:
-    """And the same places of all dtypes with 32 bits or fewer, also by its wire format."""
+def test_random_k_sends_every_position_equally_often(dtype: torch.dtype) -> None:
+    """And the same positions of all dtypes with 32 bits or fewer, also by its wire format."""
     agents, d, share = 500, 1000, 0.004
     compressor, x = RandomK(share), torch.ones(agents, d, dtype=dtype)
     sent = compressor(x, mix(agents))
@@ -251,8 +275,8 @@ def test_random_k_sends_every_place_equally_often(dtype: torch.dtype) -> None:
     assert (sent.double().view(agents, 10, -1).sum((0, 2)) - 200).abs().max() < 6 * 13.5
 
 
-def test_random_k_sends_pairs_of_places_independently() -> None:
-    """The places of an agent do not tell those of another agent or of another round."""
+def test_random_k_draws_pairs_of_positions_independently() -> None:
+    """The positions of an agent do not determine those of another agent or of another round."""
     d, count = 200, 40
     first = RandomK(count / d)(torch.ones(400, d), mix(400, 0))
     second = RandomK(count / d)(torch.ones(400, d), mix(400, 1))
@@ -272,7 +296,7 @@ def test_qsgd_gives_multiples_of_a_power_of_two_next_to_the_number() -> None:
     assert ((found / step).abs() <= 127).all()
 
 
-def test_qsgd_keeps_what_are_multiples_of_its_step() -> None:
+def test_qsgd_keeps_multiples_of_its_step() -> None:
     x = torch.randint(-127, 128, (20, 30), generator=torch.Generator().manual_seed(1)).double()
     x[:, 0] = 127
     assert torch.equal(QSGD(127)(x, mix(20)), x)
@@ -290,7 +314,7 @@ def test_sign_has_one_magnitude_the_power_of_two_nearest_to_the_mean() -> None:
 
 @every_dtype
 @pytest.mark.parametrize("chunk", [None, 7, 30])
-def test_min_max_is_within_half_a_step_and_keeps_the_greatest(chunk: int | None, dtype: torch.dtype) -> None:
+def test_min_max_is_within_half_a_step_and_keeps_the_maximum(chunk: int | None, dtype: torch.dtype) -> None:
     x = normal(50, 30, dtype=dtype)
     found = MinMaxUInt8(chunk)(x, mix(50))
     for part, mine in zip(x.split(chunk or 30, -1), found.split(chunk or 30, -1), strict=True):
@@ -375,13 +399,13 @@ def test_the_bytes_are_those_of_the_message() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5, math.nan])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
+def test_an_invalid_share_is_refused(share: float) -> None:
     for make in (TopK, RandomK):
         with pytest.raises(ValueError, match="above 0 and at most 1"):
             make(share)
 
 
-def test_numbers_that_mean_nothing_are_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="levels=0"):
         QSGD(0)
     with pytest.raises(ValueError, match="norm='one'"):
@@ -393,8 +417,8 @@ def test_numbers_that_mean_nothing_are_refused() -> None:
 
 
 @pytest.mark.parametrize("norm", ["max", "euclidean"])
-def test_each_chunk_is_quantised_by_itself(norm: Literal["max", "euclidean"]) -> None:
-    """As a vector of its own would be, with the draws of its place."""
+def test_each_chunk_is_quantised_independently(norm: Literal["max", "euclidean"]) -> None:
+    """Like a vector of its own, with the draws of its positions."""
     x = normal(50, 47)
     whole = QSGD(7, norm, chunk=10)(x, mix(50))
     draws = mix(50).uniform(x)
@@ -408,6 +432,6 @@ def test_each_chunk_is_quantised_by_itself(norm: Literal["max", "euclidean"]) ->
         assert torch.equal(whole[..., start : start + 10], QSGD(7, norm)(part, Drawn()))  # type: ignore[arg-type]
 
 
-def test_four_bits_with_chunks_are_a_contraction_however_long_the_vector_is() -> None:
+def test_four_bits_with_chunks_are_a_contraction_for_any_length() -> None:
     assert QSGD(7, chunk=64).delta(10**9) == QSGD(7).delta(64) > 0.2
     assert QSGD(7).delta(10**9) == 0

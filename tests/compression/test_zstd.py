@@ -30,7 +30,7 @@ def numbers(d: int = 20_000) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("inner", INNER, ids=str)
-def test_a_vector_arrives_as_the_compressor_says_in_no_more_bytes(inner: Compressor) -> None:
+def test_a_vector_is_decoded_to_the_compressors_output_from_no_more_bytes(inner: Compressor) -> None:
     compressor = Zstd(inner)
     for x in (numbers(), numbers(3), torch.zeros(5000), torch.full((7,), torch.nan), torch.empty(0)):
         message = compressor.encode(x, draws())
@@ -51,7 +51,7 @@ def test_fine_messages_get_shorter() -> None:
     assert all(share < limit for share, limit in zip(shares, [0.95, 0.8, 0.85, 1.01, 1.0], strict=True)), shares
 
 
-def test_it_is_what_the_compressor_is() -> None:
+def test_properties_are_those_of_the_compressor() -> None:
     for inner in INNER:
         compressor = Zstd(inner)
         assert (compressor.unbiased, compressor.encodes) == (inner.unbiased, True)
@@ -70,7 +70,7 @@ FRAMES = [
 
 
 @pytest.mark.parametrize("frame", FRAMES, ids=["empty", "text", "a bomb", "too short", "cut off", "no size"])
-def test_a_frame_that_nobody_sends_is_refused(frame: bytes) -> None:
+def test_an_invalid_frame_is_refused(frame: bytes) -> None:
     data = torch.frombuffer(bytearray(frame or b"x"), dtype=torch.uint8)[: len(frame)]
     for d in (20_000, 100_000):
         with pytest.raises(ValueError, match=r"it should be Zstd\(.* of \d+ numbers|not of \d+ bytes"):
@@ -78,19 +78,19 @@ def test_a_frame_that_nobody_sends_is_refused(frame: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_drawn_bytes_are_refused(made: bytes) -> None:
+def test_random_bytes_are_refused(made: bytes) -> None:
     data = torch.tensor(list(made), dtype=torch.uint8)
     with pytest.raises(ValueError):
         Zstd(MinMaxUInt8()).decode(data, 1000, torch.float32, draws())
 
 
 @pytest.mark.parametrize("level", [0, 23, -1])
-def test_a_level_that_zstd_has_not_is_refused(level: int) -> None:
+def test_an_unsupported_level_is_refused(level: int) -> None:
     with pytest.raises(ValueError, match=f"level={level}"):
         Zstd(Sign(), level=level)
 
 
-def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **named: Any) -> Any:

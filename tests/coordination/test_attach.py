@@ -62,7 +62,7 @@ def by_script(script: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=found("ucc"))])
-def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts(engine: str) -> None:
+def test_the_scripts_own_group_moves_tensors_and_is_not_destroyed(engine: str) -> None:
     said = by_script(
         f"""
         import torch, torch.distributed as dist, shoal
@@ -83,7 +83,7 @@ def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts(engine: 
 
 
 @found("ucc")
-def test_groups_that_shoal_makes_of_ucc_give_the_bits_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ucc_groups_created_by_shoal_give_the_bits_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = torch.randn(50_000, generator=torch.Generator().manual_seed(shoal.rank()))
@@ -116,7 +116,7 @@ def test_a_group_of_mpi_moves_tensors() -> None:
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 1)])
-def test_a_group_that_is_not_of_all_in_their_order_is_refused(size: int, rank: int) -> None:
+def test_a_group_without_all_ranks_in_order_is_refused(size: int, rank: int) -> None:
     class Given:
         def size(self) -> int:
             return size
@@ -129,7 +129,7 @@ def test_a_group_that_is_not_of_all_in_their_order_is_refused(size: int, rank: i
 
 
 @pytest.mark.parametrize("said", ["processgroup", "process_group", "gloo"])
-def test_what_is_no_transport_is_refused_with_all_that_there_are(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_transport_is_refused_with_the_known_ones(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TRANSPORT", said)
     with pytest.raises(ValueError, match=f"={said!r}; it may be one of threads, shared_memory, network, process-group"):
         shoal.init()
@@ -145,7 +145,7 @@ def begin() -> str:
     return "it began"
 
 
-def test_between_machines_it_is_refused_together_with_tls(tmp_path: Path) -> None:
+def test_between_machines_process_groups_are_refused_together_with_tls(tmp_path: Path) -> None:
     certificates.make(tmp_path / "made", 2)
     secured = {"SHOAL_TLS": "on", "SHOAL_CERTIFICATES": str(tmp_path / "made")}
     with (
@@ -157,7 +157,7 @@ def test_between_machines_it_is_refused_together_with_tls(tmp_path: Path) -> Non
     assert second.value != "it began"  # and may hear of it by the end of the first
 
 
-def test_what_nothing_would_move_is_no_message_of_ours() -> None:
+def test_a_message_without_a_tensor_is_a_protocol_error() -> None:
     def run() -> None:
         message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=8)
         with pytest.raises(ProtocolError, match="travels over an engine that there is not"):
@@ -166,7 +166,7 @@ def test_what_nothing_would_move_is_no_message_of_ours() -> None:
     shoal.Fleet(2).run(run)
 
 
-def test_nor_is_a_tensor_larger_than_this_machines_memory() -> None:
+def test_a_tensor_larger_than_this_machines_memory_is_a_protocol_error() -> None:
     def run() -> None:
         message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=1 << 50)
         with pytest.raises(ProtocolError, match="more than this machine has"):
@@ -175,6 +175,6 @@ def test_nor_is_a_tensor_larger_than_this_machines_memory() -> None:
     shoal.Fleet(2, transport=PROCESS_GROUP).run(run)
 
 
-def test_an_exchange_that_is_not_said_to_be_carried_goes_by_links() -> None:
+def test_an_exchange_without_a_backend_mark_uses_links() -> None:
     assert Exchange((), ()).carried is None
     assert BackendRequest().among == ()

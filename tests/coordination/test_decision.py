@@ -39,29 +39,29 @@ def refusals(decision: list[Response | Refusal]) -> list[Refusal]:
     return [one for one in decision if isinstance(one, Refusal)]
 
 
-def test_what_several_ask_for_is_merged_by_request() -> None:
+def test_requests_of_several_agents_are_merged() -> None:
     several = [{request("x"): [0, 1], request("y"): [1]}, {request("x"): [2]}]
     assert merged(several) == {request("x"): [0, 1, 2], request("y"): [1]}
 
 
-def test_a_request_is_ready_when_every_member_has_asked() -> None:
+def test_a_request_is_ready_when_every_member_has_requested_it() -> None:
     asked = {request("a"): [0, 1, 2], request("b"): [0, 2], request("c", members=(0, 2)): [0, 2]}
     assert responses(decide(asked, [0, 1, 2])) == [("a", 0, (0, 1, 2)), ("c", 0, (0, 2))]
 
 
-def test_the_order_is_that_in_which_they_stand() -> None:
+def test_the_order_is_that_of_the_requests() -> None:
     names = ["z", "a", "m"]
     found = responses(decide({request(name): [0, 1] for name in names}, [0, 1]))
     assert [name for name, _, _ in found] == names
 
 
-def test_several_rounds_of_a_name_go_on_one_after_the_other() -> None:
+def test_several_rounds_of_a_name_run_in_sequence() -> None:
     asked = {request("a", 2): [0, 1], request("a", 1): [0, 1], request("a", 3): [0]}
     assert responses(decide(asked, [0, 1])) == [("a", 1, (0, 1)), ("a", 2, (0, 1))]
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2]])
-def test_who_disagrees_is_told_with_both_sides(ranks: list[int]) -> None:
+def test_a_mismatch_is_reported_with_both_sides(ranks: list[int]) -> None:
     asked = {
         request("a", what="sum of float32, shape [3]"): ranks[:-1],
         request("a", what="sum of float64"): ranks[-1:],
@@ -75,28 +75,28 @@ def test_who_disagrees_is_told_with_both_sides(ranks: list[int]) -> None:
     assert f"rank {ranks[-1]} " in one.text
 
 
-def test_one_name_for_two_operations_is_a_disagreement() -> None:
+def test_one_name_for_two_operations_is_a_mismatch() -> None:
     asked = {request("a", op="allreduce"): [0], request("a", op="broadcast"): [1]}
     (one,) = refusals(decide(asked, [0, 1]))
     assert "called allreduce" in one.text
     assert "called broadcast" in one.text
 
 
-def test_who_is_in_a_later_round_will_not_come_to_an_earlier_one() -> None:
+def test_an_agent_in_a_later_round_will_not_join_an_earlier_one() -> None:
     asked = {request("a", 3): [0, 2], request("a", 4): [1]}
     (one,) = refusals(decide(asked, [0, 1, 2]))
     assert (one.round, one.ranks, one.concerned) == (3, (0, 2), (1,))
     assert "rank 1 passed that round" in one.text
 
 
-def test_those_that_are_connected_go_on_when_none_of_them_is_missing() -> None:
+def test_a_connected_component_is_ready_when_all_its_members_have_requested() -> None:
     asked = {edges(1): [0], edges(0): [1], edges(3): [2], edges(2, 4): [3]}
     assert responses(decide(asked, range(5))) == [("x", 0, (0, 1))]
     asked[edges(3)] = [2, 4]
     assert responses(decide(asked, range(5))) == [("x", 0, (0, 1)), ("x", 0, (2, 3, 4))]
 
 
-def test_those_of_other_rounds_are_others() -> None:
+def test_requests_of_other_rounds_are_separate() -> None:
     asked = {edges(1): [0], edges(0, round_=1): [1]}
     assert decide(asked, [0, 1]) == []
 
@@ -121,7 +121,7 @@ REQUESTS = st.dictionaries(
 
 @given(REQUESTS)
 @settings(max_examples=200, deadline=None)
-def test_what_travels_arrives(asked: dict[TransferRequest, list[int]]) -> None:
+def test_encoded_requests_are_decoded_equally(asked: dict[TransferRequest, list[int]]) -> None:
     assert requests_of(json.loads(json.dumps(requests_as_data(asked))), 4) == asked
     decision = decide(asked, range(4))
     assert decision_of(json.loads(json.dumps(decision_as_data(decision))), 4) == decision
@@ -129,7 +129,7 @@ def test_what_travels_arrives(asked: dict[TransferRequest, list[int]]) -> None:
 
 @given(st.lists(REQUESTS, min_size=1, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_it_makes_no_difference_where_requests_are_put_together(
+def test_the_result_is_independent_of_where_requests_are_merged(
     several: list[dict[TransferRequest, list[int]]],
 ) -> None:
     apart = [{request: [rank] for request in asked} for rank, asked in enumerate(several)]
@@ -152,6 +152,6 @@ def test_it_makes_no_difference_where_requests_are_put_together(
         [["x", 0, [], "op", "", "", 0, "peers"], [0]],
     ],
 )
-def test_nonsense_is_refused(said: list) -> None:
+def test_invalid_messages_are_refused(said: list) -> None:
     with pytest.raises((ValueError, TypeError)):
         requests_of([said] if said else [[]], 4)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
+from shoal.coordination import group_store
+from shoal.coordination.group_store import GroupStores
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.coordination.response_cache import ResponseCache
+from shoal.coordination.round import RoundOutcome
 from shoal.runtime.agent import current
 from support import PROCESS_GROUP
 from support.leftovers import nothing_is_left, wait_until
@@ -110,7 +114,7 @@ def go_through(fleet: Fleets, seeds: list[int], size: int, count: int) -> None:
 
 @given(st.lists(st.integers(0, 2**32), min_size=1, max_size=8), st.integers(2, 4), st.integers(1, 12))
 @settings(max_examples=25, deadline=None)
-def test_agents_that_call_in_any_order_have_one_order_and_end(seeds: list[int], size: int, count: int) -> None:
+def test_agents_that_call_in_any_order_get_one_order_and_complete(seeds: list[int], size: int, count: int) -> None:
     go_through(partial(shoal.Fleet, transport=PROCESS_GROUP, timeout=20.0), seeds, size, count)
 
 
@@ -128,7 +132,7 @@ def test_agents_outside_of_a_group_take_no_part_in_its_calls(fleet: Fleets) -> N
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_schedules_have_one_order_and_end(fleet: Fleets, part: int) -> None:
+def test_ten_thousand_schedules_have_one_order_and_complete(fleet: Fleets, part: int) -> None:
     for number in range(0, 1000, 50):
         first = 100_000 * part + number
         go_through(fleet, [*range(first, first + 50)], 2 + number // 50 % 4, 12)
@@ -136,6 +140,8 @@ def test_ten_thousand_schedules_have_one_order_and_end(fleet: Fleets, part: int)
 
 UNORDERED = """
 import torch, shoal
+from shoal.coordination import group_store
+from shoal.coordination.group_store import GroupStores
 from shoal.coordination.ordering import CollectiveOrdering
 
 def at_once(self, operation, stage):
@@ -162,9 +168,8 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
-def test_without_the_order_what_is_next_is_paired(ordered: bool) -> None:
-    """What the engine does where each agent gives it its own order: wrong numbers, or worse. So the tests above could
-    not pass without."""
+def test_without_ordering_calls_are_mispaired(ordered: bool) -> None:
+    """The engine pairs wrong calls if each agent uses its own order. So the tests above could not pass without it."""
     command = [sys.executable, "-c", UNORDERED.replace("ORDERED", str(ordered))]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=40.0, check=False)
@@ -174,7 +179,7 @@ def test_without_the_order_what_is_next_is_paired(ordered: bool) -> None:
     assert ("[True, True]" in ended.stdout) == ordered, ended.stdout + ended.stderr
 
 
-def test_links_know_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_do_not_use_ordering(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise AssertionError("nobody coordinates what travels by links")
 
@@ -233,7 +238,7 @@ def test_training_negotiates_nothing_after_its_first_step(fleet: Fleets, kind: s
         assert found[1:] == found[:1] * 4
 
 
-def test_calls_that_are_known_negotiate_nothing_whatever_their_order(fleet: Fleets) -> None:
+def test_known_calls_negotiate_nothing_in_any_order(fleet: Fleets) -> None:
     def run() -> list[tuple[int, int, int]]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         found = []
@@ -264,9 +269,7 @@ def test_without_a_cache_everything_is_negotiated(fleet: Fleets, monkeypatch: py
         assert rounds >= 10
 
 
-def test_a_cache_smaller_than_what_is_used_costs_time_and_nothing_else(
-    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_smaller_than_the_working_set_costs_only_time(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CACHE_CAPACITY", "3")
 
     def run() -> tuple[int, int]:
@@ -282,8 +285,8 @@ def test_a_cache_smaller_than_what_is_used_costs_time_and_nothing_else(
         assert negotiations >= 4
 
 
-def test_who_has_nothing_to_ask_for_does_nothing(fleet: Fleets) -> None:
-    """No clock ticks: neither while all are idle, nor while one waits for the others."""
+def test_an_agent_without_requests_is_idle(fleet: Fleets) -> None:
+    """The clock is not read while all agents are idle, nor while one waits for the others."""
     go, together = threading.Event(), threading.Barrier(3)
 
     def run() -> tuple[int, float]:
@@ -341,8 +344,8 @@ def _request(name: str) -> Any:
     return TransferRequest(CallSignature(RequestKey(name, 0, ALL), "op"), 0)
 
 
-def test_a_cache_that_lies_would_be_a_wrong_sum() -> None:
-    """The check above is not for nothing: bits of other places, and what is ready is another call."""
+def test_an_inconsistent_cache_would_give_a_wrong_sum() -> None:
+    """The check above is needed: with bits of other positions, the call that is ready is another one."""
     one, other = ResponseCache(0, 8), ResponseCache(1, 8)
     for name in "ab":
         one.put(_request(name))
@@ -399,7 +402,7 @@ def test_a_mismatch_reaches_all_and_names_the_tensor_and_both_sides(
         assert f"'x' round {2 * known}" in message
 
 
-def test_a_shape_that_changes_on_all_is_no_mismatch(fleet: Fleets) -> None:
+def test_a_shape_that_changes_on_all_agents_is_no_mismatch(fleet: Fleets) -> None:
     def run() -> list[int]:
         found = []
         for step in range(9):
@@ -414,7 +417,7 @@ def test_a_shape_that_changes_on_all_is_no_mismatch(fleet: Fleets) -> None:
         assert found[2:] == [found[2]] * 7  # all three are known
 
 
-def test_names_that_nobody_shares_end_at_the_deadline_and_name_who_did_not_come(fleet: Fleets) -> None:
+def test_names_without_a_counterpart_end_at_the_deadline_and_name_the_absent_ranks(fleet: Fleets) -> None:
     def run() -> None:
         rank = shoal.rank()
         handle = shoal.allreduce_nonblocking(torch.ones(3), name=f"only {rank}", timeout=0.5)
@@ -428,7 +431,7 @@ def test_names_that_nobody_shares_end_at_the_deadline_and_name_who_did_not_come(
     fleet(3).run(run)
 
 
-def test_only_those_that_have_not_come_are_named_at_the_deadline(fleet: Fleets) -> None:
+def test_only_the_absent_ranks_are_named_at_the_deadline(fleet: Fleets) -> None:
     done = threading.Barrier(3)
 
     def run() -> None:
@@ -441,7 +444,7 @@ def test_only_those_that_have_not_come_are_named_at_the_deadline(fleet: Fleets) 
     fleet(3).run(run)
 
 
-def test_an_agent_that_fails_by_itself_ends_the_call_of_all(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_failure_ends_the_call_on_all(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CHECK_FINITE", "1")
 
     def run() -> None:
@@ -458,7 +461,7 @@ def test_an_agent_that_fails_by_itself_ends_the_call_of_all(fleet: Fleets, monke
     fleet(3).run(run)
 
 
-def test_an_agent_that_leaves_with_calls_pending_is_named_and_the_others_go_on(fleet: Fleets) -> None:
+def test_an_agent_that_leaves_with_pending_calls_is_named_and_the_others_continue(fleet: Fleets) -> None:
     left, both = threading.Event(), threading.Barrier(2)
 
     def run() -> None:
@@ -483,7 +486,34 @@ def test_an_agent_that_leaves_with_calls_pending_is_named_and_the_others_go_on(f
     fleet(3).run(run)
 
 
-def test_what_an_agent_is_given_up_for_after_all_have_come_moves_all_the_same(fleet: Fleets) -> None:
+def test_an_agent_whose_last_round_fails_leaves_in_good_order(fleet: Fleets) -> None:
+    """It took part in that round. Another round would be without itself, and that would end its exchange with an error,
+    so that it would not deliver what others still need of it."""
+    together, left = threading.Barrier(3), threading.Event()
+
+    def run() -> int:
+        rank = shoal.rank()
+        shoal.allreduce(torch.ones(1), name="x")
+        together.wait()
+        if rank == 1:
+            order()._cache.put(_request("y"))  # now the caches differ, and the next round fails
+        together.wait()
+        if rank == 2:
+            mine, engine = order(), current().engine
+            shoal.shutdown()
+            left.set()
+            assert engine.ended is None
+            return mine.counts.rounds
+        assert left.wait(10.0)
+        pair = shoal.pair_gossip(torch.full((2,), float(rank)), 1 - rank, name="pair")
+        assert pair.tolist() == [0.5, 0.5]
+        return 0
+
+    *_, rounds = fleet(3).run(run)
+    assert rounds == 2
+
+
+def test_a_call_that_times_out_after_all_have_requested_it_still_runs(fleet: Fleets) -> None:
     """A round that says it is ready binds everybody: who gives up then is not missed by the others."""
 
     def run() -> list[float]:
@@ -503,7 +533,43 @@ def test_what_an_agent_is_given_up_for_after_all_have_come_moves_all_the_same(fl
     assert fleet(2).run(run) == [[0.5] * 30] * 2
 
 
-def test_two_jobs_of_one_process_do_not_meet() -> None:
+def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_is_back() -> None:
+    """What it knew of the lost one, that it moves nothing any more, does not hold for the one that is back."""
+    calls: list[Callable[[], None]] = []
+    groups = SimpleNamespace(stop=lambda: None, then=calls.append)
+    engine = SimpleNamespace(rank=0, alive=(0, 1), matcher=None, current_plan=None, notify=lambda: None)
+    one = CollectiveOrdering(engine)  # type: ignore[arg-type]
+    one.move_by(lambda plan: groups)  # type: ignore[arg-type, return-value]
+    one.on_departure(1, None)
+    one.enter()
+    one._let_go(RoundOutcome((0, 1), leaving=(0,)))
+    one._await_no_more(0)
+    assert not one.left
+    one._await_no_more(1)
+    assert one.left
+
+
+def test_values_of_earlier_memberships_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each membership makes its groups anew. Their values together may be more than an agent may send for one."""
+    monkeypatch.setattr(group_store, "MOST_WORDS", 3)
+    stores = GroupStores(SimpleNamespace(rank=0, timeout=1.0))  # type: ignore[arg-type]
+
+    def arrives(label: str, key: str) -> None:
+        place, value = stores._parsed(1, [f"{label} 0,1", key, "eA=="])
+        stores._keep(1, place, value)
+
+    for label in ("after 0 losses", "after 1 losses", "after 2 losses"):
+        for key in "abc":
+            arrives(label, key)
+        assert stores.wait(label, f"{label} 0,1", ["a", "b", "c"], 0.0)
+        with pytest.raises(ValueError, match="more than 3"):
+            arrives(label, "d")
+        stores.give_up(label)
+        arrives(label, "late")
+        assert not stores._values
+
+
+def test_two_jobs_in_one_process_are_independent() -> None:
     def run(value: float) -> float:
         for _ in range(20):
             found = shoal.allreduce(torch.full((3,), value), name="x")[0].item()
@@ -522,7 +588,7 @@ def test_two_jobs_of_one_process_do_not_meet() -> None:
     assert results == {float(value): [float(value)] * 2 for value in range(3)}
 
 
-def test_a_round_is_seen_as_what_it_is_by_whoever_looks(fleet: Fleets) -> None:
+def test_a_coordination_round_is_visible_to_observers(fleet: Fleets) -> None:
     def run() -> list[str]:
         kinds: list[str] = []
         stop = shoal.events().subscribe(lambda event: event.name == "x" and kinds.append(event.kind))
@@ -535,7 +601,7 @@ def test_a_round_is_seen_as_what_it_is_by_whoever_looks(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("what", ["reset", "enter"])
-def test_a_loss_that_is_agreed_on_while_an_agent_closes_leaves_no_thread(
+def test_a_failure_agreed_on_during_a_shutdown_leaves_no_thread(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     stop = CollectiveOrdering.stop

@@ -14,7 +14,7 @@ def request(name: str, round_: int = 0, members: tuple[int, ...] = ALL, what: st
     return TransferRequest(CallSignature(RequestKey(name, 0, members), "allreduce", what), round_)
 
 
-def test_what_was_decided_is_known_in_its_next_round_and_in_no_other() -> None:
+def test_a_decided_request_is_cached_for_its_next_round_only() -> None:
     cache = ResponseCache(0, 8)
     assert not cache.knows(request("x"))
     cache.put(request("x", 4))
@@ -23,7 +23,7 @@ def test_what_was_decided_is_known_in_its_next_round_and_in_no_other() -> None:
     assert cache.knows(request("x", 6))
 
 
-def test_another_shape_is_not_known_and_both_are_once_it_was_decided_on() -> None:
+def test_another_shape_is_not_cached_and_both_are_once_decided() -> None:
     cache = ResponseCache(0, 8)
     cache.put(request("x", 0, what="[3]"))
     assert not cache.knows(request("x", 1, what="[4]"))
@@ -32,7 +32,7 @@ def test_another_shape_is_not_known_and_both_are_once_it_was_decided_on() -> Non
     assert cache.knows(request("x", 2, what="[4]"))
 
 
-def test_only_what_all_have_asked_for_is_ready_in_the_order_of_the_cache() -> None:
+def test_only_requests_of_all_are_ready_in_cache_order() -> None:
     caches = [ResponseCache(rank, 8) for rank in range(3)]
     for cache in caches:
         for name in "abc":
@@ -46,7 +46,7 @@ def test_only_what_all_have_asked_for_is_ready_in_the_order_of_the_cache() -> No
         assert not cache.in_conflict(common, cache.ready(common))
 
 
-def test_who_has_no_part_in_a_call_keeps_nobody_waiting() -> None:
+def test_an_agent_outside_a_call_does_not_delay_it() -> None:
     caches = [ResponseCache(rank, 8) for rank in range(3)]
     for cache in caches:
         cache.put(request("pair", members=(0, 2)))
@@ -58,7 +58,7 @@ def test_who_has_no_part_in_a_call_keeps_nobody_waiting() -> None:
     assert not caches[1].ready(common)
 
 
-def test_members_that_have_all_come_and_disagree_are_in_conflict() -> None:
+def test_members_that_have_all_requested_and_disagree_are_in_conflict() -> None:
     caches = [ResponseCache(rank, 8) for rank in range(2)]
     for cache in caches:
         cache.put(request("x", 0, what="[3]"))
@@ -70,7 +70,7 @@ def test_members_that_have_all_come_and_disagree_are_in_conflict() -> None:
     assert caches[0].in_conflict(one & other, caches[0].ready(one & other))
 
 
-def test_what_was_not_used_for_longest_makes_room() -> None:
+def test_the_least_recently_used_entry_is_evicted() -> None:
     cache = ResponseCache(0, 2)
     cache.put(request("a"))
     cache.put(request("b"))
@@ -82,15 +82,15 @@ def test_what_was_not_used_for_longest_makes_room() -> None:
     assert cache.knows(request("c", 1))
 
 
-def test_without_room_nothing_is_remembered() -> None:
+def test_without_capacity_nothing_is_cached() -> None:
     cache = ResponseCache(0, 0)
     cache.put(request("a"))
     assert not len(cache)
     assert not cache.vector([request("a", 1)])
 
 
-def test_two_calls_that_some_take_part_in_both_are_not_ready_as_one() -> None:
-    """Of one name: each agent has one next round of it."""
+def test_two_overlapping_calls_are_not_ready_as_one() -> None:
+    """With one name: each agent has one next round of it."""
     cache = ResponseCache(0, 8)
     cache.put(request("x", members=(0, 1)))
     cache.put(request("x"))
@@ -112,7 +112,7 @@ CHANGES = st.lists(
 
 @given(CHANGES, st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
-def test_agents_that_decide_the_same_have_the_same_cache(changes: list, capacity: int) -> None:
+def test_agents_with_equal_decisions_have_the_same_cache(changes: list, capacity: int) -> None:
     caches = [ResponseCache(rank, capacity) for rank in range(3)]
     rounds: dict[RequestKey, int] = {}
     for name, members, what, again in changes:
@@ -132,7 +132,7 @@ def test_agents_that_decide_the_same_have_the_same_cache(changes: list, capacity
 
 
 @pytest.mark.parametrize("change", ["round", "entry", "order"])
-def test_a_cache_that_was_changed_otherwise_has_another_digest(change: str) -> None:
+def test_a_cache_with_another_history_has_another_digest(change: str) -> None:
     one, other = ResponseCache(0, 8), ResponseCache(1, 8)
     one.put(request("a"))
     one.put(request("b"))

@@ -42,7 +42,7 @@ def pending(matcher: Matcher, number: int, asked_for: bool, name: str = "~allred
     return PendingRequest(request, operation, stage, CollectivePlan((), [], []), [])
 
 
-def test_a_request_is_held_while_an_earlier_call_may_still_ask() -> None:
+def test_a_request_is_held_while_an_earlier_call_may_still_request() -> None:
     matcher = Matcher()
     requests = PendingRequests(matcher)
     waits, asks, other = (
@@ -65,7 +65,7 @@ def test_a_request_is_held_while_an_earlier_call_may_still_ask() -> None:
 
 
 @pytest.mark.parametrize("end", ["fails", "goes on", "waits for confirmations"])
-def test_a_held_request_is_free_when_the_earlier_call_will_not_ask(end: str) -> None:
+def test_a_held_request_is_released_when_the_earlier_call_makes_none(end: str) -> None:
     matcher = Matcher()
     requests = PendingRequests(matcher)
     earlier, later = pending(matcher, 0, False), pending(matcher, 0, True)
@@ -131,7 +131,7 @@ def counted() -> tuple[Any, ...]:
 
 
 @pytest.mark.transport(PROCESS_GROUP)
-def test_a_refused_call_shifts_nothing(fleet: Any) -> None:
+def test_a_refused_call_shifts_no_numbers(fleet: Any) -> None:
     together = threading.Barrier(SIZE)
 
     def run() -> None:
@@ -154,7 +154,7 @@ def test_a_refused_call_shifts_nothing(fleet: Any) -> None:
 
 
 @pytest.mark.transport(PROCESS_GROUP)
-def test_a_call_that_asks_at_once_does_not_pass_an_earlier_one_that_waits_for_headers(fleet: Any) -> None:
+def test_an_immediate_request_does_not_overtake_an_earlier_call_that_waits_for_headers(fleet: Any) -> None:
     def run() -> list[float]:
         if shoal.rank() == 2:
             time.sleep(0.3)  # the others have begun a round, in which only the second call can ask
@@ -188,13 +188,13 @@ def go_through(seeds: list[int]) -> None:
 @given(st.lists(st.integers(0, 2**32), min_size=1, max_size=5))
 @settings(max_examples=25, deadline=None)
 @pytest.mark.transport(PROCESS_GROUP)
-def test_random_programs_of_unnamed_calls_end_well(seeds: list[int]) -> None:
+def test_random_programs_of_unnamed_calls_complete(seeds: list[int]) -> None:
     go_through(seeds)
 
 
 @pytest.mark.soak
 @pytest.mark.transport(PROCESS_GROUP)
 @pytest.mark.parametrize("part", range(4))
-def test_a_thousand_random_programs_of_unnamed_calls_end_well(part: int) -> None:
+def test_a_thousand_random_programs_of_unnamed_calls_complete(part: int) -> None:
     for first in range(0, 250, 10):
         go_through([1000 * part + first + number for number in range(10)])

@@ -21,17 +21,17 @@ VECTORS = st.builds(
 
 @given(VECTORS)
 @settings(max_examples=200, deadline=None)
-def test_it_arrives_as_it_was(one: Vector) -> None:
+def test_an_encoded_vector_is_decoded_equally(one: Vector) -> None:
     assert Vector.of(one.as_tensor()) == one
 
 
-def test_a_bit_is_left_where_both_have_it_and_what_one_says_both_say() -> None:
+def test_request_bits_are_intersected_and_flags_united() -> None:
     one = Vector(b"a" * 8, 0b1100, asks=True)
     other = Vector(b"a" * 8, 0b0110, leaving=0b10)
     assert one.and_of(other, 1) == Vector(b"a" * 8, 0b0100, True, 0b10)
 
 
-def test_another_cache_is_noticed_and_told() -> None:
+def test_another_cache_is_detected_and_reported() -> None:
     one, other = Vector(b"a" * 8, 1), Vector(b"b" * 8, 1)
     assert one.and_of(other, 3).differs == 4
     assert one.and_of(Vector(b"a" * 8, 1, differs=2), 3).differs == 2
@@ -39,13 +39,13 @@ def test_another_cache_is_noticed_and_told() -> None:
 
 @given(VECTORS, VECTORS)
 @settings(max_examples=100, deadline=None)
-def test_who_hears_something_twice_has_heard_the_same(one: Vector, other: Vector) -> None:
+def test_merging_is_idempotent(one: Vector, other: Vector) -> None:
     together = one.and_of(other, 1)
     assert together.and_of(other, 1) == together
     assert together.and_of(one, 0).bits == together.bits
 
 
 @pytest.mark.parametrize("raw", [b"", b"x" * 20, b"x" * 100, bytes(Vector(b"a" * 8, 7).as_tensor().numpy())[:-1]])
-def test_nonsense_is_refused(raw: bytes) -> None:
+def test_invalid_messages_are_refused(raw: bytes) -> None:
     with pytest.raises(ValueError):
         Vector.of(torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8))

@@ -37,14 +37,14 @@ def of_shards(count: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_a_common_dataset_is_dealt_out_evenly_and_nothing_twice(size: int) -> None:
+def test_a_common_dataset_is_distributed_evenly_without_duplicates(size: int) -> None:
     for dealt in zip(*of_all(size, 3), strict=True):
         assert {len(one) for one in dealt} == {TOTAL // size}
         everything = list(chain(*dealt))
         assert len(set(everything)) == len(everything) and set(everything) <= set(range(TOTAL))
 
 
-def test_what_is_left_over_in_one_epoch_has_its_turn_in_another() -> None:
+def test_samples_left_over_in_one_epoch_are_used_in_another() -> None:
     found = of_all(SIZE, 10)
     left_over = [set(range(TOTAL)) - set(chain(*dealt)) for dealt in zip(*found, strict=True)]
     assert {len(one) for one in left_over} == {2} and len(set(map(frozenset, left_over))) > 1
@@ -58,13 +58,13 @@ def test_each_epoch_has_another_order_and_the_same_seed_the_same() -> None:
     assert of_all(2, 2, seed=6)[0][0] != second, "the seed is not merely added to the epoch"
 
 
-def test_an_agent_s_samples_change_from_epoch_to_epoch() -> None:
+def test_an_agents_samples_change_from_epoch_to_epoch() -> None:
     first, second = of_all(2, 2)[0]
     assert set(first) != set(second)
 
 
 @pytest.mark.parametrize("size", [3, 8, 30])
-def test_padding_deals_some_twice_and_leaves_none_out(size: int) -> None:
+def test_padding_duplicates_some_and_omits_none(size: int) -> None:
     for dealt in zip(*of_all(size, 2, pad=True), strict=True):
         assert {len(one) for one in dealt} == {-(-TOTAL // size)}
         counts = Counter(chain(*dealt))
@@ -75,13 +75,13 @@ def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
     assert of_all(2, 2, shuffle=False) == [[list(range(0, TOTAL, 2))] * 2, [list(range(1, TOTAL, 2))] * 2]
 
 
-def test_uneven_shards_take_equally_many_samples_of_their_own() -> None:
+def test_uneven_shards_contribute_equally_many_samples() -> None:
     for shard, found in zip(SHARDS, of_shards(4), strict=True):
         assert [len(one) for one in found] == [7] * 4
         assert set(chain(*found)) <= set(shard)
 
 
-def test_a_shard_is_gone_through_wholly_before_it_comes_again() -> None:
+def test_a_shard_is_exhausted_before_it_repeats() -> None:
     for shard, found in zip(SHARDS, of_shards(16), strict=True):
         stream = list(chain(*found))
         passes = [stream[at : at + len(shard)] for at in range(0, len(stream), len(shard))]
@@ -90,7 +90,7 @@ def test_a_shard_is_gone_through_wholly_before_it_comes_again() -> None:
         assert len(shard) < 3 or len(set(map(tuple, whole))) > 1, "a pass is shuffled anew"
 
 
-def test_an_epoch_can_be_had_without_those_before_it() -> None:
+def test_an_epoch_is_computed_independently_of_earlier_ones() -> None:
     def run() -> bool:
         sampler = shoal.AgentSampler(range(TOTAL), SHARDS[shoal.rank()])
         third = epochs(sampler, 3)[2]
@@ -119,8 +119,8 @@ def test_without_shards_the_weight_is_one() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["common", "shards"])
 @pytest.mark.parametrize("stop", [0, 1, 4, 6, 7, 9])
-def test_it_resumes_in_the_middle_of_an_epoch(sharded: bool, stop: int) -> None:
-    """An epoch has 6 samples, or 7; ``set_epoch`` of the epoch that was under way does not begin it again."""
+def test_the_sampler_resumes_within_an_epoch(sharded: bool, stop: int) -> None:
+    """An epoch has 6 samples, or 7. ``set_epoch`` of the current epoch does not restart it."""
 
     def make() -> shoal.AgentSampler:
         return shoal.AgentSampler(range(TOTAL), SHARDS[shoal.rank()] if sharded else None)
@@ -143,7 +143,7 @@ def test_it_resumes_in_the_middle_of_an_epoch(sharded: bool, stop: int) -> None:
     shoal.Fleet(SIZE).run(run)
 
 
-def test_epochs_follow_each_other_where_nobody_sets_them() -> None:
+def test_epochs_advance_without_set_epoch() -> None:
     def run() -> bool:
         sampler = shoal.AgentSampler(range(TOTAL))
         return [list(sampler) for _ in range(3)] == epochs(shoal.AgentSampler(range(TOTAL)), 3)
@@ -151,7 +151,7 @@ def test_epochs_follow_each_other_where_nobody_sets_them() -> None:
     assert all(shoal.Fleet(2).run(run))
 
 
-def test_an_epoch_that_was_broken_off_begins_again() -> None:
+def test_an_interrupted_epoch_restarts() -> None:
     def run() -> None:
         sampler = shoal.AgentSampler(range(TOTAL))
         next(iter(sampler))
@@ -160,7 +160,7 @@ def test_an_epoch_that_was_broken_off_begins_again() -> None:
     shoal.Fleet(2).run(run)
 
 
-def test_where_to_begin_may_be_said() -> None:
+def test_the_start_may_be_set() -> None:
     def run() -> None:
         sampler = shoal.AgentSampler(range(TOTAL))
         whole = epochs(sampler, 2)[1]
@@ -171,7 +171,7 @@ def test_where_to_begin_may_be_said() -> None:
     shoal.Fleet(2).run(run)
 
 
-def test_with_another_number_of_agents_a_common_dataset_goes_on_behind_what_was_dealt_out() -> None:
+def test_with_another_number_of_agents_a_common_dataset_continues_after_the_used_samples() -> None:
     data = range(24)
 
     def begin() -> tuple[list[int], dict[str, Any]]:
@@ -200,7 +200,7 @@ def test_a_state_of_other_data_is_refused() -> None:
     shoal.Fleet(2).run(run)
 
 
-def test_a_run_goes_on_in_the_order_that_it_began_with_whatever_the_seed_is_now() -> None:
+def test_a_resumed_run_keeps_its_order_with_another_seed() -> None:
     def run() -> None:
         first = shoal.AgentSampler(range(TOTAL), seed=5)
         second = shoal.AgentSampler(range(TOTAL))
@@ -210,7 +210,7 @@ def test_a_run_goes_on_in_the_order_that_it_began_with_whatever_the_seed_is_now(
     shoal.Fleet(2).run(run)
 
 
-def test_a_data_loader_takes_it() -> None:
+def test_a_data_loader_accepts_it() -> None:
     def run() -> tuple[int, int]:
         dataset = TensorDataset(torch.arange(TOTAL))
         sampler = shoal.AgentSampler(dataset, SHARDS[shoal.rank()])
@@ -232,7 +232,7 @@ def test_a_data_loader_takes_it() -> None:
         (lambda rank: shoal.AgentSampler(range(10), pad=bool(rank)), "pad"),
     ],
 )
-def test_agents_that_mean_different_things_hear_of_it(
+def test_agents_with_different_settings_raise_a_mismatch(
     fleet: Fleets, make: Callable[[int], object], message: str
 ) -> None:
     def run() -> None:
@@ -250,7 +250,7 @@ def test_agents_that_mean_different_things_hear_of_it(
         (lambda rank: shoal.AgentSampler(range(10), seed=-1), "seed=-1"),
     ],
 )
-def test_nothing_to_take_is_an_error(make: Callable[[int], object], message: str) -> None:
+def test_an_empty_dataset_is_an_error(make: Callable[[int], object], message: str) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=message):
             make(shoal.rank())
@@ -262,7 +262,7 @@ def counts_of(shards: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.bincount(labels[shard], minlength=10) for shard in shards]).double()
 
 
-def test_dealt_shards_hold_every_sample_once_and_none_is_empty() -> None:
+def test_random_shards_contain_every_sample_once_and_none_is_empty() -> None:
     labels = torch.arange(200) % 10
     for seed in range(20):
         shards = shoal.data.dirichlet_shards(labels, 50, alpha=0.05, seed=seed)
@@ -278,7 +278,7 @@ def test_a_small_alpha_leaves_an_agent_few_labels_and_a_large_one_all() -> None:
     assert (all_ - 25).abs().max() <= 3
 
 
-def test_the_same_seed_deals_the_same_on_every_agent() -> None:
+def test_the_same_seed_gives_the_same_shards_on_every_agent() -> None:
     labels = [number % 3 for number in range(60)]
     first, second = shoal.Fleet(2).run(lambda: shoal.data.dirichlet_shards(labels, seed=1))
     assert len(first) == 2 and all(map(torch.equal, first, second))
@@ -286,6 +286,6 @@ def test_the_same_seed_deals_the_same_on_every_agent() -> None:
 
 
 @pytest.mark.parametrize(("labels", "alpha"), [([0], 0.5), ([0, 1, 2], 0.0), ([0, 1, 2], -1.0)])
-def test_shards_that_cannot_be_dealt_are_refused(labels: list[int], alpha: float) -> None:
+def test_impossible_shards_are_refused(labels: list[int], alpha: float) -> None:
     with pytest.raises(ValueError, match="dirichlet_shards"):
         shoal.data.dirichlet_shards(labels, 2, alpha=alpha)

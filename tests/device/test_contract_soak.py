@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from ops.test_allreduce_choice import *  # noqa: F403
 from ops.test_alltoall import *  # noqa: F403
 from ops.test_collectives import *  # noqa: F403
 from ops.test_compression import *  # noqa: F403
@@ -17,6 +16,7 @@ from ops.test_hierarchical import *  # noqa: F403
 from ops.test_neighbor_allgather import *  # noqa: F403
 from ops.test_numbers import *  # noqa: F403
 from ops.test_pair_gossip import *  # noqa: F403
+from ops.test_reduction import *  # noqa: F403
 from ops.test_robust import *  # noqa: F403
 from ops.test_tensors import *  # noqa: F403
 from support.on_device import Moves, all_on_device

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.device import cuda
-from shoal.device.device import Unshareable
-from shoal.device.driver import Driver
+from shoal.device import Unshareable, cuda
+from shoal.device.cuda import Driver
 from support.leftovers import descriptors
 from support.limits import scaled
 
@@ -48,7 +47,7 @@ def fail(library: str, name: str, code: int) -> None:
     ctypes.CDLL(library).stub_fail(name.encode(), code)
 
 
-def test_memory_is_made_mapped_and_given_back(library: str) -> None:
+def test_memory_is_created_mapped_and_released(library: str) -> None:
     before, driver = descriptors(), Driver(library)
     assert driver.why_not(0) is None
     address, size, fd = driver.make(0, 5000)
@@ -68,10 +67,10 @@ def test_memory_is_made_mapped_and_given_back(library: str) -> None:
     assert descriptors() == before
 
 
-def test_another_process_maps_it_and_keeps_it_when_its_maker_is_killed(library: str) -> None:
+def test_another_process_maps_it_and_keeps_it_when_its_owner_is_killed(library: str) -> None:
     program = (
         "import ctypes, os, signal, socket, sys\n"
-        "from shoal.device.driver import Driver\n"
+        "from shoal.device.cuda import Driver\n"
         "address, size, fd = Driver(sys.argv[1]).make(1, 1)\n"
         "ctypes.memset(address, 42, size)\n"
         "socket.send_fds(socket.socket(fileno=int(sys.argv[2])), [b'here'], [fd])\n"
@@ -93,7 +92,7 @@ def test_another_process_maps_it_and_keeps_it_when_its_maker_is_killed(library: 
 
 
 @pytest.mark.parametrize("size", [2 * STEP, 0, 1])
-def test_a_size_that_is_not_that_of_the_memory_is_refused(library: str, size: int) -> None:
+def test_a_size_that_differs_from_the_memorys_is_refused(library: str, size: int) -> None:
     driver = Driver(library)
     address, made, fd = driver.make(0, STEP)
     before = counts(library)
@@ -129,7 +128,7 @@ MAPPING = (
 
 @pytest.mark.parametrize("name", MAKING)
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, OUT_OF_MEMORY])
-def test_what_fails_while_memory_is_made_leaves_nothing(library: str, name: str, code: int) -> None:
+def test_a_failure_during_creation_leaves_nothing(library: str, name: str, code: int) -> None:
     before, driver = descriptors(), Driver(library)
     fail(library, name, code)
     try:
@@ -146,7 +145,7 @@ def test_what_fails_while_memory_is_made_leaves_nothing(library: str, name: str,
 
 @pytest.mark.parametrize("name", MAPPING)
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, OUT_OF_MEMORY])
-def test_what_fails_while_memory_is_mapped_leaves_nothing(library: str, name: str, code: int) -> None:
+def test_a_failure_during_mapping_leaves_nothing(library: str, name: str, code: int) -> None:
     driver = Driver(library)
     address, size, fd = driver.make(0, STEP)
     before, open_before = counts(library), descriptors()
@@ -162,7 +161,7 @@ def test_what_fails_while_memory_is_mapped_leaves_nothing(library: str, name: st
 
 
 @pytest.mark.parametrize("name", ["cuInit", "cuDeviceGetAttribute"])
-def test_a_driver_that_does_not_work_says_what_it_says(library: str, name: str) -> None:
+def test_a_drivers_error_message_is_reported(library: str, name: str) -> None:
     fail(library, name, NOT_SUPPORTED)
     try:
         with pytest.raises(Unshareable, match=rf"{name}: operation not supported \(801\)"):
@@ -171,14 +170,12 @@ def test_a_driver_that_does_not_work_says_what_it_says(library: str, name: str) 
         fail(library, "", 0)
 
 
-def test_a_machine_without_a_driver_says_so() -> None:
+def test_a_machine_without_a_driver_raises() -> None:
     with pytest.raises(Unshareable, match="no_such_library"):
         Driver("no_such_library.so.1")
 
 
-def test_a_device_is_refused_only_where_its_memory_cannot_be_shared(
-    library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_is_refused_only_if_its_memory_cannot_be_shared(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "driver", lambda: Driver(library))
     cuda.Cuda(torch.device("cuda", 0))
     monkeypatch.setattr(Driver, "why_not", lambda _, device: f"device {device} has no virtual memory")
@@ -186,7 +183,7 @@ def test_a_device_is_refused_only_where_its_memory_cannot_be_shared(
         cuda.Cuda(torch.device("cuda", 1))
 
 
-def test_a_mark_is_recorded_on_its_stream_and_a_waiting_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_is_recorded_on_its_stream_and_a_waiting_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, object]] = []
 
     class Event:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.device import opening
-from shoal.device.device import Unshareable
+from shoal.device import Unshareable, cuda
 from shoal.ops import device_ops
 from support.leftovers import wait_until
 from support.limits import scaled
@@ -55,9 +54,7 @@ def test_the_result_is_on_the_device_and_has_the_bits_of_the_cpu(fleet: Fleets, 
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_out_takes_the_result_also_where_it_is_the_tensor_itself(
-    fleet: Fleets, device: SlowDevice, strided: bool
-) -> None:
+def test_out_gets_the_result_also_if_it_is_the_input(fleet: Fleets, device: SlowDevice, strided: bool) -> None:
     def run() -> None:
         rank = shoal.rank()
         out = empty((NUMEL // 2, 2) if strided else (2, NUMEL // 2), torch.float32)
@@ -84,7 +81,7 @@ def test_a_tensor_may_change_once_the_call_has_returned(fleet: Fleets, device: S
     fleet(2).run(run)
 
 
-def test_memory_is_not_used_again_while_a_neighbour_reads_it(fleet: Fleets, device: SlowDevice) -> None:
+def test_memory_is_not_reused_while_a_neighbour_reads_it(fleet: Fleets, device: SlowDevice) -> None:
     def run() -> None:
         rank = shoal.rank()
         handles = [
@@ -102,7 +99,7 @@ def test_memory_is_not_used_again_while_a_neighbour_reads_it(fleet: Fleets, devi
     fleet(2).run(run)
 
 
-def test_other_calls_go_on_while_the_device_is_busy(fleet: Fleets, device: SlowDevice) -> None:
+def test_other_calls_continue_while_the_device_is_busy(fleet: Fleets, device: SlowDevice) -> None:
     busy = threading.Event()
 
     def run() -> float:
@@ -121,7 +118,7 @@ def test_other_calls_go_on_while_the_device_is_busy(fleet: Fleets, device: SlowD
     fleet(2).run(run)
 
 
-def test_agents_of_which_one_has_its_tensor_on_the_cpu_both_hear_of_it(fleet: Fleets, device: SlowDevice) -> None:
+def test_a_tensor_on_the_cpu_of_one_agent_only_is_a_mismatch_on_both(fleet: Fleets, device: SlowDevice) -> None:
     def run() -> str:
         own = numbers(shoal.rank())
         with pytest.raises(shoal.Mismatch) as caught:
@@ -133,7 +130,7 @@ def test_agents_of_which_one_has_its_tensor_on_the_cpu_both_hear_of_it(fleet: Fl
         assert "rank 1" in said and "rank 0" in said and "a device" in said and "the CPU" in said, said
 
 
-def test_small_tensors_disagree_as_well(fleet: Fleets, device: SlowDevice) -> None:
+def test_small_tensors_mismatch_as_well(fleet: Fleets, device: SlowDevice) -> None:
     def run() -> None:
         with pytest.raises(shoal.Mismatch):
             shoal.neighbor_allreduce(to_device(torch.ones(3)) if shoal.rank() else torch.ones(3))
@@ -146,7 +143,7 @@ def test_small_tensors_disagree_as_well(fleet: Fleets, device: SlowDevice) -> No
     [{"robust": shoal.robust.FiniteOnly()}, {"compression": shoal.compression.Sign()}],
     ids=["robust", "compression"],
 )
-def test_what_looks_at_tensors_goes_through_the_cpu_with_the_same_bits(
+def test_operations_that_inspect_tensors_use_the_cpu_with_the_same_bits(
     fleet: Fleets, device: SlowDevice, arguments: dict[str, Any]
 ) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +186,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
     def cannot(fd: int, size: int) -> torch.Tensor:
         raise Unshareable("these devices do not reach each other")
 
-    monkeypatch.setattr(opening, "map_memory", cannot)
+    monkeypatch.setattr(cuda, "map_memory", cannot)
 
     def run() -> str:
         with pytest.raises((RuntimeError, shoal.ShoalError)) as caught:
@@ -201,7 +198,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
         assert "cannot be mapped" in said and "SHOAL_DEVICE_MEMORY" in said, said
 
 
-def test_what_goes_wrong_on_the_device_is_raised_and_the_others_hear_of_it(fleet: Fleets, device: SlowDevice) -> None:
+def test_a_device_error_is_raised_and_the_others_are_notified(fleet: Fleets, device: SlowDevice) -> None:
     def broken() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -226,7 +223,7 @@ def test_what_goes_wrong_on_the_device_is_raised_and_the_others_hear_of_it(fleet
     assert "rank 1" in zero and "illegal memory access" in zero, zero
 
 
-def test_a_device_that_stops_is_given_up_at_the_deadline(fleet: Fleets, device: SlowDevice) -> None:
+def test_a_device_that_hangs_is_abandoned_at_the_deadline(fleet: Fleets, device: SlowDevice) -> None:
     stopped = threading.Event()
 
     def run() -> float:
@@ -255,7 +252,7 @@ def test_no_thread_of_an_agent_is_left_on_the_device(fleet: Fleets, device: Slow
     assert wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("shoal-")])
 
 
-def test_without_being_asked_for_tensors_go_through_the_cpu(
+def test_by_default_tensors_are_sent_through_the_cpu(
     fleet: Fleets, device: SlowDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SHOAL_DEVICE_MEMORY")
@@ -263,7 +260,7 @@ def test_without_being_asked_for_tensors_go_through_the_cpu(
     def never(one: torch.device) -> SlowDevice:
         raise AssertionError("the device was opened")
 
-    monkeypatch.setattr(opening, "open_device", never)
+    monkeypatch.setattr(cuda, "open_device", never)
 
     def run() -> None:
         result = average_of_two()
@@ -274,10 +271,10 @@ def test_without_being_asked_for_tensors_go_through_the_cpu(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_goes_on(
+def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_works(
     fleet: Fleets, device: SlowDevice, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """The thread that waits for sums, and whoever drives, are there for the next."""
+    """The thread that waits for sums, and the progress thread, are available for the next."""
     goes_on = threading.Event()
 
     def goes_wrong() -> None:

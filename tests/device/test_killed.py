@@ -36,13 +36,13 @@ ON_DEVICES = {"SHOAL_DEVICE_MEMORY": "1"}
 
 
 @each_point(0)
-def test_all_survivors_learn_within_a_second_who_was_killed(point: Point, environment: dict[str, str]) -> None:
+def test_all_survivors_are_notified_within_a_second_of_a_kill(point: Point, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | ON_DEVICES) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, VICTIM, point), VICTIM)
 
 
 @each_point(1)
-def test_those_that_are_left_go_on_with_each_other(point: Point, environment: dict[str, str]) -> None:
+def test_survivors_continue_with_each_other(point: Point, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | ON_DEVICES | CONTINUE) as world:
         outcomes = world.run(average_and_go_on, VICTIM, point, 5)
         left = tuple(rank for rank in range(SIZE) if rank != VICTIM)

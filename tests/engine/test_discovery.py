@@ -42,7 +42,7 @@ def ended(running: Steps[torch.Tensor]) -> torch.Tensor:
     raise AssertionError("it waits for others")
 
 
-def test_with_a_way_to_take_it_a_result_is_kept_for_others_and_waits_for_nobody() -> None:
+def test_a_storable_result_is_cached_for_others_without_waiting() -> None:
     operation, begins = operation_of_two(True, torch.clone)
     assert torch.equal(ended(begins(operation)), torch.ones(2))
     recovery = operation.recovery
@@ -50,7 +50,7 @@ def test_with_a_way_to_take_it_a_result_is_kept_for_others_and_waits_for_nobody(
     assert recovery.copy is not None and torch.equal(recovery.copy, torch.ones(2))
 
 
-def test_without_one_it_ends_only_when_all_have_it() -> None:
+def test_another_result_ends_only_when_all_have_it() -> None:
     operation, begins = operation_of_two(True, None)
     exchange = next(begins(operation))
     assert isinstance(exchange, Exchange) and exchange.sources == [1]
@@ -60,7 +60,7 @@ def test_without_one_it_ends_only_when_all_have_it() -> None:
     assert recovery.result is not None and torch.equal(recovery.result[0], torch.ones(2))
 
 
-def test_where_a_loss_ends_all_nothing_is_kept() -> None:
+def test_with_on_failure_raise_nothing_is_cached() -> None:
     operation, begins = operation_of_two(False, torch.clone)
     assert torch.equal(ended(begins(operation)), torch.ones(2))
     assert operation.recovery is not None and operation.recovery.copy is None

@@ -39,7 +39,7 @@ class Parts:
         return Message(Kind.DATA, "average", "x", 0, 0, flags=AGAIN)
 
 
-def test_an_agent_that_breaks_the_protocol_is_lost_for_certain_and_at_once() -> None:
+def test_a_protocol_error_of_an_agent_is_a_certain_failure_at_once() -> None:
     parts = Parts()
 
     def refuse(source: int, message: Message) -> None:
@@ -50,7 +50,7 @@ def test_an_agent_that_breaks_the_protocol_is_lost_for_certain_and_at_once() -> 
     assert parts.calls == [("on_closed", 1, "too many messages", True, True)]
 
 
-def test_a_repeated_tensor_is_taken_where_it_is_missing() -> None:
+def test_a_repeated_tensor_is_used_where_it_is_missing() -> None:
     parts, message = Parts(), Parts().repeated()
     parts.dispatch.on_message(1, message)
     assert parts.calls == [
@@ -73,7 +73,7 @@ def test_a_repeated_tensor_replaces_an_announced_one_until_the_backend_has_moved
         assert parts.calls == [("acknowledge", 1, message)]
 
 
-def test_a_repeated_tensor_that_a_link_has_brought_is_acknowledged() -> None:
+def test_a_repeated_tensor_received_over_a_link_is_acknowledged() -> None:
     parts, message = Parts(), Parts().repeated()
     parts.stage.to_move = True
     parts.stage.take(1, Message(Kind.DATA, "average", "x", 0, 0))
@@ -81,7 +81,7 @@ def test_a_repeated_tensor_that_a_link_has_brought_is_acknowledged() -> None:
     assert parts.calls == [("acknowledge", 1, message)]
 
 
-def test_a_message_of_an_earlier_attempt_is_acknowledged_and_refused_by_nobody() -> None:
+def test_a_message_of_an_earlier_attempt_is_acknowledged_and_not_refused() -> None:
     parts = Parts()
     parts.matcher.before(parts.operation, 256)
     message = Message(Kind.DATA, "average", "x", 0, 0)

@@ -47,7 +47,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "shoal"]
 
 
-def test_it_is_said_for_whom_and_what_those_do(
+def test_a_report_names_the_missing_ranks_and_their_status(
     anywhere: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 2 computes, rank 1 waits for it, and rank 0 waits for rank 1."""
@@ -87,10 +87,10 @@ def test_it_is_said_for_whom_and_what_those_do(
 
 
 @pytest.mark.transport(PROCESS_GROUP)
-def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
+def test_a_call_that_all_have_requested_waits_for_no_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No order is agreed on for a while, which a process that is short of time may take."""
+    """No order is agreed on for a while, which may happen to a process without CPU time."""
     monkeypatch.setenv("SHOAL_STALL_SECONDS", str(2 * AFTER))
     monkeypatch.setattr(watchdog, "ASK_ALL_AFTER", AFTER / 2)  # after which agents know who has come
     caplog.set_level(logging.WARNING, "shoal")
@@ -120,17 +120,17 @@ def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
     assert f"neighbor_allreduce 'x' round 0{until}, since " in said[0], said
 
 
-def test_only_of_what_is_to_be_moved_it_is_said_that_all_have_come() -> None:
-    """One that computes, or that has not begun, waits for no rank either."""
+def test_only_backend_operations_are_reported_as_requested_by_all() -> None:
+    """A computing operation, or one that has not started, waits for no rank either."""
     assert (needed_by([3], True), needed_by([], False)) == (" for ranks [3]", "")
     assert "all have come" in needed_by([], True)
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_in_an_operation_of_all_those_are_named_that_have_not_come(
+def test_a_collective_operation_names_the_absent_ranks(
     anywhere: Fleets, late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever way it goes, and also where the others wait for each other meanwhile."""
+    """With any algorithm, and also while the others wait for each other."""
     monkeypatch.setenv("SHOAL_STALL_SECONDS", str(2 * AFTER))
     caplog.set_level(logging.WARNING, "shoal")
 
@@ -172,7 +172,7 @@ def test_a_call_on_a_window_is_reported_as_well_and_once(
     assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in heard(caplog))
 
 
-def test_a_call_on_a_window_is_looked_at_in_time_and_told_once_whatever_else_waits(
+def test_a_call_on_a_window_is_checked_in_time_and_reported_once_beside_other_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls = [("win_put 'a'", [1], 0.0)]
@@ -190,7 +190,7 @@ def test_a_call_on_a_window_is_looked_at_in_time_and_told_once_whatever_else_wai
     assert [one.split(" on rank")[0] for one in heard(caplog)] == ["win_put 'a'", "win_get 'b'"]
 
 
-def test_many_that_wait_are_one_report_and_each_is_reported_once(
+def test_many_waiting_calls_are_one_report_and_each_is_reported_once(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
@@ -213,7 +213,7 @@ def test_many_that_wait_are_one_report_and_each_is_reported_once(
     assert len([one for one in heard(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
 
 
-def test_nobody_is_reported_who_waits_for_less(
+def test_shorter_waits_are_not_reported(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SHOAL_STALL_SECONDS", "inf")
@@ -240,7 +240,7 @@ def report_a_barrier(path: Path) -> None:
 
 
 @over_both
-def test_one_that_is_stopped_does_not_answer(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_stopped_agent_does_not_reply(environment: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "reports"
     with World(2, environment=environment | {"SHOAL_STALL_SECONDS": str(AFTER)}) as world:
         world.results(shoal.barrier)
@@ -259,22 +259,22 @@ def test_one_that_is_stopped_does_not_answer(environment: dict[str, str], tmp_pa
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.3012, "0.301 s"), (31.24, "31.2 s"), (300.0, "300 s"), (3600, "3600 s")]
 )
-def test_times_are_written_as_people_do(seconds: float, said: str) -> None:
+def test_times_have_a_readable_form(seconds: float, said: str) -> None:
     assert agent_status.format_seconds(seconds) == said
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
-def test_what_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("SHOAL_STALL_SECONDS", text)
     with pytest.raises(ValueError, match=r"SHOAL_STALL_SECONDS=.*must be a positive number of seconds"):
         shoal.Fleet(2).run(shoal.barrier)
 
 
 @pytest.mark.parametrize("computes", [0.0, 4 * AFTER])
-def test_an_error_at_the_deadline_repeats_what_the_last_report_said(
+def test_an_error_at_the_deadline_repeats_the_last_report(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, computes: float
 ) -> None:
-    """Where the agent that is waited for waits itself, and where it computes."""
+    """If the agent that is waited for waits itself, and if it computes."""
     monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
     together = Barrier(2)
 
@@ -295,7 +295,7 @@ def test_an_error_at_the_deadline_repeats_what_the_last_report_said(
     )
 
 
-def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_agent_is_queried_again_only_after_its_reply_or_its_failure(caplog: pytest.LogCaptureFixture) -> None:
     matcher, said = Matcher(), list[tuple[int, str]]()
     sender: Any = SimpleNamespace(send_message=lambda rank, message: said.append((rank, message.op)))
     about: Any = SimpleNamespace(waited_for=lambda operation: [0, 1])

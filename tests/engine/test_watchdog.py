@@ -40,7 +40,7 @@ def test_an_agent_is_probed_after_half_of_the_time_and_dropped_after_the_other_h
     assert on.dropped == [1]
 
 
-def test_an_agent_that_was_stopped_itself_probes_again_before_it_drops_others() -> None:
+def test_an_agent_that_was_stopped_probes_again_before_it_drops_others() -> None:
     on = AwaitedInAgreement()
     late = 10.0 + watchdog.LATE + 0.5
     assert [on.watchdog.check(now) for now in (5.0, late)] == [10.0, late + 5.0]
@@ -76,7 +76,7 @@ def at_its_deadline(change: Callable[[Operation, Stage], object]) -> str:
         ({}, "[2]: they have not read what was sent to them in round 0. If"),
     ],
 )
-def test_an_error_at_the_deadline_says_for_what_it_waited(state: dict[str, Any], cause: str) -> None:
+def test_an_error_at_the_deadline_states_what_it_waited_for(state: dict[str, Any], cause: str) -> None:
     def change(operation: Operation, stage: Stage) -> None:
         for name, value in state.items():
             setattr(operation if name in ("one_sided", "waiting_more") else stage, name, value)
@@ -84,7 +84,7 @@ def test_an_error_at_the_deadline_says_for_what_it_waited(state: dict[str, Any],
     assert f"waited 1 s for ranks {cause}" in at_its_deadline(change)
 
 
-def test_an_error_at_the_deadline_says_what_a_call_waits_for_that_has_reached_no_stage_or_its_end() -> None:
+def test_an_error_at_the_deadline_describes_a_call_before_its_first_stage_and_after_its_last() -> None:
     def unconfirmed(operation: Operation, _: Stage) -> None:
         operation.unconfirmed = {5: 1}
 

@@ -126,7 +126,7 @@ def test_at_most_20_lines_change() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
-def test_before_and_after_learn_alike(tmp_path: Path, wrapper: Path, start: Callable[..., Job]) -> None:
+def test_before_and_after_learn_equally(tmp_path: Path, wrapper: Path, start: Callable[..., Job]) -> None:
     found = {}
     for script in (BEFORE, AFTER):
         folder = tmp_path / script.stem

@@ -60,8 +60,8 @@ def in_fleet(size: int, folder: Path, *options: str) -> list[list[train_cifar10.
 
 
 @pytest.mark.parametrize("algorithm", train_cifar10.WRAPPERS)
-def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, folder: Path, algorithm: str) -> None:
-    """With three agents the second round is another one than the first."""
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, folder: Path, algorithm: str) -> None:
+    """With three agents the second round differs from the first."""
     options = ("--algorithm", algorithm, "--checkpoint")
     in_fleet(3, folder, *options, str(tmp_path / "whole"))
     (stopped,) = in_fleet(3, folder, *options, str(tmp_path / "parts"), "--stop-after", "1")[0]
@@ -75,7 +75,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, fol
 
 @pytest.mark.slow  # test_train_digits.py runs its script in processes, and this one in a fleet
 @pytest.mark.timeout(150)  # modules are imported in each process, which takes long where others want the cores, too
-def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, folder: Path) -> None:
+def test_processes_resume_a_fleets_checkpoint(tmp_path: Path, folder: Path) -> None:
     in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "whole"))
     in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "parts"), "--stop-after", "1")
     picture = tmp_path / "not yet there" / "cifar10.png"
@@ -89,7 +89,7 @@ def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, folder: Path
     assert re.search(r"Verdict: .* over one-peer reads \d+\.\d\d% .* all-reduce from the same", output)
 
 
-def test_what_cannot_go_on_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path, folder: Path) -> None:
     options = ("--checkpoint", str(tmp_path / "c"))
     in_fleet(2, folder, *options, "--stop-after", "1")
     with pytest.raises(SystemExit, match=r"c/atc has checkpoints already: go on with --resume"):
@@ -106,10 +106,10 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, folder: Path) -> None:
 # Training
 
 
-def test_adapt_then_combine_with_everybody_is_all_reduce(tmp_path: Path, folder: Path) -> None:
+def test_adapt_then_combine_with_all_is_all_reduce(tmp_path: Path, folder: Path) -> None:
     """Averaging x - lr m over all agents is x - lr (average of m): momentum and weight decay are linear.
 
-    The topology that four agents have without one is another one.
+    The default topology of four agents is another one.
     """
     options = ("--compare", "--topology", "full", "--lr", "0.05", "--limit-train", "16", "--evaluate-every", "2")
     in_fleet(4, folder, *options, "--checkpoint", str(tmp_path / "c"))
@@ -122,7 +122,7 @@ def test_adapt_then_combine_with_everybody_is_all_reduce(tmp_path: Path, folder:
         assert (ours["0.weight"] - train_cifar10.resnet20(0).state_dict()["0.weight"]).norm() > 1e-3
 
 
-def test_every_agent_says_the_same(folder: Path) -> None:
+def test_every_agent_reports_the_same(folder: Path) -> None:
     everybody = in_fleet(4, folder, "--limit-train", "16", "--epochs", "3", "--evaluate-every", "2")
     for (run,) in everybody:
         assert run == everybody[0][0]
@@ -131,7 +131,7 @@ def test_every_agent_says_the_same(folder: Path) -> None:
         assert run.distance[-1] > 0
 
 
-def test_evaluation_is_of_each_agent_and_of_their_consensus_and_changes_nothing() -> None:
+def test_evaluation_is_of_each_agent_and_of_the_consensus_and_changes_nothing() -> None:
     labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2])
     test = _cifar10.Images(torch.zeros(10, 3, 32, 32, dtype=torch.uint8), labels)
 
@@ -173,7 +173,7 @@ def test_the_shortcut_is_every_other_pixel_and_channels_of_zeros() -> None:
     assert torch.equal(block(x), torch.cat([x[:, :, ::2, ::2], torch.zeros(1, 2, 2, 2)], dim=1))
 
 
-def test_the_learning_rate_rises_to_that_of_all_agents_batches_together_and_falls(folder: Path) -> None:
+def test_the_learning_rate_rises_to_that_of_the_total_batch_and_falls(folder: Path) -> None:
     rates = []
 
     def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -189,9 +189,7 @@ def test_the_learning_rate_rises_to_that_of_all_agents_batches_together_and_fall
     assert rates == pytest.approx([0.8 * 8 / 128 * up * down for up, down in zip(risen, fallen, strict=True)])
 
 
-def test_every_epoch_and_every_seed_has_images_and_draws_of_its_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_epoch_and_seed_has_its_own_images_and_draws(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orders, seeds = [], []
 
     def batches(images: _cifar10.Images, chosen: Iterable[int], size: int, seed: int) -> list[object]:
@@ -206,7 +204,7 @@ def test_every_epoch_and_every_seed_has_images_and_draws_of_its_own(
     assert {tuple(sorted(order)) for order in orders} == {tuple(range(12))}
 
 
-def test_the_verdict_says_below_when_it_is_below() -> None:
+def test_the_verdict_is_below_for_lower_accuracy() -> None:
     runs = [train_cifar10.Run(name, of_consensus=[found]) for name, found in (("atc", 0.871), ("allreduce", 0.8755))]
     assert "reads 87.10% of the test images, 0.45 points below all-reduce" in train_cifar10.verdict(*runs, "ring")
     assert "reads 87.55% of the test images, 0.45 points above" in train_cifar10.verdict(*reversed(runs), "ring")
@@ -267,7 +265,7 @@ class Call:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_a_file_that_would_run_something_is_refused_before_it_does(tmp_path: Path, protocol: int) -> None:
+def test_a_file_that_would_run_code_is_refused_before_it_does(tmp_path: Path, protocol: int) -> None:
     victim = tmp_path / "victim"
     victim.touch()
     batch = {**batch_of(3, 0), b"more": Call(os.unlink, str(victim))}
@@ -278,7 +276,7 @@ def test_a_file_that_would_run_something_is_refused_before_it_does(tmp_path: Pat
 
 
 @pytest.mark.parametrize("asked", [np.load, np.frombuffer, eval, getattr, pickle.loads], ids=lambda one: one.__name__)
-def test_nothing_else_of_numpy_or_python_is_there(tmp_path: Path, asked: Any) -> None:
+def test_only_the_needed_names_of_numpy_and_python_are_allowed(tmp_path: Path, asked: Any) -> None:
     (tmp_path / "batch").write_bytes(pickle.dumps(Call(asked, "x")))
     with pytest.raises(SystemExit, match="which no file of CIFAR-10 needs"):
         _cifar10.read(tmp_path / "batch")
@@ -300,7 +298,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_file_that_is_something_else_is_named_with_what_is_wrong(tmp_path: Path, bad: str) -> None:
+def test_an_invalid_file_is_named_with_its_fault(tmp_path: Path, bad: str) -> None:
     content, complaint = BAD[bad]
     (tmp_path / "batch").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
     with pytest.raises(SystemExit, match=f"{tmp_path}/batch.*{complaint}"):
@@ -337,7 +335,7 @@ def test_agents_have_different_images_and_other_ones_in_each_epoch() -> None:
         assert len({label for part in epoch for label in part}) == 48
 
 
-def test_an_epoch_does_not_depend_on_the_number_of_agents() -> None:
+def test_an_epoch_is_independent_of_the_number_of_agents() -> None:
     images = numbered(50)
 
     def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -369,7 +367,7 @@ def test_crops_are_windows_of_the_image_or_of_its_mirror_image_with_black_around
     assert torch.equal(cropped[4], wide[:, 1:33, 6:38].flip(2))
 
 
-def test_pixels_are_scaled_and_lie_as_convolutions_like_them() -> None:
+def test_pixels_are_scaled_and_in_channels_last_order() -> None:
     ready = _cifar10._ready(torch.full((2, 3, 32, 32), 255, dtype=torch.uint8))
     assert ready[1, :, 0, 0].tolist() == pytest.approx([0.5086 / 0.2470, 0.5178 / 0.2435, 0.5535 / 0.2616])
     assert ready.is_contiguous(memory_format=torch.channels_last)
@@ -379,7 +377,7 @@ def test_pixels_are_scaled_and_lie_as_convolutions_like_them() -> None:
     "options",
     [["--epochs", "0"], ["--batch", "-1"], ["--limit-train", "-1"], ["--resume"], ["--stop-after", "1"]],
 )
-def test_options_that_make_no_sense_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_cifar10.parse(options)
     assert options[0] in capsys.readouterr().err

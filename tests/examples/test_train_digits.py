@@ -56,7 +56,7 @@ def is_png(path):
 
 
 @pytest.mark.timeout(150)  # each agent imports torch and scikit-learn, which takes long where others want the cores
-def test_shoal_run_learns_what_a_fleet_learns_and_says_so(tmp_path):
+def test_shoal_run_equals_a_fleet_and_prints_it(tmp_path):
     picture = tmp_path / "not yet there" / "digits.png"
     printed = launched(SHOAL_RUN, picture, "--epochs", "1")
     assert is_png(picture)
@@ -71,7 +71,7 @@ def test_shoal_run_learns_what_a_fleet_learns_and_says_so(tmp_path):
     assert [int(one) for one in verdict] == right
 
 
-def test_it_learns(tmp_path):
+def test_accuracy_improves(tmp_path):
     runs = in_fleet(2, tmp_path, "--epochs", "3", "--no-baselines", "--algorithm", "atc")[0]
     runs += in_fleet(2, tmp_path, "--epochs", "3", "--no-baselines", "--algorithm", "allreduce")[0]
     for run in runs:
@@ -80,7 +80,7 @@ def test_it_learns(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(150)
-def test_torchrun_and_shoal_run_learn_the_same(tmp_path):
+def test_torchrun_and_shoal_run_train_equally(tmp_path):
     printed = [launched(launcher, tmp_path / "digits.png", "--epochs", "3") for launcher in (SHOAL_RUN, TORCHRUN)]
     assert table(printed[0]) == table(printed[1])
 
@@ -106,7 +106,7 @@ def test_every_agent_measures_the_same_fleet(tmp_path, algorithm, topology, size
         ]
 
 
-def test_adapt_then_combine_with_everybody_is_all_reduce(tmp_path):
+def test_adapt_then_combine_with_all_is_all_reduce(tmp_path):
     """Averaging x - lr m over all agents is x - lr (average of m), for momentum too, since it is linear."""
     full, reference, alone = in_fleet(3, tmp_path, "--topology", "full")[0]
     assert full.norm == pytest.approx(reference.norm, rel=1e-4)
@@ -123,7 +123,7 @@ def test_bytes_are_one_model_for_each_message(tmp_path):
     assert alone.bytes_sent == [0] * 4
 
 
-def test_measuring_finds_the_distance_and_leaves_the_weights_alone():
+def test_measuring_finds_the_distance_and_does_not_change_the_weights():
     def measured():
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False))
         weights = torch.full((640,), 1.0 + 2.0 * shoal.rank())
@@ -139,7 +139,7 @@ def test_measuring_finds_the_distance_and_leaves_the_weights_alone():
 
 
 @pytest.mark.parametrize("agents", [1, 4, 60])
-def test_shards_are_a_partition_of_what_is_not_tested(agents):
+def test_shards_are_a_partition_of_the_training_images(agents):
     digits = _data.load(agents, alpha=0.5, seed=3)
     everything = torch.cat([*(shard.images for shard in digits.shards), digits.test.images]).flatten(1)
     assert sorted(map(tuple, everything.tolist())) == sorted(
@@ -163,7 +163,7 @@ def test_weights_make_the_mean_over_agents_the_mean_over_images():
     assert sum(by_agent) / 5 == pytest.approx(by_image, rel=1e-5)
 
 
-def test_batches_go_through_a_small_shard_again_and_again_evenly():
+def test_batches_iterate_over_a_small_shard_repeatedly_and_evenly():
     shard = _data.Images(torch.arange(5.0).view(5, 1, 1, 1), torch.arange(5))
     batches = shard.batches(3, seed=0)
     drawn = torch.cat([next(batches)[1] for _ in range(10)])
@@ -184,7 +184,7 @@ def said(right, right_of_reference, sent=(3e6, 1e6)):
     return " ".join(report._verdict({run.algorithm: run for run in runs}))
 
 
-def test_the_verdict_says_worse_when_it_is_worse():
+def test_the_verdict_is_worse_for_lower_accuracy():
     assert "worse than all-reduce, by more than chance" in said(430, 440)
     assert "better than all-reduce, by more than chance" in said(440, 430)
     assert "as accurate as all-reduce" in said(435, 440)
@@ -198,7 +198,7 @@ def test_chance_is_that_of_a_fair_coin():
     assert _report._chance(4, 4) == _report._chance(0, 0) == 1.0
 
 
-def test_a_terminal_sees_every_epoch_of_every_agent():
+def test_a_terminal_shows_every_epoch_of_every_agent():
     run = _report.Run("atc", accuracy=[[0.25, 0.5]], consensus_distance=[0.125])
     report = _report.Report(train_digits.parse([]), _data.load(2, 0.5, 0), shoal.topology.RingGraph(2), rank=0)
     terminal = io.StringIO()
@@ -211,13 +211,13 @@ def test_a_terminal_sees_every_epoch_of_every_agent():
 
 
 @pytest.mark.parametrize("options", [["--epochs", "0"], ["--alpha", "0"], ["--topology", "moebius"]])
-def test_options_that_make_no_sense_are_refused(options, capsys):
+def test_invalid_options_are_refused(options, capsys):
     with pytest.raises(SystemExit):
         train_digits.parse(options)
     assert options[0] in capsys.readouterr().err
 
 
-def test_whoever_is_left_goes_on_telling_and_draws_the_picture(tmp_path, capsys):
+def test_the_survivors_print_results_and_draw_the_picture(tmp_path, capsys):
     picture = tmp_path / "digits.png"
     args = train_digits.parse(["--epochs", "2", "--picture", str(picture)])
     run = _report.Run("atc", consensus_distance=[1.0, 0.5], norm=1.0, milliseconds=2.0)
@@ -235,7 +235,7 @@ def test_whoever_is_left_goes_on_telling_and_draws_the_picture(tmp_path, capsys)
     assert "read 70.0%" in printed and is_png(picture)
 
 
-def test_lines_of_agents_are_equally_wide_and_each_shows_where_another_lies_on_it():
+def test_lines_of_agents_are_equally_wide_and_visible_where_they_overlap():
     run = _report.Run("atc", accuracy=[[0.5] * 4, [0.9] * 4], consensus_distance=[1.0, 0.5])
     axes = Figure().add_subplot()
     _picture._accuracy(axes, [run], _report.TITLES, 449)

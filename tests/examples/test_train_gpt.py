@@ -51,8 +51,8 @@ def model_of(context: int = 8, alphabet: int = 5) -> train_gpt.GPT:
 
 
 @pytest.mark.parametrize("algorithm", train_gpt.WRAPPERS)
-def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, file: Path, algorithm: str) -> None:
-    """It stops between two evaluations, and before the other one of the two rounds that three agents have."""
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, file: Path, algorithm: str) -> None:
+    """It stops between two evaluations, and before the second of the two rounds that three agents have."""
     options = ("--algorithm", algorithm, "--checkpoint")
     (whole,) = in_fleet(3, file, *options, str(tmp_path / "whole"))[0]
     (stopped,) = in_fleet(3, file, *options, str(tmp_path / "parts"), "--stop-after", "3")[0]
@@ -68,7 +68,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, fil
 
 @pytest.mark.slow  # test_train_digits.py runs its script in processes, and this one in a fleet
 @pytest.mark.timeout(150)  # modules are imported in each process, which takes long where others want the cores, too
-def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, file: Path) -> None:
+def test_processes_resume_a_fleets_checkpoint(tmp_path: Path, file: Path) -> None:
     (run, _) = in_fleet(2, file, "--compare", "--checkpoint", str(tmp_path / "whole"))[0]
     in_fleet(2, file, "--compare", "--checkpoint", str(tmp_path / "parts"), "--stop-after", "3")
     picture = tmp_path / "not yet there" / "gpt.png"
@@ -100,7 +100,7 @@ def test_another_number_of_agents_another_model_or_another_text_is_refused(tmp_p
 # Training
 
 
-def test_it_learns(file: Path) -> None:
+def test_the_loss_decreases(file: Path) -> None:
     (run,) = in_fleet(2, file, "--steps", "60", "--lr", "0.02", "--evaluate-every", "30")[0]
     assert run.of_consensus[-1] < 0.8 * log2(len(set(TEXT)))
     assert run.of_consensus[-1] < run.of_consensus[0]
@@ -119,7 +119,7 @@ def test_two_passes_of_two_windows_are_one_pass_of_four(tmp_path: Path, file: Pa
             assert (param - one["model"][name]).abs().max() < 1e-4, name  # Adam divides by small numbers
 
 
-def test_every_agent_says_the_same(file: Path) -> None:
+def test_every_agent_reports_the_same(file: Path) -> None:
     everybody = in_fleet(4, file)
     for (run,) in everybody:
         assert run == everybody[0][0]
@@ -127,7 +127,7 @@ def test_every_agent_says_the_same(file: Path) -> None:
         assert run.distance[-1] > 0
 
 
-def test_clipping_bounds_the_gradient_that_an_agent_steps_with(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_bounds_the_gradient_of_an_agents_step(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = []
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -147,7 +147,7 @@ def test_clipping_bounds_the_gradient_that_an_agent_steps_with(file: Path, monke
 # The model
 
 
-def test_a_place_sees_what_is_before_it_and_nothing_else() -> None:
+def test_a_position_attends_only_to_earlier_ones() -> None:
     model = model_of().double()
     read = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     logits = model(read)
@@ -159,7 +159,7 @@ def test_a_place_sees_what_is_before_it_and_nothing_else() -> None:
         assert changed.tolist() == [later >= place for later in range(8)]
 
 
-def test_the_table_that_reads_is_the_table_that_writes_and_stays_so(file: Path) -> None:
+def test_input_and_output_embeddings_stay_tied(file: Path) -> None:
     model = model_of()
     assert model.head.weight is model.characters.weight
     table, other = 5 * 8 + 8 * 8, 12 * 8 * 8 + 9 * 8 + 4 * 8  # 3 + 1 + 4 + 1 and the two norms' 4 of the width
@@ -178,7 +178,7 @@ def test_the_table_that_reads_is_the_table_that_writes_and_stays_so(file: Path) 
     assert shoal.Fleet(2).run(run) == [True, True]
 
 
-def test_bits_of_a_model_that_knows_nothing_are_those_of_the_alphabet(file: Path) -> None:
+def test_the_bits_of_an_untrained_model_are_those_of_the_alphabet(file: Path) -> None:
     text = loaded(str(file))
     args = train_gpt.parse(["--context", "16", "--test-windows", "1000"])
     model = model_of(16, len(text.alphabet))
@@ -187,7 +187,7 @@ def test_bits_of_a_model_that_knows_nothing_are_those_of_the_alphabet(file: Path
     assert model.training
 
 
-def test_a_model_writes_what_it_finds_likely() -> None:
+def test_a_model_samples_likely_characters() -> None:
     model = model_of(alphabet=3)
     with torch.no_grad():
         model.head.weight.copy_(torch.tensor([[1.0], [2.0], [-50.0]]).expand(3, 8))
@@ -199,7 +199,7 @@ def test_a_model_writes_what_it_finds_likely() -> None:
     assert torch.equal(written[:30], train_gpt.write(model, torch.zeros(4, dtype=torch.int64), 30, seed=1))
 
 
-def test_the_verdict_says_more_when_it_is_more() -> None:
+def test_the_verdict_is_more_for_a_higher_loss() -> None:
     runs = [train_gpt.Run(name, of_consensus=[found]) for name, found in (("atc", 2.5), ("allreduce", 2.375))]
     assert "2.500 bits per byte of the test, 0.125 more than all-reduce" in train_gpt.verdict(*runs, "ring", "byte")
     assert "0.125 less than all-reduce" in train_gpt.verdict(*reversed(runs), "ring", "byte")
@@ -216,7 +216,7 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
 # The text
 
 
-def test_characters_are_numbers_and_come_back(file: Path) -> None:
+def test_characters_are_encoded_and_decoded(file: Path) -> None:
     text = loaded(str(file))
     assert (text.unit, text.alphabet) == ("character", sorted(set(TEXT)))
     assert text.decode(text.train) + text.decode(text.test) == TEXT
@@ -226,7 +226,7 @@ def test_characters_are_numbers_and_come_back(file: Path) -> None:
 @pytest.mark.parametrize(
     "content", [bytes(range(256)) * 4, "".join(map(chr, range(0x4E00, 0x5200))).encode()], ids=["binary", "chinese"]
 )
-def test_what_has_no_small_alphabet_is_read_as_bytes(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_a_small_alphabet_is_read_as_bytes(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     text = loaded(str(tmp_path / "file"))
     assert (text.unit, len(text.alphabet)) == ("byte", 256)
@@ -234,7 +234,7 @@ def test_what_has_no_small_alphabet_is_read_as_bytes(tmp_path: Path, content: by
     assert text.decode(torch.tensor([0x61, 0xFF, 0x62])) == "a\N{REPLACEMENT CHARACTER}b"
 
 
-def test_agents_have_parts_of_their_own_of_equal_length(file: Path) -> None:
+def test_agents_have_their_own_parts_of_equal_length(file: Path) -> None:
     text = loaded(str(file))
     parts = [text.shard(rank, 3) for rank in range(3)]
     assert len({len(part) for part in parts}) == 1
@@ -242,7 +242,7 @@ def test_agents_have_parts_of_their_own_of_equal_length(file: Path) -> None:
     assert torch.equal(torch.cat(parts), text.train[: sum(map(len, parts))])
 
 
-def test_windows_are_places_of_the_text_and_what_comes_next() -> None:
+def test_windows_are_slices_of_the_text_and_its_next_characters() -> None:
     text = torch.arange(20)
     read, following = _text.windows(text, 200, 5, torch.Generator().manual_seed(0))
     assert torch.equal(following, read + 1)
@@ -250,14 +250,14 @@ def test_windows_are_places_of_the_text_and_what_comes_next() -> None:
     assert (read[:, 0].min(), following.max()) == (0, 19)
 
 
-def test_the_test_is_read_from_its_beginning_without_gaps() -> None:
+def test_the_test_part_is_read_from_its_start_without_gaps() -> None:
     read, following = _text.tiles(torch.arange(21), 5, most=100)
     assert torch.equal(read.flatten(), torch.arange(20)) and torch.equal(following, read + 1)
     assert len(_text.tiles(torch.arange(20), 5, most=100)[0]) == 3
     assert len(_text.tiles(torch.arange(21), 5, most=2)[0]) == 2
 
 
-def test_without_a_file_it_is_what_python_brings_along() -> None:
+def test_the_default_text_comes_with_python() -> None:
     text = loaded("", agents=2, context=128)
     assert text.name == _text.HELP
     assert len(text.train) > 100_000
@@ -277,7 +277,7 @@ def test_texts_that_are_missing_or_too_short_are_refused(tmp_path: Path, file: P
     "options",
     [["--steps", "0"], ["--accumulate", "0"], ["--width", "10"], ["--sample", "-1"], ["--resume"]],
 )
-def test_options_that_make_no_sense_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_gpt.parse(options)
     assert options[0] in capsys.readouterr().err

@@ -61,7 +61,7 @@ def is_png(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("agents", [1, 3, 4])
-def test_push_sum_brings_every_agent_to_the_mean_and_loses_nothing(tmp_path: Path, agents: int) -> None:
+def test_push_sum_brings_every_agent_to_the_mean_and_conserves_mass(tmp_path: Path, agents: int) -> None:
     figures = in_fleet(push_sum_async, agents, tmp_path / "p.png", "--steps", "100", *FAST)
     assert max(figures.errors) < 1e-12
     assert min(figures.steps) >= 100
@@ -91,7 +91,7 @@ def assert_push_sum_says_so(printed: str, picture: Path) -> None:
 
 
 @pytest.mark.parametrize("agents", [4, 5, 9])
-def test_its_graph_is_irregular_and_everybody_reaches_everybody(agents: int) -> None:
+def test_the_graph_is_irregular_and_strongly_connected(agents: int) -> None:
     graph = push_sum_async.irregular(agents)
     assert nx.is_strongly_connected(graph)
     assert len({degree for _, degree in graph.out_degree}) > 1
@@ -122,7 +122,7 @@ def test_gradient_tracking_runs_under_shoal_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("agents", [3])
-def test_ad_psgd_learns_and_its_averages_do_not_move_the_mean_of_the_models(tmp_path: Path, agents: int) -> None:
+def test_ad_psgd_learns_and_its_averages_preserve_the_mean_of_the_models(tmp_path: Path, agents: int) -> None:
     runs = in_fleet(ad_psgd_digits, agents, tmp_path / "a.png", "--steps", "200", "--interval", "0.001")
     assert len(runs) == 2
     for run in runs:
@@ -141,7 +141,7 @@ def test_ad_psgd_runs_under_shoal_run(tmp_path: Path) -> None:
     assert "the others beside the slow one: " in printed
 
 
-def test_pairs_need_two() -> None:
+def test_pairs_need_two_agents() -> None:
     with pytest.raises(SystemExit, match="two agents"):
         shoal.Fleet(1).run(ad_psgd_digits.main, ad_psgd_digits.parse([]))
 
@@ -149,7 +149,7 @@ def test_pairs_need_two() -> None:
 # What they share
 
 
-def test_nobody_stops_before_everybody_has_made_its_steps() -> None:
+def test_no_agent_stops_before_all_have_made_their_steps() -> None:
     made = [0] * 4
 
     def run() -> tuple[int, list[int]]:
@@ -166,7 +166,7 @@ def test_nobody_stops_before_everybody_has_made_its_steps() -> None:
         assert min(seen) >= 3
 
 
-def test_curves_of_different_lengths_reach_everybody() -> None:
+def test_curves_of_different_lengths_are_sent_to_all() -> None:
     def run() -> list[list[tuple[float, float]]]:
         return _asynchrony.gather([(float(step), 10.0 * shoal.rank()) for step in range(1 + 2 * shoal.rank())])
 

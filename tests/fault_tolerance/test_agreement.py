@@ -16,7 +16,6 @@ from shoal.fault_tolerance.agreement import WORD, Agreement
 from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.rejoin import JoiningPeer, Rejoin
 from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
-from shoal.operations.control_messages import ControlMessages
 from shoal.operations.deferred_callbacks import Callbacks
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import Departure, Plan
@@ -26,7 +25,8 @@ from shoal.operations.submission_gate import SubmissionGate
 from shoal.transport.peer_address import Endpoint, PeerId, local_peer_id
 from shoal.transport.pending_peers import ENTRY
 from shoal.transport.sockets import Outgoing
-from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+from shoal.transport.wire import Kind, Message, ProtocolError
+from support.recording_sender import recording_sender
 
 HERE = local_peer_id(0)
 ALL, IN, SMALL = "b", "c", "d"
@@ -133,6 +133,7 @@ class Simulated:
         self.rank, self.net, self.incarnation = rank, net, incarnation
         self.matcher, self.membership = Matcher(), MembershipTable(net.size)
         self.planned: dict[int, Plan] = {}  # by round between neighbours
+        self.partners: dict[int, dict[PeerId, bool]] = {}  # members of its plan, and whether they still take part
         self.ended: dict[tuple[str, int], object] = {}  # the results of all
         self.awaiting: set[Operation] = set()  # what waits for a result that others hand on
         lifecycle: Any = Lifecycle(self)
@@ -140,15 +141,15 @@ class Simulated:
         fusion: Any = Fusion()
         nothing: Any = Nothing()
         self.lifecycle, self.router = lifecycle, router
-        parts = SharedParts(rank, net.size, router, nothing, self.membership, self.matcher, nothing, nothing)
-        control = ControlMessages(self._send, lambda *_: None)
-        self.result_cache = ResultCache(rank, self.matcher, self.membership, control)
-        self.result_transfer = ResultTransfer(parts, lifecycle, self.result_cache, control)
-        self.agreement = Agreement(parts, self.membership, lifecycle, fusion, self.result_transfer, control)
+        sender = recording_sender(rank, self.membership, self._send)
+        parts = SharedParts(rank, net.size, router, nothing, self.membership, self.matcher, nothing, sender)
+        self.result_cache = ResultCache(parts)
+        self.result_transfer = ResultTransfer(parts, lifecycle, self.result_cache)
+        self.agreement = Agreement(parts, self.membership, lifecycle, fusion, self.result_transfer)
         failures: Any = SimpleNamespace(take_notice=self.notice)
         self.agreement.react_by(failures)
         self.agreement.activate()
-        self.entry = Rejoin(parts, self.membership, self.agreement, nothing, control)
+        self.entry = Rejoin(parts, self.membership, self.agreement, nothing)
         self.entry._sign = nothing  # to a launcher
         if incarnation:
             self.entry.begin_waiting()
@@ -160,16 +161,14 @@ class Simulated:
     def ask(self) -> None:
         """As :meth:`Entry.ask` says it."""
         self.router.endpoints[self.rank] = Endpoint()
-        text = torch.frombuffer(bytearray(JoiningPeer(self.router.place, Endpoint()).as_json()), dtype=torch.uint8)
+        text = JoiningPeer(self.router.place, Endpoint()).as_json()
         for other in self.net.there.values():
             if other is not self:
-                message = Message(Kind.DATA, ENTRY, ENTRY, dtype=text.dtype, payload=Payload(text, text.numel()))
+                message = Message(Kind.CONTROL, ENTRY, ENTRY, nbytes=len(text), body=text)
                 self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
 
-    def _send(self, peer: int, what: Message, data: torch.Tensor, background: bool = False) -> None:
-        message = Message(what.kind, what.op, what.name, what.round, dtype=data.dtype, shape=tuple(data.shape))
-        message.payload = Payload(data, data.numel())
-        self.net.handed_on += what.op == RESULT
+    def _send(self, peer: int, message: Message) -> None:
+        self.net.handed_on += message.op == RESULT
         self.net.put(Link(self.rank, self.incarnation, peer, self.router.places[peer].incarnation), message)
 
     def notice(self, departure: Departure) -> None:
@@ -190,10 +189,13 @@ class Simulated:
             return
         operation = self.matcher.begin(name, name, float("inf"), False)
         if name not in (ALL, IN, SMALL):
-            self.planned[operation.round] = self.agreement.plan_of(name, operation.round, FailurePolicy.SKIP_MISSING)
+            plan, lost = self.agreement.plan_of(name, operation.round, FailurePolicy.SKIP_MISSING)
+            self.planned[operation.round] = plan
+            members = set(self.agreement.alive).difference(plan.gone)
+            self.partners[operation.round] = {self.router.places[rank]: rank not in lost for rank in members}
             self.matcher.end(operation, None)
             return
-        plan = self.agreement.plan_of(name, operation.round, FailurePolicy.RETRY)
+        plan, _ = self.agreement.plan_of(name, operation.round, FailurePolicy.RETRY)
         operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.RETRY, plan)  # type: ignore[arg-type, return-value]
         operation.recovery.take = as_plan if name == SMALL else None
         self.attempts(operation)
@@ -339,11 +341,23 @@ class Net:
             for one in self.inside:
                 one.go_on()
                 one.router.admit_pending()  # who drives looks at the clock
+            if self.asking:
+                for one in self.inside:
+                    if not one.lifecycle.gate.paused:
+                        one.begin(IN)
+
+    @property
+    def asking(self) -> list[int]:
+        """The agents that wait, and of which a member knows."""
+        joining = [one for one in self.there.values() if one.entry.is_joining]
+        known = {of for one in self.inside for of in one.router.waiting}
+        return [one.rank for one in joining if (one.rank, one.incarnation) in known]
 
 
 def check(net: Net) -> None:
     left = net.inside
     first = left[0]
+    assert not net.asking
     for one in left:
         assert not one.lifecycle.gate.paused and one.agreement.now == first.agreement.now
         assert set(one.agreement.alive) == {other.rank for other in left}
@@ -361,11 +375,16 @@ def check(net: Net) -> None:
             assert ended.setdefault(key, result) == result
         for number, plan in one.planned.items():
             assert planned.setdefault(number, plan) == plan
+        for number, partners in one.partners.items():
+            for place, takes_part in partners.items():
+                other = net.there.get(place.rank)
+                if other is not None and other.incarnation == place.incarnation:
+                    assert (number in other.planned) == takes_part
 
 
 @pytest.mark.parametrize("how", ["lost", "lost and back", "joined, lost and back"])
 @pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.soak) for k in range(250, 2000, 250))])
-def test_agents_that_are_there_plan_and_end_all_rounds_alike(
+def test_surviving_agents_plan_and_end_all_rounds_equally(
     first: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(result_cache, "TELL_AFTER", 3)
@@ -386,7 +405,7 @@ def test_agents_that_are_there_plan_and_end_all_rounds_alike(
     assert entered > 150 or not returns
 
 
-def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -> None:
+def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() -> None:
     net = Net(4)
     first, second = net.there[0], net.there[1]
     net.lose(3)
@@ -406,14 +425,78 @@ def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -
     assert first.planned[1] == Plan((2, 3))
 
 
+def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it() -> None:
+    net = Net(3)
+    first, second = net.there[0], net.there[1]
+    second.begin("a")
+    net.lose(2)
+    for rank in (0, 1):
+        net.notices(rank, 2)
+    net.come_back(2)
+    while net.waiting:
+        net.deliver(net.waiting[0])
+    for one in (first, second):
+        one.begin(IN)
+    for _ in range(2):
+        for one in (first, second):
+            one.go_on()
+    assert first.agreement.now == second.agreement.now == Plan((), 1)
+    first.begin("a")
+    first.begin("a")
+    assert first.planned == {0: Plan(), 1: Plan((), 1)}
+    taking_part = [{place.rank for place, part in first.partners[k].items() if part} for k in (0, 1)]
+    assert taking_part == [{0, 1}, {0, 1, 2}]
+
+
+def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more() -> None:
+    net = Net(2)
+    one = net.there[0]
+
+    def notice_and_hear() -> None:
+        for rank, incarnation in list(net.dead):
+            net.notices(0, rank, incarnation)
+        while net.waiting:
+            net.deliver(net.waiting[0])
+
+    net.lose(1)
+    net.come_back(1)
+    notice_and_hear()
+    one.begin(IN)
+    net.lose(1)
+    net.come_back(1)
+    notice_and_hear()
+    one.go_on()  # it admits the first of the two
+    one.go_on()
+    notice_and_hear()
+    assert one.router.places[1].incarnation == 1 and one.agreement.now == Plan((1,), 1)
+    one.begin(IN)
+    one.go_on()
+    one.go_on()
+    notice_and_hear()
+    assert not net.there[1].entry.is_joining
+    assert one.agreement.now == net.there[1].agreement.now == Plan((), 2)
+
+
+def test_the_request_of_an_earlier_start_replaces_no_later_one() -> None:
+    net = Net(2)
+    net.lose(1)
+    net.notices(0, 1)
+    net.come_back(1)
+    net.lose(1)
+    net.come_back(1)
+    net.deliver(Link(1, 2, 0, 0))
+    net.deliver(Link(1, 1, 0, 0))
+    assert [one.place.incarnation for one in net.there[0].entry.asking().values()] == [2]
+
+
 def link(opened_at: float) -> Outgoing:
     made = Outgoing.__new__(Outgoing)
     made._since = opened_at
     return made
 
 
-def test_who_enters_asks_nobody_any_more_whom_it_has_not_reached() -> None:
-    """They may be another part, which would let it in, too. Others have heard of it, and may be let in after it."""
+def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
+    """Unreached agents may be another part, which would admit it too. Others know of it, and may admit it later."""
     net = Net(4)
     for rank in (1, 2, 3):
         net.lose(rank)
@@ -432,7 +515,7 @@ def test_who_enters_asks_nobody_any_more_whom_it_has_not_reached() -> None:
     assert set(joining_peer.router.links) == {0, 2}
 
 
-def test_results_of_two_attempts_are_not_taken_for_one() -> None:
+def test_results_of_two_attempts_are_not_mixed() -> None:
     net = Net(4)
     first, second = net.there[0], net.there[1]
     for one in net.there.values():
@@ -452,7 +535,7 @@ def test_results_of_two_attempts_are_not_taken_for_one() -> None:
     assert first.ended == second.ended == {(ALL, 0): Plan((2, 3))}
 
 
-def test_an_agent_agrees_on_nothing_where_a_loss_ends_all_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_on_failure_raise_there_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "activate", lambda _: None)
     net = Net(3)
     net.lose(2)
@@ -481,8 +564,7 @@ def test_an_agent_agrees_on_nothing_where_a_loss_ends_all_operations(monkeypatch
         '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": [[[2, 1], 0, {}, []]]}',
     ],
 )
-def test_nonsense_about_a_loss_is_a_protocol_error(said: str) -> None:
-    data = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
-    message = Message(Kind.DATA, WORD, WORD, dtype=torch.uint8, payload=Payload(data, data.numel()))
+def test_an_invalid_failure_report_is_a_protocol_error(said: str) -> None:
+    message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(said), body=said.encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
         Net(4).there[0].hear(1, 0, message)

@@ -60,7 +60,7 @@ def died(rank: int, told_by: int, certain: bool = False) -> Message:
     return Message(Kind.NOTICE, round=told_by, token=rank, flags=flags, text="its process ended")
 
 
-def test_a_suspect_is_confirmed_after_its_last_words_could_have_come(clock: Clock) -> None:
+def test_a_suspect_is_confirmed_after_its_last_messages_could_have_arrived(clock: Clock) -> None:
     found = detector(Connections(known={1}))
     assert found.suspect(1, "closed", final=False, certain=False) == clock.now + GRACE
     assert found.suspect(2, "refused", final=False, certain=False) == clock.now + UNCONNECTED_GRACE
@@ -71,14 +71,14 @@ def test_a_suspect_is_confirmed_after_its_last_words_could_have_come(clock: Cloc
     assert found.next == clock.now + UNCONNECTED_GRACE
 
 
-def test_where_nothing_can_come_any_more_it_is_confirmed_at_once(clock: Clock) -> None:
+def test_without_pending_messages_it_is_confirmed_at_once(clock: Clock) -> None:
     found = detector(Connections(known={1}))
     found.suspect(1, "closed", final=False, certain=False)
     assert found.suspect(1, "nonsense", final=True, certain=True) == clock.now
     assert found.confirmed(clock.now) == [Departure(1, "nonsense", True, 0, certain=True)]
 
 
-def test_a_second_sign_does_not_put_the_first_off(clock: Clock) -> None:
+def test_a_second_suspicion_does_not_delay_the_first(clock: Clock) -> None:
     found = detector(Connections(known={1}))
     due = found.suspect(1, "closed", final=False, certain=False)
     clock.now += 0.3
@@ -86,8 +86,8 @@ def test_a_second_sign_does_not_put_the_first_off(clock: Clock) -> None:
     assert found.confirmed(due)[0].cause == "closed"
 
 
-def test_who_is_connected_to_the_dead_sees_for_himself(clock: Clock) -> None:
-    """Where its connections stay, those two have lost each other; so a report is no loss for a moment."""
+def test_an_agent_connected_to_the_dead_detects_it_itself(clock: Clock) -> None:
+    """If its connections stay, the other two have lost each other, so a report alone is not yet a failure."""
     found = detector(Connections(heard={2}))
     assert found.notice(1, died(2, told_by=1)) == clock.now + GRACE
     certain = detector(Connections(heard={2})).notice(1, died(2, told_by=1, certain=True))
@@ -96,21 +96,46 @@ def test_who_is_connected_to_the_dead_sees_for_himself(clock: Clock) -> None:
     assert apart == Departure(2, "its process ended", True, 1)
 
 
-def test_a_departure_names_the_agent_that_saw_it_and_not_the_one_that_passes_it_on(clock: Clock) -> None:
+def test_a_departure_names_the_agent_that_observed_it_and_not_the_forwarder(clock: Clock) -> None:
     found = detector(Connections()).notice(1, died(2, told_by=3))
     assert found == Departure(2, "its process ended", True, 3)
     left = Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")
     assert detector(Connections()).notice(2, left) == Departure(2, "it called shoal.shutdown()", False, 2)
 
 
-def test_who_goes_while_another_is_about_to_be_lost_is_counted_after_it(clock: Clock) -> None:
+def test_an_agent_that_leaves_during_another_failure_is_counted_after_it(clock: Clock) -> None:
     found = detector(Connections(known={1, 2}))
     due = found.suspect(1, "closed", final=False, certain=False)
     assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
     assert [one.rank for one in found.confirmed(due)] == [1, 2]
 
 
-def test_a_goodbye_of_one_that_is_heard_counts_only_from_itself(clock: Clock) -> None:
+def test_it_is_counted_after_it_also_when_its_connections_end(clock: Clock) -> None:
+    """Seed 4706 of the simulated fleet: rank 2 ends because of rank 1, and its connections end before rank 1's."""
+    found = detector(Connections(known={1, 2}))
+    due = found.suspect(1, "closed", final=False, certain=False)
+    found.notice(2, died(2, told_by=2, certain=True))
+    found.nothing_follows(2)
+    assert not found.confirmed(clock.now) and found.next == due
+    found.suspect(1, "closed", final=True, certain=True)
+    assert [one.rank for one in found.confirmed(clock.now)] == [1, 2]
+    found.forget(1)
+    assert [one.rank for one in found.confirmed(clock.now)] == [2]
+
+
+def test_the_loss_that_a_shutdown_message_names_is_counted_before_it(clock: Clock) -> None:
+    """Also if the leaving agent was suspected first."""
+    found = detector(Connections(known={1, 2}))
+    found.suspect(2, "closed", final=False, certain=False)
+    clock.now += 0.1
+    due = found.report(Departure(1, "its process ended", True, 2))
+    found.report(Departure(2, "it called shoal.shutdown()", False, 2))
+    found.nothing_follows(2)
+    assert not found.confirmed(clock.now) and found.next == due
+    assert [one.rank for one in found.confirmed(due)] == [1, 2]
+
+
+def test_an_exit_message_on_an_open_link_counts_only_from_its_sender(clock: Clock) -> None:
     left = Departure(2, "it called shoal.shutdown()", False, 1)
     assert detector(Connections(heard={2})).report(left) == float("inf")
     found = detector(Connections())
@@ -118,8 +143,8 @@ def test_a_goodbye_of_one_that_is_heard_counts_only_from_itself(clock: Clock) ->
     assert found.confirmed(clock.now + GRACE) == [left]
 
 
-def test_a_goodbye_to_others_counts_only_where_the_link_to_who_leaves_shows_no_other(clock: Clock) -> None:
-    """What it has still to say here may be on its way, over a connection that is not there yet."""
+def test_an_exit_message_to_others_counts_only_if_the_own_link_agrees(clock: Clock) -> None:
+    """Its last messages to this agent may be in flight, over a connection that does not exist yet."""
     left = Departure(2, "it called shoal.shutdown()", False, 1)
     own = Departure(2, "it called shoal.shutdown()", False, 2)
     found = detector(Connections(known={2}))
@@ -130,8 +155,8 @@ def test_a_goodbye_to_others_counts_only_where_the_link_to_who_leaves_shows_no_o
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_its_link_may_end_without_the_goodbye_that_others_have_heard(clock: Clock, final: bool) -> None:
-    """Where what it sends here ended, and no goodbye with it, it has died since."""
+def test_a_link_may_end_without_the_exit_message_that_others_have_received(clock: Clock, final: bool) -> None:
+    """If its messages to this agent end without an exit message, it has died after it sent those."""
     left = Departure(2, "it called shoal.shutdown()", False, 1)
     found = detector(Connections(known={2}))
     found.report(left)
@@ -141,8 +166,8 @@ def test_its_link_may_end_without_the_goodbye_that_others_have_heard(clock: Cloc
     assert found.confirmed(due) == [Departure(2, "closed", True, 0) if final else left]
 
 
-def test_a_goodbye_does_not_undo_the_loss_that_made_it_leave(clock: Clock) -> None:
-    """Rank 1 has shut rank 2 out, and leaves after that; rank 2 says goodbye. Rank 2 is the cause, and comes first."""
+def test_an_exit_message_does_not_undo_the_failure_that_caused_it(clock: Clock) -> None:
+    """Rank 1 has excluded rank 2, and leaves after that. Rank 2 sends its exit message. Rank 2 is the cause."""
     found = detector(Connections(known={1, 2}, heard={2}))
     due = found.suspect(1, "sending to it failed", final=False, certain=False)
     assert found.notice(1, died(2, told_by=1, certain=True)) == due
@@ -158,8 +183,8 @@ OWN = Departure(2, "it called shoal.shutdown()", False, 2)
 
 
 @pytest.mark.parametrize("certain", [False, True])
-def test_the_end_of_a_link_after_its_goodbye_is_no_death(clock: Clock, certain: bool) -> None:
-    """It is counted as gone once what it has sent here has ended, too, and as one that left."""
+def test_the_end_of_a_link_after_its_exit_message_is_no_failure(clock: Clock, certain: bool) -> None:
+    """The agent counts as departed once its last messages to this agent have arrived too."""
     connections = Connections(known={2}, heard={2})
     found = detector(connections)
     assert found.report(OWN) == float("inf")
@@ -169,15 +194,15 @@ def test_the_end_of_a_link_after_its_goodbye_is_no_death(clock: Clock, certain: 
     assert found.confirmed(clock.now) == [OWN]
 
 
-def test_a_goodbye_on_its_link_explains_the_end_of_its_process(clock: Clock) -> None:
+def test_an_exit_message_on_its_link_explains_the_end_of_its_process(clock: Clock) -> None:
     found = detector(Connections(known={2}))
     due = found.suspect(2, "its process ended", final=False, certain=True)
     assert found.report(OWN) == due
     assert found.confirmed(due) == [OWN]
 
 
-def test_who_said_goodbye_to_its_link_holds_no_loss_up(clock: Clock) -> None:
-    """Rank 2 left because rank 1 died. The link to it ended first, and rank 3 tells of rank 1."""
+def test_an_agent_that_sent_its_exit_message_does_not_delay_a_failure(clock: Clock) -> None:
+    """Rank 2 left because rank 1 died. The link to it ended first, and rank 3 reports rank 1."""
     found = detector(Connections(known={1, 2}, heard={2}))
     found.report(OWN)
     found.suspect(2, "sending to it failed", final=False, certain=False)
@@ -185,7 +210,7 @@ def test_who_said_goodbye_to_its_link_holds_no_loss_up(clock: Clock) -> None:
     assert found.notice(3, died(1, told_by=3, certain=True)) == lost
 
 
-def test_it_hears_of_its_own_loss(clock: Clock) -> None:
+def test_an_agent_is_notified_of_its_own_failure(clock: Clock) -> None:
     said = detector(Connections(known={1})).notice(1, died(0, told_by=1))
     assert said == Departure(0, "its process ended", True, 1)
 
@@ -194,6 +219,7 @@ def failures_of(agrees: bool, passed_on: list[Departure], changes: list[str], me
     """Those of rank 0 of 4, with parts that only record."""
     nothing: Any = SimpleNamespace(in_flight=list, all=list, active=False)
     nothing.forget = nothing.shut_out = nothing.split_those_without = lambda _: None
+    nothing.on_departure = lambda rank, because: None
     sender: Any = SimpleNamespace(pass_on=passed_on.append, unacknowledged_by=lambda _: [])
     lifecycle: Any = SimpleNamespace(departed_peers=SimpleNamespace(lose_by=lambda _: None))
     agreement: Any = SimpleNamespace(active=agrees, change=lambda: changes.append("change"), react_by=lambda _: None)
@@ -203,7 +229,7 @@ def failures_of(agrees: bool, passed_on: list[Departure], changes: list[str], me
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_an_agent_whose_own_call_failed_is_lost_for_certain_where_the_others_agree_on_losses(agrees: bool) -> None:
+def test_an_agent_whose_own_call_failed_is_certainly_failed_if_the_others_agree_on_failures(agrees: bool) -> None:
     passed_on: list[Departure] = []
     changes: list[str] = []
     membership = MembershipTable(4)
@@ -213,7 +239,7 @@ def test_an_agent_whose_own_call_failed_is_lost_for_certain_where_the_others_agr
     assert membership.view.alive == ((0, 1, 3) if agrees else (0, 1, 2, 3))
 
 
-def test_a_notice_about_a_rank_that_there_is_not_breaks_the_protocol() -> None:
+def test_a_notice_about_a_nonexistent_rank_is_a_protocol_error() -> None:
     failures = failures_of(True, [], [], MembershipTable(4))
     with pytest.raises(ProtocolError, match="a notice about rank 4 of 4"):
         failures.on_notice(1, died(4, told_by=1, certain=True))

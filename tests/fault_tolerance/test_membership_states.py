@@ -47,12 +47,12 @@ def table_as_markdown() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def test_the_page_shows_the_table() -> None:
+def test_the_page_has_the_table() -> None:
     assert table_as_markdown() in PAGE.read_text()
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(AgentState, AgentEvent)), ids=lambda one: one.name)
-def test_an_event_is_taken_as_the_table_says_or_refused(state: AgentState, event: AgentEvent) -> None:
+def test_an_event_is_applied_or_refused_as_in_the_table(state: AgentState, event: AgentEvent) -> None:
     table = in_state(state)
     after, view = TRANSITIONS.get((state, event)), table.view
     if after is None:
@@ -63,7 +63,7 @@ def test_an_event_is_taken_as_the_table_says_or_refused(state: AgentState, event
         assert table.apply(event, 1, "another cause") is after and table.state(1) is after
 
 
-def test_what_messages_can_cause_is_refused_for_no_other_agent() -> None:
+def test_events_caused_by_messages_are_refused_for_no_other_agent() -> None:
     """They may come late, and several times."""
     assert all((state, event) in TRANSITIONS for state in AgentState if state not in OWN for event in FROM_MESSAGES)
     assert all((state, AgentEvent.ADMIT) in TRANSITIONS for state in AgentState if state is not AgentState.CUT_OFF)
@@ -113,7 +113,7 @@ def test_the_view_follows_the_states(seed: int) -> None:
     assert seen and [one.epoch for one in seen] == list(range(1, len(seen) + 1))
 
 
-def test_an_agent_that_joins_is_alone_until_it_is_admitted() -> None:
+def test_a_joining_agent_is_alone_until_it_is_admitted() -> None:
     table = MembershipTable(4)
     table.begin_without([3])
     assert table.view.died == {3: NOT_YET} and table.describe(3) == "rank 3 has not come yet"
@@ -134,5 +134,5 @@ def test_an_agent_that_joins_is_alone_until_it_is_admitted() -> None:
         (Departure(1, "", True, 0, certain=True, silent=True), AgentEvent.LOSE_TOUCH),
     ],
 )
-def test_a_loss_is_certain_unless_the_network_may_be_the_cause(departure: Departure, event: AgentEvent) -> None:
+def test_a_failure_is_certain_unless_the_network_may_be_the_cause(departure: Departure, event: AgentEvent) -> None:
     assert departure_event(departure) is event

@@ -9,14 +9,13 @@ from threading import RLock
 from typing import Any
 
 import pytest
-import torch
 
 from shoal.errors import PeerLost
 from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
-from shoal.operations.control_messages import ControlMessages
 from shoal.operations.shared_parts import SharedParts
-from shoal.transport.wire import Message, Payload, ProtocolError
+from shoal.transport.wire import Kind, Message, ProtocolError
+from support.recording_sender import recording_sender
 
 
 @dataclass
@@ -56,7 +55,6 @@ class Agent:
     # As a gate.
     paused: bool = False
     closing: bool = False
-    acknowledged: int = 0
     looks_at: float = float("inf")
 
     def __post_init__(self) -> None:
@@ -64,10 +62,10 @@ class Agent:
         self.lock = RLock()
         self.places = [Place() for _ in range(self.size)]
         me: Any = self
-        keep: Any = lambda peer, message, data, _: self.sent.append((peer, bytes(data.numpy())))  # noqa: E731
-        control = ControlMessages(keep, self.acknowledge)
-        parts = SharedParts(self.rank, self.size, me, me, self.membership, me, me, me)
-        self.partition_resolver = PartitionResolver(parts, self.membership, me, me, control)
+        keep: Any = lambda peer, message: self.sent.append((peer, message.body))  # noqa: E731
+        sender = recording_sender(self.rank, self.membership, keep)
+        parts = SharedParts(self.rank, self.size, me, me, self.membership, me, me, sender)
+        self.partition_resolver = PartitionResolver(parts, self.membership, me, me)
         self.partition_resolver.activate()
 
     @property
@@ -95,11 +93,6 @@ class Agent:
     def check_by(self, when: float) -> None:
         self.looks_at = when
 
-    def flush(self) -> None: ...
-
-    def acknowledge(self, source: int, message: Message) -> None:
-        self.acknowledged += 1
-
     @property
     def out_of_reach(self) -> frozenset[int]:
         return frozenset(self.membership.view.out_of_reach)
@@ -114,8 +107,7 @@ class Agent:
         return self
 
     def hear(self, source: int, text: bytes) -> None:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        message: Any = Message(kind=None, name="~reunion", dtype=torch.uint8, payload=Payload(data, len(data)))  # type: ignore[arg-type]
+        message = Message(Kind.CONTROL, name="~reunion", nbytes=len(text), body=text)
         self.partition_resolver.serve(source, message)
 
 
@@ -127,7 +119,7 @@ def part(count: int, lowest: int) -> int:
     return count << 32 | lowest
 
 
-def test_where_nobody_is_out_of_reach_nobody_is_asked_and_no_time_looked_at() -> None:
+def test_without_unreachable_agents_there_are_no_probes_and_no_clock_reads() -> None:
     whole = Agent(1, 4)
     assert whole.partition_resolver.check(100.0) == float("inf")
     whole.membership.apply(AgentEvent.LOSE, 0, "its process ended")
@@ -140,13 +132,13 @@ def test_where_nobody_is_out_of_reach_nobody_is_asked_and_no_time_looked_at() ->
     )
 
 
-def test_the_larger_part_asks_nobody() -> None:
+def test_the_larger_part_sends_no_probes() -> None:
     for agent, beyond in ((Agent(2, 5), (3, 4)), (Agent(1, 4), (2, 3)), (Agent(0, 2), (1,))):
         agent.lose(*beyond)
         assert agent.partition_resolver.check(100.0) == float("inf") and not agent.asked
 
 
-def test_the_smaller_part_asks_one_at_a_time_in_turn() -> None:
+def test_the_smaller_part_probes_one_agent_at_a_time_in_turn() -> None:
     agent = Agent(3, 5).lose(0, 1, 2)
     assert agent.looks_at == 0.0
     now = 100.0
@@ -158,7 +150,7 @@ def test_the_smaller_part_asks_one_at_a_time_in_turn() -> None:
     assert sorted(peers(agent)[:3]) == [0, 1, 2] and peers(agent)[3:] == peers(agent)[:3]
 
 
-def test_a_question_without_an_answer_is_dropped_for_the_next() -> None:
+def test_an_unanswered_probe_is_dropped_for_the_next() -> None:
     agent = Agent(1, 2).lose(0)
     assert agent.partition_resolver.check(100.0) == 100.0 + EVERY
     now = 100.0
@@ -172,7 +164,7 @@ def test_a_question_without_an_answer_is_dropped_for_the_next() -> None:
     assert len(agent.asked) == 2
 
 
-def test_who_is_back_is_not_asked_any_more() -> None:
+def test_a_rejoined_agent_is_not_probed() -> None:
     agent = Agent(1, 2).lose(0)
     agent.partition_resolver.check(100.0)
     agent.membership.apply(AgentEvent.ADMIT, 0)
@@ -180,7 +172,7 @@ def test_who_is_back_is_not_asked_any_more() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "threads"])
-def test_who_has_no_address_is_not_asked(kind: str) -> None:
+def test_an_agent_without_an_address_is_not_probed(kind: str) -> None:
     agent = Agent(2, 3, kinds={0: kind}).lose(0, 1)
     for step in range(3):
         agent.partition_resolver.check(100.0 + step * PATIENCE)
@@ -188,7 +180,7 @@ def test_who_has_no_address_is_not_asked(kind: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["paused", "closing", "is_joining", "error"])
-def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: str) -> None:
+def test_an_agent_that_has_not_agreed_or_has_ended_neither_probes_nor_replies(state: str) -> None:
     agent = Agent(2, 3).lose(0, 1)
     assert agent.answer(0, 0) == part(1, 2)
     if state == "is_joining":
@@ -205,7 +197,7 @@ def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: s
         assert agent.asked
 
 
-def test_only_who_is_gone_on_without_is_told_of_the_part() -> None:
+def test_the_membership_is_reported_only_to_excluded_agents() -> None:
     agent = Agent(0, 4).lose(2, 3)
     agent.membership.apply(AgentEvent.LOSE, 1, "its process ended")
     assert agent.answer(3, 0) == part(1, 0)
@@ -217,7 +209,7 @@ def test_only_who_is_gone_on_without_is_told_of_the_part() -> None:
 
 
 @pytest.mark.parametrize("answer", [0, part(2, 3), part(1, 0), part(5, 0), part(1 << 30, 0), (1 << 64) - 1], ids=hex)
-def test_an_answer_that_is_none_or_of_no_larger_part_means_nothing(answer: int) -> None:
+def test_an_invalid_reply_or_one_from_no_larger_part_is_ignored(answer: int) -> None:
     agent = Agent(2, 5).lose(0, 1, 4)
     agent.partition_resolver.check(100.0)
     agent.asked[0].on_answer(answer)
@@ -228,13 +220,13 @@ def test_an_answer_that_is_none_or_of_no_larger_part_means_nothing(answer: int) 
     ("answer", "why"),
     [(part(3, 0), "as one of 3: theirs is the larger part"), (part(2, 1), "as large a part, with the lowest rank, 1")],
 )
-def test_it_gives_way_and_tells_its_part(answer: int, why: str) -> None:
+def test_the_smaller_part_yields_and_notifies_its_members(answer: int, why: str) -> None:
     agent, other = Agent(2, 5).lose(0, 1, 4), Agent(3, 5).lose(0, 1, 4)
     agent.partition_resolver.check(100.0)
     agent.asked[0].on_answer(answer)
     [(peer, text)] = agent.sent
     other.hear(2, text)
-    assert peer == 3 and other.acknowledged == 1 and not other.sent
+    assert peer == 3 and not other.sent
     for one in (agent, other):
         assert one.error is not None and one.error.ranks == (0, 1, 4)
         assert f"rank {agent.asked[0].peer} can be reached again, and has gone on without ranks [2, 3]" in str(
@@ -243,7 +235,7 @@ def test_it_gives_way_and_tells_its_part(answer: int, why: str) -> None:
         assert why in str(one.error) and f"rank {one.rank} takes their state" in str(one.error)
 
 
-def test_what_makes_no_sense_or_comes_from_elsewhere_ends_nobody() -> None:
+def test_invalid_and_foreign_messages_end_no_agent() -> None:
     agent = Agent(3, 5).lose(0, 1, 2)
     for text in (b"{", b"7", b"[0, 3]", b'["a", 1, 2]', b"[0, null, 0]", b"\xff"):
         with pytest.raises(ProtocolError, match="another part"):
@@ -255,8 +247,8 @@ def test_what_makes_no_sense_or_comes_from_elsewhere_ends_nobody() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_of_any_parts_one_goes_on_and_it_is_the_largest(seed: int) -> None:
-    """Agents have died in each part meanwhile, which the others do not know; and who reaches whom is drawn."""
+def test_exactly_the_largest_of_any_parts_continues(seed: int) -> None:
+    """Agents have died in each part, unknown to the others. The reachability is random."""
     draws = random.Random(seed)
     size = draws.randint(2, 9)
     of = [draws.randrange(draws.randint(1, 4)) for _ in range(size)]

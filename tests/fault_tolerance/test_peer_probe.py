@@ -62,10 +62,10 @@ def let_in_another() -> None:
 
 @pytest.mark.parametrize("transport", OVER)
 @pytest.mark.parametrize(("prepare", "incarnation"), [(count_as_lost, 0), (let_in_another, 1)])
-def test_who_is_told_that_it_is_lost_leaves_nothing_behind_and_is_nobodys_loss(
+def test_an_excluded_process_leaves_nothing_and_is_no_ones_failure(
     transport: str, prepare: Callable[[], None], incarnation: int
 ) -> None:
-    """Also a process that was replaced by another, which is there."""
+    """So does a process that another one on its rank has replaced."""
     fleet = shoal.Fleet(2, transport=transport, timeout=10.0)
     assert fleet.run(told(prepare, incarnation)) == [{}, {}]
 
@@ -99,24 +99,22 @@ def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[
 
 
 @pytest.mark.parametrize("transport", OVER)
-def test_who_asks_gets_the_answer_and_the_other_side_keeps_nothing(transport: str) -> None:
+def test_a_prober_gets_the_reply_and_the_other_side_keeps_nothing(transport: str) -> None:
     with nothing_is_left():
         fleet = shoal.Fleet(2, transport=transport, timeout=10.0)
         assert fleet.run(question) == [([1000 + 10 * ASKER], {}), ([], {})]
 
 
 @pytest.mark.parametrize("transport", OVER)
-def test_who_is_refused_gets_none(transport: str) -> None:
+def test_a_refused_prober_gets_no_reply(transport: str) -> None:
     with nothing_is_left():
         fleet = shoal.Fleet(2, transport=transport, timeout=10.0)
         assert fleet.run(question, lambda secret: secret + b"?") == [([], {}), ([], {})]
 
 
 @pytest.mark.parametrize("transport", OVER)
-def test_a_process_that_is_stopped_says_nothing_and_a_port_that_is_shut_says_nothing(
-    transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who is stopped has its connections made by the kernel."""
+def test_a_stopped_process_and_a_closed_port_give_no_reply(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel accepts connections for a stopped process."""
 
     def run() -> list[int]:
         if shoal.rank() == ASKED:

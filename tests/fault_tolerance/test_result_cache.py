@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,14 +15,14 @@ from shoal.fault_tolerance import result_cache
 from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.recovery import take_result
 from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer, copy_for_cache
-from shoal.operations.control_messages import ControlMessages
 from shoal.operations.lifecycle import Lifecycle
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import Plan
 from shoal.operations.operation import Exchange, FailurePolicy, Operation, Recovery, Stage
 from shoal.operations.shared_parts import SharedParts
 from shoal.transport.shared_regions import ResultPool
-from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+from shoal.transport.wire import Kind, Message, ProtocolError
+from support.recording_sender import recording_sender
 
 RESULT_HERE = torch.arange(3.0)
 
@@ -32,11 +33,13 @@ class Agent:
     def __init__(self, size: int = 3) -> None:
         self.matcher, self.membership = Matcher(), MembershipTable(size)
         self.said: list[tuple[int, Any]] = []
-        self.control = ControlMessages(self._send, lambda *_: None)
-        self.result_cache = ResultCache(0, self.matcher, self.membership, self.control)
+        nobody: Any = None
+        sender = recording_sender(0, self.membership, self._send)
+        self.parts = SharedParts(0, size, nobody, nobody, self.membership, self.matcher, nobody, sender)
+        self.result_cache = ResultCache(self.parts)
 
-    def _send(self, peer: int, message: Message, data: torch.Tensor, background: bool = False) -> None:
-        self.said.append((peer, json.loads(bytes(data.numpy()))))
+    def _send(self, peer: int, message: Message) -> None:
+        self.said.append((peer, message if message.op == RESULT else json.loads(message.body)))
 
     def begin(self, name: str = "x", plan: Plan | None = None) -> Operation:
         operation = self.matcher.begin("allreduce", name, 1.0, False)
@@ -49,16 +52,14 @@ class Agent:
 
     def hear(self, source: int, said: object) -> None:
         text = said if isinstance(said, bytes) else json.dumps(said).encode()
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        message = Message(Kind.DATA, HAD, HAD, dtype=torch.uint8, payload=Payload(data, data.numel()))
-        self.result_cache.serve(source, message)
+        self.result_cache.serve(source, Message(Kind.CONTROL, HAD, HAD, nbytes=len(text), body=text))
 
 
 def had(name: str, *rounds: tuple[int, int], leaving: bool = False) -> dict[str, Any]:
     return {"had": {name: [list(one) for one in rounds]}, "leaving": leaving}
 
 
-def test_a_result_is_kept_until_all_who_took_part_have_said_that_they_have_it() -> None:
+def test_a_result_is_kept_until_all_participants_have_acknowledged_it() -> None:
     agent = Agent(4)
     agent.end(agent.begin(plan=Plan((3,))))  # of those that are there one takes no part
     agent.hear(1, had("x", (0, 1)))
@@ -67,7 +68,7 @@ def test_a_result_is_kept_until_all_who_took_part_have_said_that_they_have_it() 
     assert not agent.result_cache.results
 
 
-def test_who_has_it_first_says_so_before() -> None:
+def test_an_early_acknowledgement_is_counted() -> None:
     agent = Agent()
     first, second = agent.begin(), agent.begin()
     agent.hear(1, had("x", (0, 2)))
@@ -78,7 +79,7 @@ def test_who_has_it_first_says_so_before() -> None:
     assert agent.result_cache.results["x", 1].without == {2}
 
 
-def test_who_is_gone_needs_nothing() -> None:
+def test_failed_agents_need_no_result() -> None:
     agent = Agent()
     agent.end(agent.begin())
     agent.hear(1, had("x", (0, 1)))
@@ -89,7 +90,7 @@ def test_who_is_gone_needs_nothing() -> None:
     assert agent.result_cache.results["x", 1].without == {1}
 
 
-def test_it_is_said_of_many_at_once_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_results_are_acknowledged_at_once_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_cache, "TELL_AFTER", 4)
     agent = Agent()
     for name in ("x", "x", "y", "x", "x"):
@@ -101,7 +102,7 @@ def test_it_is_said_of_many_at_once_and_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(agent.said) == 4
 
 
-def test_large_ones_are_told_of_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_results_are_acknowledged_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_cache, "TELL_AFTER_BYTES", 2 * RESULT_HERE.nbytes)
     agent = Agent()
     agent.end(agent.begin())
@@ -112,7 +113,7 @@ def test_large_ones_are_told_of_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(agent.said) == 2  # it counts anew
 
 
-def test_who_leaves_is_told_at_once_of_what_is_here_and_of_what_comes() -> None:
+def test_a_departing_agent_gets_acknowledgements_at_once() -> None:
     agent = Agent()
     agent.end(agent.begin())
     agent.hear(1, {"had": {}, "leaving": True})
@@ -121,7 +122,7 @@ def test_who_leaves_is_told_at_once_of_what_is_here_and_of_what_comes() -> None:
     assert agent.said[2:] == [(peer, had("x", (1, 1))) for peer in (1, 2)]
 
 
-def test_a_round_that_failed_here_is_not_waited_for() -> None:
+def test_a_round_that_failed_locally_is_not_waited_for() -> None:
     agent = Agent()
     operation = agent.begin()
     agent.hear(1, had("x", (0, 1)))
@@ -143,14 +144,14 @@ def test_a_round_that_failed_here_is_not_waited_for() -> None:
         {"had": {"y": [[0, 1]]}},
     ],
 )
-def test_nonsense_about_results_is_a_protocol_error(said: object) -> None:
+def test_an_invalid_message_about_results_is_a_protocol_error(said: object) -> None:
     agent = Agent()
     agent.begin()
     with pytest.raises(ProtocolError, match="makes no sense"):
         agent.hear(1, said)
 
 
-def test_what_is_kept_is_a_copy_of_what_is_small_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_results_are_kept_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_cache, "MOST_BYTES", 16)
     x = torch.ones(4)
     kept = copy_for_cache(x, ResultPool())
@@ -163,7 +164,7 @@ def test_what_is_kept_is_a_copy_of_what_is_small_enough(monkeypatch: pytest.Monk
     assert conjugate is not None and not conjugate.is_conj() and conjugate.tolist() == [-1j]
 
 
-def test_a_result_is_taken_only_from_who_is_there() -> None:
+def test_a_result_is_accepted_only_from_a_member() -> None:
     agent = Agent()
     operation, taken = agent.begin(), []
     lifecycle: Any = type("Lifecycle", (), {"leave_stage": lambda *_: None})()
@@ -171,16 +172,17 @@ def test_a_result_is_taken_only_from_who_is_there() -> None:
     lifecycle.settle = lambda operation, result, error: taken.append(result)
     assert operation.recovery is not None
     operation.recovery.take = lambda result: result
-    nobody: Any = None
-    parts = SharedParts(0, 3, nobody, nobody, agent.membership, agent.matcher, nobody, nobody)
-    result_transfer = ResultTransfer(parts, lifecycle, agent.result_cache, agent.control)
+    result_transfer = ResultTransfer(agent.parts, lifecycle, agent.result_cache)
     agent.membership.apply(AgentEvent.LOSE, 2, "it died")
+    agent.result_cache.results["x", 0] = result_cache.CachedResult(RESULT_HERE, {1})
+    result_transfer.send(1, "x", 0)
+    [(_, message)] = agent.said
     for source in (2, 1):
-        message = Message(Kind.DATA, RESULT, f"{RESULT} x", dtype=torch.float32, shape=(3,))
-        message.payload = Payload(RESULT_HERE, 3)
         result_transfer.serve(source, message)
         assert len(taken) == (source == 1)
     assert torch.equal(taken[0], RESULT_HERE)
+    with pytest.raises(ProtocolError, match="not the body"):
+        result_transfer.serve(1, replace(message, kind=Kind.DATA, body=b""))
 
 
 class Steps:
@@ -203,8 +205,8 @@ def in_the_midst(agent: Agent, take: Callable[[torch.Tensor], Any]) -> Operation
     return operation
 
 
-def test_who_is_handed_a_result_in_the_midst_of_its_own_drops_that_and_keeps_the_result_for_others() -> None:
-    """Whoever handed it on may be gone before it has done so to all."""
+def test_an_agent_that_receives_a_result_aborts_its_own_round_and_keeps_the_result_for_others() -> None:
+    """Its sender may fail before it has forwarded the result to all."""
     lifecycle = Steps()
     operation = in_the_midst(Agent(), lambda result: f"taken: {result.tolist()}")
     assert operation.generator is not None
@@ -221,7 +223,7 @@ def test_who_is_handed_a_result_in_the_midst_of_its_own_drops_that_and_keeps_the
     assert not operation.unconfirmed and operation.outcome is None
 
 
-def test_a_result_that_cannot_be_taken_fails_its_operation() -> None:
+def test_a_result_that_cannot_be_stored_fails_its_operation() -> None:
     wrong, lifecycle = ValueError("of another shape"), Steps()
 
     def take(result: torch.Tensor) -> None:

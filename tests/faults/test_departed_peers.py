@@ -32,8 +32,8 @@ EXPECTED = (
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_who_notices_first_makes_no_difference(fleet: Fleets, first: int) -> None:
-    """One agent needs it and all others wait in calls among themselves, which end on all of them."""
+def test_all_agents_raise_whichever_agent_detects_it_first(fleet: Fleets, first: int) -> None:
+    """One agent needs the departed one. The others wait in calls among themselves, which end on all of them."""
     left, waits = threading.Event(), threading.Barrier(SIZE - 1)
 
     def run() -> list[Any]:

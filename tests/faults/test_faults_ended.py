@@ -73,7 +73,7 @@ def end_and_rest(world: World, end: Callable[[], None]) -> list[Outcome]:
     [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_without_a_word, 4)],
     ids=["raises", "sys.exit", "os._exit"],
 )
-def test_all_survivors_learn_within_a_second_who_ended(
+def test_all_survivors_are_notified_within_a_second_of_an_agents_end(
     environment: dict[str, str], end: Callable[[], None], code: int
 ) -> None:
     with World(SIZE, environment=environment) as world:
@@ -89,7 +89,7 @@ def test_all_survivors_learn_within_a_second_who_ended(
 
 
 @pytest.mark.transport("shared_memory")
-def test_the_survivors_are_told_the_exception_that_ended_an_agent() -> None:
+def test_the_survivors_get_the_exception_that_ended_an_agent() -> None:
     with World(SIZE) as world:
         outcomes = end_and_rest(world, raise_an_exception)
         for one in outcomes:
@@ -107,7 +107,7 @@ def test_the_survivors_are_told_the_exception_that_ended_an_agent() -> None:
         (0, "rank 2 has left (it called shoal.shutdown(), or its script ended)"),
     ],
 )
-def test_the_survivors_are_told_the_exit_that_ended_an_agent(status: object, said: str) -> None:
+def test_the_survivors_get_the_exit_status_that_ended_an_agent(status: object, said: str) -> None:
     with World(SIZE) as world:
         outcomes = [one for one in end_and_rest(world, partial(sys.exit, status)) if one.rank != VICTIM]
         needed = [one for one in outcomes if said in one.message]
@@ -126,7 +126,7 @@ def average_and_end() -> None:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_a_script_that_ends_without_shutdown_harms_nobody(environment: dict[str, str]) -> None:
+def test_a_script_that_ends_without_shutdown_affects_no_other(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         end_in_time(world, average_and_end)
 
@@ -152,7 +152,7 @@ def shut_down_all(place: str) -> None:
 
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_agents_that_shut_down_with_one_that_is_killed_in_it_need_no_second(
+def test_a_kill_during_a_common_shutdown_delays_the_others_less_than_a_second(
     environment: dict[str, str], place: str
 ) -> None:
     with World(SIZE, environment=environment) as world:
@@ -165,7 +165,7 @@ def test_agents_that_shut_down_with_one_that_is_killed_in_it_need_no_second(
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_an_agent_killed_in_its_shutdown_is_named_to_those_who_go_on(environment: dict[str, str]) -> None:
+def test_an_agent_killed_in_its_shutdown_is_named_to_agents_that_continue(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         others = [rank for rank in range(SIZE) if rank != VICTIM]
         dead = world.run_on(VICTIM, shut_down_and_die, "before").outcome()
@@ -183,7 +183,7 @@ def shut_down_with_a_broken_link() -> None:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_shutdown_does_not_wait_for_a_link_that_broke(environment: dict[str, str]) -> None:
+def test_shutdown_does_not_wait_for_a_broken_link(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:
         world.results(average_and_rest)
         [outcome] = world.run(shut_down_with_a_broken_link, on=[0])
@@ -199,7 +199,7 @@ def average_alone_and_shut_down() -> None:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_shutdown_does_not_wait_for_answers_to_a_round_that_has_failed(environment: dict[str, str]) -> None:
+def test_shutdown_does_not_wait_for_replies_to_a_failed_round(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
         world.results(average_and_rest)
         [outcome] = world.run(average_alone_and_shut_down, on=[0])
@@ -243,7 +243,7 @@ def descriptors_of_a_child_stay_its_own() -> str:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_a_forked_child_may_use_the_descriptors_that_shoal_gave_up_in_it(environment: dict[str, str]) -> None:
+def test_a_forked_child_may_use_the_descriptors_that_shoal_closed_in_it(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
         assert world.results(descriptors_of_a_child_stay_its_own) == ["ok"] * 3
 
@@ -265,7 +265,7 @@ def operation_in_a_forked_child() -> str:
 
 
 @pytest.mark.transport("shared_memory")
-def test_a_forked_child_is_no_agent_and_is_told_so() -> None:
+def test_a_forked_child_is_no_agent_and_raises() -> None:
     with World(2) as world:
         for said in world.results(operation_in_a_forked_child):
             assert said.startswith("NotInitialized: ")
@@ -277,7 +277,7 @@ def test_a_forked_child_is_no_agent_and_is_told_so() -> None:
 
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize("point", [Point("sent"), Point("received", 2), Point("summed")], ids=str)
-def test_an_agent_that_is_stopped_past_the_deadline_is_named_and_takes_part_again_later(
+def test_an_agent_stopped_past_the_deadline_is_named_and_takes_part_again_later(
     environment: dict[str, str], point: Point
 ) -> None:
     with World(4, environment=environment) as world:
@@ -301,7 +301,7 @@ def test_an_agent_that_is_stopped_past_the_deadline_is_named_and_takes_part_agai
 
 
 @pytest.mark.transport("network")
-def test_an_agent_that_is_stopped_in_the_middle_of_a_tensor_is_named() -> None:
+def test_an_agent_stopped_during_a_transfer_is_named() -> None:
     with World(3, environment={"SHOAL_TRANSPORT": "network"}) as world:
         world.results(set_the_ring)
         world.results(stop_at, Point("Chunk out", 6), on=[VICTIM])
@@ -315,7 +315,7 @@ def test_an_agent_that_is_stopped_in_the_middle_of_a_tensor_is_named() -> None:
 
 
 @pytest.mark.transport("network")
-def test_the_deadline_holds_where_the_clock_was_last_looked_at_when_all_headers_were_there() -> None:
+def test_the_deadline_counts_if_the_clock_was_last_read_when_all_headers_had_arrived() -> None:
     with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
         world.results(look_at_the_clock_when_something_comes, on=[0])
         world.results(stop_at, Point("Chunk out", 6), on=[1])
@@ -329,7 +329,7 @@ def test_the_deadline_holds_where_the_clock_was_last_looked_at_when_all_headers_
 
 
 @pytest.mark.transport("network")
-def test_an_agent_that_was_stopped_in_the_middle_of_a_tensor_is_named_to_those_who_call_later() -> None:
+def test_an_agent_that_was_stopped_during_a_transfer_is_named_to_later_callers() -> None:
     with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
         world.results(stop_at, Point("Chunk out", 6), on=[1])
         pending = world.run_on(1, average_with_a_stop, 8_000_000)

@@ -49,7 +49,7 @@ OVER = [
 
 
 @swept(SWEPT, (SMALL, LARGE))
-def test_all_survivors_learn_within_a_second_who_was_killed(
+def test_all_survivors_are_notified_within_a_second_of_a_kill(
     environment: dict[str, str], numel: int, point: Point
 ) -> None:
     with World(SIZE, environment=environment) as world:
@@ -58,15 +58,15 @@ def test_all_survivors_learn_within_a_second_who_was_killed(
 
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize("block", [1, 100])
-def test_an_agent_killed_in_the_middle_of_a_large_sum_is_named(environment: dict[str, str], block: int) -> None:
-    """An agent that is in the middle of a sum learns it at its end, whenever that is, and long before its deadline."""
+def test_an_agent_killed_during_a_large_sum_is_named(environment: dict[str, str], block: int) -> None:
+    """An agent that computes a sum is notified at its end, long before its deadline."""
     with World(3, environment=environment, timeout=LONGER_THAN_THE_TEST) as world:
         outcomes = world.run(average_until_it_fails, HUGE, VICTIM, Point("Block", block), patience=TIMEOUT)
         assert_all_learnt_it(outcomes, VICTIM, LONGER_THAN_THE_TEST)
 
 
 @pytest.mark.transport("shared_memory")
-def test_memory_of_an_agent_that_is_killed_while_others_read_it_stays_readable() -> None:
+def test_memory_of_an_agent_killed_while_others_read_it_stays_readable() -> None:
     with World(3, timeout=LONGER_THAN_THE_TEST) as world:
         world.results(kill_when, Point("Block", 100), world.members[VICTIM].pid, on=[0])
         outcomes = world.run(average_until_it_fails, HUGE, patience=TIMEOUT)
@@ -76,7 +76,7 @@ def test_memory_of_an_agent_that_is_killed_while_others_read_it_stays_readable()
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("kind", ["Chunk in", "Chunk out"])
 @pytest.mark.parametrize("count", [1, 20, 150])
-def test_an_agent_killed_in_the_middle_of_a_transfer_is_named(kind: str, count: int) -> None:
+def test_an_agent_killed_during_a_transfer_is_named(kind: str, count: int) -> None:
     with World(SIZE, environment=NETWORK) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, HUGE // 8, VICTIM, Point(kind, count)), VICTIM)
 
@@ -85,7 +85,7 @@ def test_an_agent_killed_in_the_middle_of_a_transfer_is_named(kind: str, count: 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("point", [Point("sent", 3), Point("received", 2), Point("summed", 5)], ids=str)
-def test_agents_on_another_machine_learn_within_a_second_who_was_killed(point: Point) -> None:
+def test_agents_on_another_machine_are_notified_within_a_second_of_a_kill(point: Point) -> None:
     with network_namespaces(3) as machines, World(6, namespaces=machines) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, point), VICTIM)
 
@@ -124,7 +124,7 @@ def test_an_agent_killed_with_a_data_loader_worker_alive_is_named() -> None:
 
 
 @pytest.mark.transport("shared_memory")
-def test_two_agents_killed_at_once_are_both_known_to_the_rest() -> None:
+def test_two_agents_killed_at_once_are_both_named() -> None:
     with World(6) as world:
         pending = [world.run_on(rank, average_until_it_fails, LARGE) for rank in range(6)]
         world.kill(1)
@@ -138,7 +138,7 @@ def test_two_agents_killed_at_once_are_both_known_to_the_rest() -> None:
 @pytest.mark.transport("shared_memory")
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("environment", OVER)
-def test_the_death_of_rank_0_ends_nothing_that_needs_it(environment: dict[str, str]) -> None:
+def test_the_death_of_rank_0_ends_only_operations_that_need_it(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, SMALL, 0, Point("waited", 2)), victim=0)
 

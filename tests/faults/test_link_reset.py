@@ -39,7 +39,7 @@ def average_until_told(numel: int) -> tuple[int, int]:
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("numel", [pytest.param(16, marks=pytest.mark.soak), 1 << 20])
-def test_connections_that_are_reset_again_and_again_are_made_again_and_nobody_is_lost(numel: int) -> None:
+def test_connections_reset_repeatedly_are_reestablished_without_a_failure(numel: int) -> None:
     with network_namespaces(4) as machines, World(4, namespaces=machines) as world:
         pending = [world.run_on(rank, average_until_told, numel) for rank in range(4)]
         for _ in range(10):
@@ -55,7 +55,7 @@ def test_connections_that_are_reset_again_and_again_are_made_again_and_nobody_is
 @pytest.mark.soak
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
-def test_where_a_try_to_connect_again_is_dropped_in_silence_the_agent_is_lost() -> None:
+def test_if_reconnection_attempts_are_dropped_the_agent_is_reported_failed() -> None:
     with network_namespaces(3) as machines, World(3, namespaces=machines, timeout=60.0) as world:
         pending = [world.run_on(rank, average_until_it_fails, 16) for rank in range(3)]
         time.sleep(0.5)
@@ -73,7 +73,7 @@ def test_where_a_try_to_connect_again_is_dropped_in_silence_the_agent_is_lost() 
 
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
-def test_when_two_machines_lose_each_other_no_third_one_is_blamed() -> None:
+def test_when_two_machines_are_partitioned_no_third_one_is_blamed() -> None:
     with network_namespaces(4) as machines, World(4, namespaces=machines) as world:
         pending = [world.run_on(rank, average_until_it_fails, 16) for rank in range(4)]
         time.sleep(0.5)  # in the middle of the work

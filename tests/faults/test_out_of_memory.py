@@ -39,7 +39,7 @@ def read_what_is_sent(numel: int) -> None:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_an_agent_without_memory_for_what_comes_is_named_by_all(environment: dict[str, str]) -> None:
+def test_an_agent_without_receive_memory_is_named_by_all(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
         for one in world.run(read_what_is_sent, 5_000_000):
             assert one.ranks == (SHORT,), f"rank {one.rank}: {one.error}: {one.trace}"
@@ -66,7 +66,7 @@ def send_without_memory(numel: int) -> str:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_an_agent_without_memory_to_send_from_says_so_and_the_others_hear_why(environment: dict[str, str]) -> None:
+def test_an_agent_without_send_memory_raises_and_the_others_get_the_reason(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
         told = world.results(send_without_memory, 5_000_000)
     assert told[SHORT].startswith("MemoryError () the system cannot give 20,9"), told
@@ -75,7 +75,7 @@ def test_an_agent_without_memory_to_send_from_says_so_and_the_others_hear_why(en
         assert "whose own call failed there (MemoryError: the system cannot give" in told[rank], told
 
 
-def test_where_the_progress_thread_finds_no_memory_nobody_waits_in_vain() -> None:
+def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
     def run() -> str:
         engine = current().engine
         poll, me = engine.poller.poll, threading.current_thread()

@@ -56,19 +56,19 @@ def in_turn() -> list[object]:
 
 
 @pytest.mark.parametrize(("point", "victim", "numel"), in_turn())
-def test_all_survivors_learn_who_was_killed(point: Point, victim: int, numel: int) -> None:
+def test_all_survivors_name_the_killed_agent(point: Point, victim: int, numel: int) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, numel, victim, point), victim)
 
 
 @pytest.mark.parametrize("loop", [until_killed_allreduces, until_killed_pushes])
 @pytest.mark.parametrize("point", [Point("Deciding order", 1), Point("Telling", 5), Point("Moving", 3)], ids=str)
-def test_of_other_operations_too(loop: Callable[..., None], point: Point) -> None:
+def test_a_kill_ends_other_operations_too(loop: Callable[..., None], point: Point) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
         assert_all_learnt_it(world.run(loop, 0, point), 0)
 
 
-def test_a_transfer_that_is_under_way_ends() -> None:
+def test_a_transfer_in_flight_ends() -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
         pending = [world.run_on(rank, average_until_it_fails, 4_000_000) for rank in range(SIZE)]
         time.sleep(0.5)
@@ -77,12 +77,12 @@ def test_a_transfer_that_is_under_way_ends() -> None:
 
 
 @pytest.mark.transport("namespaces")
-def test_agents_on_another_machine_learn_it() -> None:
+def test_agents_on_another_machine_are_notified() -> None:
     with network_namespaces(2) as machines, World(4, environment=BY_GROUPS, namespaces=machines) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, LARGE, 2, Point("Moving", 3)), 2)
 
 
-def test_after_a_loss_they_may_begin_again() -> None:
+def test_after_a_failure_the_job_may_restart() -> None:
     with World(3, environment=BY_GROUPS) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, SMALL, 1, Point("moved", 3)), 1)
         world.results(end, on=world.alive)
@@ -104,9 +104,7 @@ def stop_when(point: Point) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", [Point("Telling", 12), Point("asked", 5), Point("Moving", 5)], ids=str)
-def test_an_agent_that_is_stopped_is_named_at_the_deadline_and_finds_the_others_again(
-    point: Point, victim: int
-) -> None:
+def test_a_stopped_agent_is_named_at_the_deadline_and_reconnects(point: Point, victim: int) -> None:
     with World(3, environment=BY_GROUPS) as world:
         world.results(average, 4)
         world.results(stop_when, point, on=[victim])
@@ -148,7 +146,7 @@ def test_ctrl_c_ends_a_call_and_nothing_else(numel: int) -> None:
         assert world.results(average, 3, numel) == [1.0] * 3
 
 
-def test_a_forked_child_keeps_nobody_waiting_and_ends() -> None:
+def test_a_forked_child_blocks_no_agent_and_ends() -> None:
     with World(3, environment=BY_GROUPS) as world:
         world.results(average, 2)
         assert world.results(fork_and_end) == [0] * 3

@@ -43,7 +43,7 @@ def average_and_leave(graph: str) -> None:
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize("graph", ["directed", "undirected"])
 @pytest.mark.parametrize("busy", [1, 2, 3])
-def test_an_agent_that_was_busy_while_one_died_and_others_left_names_the_dead(
+def test_an_agent_busy_during_a_death_and_departures_names_the_dead(
     environment: dict[str, str], graph: str, busy: int
 ) -> None:
     with World(SIZE, environment=environment) as world:
@@ -60,7 +60,7 @@ def test_an_agent_that_was_busy_while_one_died_and_others_left_names_the_dead(
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_an_agent_that_crashes_over_the_loss_of_another_is_not_taken_for_the_cause(environment: dict[str, str]) -> None:
+def test_an_agent_that_crashes_because_of_anothers_failure_is_not_the_cause(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         pending = [world.run_on(0, average_until_it_fails, "directed", False)]
         pending += [world.run_on(rank, average_until_it_fails, "directed", False, caught=False) for rank in (1, 3)]

@@ -94,7 +94,7 @@ def _victim_misjudged(fault: Fault, ended: Ended) -> str:
     return ""
 
 
-def test_the_sample_meets_every_kind_of_fault_and_every_wrapper() -> None:
+def test_the_sample_contains_every_kind_of_fault_and_every_wrapper() -> None:
     faults = [draw(seed) for seed in SAMPLE]
     assert {faults[seed].kind for seed in USUAL} == set(KINDS)
     assert {fault.kind for fault in faults} == set(KINDS)
@@ -108,11 +108,11 @@ def test_the_sample_meets_every_kind_of_fault_and_every_wrapper() -> None:
         for fault in map(draw, SAMPLE)
     ],
 )
-def test_a_fault_in_training_is_named_ends_everybody_in_time_and_leaves_nothing(fault: Fault) -> None:
+def test_a_fault_in_training_is_named_ends_all_agents_in_time_and_leaves_nothing(fault: Fault) -> None:
     check(fault)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", [draw(seed) for seed in SOAK if seed not in SAMPLE], ids=str)
-def test_every_fault_in_training_is_named_ends_everybody_in_time_and_leaves_nothing(fault: Fault) -> None:
+def test_every_fault_in_training_is_named_ends_all_agents_in_time_and_leaves_nothing(fault: Fault) -> None:
     check(fault)

@@ -123,7 +123,7 @@ def test_a_slot_holds_the_old_or_the_new_value_when_its_sender_is_killed(how: st
 )
 @HOW
 @pytest.mark.transport("network")
-def test_an_owner_takes_what_came_whole_from_a_sender_that_is_killed(how: str, point: Point, new: bool) -> None:
+def test_an_owner_applies_complete_writes_of_a_killed_sender(how: str, point: Point, new: bool) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, LARGE)
         dead = world.run_on(VICTIM, write_twice, how, TARGET, point).outcome()
@@ -136,7 +136,7 @@ def test_an_owner_takes_what_came_whole_from_a_sender_that_is_killed(how: str, p
 @pytest.mark.parametrize("seed", range(2))
 @HOW
 @OVER
-def test_a_sender_killed_at_a_random_time_leaves_a_whole_value(
+def test_a_sender_killed_at_a_random_time_leaves_a_complete_value(
     environment: dict[str, str], how: str, seed: int
 ) -> None:
     kill_a_sender_at_a_random_time(environment, how, seed)
@@ -160,7 +160,7 @@ def kill_a_sender_at_a_random_time(environment: dict[str, str], how: str, seed: 
 @pytest.mark.parametrize("seed", range(25))
 @HOW
 @OVER
-def test_a_sender_killed_at_any_of_many_times_leaves_a_whole_value(
+def test_a_sender_killed_at_any_of_many_times_leaves_a_complete_value(
     environment: dict[str, str], how: str, seed: int
 ) -> None:
     kill_a_sender_at_a_random_time(environment, how, 1000 + seed)
@@ -171,9 +171,7 @@ def test_a_sender_killed_at_any_of_many_times_leaves_a_whole_value(
 
 @HOW
 @OVER
-def test_writing_to_an_agent_that_is_killed_ends_in_its_loss_within_a_second(
-    environment: dict[str, str], how: str
-) -> None:
+def test_writing_to_a_killed_agent_raises_within_a_second(environment: dict[str, str], how: str) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         writers = [world.run_on(rank, write_for_ever, how, VICTIM) for rank in (0, 1)]
@@ -187,9 +185,7 @@ def test_writing_to_an_agent_that_is_killed_ends_in_its_loss_within_a_second(
 
 @HOW
 @OVER
-def test_writing_to_an_agent_that_is_dead_already_ends_in_its_loss_within_a_second(
-    environment: dict[str, str], how: str
-) -> None:
+def test_writing_to_a_dead_agent_raises_within_a_second(environment: dict[str, str], how: str) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         at = world.kill(VICTIM)
@@ -200,7 +196,7 @@ def test_writing_to_an_agent_that_is_dead_already_ends_in_its_loss_within_a_seco
 
 
 @OVER
-def test_what_was_written_before_the_target_is_killed_has_succeeded(environment: dict[str, str]) -> None:
+def test_writes_before_the_kill_of_their_target_have_succeeded(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         world.results(write, PUT, 3.0, VICTIM, on=REST)
@@ -213,7 +209,7 @@ def test_what_was_written_before_the_target_is_killed_has_succeeded(environment:
 @pytest.mark.parametrize("place", ["locked", "half copied", "flipped"])
 @HOW
 @SHARED_MEMORY
-def test_a_write_goes_on_when_its_target_is_killed_in_the_middle_of_it(how: str, place: str) -> None:
+def test_a_write_completes_when_its_target_is_killed_during_it(how: str, place: str) -> None:
     with World(SIZE) as world:
         world.results(open_window)
         act = partial(kill, world.members[VICTIM].pid)
@@ -226,7 +222,7 @@ def test_a_write_goes_on_when_its_target_is_killed_in_the_middle_of_it(how: str,
 @pytest.mark.parametrize("place", ["locked", "copied", "flipped"])
 @HOW
 @pytest.mark.transport("network")
-def test_a_target_killed_while_it_does_what_was_asked_is_named(how: str, place: str) -> None:
+def test_a_target_killed_while_it_serves_a_request_is_named(how: str, place: str) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window)
         world.results(write, how, 3.0, VICTIM, on=[TARGET])
@@ -239,7 +235,7 @@ def test_a_target_killed_while_it_does_what_was_asked_is_named(how: str, place: 
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.transport("network")
-def test_a_target_killed_in_the_middle_of_a_transfer_is_named(count: int) -> None:
+def test_a_target_killed_during_a_transfer_is_named(count: int) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, LARGE)
         world.results(arm_chunk, count, on=[VICTIM])
@@ -260,9 +256,7 @@ def arm_chunk(count: int) -> None:
 
 @pytest.mark.parametrize("of", [TARGET, 3], ids=["that the owner wants too", "that its owner does not want"])
 @OVER
-def test_those_who_wait_for_a_mutex_get_it_within_a_second_when_its_holder_is_killed(
-    environment: dict[str, str], of: int
-) -> None:
+def test_waiters_get_a_mutex_within_a_second_of_its_holders_death(environment: dict[str, str], of: int) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         hold_and_be_killed(world, of)
@@ -273,7 +267,7 @@ def test_those_who_wait_for_a_mutex_get_it_within_a_second_when_its_holder_is_ki
 @pytest.mark.transport("shared_memory")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("of", [TARGET, 3], ids=["of another machine", "of the same machine"])
-def test_a_mutex_held_from_another_machine_is_free_within_a_second_of_its_holders_death(of: int) -> None:
+def test_a_mutex_held_from_another_machine_is_released_within_a_second_of_its_holders_death(of: int) -> None:
     with network_namespaces(2) as machines, World(SIZE, namespaces=machines) as world:
         world.results(open_window)
         hold_and_be_killed(world, of)
@@ -281,7 +275,7 @@ def test_a_mutex_held_from_another_machine_is_free_within_a_second_of_its_holder
 
 
 @SHARED_MEMORY
-def test_a_mutex_is_free_when_its_holder_is_killed_with_a_forked_child_alive() -> None:
+def test_a_mutex_is_released_when_its_holder_is_killed_with_a_forked_child_alive() -> None:
     with World(SIZE) as world:
         world.results(open_window)
         try:
@@ -337,7 +331,7 @@ def test_writing_to_a_window_that_its_owner_frees_is_a_mismatch_at_the_writer(
 
 
 @OVER
-def test_those_who_wait_for_a_mutex_of_a_window_that_is_freed_are_told_so(environment: dict[str, str]) -> None:
+def test_waiters_for_a_mutex_of_a_freed_window_raise(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
         world.results(open_window)
         world.results(end_when_waiting, world.members[VICTIM].pid, signal.SIGINT, on=[TARGET])
@@ -359,7 +353,7 @@ def wait_and_free() -> float:
     return time.monotonic()
 
 
-def test_agents_of_a_fleet_that_do_nothing_but_write_to_windows_end_when_one_fails(
+def test_agents_of_a_fleet_that_only_write_to_windows_end_when_one_fails(
     fleet: Callable[..., shoal.Fleet],
 ) -> None:
     def run() -> None:
@@ -382,7 +376,7 @@ def end_with_an_exception() -> None:
 
 
 @OVER
-def test_an_agent_that_shuts_down_with_its_windows_open_ends_only_what_needs_it(environment: dict[str, str]) -> None:
+def test_a_shutdown_with_open_windows_ends_only_calls_that_need_the_agent(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         writers = [world.run_on(rank, write_for_ever, PUT, VICTIM) for rank in (0, 1)]
@@ -397,7 +391,7 @@ def test_an_agent_that_shuts_down_with_its_windows_open_ends_only_what_needs_it(
 
 
 @OVER
-def test_scripts_that_end_at_different_times_without_freeing_their_windows_end_well(
+def test_scripts_that_end_at_different_times_without_freeing_their_windows_exit_cleanly(
     environment: dict[str, str],
 ) -> None:
     with World(SIZE, environment=environment) as world:
@@ -414,7 +408,7 @@ def accumulate_to_the_next() -> None:
 
 
 @OVER
-def test_an_exception_that_ends_an_agent_is_told_to_those_who_write_to_it(environment: dict[str, str]) -> None:
+def test_writers_get_the_exception_that_ended_their_target(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         writer = world.run_on(TARGET, write_for_ever, PUT, VICTIM)

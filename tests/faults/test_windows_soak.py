@@ -41,12 +41,12 @@ def cycle_in_processes(environment: dict[str, str], count: int, warm: int) -> No
 
 
 @OVER
-def test_windows_made_and_freed_500_times_leave_nothing_behind(environment: dict[str, str]) -> None:
+def test_windows_created_and_freed_500_times_leave_nothing(environment: dict[str, str]) -> None:
     cycle_in_processes(environment, 500, 100)
 
 
 @pytest.mark.transport("threads")
-def test_windows_of_threads_made_and_freed_500_times_leave_nothing_behind() -> None:
+def test_windows_of_threads_created_and_freed_500_times_leave_nothing() -> None:
     with nothing_is_left():
         for left, grown in shoal.Fleet(2, timeout=20.0).run(cycle, 500, 100):
             assert not left
@@ -56,14 +56,14 @@ def test_windows_of_threads_made_and_freed_500_times_leave_nothing_behind() -> N
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @OVER
-def test_windows_made_and_freed_10_000_times_leave_nothing_behind(environment: dict[str, str]) -> None:
+def test_windows_created_and_freed_10_000_times_leave_nothing(environment: dict[str, str]) -> None:
     cycle_in_processes(environment, 10_000, 500)
 
 
 # Freed while it is used
 
 
-def test_windows_freed_while_the_own_worker_writes_to_neighbours_harm_nobody(fleet: Fleets) -> None:
+def test_windows_freed_while_the_worker_writes_to_neighbours_cause_no_error(fleet: Fleets) -> None:
     def run() -> int:
         failures = 0
         for i in range(40):
@@ -85,7 +85,7 @@ def test_windows_freed_while_the_own_worker_writes_to_neighbours_harm_nobody(fle
     assert sum(fleet(3).run(run)) > 0
 
 
-def test_a_window_may_be_freed_with_its_mutexes_in_hand(fleet: Fleets) -> None:
+def test_a_window_may_be_freed_while_its_mutexes_are_held(fleet: Fleets) -> None:
     def run() -> None:
         for i in range(6):
             assert shoal.bluefog.win_create(torch.ones(5), "x")
@@ -99,7 +99,7 @@ def test_a_window_may_be_freed_with_its_mutexes_in_hand(fleet: Fleets) -> None:
     fleet(3).run(run)
 
 
-def test_a_window_that_a_neighbour_has_freed_before_all_have_made_it_refuses_writes(fleet: Fleets) -> None:
+def test_a_window_freed_by_a_neighbour_before_all_have_created_it_refuses_writes(fleet: Fleets) -> None:
     """On a line 0 - 1 - 2 the window of 0 needs only 1, which still waits for 2 when 0 frees it."""
 
     def run() -> None:
@@ -121,7 +121,7 @@ def test_a_window_that_a_neighbour_has_freed_before_all_have_made_it_refuses_wri
     fleet(3).run(run)
 
 
-def test_a_window_that_cannot_be_made_leaves_nothing_behind(fleet: Fleets) -> None:
+def test_a_window_that_cannot_be_created_leaves_nothing(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 1:
             shoal.shutdown()
@@ -133,7 +133,7 @@ def test_a_window_that_cannot_be_made_leaves_nothing_behind(fleet: Fleets) -> No
     fleet(2).run(run)
 
 
-def test_a_window_with_an_agent_that_is_long_gone_is_refused_by_its_name(fleet: Fleets) -> None:
+def test_a_window_with_a_departed_agent_is_refused_by_name(fleet: Fleets) -> None:
     gone = threading.Event()
 
     def run() -> None:
@@ -161,7 +161,7 @@ def memory_file() -> Iterator[int]:
         os.close(fd)
 
 
-def test_what_is_held_when_locks_are_closed_stays_locked_until_it_is_released() -> None:
+def test_a_lock_held_when_locks_are_closed_stays_locked_until_its_release() -> None:
     with nothing_is_left(), memory_file() as fd:
         ours, theirs = ByteLocks(fd), ByteLocks(fd)
         assert ours.try_acquire(0) and ours.try_acquire(1)
@@ -179,8 +179,8 @@ def test_what_is_held_when_locks_are_closed_stays_locked_until_it_is_released() 
         theirs.close()
 
 
-def test_closing_locks_while_threads_take_them_locks_no_other_file() -> None:
-    """The number of a closed descriptor goes to the next file that is opened."""
+def test_closing_locks_while_threads_acquire_them_locks_no_other_file() -> None:
+    """The next file that is opened reuses the number of a closed descriptor."""
     ends: list[BaseException] = []
 
     def use(locks: ByteLocks, byte: int) -> None:

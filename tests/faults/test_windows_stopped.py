@@ -128,7 +128,7 @@ def accumulate_with_deadlines(to: int, count: int, seconds: float) -> Tried:
 
 @pytest.mark.parametrize("numel", [16, 100_000])
 @OVER_NETWORK
-def test_what_a_stopped_target_on_another_machine_is_sent_takes_effect_once_or_never(numel: int) -> None:
+def test_a_message_to_a_stopped_target_on_another_machine_takes_effect_at_most_once(numel: int) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, numel)
         before = Tried(*world.results(accumulate_with_deadlines, STOPPED, 3, 10.0, on=[OTHER])[0])
@@ -146,7 +146,7 @@ def test_what_a_stopped_target_on_another_machine_is_sent_takes_effect_once_or_n
 
 @HOW
 @OVER_NETWORK
-def test_a_stopped_target_on_another_machine_is_named_and_the_others_go_on(how: str) -> None:
+def test_a_stopped_target_on_another_machine_is_named_and_the_others_continue(how: str) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window)
         with stopped(world):
@@ -176,7 +176,7 @@ def test_a_target_stopped_while_it_reads_its_slots_is_named() -> None:
 @pytest.mark.parametrize("place", ["half copied", "flipped"])
 @HOW
 @SHARED_MEMORY
-def test_a_sender_stopped_in_a_write_is_named_to_the_reader_and_ends_it_later(how: str, place: str) -> None:
+def test_a_sender_stopped_in_a_write_is_named_to_the_reader_and_completes_it_later(how: str, place: str) -> None:
     with World(SIZE) as world:
         world.results(open_window)
         with stopping(world, write_twice, how, OTHER, place, stop) as pending:
@@ -191,7 +191,7 @@ def test_a_sender_stopped_in_a_write_is_named_to_the_reader_and_ends_it_later(ho
 
 @HOW
 @OVER_NETWORK
-def test_a_sender_stopped_in_a_transfer_leaves_the_value_that_was_there_until_it_goes_on(how: str) -> None:
+def test_a_sender_stopped_in_a_transfer_leaves_the_previous_value_until_it_resumes(how: str) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, LARGE)
         with stopping(world, write_twice, how, OTHER, Point("Chunk out", 2), stop) as pending:
@@ -213,7 +213,7 @@ def test_an_agent_stopped_in_a_get_is_named_to_the_owner_of_the_tensor() -> None
 
 @pytest.mark.parametrize("of", [OTHER, STOPPED], ids=["of another", "its own"])
 @OVER
-def test_a_mutex_whose_holder_is_stopped_ends_in_a_deadline_and_is_free_when_it_goes_on(
+def test_a_mutex_whose_holder_is_stopped_raises_at_the_deadline_and_is_released_later(
     environment: dict[str, str], of: int
 ) -> None:
     with World(SIZE, environment=environment) as world:
@@ -230,10 +230,10 @@ def test_a_mutex_whose_holder_is_stopped_ends_in_a_deadline_and_is_free_when_it_
 
 
 @OVER
-def test_a_mutex_that_somebody_has_given_up_to_wait_for_is_not_granted_to_it_later(
+def test_a_mutex_is_not_granted_to_a_request_that_timed_out(
     environment: dict[str, str],
 ) -> None:
-    """The owner is stopped while it is asked, so the request and its withdrawal reach it together."""
+    """The owner is stopped during the request, so the request and its cancellation arrive together."""
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         with stopped(world):
@@ -244,7 +244,7 @@ def test_a_mutex_that_somebody_has_given_up_to_wait_for_is_not_granted_to_it_lat
 
 
 @OVER
-def test_an_agent_killed_while_it_is_stopped_with_a_lock_leaves_it_free(environment: dict[str, str]) -> None:
+def test_an_agent_killed_while_stopped_with_a_lock_releases_it(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         function = partial(hold_mutex, OTHER)
@@ -258,7 +258,7 @@ def test_an_agent_killed_while_it_is_stopped_with_a_lock_leaves_it_free(environm
 
 
 @OVER_NETWORK
-def test_a_stopped_target_does_not_keep_others_from_being_written_to() -> None:
+def test_a_stopped_target_does_not_block_writes_to_others() -> None:
     healthy = 1
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, 100_000)

@@ -87,8 +87,8 @@ def assert_all_name(rank: int, ended: list[Outcome], error: str = "PeerLost") ->
 @pytest.mark.parametrize(("then", "place"), [("close", PLACES[0]), ("leave", PLACES[2]), ("nothing", PLACES[4])])
 @KIND
 @OVER
-def test_all_who_end_name_the_one_that_was_killed(transport: str, kind: str, then: str, place: str) -> None:
-    """Who does not need it, nor anybody who has ended for it, goes on."""
+def test_all_agents_that_end_name_the_killed_one(transport: str, kind: str, then: str, place: str) -> None:
+    """An agent that needs neither it nor an agent that ended because of it continues."""
     with World(SIZE, environment={"SHOAL_TRANSPORT": transport}) as world:
         ending = [0, 2] if then == "nothing" else REST
         others = [rank for rank in REST if rank not in ending]
@@ -103,7 +103,7 @@ def test_all_who_end_name_the_one_that_was_killed(transport: str, kind: str, the
 
 
 @pytest.mark.transport("network")
-def test_an_owner_that_is_killed_in_the_middle_of_its_answer_is_named_at_once() -> None:
+def test_an_owner_killed_during_its_reply_is_named_at_once() -> None:
     with World(3, environment={"SHOAL_TRANSPORT": "network"}) as world:
         world.results(open_window, LARGE)
         world.results(fault_points.arm, Point("Chunk out", 2), on=[VICTIM])
@@ -136,8 +136,8 @@ def test_agents_that_are_threads_name_the_one_that_had_fewer_batches(fleet: Call
 
 
 @OVER
-def test_push_sum_does_not_wait_for_ever_for_an_agent_that_has_ended_its_loop(transport: str) -> None:
-    """It takes no further step and keeps what is sent to it; the others have soon too little to send anything."""
+def test_push_sum_does_not_wait_for_an_agent_that_has_ended_its_loop(transport: str) -> None:
+    """It takes no further step and keeps the mass that it receives. The others soon have too little to send."""
     with World(3, environment={"SHOAL_TRANSPORT": transport}, timeout=3.0) as world:
         training = [world.run_on(rank, train, "push", None, "nothing") for rank in (0, 2)]
         world.results(train, "push", 10, "nothing", on=[VICTIM])

@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-def test_prepare_wraps_optimizers_and_no_model_and_deals_all_examples_out(world: World) -> None:
+def test_prepare_wraps_optimizers_and_no_model_and_distributes_all_examples(world: World) -> None:
     found = world.results(agents.prepare, patience=120.0)
     assert [one["place"] for one in found] == [(rank, SIZE, rank) for rank in range(SIZE)]
     assert [one["main"] for one in found] == [True, False, False, False]
@@ -47,7 +47,7 @@ def test_prepare_wraps_optimizers_and_no_model_and_deals_all_examples_out(world:
     assert [one["rounds"] for one in found] == [6] * SIZE
 
 
-def test_what_is_gathered_is_of_all_agents_and_no_example_twice(world: World) -> None:
+def test_gathered_values_are_of_all_agents_without_duplicates(world: World) -> None:
     found = world.results(agents.gather, patience=60.0)
     for rank, one in enumerate(found):
         assert one["numbers"] == list(range(agents.EXAMPLES))
@@ -62,7 +62,7 @@ def test_what_is_gathered_is_of_all_agents_and_no_example_twice(world: World) ->
         assert one["trigger"]
 
 
-def test_functions_of_accelerate_that_were_imported_before_meet_through_shoal(world: World) -> None:
+def test_functions_of_accelerate_imported_before_use_shoal(world: World) -> None:
     found = world.results(agents.functions, patience=60.0)
     for rank, one in enumerate(found):
         assert one["gathered"] == [0, 1, 2, 3]
@@ -79,7 +79,7 @@ def test_functions_of_accelerate_that_were_imported_before_meet_through_shoal(wo
     assert len({one["drawn"] for one in found}) == 1
 
 
-def test_a_state_that_is_loaded_goes_on_bit_for_bit_with_each_agents_own(world: World, tmp_path: Path) -> None:
+def test_a_loaded_state_resumes_bit_for_bit_with_each_agents_own(world: World, tmp_path: Path) -> None:
     found = world.results(agents.save_and_resume, str(tmp_path), patience=60.0)
     for one in found:
         assert one["seen"][0] == one["seen"][1]
@@ -91,7 +91,7 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit_with_each_agents_own(world: 
     assert not np.array_equal(found[0]["whole"][-1], found[1]["whole"][-1])
 
 
-def test_the_model_that_is_saved_is_the_mean(world: World, tmp_path: Path) -> None:
+def test_the_saved_model_is_the_mean(world: World, tmp_path: Path) -> None:
     found = world.results(agents.save_model, str(tmp_path), patience=60.0)
     assert not np.array_equal(found[0]["own"]["0.weight"], found[1]["own"]["0.weight"])
     for name, value in found[0]["saved"].items():
@@ -111,7 +111,7 @@ def test_the_model_that_is_saved_is_the_mean(world: World, tmp_path: Path) -> No
         ("group", "already opened a process group"),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(world: World, what: str, why: str) -> None:
+def test_silently_wrong_settings_are_refused(world: World, what: str, why: str) -> None:
     for said in world.results(agents.refused, what, patience=60.0):
         assert said.startswith(("ValueError", "TypeError")), said
         assert why in said
@@ -122,7 +122,7 @@ def test_agents_that_are_threads_are_refused() -> None:
         shoal.Fleet(2, timeout=20.0).run(ShoalAccelerator)
 
 
-def test_shoal_run_starts_the_example_and_accelerate_launch_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_shoal_run_starts_the_example_and_accelerate_launch_resumes_it(tmp_path: Path) -> None:
     script, state = str(EXAMPLES / "accelerate_digits.py"), tmp_path / "state"
     launch = [
         sys.executable,
@@ -149,7 +149,7 @@ def test_shoal_run_starts_the_example_and_accelerate_launch_goes_on_where_it_end
 
 
 def test_accelerates_own_checks_pass_on_agents(tmp_path: Path) -> None:
-    """The job's checks write files into its folder; each agent prints what has passed."""
+    """The job's checks write files into its folder. Each agent prints the checks that have passed."""
     script = Path(accelerate_scripts.__file__)
     done = subprocess.run(
         [*RUN, "--no-prefix", "-n", "2", str(script)],
@@ -165,7 +165,7 @@ def test_accelerates_own_checks_pass_on_agents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", accelerate_scripts.CHECKS)
-def test_each_of_accelerates_own_checks_is_run_or_left_out_for_a_reason(name: str) -> None:
+def test_each_of_accelerates_own_checks_is_run_or_excluded_for_a_reason(name: str) -> None:
     script = import_module(f"{accelerate_scripts.SCRIPTS}.{name}")
     named = [*accelerate_scripts.CHECKS[name], *accelerate_scripts.LEFT_OUT[name]]
     assert sorted(named) == sorted(accelerate_scripts.checks_of(script))

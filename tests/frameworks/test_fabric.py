@@ -44,7 +44,7 @@ def with_params(params: Params) -> torch.nn.Module:
     return net
 
 
-def test_each_sample_is_seen_once_agents_average_once_a_step_and_the_mean_is_evaluated(world: World) -> None:
+def test_each_sample_is_used_once_agents_average_once_a_step_and_the_mean_is_evaluated(world: World) -> None:
     found = world.results(agents.train, patience=PATIENCE)
     assert [one["place"] for one in found] == [(rank, SIZE, rank == 0) for rank in range(SIZE)]
     assert {one["kinds"] for one in found} == {("DecentralizedOptimizer", False)}
@@ -61,7 +61,7 @@ def test_each_sample_is_seen_once_agents_average_once_a_step_and_the_mean_is_eva
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_averaged_gradients_are_training_with_all_batches_together(world: World, accumulate: int) -> None:
+def test_averaged_gradients_are_training_with_the_total_batch(world: World, accumulate: int) -> None:
     found = world.results(partial(agents.train, True, accumulate), patience=PATIENCE)
     assert [one["rounds"] for one in found] == [7 // accumulate] * SIZE
     assert all(same(one["params"], found[0]["params"]) for one in found)
@@ -76,7 +76,7 @@ def test_averaged_gradients_are_training_with_all_batches_together(world: World,
     close(found[0]["params"], params_of(net))
 
 
-def test_what_is_saved_is_the_mean_and_a_run_goes_on_bit_for_bit(world: World, two: World, tmp_path: Path) -> None:
+def test_the_mean_is_saved_and_a_run_resumes_bit_for_bit(world: World, two: World, tmp_path: Path) -> None:
     found = world.results(agents.save_and_resume, str(tmp_path), patience=PATIENCE)
     for one in found:
         assert same(one["begun"], one["own"])
@@ -92,7 +92,7 @@ def test_what_is_saved_is_the_mean_and_a_run_goes_on_bit_for_bit(world: World, t
         assert one["epoch"] == 1
 
 
-def test_what_agents_with_a_model_each_cannot_do_is_refused(world: World) -> None:
+def test_features_that_need_one_common_model_are_refused(world: World) -> None:
     reasons = {
         "devices": "each process is one agent",
         "optimizer first": "Set up both together",

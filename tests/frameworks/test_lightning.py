@@ -96,7 +96,7 @@ def test_a_step_is_the_equation_also_accumulated_and_clipped(
     assert [one.metrics["train_loss"] for one in found] == pytest.approx([losses[-1]] * SIZE, rel=1e-5)
 
 
-def test_other_ways_of_averaging_find_their_places_in_the_loop(world: World, tmp_path: Path) -> None:
+def test_other_strategies_average_at_their_point_of_the_loop(world: World, tmp_path: Path) -> None:
     plain = fitted(world, tmp_path)
     overlapped = fitted(world, tmp_path, wrapper="overlapping")
     assert all(same(one.params, other.params) for one, other in zip(plain, overlapped, strict=True))
@@ -145,7 +145,7 @@ def test_the_mean_model_is_evaluated_and_each_agent_keeps_its_own(world: World, 
     assert after["said"]["agents"] == SIZE
 
 
-def test_the_best_checkpoint_has_the_mean_and_what_is_worse_is_removed_with_its_folder(
+def test_the_best_checkpoint_has_the_mean_and_worse_ones_are_removed_with_their_folder(
     world: World, tmp_path: Path
 ) -> None:
     checkpoint = {"monitor": "val_loss", "save_top_k": 1, "filename": "{epoch}-{val_loss:.4f}"}
@@ -163,7 +163,7 @@ def test_the_best_checkpoint_has_the_mean_and_what_is_worse_is_removed_with_its_
     assert float(file.partition("val_loss=")[2].removesuffix(".ckpt")) == pytest.approx(loss, abs=2e-4)
 
 
-def test_numbers_that_each_agent_has_for_itself_are_not_monitored(world: World, tmp_path: Path) -> None:
+def test_metrics_local_to_each_agent_are_not_monitored(world: World, tmp_path: Path) -> None:
     options = {"optimizer": "plateau", "module": {"sync": False}, "max_epochs": 2}
     for one in world.run(partial(agents.fit, **options), str(tmp_path), patience=PATIENCE):
         assert one.error == "ValueError"
@@ -172,7 +172,7 @@ def test_numbers_that_each_agent_has_for_itself_are_not_monitored(world: World, 
     assert [one.lr for one in synced] == pytest.approx([0.2 / 10 / 10**3] * SIZE)
 
 
-def test_agents_with_different_numbers_of_batches_hear_of_it(world: World, tmp_path: Path) -> None:
+def test_agents_with_different_numbers_of_batches_raise_a_mismatch(world: World, tmp_path: Path) -> None:
     options = {"loader": {"uneven": True}, "use_distributed_sampler": False}
     for one in world.run(partial(agents.fit, **options), str(tmp_path), patience=PATIENCE):
         assert one.error == "ValueError" and "the agents have 4, 5, 6, 7 batches" in one.message
@@ -185,7 +185,7 @@ def test_the_code_on_its_page_runs(world: World, tmp_path: Path) -> None:
     assert [one.rounds for one in found] == [[7]] * SIZE
 
 
-def test_what_agents_say_to_each_other(world: World) -> None:
+def test_collectives_of_lightning_between_agents(world: World) -> None:
     for one in world.results(agents.exchange):
         assert (one["mean"], one["sum"], one["max"]) == (1.5, [6.0, 6.0], 3)
         assert one["nan"] != one["nan"]
@@ -195,7 +195,7 @@ def test_what_agents_say_to_each_other(world: World) -> None:
         assert "no other agent" in one["refused"]
 
 
-def test_what_agents_with_a_model_each_cannot_do_is_refused(world: World) -> None:
+def test_features_that_need_one_common_model_are_refused(world: World) -> None:
     reasons = {
         "devices": "each process is one agent",
         "num_nodes": "the launcher says",
@@ -215,7 +215,7 @@ def test_what_agents_with_a_model_each_cannot_do_is_refused(world: World) -> Non
             assert found[case].startswith("ValueError") and why in found[case], (case, found[case])
 
 
-def test_the_example_trains_and_goes_on(world: World, tmp_path: Path) -> None:
+def test_the_example_trains_and_resumes(world: World, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     arguments = ["--output", str(tmp_path), "--epochs", "2", "--quiet"]
     whole = world.results(agents.run_example, arguments, patience=PATIENCE)
@@ -224,7 +224,7 @@ def test_the_example_trains_and_goes_on(world: World, tmp_path: Path) -> None:
     assert all(same(one[1], other[1]) for one, other in zip(whole, again, strict=True))
 
 
-def test_the_loss_of_an_agent_ends_the_others_at_once_and_nothing_is_left(world: World, tmp_path: Path) -> None:
+def test_the_failure_of_an_agent_ends_the_others_at_once_and_leaves_nothing(world: World, tmp_path: Path) -> None:
     found = world.run(agents.fit_until_killed, str(tmp_path), 3, patience=30.0)
     assert found[3].error == "Died"
     assert [one.value for one in found[:3]] == [("PeerLost (3,)", [])] * 3

@@ -17,6 +17,6 @@ IMPORTS = ("lightning.pytorch",)
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_the_strategy_of_the_configuration_on_its_page_is_made(world: World, tmp_path: Path) -> None:
+def test_the_strategy_of_the_pages_configuration_is_created(world: World, tmp_path: Path) -> None:
     found = world.results(agents.run_cli, str(tmp_path), patience=120.0)
     assert found == [("DistributedGradientAllreduceOptimizer", [7])] * SIZE

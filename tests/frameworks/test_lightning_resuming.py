@@ -54,7 +54,7 @@ def test_resuming(
         assert again.drawn == one.drawn
 
 
-def test_in_the_middle_of_an_epoch_with_a_loader_that_can(world: World, tmp_path: Path) -> None:
+def test_resuming_within_an_epoch_with_a_stateful_loader(world: World, tmp_path: Path) -> None:
     checkpoint = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 5}
     options = {"optimizer": "adam", "max_epochs": 2, "loader": {"resumable": True}}
     whole = fitted(world, tmp_path, checkpoint=checkpoint, **options)
@@ -66,7 +66,7 @@ def test_in_the_middle_of_an_epoch_with_a_loader_that_can(world: World, tmp_path
         assert (again.steps, again.rounds) == (one.steps, one.rounds) == (14, [14])
 
 
-def test_another_number_of_agents_begins_at_the_mean_and_says_so(world: World, tmp_path: Path) -> None:
+def test_another_number_of_agents_starts_at_the_mean_and_logs_it(world: World, tmp_path: Path) -> None:
     saved = fitted(world, tmp_path, checkpoint={"filename": "saved"}, max_epochs=1, optimizer="adam")
     mean = {name: np.mean([one.params[name] for one in saved], axis=0) for name in saved[0].params}
     path = tmp_path / "saved.ckpt"
@@ -84,7 +84,7 @@ def test_another_number_of_agents_begins_at_the_mean_and_says_so(world: World, t
     assert all(same(one.first, alone[0].first) for one in alone)
 
 
-def test_a_folder_of_another_save_is_not_taken_for_the_files(world: World, tmp_path: Path) -> None:
+def test_a_folder_of_another_save_is_not_used_for_the_files(world: World, tmp_path: Path) -> None:
     fitted(world, tmp_path, checkpoint={"filename": "saved"})
     shutil.copytree(tmp_path / "saved.ckpt.agents", tmp_path / "kept")
     fitted(world, tmp_path, checkpoint={"filename": "saved", "enable_version_counter": False})

@@ -92,7 +92,7 @@ def test_an_agent_that_is_killed_is_named_and_all_others_end_in_time(cluster: An
     assert gone([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
-def test_what_an_agent_raises_is_the_cause_and_one_that_does_not_notice_is_killed(
+def test_an_agents_exception_is_the_cause_and_an_unresponsive_agent_is_killed(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shoal.ray, "GRACE_SECONDS", 1.0)
@@ -110,7 +110,7 @@ def test_what_an_agent_raises_is_the_cause_and_one_that_does_not_notice_is_kille
     assert gone([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
-def test_with_on_loss_continue_the_others_go_on_and_the_log_names_who_was_lost(
+def test_with_on_loss_continue_the_others_continue_and_the_log_names_the_failed_agent(
     cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run() -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def test_the_example_of_the_page_learns(cluster: Any, monkeypatch: pytest.Monkey
     assert accuracies[0] > 0.9
 
 
-def test_resources_that_the_cluster_does_not_have_are_named(cluster: Any) -> None:
+def test_unavailable_resources_are_named(cluster: Any) -> None:
     with pytest.raises(shoal.DeadlineExceeded, match=r"no room for 3 agents of \{'CPU': 2\} each within 1 s.*'CPU': 4"):
         shoal.ray.train(print, agents=3, resources_per_agent={"CPU": 2}, timeout=1.0)
     assert ray.available_resources()["CPU"] == 4
@@ -151,7 +151,7 @@ def test_resources_that_the_cluster_does_not_have_are_named(cluster: Any) -> Non
         ({"agents": 2, "on_loss": "ignore"}, "on_loss='ignore'"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shoal.ray.train(print, **wrong)
 

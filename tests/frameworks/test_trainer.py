@@ -54,7 +54,7 @@ def loss_of(params: Params) -> float:
     return loss
 
 
-def test_each_example_is_seen_once_and_agents_average_once_in_a_step(world: World, tmp_path: Path) -> None:
+def test_each_example_is_used_once_and_agents_average_once_in_a_step(world: World, tmp_path: Path) -> None:
     found = trained(world, tmp_path, gradient_accumulation_steps=2)
     assert sorted(index for one in found for index in one.seen) == list(range(64))
     assert [len(one.seen) for one in found] == [16] * SIZE
@@ -62,7 +62,7 @@ def test_each_example_is_seen_once_and_agents_average_once_in_a_step(world: Worl
     assert {(one.wrapped, one.optimizer, one.has_group) for one in found} == {("GPT2LMHeadModel", "AccumAdamW", False)}
 
 
-def test_the_loss_that_is_logged_is_the_mean_over_the_agents(world: World, tmp_path: Path) -> None:
+def test_the_logged_loss_is_the_mean_over_the_agents(world: World, tmp_path: Path) -> None:
     found = trained(world, tmp_path)
     assert len({tuple(one.own_losses) for one in found}) == SIZE
     means = torch.tensor([one.own_losses for one in found], dtype=torch.float64).mean(0)
@@ -73,7 +73,7 @@ def test_the_loss_that_is_logged_is_the_mean_over_the_agents(world: World, tmp_p
         assert final == pytest.approx(means.mean().item(), rel=1e-5)
 
 
-def test_averaged_gradients_of_sgd_are_training_with_all_batches_together(world: World, tmp_path: Path) -> None:
+def test_averaged_gradients_of_sgd_are_training_with_the_total_batch(world: World, tmp_path: Path) -> None:
     options = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
     found = trained(world, tmp_path, wrapper="DistributedGradientAllreduceOptimizer", **options)
     assert all(same(found[0].params, one.params) for one in found)
@@ -112,7 +112,7 @@ def test_the_mean_model_is_evaluated_and_saved_and_agents_keep_their_own(world: 
     assert [one["first"] for one in found] == [True, False, False, False]
 
 
-def test_the_best_model_is_the_mean_and_all_have_it_in_the_end(world: World, tmp_path: Path) -> None:
+def test_the_best_model_is_the_mean_and_all_have_it_at_the_end(world: World, tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     options |= {"load_best_model_at_end": True, "save_total_limit": 1}
     found = world.results(partial(agents.train_and_evaluate, **options), str(tmp_path), patience=120.0)
@@ -122,7 +122,7 @@ def test_the_best_model_is_the_mean_and_all_have_it_in_the_end(world: World, tmp
             assert np.array_equal(one["own"][name], value)
 
 
-def test_a_run_that_is_resumed_equals_bit_for_bit_one_that_never_stopped(world: World, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(world: World, tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_train_epochs": 2, "dropout": 0.2, "save_strategy": "steps", "save_steps": 3}
     whole = trained(world, tmp_path, **options)
     assert not same(whole[0].params, whole[1].params)
@@ -137,7 +137,7 @@ def test_a_run_that_is_resumed_equals_bit_for_bit_one_that_never_stopped(world: 
         assert again.drawn == one.drawn
 
 
-def test_the_example_trains_saves_and_goes_on(world: World, tmp_path: Path) -> None:
+def test_the_example_trains_saves_and_resumes(world: World, tmp_path: Path) -> None:
     text = tmp_path / "sheep.txt"
     text.write_text("".join(f"{number} sheep and {number % 7} shoals; " for number in range(400)))
     script, folder = str(EXAMPLES / "transformers_trainer.py"), tmp_path / "out"
@@ -166,7 +166,7 @@ def test_the_example_trains_saves_and_goes_on(world: World, tmp_path: Path) -> N
         ({"adam_accumulate": -1}, "0 or more"),
     ],
 )
-def test_what_agents_with_a_model_each_cannot_do_is_refused(options: dict[str, Any], why: str) -> None:
+def test_features_that_need_one_common_model_are_refused(options: dict[str, Any], why: str) -> None:
     said = agents.fails(options)
     assert said.startswith("ValueError"), said
     assert why in said
@@ -181,7 +181,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_arguments_of_transformers_own_and_models_without_a_mean_are_refused(tmp_path: Path) -> None:
+def test_transformers_own_arguments_and_models_without_a_mean_are_refused(tmp_path: Path) -> None:
     plain = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(TypeError, match="ShoalTrainingArguments, which takes the same arguments"):
         ShoalTrainer(agents.small_model(), plain)

@@ -38,7 +38,7 @@ def doomed() -> Iterator[World]:
         made.destroy()
 
 
-def test_a_stream_is_dealt_out_once_and_all_agents_end_together(world: World, tmp_path: Path) -> None:
+def test_a_stream_is_distributed_once_and_all_agents_end_together(world: World, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], list[int]]] = [
         ({"count": 1000, "max_steps": 3}, list(range(24))),
         ({"count": 40, "max_steps": 2, "gradient_accumulation_steps": 2}, list(range(32))),
@@ -60,7 +60,7 @@ def test_a_stream_is_dealt_out_once_and_all_agents_end_together(world: World, tm
         assert [(one["steps"], one["rounds"]) for one in found] == [(options["max_steps"],) * 2] * SIZE
 
 
-def test_a_run_on_a_stream_goes_on_bit_for_bit_in_its_first_pass(world: World, tmp_path: Path) -> None:
+def test_a_run_on_a_stream_resumes_bit_for_bit_in_its_first_epoch(world: World, tmp_path: Path) -> None:
     options: dict[str, Any] = {"count": 100, "max_steps": 6, "dropout": 0.2, "save_strategy": "steps", "save_steps": 4}
     whole = world.results(partial(agents.stream, **options), str(tmp_path), patience=PATIENCE)
     resumed = world.results(
@@ -102,7 +102,7 @@ def test_early_stopping_the_best_model_callbacks_and_tensorboard(world: World, t
     assert len(found[0]["boards"]) == 1
 
 
-def test_gradient_checkpointing_changes_no_number(world: World, tmp_path: Path) -> None:
+def test_gradient_checkpointing_changes_no_value(world: World, tmp_path: Path) -> None:
     for plain, again, reentrant in world.results(agents.recomputing, str(tmp_path), patience=PATIENCE):
         assert len(plain) == 4 and again == plain and reentrant == plain
 
@@ -118,8 +118,8 @@ def test_batches_of_similar_lengths_have_each_sample_once_and_are_resumed(world:
         assert again["losses"] == one["losses"][3:] and same(one["params"], again["params"])
 
 
-def test_another_number_of_agents_goes_on_at_the_mean(world: World, two: World, tmp_path: Path) -> None:
-    """With the state of the agents at the time, that their own resumed runs begin with."""
+def test_another_number_of_agents_resumes_at_the_mean(world: World, two: World, tmp_path: Path) -> None:
+    """With the agents' state at that time, from which their own resumed runs start."""
     world.results(agents.train, str(tmp_path), patience=PATIENCE)
     checkpoint = str(tmp_path / "checkpoint-3")
     own = [
@@ -142,7 +142,7 @@ def test_another_number_of_agents_goes_on_at_the_mean(world: World, two: World, 
         assert refused.error == "ValueError" and "consensus" in refused.message
 
 
-def test_after_the_death_of_an_agent_a_resumed_run_equals_one_that_never_stopped(
+def test_after_the_death_of_an_agent_a_resumed_run_equals_an_uninterrupted_one(
     world: World, doomed: World, tmp_path: Path
 ) -> None:
     whole = world.results(agents.train, str(tmp_path / "whole"), patience=PATIENCE)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.kernels import choice, way_of, why_not_triton
+from shoal import kernels
+from shoal.kernels import way_of, why_not_triton
 from shoal.kernels.native import why_not_native
 from support.kernels import DEVICE, QUIET, REASON
 from support.limits import scaled
@@ -26,43 +27,43 @@ PAGE = ROOT / "docs" / "kernels.md"
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    choice.why_not_triton.cache_clear()
+    kernels.why_not_triton.cache_clear()
     yield
-    choice.why_not_triton.cache_clear()
+    kernels.why_not_triton.cache_clear()
 
 
-def test_tensors_of_the_cpu_go_by_compiled_kernels_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_use_compiled_kernels_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert way_of(torch.empty(3)) == ("torch" if why_not_native() else "native")
-    monkeypatch.setattr(choice, "library", lambda: None)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     assert way_of(torch.empty(3)) == "torch"
 
 
-def test_it_is_said_what_brings_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_the_package_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert why_not_triton() == "triton is not installed: pip install 'shoal[cuda]'"
 
 
-def test_it_is_said_that_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_the_missing_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     assert why_not_triton() == "there is no CUDA device"
 
 
-def test_devices_that_are_not_nvidias_go_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_other_vendors_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "ROCm" in str(why_not_triton())
 
 
-def test_a_release_of_triton_that_rounds_weights_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_release_that_rounds_weights_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: False)
+    monkeypatch.setattr(kernels, "hands_over_whole_floats", lambda: False)
     assert "in 32 bits" in str(why_not_triton())
-    choice.why_not_triton.cache_clear()
-    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: True)
+    kernels.why_not_triton.cache_clear()
+    monkeypatch.setattr(kernels, "hands_over_whole_floats", lambda: True)
     assert why_not_triton() is None
 
 
@@ -74,11 +75,11 @@ class OnDevice:
 
 
 @pytest.mark.parametrize(("capability", "way"), [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
-def test_devices_before_ampere_go_by_torch(
+def test_devices_before_ampere_use_torch(
     capability: tuple[int, int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "why_not_triton", functools.cache(lambda: None))
-    monkeypatch.setattr(choice, "_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "why_not_triton", functools.cache(lambda: None))
+    monkeypatch.setattr(kernels, "_capability", lambda device: capability)
     assert way_of(OnDevice()) == way  # type: ignore[arg-type]
 
 
@@ -98,14 +99,14 @@ def test_importing_kernels_does_not_import_triton() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, on which it takes minutes")
-def test_the_benchmark_says_that_there_is_no_device() -> None:
+def test_the_benchmark_reports_the_missing_device() -> None:
     ran = subprocess.run([sys.executable, str(BENCHMARK)], capture_output=True, text=True, timeout=scaled(60))
     assert ran.returncode == 0, ran.stderr
     assert "no CUDA device" in ran.stdout
 
 
-def test_what_the_benchmark_would_measure_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, for want of a device: its times are not taken."""
+def test_the_benchmarks_measured_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, without a device: its times are not recorded."""
     spec = importlib.util.spec_from_file_location("benchmark_of_devices", BENCHMARK)
     assert spec is not None and spec.loader is not None
     gpu = importlib.util.module_from_spec(spec)

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 
 from shoal.arithmetic import weigh_in_blocks
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
+from shoal.compression.bits import positions_bytes, read_positions, write_positions
 from shoal.compression.draws import HashStream, Redrawn
-from shoal.compression.positions import positions_bytes, read_positions, write_positions
 from shoal.kernels.elementwise import add_scaled, copy, scale
-from shoal.kernels.native import build, codecs, library, sums, why_not_native
-from shoal.kernels.native.loading import differing
+from shoal.kernels.native import build, codecs, differing, library, sums, why_not_native
 from shoal.kernels.reduce import REDUCTIONS, combine, reduce
 from shoal.kernels.weighted_sum import common_factor, weigh, weighted_sum
 from support.kernels import same_numbers
@@ -58,7 +57,7 @@ def drawn(n: int, seed: int, dtype: torch.dtype, special: bool, gap: int = 0) ->
 
 
 @NATIVE
-def test_compiled_kernels_are_called_on_the_native_way_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_called_on_the_native_path_only(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(sums, "weigh", lambda *_, **__: called.append("weigh"))
     monkeypatch.setattr(sums, "reduce", lambda *_, **__: called.append("reduce"))
@@ -118,9 +117,7 @@ def test_reductions(by_torch: Any, how: str, dtype: torch.dtype, parts: list[lis
 @NATIVE
 @pytest.mark.parametrize("gap", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_large_results_are_written_past_the_caches_wherever_they_begin(
-    by_torch: Any, gap: int, dtype: torch.dtype
-) -> None:
+def test_large_results_use_streaming_stores_at_any_offset(by_torch: Any, gap: int, dtype: torch.dtype) -> None:
     n = 2 * sums.STREAMED_BYTES // dtype.itemsize + 5
     own, other = (torch.ones(gap + n, dtype=dtype)[gap:] * at for at in (3, 5))
     own[:7] = torch.arange(7)
@@ -172,7 +169,7 @@ COMPRESSORS: list[Compressor] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["usual", "ties", "special", "zeros"])
 @pytest.mark.parametrize("n", [1, 13, 4_099, 140_003])
-def test_messages_and_what_is_made_of_them(
+def test_messages_and_their_results(
     by_torch: Any, compressor: Compressor, dtype: torch.dtype, kind: str, n: int
 ) -> None:
     chance = torch.Generator().manual_seed(n)
@@ -227,7 +224,7 @@ def numbers_of_kind(kind: str, n: int) -> torch.Tensor:
     "kind",
     ["random", "ascending", "equal", "ties", "mostly zeros", "many NaN", "the sample is large", "the sample is small"],
 )
-def test_the_largest_are_found_wherever_they_are(by_torch: Any, kind: str, n: int) -> None:
+def test_the_largest_are_found_at_any_position(by_torch: Any, kind: str, n: int) -> None:
     x = numbers_of_kind(kind, n)
     for share in SHARES:
         compressor = TopK(share)
@@ -258,7 +255,7 @@ def test_positions_are_those_of_torch(by_torch: Any, share: float, d: int) -> No
 @NATIVE
 @pytest.mark.parametrize("d", [9, 100, 3_000])
 def test_positions_that_torch_refuses_are_refused(by_torch: Any, d: int) -> None:
-    """Of messages with a wrong byte each, the same are positions, with the same values or the same error."""
+    """Of messages with one wrong byte each, the same are valid, with the same values or the same error."""
     chance, refused = torch.Generator().manual_seed(d), 0
     for k in (1, 2, d // 10 + 1, d // 3):
         message = torch.empty(positions_bytes(k, d), dtype=torch.uint8)
@@ -293,7 +290,7 @@ KEYS = [0, -1, 2**63 - 5, -(2**63), 0x1234567890ABCDEF]
 @NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("d", [1, 7, 8, 100, 4_099, 150_001])
-def test_places_of_the_largest_random_numbers_are_found_without_storing_them(d: int, dtype: torch.dtype) -> None:
+def test_positions_of_the_largest_random_numbers_are_found_without_storing_them(d: int, dtype: torch.dtype) -> None:
     for share in SHARES:
         count = max(1, round(share * d))
         for key in KEYS:
@@ -304,7 +301,7 @@ def test_places_of_the_largest_random_numbers_are_found_without_storing_them(d: 
 
 @NATIVE
 @pytest.mark.parametrize("key", [135_000_405, 162_000_486, 440_001_320])
-def test_of_equal_random_numbers_the_first_is_taken(key: int) -> None:
+def test_of_equal_random_numbers_the_first_is_selected(key: int) -> None:
     d, count = 100_000, 30_000
     numbers = HashStream(torch.tensor([key]), torch.empty(d)).whole().sort(descending=True).values
     assert numbers[count - 1] == numbers[count]  # float32 has 2^24 numbers below one
@@ -315,8 +312,8 @@ def test_of_equal_random_numbers_the_first_is_taken(key: int) -> None:
 
 @NATIVE
 @pytest.mark.parametrize("key", [135_000_405, 162_000_486, 440_001_320])
-def test_bounds_that_part_equal_random_numbers_are_refused(key: int) -> None:
-    """The hashes at and after the end of the largest are one number in float32; a bound between them is too high."""
+def test_bounds_that_split_equal_random_numbers_are_refused(key: int) -> None:
+    """The hashes at and after the end of the largest are one number in float32. A bound between them is too high."""
     kernels, d, count = library(), 100_000, 30_000
     assert kernels is not None
     hashes = (HashStream(torch.tensor([key]), torch.empty(d, dtype=torch.float64)).whole() * 2.0**53).long()
@@ -331,8 +328,8 @@ def test_bounds_that_part_equal_random_numbers_are_refused(key: int) -> None:
 
 
 @NATIVE
-def test_random_places_are_right_also_where_the_bounds_are_not(by_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a margin of a tenth of a standard deviation the kernel often refuses, and numbers are drawn as by torch."""
+def test_random_positions_are_right_also_with_wrong_bounds(by_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a margin of a tenth of a standard deviation the kernel often refuses, and torch's path draws the numbers."""
     monkeypatch.setattr(codecs, "_DEVIATIONS", 0.1)
     x, refused = torch.arange(100_000.0), 0
     for seed in range(20):
@@ -357,8 +354,8 @@ def test_random_numbers_are_the_hashes(by_torch: Any, dtype: torch.dtype) -> Non
 
 @NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_random_numbers_are_the_same_by_all_instructions(dtype: torch.dtype) -> None:
-    """Some CPUs multiply 64-bit integers by one instruction; agents on others must draw and send the same."""
+def test_random_numbers_are_the_same_with_all_instruction_sets(dtype: torch.dtype) -> None:
+    """Some CPUs multiply 64-bit integers by one instruction. Agents on others must draw and send the same."""
     kernels = library()
     assert kernels is not None
     if not kernels.shoal_multiply_words(1):
@@ -403,7 +400,7 @@ class _Wrong:
 
 
 @NATIVE
-def test_kernels_that_round_differently_are_found() -> None:
+def test_kernels_that_round_differently_are_detected() -> None:
     kernels = library()
     assert kernels is not None
     assert differing(kernels) is None
@@ -413,7 +410,7 @@ def test_kernels_that_round_differently_are_found() -> None:
     assert differing(wrong) == "reductions (sum) of torch.float32"
 
 
-def test_a_variable_turns_them_off() -> None:
+def test_a_variable_disables_them() -> None:
     code = "from shoal.kernels.native import library, why_not_native; print(library(), why_not_native())"
     found = subprocess.run([sys.executable, "-c", code], env={"SHOAL_NATIVE": "0"}, capture_output=True, text=True,
                            timeout=scaled(120), check=True)  # fmt: skip

@@ -52,7 +52,7 @@ def test_inputs_are_folded_in_order_part_by_part(
 @WAYS
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("count", [1, 2, 16, 17])
-def test_of_any_number_of_agents(way: Any, how: str, count: int) -> None:
+def test_reductions_of_any_number_of_agents(way: Any, how: str, count: int) -> None:
     tensors = numbers(1500, count, torch.float32)
     out = torch.empty(1500, device=DEVICE)
     reduce(out, how, [one.to(DEVICE) for one in tensors], way=way)
@@ -70,7 +70,7 @@ def test_the_result_may_be_one_of_the_inputs(way: Any, how: str, place: int) -> 
 
 
 @WAYS
-def test_complex_numbers_and_whole_ones(way: Any) -> None:
+def test_complex_numbers_and_integers(way: Any) -> None:
     for dtype, how in ((torch.complex64, "sum"), (torch.complex64, "average"), (torch.complex128, "product")):
         tensors = [torch.complex(*numbers(50, 2, torch.float32)).to(dtype) * (at + 1) for at in range(2)]
         out = torch.empty(50, dtype=dtype, device=DEVICE)
@@ -90,7 +90,7 @@ def test_complex_numbers_and_whole_ones(way: Any) -> None:
 
 
 @WAYS
-def test_what_is_no_reduction_is_an_error(way: Any) -> None:
+def test_an_unknown_reduction_is_an_error(way: Any) -> None:
     own = torch.ones(3, device=DEVICE)
     with pytest.raises(ValueError, match="reduction 'mean'"):
         reduce(own, "mean", [own], way=way)

@@ -68,7 +68,7 @@ def test_equal_weights_scale_the_sum_once(way: Any, dtype: torch.dtype, count: i
 @WAYS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [18, 33, 34, 50])
-def test_more_terms_than_a_pass_has_give_the_same_bits(way: Any, dtype: torch.dtype, count: int) -> None:
+def test_more_terms_than_in_a_pass_give_the_same_bits(way: Any, dtype: torch.dtype, count: int) -> None:
     tensors, weights = numbers(1100, count, dtype), unequal(count)
     assert same_numbers(computed(tensors, weights, way), expected(tensors, weights))
 
@@ -76,7 +76,7 @@ def test_more_terms_than_a_pass_has_give_the_same_bits(way: Any, dtype: torch.dt
 @WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("start", [1, 3, 5])
-def test_slices_may_begin_anywhere(way: Any, dtype: torch.dtype, start: int) -> None:
+def test_slices_may_start_anywhere(way: Any, dtype: torch.dtype, start: int) -> None:
     tensors = [one[start * (at + 1) :][:1500] for at, one in enumerate(numbers(1600, 3, dtype))]
     own, *terms = [one.clone().to(DEVICE) for one in numbers(1600, 3, dtype)]
     out = torch.zeros(1600, dtype=dtype, device=DEVICE)
@@ -103,7 +103,7 @@ def test_the_result_may_be_one_of_the_tensors(
 
 @WAYS
 @pytest.mark.parametrize("shift", [-3, 1, 1024])
-def test_a_result_that_lies_across_a_term_is_right_all_the_same(way: Any, shift: int) -> None:
+def test_a_result_that_partly_overlaps_a_term_is_right(way: Any, shift: int) -> None:
     own, memory = numbers(7000, 2, torch.float32)
     term = memory[2000:5000].clone()
     own, memory = own[:3000].clone(), memory.to(DEVICE)
@@ -113,7 +113,7 @@ def test_a_result_that_lies_across_a_term_is_right_all_the_same(way: Any, shift:
 
 
 @WAYS
-def test_no_numbers_are_no_sum(way: Any) -> None:
+def test_an_empty_sum_is_empty(way: Any) -> None:
     out = torch.empty(0, device=DEVICE)
     weighted_sum(out, torch.empty(0, device=DEVICE), 0.5, [torch.empty(0, device=DEVICE)], [0.5], way=way)
 
@@ -128,7 +128,7 @@ def test_a_term_of_zeros_is_not_added_and_its_weight_counts(way: Any) -> None:
 
 @WAYS
 @pytest.mark.parametrize("weight", [1e39, -3.4028235677973366e38])
-def test_a_weight_that_float32_does_not_have_is_an_error(way: Any, weight: float) -> None:
+def test_a_weight_outside_float32_is_an_error(way: Any, weight: float) -> None:
     own, out = torch.ones(10, device=DEVICE), torch.empty(10, device=DEVICE)
     with pytest.raises(RuntimeError, match="without overflow"):
         weighted_sum(out, own, 0.5, [own.clone()], [weight], way=way)
@@ -139,7 +139,7 @@ def test_a_weight_that_float32_does_not_have_is_an_error(way: Any, weight: float
 @WAYS
 @pytest.mark.parametrize("dtype", REAL)
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, 1e-46, 0.1 + 2**-30])
-def test_awkward_weights_round_as_torch_rounds_them(way: Any, dtype: torch.dtype, weight: float) -> None:
+def test_unusual_weights_round_as_in_torch(way: Any, dtype: torch.dtype, weight: float) -> None:
     tensors = numbers(200, 3, dtype)
     assert same_numbers(computed(tensors, [0.5, weight, 0.25], way), expected(tensors, [0.5, weight, 0.25]))
     assert same_numbers(computed(tensors, [weight, 0.5, 0.25], way), expected(tensors, [weight, 0.5, 0.25]))
@@ -149,7 +149,7 @@ def test_awkward_weights_round_as_torch_rounds_them(way: Any, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_whatever_the_numbers_are(way: Any, dtype: torch.dtype, data: st.DataObject) -> None:
+def test_sums_of_any_numbers(way: Any, dtype: torch.dtype, data: st.DataObject) -> None:
     n, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
     width = 32 if dtype == torch.bfloat16 else torch.finfo(dtype).bits
     one = st.floats(width=width)  # type: ignore[call-overload]
@@ -160,7 +160,7 @@ def test_whatever_the_numbers_are(way: Any, dtype: torch.dtype, data: st.DataObj
 
 
 @pytest.mark.parametrize("way", [PROGRAMS])
-def test_a_program_does_not_follow_the_pointers_of_tensors_that_are_not_alike(way: Any) -> None:
+def test_a_program_does_not_use_pointers_of_unequal_tensors(way: Any) -> None:
     own = torch.ones(10, device=DEVICE)
     for term in (own[:9], own.double(), torch.ones(20, device=DEVICE)[::2], own.view(2, 5)):
         with pytest.raises(ValueError, match="tensor 2 has"):

@@ -15,7 +15,7 @@ from shoal.netmodel import (
     simulate,
     tree_allreduce,
 )
-from shoal.netmodel.allreduce_messages import direct_allreduce
+from shoal.netmodel.messages import direct_allreduce
 from shoal.topology import OnePeerExponential
 
 SIZES = [2, 3, 5, 8, 13]
@@ -63,7 +63,7 @@ def test_direct_has_two_steps_of_n_minus_1_messages_of_a_share(size: int) -> Non
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("server", [0, 1])
-def test_a_parameter_server_hears_all_and_answers_all(size: int, server: int) -> None:
+def test_a_parameter_server_receives_from_all_and_replies_to_all(size: int, server: int) -> None:
     step = parameter_server(size, NBYTES, server)
     assert seconds(size, step) == pytest.approx(2 * ((size - 1) * (0.125 + NBYTES / 100.0) + 0.5))
     loads = np.full(size, NBYTES)
@@ -87,8 +87,8 @@ def test_two_trees_send_what_a_ring_does_in_a_logarithm_of_steps(size: int, chun
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_the_chunks_of_a_tree_rise_from_leaves_to_root_and_fall_again(size: int, chunks: int) -> None:
-    """In the first tree a node sends a chunk on in a later exchange than that in which its children's came."""
+def test_the_chunks_of_a_tree_go_from_leaves_to_root_and_back(size: int, chunks: int) -> None:
+    """In the first tree, a node forwards a chunk in a later exchange than that of its children's chunk."""
     rising: dict[int, list[int]] = {}
     falling: dict[int, list[int]] = {}
     for turn, one in enumerate(tree_allreduce(size, NBYTES, chunks)):
@@ -138,12 +138,12 @@ def test_each_agent_carries_its_share_between_machines() -> None:
         assert (one.source % 4 == one.destination % 4).all()
 
 
-def test_machines_of_one_agent_have_nothing_to_do_inside() -> None:
+def test_machines_of_one_agent_have_no_inner_messages() -> None:
     assert len(hierarchical_allreduce(5, 1, NBYTES)) == len(ring_allreduce(5, NBYTES))
 
 
 @pytest.mark.parametrize("make", [ring_allreduce, direct_allreduce, parameter_server, tree_allreduce])
-def test_one_agent_has_nobody_to_average_with(make) -> None:
+def test_a_single_agent_has_no_peers(make) -> None:
     assert list(make(1, NBYTES)) == []
 
 
@@ -151,8 +151,8 @@ def test_one_agent_has_nobody_to_average_with(make) -> None:
     ("make", "least"), [(ring_allreduce, 1.0), (direct_allreduce, 1.0), (tree_allreduce, 1.0), (parameter_server, 1.0)]
 )
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_every_agents_bytes_can_have_reached_every_other(make, least: float, size: int) -> None:
-    """What agents have heard of, exchange after exchange: without it no average over all could be right."""
+def test_every_agents_bytes_can_reach_every_other(make, least: float, size: int) -> None:
+    """The set of agents whose data each agent has, exchange by exchange. Without it no average could be right."""
     heard = [{rank} for rank in range(size)]
     for one in make(size, NBYTES):
         before = [set(names) for names in heard]

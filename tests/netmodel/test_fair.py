@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.netmodel.flow_rates import fair_rates
+from shoal.netmodel.simulation import fair_rates
 
 CLOSE = 1e-6
 
@@ -27,7 +27,7 @@ few = settings(max_examples=200, deadline=None)
 
 @few
 @given(given_=sharing())
-def test_nothing_is_given_more_than_it_has(given_: tuple[np.ndarray, np.ndarray]) -> None:
+def test_no_link_exceeds_its_capacity(given_: tuple[np.ndarray, np.ndarray]) -> None:
     shared, capacity = given_
     rates = fair_rates(shared, capacity)
     used = np.zeros(len(capacity))
@@ -38,7 +38,7 @@ def test_nothing_is_given_more_than_it_has(given_: tuple[np.ndarray, np.ndarray]
 
 @few
 @given(given_=sharing())
-def test_every_message_has_a_bottleneck_that_is_full_and_in_which_nobody_has_more(
+def test_every_message_has_a_full_bottleneck_in_which_no_other_has_a_higher_rate(
     given_: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """The property that defines max-min fairness (Bertsekas and Gallager, section 6.5.2)."""
@@ -60,30 +60,30 @@ def test_every_message_has_a_bottleneck_that_is_full_and_in_which_nobody_has_mor
 
 @few
 @given(given_=sharing(), factor=st.floats(0.01, 100.0))
-def test_rates_grow_with_what_there_is(given_: tuple[np.ndarray, np.ndarray], factor: float) -> None:
+def test_rates_scale_with_capacities(given_: tuple[np.ndarray, np.ndarray], factor: float) -> None:
     shared, capacity = given_
     np.testing.assert_allclose(fair_rates(shared, factor * capacity), factor * fair_rates(shared, capacity), rtol=1e-5)
 
 
 @few
 @given(given_=sharing(), seed=st.integers(0, 1000))
-def test_the_order_of_messages_is_nothing(given_: tuple[np.ndarray, np.ndarray], seed: int) -> None:
+def test_the_order_of_messages_has_no_effect(given_: tuple[np.ndarray, np.ndarray], seed: int) -> None:
     shared, capacity = given_
     order = np.random.default_rng(seed).permutation(len(shared))
     np.testing.assert_allclose(fair_rates(shared[order], capacity), fair_rates(shared, capacity)[order], rtol=1e-6)
 
 
-def test_one_that_is_held_back_elsewhere_leaves_the_rest_to_the_others() -> None:
+def test_a_message_limited_elsewhere_leaves_capacity_to_the_others() -> None:
     """Three on a NIC of 9, one of which passes a port of 1: 1, 4 and 4."""
     shared = np.array([[0, 1], [0, 2], [0, 2]])
     assert fair_rates(shared, np.array([9.0, 1.0, np.inf])).tolist() == [1.0, 4.0, 4.0]
 
 
-def test_bottlenecks_behind_bottlenecks_are_found_in_turn() -> None:
-    """A chain in which what one leaves is what limits the next: 2, then 3 of 5, then 7 of 10."""
+def test_successive_bottlenecks_are_found() -> None:
+    """A chain in which one bottleneck's remainder limits the next: 2, then 3 of 5, then 7 of 10."""
     shared = np.array([[0, 9], [0, 1], [1, 2], [2, 9]])
     assert fair_rates(shared, np.array([4.0, 5.0, 10.0, *[np.inf] * 7])).tolist() == [2.0, 2.0, 3.0, 7.0]
 
 
-def test_nobody_is_given_nothing() -> None:
+def test_without_messages_there_are_no_rates() -> None:
     assert fair_rates(np.empty((0, 3), np.int64), np.array([1.0, 2.0])).shape == (0,)

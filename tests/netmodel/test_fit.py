@@ -20,7 +20,7 @@ def observed(link: Link, degrees: tuple[int, ...] = (1, 2, 3), noise: float = 0.
 
 @settings(max_examples=80, deadline=None)
 @given(latency=st.floats(1e-5, 1e-1), bandwidth=st.floats(1e6, 1e10), overhead=st.floats(1e-5, 1e-2))
-def test_known_parameters_are_found_again(latency: float, bandwidth: float, overhead: float) -> None:
+def test_known_parameters_are_recovered(latency: float, bandwidth: float, overhead: float) -> None:
     found = fit_link(observed(Link(latency, bandwidth, overhead)))
     # Where bytes take a thousandth of a microsecond beside latencies of a tenth of a second, digits are lost.
     assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
@@ -38,8 +38,8 @@ def test_a_nic_without_latency_or_overhead_gets_none() -> None:
         )
 
 
-def test_what_would_come_out_negative_is_none() -> None:
-    """Times that grow faster than the bytes: a line through them has a negative beginning."""
+def test_negative_estimates_become_none() -> None:
+    """Times that grow faster than the bytes: a line through them has a negative intercept."""
     found = fit_link([Observation(1, 1e6, 0.01), Observation(1, 1e7, 0.2), Observation(1, 1e8, 2.2)])
     assert (found.latency, found.overhead) == (0.0, 0.0)
     assert 4e7 < found.bandwidth < 1e8
@@ -51,8 +51,8 @@ def test_with_one_degree_an_overhead_counts_as_latency() -> None:
     assert found.overhead == 0.0
 
 
-def test_errors_count_by_their_share_so_that_short_messages_are_heard_too() -> None:
-    """Five percent to and fro: the longest run alone is off by more than all short ones take."""
+def test_relative_errors_are_fitted_so_that_short_messages_count() -> None:
+    """Five percent up and down: the error of the longest run exceeds the sum of all short ones."""
     link = Link(2e-3, 1e8, 1e-3)
     found = fit_link(observed(link, noise=0.05))
     assert found.bandwidth == pytest.approx(link.bandwidth, rel=0.1)
@@ -70,6 +70,6 @@ def test_errors_count_by_their_share_so_that_short_messages_are_heard_too() -> N
         ([Observation(1, 1e6, 2.0), Observation(1, 2e6, 1.0), Observation(1, 4e6, 0.5)], "did not take longer"),
     ],
 )
-def test_observations_that_say_nothing_are_refused(observations: list[Observation], match: str) -> None:
+def test_uninformative_observations_are_refused(observations: list[Observation], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         fit_link(observations)

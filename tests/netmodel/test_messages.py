@@ -11,7 +11,7 @@ def pairs(messages: Messages) -> list[tuple[int, int]]:
     return sorted(zip(messages.source.tolist(), messages.destination.tolist(), strict=True))
 
 
-def test_one_size_serves_for_all_messages() -> None:
+def test_one_size_applies_to_all_messages() -> None:
     messages = Messages.of([0, 1], [1, 2], 8)
     assert messages.nbytes.tolist() == [8.0, 8.0]
     assert len(messages) == 2
@@ -27,7 +27,7 @@ def test_one_size_serves_for_all_messages() -> None:
         (([0], [1], float("nan")), "a size that is negative or not finite"),
     ],
 )
-def test_messages_that_cannot_be_are_refused(given: tuple[object, ...], match: str) -> None:
+def test_impossible_messages_are_refused(given: tuple[object, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Messages.of(*given)
 
@@ -38,7 +38,7 @@ def test_a_round_has_a_message_on_every_edge_but_those_of_an_agent_to_itself() -
     assert (round_of_star.nbytes == 100.0).all()
 
 
-def test_rounds_follow_each_other_from_the_start_that_is_asked_for() -> None:
+def test_rounds_follow_from_the_requested_start() -> None:
     schedule = OnePeerExponential(8)
     hops = [int((one.destination[0] - one.source[0]) % 8) for (one,) in rounds_of(schedule, 1.0, 5, start=1)]
     assert hops == [2, 4, 1, 2, 4]
@@ -50,7 +50,7 @@ def test_rounds_of_one_period_are_the_same_objects() -> None:
     assert rounds[0] is not rounds[1]
 
 
-def test_rounds_that_never_repeat_are_those_of_the_schedule() -> None:
+def test_rounds_of_a_nonperiodic_schedule_are_those_of_the_schedule() -> None:
     schedule = RandomMatchings(6, seed=2)
     for number, (one,) in enumerate(rounds_of(schedule, 1.0, 4)):
         edges = schedule.edges(number)
@@ -58,11 +58,11 @@ def test_rounds_that_never_repeat_are_those_of_the_schedule() -> None:
         np.testing.assert_array_equal(one.source, edges.source[others])
 
 
-def test_a_round_in_which_nobody_speaks_has_no_messages() -> None:
+def test_an_empty_round_has_no_messages() -> None:
     ((silence,),) = rounds_of(Idle(3), 1.0, 1)
     assert len(silence) == 0
 
 
-def test_a_graph_is_a_schedule_that_says_the_same() -> None:
+def test_a_graph_is_the_equal_static_schedule() -> None:
     first, second = rounds_of(RingGraph(3), 1.0, 2)
     assert first is second

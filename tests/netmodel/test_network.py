@@ -15,7 +15,7 @@ def paths(network: Network, source: int, destination: int):
     return {name: column[0] for name, column in found._asdict().items()}
 
 
-def test_messages_that_share_a_link_take_turns_with_overheads_and_bytes_but_not_with_latency() -> None:
+def test_messages_on_one_link_share_overheads_and_bytes_but_not_latency() -> None:
     link = Link(latency=0.5, bandwidth=100.0, overhead=0.25)
     assert link.seconds(200.0) == 0.25 + 2.0 + 0.5
     assert link.seconds(200.0, messages=3) == 3 * (0.25 + 2.0) + 0.5
@@ -38,7 +38,7 @@ def test_a_link_without_limit_takes_no_time() -> None:
         ({"download": math.nan}, "download is nan"),
     ],
 )
-def test_a_link_that_cannot_be_is_refused(change: dict[str, float], match: str) -> None:
+def test_an_impossible_link_is_refused(change: dict[str, float], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Link(**change)
 
@@ -55,7 +55,7 @@ def test_a_link_that_cannot_be_is_refused(change: dict[str, float], match: str) 
         ({"links": {(0, 4): FAST}}, r"link \(0, 4\) is named, but agents count from 0 to 3"),
     ],
 )
-def test_a_network_that_cannot_be_is_refused(arguments: dict[str, object], match: str) -> None:
+def test_an_impossible_network_is_refused(arguments: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Network(**{"size": 4, "between": FAST, "agents_per_machine": 2, **arguments})
 
@@ -75,7 +75,7 @@ def test_a_message_inside_a_machine_passes_two_ports_and_no_nic() -> None:
     assert network.capacity[between["shared"]].tolist() == [1e9, 1e9, 1e6, 1e6]
 
 
-def test_what_goes_both_ways_shares_nothing() -> None:
+def test_the_two_directions_share_nothing() -> None:
     network = Network(2, FAST)
     assert not set(paths(network, 0, 1)["shared"]) & set(paths(network, 1, 0)["shared"])
 
@@ -86,7 +86,7 @@ def test_agents_of_one_machine_share_its_nic_and_not_their_ports() -> None:
     assert (first == second).tolist() == [False, False, True, True]
 
 
-def test_a_way_has_the_largest_latency_and_the_smallest_bandwidth_along_it() -> None:
+def test_a_path_has_the_largest_latency_and_the_smallest_bandwidth_along_it() -> None:
     network = Network(
         4,
         Link(1e-3, 1e8),
@@ -109,7 +109,7 @@ def test_a_flow_limits_pairs_on_different_machines_only() -> None:
     assert paths(network, 0, 1)["limit"] == math.inf
 
 
-def test_a_single_link_of_one_direction_takes_the_place_of_the_flow() -> None:
+def test_a_single_link_of_one_direction_replaces_the_flow() -> None:
     network = Network(3, Link(0.0, 1e9), flow=Link(0.0, 1e8), links={(0, 2): Link(2e-3, 5e8), (1, 0): SLOW})
     assert (paths(network, 0, 2)["limit"], paths(network, 0, 2)["latency"]) == (5e8, 2e-3)
     assert (paths(network, 2, 0)["limit"], paths(network, 2, 0)["latency"]) == (1e8, 0.0)

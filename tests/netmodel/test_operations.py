@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.netmodel.operations import ALLREDUCE, HIERARCHICAL, NEIGHBOR, NOTHING, operations_of
+from shoal.netmodel.messages import ALLREDUCE, HIERARCHICAL, NEIGHBOR, NOTHING, operations_of
 from shoal.topology import (
     AllReduce,
     Alternating,
@@ -45,7 +45,7 @@ def sent(schedule: Schedule, local: int = 1) -> np.ndarray:
     ],
     ids=lambda value: value.describe() if isinstance(value, Schedule) else str(value),
 )
-def test_a_round_is_run_by_the_operation_that_sends_least(schedule: Schedule, local: int, expected: str) -> None:
+def test_a_round_uses_the_operation_that_sends_least(schedule: Schedule, local: int, expected: str) -> None:
     assert names(schedule, local=local) == [expected]
 
 
@@ -54,7 +54,7 @@ def test_all_to_all_with_unequal_weights_is_no_all_reduce() -> None:
     assert names(Static(matrix)) == [NEIGHBOR]
 
 
-def test_machines_whose_agents_take_different_shares_do_not_act_as_one() -> None:
+def test_machines_whose_agents_take_different_shares_are_not_hierarchical() -> None:
     inside = np.array([[0.75, 0.25], [0.25, 0.75]])
     assert names(Kronecker(Static(RingGraph(4)), Static(inside)), local=2) == [NEIGHBOR]
 

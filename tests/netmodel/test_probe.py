@@ -18,8 +18,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_all_agents_find_the_same(fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured goes into the fit on every agent; so little of it need not make sense as a network."""
+def test_all_agents_get_the_same_estimate(fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every agent fits all measurements. So few of them need not describe a plausible network."""
     asked = []
 
     def fit(observations: list[Observation]) -> Link:
@@ -37,7 +37,7 @@ def test_all_agents_find_the_same(fleet, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("quick")
 def test_the_slowest_agents_time_counts(fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By clocks that go on by the rank and one each time somebody looks."""
+    """By clocks that advance by the rank plus one at each reading."""
     clocks = [0, 0, 0]
 
     def look() -> int:
@@ -51,7 +51,7 @@ def test_the_slowest_agents_time_counts(fleet, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("quick")
 def test_measured_times_are_fitted_for_every_degree_and_size(fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are made up, by a NIC of known latency, bandwidth and overhead."""
+    """The times are synthetic, from a NIC of known latency, bandwidth and overhead."""
     nic = Link(2e-3, 1e7, 5e-4)
     monkeypatch.setattr(probe, "_timed", lambda group, degree, nbytes: nic.seconds(nbytes, degree))
     for found in fleet(4).run(measure):
@@ -60,7 +60,7 @@ def test_measured_times_are_fitted_for_every_degree_and_size(fleet, monkeypatch:
         assert found.inside.overhead == pytest.approx(nic.overhead)
 
 
-def test_a_slow_network_is_not_asked_for_its_longest_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_network_is_not_measured_with_the_longest_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def slow(group, degree, nbytes):
@@ -78,7 +78,7 @@ def test_one_agent_has_no_network(fleet) -> None:
         fleet(1).run(measure)
 
 
-def test_a_measurement_that_fails_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_measurement_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_, **__):
         return subprocess.CompletedProcess([], 3, stdout="", stderr="rank 1: no more memory\n")
 
@@ -87,7 +87,7 @@ def test_a_measurement_that_fails_says_how(monkeypatch: pytest.MonkeyPatch) -> N
         measure_this_machine(2)
 
 
-def test_what_agents_print_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_measurements_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     line = '{"agents": 2, "agents_per_machine": 2, "inside": {"latency": 1e-05, "bandwidth": 2e9, "overhead": 0.0}, '
     printed = f'warming up\n{line}"between": null}}\n'
 
@@ -104,7 +104,7 @@ def gradients(rank: int) -> list[torch.Tensor]:
     return [torch.randn(5, 3, generator=draw), torch.randn(4, generator=draw, dtype=torch.float64)]
 
 
-def test_the_difference_of_gradients_is_their_distance_from_the_mean_in_lengths_of_it(fleet) -> None:
+def test_the_difference_of_gradients_is_their_distance_from_the_mean_relative_to_it(fleet) -> None:
     found = fleet(4).run(lambda: measure_difference(gradients(shoal.rank())))
     rows = torch.stack([torch.cat([one.double().view(-1) for one in gradients(rank)]) for rank in range(4)])
     mean = rows.mean(0)
@@ -132,7 +132,7 @@ def with_bad_ones(bad: torch.Tensor | torch.nn.Module) -> str:
 
 
 @pytest.mark.parametrize("bad", [torch.tensor([1.0, float("nan")]), torch.nn.Linear(2, 1)], ids=["nan", "none"])
-def test_gradients_that_cannot_be_compared_are_refused_on_all_agents(fleet, bad) -> None:
+def test_incomparable_gradients_are_refused_on_all_agents(fleet, bad) -> None:
     other, own = fleet(2).run(with_bad_ones, bad)
     assert "another agent has no gradient, or one that is not finite" in other
     assert "rank 1 has no gradient, or one that is not finite" in own

@@ -64,7 +64,7 @@ def ends_from_the_optimum(size: int, local: int, name: str) -> float:
 
 
 @pytest.mark.parametrize(("size", "local"), FLEETS)
-def test_all_that_can_be_trained_with_is_what_the_algorithms_of_the_optimizers_accept(size: int, local: int) -> None:
+def test_topologies_for_training_are_those_accepted_by_the_optimizers_algorithms(size: int, local: int) -> None:
     able = found(size, local).to_train
     assert len(able) > 5
     for one in able:
@@ -75,8 +75,8 @@ def test_all_that_can_be_trained_with_is_what_the_algorithms_of_the_optimizers_a
 
 @pytest.mark.parametrize("difference", [0.0, 0.01, 0.1])
 @pytest.mark.parametrize(("size", "local"), FLEETS)
-def test_training_with_what_is_recommended_ends_as_near_as_is_said(size: int, local: int, difference: float) -> None:
-    """Of data that are as different as can be; all together, it ends at the optimum."""
+def test_recommended_training_ends_within_the_predicted_distance(size: int, local: int, difference: float) -> None:
+    """With maximally different data. The mean of all ends at the optimum."""
     best = to_train(size, local, difference)
     together = ends_from_the_optimum(size, local, found(size, local).candidates[0].name)
     assert together < 1e-6
@@ -85,8 +85,8 @@ def test_training_with_what_is_recommended_ends_as_near_as_is_said(size: int, lo
     assert best.steps_apart < 3.5
 
 
-def test_what_d_psgd_does_not_converge_on_is_not_for_training() -> None:
-    """In single rounds of ring-star by delegates, W is row-stochastic: it ends at another place."""
+def test_topologies_on_which_d_psgd_does_not_converge_are_not_for_training() -> None:
+    """In single rounds of ring-star by delegates, W is row-stochastic, so the fixed point differs."""
     delegates = named(found(24, 4), "ring-star-delegates")
     assert "GradientDescent needs W to be doubly stochastic" in delegates.refused
     assert delegates not in found(24, 4).to_train
@@ -102,8 +102,8 @@ def test_what_d_psgd_does_not_converge_on_is_not_for_training() -> None:
     assert share > 0.2
 
 
-def test_agents_train_with_what_is_recommended() -> None:
-    """Real ones: threads, the optimizer that a user has, and one machine of four and two of them."""
+def test_agents_train_with_the_recommendation() -> None:
+    """Threads, a user's optimizer, and machines with four agents and with two."""
     size = 8
     best, *_ = found(size, training=Training(0.01)).to_train
     own, rate = points(size).float(), 0.05
@@ -134,7 +134,7 @@ def test_training_has_no_second_buffer() -> None:
     assert "ceca with its second buffer" not in {one.name for one in found(8).candidates}
 
 
-def test_fewer_rounds_decide_among_those_that_are_as_fast() -> None:
+def test_fewer_rounds_decide_between_equally_fast_topologies() -> None:
     def one(name: str, rounds: int, seconds: float) -> Candidate:
         return Candidate(name, "", rounds, False, 1.0, 0.0, 1.0, seconds)
 
@@ -144,7 +144,7 @@ def test_fewer_rounds_decide_among_those_that_are_as_fast() -> None:
 
 
 @pytest.mark.parametrize(("size", "local"), [(6, 1), (24, 4)])
-def test_nothing_that_is_as_fast_has_fewer_rounds_than_what_is_recommended(size: int, local: int) -> None:
+def test_no_equally_fast_topology_has_fewer_rounds_than_the_recommended_one(size: int, local: int) -> None:
     able = found(size, local).to_train
     fastest = min(one.training_seconds for one in able)
     as_fast = [one for one in able if one.training_seconds <= fastest * (1 + 0.99 * AS_FAST)]
@@ -152,8 +152,8 @@ def test_nothing_that_is_as_fast_has_fewer_rounds_than_what_is_recommended(size:
     assert any("Times within 5% count as equal" in text for text in found(size, local).advice())
 
 
-def test_the_slower_direction_of_a_nic_is_what_a_round_waits_for() -> None:
-    """Out at a tenth of the rate: one message a round takes ten times as long; a server's answers, n - 1 in turn."""
+def test_the_slower_direction_of_a_nic_limits_a_round() -> None:
+    """At a tenth of the outgoing rate, one message a round takes ten times as long. A server sends n - 1 replies."""
     usual = found(6)
     slow_out = found(6, nic=Link(1e-3, 1.25e7, download=1.25e8))
     slow_in = found(6, nic=Link(1e-3, 1.25e8, download=1.25e7))
@@ -168,7 +168,7 @@ def test_the_slower_direction_of_a_nic_is_what_a_round_waits_for() -> None:
     assert delegates[0] < delegates[1]
 
 
-def test_local_steps_share_a_round_and_drive_agents_apart() -> None:
+def test_local_steps_share_a_round_and_increase_disagreement() -> None:
     each, fourth = (named(found(8, training=Training(0.1, every)), "one-peer-exponential") for every in (1, 4))
     assert fourth.seconds_per_step == pytest.approx(each.seconds_per_step / 4)
     assert fourth.steps_apart > 3 * each.steps_apart
@@ -176,7 +176,7 @@ def test_local_steps_share_a_round_and_drive_agents_apart() -> None:
     assert computing.seconds_per_step == pytest.approx(1.0 + fourth.seconds_per_step)
 
 
-def test_compression_shortens_messages_and_asks_for_what_its_algorithm_needs() -> None:
+def test_compression_shortens_messages_and_has_its_algorithms_requirements() -> None:
     half = found(8, training=Training(compression=0.5))
     assert named(half, "ring").seconds_per_step == pytest.approx(0.001 + 0.08, rel=0.01)
     assert named(half, "ring").seconds == named(found(8), "ring").seconds  # averaging itself is not compressed
@@ -188,7 +188,7 @@ def test_compression_shortens_messages_and_asks_for_what_its_algorithm_needs() -
     assert any("still sends whole tensors" in text for text in signs.advice())
 
 
-def test_compressed_training_with_what_is_recommended_converges() -> None:
+def test_recommended_compressed_training_converges() -> None:
     from shoal.algorithms import ChocoSGD
 
     training = Training(compression=TopK(0.25))
@@ -202,14 +202,14 @@ def test_compressed_training_with_what_is_recommended_converges() -> None:
     assert distance < 2 * LR * able[0].steps_apart
 
 
-def test_the_more_data_differ_the_closer_agents_are_kept() -> None:
-    """Equal data: the shortest steps. Very different ones: what agrees at once, though each step takes longer."""
+def test_more_heterogeneous_data_give_closer_agents() -> None:
+    """Equal data: the shortest steps. Very different data: fast consensus, though each step takes longer."""
     apart = [found(8, training=Training(difference)).to_train[0] for difference in (0.0, 0.01, 1.0)]
     assert apart[0].steps_apart >= apart[1].steps_apart > apart[2].steps_apart == 0.0
     assert apart[0].seconds_per_step <= apart[1].seconds_per_step < apart[2].seconds_per_step
 
 
-def test_rounds_that_an_exact_schedule_is_done_before_count_in_training() -> None:
+def test_rounds_after_an_exact_average_count_in_training() -> None:
     """Gossip with a global average: exact after three rounds of one message, and every eighth has seven."""
     one = named(found(8), "gossip-pga")
     assert one.rounds == 3
@@ -217,13 +217,13 @@ def test_rounds_that_an_exact_schedule_is_done_before_count_in_training() -> Non
     assert one.seconds_per_step == pytest.approx((7 * 0.081 + 7 * 0.08 + 0.001) / 8, rel=1e-2)
 
 
-def test_machines_are_trained_as_the_optimizer_takes_them() -> None:
+def test_machines_are_trained_as_in_the_optimizer() -> None:
     one = named(found(24, 4), "one-peer-exponential of machines")
     assert one.trained_by == "hierarchical_neighbor_allreduce"
     assert one.topology is not None and one.topology.size == 6
     assert one.schedule is not None and one.schedule.size == 24
 
 
-def test_a_network_on_which_nothing_takes_time_is_refused_in_words() -> None:
+def test_a_network_without_costs_is_refused_with_a_message() -> None:
     with pytest.raises(ValueError, match="no message takes any time on this network"):
         recommend(Network(8, NIC, 8), NBYTES)

@@ -89,7 +89,7 @@ FEW = {
 
 
 @pytest.mark.timeout(600)  # for a busy machine; alone it takes seconds
-def test_the_recommendation_is_near_the_best_on_drawn_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recommendation_is_near_the_best_on_random_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     def some(size: int, local: int) -> tuple[list[Averaging], dict[str, str]]:
         found, passed_over = averagings(size, local)
         return [one for one in found if one.name in FEW], passed_over

@@ -45,7 +45,7 @@ def test_d_messages_of_one_nic_take_d_times_the_bytes_and_one_latency(degree: in
     assert seconds(Network(8, link), step) == pytest.approx(degree * (0.125 + 0.5) + 0.5)
 
 
-def test_what_an_agent_receives_shares_its_nic_too() -> None:
+def test_received_messages_share_the_nic_too() -> None:
     assert seconds(Network(4, NIC), round_of((1, 0, 100.0), (2, 0, 100.0), (3, 0, 100.0))) == pytest.approx(3.5)
 
 
@@ -59,7 +59,7 @@ def test_two_agents_on_one_machine_share_its_nic() -> None:
     assert seconds(Network(4, NIC, agents_per_machine=1), step) == pytest.approx(1.5)
 
 
-def test_what_stays_inside_a_machine_passes_ports_and_not_the_nic() -> None:
+def test_messages_within_a_machine_use_ports_and_not_the_nic() -> None:
     network = Network(4, NIC, agents_per_machine=2, inside=Link(0.25, 1000.0))
     assert seconds(network, round_of((0, 1, 100.0))) == pytest.approx(0.35)
     # The NIC is shared by the two that leave, and not by the one that stays.
@@ -67,14 +67,14 @@ def test_what_stays_inside_a_machine_passes_ports_and_not_the_nic() -> None:
     assert both.ended[0] == pytest.approx([0.0, 0.35, 2.5, 2.5], abs=0.01)
 
 
-def test_a_message_that_is_done_leaves_its_rate_to_the_others() -> None:
-    """Two share 100 B/s until the short one has its 50 B after a second; the long one has 100 of 150 B left then."""
+def test_a_finished_message_leaves_its_rate_to_the_others() -> None:
+    """Two share 100 B/s until the short one has sent 50 B after a second. The long one then has 100 of 150 B left."""
     timeline = simulate(Network(3, Link(0.0, 100.0)), [round_of((0, 1, 50.0), (0, 2, 150.0))])
     assert timeline.ended[0] == pytest.approx([0.0, 1.0, 2.0])
 
 
-def test_a_message_that_is_held_back_elsewhere_leaves_its_rate_to_the_others() -> None:
-    """Agent 2 can receive 20 B/s only, so that agent 1 has the other 80 of the sender's NIC."""
+def test_a_message_limited_elsewhere_leaves_its_rate_to_the_others() -> None:
+    """Agent 2 receives at most 20 B/s, so agent 1 gets the other 80 of the sender's NIC."""
     network = Network(3, Link(0.0, 100.0), nics={2: Link(0.0, 20.0)})
     timeline = simulate(network, [round_of((0, 1, 80.0), (0, 2, 100.0))])
     assert timeline.ended[0] == pytest.approx([0.0, 1.0, 5.0])
@@ -92,12 +92,12 @@ def test_one_flow_is_limited_and_two_fill_the_nic() -> None:
     assert seconds(network, round_of((0, 1, 100.0), (0, 2, 100.0))) == pytest.approx(2.0)
 
 
-def test_messages_on_a_way_without_limit_take_the_latency_only() -> None:
+def test_messages_on_a_path_without_limit_take_the_latency_only() -> None:
     assert seconds(Network(2, Link(0.25)), round_of((0, 1, 1e12))) == pytest.approx(0.25)
     assert seconds(Network(2, Link(0.25, overhead=0.5)), round_of((0, 1, 1e12))) == pytest.approx(0.75)
 
 
-def test_an_agent_goes_on_when_its_own_messages_have_come() -> None:
+def test_an_agent_continues_when_its_own_messages_have_arrived() -> None:
     timeline = simulate(Network(3, NIC), [round_of((0, 1, 100.0)), round_of((0, 1, 100.0))])
     assert timeline.ended[:, 0].tolist() == [0.0, 0.0]
     assert timeline.ended[:, 1] == pytest.approx([2.5, 2.5], abs=1e-9)
@@ -116,8 +116,8 @@ def test_computation_comes_before_messages() -> None:
     assert timeline.ended[:, 0] == pytest.approx([3.5, 7.0])
 
 
-def test_a_straggler_holds_up_its_neighbours_and_then_theirs() -> None:
-    """Agent 0 takes 9 s for its first step, in a ring in which each hears the one behind it."""
+def test_a_straggler_delays_its_neighbours_and_then_theirs() -> None:
+    """Agent 0 takes 9 s for its first step, in a ring in which each receives from the agent behind it."""
     compute = np.ones((3, 5))
     compute[0, 0] = 9.0
     steps = list(rounds_of(Circulant(5, [1]), 0.0, 3))
@@ -125,7 +125,7 @@ def test_a_straggler_holds_up_its_neighbours_and_then_theirs() -> None:
     assert timeline.ended.tolist() == [[9, 9, 1, 1, 1], [10, 10, 10, 2, 2], [11, 11, 11, 11, 3]]
 
 
-def test_an_agent_that_is_slower_than_the_rest_sets_the_pace_of_all_that_hear_of_it() -> None:
+def test_the_slowest_agent_sets_the_pace_of_all_connected_agents() -> None:
     steps = list(rounds_of(RingGraph(4), 0.0, 40))
     timeline = simulate(Network(4, Link(0.0, 1.0)), steps, compute=[3.0, 1.0, 1.0, 1.0])
     assert timeline.seconds_per_step(skip=4) == pytest.approx(3.0)
@@ -139,7 +139,7 @@ def test_lag_hides_messages_that_are_shorter_than_the_computation() -> None:
     assert seconds(network, *steps, compute=2.0, lag=1) == pytest.approx(20 * 2.0 + 1.5)
 
 
-def test_lag_does_not_hide_what_is_longer_than_the_computation() -> None:
+def test_lag_does_not_hide_messages_longer_than_the_computation() -> None:
     steps = list(rounds_of(RingGraph(2), 100.0, 40))
     lagged = simulate(Network(2, NIC), steps, 0.5, lag=1)
     assert lagged.seconds_per_step(skip=10) == pytest.approx(1.5)
@@ -154,12 +154,12 @@ def test_lag_lets_agents_be_apart_by_that_many_steps() -> None:
 
 
 def test_lag_keeps_the_messages_of_a_step_behind_those_of_the_one_before() -> None:
-    """Messages of step 1 are ready when those of step 0 are half way, and wait for them."""
+    """Messages of step 1 are ready when those of step 0 are half sent, and wait for them."""
     timeline = simulate(Network(2, Link(0.0, 100.0)), [round_of((0, 1, 400.0), (1, 0, 400.0))] * 3, 1.0, lag=1)
     assert timeline.ended[:, 0] == pytest.approx([5.0, 9.0, 13.0])
 
 
-def test_overlap_sends_beside_the_end_of_the_computation() -> None:
+def test_overlap_sends_during_the_end_of_the_computation() -> None:
     step = round_of((0, 1, 100.0), (1, 0, 100.0))
     network = Network(2, NIC)
     assert seconds(network, step, compute=4.0, overlap=0.0) == pytest.approx(5.5)
@@ -190,7 +190,7 @@ def test_the_mean_of_a_step_may_leave_out_the_first() -> None:
     latency=st.floats(0, 1e-2),
     rounds=st.integers(1, 4),
 )
-def test_alike_agents_take_what_the_alpha_beta_model_says(
+def test_equal_agents_take_the_time_of_the_alpha_beta_model(
     degree: int, local: int, nbytes: float, latency: float, rounds: int
 ) -> None:
     """Hops of whole machines, so that all NICs carry the same: local x degree messages each."""
@@ -219,7 +219,7 @@ def test_twice_the_bandwidth_and_half_the_latency_take_half_the_time(size: int, 
         ({"compute": [1.0, math.nan]}, "compute has a time"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, object], match: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         simulate(Network(2, NIC), [round_of((0, 1, 1.0))], **options)
 

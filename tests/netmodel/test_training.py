@@ -44,21 +44,21 @@ def apart_in_training(schedule: Schedule, algorithm: Algorithm, steps: int = 150
         ("base-3", 25),
     ],
 )
-def test_agents_are_as_far_apart_in_training_as_is_said(name: str, size: int, every: int) -> None:
+def test_the_distance_between_agents_in_training_is_as_predicted(name: str, size: int, every: int) -> None:
     schedule = find(name).schedule(size)
     algorithm: Algorithm = GradientDescent(LR) if every == 1 else LocalSteps(GradientDescent(LR), every)
     assert steps_apart(schedule, every) == pytest.approx(apart_in_training(schedule, algorithm), rel=0.06)
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.2), RandomK(0.2), Sign(), Shrunk(QSGD(7))], ids=repr)
-def test_compressed_messages_leave_agents_as_far_apart_as_is_said(compressor: Compressor) -> None:
+def test_compressed_messages_give_the_predicted_distance_between_agents(compressor: Compressor) -> None:
     torus, kept = find("torus").schedule(16), Training(compression=compressor).kept
     found = apart_in_training(torus, ChocoSGD(LR, kept, compressor))
     assert steps_apart(torus, kept=kept) == pytest.approx(found, rel=0.06)
     assert found > 1.2 * steps_apart(torus)
 
 
-def test_all_together_are_apart_by_their_local_steps_only() -> None:
+def test_a_global_average_leaves_only_the_distance_of_local_steps() -> None:
     assert steps_apart(None) == 0.0
     assert steps_apart(None, 3) == pytest.approx(math.sqrt((0 + 1 + 4) / 3))
     assert steps_apart(find("all-reduce").schedule(8), 3) == pytest.approx(steps_apart(None, 3), rel=1e-6)
@@ -70,7 +70,7 @@ def test_larger_rings_are_further_apart(size: int) -> None:
     assert steps_apart(twice) > steps_apart(ring) > steps_apart(find("exponential").schedule(size))
 
 
-def test_who_never_exchanges_goes_as_far_as_is_played() -> None:
+def test_without_exchanges_the_distance_grows_with_the_simulated_steps() -> None:
     assert 100 < steps_apart(Idle(4)) < 600
 
 
@@ -88,18 +88,18 @@ def test_a_message_has_the_bytes_of_its_compressor() -> None:
     assert Training(compression=Sign()).message(4000.0, "allreduce") == 4000.0  # which nothing compresses
 
 
-def test_data_that_differ_take_more_steps() -> None:
+def test_heterogeneous_data_take_more_steps() -> None:
     assert Training(difference=0.0).times_the_steps(5.0) == 1.0
     assert Training(difference=0.5, accuracy=1.0).times_the_steps(4.0) == pytest.approx(math.sqrt(1 + 2**2))
 
 
-def test_the_same_differences_are_longer_in_lengths_of_a_shorter_mean_gradient() -> None:
-    """Where a tenth of the mean gradient is left, differences as long as half of it are five times as long as it."""
+def test_equal_differences_are_larger_relative_to_a_smaller_mean_gradient() -> None:
+    """At a tenth of the mean gradient, differences of half its initial length are five times its length."""
     assert Training(difference=0.5, accuracy=0.1).times_the_steps(4.0) == pytest.approx(math.hypot(1, 20))
     assert Training(difference=0.5).times_the_steps(4.0) == pytest.approx(math.hypot(1, 20))
 
 
-def test_what_an_algorithm_refuses_is_refused_with_its_words() -> None:
+def test_settings_that_an_algorithm_refuses_are_refused_with_its_message() -> None:
     assert "doubly stochastic" in Training().refuses(RingStarDelegates(8, 4))
     assert "connected" in Training().refuses(Idle(4))
     assert Training().refuses(find("one-peer-exponential").schedule(8)) == ""
@@ -126,12 +126,12 @@ def test_what_an_algorithm_refuses_is_refused_with_its_words() -> None:
         ({"compression": RandomK(0.1, scaled=True)}, "is no contraction"),
     ],
 )
-def test_training_that_makes_no_sense_is_refused(wrong: dict[str, object], match: str) -> None:
+def test_invalid_training_settings_are_refused(wrong: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Training(**wrong)  # type: ignore[arg-type]
 
 
-def test_compression_by_another_thing_is_a_type_error() -> None:
+def test_a_compressor_of_another_type_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="a share of the bytes, or a compressor"):
         Training(compression="sign")  # type: ignore[arg-type]
 
@@ -147,7 +147,7 @@ def test_compression_by_another_thing_is_a_type_error() -> None:
         ("uint8", MinMaxUInt8()),
     ],
 )
-def test_compression_is_read_as_it_is_written(text: str, meant: object) -> None:
+def test_compression_is_parsed_from_its_text(text: str, meant: object) -> None:
     assert parse_compression(text) == meant
 
 
@@ -163,6 +163,6 @@ def test_compression_is_read_as_it_is_written(text: str, meant: object) -> None:
         ("qsgd:0.5", "invalid literal"),
     ],
 )
-def test_compression_that_there_is_not_is_refused(text: str, match: str) -> None:
+def test_unknown_compression_is_refused(text: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         parse_compression(text)

@@ -64,7 +64,7 @@ def test_rates_are_bytes_a_second(text: str, rate: float) -> None:
         (parse_rate, "10ms", "'ms' is no unit of it"),
     ],
 )
-def test_what_is_no_quantity_is_refused_with_what_is(parse, text: str, said: str) -> None:
+def test_invalid_quantities_are_refused_with_the_valid_form(parse, text: str, said: str) -> None:
     with pytest.raises(ValueError, match="is not a") as caught:
         parse(text)
     assert said in str(caught.value)
@@ -89,10 +89,10 @@ def test_rates_are_written_in_bits(rate: float, text: str) -> None:
 
 
 @given(st.floats(1e-6, 900.0))
-def test_what_is_written_can_be_read(seconds: float) -> None:
+def test_formatted_values_can_be_parsed(seconds: float) -> None:
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=6e-3)
 
 
 @given(st.floats(1e3, 1e13))
-def test_what_is_written_of_a_rate_can_be_read(rate: float) -> None:
+def test_formatted_rates_can_be_parsed(rate: float) -> None:
     assert parse_rate(format_rate(rate).replace(",", "")) == pytest.approx(rate, rel=6e-3)

@@ -35,9 +35,12 @@ def blamed(share: Share) -> dict[int, float]:
     return {rank: nanoseconds / MS for rank, nanoseconds in share.blamed.items() if nanoseconds}
 
 
-def test_each_moment_of_a_wait_is_what_the_operation_waited_for(tmp_path: Path) -> None:
-    """Agent 0 computes until 4 ms. It waits until 9 for who has not sent, until 12 for the first byte and until 15 for
-    the last; it sums until 17, and waits until 20 for who has not said that it has read."""
+def test_each_moment_of_a_wait_is_attributed_to_its_cause(tmp_path: Path) -> None:
+    """Agent 0 computes until 4 ms.
+
+    It waits for the sender until 9, for the first byte until 12, and for the last until 15. It sums until 17, and waits
+    for a missing read confirmation until 20.
+    """
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 9.0, 12.0, 15.0)
     exchange(agents, 0, 1, 4.0, 5.0)
@@ -50,7 +53,7 @@ def test_each_moment_of_a_wait_is_what_the_operation_waited_for(tmp_path: Path) 
     assert blamed(share) == {1: 5.0}
 
 
-def test_of_several_messages_the_last_says_what_is_waited_for(tmp_path: Path) -> None:
+def test_of_several_messages_the_last_is_the_cause(tmp_path: Path) -> None:
     agents = [Written(rank, 3) for rank in range(3)]
     exchange(agents, 1, 0, 1.0, 2.0)
     exchange(agents, 2, 0, 6.0, 7.0)
@@ -62,7 +65,7 @@ def test_of_several_messages_the_last_says_what_is_waited_for(tmp_path: Path) ->
     assert blamed(share) == {2: 6.0}
 
 
-def test_who_waits_itself_is_not_blamed_but_whom_it_waits_for(tmp_path: Path) -> None:
+def test_the_cause_of_a_transitive_wait_is_the_last_agent(tmp_path: Path) -> None:
     """0 waits for 1, which waits for 2 from 3 to 9 and computes before and after."""
     agents = [Written(rank, 3) for rank in range(3)]
     exchange(agents, 2, 1, 9.0, 9.0, name="y")
@@ -77,8 +80,11 @@ def test_who_waits_itself_is_not_blamed_but_whom_it_waits_for(tmp_path: Path) ->
     assert blamed(shares[0]) == {1: 4.0, 2: 6.0} and blamed(shares[1]) == {2: 6.0}
 
 
-def test_who_has_not_come_to_read_is_waited_for_like_who_has_not_sent(tmp_path: Path) -> None:
-    """A tensor is read where it lies, so its owner waits until its neighbour has; and that comes at 7."""
+def test_a_missing_read_is_a_cause_like_a_missing_send(tmp_path: Path) -> None:
+    """A shared tensor is read in place, so its owner waits until its neighbour has read it.
+
+    The neighbour calls at 7.
+    """
     agents = [Written(0), Written(1)]
     exchange(agents, 0, 1, 1.0, 1.0)
     agents[0].call(1.0, 9.0)
@@ -89,7 +95,7 @@ def test_who_has_not_come_to_read_is_waited_for_like_who_has_not_sent(tmp_path: 
     assert into(share) == {COMPUTING: 1.0, OTHERS: 6.0, COORDINATION: 2.0} and blamed(share) == {1: 6.0}
 
 
-def test_messages_that_move_no_tensor_are_coordination_while_they_are_under_way(tmp_path: Path) -> None:
+def test_messages_without_a_tensor_are_coordination_while_in_flight(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     agents[1].message("to", 0, 2.0, **{"for": "coordination"})
     agents[0].message("from", 1, 5.0)
@@ -99,8 +105,8 @@ def test_messages_that_move_no_tensor_are_coordination_while_they_are_under_way(
     assert into(shares_of(tmp_path, agents)[0]) == {OTHERS: 2.0, COORDINATION: 3.0}
 
 
-def test_stages_are_waited_for_one_after_the_other(tmp_path: Path) -> None:
-    """What is sent in the second stage is not missed before the first has ended."""
+def test_stages_are_waited_for_in_sequence(tmp_path: Path) -> None:
+    """A message of the second stage is not missing before the first stage has ended."""
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 1.0, 4.0)
     exchange(agents, 1, 0, 5.0, 6.0, stage=1)
@@ -110,8 +116,8 @@ def test_stages_are_waited_for_one_after_the_other(tmp_path: Path) -> None:
     assert into(shares_of(tmp_path, agents)[0]) == {OTHERS: 2.0, DATA: 4.0}
 
 
-def test_a_sum_of_any_operation_is_no_waiting(tmp_path: Path) -> None:
-    """Who waits for one bucket sums another that is there already."""
+def test_a_sum_for_any_operation_is_no_waiting(tmp_path: Path) -> None:
+    """An agent that waits for one bucket sums another that has arrived."""
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 8.0, 9.0)
     agents[0].call(0.0, 5.0, "other", sums=[(2.0, 5.0)])
@@ -128,7 +134,7 @@ def test_copying_before_the_first_message_is_no_computing(tmp_path: Path) -> Non
     assert into(shares_of(tmp_path, [agent])[0]) == {COMPUTING: 7.0, SUMS: 3.0}
 
 
-def test_a_wait_that_two_steps_share_counts_in_each_as_long_as_it_lasts_there(tmp_path: Path) -> None:
+def test_a_wait_across_two_steps_counts_in_each_with_its_part(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 9.0, 9.0)
     agents[0].call(3.0, 9.0)
@@ -139,7 +145,7 @@ def test_a_wait_that_two_steps_share_counts_in_each_as_long_as_it_lasts_there(tm
     assert into(first) == {COMPUTING: 3.0, OTHERS: 2.0} and into(second) == {COMPUTING: 1.0, OTHERS: 4.0}
 
 
-def test_the_thread_that_waits_most_is_the_one_that_trains(tmp_path: Path) -> None:
+def test_the_thread_with_most_waiting_is_the_training_thread(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 6.0, 6.0)
     agents[0].call(0.0, 6.0)
@@ -149,7 +155,7 @@ def test_the_thread_that_waits_most_is_the_one_that_trains(tmp_path: Path) -> No
     assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 1.0, OTHERS: 5.0}
 
 
-def test_a_wait_inside_another_counts_once(tmp_path: Path) -> None:
+def test_a_nested_wait_counts_once(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 6.0, 6.0)
     agents[0].call(0.0, 6.0)
@@ -159,7 +165,7 @@ def test_a_wait_inside_another_counts_once(tmp_path: Path) -> None:
     assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 1.0, OTHERS: 5.0}
 
 
-def test_without_steps_it_is_the_whole_run(tmp_path: Path) -> None:
+def test_without_steps_the_whole_run_is_analysed(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 6.0, 8.0)
     agents[0].call(2.0, 8.0)
@@ -168,7 +174,7 @@ def test_without_steps_it_is_the_whole_run(tmp_path: Path) -> None:
     assert share.number == 0 and into(share) == {OTHERS: 4.0, DATA: 2.0}
 
 
-def test_of_several_optimizers_the_steps_of_the_busiest_count(tmp_path: Path) -> None:
+def test_with_several_optimizers_the_busiest_ones_steps_count(tmp_path: Path) -> None:
     agent = Written(0, 1)
     agent.call(0.0, 9.0)
     for number in range(3):
@@ -178,8 +184,8 @@ def test_of_several_optimizers_the_steps_of_the_busiest_count(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("fused_here", [True, False])
-def test_a_call_waits_for_the_message_that_it_travelled_in(tmp_path: Path, fused_here: bool) -> None:
-    """The second of two small calls, whose message names the first; this agent may have fused otherwise."""
+def test_a_call_waits_for_the_fused_message_that_contained_it(tmp_path: Path, fused_here: bool) -> None:
+    """The second of two small calls, whose message names the first. This agent may have fused otherwise."""
     agents = [Written(0), Written(1)]
     of = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
     for agent in agents if fused_here else agents[1:]:
@@ -198,7 +204,7 @@ def test_a_call_waits_for_the_message_that_it_travelled_in(tmp_path: Path, fused
     assert into(share) == {COMPUTING: 3.0, OTHERS: 3.0, DATA: 2.0}
 
 
-def test_who_left_no_trace_is_waited_for(tmp_path: Path) -> None:
+def test_an_agent_without_a_trace_can_be_a_cause(tmp_path: Path) -> None:
     agent = Written(0)
     agent.message("from", 1, 6.0)
     agent.call(1.0, 6.0)
@@ -208,7 +214,7 @@ def test_who_left_no_trace_is_waited_for(tmp_path: Path) -> None:
     assert into(share) == {COMPUTING: 1.0, OTHERS: 5.0} and blamed(share) == {1: 5.0}
 
 
-def test_a_call_that_failed_waited_for_others(tmp_path: Path) -> None:
+def test_a_failed_call_waited_for_others(tmp_path: Path) -> None:
     agent = Written(0)
     agent.call(1.0, 6.0, error="DeadlineExceeded: they did not come")
     agent.wait(1.0, 6.0)
@@ -216,10 +222,10 @@ def test_a_call_that_failed_waited_for_others(tmp_path: Path) -> None:
     assert into(shares_of(tmp_path, [agent])[0]) == {COMPUTING: 1.0, OTHERS: 5.0}
 
 
-def test_what_a_process_group_moves_waits_for_who_has_not_asked_then_for_its_turn_and_is_transferred(
+def test_a_process_group_call_waits_for_requests_then_its_turn_then_its_transfer(
     tmp_path: Path,
 ) -> None:
-    """Headers are exchanged until 2; agent 1 asks at 3 and agent 2 at 6, its turn is at 8, and it is moved at 12."""
+    """Headers are exchanged until 2. Agent 1 requests at 3 and agent 2 at 6. Its turn is at 8, and it ends at 12."""
     agents = [Written(rank, 3) for rank in range(3)]
     exchange(agents, 1, 0, 1.0, 2.0)
     for agent, asked in zip(agents, (2.0, 3.0, 6.0), strict=True):
@@ -231,7 +237,7 @@ def test_what_a_process_group_moves_waits_for_who_has_not_asked_then_for_its_tur
     assert blamed(shares[0]) == {2: 4.0} and blamed(shares[2]) == {}
 
 
-def test_what_is_moved_between_machines_is_told_by_one_clock(tmp_path: Path) -> None:
+def test_transfers_between_machines_use_one_clock(tmp_path: Path) -> None:
     agents = [Written(0, host="node0"), Written(1, host="node1", ahead=500.0)]
     for k in range(2):
         exchange(agents, k, 1 - k, 1.0, 1.0)
@@ -246,7 +252,7 @@ def test_what_is_moved_between_machines_is_told_by_one_clock(tmp_path: Path) -> 
     assert into(second)[TRANSFER] == 3.0 and OTHERS not in into(second)
 
 
-def test_what_comes_twice_under_one_name_came_in_the_order_in_which_it_was_sent(tmp_path: Path) -> None:
+def test_repeated_names_are_matched_in_the_order_of_sending(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     for at in (1.0, 6.0):
         exchange(agents, 0, 1, at, at + 2.0)
@@ -256,8 +262,8 @@ def test_what_comes_twice_under_one_name_came_in_the_order_in_which_it_was_sent(
     assert [one.received.at - one.sent.at for one in found] == [2 * MS, 2 * MS]
 
 
-def test_who_takes_no_part_in_what_is_moved_is_not_waited_for(tmp_path: Path) -> None:
-    """A call of the same name between others, which ask for it at 6."""
+def test_an_agent_outside_a_transfer_is_not_waited_for(tmp_path: Path) -> None:
+    """A call of the same name among other agents, which request it at 6."""
     agents = [Written(rank, 4) for rank in range(4)]
     for rank, asked in enumerate((2.0, 2.0, 6.0, 6.0)):
         pair = [0, 1] if rank < 2 else [2, 3]
@@ -267,7 +273,7 @@ def test_who_takes_no_part_in_what_is_moved_is_not_waited_for(tmp_path: Path) ->
     assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 2.0, COORDINATION: 5.0, TRANSFER: 2.0}
 
 
-def test_what_a_round_of_coordination_computes_is_coordination(tmp_path: Path) -> None:
+def test_computation_in_a_coordination_round_is_coordination(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     for agent in agents:
         agent.call(0.0, 9.0, moves=[(1.0, 6.0, 9.0)])
@@ -283,7 +289,7 @@ Times = st.lists(st.floats(0.0, 100.0), min_size=4, max_size=4)
 
 
 @given(calls=st.lists(st.tuples(Times, st.integers(0, 3), st.booleans()), min_size=1, max_size=12))
-def test_the_parts_of_a_step_add_up_to_it(
+def test_the_parts_of_a_step_sum_to_its_duration(
     calls: list[tuple[list[float], int, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     agents = [Written(0), Written(1)]
@@ -310,7 +316,9 @@ def train(steps: int) -> None:
 
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, PROCESS_GROUP])
-def test_parts_of_real_steps_add_up_to_them(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_real_steps_sum_to_their_duration(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
     shoal.Fleet(3, transport=transport).run(train, 5)
     found = traces.read(tmp_path).traces
@@ -326,7 +334,7 @@ def reduce_all(count: int) -> None:
         shoal.neighbor_allreduce(torch.ones(50_000), name="some")
 
 
-def test_what_process_groups_moved_in_a_real_run_is_coordination_and_transfer(tmp_path: Path) -> None:
+def test_process_groups_in_a_real_run_are_coordination_and_transfer(tmp_path: Path) -> None:
     with World(4, environment={"SHOAL_TRANSPORT": PROCESS_GROUP, "SHOAL_TIMELINE": str(tmp_path)}) as world:
         world.results(reduce_all, 5)
     report = RunReport.of(tmp_path)

@@ -44,7 +44,7 @@ def aligned(found: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
     there=st.floats(0.01, 50.0),
     back=st.floats(0.01, 50.0),
 )
-def test_what_is_found_is_off_by_half_of_the_fastest_round_trip_at_most(
+def test_the_offset_error_is_at_most_half_of_the_fastest_round_trip(
     ahead: float, there: float, back: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     found = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): there, (1, 0): back})
@@ -55,7 +55,7 @@ def test_what_is_found_is_off_by_half_of_the_fastest_round_trip_at_most(
     assert abs(second.ahead - (ahead + (there - back) / 2) * MS) <= 0.1 * max(there, back) * MS + 100
 
 
-def test_no_message_comes_before_it_was_sent(tmp_path: Path) -> None:
+def test_no_message_arrives_before_it_was_sent(tmp_path: Path) -> None:
     delays = {(k, j): 0.2 + 0.1 * k for k in range(4) for j in range(4) if k != j}
     _, laid = aligned(run_of(tmp_path, [0.0, 500.0, -70.0, 3.0], delays))
     matched = traces.match(laid)
@@ -63,21 +63,21 @@ def test_no_message_comes_before_it_was_sent(tmp_path: Path) -> None:
     assert all(one.received.at > one.sent.at for one in matched)
 
 
-def test_machines_that_exchange_nothing_are_put_right_by_those_between(tmp_path: Path) -> None:
+def test_machines_without_messages_are_aligned_through_others(tmp_path: Path) -> None:
     delays = {(0, 1): 1.0, (1, 0): 1.0, (1, 2): 1.0, (2, 1): 1.0}
     known, _ = aligned(run_of(tmp_path, [0.0, 100.0, -200.0], delays))
     assert [round(one.ahead / MS) for one in known] == [0, 100, -200]
     assert known[2].uncertain == pytest.approx(2 * MS, rel=0.2)
 
 
-def test_a_clock_is_laid_by_the_path_that_is_surest_not_by_the_shortest(tmp_path: Path) -> None:
+def test_a_clock_is_aligned_by_the_most_accurate_path_not_the_shortest(tmp_path: Path) -> None:
     delays = {(0, 2): 1.0, (2, 0): 41.0, (0, 1): 1.0, (1, 0): 1.0, (1, 2): 2.0, (2, 1): 2.0}
     known, _ = aligned(run_of(tmp_path, [0.0, 100.0, -200.0], delays))
     assert [round(one.ahead / MS) for one in known] == [0, 100, -200]
     assert [one.uncertain for one in known] == pytest.approx([0.0, 1 * MS, 3 * MS], rel=0.2)
 
 
-def test_clocks_that_drift_apart_are_laid_along_a_line(tmp_path: Path) -> None:
+def test_drifting_clocks_are_aligned_linearly(tmp_path: Path) -> None:
     """20 microseconds a second, ten minutes: 12 ms, and messages that take 0.1 ms."""
     found = run_of(tmp_path, [0.0, 40.0], {(0, 1): 0.1, (1, 0): 0.1}, drift=0.02, seconds=600.0)
     known, laid = aligned(found)
@@ -86,7 +86,7 @@ def test_clocks_that_drift_apart_are_laid_along_a_line(tmp_path: Path) -> None:
     assert max(map(abs, late)) < 1 * MS
 
 
-def test_where_messages_go_one_way_only_the_time_of_day_is_believed(tmp_path: Path) -> None:
+def test_with_messages_in_one_direction_only_the_time_of_day_is_used(tmp_path: Path) -> None:
     known, _ = aligned(run_of(tmp_path, [0.0, 100.0], {(0, 1): 1.0}))
     assert known[1] == ClockFit("node1", 0.0, 0.0, None, 0, known[1].middle)
 
@@ -101,7 +101,7 @@ def test_agents_of_one_machine_share_its_clock(tmp_path: Path) -> None:
     assert [(one.ahead, one.uncertain) for one in known] == [(0.0, 0.0)] * 2
 
 
-def test_all_times_of_a_trace_are_laid_on_the_one_clock(tmp_path: Path) -> None:
+def test_all_times_of_a_trace_are_converted_to_one_clock(tmp_path: Path) -> None:
     agent = Written(1, host="node1", ahead=100.0)
     agent.call(1.0, 5.0, sums=[(2.0, 3.0)])
     agent.call(6.0, None)

@@ -48,7 +48,7 @@ def first(report: RunReport) -> Finding:
 
 
 @pytest.mark.parametrize("straggler", [0, 3])
-def test_who_computes_longer_is_named_with_what_it_costs_the_others(tmp_path: Path, straggler: int) -> None:
+def test_a_slow_agent_is_named_with_its_cost_for_the_others(tmp_path: Path, straggler: int) -> None:
     report = run_of(tmp_path, lambda rank, _: 14.0 if rank == straggler else 10.0)
     found = first(report)
     assert found.what.startswith(
@@ -58,8 +58,8 @@ def test_who_computes_longer_is_named_with_what_it_costs_the_others(tmp_path: Pa
     assert not any(f"rank {rank} " in one.what for one in report.findings for rank in range(4) if rank != straggler)
 
 
-def test_who_waits_for_the_straggler_is_not_taken_for_one(tmp_path: Path) -> None:
-    """In a ring agents wait for neighbours that wait themselves."""
+def test_an_agent_that_waits_for_the_straggler_is_no_straggler(tmp_path: Path) -> None:
+    """In a ring, agents wait for neighbours that wait themselves."""
     agents = [Written(rank, 4) for rank in range(4)]
     for number in range(20):
         at = 20.0 * number
@@ -78,19 +78,19 @@ def test_who_waits_for_the_straggler_is_not_taken_for_one(tmp_path: Path) -> Non
     assert all(what.startswith("rank 0 ") for what in named)
 
 
-def test_nobody_is_named_where_all_are_alike(tmp_path: Path) -> None:
+def test_no_agent_is_named_if_all_are_equal(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda rank, number: 10.0 + 0.01 * ((rank + number) % 4))
     (found,) = report.findings
     assert "nobody is slow" in found.what and "99% of a step is computing" in found.what
 
 
-def test_where_each_is_slow_in_turn_that_is_said(tmp_path: Path) -> None:
+def test_alternating_slow_agents_are_reported(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda rank, number: 16.0 if number % 4 == rank else 10.0)
     assert "nobody is slower than the rest as a rule" in first(report).what
     assert "own pace" in first(report).advice
 
 
-def test_who_is_slow_now_and_then_is_named_with_its_steps(tmp_path: Path) -> None:
+def test_an_intermittently_slow_agent_is_named_with_its_steps(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda rank, number: 80.0 if rank == 2 and number % 10 == 9 else 10.0)
     found = first(report)
     assert found.what.startswith("rank 2 (node) computes more than 2 times as long as usual in 3 of 29 steps")
@@ -102,7 +102,7 @@ def slow_edge(source: int, destination: int) -> float:
     return 10.0 if (source, destination) == (1, 2) else 1.0
 
 
-def test_a_slow_link_is_named_with_what_it_carries(tmp_path: Path) -> None:
+def test_a_slow_link_is_named_with_its_traffic(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=3, hosts=True, took=slow_edge, network=True)
     found = first(report)
     assert found.what.startswith("the link 1 -> 2 (node1 to node2) carries 10 MB/s, where others carry 100 MB/s")
@@ -119,7 +119,7 @@ def test_a_slow_link_is_named_with_what_it_carries(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("hosts", [True, False])
-def test_who_has_only_slow_links_is_named_instead_of_them(
+def test_an_agent_with_only_slow_links_is_named_instead_of_them(
     is_slow: Callable[[int, int], bool], what: str, hosts: bool, tmp_path: Path
 ) -> None:
     def took(source: int, destination: int) -> float:
@@ -131,20 +131,20 @@ def test_who_has_only_slow_links_is_named_instead_of_them(
     assert not any("the link" in one.what for one in report.findings)
 
 
-def test_links_that_are_alike_are_not_named(tmp_path: Path) -> None:
+def test_equal_links_are_not_named(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=3, hosts=True, took=lambda *_: 1.0, network=True)
     assert len(report.links) == 6
     assert not any("slow" in one.what and "nobody" not in one.what for one in report.findings)
 
 
-def test_much_waiting_for_data_has_its_advice(tmp_path: Path) -> None:
+def test_long_waits_for_data_have_their_advice(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=3, hosts=True, took=lambda *_: 5.0, network=True)
     found = first(report)
     assert found.what.startswith("33% of a step is waiting for data that are under way")
     assert "overlap" in found.advice and "compression=" in found.advice and "sparser topology" in found.advice
 
 
-def test_much_coordination_of_process_groups_has_its_advice(tmp_path: Path) -> None:
+def test_much_process_group_coordination_has_its_advice(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     for number in range(6):
         at = 10.0 * number
@@ -159,7 +159,7 @@ def test_much_coordination_of_process_groups_has_its_advice(tmp_path: Path) -> N
     assert "fewer operations" in found.advice and "SHOAL_TRANSPORT" in found.advice
 
 
-def test_a_run_without_steps_is_not_told_of_in_steps(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_not_described_in_steps(tmp_path: Path) -> None:
     agent = Written(0)
     agent.message("from", 1, 9.0)
     agent.call(1.0, 9.0)
@@ -168,7 +168,7 @@ def test_a_run_without_steps_is_not_told_of_in_steps(tmp_path: Path) -> None:
     assert "of the run is waiting for others" in first(RunReport.of(tmp_path)).what
 
 
-def test_messages_that_only_coordinate_are_not_counted_among_sizes(tmp_path: Path) -> None:
+def test_coordination_messages_are_not_counted_among_sizes(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     exchange(agents, 0, 1, 1.0, 2.0, nbytes=100)
     agents[0].message("to", 1, 2.0, round_=1, nbytes=8, **{"for": "coordination"})
@@ -191,18 +191,20 @@ def test_sizes_count_messages_and_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "limit"), [(0, 1), (1, 4), (3, 4), (4, 16), (15, 16), (16, 64), (65_536, 262_144)])
-def test_a_size_is_below_its_limit_and_not_below_a_fourth_of_it(tmp_path: Path, nbytes: int, limit: int) -> None:
+def test_a_size_class_contains_messages_below_its_limit_and_not_below_a_fourth_of_it(
+    tmp_path: Path, nbytes: int, limit: int
+) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=2, steps=4, nbytes=nbytes)
     assert list(findings.sizes(report.flows)) == [limit]
 
 
-def test_many_small_messages_are_to_be_joined(tmp_path: Path) -> None:
+def test_many_small_messages_cause_advice_to_fuse(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=2, steps=10, nbytes=500)
     assert findings.small_messages(report.flows, 10) == ""
     assert "sends 30 messages of less than 16 KiB" in findings.small_messages(report.flows * 30, 10)
 
 
-def test_the_first_step_of_many_is_left_out(tmp_path: Path) -> None:
+def test_the_first_step_of_many_is_excluded(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda _, number: 500.0 if not number else 10.0, steps=5)
     assert {one.number for one in report.shares} == {2, 3, 4, 5}
     few = run_of(tmp_path, lambda *_: 10.0, steps=3)

@@ -87,7 +87,7 @@ def test_every_agent_writes_valid_json_whose_bars_nest(traces, fleet):
         assert names["sum"] >= 3
 
 
-def test_bars_of_what_a_process_group_moves_nest_too(traces):
+def test_bars_of_process_group_transfers_nest_too(traces):
     def run():
         for _ in range(3):
             shoal.allreduce(torch.ones(1000), name="all")
@@ -100,7 +100,7 @@ def test_bars_of_what_a_process_group_moves_nest_too(traces):
             assert names[f"exchange: {row}", "ordering"] == names[f"exchange: {row}", "moving"] == 3
 
 
-def test_messages_carry_the_bytes_that_were_sent(traces):
+def test_messages_have_the_bytes_that_were_sent(traces):
     sent = shoal.Fleet(4).run(average)
     for rank in range(4):
         events = load(traces, rank)
@@ -111,7 +111,7 @@ def test_messages_carry_the_bytes_that_were_sent(traces):
         }
 
 
-def test_an_agent_hears_nothing_before_the_sender_has_called(traces):
+def test_an_agent_receives_nothing_before_the_sender_has_called(traces):
     shoal.Fleet(2, transport="shared_memory").run(average)
     events = [load(traces, rank) for rank in range(2)]
     for rank in range(2):
@@ -125,7 +125,7 @@ def test_an_agent_hears_nothing_before_the_sender_has_called(traces):
         assert all(ts > calls[round_] for round_, ts in heard.items())
 
 
-def test_calls_that_overlap_get_rows_of_their_own(traces):
+def test_overlapping_calls_get_separate_rows(traces):
     def overlap():
         if shoal.rank() == 0:
             shoal.barrier()
@@ -184,7 +184,7 @@ def test_an_activity_that_is_no_string_is_refused(traces):
     bars(load(traces, 0))
 
 
-def test_off_it_says_so_once_and_nobody_listens(monkeypatch, caplog):
+def test_if_disabled_it_warns_once_and_has_no_listener(monkeypatch, caplog):
     monkeypatch.delenv("SHOAL_TIMELINE", raising=False)
 
     def work():
@@ -214,21 +214,21 @@ def test_a_failed_operation_shows_its_error(traces):
         assert failure["args"]["error"].startswith("Mismatch: ")
 
 
-def test_a_lost_agent_is_marked_across_all_rows(traces):
+def test_a_failed_agent_is_marked_across_all_rows(traces):
     shoal.Fleet(2).run(lambda: shoal.events().emit("lost", "died", "", 0, peer=1 - shoal.rank(), detail="killed"))
     (mark,) = [e for e in load(traces, 0) if e.get("name") == "agent 1 died"]
     assert mark["s"] == "p"
     assert mark["args"] == {"rank": 1, "cause": "killed"}
 
 
-def test_a_second_init_does_not_write_over_the_first(traces):
+def test_a_second_init_does_not_overwrite_the_first_trace(traces):
     shoal.Fleet(1).run(average, name="first")
     shoal.Fleet(1).run(average, name="second")
     assert on_row(load(traces, 0), "exchange: first")
     assert on_row(load(traces, 0, "-2"), "exchange: second")
 
 
-def test_a_full_queue_is_written_by_whoever_adds_to_it(traces, monkeypatch):
+def test_a_full_queue_is_written_by_the_thread_that_adds_to_it(traces, monkeypatch):
     monkeypatch.setattr(timeline, "WRITE_SECONDS", 1000.0)
     monkeypatch.setattr(timeline, "QUEUE_LIMIT", 10)
 
@@ -258,7 +258,7 @@ def test_names_beyond_the_limit_share_a_row_and_still_nest(traces, monkeypatch):
     assert "exchange: step 9" not in rows(events).values()
 
 
-def test_a_directory_that_cannot_be_made_does_not_end_the_training(tmp_path, monkeypatch, caplog):
+def test_a_directory_that_cannot_be_created_does_not_end_the_training(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path / "file" / "traces"))
     with caplog.at_level(logging.ERROR, "shoal"):
@@ -266,7 +266,7 @@ def test_a_directory_that_cannot_be_made_does_not_end_the_training(tmp_path, mon
     assert sum("goes without a timeline" in record.message for record in caplog.records) == 2
 
 
-def test_a_disk_that_fills_ends_the_timeline_only(traces, monkeypatch, caplog):
+def test_a_full_disk_ends_only_the_timeline(traces, monkeypatch, caplog):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -287,7 +287,7 @@ def busy_for_ever():
     time.sleep(60)
 
 
-def test_a_killed_process_leaves_a_trace_that_loads(tmp_path):
+def test_a_killed_process_leaves_a_valid_trace(tmp_path):
     path = tmp_path / "shoal-rank0.json"
     with World(1, environment={"SHOAL_TIMELINE": str(tmp_path)}) as world:
         call = world.run_on(0, busy_for_ever)

@@ -46,7 +46,7 @@ def on_rows(lines: list[Line], title: str) -> list[Line]:
     return [one for one in lines if one["ph"] != "M" and rows[one["tid"]].startswith(title)]
 
 
-def test_a_trace_shows_each_call_with_its_sum_and_the_one_message_of_all(traces: Path, fleet: Fleets) -> None:
+def test_a_trace_shows_each_call_with_its_sum_and_the_one_fused_message(traces: Path, fleet: Fleets) -> None:
     fleet(2).run(burst, "call")
     for rank in range(2):
         lines = lines_of(traces, rank)
@@ -64,7 +64,7 @@ def test_a_trace_shows_each_call_with_its_sum_and_the_one_message_of_all(traces:
             assert message["args"] == arguments
 
 
-def test_what_is_sent_is_the_same_with_a_trace_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sent_bytes_are_the_same_with_and_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sent() -> Counter[str]:
         posted: Counter[str] = Counter()
         sender = current().engine.sender
@@ -86,8 +86,8 @@ def test_what_is_sent_is_the_same_with_a_trace_and_without(tmp_path: Path, monke
     assert any(name.startswith(PREFIX) for name in without[0])
 
 
-def test_a_message_that_is_taken_apart_is_received_once(fleet: Fleets) -> None:
-    """Agents that fuse differently: what came for several calls is not told again for each."""
+def test_a_split_message_is_received_once(fleet: Fleets) -> None:
+    """Agents fuse differently: a message for several calls is not reported again for each."""
 
     def run() -> tuple[int, int]:
         heard: list[Event] = []
@@ -107,7 +107,7 @@ def test_a_message_that_is_taken_apart_is_received_once(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [(COUNT * 20, COUNT * 20)] * 2
 
 
-def test_calls_of_a_burst_are_submitted_and_finished_one_by_one_for_who_listens(fleet: Fleets) -> None:
+def test_listeners_get_a_submission_and_an_end_for_each_call_of_a_burst(fleet: Fleets) -> None:
     def run() -> list[Counter[str]]:
         heard: list[Event] = []
         stop = shoal.events().subscribe(heard.append)
@@ -123,7 +123,7 @@ def test_calls_of_a_burst_are_submitted_and_finished_one_by_one_for_who_listens(
     assert fleet(2).run(run) == [expected] * 2
 
 
-def test_one_of_a_burst_that_fails_is_shown_to_fail_and_the_others_to_end(traces: Path, fleet: Fleets) -> None:
+def test_one_failed_call_of_a_burst_is_shown_as_failed_and_the_others_as_ended(traces: Path, fleet: Fleets) -> None:
     def run() -> None:
         shoal.barrier()
         with current().engine.lock:
@@ -147,8 +147,8 @@ def test_one_of_a_burst_that_fails_is_shown_to_fail_and_the_others_to_end(traces
             assert any(one.get("name") == "failed" for one in call) == (i == 3)
 
 
-def test_a_fused_name_that_is_nonsense_says_nothing(traces: Path) -> None:
-    """It may come from another agent: neither the trace nor who listens trips over it, or counts to the end of it."""
+def test_an_invalid_fused_name_is_ignored(traces: Path) -> None:
+    """It may come from another agent. Neither the trace nor a listener raises, or iterates to the count it states."""
     names = [PREFIX + "[", PREFIX + f'[["x",0,{1 << 62},[]]]', PREFIX + f'[["x",0,{MOST_OPERATIONS},[]],["y",0,1,[]]]']
 
     def run() -> list[list[Any]]:
@@ -165,7 +165,7 @@ def test_a_fused_name_that_is_nonsense_says_nothing(traces: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["threads", "shared_memory", "network"])
-def test_pieces_of_a_tensor_between_machines_are_followed_by_a_word_that_all_is_here(transport: str) -> None:
+def test_chunks_of_a_tensor_between_machines_are_followed_by_an_end_message(transport: str) -> None:
     def run() -> list[tuple[str, int, int]]:
         heard: list[Event] = []
         stop = shoal.events().subscribe(heard.append)

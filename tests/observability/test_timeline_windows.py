@@ -64,7 +64,7 @@ def test_every_call_is_a_bar_on_the_row_of_its_window(traces: Path, fleet: Fleet
             assert start < end <= following
 
 
-def test_a_call_that_waits_for_a_mutex_is_as_long_as_the_wait(traces: Path) -> None:
+def test_a_call_that_waits_for_a_mutex_lasts_as_long_as_the_wait(traces: Path) -> None:
     patience = 0.5
 
     def hold() -> None:
@@ -99,7 +99,7 @@ def test_a_failed_call_shows_its_error(traces: Path) -> None:
     assert window_bars(traces / "shoal-rank0.json")[-1][0] == "win_put"
 
 
-def test_a_listener_hears_beginning_and_end_of_each_call() -> None:
+def test_a_listener_gets_start_and_end_of_each_call() -> None:
     def run() -> list[tuple[str, str]]:
         heard: list[Event] = []
         stop = shoal.events().subscribe(heard.append)
@@ -115,7 +115,7 @@ def test_a_listener_hears_beginning_and_end_of_each_call() -> None:
     assert shoal.Fleet(2).run(run) == [expected, expected]
 
 
-def test_nothing_is_told_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_listeners_there_are_no_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_TIMELINE", raising=False)
 
     def refuse(*_: object, **__: object) -> None:

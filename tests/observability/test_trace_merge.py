@@ -36,7 +36,7 @@ def arrows(lines: list[Line]) -> dict[int, tuple[Line, Line]]:
     return {number: (ends[0], ends[1]) for number, ends in found.items()}
 
 
-def test_an_arrow_leads_from_the_bar_of_the_sender_to_that_of_the_receiver(tmp_path: Path) -> None:
+def test_an_arrow_connects_the_bars_of_sender_and_receiver(tmp_path: Path) -> None:
     agents = [Written(0, host="node0"), Written(1, host="node1", ahead=500.0)]
     for round_ in range(3):
         at = 10.0 * round_
@@ -63,7 +63,7 @@ def test_an_arrow_leads_from_the_bar_of_the_sender_to_that_of_the_receiver(tmp_p
     assert min(one["ts"] for one in lines if "ts" in one) == pytest.approx(0.0, abs=1000)
 
 
-def test_numbers_of_messages_are_of_edge_name_round_and_stage_and_fit_into_a_viewers() -> None:
+def test_message_ids_depend_on_edge_name_round_and_stage_and_fit_a_viewer() -> None:
     keys = [
         (0, 1, MessageKey("x", 0, 0, 1)),
         (1, 0, MessageKey("x", 0, 0, 1)),
@@ -76,7 +76,7 @@ def test_numbers_of_messages_are_of_edge_name_round_and_stage_and_fit_into_a_vie
     assert ident(*keys[0]) == ident(*keys[0])
 
 
-def test_a_rank_that_came_again_is_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_restarted_rank_is_a_separate_process(tmp_path: Path) -> None:
     first, other = Written(1), Written(0)
     first.call(0.0, 1.0)
     other.call(0.0, 9.0)
@@ -91,8 +91,8 @@ def test_a_rank_that_came_again_is_a_process_of_its_own(tmp_path: Path) -> None:
     assert {one["pid"] for one in lines if one["ph"] == "B"} == {0, 1, 2}
 
 
-def test_what_came_before_its_call_is_an_arrow_to_where_that_begins(tmp_path: Path) -> None:
-    """The receiver is a round behind: a bar of the same name is there, and is not the one."""
+def test_an_arrow_for_an_early_message_ends_at_the_start_of_its_call(tmp_path: Path) -> None:
+    """The receiver is a round behind: a bar of the same name exists, and is another round's."""
     agents = [Written(0), Written(1)]
     agents[0].call(0.0, 2.0)
     agents[0].call(3.0, 9.0, round_=1)
@@ -105,7 +105,7 @@ def test_what_came_before_its_call_is_an_arrow_to_where_that_begins(tmp_path: Pa
     assert begins["ts"] == pytest.approx(3500) and ends["ts"] == pytest.approx(7000)
 
 
-def test_what_travelled_together_for_its_sender_alone_is_an_arrow_to_the_first_of_the_calls(tmp_path: Path) -> None:
+def test_an_arrow_for_a_message_fused_only_by_its_sender_ends_at_the_first_call(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     together = agents[0]._row(f"exchange: {FUSED}")
     of = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
@@ -123,8 +123,8 @@ def test_what_travelled_together_for_its_sender_alone_is_an_arrow_to_the_first_o
 
 
 @pytest.mark.parametrize("ended", [None, 1.5])
-def test_what_belongs_to_no_bar_has_no_arrow(tmp_path: Path, ended: float | None) -> None:
-    """A word of its own, or what comes when its call has failed."""
+def test_messages_without_a_bar_have_no_arrow(tmp_path: Path, ended: float | None) -> None:
+    """A control message, or one that arrives after its call has failed."""
     agents = [Written(0), Written(1)]
     exchange(agents, 0, 1, 1.0, 2.0, name="word")
     if ended:
@@ -192,7 +192,7 @@ def average() -> None:
 
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, PROCESS_GROUP])
-def test_every_message_of_a_real_run_is_an_arrow_by_the_rules_of_the_format(
+def test_every_message_of_a_real_run_is_an_arrow_valid_in_the_format(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
@@ -212,7 +212,7 @@ def test_every_message_of_a_real_run_is_an_arrow_by_the_rules_of_the_format(
         {"ph": "B", "ts": -1.0, "name": "x"},
     ],
 )
-def test_what_breaks_the_rules_is_noticed(tmp_path: Path, broken: Line) -> None:
+def test_violations_of_the_format_are_detected(tmp_path: Path, broken: Line) -> None:
     agent = Written(0, 1)
     agent.call(0.0, 1.0)
     agent.into(tmp_path)
@@ -222,7 +222,7 @@ def test_what_breaks_the_rules_is_noticed(tmp_path: Path, broken: Line) -> None:
         is_by_the_format([*lines, {"pid": 0, "tid": 1, **broken}])
 
 
-def test_nothing_of_somebody_elses_is_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     Written(0, 1, lines=[], rows={}).into(tmp_path)
     agent = Written(0, 1)
     agent.call(0.0, 1.0)

@@ -18,7 +18,7 @@ def ms(nanoseconds: int) -> float:
     return (nanoseconds - BEGAN) / MS
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_traces_are_read_equally(tmp_path: Path) -> None:
     agent = Written(1, size=3, host="node7")
     agent.call(1.0, 5.0, "x", 4, sums=[(3.0, 4.0)], prepare=(1.0, 1.5))
     agent.message("to", 2, 1.5, "x", 4, 4000)
@@ -71,7 +71,7 @@ def is_first(key: MessageKey) -> bool:
 
 
 @pytest.mark.parametrize("transport", ["threads", "shared_memory", "network"])
-def test_real_traces_tell_every_message_to_both_sides_and_every_step(
+def test_real_traces_have_every_message_on_both_sides_and_every_step(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
@@ -98,7 +98,7 @@ def test_real_traces_tell_every_message_to_both_sides_and_every_step(
         assert all((one.arrived > one.at) == (transport == "network") for one in large)
 
 
-def test_a_step_begins_where_the_one_before_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_starts_at_the_end_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
     shoal.Fleet(2).run(work)
     for trace in traces.read(tmp_path).traces:
@@ -109,7 +109,7 @@ def test_a_step_begins_where_the_one_before_ended(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("torn", ['{"ph":"B","pid":0,"ti', "{", '{"ph":"i","name":"'])
-def test_a_torn_last_line_is_left_out(tmp_path: Path, torn: str) -> None:
+def test_a_truncated_last_line_is_skipped(tmp_path: Path, torn: str) -> None:
     agent = Written(0)
     agent.call(0.0, 1.0)
     trace = traces.read_one(agent.into(tmp_path, closed=False, torn=torn))
@@ -130,7 +130,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path, torn: str) -> None:
         '{"traceEvents": []}',
     ],
 )
-def test_what_is_no_trace_is_left_out_with_a_word(tmp_path: Path, text: str) -> None:
+def test_an_invalid_trace_is_skipped_with_a_warning(tmp_path: Path, text: str) -> None:
     (tmp_path / "shoal-rank7.json").write_text(text)
     with pytest.raises(ValueError, match="shoal-rank7"):
         traces.read(tmp_path)
@@ -141,7 +141,7 @@ def test_what_is_no_trace_is_left_out_with_a_word(tmp_path: Path, text: str) -> 
     assert word.startswith("shoal-rank7.json is no trace of an agent")
 
 
-def test_a_line_in_the_middle_that_cannot_be_read_is_no_torn_end(tmp_path: Path) -> None:
+def test_an_unreadable_line_in_the_middle_is_not_a_truncated_end(tmp_path: Path) -> None:
     agent = Written(0)
     agent.call(0.0, 1.0)
     path = agent.into(tmp_path)
@@ -151,18 +151,18 @@ def test_a_line_in_the_middle_that_cannot_be_read_is_no_torn_end(tmp_path: Path)
         traces.read_one(path)
 
 
-def test_nothing_there_says_how_to_have_it(tmp_path: Path) -> None:
+def test_an_empty_folder_names_the_option_that_writes_traces(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="SHOAL_TIMELINE="):
         traces.read(tmp_path)
 
 
-def test_a_rank_without_a_trace_is_missed(tmp_path: Path) -> None:
+def test_a_rank_without_a_trace_is_reported_missing(tmp_path: Path) -> None:
     for rank in (0, 3):
         Written(rank, size=5).into(tmp_path)
     assert traces.read(tmp_path).missing == [1, 2, 4]
 
 
-def test_the_run_with_most_traces_is_told_and_of_equals_the_last(tmp_path: Path) -> None:
+def test_the_run_with_most_traces_is_reported_and_of_equals_the_last(tmp_path: Path) -> None:
     for rank in range(3):
         agent = Written(rank, size=3, run="first")
         agent.call(0.0, 1.0)
@@ -178,8 +178,8 @@ def test_the_run_with_most_traces_is_told_and_of_equals_the_last(tmp_path: Path)
     assert {one.run for one in traces.read(tmp_path).traces} == {"second"}
 
 
-def test_who_came_again_belongs_to_the_run_in_which_it_was(tmp_path: Path) -> None:
-    """Also where rank 0 had come again before, so that the run has another name there."""
+def test_a_restarted_agent_belongs_to_its_run(tmp_path: Path) -> None:
+    """Also if rank 0 was restarted before, so that the run has another name in its trace."""
     for rank in range(2):
         agent = Written(rank, run="before")
         agent.call(0.0, 50.0)
@@ -191,7 +191,7 @@ def test_who_came_again_belongs_to_the_run_in_which_it_was(tmp_path: Path) -> No
     assert [(one.rank, one.incarnation) for one in found.traces] == [(0, 0), (1, 0), (1, 1)] and not found.others
 
 
-def test_a_trace_of_before_heads_said_more_is_read(tmp_path: Path) -> None:
+def test_a_trace_with_an_older_header_is_read(tmp_path: Path) -> None:
     agent = Written(0)
     agent.call(0.0, 1.0)
     path = agent.into(tmp_path)

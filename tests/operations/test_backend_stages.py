@@ -47,16 +47,16 @@ def told(
 
 
 @pytest.mark.parametrize(("among", "ranks"), [((), [1, 2, 3, 4]), ((0, 2, 4), [2, 4]), (None, [1, 2, 3])])
-def test_a_failed_call_is_denied_to_its_other_members(among: tuple[int, ...] | None, ranks: list[int]) -> None:
+def test_a_failed_call_is_reported_to_its_other_members(among: tuple[int, ...] | None, ranks: list[int]) -> None:
     assert told(among, ValueError("spoiled")) == ranks
 
 
-def test_nobody_is_told_of_a_call_that_went_well_or_whose_tensors_are_moved_all_the_same() -> None:
+def test_successful_and_already_started_calls_are_not_reported() -> None:
     assert told(()) == []
     assert told((), ValueError("spoiled"), withdraws=False) == []
     assert told((), ValueError("spoiled"), to_move=False) == []
 
 
-def test_a_loss_and_a_shutdown_are_told_of_by_other_messages() -> None:
+def test_a_failure_and_a_shutdown_have_their_own_messages() -> None:
     assert told((), PeerLost("rank 1 was lost", (1,))) == []
     assert told((), ValueError("spoiled"), ended=PeerLost("rank 1 was lost", (1,))) == []

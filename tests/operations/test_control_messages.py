@@ -1,84 +1,122 @@
-"""Control messages: what is sent arrives as it was, is confirmed once, and nonsense is the sender's error."""
+"""Control messages: a body arrives as it was sent, also in pieces, and nonsense is the sender's error."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
-from shoal.operations.control_messages import ControlMessages
-from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+from shoal.operations.membership import Membership
+from shoal.operations.sender import PIECE_BYTES, Sender
+from shoal.operations.services import MinimalService, Services, read_json
+from shoal.transport.wire import MAX_NAME, PACKET_BYTES, PREFIX, Kind, Message, ProtocolError, decode, encode
+from support.recording_sender import recording_sender
+
+WORD = "~test"
+
+
+class Receiver(MinimalService):
+    """Joins the pieces of messages, and notes their content."""
+
+    def __init__(self) -> None:
+        self.services = Services()
+        self.services.add(WORD, self)
+        self.taken: list[tuple[int, Any]] = []
+
+    def serve(self, source: int, message: Message) -> None:
+        assert len(message.body) == message.nbytes
+        self.taken.append((source, read_json(message, "a test", lambda content: content["x"])))
 
 
 class Agent:
-    """An agent that notes what it posts and confirms."""
+    """Rank 0 of four, and the messages that it sends."""
 
     def __init__(self) -> None:
-        self.posted: list[tuple[int, Message, torch.Tensor, bool]] = []
-        self.confirmed: list[int] = []
-        self.control = ControlMessages(
-            lambda peer, message, tensor, background=False: self.posted.append((peer, message, tensor, background)),
-            lambda source, message: self.confirmed.append(source),
-        )
+        self.posted: list[tuple[int, Message]] = []
+        self.sender: Sender = recording_sender(0, Membership(4), lambda *sent: self.posted.append(sent))
 
-    def receive(self, message: Message, **options: Any) -> list[Any]:
-        taken: list[Any] = []
-        self.control.receive(3, message, "a test", lambda content: content["x"], taken.append, **options)
-        return taken
+    def pieces(self, content: object, name: str = WORD) -> list[Message]:
+        """The messages of one control message."""
+        self.sender.send_control([1], name, content)
+        return [message for _, message in self.posted]
 
 
 def text(content: bytes) -> Message:
-    data = torch.tensor(list(content), dtype=torch.uint8)
-    payload = Payload(data, len(data))
-    return Message(Kind.DATA, "~test", "~test", dtype=torch.uint8, payload=payload)
+    return Message(Kind.CONTROL, WORD, WORD, nbytes=len(content), body=content)
 
 
 def test_each_peer_receives_the_content() -> None:
-    sender, receiver = Agent(), Agent()
-    sender.control.send([1, 2], "~test", {"x": [1, "a", None]}, background=True)
-    assert [(peer, message.op, message.name, background) for peer, message, _, background in sender.posted] == [
-        (1, "~test", "~test", True),
-        (2, "~test", "~test", True),
-    ]
-    assert receiver.receive(text(bytes(sender.posted[0][2].numpy()))) == [[1, "a", None]]
-    assert receiver.confirmed == [3]
+    agent, receiver = Agent(), Receiver()
+    agent.sender.send_control((rank for rank in (1, 2, 7)), WORD, {"x": [1, "a", None]})
+    assert [(peer, message.op, message.name) for peer, message in agent.posted] == [(1, WORD, WORD), (2, WORD, WORD)]
+    receiver.services.serve(3, agent.posted[0][1])
+    assert receiver.taken == [(3, [1, "a", None])]
 
 
-def test_a_message_is_parsed_when_all_of_it_has_arrived() -> None:
-    agent, message = Agent(), text(b'{"x": 1}')
-    payload = message.payload
-    assert payload is not None
-    payload.available = 3
-    taken = agent.receive(message)
-    assert not taken and not agent.confirmed and payload.on_more is not None
-    payload.is_complete()
-    payload.on_more()
-    assert taken == [1] and agent.confirmed == [3]
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"y": 1}', b'{"x": 1}' + b" " * 92])
-def test_nonsense_is_a_protocol_error_and_not_confirmed(content: bytes) -> None:
+def test_the_callers_messages_count_as_its_traffic_and_others_do_not() -> None:
     agent = Agent()
+    agent.sender.send_control([1, 2], WORD, "of the background", background=True)
+    assert agent.sender.bytes_sent == 0 and agent.sender.drained
+    agent.sender.send_control([1, 2], WORD, "a" * 2 * PIECE_BYTES)
+    assert agent.sender.bytes_sent == 2 * (2 * PIECE_BYTES + 2) and len(agent.posted) == 2 + 2 * 3
+
+
+def test_a_long_message_is_sent_in_packets_and_arrives_whole_also_between_those_of_others() -> None:
+    long = {"x": "abc" * PIECE_BYTES}
+    name = f"{WORD} {'n' * (MAX_NAME - 100)}"
+    frames = [encode(message) for message in Agent().pieces(long, name)]
+    assert len(frames) == 4 and max(map(len, frames)) <= PACKET_BYTES
+    receiver = Receiver()
+    for frame in frames:
+        assert not receiver.taken
+        for source in (3, 4):
+            receiver.services.serve(source, decode(memoryview(frame)[PREFIX:]))
+    assert receiver.taken == [(3, long["x"]), (4, long["x"])]
+
+
+def test_an_agent_that_is_started_again_begins_its_message_again() -> None:
+    pieces = Agent().pieces({"x": "a" * 2 * PIECE_BYTES})
+    receiver = Receiver()
+    for piece in (*pieces[:2], *pieces):
+        receiver.services.serve(3, piece)
+    assert len(pieces) == 3 and len(receiver.taken) == 1
+    receiver.services.serve(3, pieces[0])
+    receiver.services.on_departure(3, None)
+    with pytest.raises(ProtocolError, match="follows 0 bytes"):
+        receiver.services.serve(3, pieces[1])
+
+
+def test_a_piece_that_does_not_continue_the_body_is_a_protocol_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = Agent().pieces({"x": "a" * 2 * PIECE_BYTES})
+    for *before, wrong in ([1], [0, 2], [0, 1, 1]):
+        receiver = Receiver()
+        for at in before:
+            receiver.services.serve(3, pieces[at])
+        with pytest.raises(ProtocolError, match="of a body of"):
+            receiver.services.serve(3, pieces[wrong])
+    monkeypatch.setattr("shoal.operations.services.MOST_BYTES", 2 * PIECE_BYTES)
+    with pytest.raises(ProtocolError, match="of a body of"):
+        Receiver().services.serve(3, pieces[0])
+
+
+def test_a_body_may_be_a_tensor_without_elements() -> None:
+    agent, empty = Agent(), Message(Kind.CONTROL, WORD, WORD, 7, digest=2, dtype=torch.float32, shape=(0,))
+    agent.sender.send_bytes([1], empty, b"")
+    [message] = [decode(memoryview(encode(one))[PREFIX:]) for _, one in agent.posted]
+    assert (message.round, message.digest, message.dtype, message.shape, message.body) == (
+        7, 2, torch.float32, (0,), b"",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"y": 1}', b'{"x": 1}' + b" " * 92, b"\xff"])
+def test_nonsense_is_a_protocol_error(content: bytes) -> None:
     with pytest.raises(ProtocolError, match="a message about a test makes no sense"):
-        agent.receive(text(content), limit=99)
-    assert not agent.confirmed
+        read_json(text(content), "a test", lambda content: content["x"], limit=99)
 
 
-def test_a_message_without_text_is_a_protocol_error() -> None:
-    agent = Agent()
-    with pytest.raises(ProtocolError, match="without text"):
-        agent.receive(Message(Kind.DATA, "~test", "~test", dtype=torch.float32, payload=Payload(torch.ones(1), 4)))
-    with pytest.raises(ProtocolError, match="without content"):
-        agent.receive(Message(Kind.DATA, "~test", "~test", dtype=torch.uint8))
-
-
-def test_an_error_of_the_receiver_is_not_the_senders() -> None:
-    agent = Agent()
-
-    def fail(value: object) -> None:
-        raise ValueError("a defect here")
-
-    with pytest.raises(ValueError, match="a defect here"):
-        agent.control.receive(3, text(b'{"x": 1}'), "a test", lambda content: content, fail)
-    assert agent.confirmed == [3]
+def test_a_message_for_no_service_here_is_dropped() -> None:
+    receiver = Receiver()
+    receiver.services.serve(3, Message(Kind.CONTROL, WORD, "~other", nbytes=9, body=json.dumps({"x": 1}).encode()))
+    assert not receiver.taken

@@ -60,7 +60,7 @@ def in_background(what: Callable[[], Any]) -> threading.Thread:
 # Circles
 
 
-def test_two_agents_in_different_calls_are_told_of_both(fleet: Fleets) -> None:
+def test_two_agents_in_different_calls_get_an_error_that_names_both(fleet: Fleets) -> None:
     def run() -> tuple[tuple[int, ...], str]:
         found = circle(lambda: call("ab"[shoal.rank()]))
         assert call("after") == 1.0  # the agents go on
@@ -74,8 +74,8 @@ def test_two_agents_in_different_calls_are_told_of_both(fleet: Fleets) -> None:
     assert re.match("; ".join(waits), text), text
 
 
-def test_a_circle_of_several_is_one_error_on_each_of_them(fleet: Fleets) -> None:
-    """Rank 3 is in none: it computes, and all go on with it."""
+def test_a_cycle_of_several_agents_is_one_error_on_each(fleet: Fleets) -> None:
+    """Rank 3 is in no cycle: it computes, and all continue with it."""
 
     def run() -> tuple[tuple[int, ...], str] | None:
         rank, found = shoal.rank(), None
@@ -93,9 +93,8 @@ def test_a_circle_of_several_is_one_error_on_each_of_them(fleet: Fleets) -> None
 
 
 @pytest.mark.parametrize("numel", [2, 200_000])
-def test_roots_that_wait_for_nothing_but_confirmations(fleet: Fleets, numel: int) -> None:
-    """Each agent is the root of a call that the other does not make: it has sent, and waits until the other says that
-    it expected it."""
+def test_roots_that_wait_only_for_confirmations(fleet: Fleets, numel: int) -> None:
+    """Each agent is the root of a call that the other does not make. It has sent, and waits for the confirmation."""
 
     def run() -> tuple[tuple[int, ...], str]:
         rank = shoal.rank()
@@ -110,8 +109,8 @@ def test_roots_that_wait_for_nothing_but_confirmations(fleet: Fleets, numel: int
     assert "rank 0 waits in broadcast 'of 0' round 0 for rank 1; rank 1 waits in broadcast 'of 1' round 0" in text
 
 
-def test_roots_whose_wait_for_confirmations_begins_just_after_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That check saw nothing to wait for, so the wait has to ask for the next one."""
+def test_roots_whose_wait_for_confirmations_starts_just_after_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check found nothing to wait for, so the wait has to request the next check."""
     wait = Lifecycle.await_confirmation
 
     def after_a_check(lifecycle: Lifecycle, operation: Operation, result: Any) -> None:
@@ -156,7 +155,7 @@ def monitor(path: Path) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("start", [feeder, monitor])
-def test_threads_of_libraries_make_no_missing_call(
+def test_library_threads_cannot_make_the_missing_call(
     fleet: Fleets, tmp_path: Path, start: Callable[[Path], Callable[[], None]]
 ) -> None:
     def run() -> tuple[int, ...]:
@@ -170,8 +169,8 @@ def test_threads_of_libraries_make_no_missing_call(
     assert fleet(2).run(run) == [(0, 1)] * 2
 
 
-def test_threads_that_count_all_the_same(fleet: Fleets, tmp_path: Path) -> None:
-    """One that runs code of the script, a timer, and one that has called before."""
+def test_threads_that_can_make_the_missing_call(fleet: Fleets, tmp_path: Path) -> None:
+    """A thread that runs the script's code, a timer, and a thread that has called before."""
     end = monitor(tmp_path)
     thread = next(one for one in threading.enumerate() if type(one).__name__ == "Monitor")
     frames = sys._current_frames()
@@ -188,7 +187,7 @@ def test_threads_that_count_all_the_same(fleet: Fleets, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no optimizer that averages has these parameters")
-def test_parameters_that_one_agent_adds_to_its_optimizer(fleet: Fleets) -> None:
+def test_parameters_added_to_the_optimizer_of_one_agent(fleet: Fleets) -> None:
     def run() -> tuple[int, ...]:
         model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
         plain = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -209,8 +208,8 @@ def test_parameters_that_one_agent_adds_to_its_optimizer(fleet: Fleets) -> None:
 # No circles
 
 
-def test_an_agent_that_is_slow_is_waited_for(fleet: Fleets) -> None:
-    """Rank 0 waits for rank 1, and that for rank 2, which computes."""
+def test_a_slow_agent_is_waited_for(fleet: Fleets) -> None:
+    """Rank 0 waits for rank 1, and rank 1 for rank 2, which computes."""
 
     def run() -> list[float]:
         rank = shoal.rank()
@@ -235,7 +234,7 @@ def test_another_thread_may_make_the_missing_call(fleet: Fleets) -> None:
 
 
 def test_a_callback_may_make_the_missing_call(fleet: Fleets) -> None:
-    """Rank 1 waits in "b"; when it has heard from rank 2 it begins "a", for which rank 0 waits."""
+    """Rank 1 waits in "b". On rank 2's message it starts "a", for which rank 0 waits."""
 
     def run() -> float:
         rank = shoal.rank()
@@ -257,7 +256,7 @@ def test_a_callback_may_make_the_missing_call(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("whose", ["call", "wait"])
-def test_who_waits_with_a_timeout_goes_on_by_itself(fleet: Fleets, whose: str) -> None:
+def test_a_wait_with_a_timeout_is_no_deadlock(fleet: Fleets, whose: str) -> None:
     def run() -> float:
         if shoal.rank() == 0:
             return call("a") + call("b")
@@ -275,8 +274,8 @@ def test_who_waits_with_a_timeout_goes_on_by_itself(fleet: Fleets, whose: str) -
     assert len(set(fleet(2).run(run))) == 1
 
 
-def test_calls_that_are_in_flight_are_there(fleet: Fleets) -> None:
-    """Each has made the call for which the other waits, and waits in another one."""
+def test_calls_in_flight_are_not_missing(fleet: Fleets) -> None:
+    """Each has made the call that the other waits for, and waits in another one."""
 
     def run() -> float:
         mine, other = ("a", "b") if shoal.rank() == 0 else ("b", "a")
@@ -289,8 +288,8 @@ def test_calls_that_are_in_flight_are_there(fleet: Fleets) -> None:
 
 @given(st.integers(0, 2**32), st.integers(2, 4))
 @settings(max_examples=15, deadline=None)
-def test_random_programs_without_a_circle_end_well(seed: int, size: int) -> None:
-    """With a probe at each question: agents begin the same calls, each in its own order, and then wait for them."""
+def test_random_programs_without_a_cycle_complete(seed: int, size: int) -> None:
+    """With a probe at each query. Agents start the same calls, each in its own order, and then wait for them."""
     patched = pytest.MonkeyPatch()
     patched.setattr(watchdog, "LOOK_AFTER", 0.0)
     for module in (lifecycle, watchdog):
@@ -323,12 +322,12 @@ def test_random_programs_without_a_circle_end_well(seed: int, size: int) -> None
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "[1]", '[["x", "op", "name", 0]]', '[[1, "op", "name", 0]]', "[" * 500]
 )
-def test_a_probe_that_makes_no_sense_is_refused(text: str) -> None:
+def test_an_invalid_probe_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="makes no sense"):
         deadlock._read(text, 2)
 
 
-def test_a_verdict_of_one_that_is_not_waited_for_changes_nothing(fleet: Fleets) -> None:
+def test_a_verdict_of_an_agent_that_is_not_waited_for_changes_nothing(fleet: Fleets) -> None:
     def run() -> float:
         rank = shoal.rank()
         if rank == 0:
@@ -342,8 +341,28 @@ def test_a_verdict_of_one_that_is_not_waited_for_changes_nothing(fleet: Fleets) 
     assert fleet(3).run(run) == [3.0] * 3
 
 
+def test_a_verdict_on_a_call_that_does_not_wait_for_its_sender_changes_nothing(fleet: Fleets) -> None:
+    """Rank 1 sends it, and would be the next agent of the cycle; the call of rank 0 waits for rank 2 alone."""
+
+    def run() -> float:
+        rank = shoal.rank()
+        others, x = {1: {}, 0: {2: 0.5}, 2: {0: 0.5}}[rank], torch.tensor([float(rank)])
+        handle = None
+        if rank == 0:
+            handle = shoal.neighbor_allreduce_nonblocking(x, 0.5, others, dict.fromkeys(others, 1.0), name="a")
+            text = '[[2, "neighbor_allreduce", "x", 0], [0, "neighbor_allreduce", "a", 0], [1, "allreduce", "y", 0]]'
+            with current().engine.lock:
+                current().engine.deadlocks.judge(1, Message(Kind.DENY, deadlock.DEADLOCK, deadlock.DEADLOCK, text=text))
+        call("rank 0 has the verdict")
+        if rank == 2:
+            return float(shoal.neighbor_allreduce(x, 0.5, others, dict.fromkeys(others, 1.0), name="a")[0])
+        return float(handle.wait()[0]) if handle is not None else 1.0
+
+    assert fleet(3).run(run) == [1.0] * 3
+
+
 def test_a_callback_is_pending_until_it_has_returned() -> None:
-    """Its operation has ended by then, so only this shows that a call may still come from it."""
+    """Its operation has ended by then, so only the pending callback shows that a call may still come."""
     callbacks, seen = Callbacks(), []
     assert not callbacks.pending
     callbacks.add(lambda _: seen.append(callbacks.pending), None, "a test")

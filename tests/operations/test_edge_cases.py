@@ -28,7 +28,7 @@ from support.world import World
 Fleets = Callable[..., shoal.Fleet]
 
 
-def test_several_threads_call_back_without_getting_in_each_others_way() -> None:
+def test_several_threads_run_callbacks_without_interference() -> None:
     def run() -> list[str]:
         failures: list[str] = []
         limit = time.monotonic() + 1.5
@@ -93,7 +93,7 @@ def test_shutdown_in_a_callback_is_refused_and_the_agent_stays(fleet: Fleets) ->
     assert fleet(2).run(run) == [[True, 1.0]] * 2
 
 
-def test_an_agent_that_shuts_down_while_another_of_its_threads_waits(fleet: Fleets) -> None:
+def test_a_shutdown_while_another_thread_of_the_agent_waits(fleet: Fleets) -> None:
     ended: list[type] = []
 
     def run() -> None:
@@ -120,7 +120,7 @@ def test_an_agent_that_shuts_down_while_another_of_its_threads_waits(fleet: Flee
     assert set(ended) <= {shoal.NotInitialized, shoal.PeerLost}
 
 
-def test_who_leaves_after_a_third_one_died_is_known_to_have_left(fleet: Fleets) -> None:
+def test_an_agent_that_leaves_after_a_thirds_death_is_known_to_have_left(fleet: Fleets) -> None:
     all_, both = threading.Barrier(3), threading.Barrier(2)
 
     def run() -> tuple[tuple[int, ...], list[int]]:
@@ -141,7 +141,7 @@ def test_who_leaves_after_a_third_one_died_is_known_to_have_left(fleet: Fleets) 
     assert fleet(3).run(run)[0] == ((1,), [2])
 
 
-def test_a_deadline_in_the_middle_of_the_copy_gives_the_memory_back() -> None:
+def test_a_deadline_during_the_copy_releases_the_memory() -> None:
     over = threading.Event()
 
     def run() -> list[int]:
@@ -169,7 +169,7 @@ def test_a_deadline_in_the_middle_of_the_copy_gives_the_memory_back() -> None:
 
 
 @pytest.mark.transport("network")
-def test_a_small_tensor_whose_bytes_come_after_its_header_is_waited_for() -> None:
+def test_a_small_tensor_whose_bytes_arrive_after_its_header_is_waited_for() -> None:
     """As one from a GPU: it is published in a region, and over a network its bytes follow."""
 
     def run() -> int:
@@ -198,7 +198,7 @@ def test_a_small_tensor_whose_bytes_come_after_its_header_is_waited_for() -> Non
 
 
 @pytest.mark.transport("network")
-def test_more_neighbours_at_once_than_are_let_in_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_above_the_accept_limit_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptor, "KNOWN_ROOM", -9)  # three at a time: all twelve are at one address
 
     def run() -> float:
@@ -210,7 +210,7 @@ def test_more_neighbours_at_once_than_are_let_in_wait_for_their_turn(monkeypatch
 
 
 @pytest.mark.transport("network")
-def test_an_agent_without_descriptors_takes_connections_later() -> None:
+def test_an_agent_without_free_descriptors_accepts_connections_later() -> None:
     with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
         assert world.results(average_after_running_out_of_descriptors) == [1.0, 1.0]
 
@@ -235,8 +235,8 @@ def average_after_running_out_of_descriptors() -> float:
     return shoal.allreduce(torch.ones(2))[0].item()
 
 
-def test_what_looking_at_the_clock_finds_is_due_when_it_says(fleet: Fleets) -> None:
-    """A departure that is suspected while the clock is looked at is believed at its own time."""
+def test_findings_of_a_clock_check_take_effect_at_their_own_time(fleet: Fleets) -> None:
+    """A departure suspected during a check of the clock is confirmed at its own time."""
 
     def run() -> float:
         shoal.barrier()
@@ -271,8 +271,8 @@ def test_what_looking_at_the_clock_finds_is_due_when_it_says(fleet: Fleets) -> N
 
 
 @pytest.mark.parametrize("numel", [4, 100_000])
-def test_agents_that_never_came_together_do_not_wait_for_each_other_at_the_end(fleet: Fleets, numel: int) -> None:
-    """Each has sent something that the other one will never ask for."""
+def test_agents_without_a_common_call_do_not_wait_for_each_other_at_shutdown(fleet: Fleets, numel: int) -> None:
+    """Each has sent a message for a call that the other never makes."""
 
     def run() -> float:
         handles = [

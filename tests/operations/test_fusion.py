@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations import fusion
+from shoal.operations import fused_operation, fusion
 from shoal.operations.fused_name import MOST_OPERATIONS, PREFIX
 from shoal.operations.fused_operation import MOST_BYTES
 from shoal.operations.lifecycle import Lifecycle
@@ -64,7 +64,7 @@ def expected(index: int, size: int) -> list[torch.Tensor]:
     return averaged_over(graph, [value(index, rank) for rank in range(size)], is_weighted=False)
 
 
-def test_a_burst_travels_as_one_message_and_keeps_every_bit(fleet: Fleets) -> None:
+def test_a_burst_is_one_message_and_keeps_every_bit(fleet: Fleets) -> None:
     count = 50
 
     def run() -> tuple[list[torch.Tensor], int, int]:
@@ -82,7 +82,7 @@ def test_a_burst_travels_as_one_message_and_keeps_every_bit(fleet: Fleets) -> No
         assert (fused, single) == (1, 0)
 
 
-def test_agents_that_fuse_differently_get_the_same_as_one_by_one(fleet: Fleets) -> None:
+def test_agents_that_fuse_differently_get_the_results_of_single_calls(fleet: Fleets) -> None:
     """Each agent submits in another order, in bursts of another length, some of them blocking."""
     size, count = 3, 60
 
@@ -107,7 +107,7 @@ def test_agents_that_fuse_differently_get_the_same_as_one_by_one(fleet: Fleets) 
                 assert same_bits(one, averages[index][rank]), (seed, rank, index)
 
 
-def test_a_neighbour_that_calls_one_by_one_gets_on_with_one_that_fuses(fleet: Fleets) -> None:
+def test_a_neighbour_with_single_calls_works_with_one_that_fuses(fleet: Fleets) -> None:
     count = 20
 
     def run() -> list[float]:
@@ -120,7 +120,7 @@ def test_a_neighbour_that_calls_one_by_one_gets_on_with_one_that_fuses(fleet: Fl
     assert fleet(2).run(run) == [[i + 0.5 for i in range(count)]] * 2
 
 
-def test_the_tensors_of_a_burst_may_change_before_it_begins(fleet: Fleets) -> None:
+def test_the_tensors_of_a_burst_may_change_before_it_starts(fleet: Fleets) -> None:
     def run() -> list[float]:
         x = torch.tensor([1.0])
         handles = []
@@ -181,8 +181,8 @@ def test_one_shape_that_differs_fails_alone(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [["a 4", "b 4", "c refused", "d 4", "e 4"]] * 2
 
 
-def test_several_neighbours_that_came_early_and_do_not_fit_fail_that_call_alone(fleet: Fleets) -> None:
-    """Rank 0 fuses what both of the others have sent one by one before, in one call with another shape."""
+def test_early_messages_of_several_neighbours_that_mismatch_fail_only_their_call(fleet: Fleets) -> None:
+    """Rank 0 fuses the calls that the others have sent one by one before, in one call with another shape."""
 
     def run() -> list[str]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
@@ -211,7 +211,7 @@ def test_several_neighbours_that_came_early_and_do_not_fit_fail_that_call_alone(
     assert fleet(3).run(run) == [["a 2", "b refused", "c 2"]] * 3
 
 
-def test_an_operation_that_a_neighbour_leaves_out_is_named_at_its_deadline(fleet: Fleets) -> None:
+def test_an_operation_omitted_by_a_neighbour_is_named_at_its_deadline(fleet: Fleets) -> None:
     def run() -> list[str]:
         names = "abc" if shoal.rank() else "abcd"
         with current().engine.lock:
@@ -254,7 +254,7 @@ def test_a_fused_operation_whose_neighbour_leaves_ends_with_its_name(fleet: Flee
     assert fleet(2).run(one) == [[True, True], []]
 
 
-def test_what_was_submitted_reaches_the_neighbours_of_an_agent_that_leaves(fleet: Fleets) -> None:
+def test_submitted_calls_reach_the_neighbours_of_an_agent_that_leaves(fleet: Fleets) -> None:
     def run() -> list[float]:
         handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
         if shoal.rank() == 0:
@@ -265,7 +265,9 @@ def test_what_was_submitted_reaches_the_neighbours_of_an_agent_that_leaves(fleet
     assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
-def test_so_does_what_another_thread_is_about_to_send(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_another_thread_is_about_to_send_reaches_them_too(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resume = Lifecycle.resume
 
     def slowly(self: Lifecycle, operation: Any, arrived: Any) -> None:
@@ -285,8 +287,8 @@ def test_so_does_what_another_thread_is_about_to_send(fleet: Fleets, monkeypatch
     assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
-def test_what_was_submitted_reaches_neighbours_that_make_their_calls_later(fleet: Fleets) -> None:
-    """Who left has sent its part, and so needs nothing of them; in the next call it is missed."""
+def test_submitted_calls_reach_neighbours_that_call_later(fleet: Fleets) -> None:
+    """The departed agent has sent its part, and needs nothing of them. The next call needs it and fails."""
 
     def run() -> float | None:
         shoal.neighbor_allreduce(torch.ones(1))
@@ -304,7 +306,7 @@ def test_what_was_submitted_reaches_neighbours_that_make_their_calls_later(fleet
     assert fleet(2).run(run) == [None, 3.0]
 
 
-def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets) -> None:
+def test_an_invalid_fused_operation_is_refused_and_affects_no_other(fleet: Fleets) -> None:
     nonsense = [
         "",
         "[",
@@ -340,9 +342,49 @@ def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet
     assert fleet(2).run(run) == [1.5, 1.5]
 
 
+@pytest.mark.parametrize("where", ["_go_together", "encode_fused_name", "emit", "together"])
+def test_an_error_while_operations_are_fused_reaches_their_callers(
+    fleet: Fleets, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in no queue at that time, so nothing else would end them before their deadline."""
+
+    def run() -> list[bool]:
+        engine = current().engine
+        shoal.events().subscribe(lambda event: None)
+        with engine.lock:  # no other thread begins them
+            handles = [
+                shoal.neighbor_allreduce_nonblocking(torch.ones(2, dtype=dtype))
+                for dtype in (torch.float32, torch.float64, torch.float32)
+            ]
+            owners = {"emit": type(engine.events), "together": type(handles[0].operation.fusible.family)}
+
+            def fails(*_: Any, **__: Any) -> None:
+                monkeypatch.undo()
+                raise MemoryError("of the test")
+
+            monkeypatch.setattr(owners.get(where, fused_operation), where, fails)
+            with pytest.raises(MemoryError, match="of the test"):
+                engine.fusion.begin()
+            assert not engine.fusion._active
+            failed = [handle.poll() for handle in handles]
+        for handle, has_failed in zip(handles, failed, strict=True):
+            if has_failed:
+                with pytest.raises(MemoryError, match="of the test"):
+                    handle.wait()
+            else:  # it is in the queue
+                assert handle.wait().tolist() == [1.0, 1.0]
+        assert shoal.neighbor_allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+        return failed
+
+    fails_before_the_third = [True, False, False]
+    assert fleet(1, timeout=20.0).run(run) == [
+        fails_before_the_third if where == "_go_together" else [True, False, True]
+    ]
+
+
 @pytest.mark.parametrize("limit", ["MOST_UNREAD", "MOST_UNREAD_BYTES"])
-def test_no_more_is_fused_for_a_receiver_that_is_so_far_behind(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 only sends: of pairs of 12 bytes each, three are fused until rank 1 takes some up."""
+def test_fusion_is_limited_for_a_receiver_that_is_far_behind(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 only sends: of pairs of 12 bytes each, three are fused until rank 1 receives some."""
     monkeypatch.setattr(fusion, limit, 3 if limit == "MOST_UNREAD" else 60)
     graph, sent = nx.DiGraph([(0, 1)]), Event()
 
@@ -372,7 +414,7 @@ def test_no_more_is_fused_for_a_receiver_that_is_so_far_behind(limit: str, monke
     assert shoal.Fleet(2, transport="threads", timeout=20.0).run(run)[0] == (3, 4, 4)
 
 
-def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
+def test_fused_bundles_leave_no_state(fleet: Fleets) -> None:
     def run() -> bool:
         engine = current().engine
         for _ in range(20):
@@ -387,8 +429,8 @@ def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
     assert all(fleet(3).run(run))
 
 
-def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_come(fleet: Fleets) -> None:
-    """Taken apart while it waits for rank 2, a fused operation keeps what rank 1 sent before it left."""
+def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_call(fleet: Fleets) -> None:
+    """Split while it waits for rank 2, a fused operation keeps the part of rank 1, which left."""
     graph = nx.DiGraph([(1, 0), (2, 0), (0, 1)])
     graph.add_nodes_from(range(3))
 
@@ -408,8 +450,8 @@ def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_come(fle
 
 
 @pytest.mark.transport("network")
-def test_a_fused_operation_of_which_not_all_has_come_is_no_broken_promise() -> None:
-    """Who is late answers the questions of before when its calls have ended; what it sent them in is still coming."""
+def test_an_incompletely_received_fused_operation_is_no_protocol_error() -> None:
+    """A late agent answers earlier queries when its calls have ended. Their messages are still in flight."""
 
     def run() -> float:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))

@@ -55,7 +55,7 @@ def counted_messages() -> Counter[bool]:
 def test_fifty_calls_with_the_same_lists_take_the_messages_of_one(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """ceil(log2 n) messages of discovery and one to each destination, in place of as many for each call."""
+    """ceil(log2 n) messages of discovery and one to each destination, instead of as many for each call."""
     monkeypatch.setattr("shoal.operations.fusion.SPLIT_AFTER", 60.0)  # however busy the machine is
 
     def run() -> tuple[list[torch.Tensor], Counter[bool], Counter[bool]]:
@@ -79,7 +79,7 @@ def test_fifty_calls_with_the_same_lists_take_the_messages_of_one(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_agents_that_fuse_differently_have_the_bits_of_calls_one_by_one(fleet: Fleets, form: str) -> None:
+def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleets, form: str) -> None:
     """Some agents name the same ranks in all calls and others do not, in other orders, in bursts of other lengths."""
 
     def named(index: int) -> Edges:
@@ -102,7 +102,7 @@ def test_agents_that_fuse_differently_have_the_bits_of_calls_one_by_one(fleet: F
 
 
 @pytest.mark.parametrize("one_by_one", [0, 3])
-def test_who_calls_one_by_one_gets_on_with_those_that_fuse(fleet: Fleets, one_by_one: int) -> None:
+def test_an_agent_with_single_calls_works_with_agents_that_fuse(fleet: Fleets, one_by_one: int) -> None:
     def run() -> list[torch.Tensor]:
         if shoal.rank() == one_by_one:
             return [call("dst_weights", index).wait() for index in range(8)]
@@ -114,8 +114,8 @@ def test_who_calls_one_by_one_gets_on_with_those_that_fuse(fleet: Fleets, one_by
         assert all(same_bits(one, reference("dst_weights", NAMED, index)[rank]) for index, one in enumerate(found))
 
 
-def test_who_changes_its_lists_in_one_call_is_heard_in_that_call(fleet: Fleets) -> None:
-    """Rank 3 pushes elsewhere in the third of five calls: nobody misses a tensor, or waits for one."""
+def test_changed_lists_of_one_call_are_discovered_in_that_call(fleet: Fleets) -> None:
+    """Rank 3 pushes elsewhere in the third of five calls. No agent misses a tensor, or waits for one."""
 
     def named(index: int) -> Edges:
         return [*NAMED[:3], {1: 1.0} if index == 2 else NAMED[3], NAMED[4]]
@@ -131,7 +131,7 @@ def test_who_changes_its_lists_in_one_call_is_heard_in_that_call(fleet: Fleets) 
             assert same_bits(one, reference("dst_weights", named(index), index)[rank]), (rank, index)
 
 
-def test_a_shape_that_differs_in_one_push_fails_that_one(fleet: Fleets) -> None:
+def test_a_shape_that_differs_in_one_push_fails_only_that_push(fleet: Fleets) -> None:
     def run() -> dict[str, str]:
         handles: dict[str, Handle] = {}
         with current().engine.lock:
@@ -151,7 +151,7 @@ def test_a_shape_that_differs_in_one_push_fails_that_one(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [{"a": "2", "b": "[0, 1] True True", "c": "2", "d": "2"}] * 2
 
 
-def test_a_push_that_an_agent_leaves_out_is_named_at_its_deadline(fleet: Fleets) -> None:
+def test_a_push_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets) -> None:
     def run() -> dict[str, Any]:
         names = "abc" if shoal.rank() else "abcd"
         with current().engine.lock:
@@ -174,7 +174,7 @@ def test_a_push_that_an_agent_leaves_out_is_named_at_its_deadline(fleet: Fleets)
     assert fleet(3).run(run) == [{"a": 2.0, "b": 2.0, "c": 2.0, "d": (2,)}, *[dict.fromkeys("abc", 2.0)] * 2]
 
 
-def test_nothing_is_left_in_the_books(fleet: Fleets) -> None:
+def test_no_state_is_left(fleet: Fleets) -> None:
     def run() -> bool:
         engine = current().engine
         for round_ in range(5):

@@ -139,8 +139,8 @@ def test_fifty_all_reduces_are_one_message_to_the_owner_and_one_from_it(
         assert sent == (1 if rank else SIZE - 1, 0)
 
 
-def test_calls_in_the_same_round_of_a_schedule_go_together_and_others_do_not(fleet: Fleets) -> None:
-    """Ten tensors in each of three rounds of a one-peer schedule, all submitted before anybody drives."""
+def test_calls_in_the_same_round_of_a_schedule_are_fused_and_others_are_not(fleet: Fleets) -> None:
+    """Ten tensors in each of three rounds of a one-peer schedule, all submitted before any progress is made."""
 
     def run() -> tuple[list[float], tuple[int, int]]:
         schedule = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.ExponentialTwoGraph(8), shoal.rank())
@@ -163,10 +163,10 @@ def test_calls_in_the_same_round_of_a_schedule_go_together_and_others_do_not(fle
         assert sent == (3, 0)
 
 
-def test_agents_that_submit_the_same_in_another_order_fuse_alike(
+def test_agents_that_submit_the_same_in_another_order_fuse_equally(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing has to be taken apart."""
+    """No fused operation has to be split."""
     monkeypatch.setattr("shoal.operations.fusion.SPLIT_AFTER", 60.0)  # however busy the machine is
 
     def run() -> tuple[list[float], int, Counter[tuple[str, bool]]]:
@@ -187,7 +187,7 @@ def test_agents_that_submit_the_same_in_another_order_fuse_alike(
         assert (apart, sent) == (0, Counter({("allreduce", True): 1}))
 
 
-def test_calls_of_several_kinds_that_alternate_are_one_message_of_each(
+def test_alternating_calls_of_several_kinds_are_one_message_of_each(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.operations.fusion.SPLIT_AFTER", 60.0)  # however busy the machine is
@@ -207,8 +207,8 @@ def test_calls_of_several_kinds_that_alternate_are_one_message_of_each(
     assert fleet(2).run(run) == [Counter({("allreduce", True): 1, ("neighbor_allreduce", True): 2})] * 2
 
 
-def test_agents_that_fuse_differently_have_the_bits_of_calls_one_by_one(fleet: Fleets) -> None:
-    """Each agent submits in another order, and waits for some before it goes on, so that bursts differ in length."""
+def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleets) -> None:
+    """Each agent submits in another order, and waits for some calls in between, so that bursts differ in length."""
 
     def run(seed: int) -> list[tuple[int, torch.Tensor]]:
         rank, chance = shoal.rank(), random.Random(10 * seed)
@@ -236,8 +236,8 @@ def test_agents_that_fuse_differently_have_the_bits_of_calls_one_by_one(fleet: F
 
 
 @pytest.mark.parametrize("one_by_one", range(SIZE))
-def test_who_calls_one_by_one_gets_on_with_those_that_fuse(fleet: Fleets, one_by_one: int) -> None:
-    """Also the owner of the all-reduces."""
+def test_an_agent_with_single_calls_works_with_agents_that_fuse(fleet: Fleets, one_by_one: int) -> None:
+    """So does the owner of the all-reduces."""
 
     def run() -> list[torch.Tensor]:
         if shoal.rank() == one_by_one:
@@ -251,7 +251,7 @@ def test_who_calls_one_by_one_gets_on_with_those_that_fuse(fleet: Fleets, one_by
 
 
 @pytest.mark.parametrize("kind", [pushed_and_pulled, all_reduced])
-def test_a_shape_that_differs_in_one_call_fails_that_one(fleet: Fleets, kind: Callable[..., Handle]) -> None:
+def test_a_shape_that_differs_in_one_call_fails_only_that_call(fleet: Fleets, kind: Callable[..., Handle]) -> None:
     def run() -> dict[str, Any]:
         other, x = 1 - shoal.rank(), torch.ones(4)
         handles: dict[str, Handle] = {}
@@ -271,7 +271,7 @@ def test_a_shape_that_differs_in_one_call_fails_that_one(fleet: Fleets, kind: Ca
     assert fleet(2).run(run) == [{**well, "c": ("Mismatch", (0, 1))}] * 2
 
 
-def test_all_reduces_of_one_owner_of_which_one_differs_in_shape_fail_in_that_one(fleet: Fleets) -> None:
+def test_one_shape_that_differs_fails_only_its_all_reduce_of_one_owner(fleet: Fleets) -> None:
     def run() -> dict[str, Any]:
         x = {name: torch.ones(3 if name == "b" and shoal.rank() == 2 else 2) for name in "abc"}
         with current().engine.lock:
@@ -310,8 +310,8 @@ def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("unaware", [0, 1])
-def test_an_edge_that_one_end_does_not_name_in_one_call_is_an_error_at_both(fleet: Fleets, unaware: int) -> None:
-    """As without fusion: also where a sender has its own result, it waits until the receiver has confirmed the edge."""
+def test_an_edge_that_one_end_omits_in_one_call_is_an_error_at_both(fleet: Fleets, unaware: int) -> None:
+    """As without fusion: a sender with a complete result still waits until the receiver has confirmed the edge."""
     found = fleet(2).run(edges_from_0_to_1, unaware, threading.Event())
     right: list[dict[str, Any]] = [{name: [one] * 2 for name in "ac"} for one in (0.5, 1.5)]
     for one in right:
@@ -319,8 +319,8 @@ def test_an_edge_that_one_end_does_not_name_in_one_call_is_an_error_at_both(flee
     assert found == right
 
 
-def test_a_sender_is_not_confirmed_by_a_receiver_that_has_still_to_come(fleet: Fleets) -> None:
-    """Rank 1 has made one of the calls when what rank 0 sends for all three is taken apart there."""
+def test_a_sender_is_not_confirmed_before_the_receivers_call(fleet: Fleets) -> None:
+    """Rank 1 has made one of the calls when it splits rank 0's message for all three."""
 
     def run() -> list[bool]:
         rank, names = shoal.rank(), "abc"
@@ -344,7 +344,7 @@ def test_a_sender_is_not_confirmed_by_a_receiver_that_has_still_to_come(fleet: F
 
 
 @pytest.mark.parametrize("kind", ["push-pull", "all-reduce"])
-def test_a_call_that_an_agent_leaves_out_is_named_at_its_deadline(fleet: Fleets, kind: str) -> None:
+def test_a_call_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets, kind: str) -> None:
     def run() -> dict[str, Any]:
         rank, names = shoal.rank(), "abc" if shoal.rank() == 1 else "abcd"
         handles: dict[str, Handle] = {}
@@ -369,7 +369,7 @@ def test_a_call_that_an_agent_leaves_out_is_named_at_its_deadline(fleet: Fleets,
         assert 1 in found[rank]["d"][1]
 
 
-def test_nothing_is_left_in_the_books(fleet: Fleets) -> None:
+def test_no_state_is_left(fleet: Fleets) -> None:
     def run() -> bool:
         engine = current().engine
         for round_ in range(10):
@@ -401,8 +401,8 @@ def test_large_tensors_and_blocking_calls_do_not_wait_for_others(fleet: Fleets) 
     assert fleet(2).run(run) == [[(0, 3), (0, 3)]] * 2
 
 
-def test_those_that_are_left_go_on_with_what_was_fused(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 3, or the owner of the all-reduces, is gone before it takes part in a burst of the others."""
+def test_survivors_continue_with_fused_operations(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3, or the owner of the all-reduces, fails before it takes part in a burst of the others."""
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
     def run(gone: int) -> list[float] | None:
@@ -429,7 +429,7 @@ def test_those_that_are_left_go_on_with_what_was_fused(fleet: Fleets, monkeypatc
 
 
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
-def test_what_would_begin_anew_after_a_loss_goes_alone(
+def test_operations_that_restart_after_a_failure_are_not_fused(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, on_loss: str
 ) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", on_loss)
@@ -474,10 +474,12 @@ def unbegun(plans: list[Plan]) -> deque[Operation]:
     return found
 
 
-def test_calls_that_are_planned_without_some_go_alone() -> None:
+def test_calls_planned_for_a_subset_are_not_fused() -> None:
     lost, entered = Plan((3,)), Plan((), 1)
     waiting = unbegun([lost, lost, Plan(), entered, Plan()])
     taken = []
     while waiting:
-        taken.append([one.round for one in take_fusible(waiting)[1]])
+        members: list[Operation] = []
+        take_fusible(waiting, members)
+        taken.append([one.round for one in members])
     assert taken == [[0], [1], [2, 3, 4]]

@@ -76,8 +76,8 @@ def test_a_burst_is_one_message_from_each_agent_and_to_it_and_one_for_each_edge_
 
 
 @pytest.mark.parametrize("one_by_one", [None, 0, 4])
-def test_agents_that_fuse_differently_have_the_bits_of_calls_one_by_one(fleet: Fleets, one_by_one: int | None) -> None:
-    """Each agent submits in another order, in bursts of other lengths; one waits for each call before the next."""
+def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleets, one_by_one: int | None) -> None:
+    """Each agent submits in another order, in bursts of other lengths. One waits for each call before the next."""
 
     def run() -> dict[int, torch.Tensor]:
         if shoal.rank() == one_by_one:
@@ -102,8 +102,8 @@ def outcome(handle: Handle) -> Any:
 
 
 @pytest.mark.parametrize("other", [0, 1, 5])
-def test_a_shape_that_differs_in_one_call_fails_that_one_on_all_that_need_it(fleet: Fleets, other: int) -> None:
-    """On an agent that is the first of its machine, and on ones that are not."""
+def test_a_shape_that_differs_in_one_call_fails_only_that_call_on_all_participants(fleet: Fleets, other: int) -> None:
+    """On the first agent of a machine, and on the others."""
 
     def run() -> dict[str, Any]:
         x = {name: torch.ones(5 if name == "b" and shoal.rank() == other else 2) for name in "abc"}
@@ -120,7 +120,7 @@ def test_a_shape_that_differs_in_one_call_fails_that_one_on_all_that_need_it(fle
         assert found == {"a": 2.0, "b": "Mismatch", "c": 2.0}, rank
 
 
-def test_agents_of_a_machine_that_give_other_weights_hear_of_it(fleet: Fleets) -> None:
+def test_agents_of_a_machine_with_different_weights_raise_a_mismatch(fleet: Fleets) -> None:
     def run() -> str:
         other = 1 - shoal.machine_rank()
         with pytest.raises(shoal.Mismatch) as caught:
@@ -134,8 +134,8 @@ def test_agents_of_a_machine_that_give_other_weights_hear_of_it(fleet: Fleets) -
     assert "weights within the machine" in found[1]
 
 
-def test_a_call_that_an_agent_leaves_out_is_named_at_its_deadline(fleet: Fleets) -> None:
-    """The first agent of the other machine has it from its own, and says so."""
+def test_a_call_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets) -> None:
+    """The first agent of the other machine gets the name from its own agents, and reports it."""
 
     def run() -> dict[str, Any]:
         shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(2))
@@ -156,7 +156,7 @@ def test_a_call_that_an_agent_leaves_out_is_named_at_its_deadline(fleet: Fleets)
     assert {one["c"] for one in found[:3]} <= {"DeadlineExceeded", "Mismatch"}
 
 
-def test_nothing_is_left_in_the_books(fleet: Fleets) -> None:
+def test_no_state_is_left(fleet: Fleets) -> None:
     def run() -> bool:
         engine = current().engine
         for _ in range(5):

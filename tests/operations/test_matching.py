@@ -22,7 +22,7 @@ def enter(operation: Operation, number: int, sources: tuple[int, ...] = (1,), **
     return operation.stage
 
 
-def test_a_message_is_for_now_early_late_or_never_expected() -> None:
+def test_a_message_is_current_early_late_or_never_expected() -> None:
     matcher = Matcher()
     assert matcher.match(message(0)) == (MatchResult.EARLY, None)
     operation = matcher.begin("average", "x", 1.0, True)
@@ -42,7 +42,7 @@ def test_a_message_is_for_now_early_late_or_never_expected() -> None:
     assert matcher.failure_of(failed) == RoundFailure("ValueError: spoiled", own=True)
 
 
-def test_one_name_takes_two_kinds_of_operations_and_not_one_twice() -> None:
+def test_one_name_accepts_two_kinds_of_operations_and_not_one_twice() -> None:
     matcher = Matcher()
     first = matcher.begin("average", "x", 1.0, True)
     other = matcher.begin("sum", "x", 1.0, True)
@@ -53,7 +53,7 @@ def test_one_name_takes_two_kinds_of_operations_and_not_one_twice() -> None:
     assert matcher.begin("average", "y", 1.0, True).round == 0
 
 
-def test_what_comes_early_is_kept_for_its_stage_and_given_out_once() -> None:
+def test_early_messages_are_kept_for_their_stage_and_returned_once() -> None:
     matcher = Matcher()
     matcher.keep(1, message(0, 0))
     matcher.keep(2, kept := message(0, 1))
@@ -66,7 +66,7 @@ def test_what_comes_early_is_kept_for_its_stage_and_given_out_once() -> None:
     assert not matcher.give_up_early()
 
 
-def test_of_a_round_that_fails_at_an_early_message_the_others_are_given_out_once() -> None:
+def test_if_an_early_message_fails_a_round_the_others_are_returned_once() -> None:
     matcher = Matcher()
     for source in (1, 2, 3):
         matcher.keep(source, message(0, 0))
@@ -78,7 +78,7 @@ def test_of_a_round_that_fails_at_an_early_message_the_others_are_given_out_once
     assert not list(came)
 
 
-def test_of_an_agent_that_is_lost_meanwhile_no_early_message_is_given_out() -> None:
+def test_early_messages_of_an_agent_that_has_failed_are_not_returned() -> None:
     matcher = Matcher()
     for source in (1, 2, 3):
         matcher.keep(source, message(0, 0))
@@ -89,7 +89,7 @@ def test_of_an_agent_that_is_lost_meanwhile_no_early_message_is_given_out() -> N
     assert [source for source, _ in came] == [3]
 
 
-def test_questions_wait_for_their_stage() -> None:
+def test_queries_wait_for_their_stage() -> None:
     matcher = Matcher()
     for source, stage in ((1, 0), (2, 0), (2, 0), (3, 1)):
         matcher.keep_ask(source, Message(Kind.ASK, "average", "x", 0, stage))
@@ -100,7 +100,7 @@ def test_questions_wait_for_their_stage() -> None:
     assert matcher.end(operation, None) == ([], [(1, 3, False)])
 
 
-def test_one_peer_may_not_have_everything_kept() -> None:
+def test_one_peer_has_a_quota_of_early_messages() -> None:
     matcher = Matcher()
     with pytest.raises(ProtocolError):
         for round_ in range(1 << 20):
@@ -110,7 +110,7 @@ def test_one_peer_may_not_have_everything_kept() -> None:
     matcher.keep(1, message(0))
 
 
-def test_of_failed_rounds_only_the_latest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_failed_rounds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "TOMBSTONES", 2)
     matcher = Matcher()
     for round_ in range(4):
@@ -132,7 +132,7 @@ def test_of_failed_rounds_only_the_latest_are_known(monkeypatch: pytest.MonkeyPa
         ({"shape": (), "scale": float("nan")}, ""),  # "nothing this round"
     ],
 )
-def test_what_does_not_fit_is_said(fields: dict[str, object], reason: str) -> None:
+def test_mismatches_are_described(fields: dict[str, object], reason: str) -> None:
     matcher = Matcher()
     operation = matcher.begin("average", "x", 1.0, True)
     stage = enter(operation, 0, dtype=torch.float32, shape=(2,))
@@ -155,7 +155,7 @@ def sending(channel: Channel, round_: int, published: Published, one_sided: bool
 
 
 @pytest.mark.parametrize(("large", "window"), [(True, WINDOW), (False, SMALL_WINDOW)])
-def test_a_receiver_may_be_so_many_rounds_behind_and_no_more(large: bool, window: int) -> None:
+def test_a_receiver_may_be_behind_by_a_limited_number_of_rounds(large: bool, window: int) -> None:
     arena = Arena()
     region = arena.allocate(1 << 16) if large else None
     published = Published(torch.ones(2), region)
@@ -175,7 +175,7 @@ def test_a_receiver_may_be_so_many_rounds_behind_and_no_more(large: bool, window
     arena.close()
 
 
-def test_what_has_ended_meanwhile_is_not_sent() -> None:
+def test_operations_that_have_ended_are_not_sent() -> None:
     channel = Channel("x")
     published = Published(torch.ones(2))
     ended, stays = sending(channel, 0, published), sending(channel, 1, published)
@@ -186,7 +186,7 @@ def test_what_has_ended_meanwhile_is_not_sent() -> None:
     assert not channel.deferred
 
 
-def test_messages_of_an_attempt_that_was_given_up_are_known_also_after_the_round() -> None:
+def test_messages_of_an_aborted_attempt_are_recognized_also_after_the_round() -> None:
     matcher = Matcher()
     operation = matcher.begin("average", "x", 1.0, True)
     old, new = (Message(Kind.DATA, "average", "x", 0, stage) for stage in (1, 256))

@@ -52,7 +52,7 @@ def profiled() -> dict[str, int]:
 
 
 @over_both
-def test_operations_are_there_by_name(environment: dict[str, str]) -> None:
+def test_operations_are_recorded_by_name(environment: dict[str, str]) -> None:
     for found in results(2, profiled, environment=environment):
         for what in ("submit", "wait"):
             assert found[f"shoal neighbor_allreduce layer1: {what}"] == 1
@@ -70,11 +70,11 @@ def windows() -> dict[str, int]:
     return found
 
 
-def test_calls_on_windows_are_there_by_the_name_of_the_window() -> None:
+def test_calls_on_windows_are_recorded_by_the_name_of_the_window() -> None:
     assert [found["shoal win_put weights: call"] for found in results(2, windows)] == [1, 1]
 
 
-def test_nothing_is_made_while_no_profiler_records(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_profiler_nothing_is_created(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(f"a span was made for nobody: {name}")
 
@@ -84,7 +84,7 @@ def test_nothing_is_made_while_no_profiler_records(fleet: Fleets, monkeypatch: p
         spans_of(lambda: shoal.Fleet(1).run(average))
 
 
-def test_a_torch_without_the_quick_way_takes_the_public_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_fast_api_uses_the_public_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_Span", record_function)
     assert spans_of(lambda: profiling.span("op", "x", "sum").__enter__()) == {"shoal op x: sum": 1}
 
@@ -99,7 +99,7 @@ def test_a_torch_without_the_quick_way_takes_the_public_one(monkeypatch: pytest.
         ('~fused [["a",0,3,[2]],["b",1,2,[2]]]', "op x 5"),
     ],
 )
-def test_a_span_is_called_as_the_timeline_calls_it(name: str, label: str) -> None:
+def test_a_span_has_the_name_of_the_timeline(name: str, label: str) -> None:
     def one() -> None:
         with profiling.span("op", name, "sum"):
             pass
@@ -118,5 +118,5 @@ def wrong_call() -> dict[str, int]:
     return spans_of(call)
 
 
-def test_what_fails_inside_a_span_fails_as_it_would_outside() -> None:
+def test_an_exception_inside_a_span_is_the_same_as_outside() -> None:
     assert results(1, wrong_call)[0]["shoal neighbor_allreduce x: submit"] == 2

@@ -85,7 +85,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], int]:
 
 
 def test_a_long_call_after_a_pause_wakes_the_progress_thread(calls: Callable[[list[float]], int]) -> None:
-    """The caller computes between its calls, and may for long now."""
+    """The caller computes between its calls, and may do so for long now."""
     assert calls([-LONG, LONG, -LONG, LONG]) == 2
 
 
@@ -98,10 +98,10 @@ def test_short_calls_never_wake_it(calls: Callable[[list[float]], int]) -> None:
 
 
 @pytest.mark.parametrize("held_up", [False, True])
-def test_what_came_while_the_thread_could_not_run_counts_before_a_deadline(
+def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
     monkeypatch: pytest.MonkeyPatch, held_up: bool
 ) -> None:
-    """Another thread kept the interpreter lock after the poll had found one message; two more have come since."""
+    """Another thread held the interpreter lock after the poll had returned one message. Two more have arrived since."""
     clock = Clock()
     seen: list[str] = []
 

@@ -15,7 +15,7 @@ class Taking(MinimalService):
 @pytest.mark.parametrize(
     ("name", "is_its"), [("~a", True), ("~a b c", True), ("~ab", False), ("~b", False), ("a", False), ("x ~a", False)]
 )
-def test_a_service_takes_the_messages_of_its_prefix(name: str, is_its: bool) -> None:
+def test_a_service_receives_the_messages_with_its_prefix(name: str, is_its: bool) -> None:
     services, service = Services(), Taking()
     message = Message(Kind.DATA, "average", name)
     assert services.of(message) is None

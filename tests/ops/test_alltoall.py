@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.ops.alltoall import alltoall_nonblocking
+from shoal.ops.gathering import alltoall_nonblocking
 from support.limits import scaled
 from support.reference import same_bits
 from support.samples import ALL_DTYPES, sample, shapes
@@ -57,7 +57,7 @@ def agree_again() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_row_k_is_what_rank_k_of_the_list_sent(fleet: Fleets, size: int) -> None:
+def test_row_k_is_the_row_that_the_kth_rank_of_the_list_sent(fleet: Fleets, size: int) -> None:
     def run() -> torch.Tensor:
         others = [rank for rank in range(size) if rank != shoal.rank()]
         return shoal.neighbor_alltoall(rows(shoal.rank(), others, (3, 2)), others)
@@ -66,7 +66,7 @@ def test_row_k_is_what_rank_k_of_the_list_sent(fleet: Fleets, size: int) -> None
         assert same_bits(result, answers(rank, [one for one in range(size) if one != rank], (3, 2)))
 
 
-def test_the_ranks_may_be_in_any_order(fleet: Fleets) -> None:
+def test_ranks_may_be_in_any_order(fleet: Fleets) -> None:
     def order(rank: int) -> list[int]:
         return sorted((one for one in range(5) if one != rank), key=lambda one: (one * 3 + rank) % 5)
 
@@ -78,7 +78,7 @@ def test_the_ranks_may_be_in_any_order(fleet: Fleets) -> None:
         assert same_bits(result, answers(rank, order(rank), (4,)))
 
 
-def test_links_that_change_from_call_to_call_need_no_topology(fleet: Fleets) -> None:
+def test_neighbours_may_change_from_call_to_call_without_a_topology(fleet: Fleets) -> None:
     size, calls, chance = 6, 12, random.Random(2)
     pairs = [(i, j) for i in range(size) for j in range(i)]
     links = [[pair for pair in pairs if chance.random() < 0.4] for _ in range(calls)]
@@ -101,7 +101,7 @@ def test_links_that_change_from_call_to_call_need_no_topology(fleet: Fleets) -> 
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_every_dtype_and_shape_of_row_arrives_as_it_was(fleet: Fleets, dtype: torch.dtype) -> None:
+def test_rows_of_every_dtype_and_shape_arrive_unchanged(fleet: Fleets, dtype: torch.dtype) -> None:
     def run() -> list[torch.Tensor]:
         others = [rank for rank in range(3) if rank != shoal.rank()]
         return [shoal.neighbor_alltoall(rows(shoal.rank(), others, shape, dtype), others) for shape in shapes(dtype)]
@@ -112,7 +112,7 @@ def test_every_dtype_and_shape_of_row_arrives_as_it_was(fleet: Fleets, dtype: to
             assert same_bits(result, answers(rank, others, shape, dtype)), (rank, shape)
 
 
-def test_an_agent_without_neighbours_gets_no_rows_and_waits_for_nobody(fleet: Fleets) -> None:
+def test_an_agent_without_neighbours_gets_no_rows_and_does_not_block(fleet: Fleets) -> None:
     def run() -> tuple[torch.Size, torch.dtype]:
         if shoal.rank() == 2:
             found = shoal.neighbor_alltoall(torch.empty(0, 4, 2, dtype=torch.int16), [])
@@ -123,12 +123,12 @@ def test_an_agent_without_neighbours_gets_no_rows_and_waits_for_nobody(fleet: Fl
     assert fleet(3).run(run) == [((1, 4, 2), torch.int16), ((1, 4, 2), torch.int16), ((0, 4, 2), torch.int16)]
 
 
-def test_one_agent_alone_has_nobody_to_send_to(fleet: Fleets) -> None:
+def test_a_single_agent_has_no_destination(fleet: Fleets) -> None:
     assert fleet(1).run(lambda: shoal.neighbor_alltoall(torch.empty(0, 3), []).shape) == [(0, 3)]
 
 
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
-def test_rows_that_are_not_contiguous_and_rows_that_are_one(fleet: Fleets, numel: int) -> None:
+def test_non_contiguous_rows_and_a_single_row(fleet: Fleets, numel: int) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         rank = shoal.rank()
         others = [one for one in range(3) if one != rank]
@@ -144,7 +144,7 @@ def test_rows_that_are_not_contiguous_and_rows_that_are_one(fleet: Fleets, numel
 
 
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
-def test_the_tensor_may_be_written_to_as_soon_as_the_call_is_back(fleet: Fleets, numel: int) -> None:
+def test_the_tensor_may_be_overwritten_once_the_call_has_returned(fleet: Fleets, numel: int) -> None:
     def run() -> bool:
         rank = shoal.rank()
         for call in range(10):
@@ -160,7 +160,7 @@ def test_the_tensor_may_be_written_to_as_soon_as_the_call_is_back(fleet: Fleets,
 
 
 @pytest.mark.filterwarnings("ignore:.*no gradient flows back")
-def test_what_is_given_is_not_changed(fleet: Fleets) -> None:
+def test_the_input_is_not_changed(fleet: Fleets) -> None:
     def run() -> bool:
         mine = torch.full((1, 5), float(shoal.rank()), requires_grad=True)
         found = shoal.neighbor_alltoall(mine, [1 - shoal.rank()])
@@ -217,7 +217,7 @@ def test_dtypes_that_differ_are_a_mismatch_on_both_sides(fleet: Fleets, two: tup
 
 
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
-def test_a_link_that_only_one_side_names_is_a_mismatch(fleet: Fleets, numel: int) -> None:
+def test_an_edge_that_only_one_side_names_is_a_mismatch(fleet: Fleets, numel: int) -> None:
     def run() -> None:
         rank = shoal.rank()
         if rank < 2:
@@ -242,7 +242,7 @@ def test_another_operation_under_the_same_name_is_a_mismatch(fleet: Fleets) -> N
     fleet(2).run(run)
 
 
-def test_a_neighbour_that_never_comes_is_named_at_the_deadline(fleet: Fleets) -> None:
+def test_an_absent_neighbour_is_named_at_the_deadline(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             with pytest.raises(shoal.DeadlineExceeded, match="neighbor_alltoall") as caught:
@@ -267,7 +267,9 @@ def test_a_neighbour_that_never_comes_is_named_at_the_deadline(fleet: Fleets) ->
     ],
     ids=repr,
 )
-def test_ranks_that_are_no_others_are_refused(fleet: Fleets, ranks: object, error: type[Exception], words: str) -> None:
+def test_ranks_outside_the_group_or_equal_to_the_own_are_refused(
+    fleet: Fleets, ranks: object, error: type[Exception], words: str
+) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             with pytest.raises(error, match=words):
@@ -277,7 +279,7 @@ def test_ranks_that_are_no_others_are_refused(fleet: Fleets, ranks: object, erro
 
 
 @pytest.mark.parametrize("many", [0, 2])
-def test_a_row_too_few_or_too_many_is_refused(fleet: Fleets, many: int) -> None:
+def test_one_row_too_few_or_too_many_is_refused(fleet: Fleets, many: int) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=f"{many} rows for 1 ranks; give a row for each"):
             shoal.neighbor_alltoall(torch.ones(many, 2), [1 - shoal.rank()])
@@ -285,7 +287,7 @@ def test_a_row_too_few_or_too_many_is_refused(fleet: Fleets, many: int) -> None:
     fleet(2).run(run)
 
 
-def test_what_is_no_tensor_of_rows_is_refused(fleet: Fleets) -> None:
+def test_inputs_without_rows_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="0-dimensional"):
             shoal.neighbor_alltoall(torch.tensor(1.0), [1 - shoal.rank()])
@@ -299,7 +301,7 @@ def test_what_is_no_tensor_of_rows_is_refused(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_each_gets_the_rows_that_the_splits_say(fleet: Fleets, dtype: torch.dtype) -> None:
+def test_each_agent_gets_the_rows_given_by_the_splits(fleet: Fleets, dtype: torch.dtype) -> None:
     size = 3
     splits = [[0, 2, 1], [3, 0, 0], [0, 0, 4]]  # by sender
 
@@ -319,7 +321,7 @@ def test_each_gets_the_rows_that_the_splits_say(fleet: Fleets, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("rows", [1, 50_000])
-def test_two_groups_exchange_at_once(fleet: Fleets, rows: int) -> None:
+def test_two_groups_exchange_concurrently(fleet: Fleets, rows: int) -> None:
     def run() -> list[float]:
         group = [0, 2] if shoal.rank() in (0, 2) else [1, 3]
         x = torch.cat([torch.full((rows,), 10.0 * shoal.rank() + place) for place in range(2)])
@@ -328,7 +330,7 @@ def test_two_groups_exchange_at_once(fleet: Fleets, rows: int) -> None:
     assert fleet(4).run(run) == [[0.0, 20.0], [10.0, 30.0], [1.0, 21.0], [11.0, 31.0]]
 
 
-def test_tensors_that_do_not_fit_are_a_mismatch(fleet: Fleets) -> None:
+def test_incompatible_tensors_are_a_mismatch(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(shoal.Mismatch, match="only the first dimension may differ"):
             alltoall_nonblocking(torch.ones(2, 1 + shoal.rank())).wait()
@@ -336,7 +338,7 @@ def test_tensors_that_do_not_fit_are_a_mismatch(fleet: Fleets) -> None:
     fleet(2).run(run)
 
 
-def test_splits_that_are_none_are_refused() -> None:
+def test_invalid_splits_are_refused() -> None:
     def run() -> None:
         for splits in ([1], [2, 2], [-1, 4]):
             with pytest.raises(ValueError, match="it takes 2 numbers, one for each agent, none negative, whose sum"):

@@ -43,7 +43,7 @@ def refuses(fleet: Fleets, size: int, cases: list[tuple[Operation, type[Exceptio
     fleet(size).run(run)
 
 
-def test_what_is_no_tensor_is_refused_by_every_operation(fleet: Fleets) -> None:
+def test_every_operation_refuses_inputs_that_are_not_tensors(fleet: Fleets) -> None:
     things = [None, 3.0, [1.0, 2.0], np.ones(3), "tensor", torch.nn.Linear(1, 1)]
     cases: list[tuple[Operation, type[Exception], str]] = [
         (lambda op=op, thing=thing: op(thing), TypeError, type(thing).__name__)
@@ -62,7 +62,7 @@ def test_sparse_and_quantized_tensors_are_refused(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
-def test_integers_have_no_weighted_average_and_the_message_says_what_to_do(fleet: Fleets, dtype: torch.dtype) -> None:
+def test_integers_have_no_weighted_average_and_the_message_has_the_remedy(fleet: Fleets, dtype: torch.dtype) -> None:
     x = torch.ones(3, dtype=dtype)
     averages: list[Operation] = [
         lambda: shoal.neighbor_allreduce(x),
@@ -74,7 +74,7 @@ def test_integers_have_no_weighted_average_and_the_message_says_what_to_do(fleet
     refuses(fleet, 2, [(call, TypeError, r"convert it with tensor\.float\(\)") for call in averages])
 
 
-def test_zero_dimensional_tensors_cannot_be_joined(fleet: Fleets) -> None:
+def test_zero_dimensional_tensors_cannot_be_concatenated(fleet: Fleets) -> None:
     x = torch.tensor(1.0)
     cases: list[tuple[Operation, type[Exception], str]] = [
         (lambda: shoal.allgather(x), ValueError, r"view\(1\)"),
@@ -84,7 +84,7 @@ def test_zero_dimensional_tensors_cannot_be_joined(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "~mine", "x" * 1025, "ü" * 600, 3, b"bytes", ["list"]])
-def test_names_that_are_no_names_are_refused(fleet: Fleets, name: Any) -> None:
+def test_invalid_names_are_refused(fleet: Fleets, name: Any) -> None:
     x = torch.ones(2)
     calls: list[Operation] = [
         lambda: shoal.neighbor_allreduce(x, name=name),
@@ -105,7 +105,7 @@ def test_any_other_string_is_a_name(fleet: Fleets, name: str) -> None:
     assert fleet(2).run(lambda: shoal.neighbor_allreduce(torch.ones(1), name).item()) == [1.0, 1.0]
 
 
-def test_the_name_given_twice_is_refused(fleet: Fleets) -> None:
+def test_a_name_passed_twice_is_refused(fleet: Fleets) -> None:
     cases: list[tuple[Operation, type[Exception], str]] = [
         (lambda: shoal.neighbor_allreduce(torch.ones(1), "a", name="b"), ValueError, "twice"),
         (lambda: shoal.hierarchical_neighbor_allreduce(torch.ones(1), "a", name="b"), ValueError, "twice"),
@@ -152,9 +152,7 @@ def mixed(**arguments: Any) -> Operation:
         (mixed(self_weight=True, src_weights={1: 0.5}), TypeError, "real number"),
     ],
 )
-def test_weights_that_make_no_round_are_refused(
-    fleet: Fleets, call: Operation, error: type[Exception], words: str
-) -> None:
+def test_invalid_weights_are_refused(fleet: Fleets, call: Operation, error: type[Exception], words: str) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             with pytest.raises(error, match=words):
@@ -165,7 +163,7 @@ def test_weights_that_make_no_round_are_refused(
 
 
 @pytest.mark.parametrize("form", ["src_weights", "dst_weights"])
-def test_without_the_check_a_rank_that_is_no_neighbour_is_refused_where_it_is_named(fleet: Fleets, form: str) -> None:
+def test_without_the_check_a_rank_that_is_not_a_neighbour_is_refused_locally(fleet: Fleets, form: str) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(4))
         far = (shoal.rank() + 2) % 4
@@ -202,7 +200,7 @@ def test_numpy_weights_and_ranks_are_accepted(fleet: Fleets) -> None:
         ({"src_ranks": [True], "dst_ranks": []}, TypeError, "no rank"),
     ],
 )
-def test_ranks_that_make_no_gather_are_refused(
+def test_invalid_ranks_of_a_gather_are_refused(
     fleet: Fleets, arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     def run() -> None:
@@ -240,7 +238,7 @@ def test_an_out_that_cannot_hold_the_result_is_refused(fleet: Fleets) -> None:
 
 
 def test_an_out_whose_elements_share_memory_is_refused(fleet: Fleets) -> None:
-    """torch itself refuses to write to an expanded tensor; half a result must not be written first."""
+    """torch itself refuses to write to an expanded tensor. Nothing may be written before that error."""
     out = torch.zeros(1).expand(3)
 
     def run() -> None:
@@ -253,7 +251,7 @@ def test_an_out_whose_elements_share_memory_is_refused(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("root", [-1, 2, 1.0, "0", None, True])
-def test_a_root_that_is_no_rank_is_refused(fleet: Fleets, root: Any) -> None:
+def test_an_invalid_root_is_refused(fleet: Fleets, root: Any) -> None:
     x = torch.ones(2)
     calls: list[Operation] = [
         lambda: shoal.broadcast(x, root),
@@ -267,7 +265,7 @@ def test_a_root_that_is_no_rank_is_refused(fleet: Fleets, root: Any) -> None:
 
 
 @pytest.mark.parametrize("op", ["mean", "SUM", "", 3])
-def test_a_reduction_that_does_not_exist_is_refused_with_those_that_do(fleet: Fleets, op: Any) -> None:
+def test_an_unknown_reduction_is_refused_with_the_valid_ones(fleet: Fleets, op: Any) -> None:
     refuses(fleet, 2, [(lambda: shoal.allreduce(torch.ones(1), op=op), ValueError, "sum, average, product, min, max")])
 
 
@@ -305,7 +303,7 @@ def test_a_topology_of_the_wrong_type_or_size_is_refused_and_the_old_one_stays(
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), "heavy", 1j])
-def test_a_topology_with_impossible_weights_is_refused_when_they_are_to_be_used(fleet: Fleets, weight: Any) -> None:
+def test_a_topology_with_invalid_weights_is_refused_at_first_use(fleet: Fleets, weight: Any) -> None:
     def run() -> None:
         graph = nx.DiGraph(shoal.topology.RingGraph(2))
         graph.edges[0, 1]["weight"] = weight
@@ -318,7 +316,7 @@ def test_a_topology_with_impossible_weights_is_refused_when_they_are_to_be_used(
     fleet(2).run(run)
 
 
-def test_a_fleet_of_no_agents_or_of_an_unknown_transport_is_refused() -> None:
+def test_a_fleet_without_agents_or_with_an_unknown_transport_is_refused() -> None:
     for size in (0, -1, 2.0, "4", True, None):
         with pytest.raises((ValueError, TypeError), match="positive"):
             shoal.Fleet(size)  # type: ignore[arg-type]

@@ -129,7 +129,7 @@ def test_a_second_derivative_is_that_of_the_sum_of_all_losses(what: str) -> None
     shoal.Fleet(SIZE, timeout=20.0).run(run)
 
 
-def test_results_are_those_of_the_plain_operations_over_every_transport(fleet: Fleets) -> None:
+def test_results_equal_the_plain_operations_over_every_transport(fleet: Fleets) -> None:
     def run() -> list[Tensor]:
         x = x_of(shoal.rank()).requires_grad_()
         directed()
@@ -149,7 +149,7 @@ def test_results_are_those_of_the_plain_operations_over_every_transport(fleet: F
 
 
 def test_a_tensor_without_a_gradient_takes_part_in_the_backward_pass() -> None:
-    """As the tensors of those that are no root do, which only say shape and dtype."""
+    """As the tensors of agents other than the root do, of which only shape and dtype count."""
 
     def run() -> list[float] | None:
         x = torch.ones(2, requires_grad=shoal.rank() == 1)
@@ -173,7 +173,7 @@ def test_a_gradient_of_sixteen_bits_is_rounded_once() -> None:
     assert shoal.Fleet(3, timeout=20.0).run(run) == [258.0] * 3  # one by one: 256 + 1 = 256 in bfloat16
 
 
-def test_what_is_not_linear_is_refused_at_once() -> None:
+def test_nonlinear_operations_are_refused_at_once() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="op='max' is not linear, so no gradient flows through it"):
             shoal.autograd.allreduce(torch.ones(2), op="max")

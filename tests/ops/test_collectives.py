@@ -47,7 +47,7 @@ def test_allreduce_of_every_dtype_and_size_has_the_bits_of_the_reference(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_allreduce_gives_every_agent_of_any_fleet_the_same_bits(fleet: Fleets, transport: str, size: int) -> None:
-    """Sizes around the limit up to which tensors go whole to everybody, and ones that do not divide into shares."""
+    """Sizes around the limit up to which each agent gets whole tensors, and sizes that the agents do not divide."""
     numels = [1, size - 1, size, 2048, 2049, 2048 * size + 1, 70_001]
 
     def run() -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def test_a_product_of_complex_numbers_has_the_same_bits_on_every_agent_and_trans
     assert all(same_bits(result, found[0]) for result in found)
 
 
-def test_allreduce_averages_by_default_and_sums_when_asked(fleet: Fleets) -> None:
+def test_allreduce_averages_by_default_and_sums_on_request(fleet: Fleets) -> None:
     def run() -> list[float]:
         x = torch.tensor(float(shoal.rank()))
         return [
@@ -83,7 +83,7 @@ def test_allreduce_averages_by_default_and_sums_when_asked(fleet: Fleets) -> Non
 
 
 @pytest.mark.parametrize("per_machine", [1, 2, 3])
-def test_allreduce_within_the_machine_leaves_the_others_out(fleet: Fleets, per_machine: int) -> None:
+def test_allreduce_within_the_machine_excludes_the_other_machines(fleet: Fleets, per_machine: int) -> None:
     """Also where the last machine has fewer agents than the others."""
 
     def run() -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ def test_the_forms_in_place_change_the_tensor_and_return_it(fleet: Fleets, numel
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_from_every_root_reaches_everybody(fleet: Fleets, size: int) -> None:
+def test_broadcast_from_every_root_reaches_all_agents(fleet: Fleets, size: int) -> None:
     def run() -> list[list[torch.Tensor]]:
         return [[shoal.broadcast(sample(shoal.rank(), (numel,)), root) for numel in (3, 6000)] for root in range(size)]
 
@@ -153,7 +153,7 @@ def test_broadcast_and_allgather_keep_every_dtype_and_size(fleet: Fleets, dtype:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_allgather_joins_in_rank_order_and_first_dimensions_may_differ(fleet: Fleets, size: int) -> None:
+def test_allgather_concatenates_in_rank_order_and_first_dimensions_may_differ(fleet: Fleets, size: int) -> None:
     def rows(rank: int) -> int:
         return (rank * 3) % 4
 
@@ -166,7 +166,7 @@ def test_allgather_joins_in_rank_order_and_first_dimensions_may_differ(fleet: Fl
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_nobody_leaves_a_barrier_before_the_last_has_come(fleet: Fleets, size: int) -> None:
+def test_a_barrier_ends_after_the_last_agent_has_arrived(fleet: Fleets, size: int) -> None:
     arrived: list[int] = []
 
     def run() -> list[int]:
@@ -223,7 +223,7 @@ def test_the_minimum_of_complex_numbers_is_refused(fleet: Fleets) -> None:
 
 
 def test_large_collectives_send_each_byte_about_twice(fleet: Fleets) -> None:
-    """A reduce-scatter and an all-gather: 2 (n - 1) / n of the tensor for each agent, whatever n."""
+    """A reduce-scatter and an all-gather: 2 (n - 1) / n of the tensor for each agent, for any n."""
 
     def run() -> int:
         before = shoal.bytes_sent()

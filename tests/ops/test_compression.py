@@ -55,7 +55,9 @@ FORMS: Mapping[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
-def test_it_is_what_the_equation_says(fleet: Fleets, anywhere: None, compressor: Compressor, form: str) -> None:
+def test_the_compressed_average_is_its_equation(
+    fleet: Fleets, anywhere: None, compressor: Compressor, form: str
+) -> None:
     """x_i + sum_j w_ij C(x_j) - C(x_i), one agent at a time, with numpy."""
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +79,8 @@ def test_it_is_what_the_equation_says(fleet: Fleets, anywhere: None, compressor:
 
 
 @every_compressor
-def test_the_mean_stays(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
-    """Also with those that draw, whose messages are other ones in each round."""
+def test_the_mean_is_preserved(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
+    """Also with random compressors, whose messages differ in each round."""
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -98,7 +100,7 @@ def test_the_mean_stays(fleet: Fleets, anywhere: None, compressor: Compressor) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @every_compressor
-def test_encoded_or_not_it_is_the_same_bit_for_bit(
+def test_encoding_changes_no_bits(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, compressor: Compressor, dtype: torch.dtype
 ) -> None:
     def run() -> list[bytes]:
@@ -111,8 +113,8 @@ def test_encoded_or_not_it_is_the_same_bit_for_bit(
     assert fleet(SIZE).run(run) == plain
 
 
-def test_only_what_others_read_is_published(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all neighbours are sent messages, the memory that they can read holds messages: 125 kB in place of 4 MB."""
+def test_only_data_that_others_read_is_published(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all neighbours receive messages, the readable memory holds messages: 125 kB instead of 4 MB."""
     sizes: list[int] = []
     allocate = Arena.allocate
 
@@ -131,7 +133,7 @@ def test_only_what_others_read_is_published(fleet: Fleets, monkeypatch: pytest.M
     assert max(sizes) < 200_000
 
 
-def test_a_nonblocking_call_has_the_tensor_as_it_was_and_writes_to_out(fleet: Fleets, anywhere: None) -> None:
+def test_a_nonblocking_call_uses_the_tensor_as_submitted_and_writes_to_out(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x, out = mine(), torch.zeros(1001, dtype=torch.float64)
@@ -144,7 +146,7 @@ def test_a_nonblocking_call_has_the_tensor_as_it_was_and_writes_to_out(fleet: Fl
     fleet(SIZE).run(run)
 
 
-def test_a_robust_rule_sees_what_the_messages_say(fleet: Fleets, anywhere: None) -> None:
+def test_a_robust_rule_uses_the_decoded_messages(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = mine()
@@ -156,7 +158,7 @@ def test_a_robust_rule_sees_what_the_messages_say(fleet: Fleets, anywhere: None)
     fleet(SIZE).run(run)
 
 
-def test_it_is_short_between_machines_and_not_within_one(transport: str) -> None:
+def test_messages_are_compressed_between_machines_and_not_within_one(transport: str) -> None:
     def run() -> int:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         shoal.neighbor_allreduce(mine(100_000, torch.float32), compression=MinMaxUInt8())
@@ -202,7 +204,7 @@ class OfOnesOwn(Compressor):
         return 2 * d
 
 
-def test_what_cannot_be_a_message_is_refused_before_anything_is_sent(fleet: Fleets) -> None:
+def test_tensors_that_cannot_be_compressed_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
         for wrong, compressor, said in [
@@ -251,7 +253,7 @@ def with_scale(message: torch.Tensor) -> torch.Tensor:
     ],
     ids=["a negative scale", "too short", "too long", "positions beyond the end", "no step"],
 )
-def test_a_message_that_nobody_sends_names_its_sender_and_the_next_call_works(
+def test_a_message_that_is_never_sent_names_its_sender_and_the_next_call_works(
     fleet: Fleets,
     monkeypatch: pytest.MonkeyPatch,
     compressor: Compressor,
@@ -284,7 +286,7 @@ def test_a_message_that_nobody_sends_names_its_sender_and_the_next_call_works(
 
 @pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
 def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
-    """mean_m - C(mean_m) + sum_k w_mk C(mean_k), each share by itself, with numpy."""
+    """mean_m - C(mean_m) + sum_k w_mk C(mean_k), for each share alone, with numpy."""
     given = {"self_weight": 0.75, "src_machine_weights": {0: 0.25}, "dst_machine_weights": {0: 1.0}}
     others = {"self_weight": 0.75, "src_machine_weights": {1: 0.5}, "dst_machine_weights": {1: 1.0}}
 
@@ -303,7 +305,7 @@ def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere
 
 
 @every_compressor
-def test_the_mean_of_machines_stays(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
+def test_the_mean_of_machines_is_preserved(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
         x = found = mine()

@@ -173,7 +173,7 @@ def test_topologies_that_differ_in_an_edge_or_a_weight(fleet: Fleets, size: int)
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_broadcast_roots_that_differ(fleet: Fleets, size: int) -> None:
-    """At least one agent is told in time, and the others are not left behind: all calls end."""
+    """At least one agent raises before the deadline, and all calls end."""
 
     def run(odd: int, kind: str) -> bool:
         root = 1 if shoal.rank() == odd else 0
@@ -203,7 +203,7 @@ def test_broadcast_roots_that_differ(fleet: Fleets, size: int) -> None:
 
 @pytest.mark.parametrize("form", ["allreduce", "allgather"])
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
-def test_an_expectation_that_the_other_side_denies(fleet: Fleets, form: str, numel: int) -> None:
+def test_a_source_that_does_not_send(fleet: Fleets, form: str, numel: int) -> None:
     """Agent 0 expects from agent 1, which takes part without sending to it."""
 
     def call() -> torch.Tensor:
@@ -229,8 +229,8 @@ def test_an_expectation_that_the_other_side_denies(fleet: Fleets, form: str, num
 
 @pytest.mark.parametrize("form", ["allreduce", "allgather"])
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
-def test_a_header_that_nobody_expects(fleet: Fleets, form: str, numel: int) -> None:
-    """Agent 0 sends to agent 1, which takes part without expecting anything: with the check on, both raise at once."""
+def test_a_header_that_the_receiver_does_not_expect(fleet: Fleets, form: str, numel: int) -> None:
+    """Agent 0 sends to agent 1, which takes part without expecting anything. With the check on, both raise at once."""
 
     def call() -> torch.Tensor:
         x = torch.ones(numel)
@@ -253,8 +253,8 @@ def test_a_header_that_nobody_expects(fleet: Fleets, form: str, numel: int) -> N
         assert "'n' round 0" in message
 
 
-def test_an_agent_that_sat_out_a_round_without_calling_is_found(fleet: Fleets) -> None:
-    """Rounds are counted by calls: who has no partner in a round still calls, or its next message does not fit."""
+def test_an_agent_that_skips_the_call_of_a_round_is_detected(fleet: Fleets) -> None:
+    """Rounds are counted by calls. An agent without a partner must still call, or its next message mismatches."""
 
     def run() -> None:
         rank = shoal.rank()
@@ -274,7 +274,7 @@ def test_an_agent_that_sat_out_a_round_without_calling_is_found(fleet: Fleets) -
     fleet(3).run(run)
 
 
-def test_an_agent_that_made_one_call_less_is_found(fleet: Fleets) -> None:
+def test_an_agent_with_one_call_less_is_detected(fleet: Fleets) -> None:
     """At the latest when the others make the call that has no counterpart."""
 
     def run() -> bool:
@@ -291,7 +291,7 @@ def test_an_agent_that_made_one_call_less_is_found(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "a name"])
-def test_an_agent_that_never_comes_is_named_at_the_deadline(fleet: Fleets, name: str | None) -> None:
+def test_an_absent_agent_is_named_at_the_deadline(fleet: Fleets, name: str | None) -> None:
     def run() -> None:
         if shoal.rank() == 2:
             assert done.wait(10)
@@ -364,7 +364,7 @@ def test_a_fleets_timeout_is_the_deadline_of_every_call(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_a_timeout_that_is_no_positive_number_is_refused(fleet: Fleets, timeout: float) -> None:
+def test_an_invalid_timeout_is_refused(fleet: Fleets, timeout: float) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="timeout"):
             shoal.neighbor_allreduce(torch.ones(1), timeout=timeout)
@@ -372,7 +372,7 @@ def test_a_timeout_that_is_no_positive_number_is_refused(fleet: Fleets, timeout:
     fleet(1).run(run)
 
 
-def test_a_name_in_flight_twice_is_refused_where_it_happens(fleet: Fleets) -> None:
+def test_a_name_in_flight_twice_is_refused_locally(fleet: Fleets) -> None:
     go = threading.Event()
 
     def run() -> float:
@@ -398,7 +398,7 @@ NEEDED = (
 )
 
 
-def test_an_agent_that_has_left_is_named_by_those_that_still_need_it(fleet: Fleets) -> None:
+def test_an_agent_that_has_left_is_named_by_agents_that_need_it(fleet: Fleets) -> None:
     together = threading.Barrier(2)
 
     def run() -> None:
@@ -425,7 +425,7 @@ def test_an_agent_that_has_left_is_named_by_those_that_still_need_it(fleet: Flee
     fleet(3).run(run)
 
 
-def test_an_agent_that_leaves_while_others_wait_for_it_ends_their_wait(fleet: Fleets) -> None:
+def test_the_departure_of_an_agent_ends_the_calls_that_wait_for_it(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             assert waiting.wait(10)
@@ -443,7 +443,7 @@ def test_an_agent_that_leaves_while_others_wait_for_it_ends_their_wait(fleet: Fl
 
 
 @pytest.mark.links("who sends may go on, and leave, before who reads has come")
-def test_what_an_agent_sent_before_it_left_still_arrives(fleet: Fleets) -> None:
+def test_messages_sent_before_a_shutdown_still_arrive(fleet: Fleets) -> None:
     left = threading.Event()
     names = [f"early {i}" for i in range(5)]
 
@@ -465,7 +465,7 @@ def test_what_an_agent_sent_before_it_left_still_arrives(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [[], [1.5] * 5]
 
 
-def test_everything_before_init_and_after_shutdown_says_so(fleet: Fleets) -> None:
+def test_every_call_before_init_or_after_shutdown_raises(fleet: Fleets) -> None:
     x = torch.ones(2)
     calls: list[Call] = [
         lambda: shoal.neighbor_allreduce(x),
@@ -522,7 +522,7 @@ def test_everything_before_init_and_after_shutdown_says_so(fleet: Fleets) -> Non
 
 
 @pytest.mark.links("what a process group moves, both have, or nobody")
-def test_a_handle_whose_agent_shuts_down_says_so_and_what_it_sent_arrives(fleet: Fleets) -> None:
+def test_a_handle_raises_after_shutdown_and_its_message_arrives(fleet: Fleets) -> None:
     def run() -> float:
         if shoal.rank() == 1:
             assert submitted.wait(10)
@@ -539,7 +539,7 @@ def test_a_handle_whose_agent_shuts_down_says_so_and_what_it_sent_arrives(fleet:
 
 
 def test_the_handle_of_a_failed_operation_keeps_no_memory_file_open() -> None:
-    """Somebody may hold it, and with it the engine, long after the agent has shut down."""
+    """The caller may keep the handle, and so the engine, long after the agent's shutdown."""
 
     def run() -> shoal.Handle[torch.Tensor] | None:
         if shoal.rank() == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
 from shoal.compression.draws import Redrawn
-from shoal.ops.encoded_mean import Rest, submit_encoded_mean
+from shoal.ops.encoded import Rest, submit_encoded_mean
 from shoal.runtime.agent import current
 from support.fault_points import Point, arm, over_both
 from support.optimizers import LR, MODEL, batch, flat
@@ -75,7 +75,7 @@ def by_hand(
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["forgets", "feeds back"])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-def test_it_is_its_description_bit_for_bit(fleet: Fleets, compressor: Compressor, feedback: bool) -> None:
+def test_the_encoded_mean_is_its_description_bit_for_bit(fleet: Fleets, compressor: Compressor, feedback: bool) -> None:
     for size, count, dtype in [
         (1, 7, torch.float32),
         (3, 1000, torch.float32),
@@ -87,7 +87,7 @@ def test_it_is_its_description_bit_for_bit(fleet: Fleets, compressor: Compressor
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_what_is_fed_back_is_said_in_the_end() -> None:
+def test_error_feedback_makes_the_mean_of_many_rounds_exact() -> None:
     """The mean of many rounds of the same numbers is their mean, and without feedback it is not."""
 
     def agent(feedback: bool) -> float:
@@ -112,7 +112,7 @@ def test_what_is_fed_back_is_said_in_the_end() -> None:
     ],
     ids=["compressor", "number", "dtype"],
 )
-def test_what_differs_is_a_mismatch_on_both_and_the_next_call_works(one: Any, other: Any, said: str) -> None:
+def test_differences_are_a_mismatch_on_both_agents_and_the_next_call_works(one: Any, other: Any, said: str) -> None:
     def agent() -> None:
         x, compressor = other if shoal.rank() else one
         with pytest.raises(shoal.Mismatch, match=said):
@@ -135,7 +135,7 @@ def take_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_an_optimizer_goes_on_where_its_state_was_saved(fleet: Fleets, overlap: Any) -> None:
+def test_a_resumed_optimizer_continues_from_its_saved_state(fleet: Fleets, overlap: Any) -> None:
     def whole() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = optimizer_of(model, TopK(0.2), overlap=overlap)
@@ -160,7 +160,7 @@ def test_an_optimizer_goes_on_where_its_state_was_saved(fleet: Fleets, overlap: 
     assert all(torch.equal(one, first[0]) for one in (*first, *second))
 
 
-def test_fine_and_unbiased_compressors_feed_nothing_back() -> None:
+def test_fine_and_unbiased_compressors_have_no_error_feedback() -> None:
     def agent(compressor: Compressor) -> bool:
         model = deepcopy(MODEL)
         optimizer = optimizer_of(model, compressor)
@@ -185,7 +185,7 @@ def steps_of_survivors(victim: int) -> tuple[list[float], tuple[int, ...]]:
 
 @over_both
 @pytest.mark.parametrize("victim", [0, 2])
-def test_those_that_are_left_stay_equal(environment: dict[str, Any], victim: int) -> None:
+def test_survivors_stay_equal(environment: dict[str, Any], victim: int) -> None:
     left = [rank for rank in range(4) if rank != victim]
     with World(4, environment=environment | CONTINUE) as world:
         outcomes = world.run(steps_of_survivors, victim)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.arithmetic import BLOCK_BYTES, common_factor, weigh_in_blocks
+from shoal.arithmetic import BLOCK_BYTES, weigh_in_blocks
+from shoal.kernels.weighted_sum import common_factor
 from shoal.sim import StackedMix
 from shoal.topology import with_uniform_weights
-from shoal.topology.families.circulant import Circulant, ring
+from shoal.topology.families.static import Circulant, ring
 from support.reference import same_bits, weighted
 
 Fleets = Callable[..., shoal.Fleet]
@@ -32,7 +33,7 @@ def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("parts", [3, 5, 6, 7, 49])
-def test_the_mean_of_whole_numbers_is_the_exact_sum_divided_once(parts: int) -> None:
+def test_the_mean_of_integer_valued_floats_is_the_exact_sum_divided_once(parts: int) -> None:
     tensors = [whole(rank, 10_000, 1 << 18) for rank in range(parts)]
     out = torch.empty(10_000)
     weigh_in_blocks(out, tensors[0], 1 / parts, tensors[1:], [1 / parts] * (parts - 1))
@@ -40,7 +41,7 @@ def test_the_mean_of_whole_numbers_is_the_exact_sum_divided_once(parts: int) -> 
 
 
 @pytest.mark.parametrize("nonblocking", [False, True])
-def test_a_round_of_whole_numbers_with_equal_weights_is_the_exact_sum_divided_once(
+def test_a_round_with_equal_weights_on_integer_valued_floats_is_the_exact_sum_divided_once(
     fleet: Fleets, nonblocking: bool
 ) -> None:
     def run() -> list[torch.Tensor]:
@@ -57,8 +58,8 @@ def test_a_round_of_whole_numbers_with_equal_weights_is_the_exact_sum_divided_on
             assert torch.equal(found[rank][case], expected)
 
 
-def test_fifty_tensors_that_travel_together_have_exact_means(fleet: Fleets) -> None:
-    """As BlueFog tests its fusion: each tensor by itself must be what it would be alone, to the last bit."""
+def test_fifty_fused_tensors_have_exact_means(fleet: Fleets) -> None:
+    """As BlueFog tests its fusion: each tensor equals its result without fusion, to the last bit."""
     size, count = 4, 50
 
     def tensor(rank: int, number: int) -> torch.Tensor:
@@ -110,7 +111,7 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
             assert torch.equal(result, everybody if name == "allreduce" else near), name
 
 
-def test_machines_that_weigh_the_same_have_exact_means(fleet: Fleets) -> None:
+def test_machines_with_equal_weights_have_exact_means(fleet: Fleets) -> None:
     def run() -> torch.Tensor:
         machine = shoal.machine_rank()
         others = {other: 1 / 3 for other in range(3) if other != machine}
@@ -120,7 +121,7 @@ def test_machines_that_weigh_the_same_have_exact_means(fleet: Fleets) -> None:
     assert all(torch.equal(one, mean([whole(rank, 1_000) for rank in range(3)])) for one in found)
 
 
-def test_an_empty_slot_counts_as_zeros_do() -> None:
+def test_an_empty_slot_counts_as_zeros() -> None:
     own, full, zeros = whole(0, 1_000), whole(1, 1_000), torch.zeros(1_000)
     for weights in ([1 / 3, 1 / 3, 1 / 3], [1 / 3, 1 / 3, 1 / 6], [1 / 7, 1 / 7, 1 / 2]):
         one, other = torch.empty(1_000), torch.empty(1_000)
@@ -143,7 +144,7 @@ def test_every_dtype_has_the_bits_of_the_reference(dtype: torch.dtype, weight: f
     assert same_bits(out, expected)
 
 
-def test_equal_values_average_to_themselves_but_for_the_rounding_of_their_sum() -> None:
+def test_equal_values_average_to_themselves_up_to_the_rounding_of_their_sum() -> None:
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     for parts in range(1, 20):
         out = torch.empty_like(x)
@@ -160,7 +161,7 @@ def test_the_mean_of_two_large_numbers_is_finite(dtype: torch.dtype) -> None:
     assert torch.equal(out, x)
 
 
-def test_sixteen_bits_have_room_for_the_sum() -> None:
+def test_sums_of_sixteen_bit_numbers_do_not_overflow() -> None:
     x = torch.full((5,), torch.finfo(torch.float16).max, dtype=torch.float16)
     out = torch.empty_like(x)
     weigh_in_blocks(out, x, 1 / 3, [x, x], [1 / 3, 1 / 3])
@@ -168,7 +169,7 @@ def test_sixteen_bits_have_room_for_the_sum() -> None:
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [1 / 3, 1 / 4], [0.0, 0.0], [1.0], [-0.25] * 5])
-def test_terms_take_their_weights_by_themselves_where_these_differ_or_round_nothing(weights: list[float]) -> None:
+def test_terms_are_weighted_separately_if_weights_differ_or_nothing_is_rounded(weights: list[float]) -> None:
     assert common_factor(weights) is None
 
 
@@ -184,7 +185,7 @@ def test_terms_take_their_weights_by_themselves_where_these_differ_or_round_noth
     ],
     ids=["ring", "five", "without self", "star", "random"],
 )
-def test_a_stacked_fleet_has_exact_means_of_whole_numbers(topology: Any, dtype: torch.dtype) -> None:
+def test_a_stacked_fleet_has_exact_means_of_integer_valued_floats(topology: Any, dtype: torch.dtype) -> None:
     mix = StackedMix(topology)
     x = torch.stack([whole(rank, 100) for rank in range(mix.size)]).to(dtype)
     W = torch.from_numpy(shoal.topology.as_schedule(topology).matrix(0))

@@ -115,7 +115,7 @@ def test_one_number_of_a_strided_tensor_is_broadcast_and_gathered(fleet: Fleets)
         assert all_same(found[:3], expected) and all_same(found[3:], [one.repeat(2) for one in expected])
 
 
-def test_results_go_where_the_caller_wants_them(fleet: Fleets, transport: str) -> None:
+def test_results_are_written_to_the_callers_tensors(fleet: Fleets, transport: str) -> None:
     def run() -> bool:
         rank = shoal.rank()
         tensors = group(rank)
@@ -147,7 +147,7 @@ def test_a_group_is_one_message_of_each_dtype_to_each_neighbour(fleet: Fleets) -
     assert fleet(3).run(run) == [expected] * 3
 
 
-def test_nonblocking_calls_go_on_in_any_order_and_call_back_once(fleet: Fleets, transport: str) -> None:
+def test_nonblocking_calls_run_in_any_order_and_call_back_once(fleet: Fleets, transport: str) -> None:
     def run() -> tuple[bool, int]:
         rank, called = shoal.rank(), []
         tensors = group(rank)
@@ -171,7 +171,7 @@ def test_nonblocking_calls_go_on_in_any_order_and_call_back_once(fleet: Fleets, 
 
 @pytest.mark.parametrize("kind", ["allreduce", "neighbor", "broadcast", "allgather"])
 @pytest.mark.parametrize("change", ["shape", "number", "dtype", "order"])
-def test_groups_that_differ_are_named_with_what_is_in_them_and_the_next_call_works(
+def test_groups_that_differ_are_listed_in_the_error_and_the_next_call_works(
     fleet: Fleets, kind: str, change: str
 ) -> None:
     call: Callable[..., list[Tensor]] = {
@@ -214,7 +214,22 @@ def test_groups_that_differ_are_named_with_what_is_in_them_and_the_next_call_wor
         assert ("there are" in found[rank]) == (change == "number"), found
 
 
-def test_where_the_other_side_called_something_else_the_own_list_is_told(fleet: Fleets) -> None:
+def test_a_difference_between_long_lists_is_named_and_ends_no_connection(fleet: Fleets) -> None:
+    def run() -> str:
+        sizes, said = [2] * 6000, ""
+        sizes[5500] += shoal.rank()
+        try:
+            shoal.grouped_allreduce(list(map(torch.ones, sizes)), name="differs")
+        except shoal.Mismatch as error:
+            said = str(error)
+        shoal.barrier()
+        return said
+
+    for said in fleet(2).run(run):
+        assert ". tensors[5500] is [" in said and "on rank 1" in said
+
+
+def test_a_mismatch_with_another_operation_lists_the_own_group(fleet: Fleets) -> None:
     def run() -> str:
         one, said = torch.ones(3), ""
         try:
@@ -233,7 +248,7 @@ def test_where_the_other_side_called_something_else_the_own_list_is_told(fleet: 
     )
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
     def run() -> None:
         one = torch.ones(2)
         with pytest.raises(TypeError, match="grouped_allreduce: tensors must be a list of tensors, not Tensor"):
@@ -259,7 +274,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(fleet: Fleets) -> N
     fleet(2).run(run)
 
 
-def test_a_group_waits_no_longer_than_it_is_told(fleet: Fleets) -> None:
+def test_a_grouped_call_ends_at_its_timeout(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             handle = shoal.grouped_allreduce_nonblocking([torch.ones(2), torch.ones(2, dtype=torch.float64)], name="x")

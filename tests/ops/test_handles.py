@@ -90,7 +90,7 @@ def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
     assert fleet(3).run(run) == [True] * 3
 
 
-def test_a_thread_that_is_not_bound_is_no_agent(fleet: Fleets) -> None:
+def test_an_unbound_thread_is_no_agent(fleet: Fleets) -> None:
     def run() -> str:
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(shoal.rank)
@@ -111,7 +111,7 @@ def test_waiting_in_another_thread_than_the_one_that_submitted_works(fleet: Flee
     assert fleet(2).run(run) == [1.5, 1.5]
 
 
-def test_poll_turns_true_without_anybody_waiting(fleet: Fleets) -> None:
+def test_poll_becomes_true_without_a_wait(fleet: Fleets) -> None:
     def run() -> bool:
         handle = shoal.neighbor_allreduce_nonblocking(torch.ones(5000))
         assert wait_until(handle.poll)
@@ -188,7 +188,9 @@ def test_done_callbacks_run_once_with_the_handle_before_or_after_the_end(fleet: 
     assert fleet(2).run(run) == [["first", "second", "late"]] * 2
 
 
-def test_a_callback_that_fails_is_logged_and_harms_nothing(fleet: Fleets, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_is_logged_and_has_no_other_effect(
+    fleet: Fleets, caplog: pytest.LogCaptureFixture
+) -> None:
     def run() -> float:
         handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())), "unlucky")
         ran = threading.Event()
@@ -206,8 +208,8 @@ def test_a_callback_that_fails_is_logged_and_harms_nothing(fleet: Fleets, caplog
     assert "callback of neighbor_allreduce 'unlucky' round 0 failed" in caplog.text
 
 
-def test_a_callback_acts_for_the_agent_that_added_it(fleet: Fleets) -> None:
-    """Whichever thread runs it, so that a chain of operations can be written in callbacks."""
+def test_a_callback_runs_as_the_agent_that_added_it(fleet: Fleets) -> None:
+    """In any thread, so that a chain of operations can be written in callbacks."""
 
     def run() -> float:
         chain: list[shoal.Handle[torch.Tensor]] = []
@@ -227,7 +229,7 @@ def test_a_callback_acts_for_the_agent_that_added_it(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [1.5, 1.5]
 
 
-def test_a_callback_that_waits_for_another_operation_is_told_that_it_would_never_end(fleet: Fleets) -> None:
+def test_a_callback_that_waits_for_another_operation_raises_a_deadlock_error(fleet: Fleets) -> None:
     go = threading.Event()
 
     def run() -> float:
@@ -255,7 +257,7 @@ def test_a_callback_that_waits_for_another_operation_is_told_that_it_would_never
 
 
 def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> None:
-    """Agent 0 has no source and waits for nobody; the others read its rounds one by one, none lost or mixed up."""
+    """Agent 0 has no source and does not wait. The others read its rounds in order, without loss."""
     count = 20
 
     def run() -> list[float]:
@@ -284,8 +286,8 @@ def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> 
 
 
 @pytest.mark.links("who sends may go on before who reads has come")
-def test_calls_without_a_name_run_at_most_two_unread_rounds_ahead(fleet: Fleets) -> None:
-    """Else an agent without sources would fill the memory of its machine while its reader sleeps."""
+def test_unnamed_calls_run_at_most_two_unread_rounds_ahead(fleet: Fleets) -> None:
+    """Otherwise an agent without sources would fill its machine's memory while its reader sleeps."""
     awake = threading.Event()
 
     def run() -> list[bool]:
@@ -304,7 +306,7 @@ def test_calls_without_a_name_run_at_most_two_unread_rounds_ahead(fleet: Fleets)
     assert fleet(2).run(run)[0] == [True, True, False]
 
 
-def test_a_name_whose_reader_is_behind_does_not_hold_up_other_names(fleet: Fleets) -> None:
+def test_a_name_whose_reader_is_late_does_not_block_other_names(fleet: Fleets) -> None:
     go = threading.Event()
 
     def run() -> float:
@@ -330,8 +332,8 @@ def test_a_name_whose_reader_is_behind_does_not_hold_up_other_names(fleet: Fleet
     assert fleet(2).run(run) == [5.0, 5.0]
 
 
-def test_an_agent_may_submit_long_before_its_neighbour_and_compute_meanwhile(fleet: Fleets) -> None:
-    """The exchange goes on while the caller computes: when it comes to wait, the result is there."""
+def test_an_agent_may_submit_long_before_its_neighbour_and_compute(fleet: Fleets) -> None:
+    """The exchange progresses while the caller computes: the result is complete before it waits."""
 
     def run() -> bool:
         if shoal.rank() == 1:
@@ -346,13 +348,13 @@ def test_an_agent_may_submit_long_before_its_neighbour_and_compute_meanwhile(fle
 
 
 @pytest.mark.parametrize("thing", [None, 3, torch.ones(1)])
-def test_what_is_no_handle_is_refused(thing: Any) -> None:
+def test_invalid_handles_are_refused(thing: Any) -> None:
     for function in (shoal.poll, shoal.wait, shoal.synchronize):
         with pytest.raises((TypeError, ValueError), match="no handle"):
             function(thing)
 
 
-def test_the_names_of_calls_that_shoal_makes_are_not_the_users(fleet: Fleets) -> None:
+def test_names_of_internal_calls_are_reserved(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
         mine = shoal.allreduce_nonblocking(torch.ones(2), name="metrics")
         found = shoal.metrics({"loss": float(shoal.rank())})
@@ -384,8 +386,8 @@ def test_a_name_of_one_kind_is_refused_while_it_is_in_flight(fleet: Fleets) -> N
     fleet(2).run(run)
 
 
-def test_a_name_that_is_used_once_costs_its_count(fleet: Fleets) -> None:
-    """Also after the others have read what was sent under it; it once cost 1.3 KB, and a look at each time."""
+def test_a_name_used_once_costs_only_its_round_counter(fleet: Fleets) -> None:
+    """Also after the others have read its messages. It once cost 1.3 KB and a lookup in each round."""
     count = 1000
 
     def run() -> tuple[float, int]:

@@ -27,7 +27,9 @@ def expected_of(
 
 
 @pytest.mark.parametrize(("machines", "per_machine"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 1), (4, 2), (2, 3), (3, 3)])
-def test_it_is_the_machine_matrix_kron_the_mean_of_a_machine(fleet: Fleets, machines: int, per_machine: int) -> None:
+def test_the_matrix_is_the_machine_matrix_kron_the_mean_of_a_machine(
+    fleet: Fleets, machines: int, per_machine: int
+) -> None:
     size, graphs = machines * per_machine, bluefog_graphs(machines)
 
     def run() -> list[torch.Tensor]:
@@ -61,7 +63,7 @@ def test_every_dtype_and_size_has_the_bits_of_the_reference(fleet: Fleets, dtype
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_given_weights_name_machines_also_beyond_the_machine_topology(fleet: Fleets, check: bool) -> None:
+def test_explicit_weights_name_machines_also_outside_the_machine_topology(fleet: Fleets, check: bool) -> None:
     machines, per_machine = 4, 2
     sends = [random_digraph(machines, seed) for seed in range(8)]
     receives = [[{j: 0.5 + j for j in range(machines) if i in send[j]} for i in range(machines)] for send in sends]
@@ -100,7 +102,7 @@ def test_one_machine_is_the_average_without_any_topology(fleet: Fleets) -> None:
     assert all(same_bits(result, reduced("average", samples(3, (5000,)))) for result in fleet(3).run(run))
 
 
-def test_one_agent_a_machine_is_neighbor_allreduce(fleet: Fleets) -> None:
+def test_one_agent_per_machine_is_neighbor_allreduce(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.ExponentialTwoGraph(5))
         shoal.set_machine_topology(shoal.topology.ExponentialTwoGraph(5))
@@ -121,7 +123,7 @@ def test_machines_of_different_sizes_are_refused_with_their_sizes(fleet: Fleets)
         assert "[2, 2, 1]" in message
 
 
-def test_several_machines_without_a_topology_or_weights_are_an_error_that_says_what_to_do(fleet: Fleets) -> None:
+def test_several_machines_without_a_topology_or_weights_are_an_error_with_the_remedy(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="set_machine_topology"):
             shoal.hierarchical_neighbor_allreduce(torch.ones(2))
@@ -132,7 +134,7 @@ def test_several_machines_without_a_topology_or_weights_are_an_error_that_says_w
 @pytest.mark.parametrize(
     "given", [(0.5, None, None), (None, {}, None), (0.5, {}, None), (None, {}, {}), (0.5, None, {})]
 )
-def test_weights_come_all_three_or_not_at_all(fleet: Fleets, given: tuple[object, ...]) -> None:
+def test_all_three_weights_are_required_together(fleet: Fleets, given: tuple[object, ...]) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="src_machine_weights"):
             shoal.hierarchical_neighbor_allreduce(torch.ones(2), *given)  # type: ignore[arg-type]
@@ -140,8 +142,11 @@ def test_weights_come_all_three_or_not_at_all(fleet: Fleets, given: tuple[object
     fleet(2, agents_per_machine=1).run(run)
 
 
-def test_no_agent_of_a_machine_carries_more_than_the_others(fleet: Fleets) -> None:
-    """Each sends its share of the machine's mean to its counterparts: n/L of the tensor, not the leader all of it."""
+def test_all_agents_of_a_machine_send_equally_much(fleet: Fleets) -> None:
+    """Each sends its share of the machine's mean to its counterparts: n/L of the tensor.
+
+    A leader would send all of it.
+    """
 
     def run() -> int:
         shoal.set_machine_topology(shoal.topology.RingGraph(2))
@@ -166,7 +171,7 @@ def test_machine_topologies_that_differ_are_a_mismatch(fleet: Fleets, numel: int
     fleet(2, agents_per_machine=1).run(run)
 
 
-def test_it_matches_by_name_and_has_a_nonblocking_form(fleet: Fleets) -> None:
+def test_calls_match_by_name_and_have_a_nonblocking_form(fleet: Fleets) -> None:
     def run() -> list[float]:
         shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(2))
         names = ["a", "b", "c"] if shoal.rank() % 2 else ["c", "b", "a"]

@@ -16,7 +16,7 @@ SIZES = [3, 100_000, 2_000_000]
 
 @pytest.mark.parametrize("drives", ["the caller", "another thread"])
 @pytest.mark.parametrize("numel", SIZES)
-def test_results_in_place_and_new_ones_are_there(fleet: Fleets, numel: int, drives: str) -> None:
+def test_results_in_place_and_new_ones_are_available(fleet: Fleets, numel: int, drives: str) -> None:
     def run() -> None:
         with torch.inference_mode():
             x, y, z = (torch.full((numel,), float(shoal.rank())) for _ in range(3))
@@ -41,7 +41,7 @@ def test_results_in_place_and_new_ones_are_there(fleet: Fleets, numel: int, driv
     fleet(2).run(run)
 
 
-def test_what_was_made_in_inference_mode_is_written_to_outside_of_it(fleet: Fleets) -> None:
+def test_an_inference_mode_tensor_is_written_to_outside_of_it(fleet: Fleets) -> None:
     def run() -> None:
         with torch.inference_mode():
             x = torch.full((1000,), float(shoal.rank()))
@@ -53,7 +53,7 @@ def test_what_was_made_in_inference_mode_is_written_to_outside_of_it(fleet: Flee
     fleet(2).run(run)
 
 
-def test_an_out_that_fails_in_the_end_fails_its_own_call_only(fleet: Fleets) -> None:
+def test_an_out_that_cannot_be_written_fails_only_its_own_call(fleet: Fleets) -> None:
     def run() -> None:
         outs = [torch.empty(4) for _ in range(5)]
         handles = [shoal.neighbor_allreduce_nonblocking(torch.full((4,), float(shoal.rank())), out=o) for o in outs]
@@ -69,7 +69,7 @@ def test_an_out_that_fails_in_the_end_fails_its_own_call_only(fleet: Fleets) -> 
     fleet(2).run(run)
 
 
-def test_an_out_of_a_conjugate_takes_the_numbers(fleet: Fleets) -> None:
+def test_a_conjugate_out_gets_the_right_values(fleet: Fleets) -> None:
     def run() -> None:
         x = torch.full((5,), complex(shoal.rank(), 1)).conj()
         shoal.allreduce_(x)

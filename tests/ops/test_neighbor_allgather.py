@@ -16,7 +16,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_the_static_topology_gives_the_sources_by_ascending_rank(fleet: Fleets, size: int) -> None:
+def test_the_static_topology_gives_the_sources_in_ascending_rank(fleet: Fleets, size: int) -> None:
     graphs = bluefog_graphs(size)
 
     def run() -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ def test_the_static_topology_gives_the_sources_by_ascending_rank(fleet: Fleets, 
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_every_dtype_and_size_arrives_as_it_was(fleet: Fleets, dtype: torch.dtype) -> None:
+def test_every_dtype_and_size_arrives_unchanged(fleet: Fleets, dtype: torch.dtype) -> None:
     sizes = [shape for shape in shapes(dtype) if shape]
 
     def run() -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ def test_first_dimensions_may_differ_and_may_be_zero(fleet: Fleets, width: int) 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 @pytest.mark.parametrize("check", [True, False])
-def test_random_digraphs_give_the_sources_in_the_order_asked_for(fleet: Fleets, size: int, check: bool) -> None:
+def test_random_digraphs_give_the_sources_in_the_requested_order(fleet: Fleets, size: int, check: bool) -> None:
     sends = [random_digraph(size, seed) for seed in range(8)]
     orders = [[sorted(sources, key=lambda j: (j * 5) % 8) for sources in incoming(send)] for send in sends]
 

@@ -57,7 +57,7 @@ def test_push_pull_over_random_digraphs_is_equation_10(fleet: Fleets, size: int,
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("shape", [(6,), (9000,)], ids=["inline", "region"])
-def test_push_over_random_digraphs_lets_the_sender_scale(fleet: Fleets, size: int, shape: tuple[int, ...]) -> None:
+def test_push_over_random_digraphs_scales_at_the_sender(fleet: Fleets, size: int, shape: tuple[int, ...]) -> None:
     sends = [random_digraph(size, seed) for seed in SEEDS]
     calls = [[{"self_weight": 0.25, "dst_weights": send[rank]} for rank in range(size)] for send in sends]
     for case, results in enumerate(rounds(fleet, size, calls, shape)):
@@ -68,7 +68,7 @@ def test_push_over_random_digraphs_lets_the_sender_scale(fleet: Fleets, size: in
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("shape", [(6,), (9000,)], ids=["inline", "region"])
-def test_pull_over_random_digraphs_lets_the_receiver_scale(fleet: Fleets, size: int, shape: tuple[int, ...]) -> None:
+def test_pull_over_random_digraphs_scales_at_the_receiver(fleet: Fleets, size: int, shape: tuple[int, ...]) -> None:
     receives = [random_digraph(size, seed) for seed in SEEDS]
     calls = [[{"self_weight": -1.5, "src_weights": receive[rank]} for rank in range(size)] for receive in receives]
     for case, results in enumerate(rounds(fleet, size, calls, shape)):
@@ -99,7 +99,7 @@ def test_push_pull_has_the_bits_of_the_reference_for_every_size(fleet: Fleets, d
 @pytest.mark.parametrize("form", ["push", "pull"])
 @pytest.mark.parametrize("shape", [(6,), (9000,)], ids=["inline", "region"])
 def test_push_and_pull_within_the_topology_need_no_discovery(fleet: Fleets, form: str, shape: tuple[int, ...]) -> None:
-    """Each agent picks a subset of its neighbours, none of them at all in some rounds."""
+    """Each agent draws a subset of its neighbours, in some rounds an empty one."""
     size, static = 5, shoal.topology.ExponentialTwoGraph(5)
     wanted = [random_digraph(size, seed, density=0.5) for seed in SEEDS]
     allowed = static.has_edge
@@ -231,8 +231,8 @@ def test_the_forms_may_alternate_under_one_name(fleet: Fleets) -> None:
     assert fleet(3).run(run) == [[one / 2, *[one] * 5, one / 2] for one in sums]
 
 
-def test_a_tensor_without_elements_keeps_its_shape_beside_those_to_whom_nothing_is_said(fleet: Fleets) -> None:
-    """In a push within the static topology one neighbour gets it and the others a header of no elements."""
+def test_a_tensor_without_elements_keeps_its_shape_beside_empty_headers(fleet: Fleets) -> None:
+    """In a push within the static topology, one neighbour gets the tensor and the others an empty header."""
 
     def run() -> list[int]:
         following = (shoal.rank() + 1) % shoal.size()

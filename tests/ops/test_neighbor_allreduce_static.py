@@ -150,7 +150,7 @@ def test_a_nonblocking_call_uses_the_topology_of_its_submission(fleet: Fleets) -
     assert fleet(3).run(run) == pytest.approx([1.0, 1.0, 1.0])
 
 
-def test_a_string_in_second_place_is_the_name(fleet: Fleets) -> None:
+def test_a_string_as_second_argument_is_the_name(fleet: Fleets) -> None:
     """Agents submit in opposite orders, so only the names can match them."""
 
     def run() -> list[float]:

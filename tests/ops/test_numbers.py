@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal.topology import Mixing
-from shoal.topology.families.circulant import Circulant
+from shoal.topology.families.static import Circulant
 
 Fleets = Callable[..., shoal.Fleet]
 
@@ -48,7 +48,7 @@ every_weight = pytest.mark.parametrize("weight_of", WEIGHTS.values(), ids=WEIGHT
 
 
 @every_rank
-def test_every_operation_takes_ranks_that_have_an_index(fleet: Fleets, rank_of: Callable[[int], Any]) -> None:
+def test_every_operation_accepts_ranks_with_an_index_method(fleet: Fleets, rank_of: Callable[[int], Any]) -> None:
     def run() -> None:
         rank = shoal.rank()
         x, other = torch.full((2,), float(rank)), rank_of(1 - rank)
@@ -74,7 +74,7 @@ def test_every_operation_takes_ranks_that_have_an_index(fleet: Fleets, rank_of: 
 
 
 @every_weight
-def test_every_operation_takes_weights_that_have_a_float(fleet: Fleets, weight_of: Callable[[float], Any]) -> None:
+def test_every_operation_accepts_weights_with_a_float_method(fleet: Fleets, weight_of: Callable[[float], Any]) -> None:
     half, quarter = weight_of(0.5), weight_of(0.25)
 
     def run() -> None:
@@ -100,7 +100,7 @@ def test_every_operation_takes_weights_that_have_a_float(fleet: Fleets, weight_o
 @pytest.mark.parametrize(
     "bad", [1.0, np.float64(1.0), torch.tensor(1.0), True, np.True_, torch.tensor(True), "1", None]
 )
-def test_what_is_no_whole_number_is_no_rank(bad: Any) -> None:
+def test_non_integers_are_refused_as_ranks(bad: Any) -> None:
     with pytest.raises(TypeError, match="source must be an int, got"):
         Mixing(0, 0.5, {bad: 0.5})
     with pytest.raises(TypeError, match="hop must be an int, got"):
@@ -125,7 +125,7 @@ def test_what_is_no_whole_number_is_no_rank(bad: Any) -> None:
         np.ones(2),
     ],
 )
-def test_what_is_no_real_number_is_no_weight(bad: Any) -> None:
+def test_non_real_numbers_are_refused_as_weights(bad: Any) -> None:
     with pytest.raises(TypeError, match="the weight of source 1 must be a real number, got"):
         Mixing(0, 0.5, {1: bad})
     with pytest.raises(TypeError, match="the weight of hop 1 must be a real number, got"):
@@ -133,12 +133,12 @@ def test_what_is_no_real_number_is_no_weight(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), np.float32("inf"), torch.tensor(float("nan")), Decimal("inf"), 10**400])
-def test_weights_are_finite(bad: Any) -> None:
+def test_non_finite_weights_are_refused(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"the weight of source 1 is .* must be finite"):
         Mixing(0, 0.5, {1: bad})
 
 
-def test_whole_numbers_of_a_window_keep_all_their_digits(fleet: Fleets) -> None:
+def test_integers_of_a_window_keep_all_their_digits(fleet: Fleets) -> None:
     large = (1 << 60) + 1
 
     def run() -> list[int]:

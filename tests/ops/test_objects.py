@@ -141,7 +141,7 @@ def test_broadcast_parameters_copies_the_roots_values_in_place(fleet: Fleets, wa
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_allreduce_parameters_averages_what_has_an_average(fleet: Fleets, transport: str, way: str) -> None:
+def test_allreduce_parameters_averages_floating_point_entries(fleet: Fleets, transport: str, way: str) -> None:
     models = [make_model(seed) for seed in range(3)]
     before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
 
@@ -163,7 +163,7 @@ def test_allreduce_parameters_averages_what_has_an_average(fleet: Fleets, transp
                 assert same_bits(tensor, average), name
 
 
-def test_parameters_that_are_not_contiguous_are_written_where_they_lie(fleet: Fleets) -> None:
+def test_non_contiguous_parameters_are_written_in_place(fleet: Fleets) -> None:
     def run() -> torch.Tensor:
         memory = sample(shoal.rank(), (4, 6))
         shoal.broadcast_parameters({"weight": memory.t()[1:]}, root_rank=1)
@@ -186,7 +186,7 @@ def expected_of(kind: str, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 @every_exchange
-def test_names_of_one_memory_are_exchanged_once(fleet: Fleets, kind: str) -> None:
+def test_names_of_the_same_memory_are_exchanged_once(fleet: Fleets, kind: str) -> None:
     names = [f"name {number}" for number in range(6)]
 
     def run() -> tuple[torch.Tensor, int]:
@@ -205,7 +205,7 @@ def test_names_of_one_memory_are_exchanged_once(fleet: Fleets, kind: str) -> Non
 
 
 @every_exchange
-def test_tensors_that_share_a_part_of_their_memory_are_exchanged_one_after_the_other(fleet: Fleets, kind: str) -> None:
+def test_tensors_that_share_part_of_their_memory_are_exchanged_in_sequence(fleet: Fleets, kind: str) -> None:
     def run() -> torch.Tensor:
         memory = torch.full((400_000,), float(shoal.rank()))
         parts = {f"part {begin}": memory[begin : begin + 100_000] for begin in range(0, 300_001, 50_000)}
@@ -254,7 +254,7 @@ def many(rank: int) -> dict[str, torch.Tensor]:
 
 
 @every_exchange
-def test_small_tensors_travel_together_with_the_bits_of_single_calls(
+def test_small_tensors_are_fused_with_the_bits_of_single_calls(
     fleet: Fleets, transport: str, kind: str, operations: list[str]
 ) -> None:
     single: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -281,7 +281,7 @@ def test_small_tensors_travel_together_with_the_bits_of_single_calls(
 
 
 @every_exchange
-def test_tensors_that_overlap_on_one_agent_only_are_exchanged_all_the_same(fleet: Fleets, kind: str) -> None:
+def test_tensors_that_overlap_on_one_agent_only_are_exchanged(fleet: Fleets, kind: str) -> None:
     def run() -> list[float]:
         memory = torch.full((6,), float(shoal.rank()))
         parts = {"a": memory[:4], "b": memory[2:]} if shoal.rank() == 0 else {"a": memory[:4], "b": memory[2:].clone()}
@@ -294,7 +294,7 @@ def test_tensors_that_overlap_on_one_agent_only_are_exchanged_all_the_same(fleet
 
 
 @every_exchange
-def test_of_tensors_that_travel_together_an_error_names_those_that_are_not_finite(
+def test_an_error_names_the_non_finite_tensors_of_a_fused_message(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("SHOAL_CHECK_FINITE", "1")
@@ -314,7 +314,7 @@ def test_of_tensors_that_travel_together_an_error_names_those_that_are_not_finit
 
 @every_exchange
 @pytest.mark.parametrize("how", ["tied", "names", "shape", "dtype", "none"])
-def test_agents_with_other_tensors_hear_so_in_words_and_nothing_is_changed(fleet: Fleets, kind: str, how: str) -> None:
+def test_agents_with_other_tensors_raise_a_mismatch_and_nothing_is_changed(fleet: Fleets, kind: str, how: str) -> None:
     def run() -> None:
         a, b = torch.zeros(3), torch.zeros(3)
         params = {"a": a, "b": b}
@@ -339,7 +339,7 @@ def test_agents_with_other_tensors_hear_so_in_words_and_nothing_is_changed(fleet
     fleet(3).run(run)
 
 
-def test_parameters_with_one_name_or_that_are_no_tensors_are_refused(fleet: Fleets) -> None:
+def test_duplicate_names_and_parameters_that_are_not_tensors_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         for call in (shoal.broadcast_parameters, shoal.allreduce_parameters):
             with pytest.raises(ValueError, match="same name"):
@@ -406,7 +406,7 @@ def test_after_the_broadcast_equal_gradients_keep_the_agents_equal(fleet: Fleets
     assert all(same_bits(one, found[0]) for one in found)
 
 
-def test_a_state_of_none_survives(fleet: Fleets) -> None:
+def test_a_state_of_none_is_preserved(fleet: Fleets) -> None:
     """SGD without momentum keeps ``momentum_buffer: None``, on which BlueFog fails."""
 
     def run() -> Any:
@@ -430,7 +430,7 @@ def test_lbfgs_is_refused(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_infer_finds_the_other_side_of_random_digraphs(fleet: Fleets, size: int) -> None:
+def test_infer_finds_the_reverse_lists_of_random_digraphs(fleet: Fleets, size: int) -> None:
     sends = [[list(mine) for mine in random_digraph(size, seed)] for seed in range(6)]
 
     def run() -> list[tuple[Any, Any]]:
@@ -478,9 +478,7 @@ def test_infer_gives_the_matrix_of_uniform_weights_with_columns_that_sum_to_one(
     ("ranks", "error"),
     [([0], ValueError), ([7], ValueError), ([1, 1], ValueError), ([1.0], TypeError), ("1", TypeError)],
 )
-def test_infer_refuses_what_is_no_list_of_distinct_other_ranks(
-    fleet: Fleets, ranks: Any, error: type[Exception]
-) -> None:
+def test_infer_refuses_invalid_rank_lists(fleet: Fleets, ranks: Any, error: type[Exception]) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             for infer in (shoal.bluefog.InferSourceFromDestinationRanks, shoal.bluefog.InferDestinationFromSourceRanks):

@@ -33,8 +33,8 @@ def test_each_side_uses_its_own_weights(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [8.0, -1.5]
 
 
-def test_a_random_order_of_pairs_keeps_the_sum(fleet: Fleets) -> None:
-    """A schedule known to all; each agent takes part in its own pairs only, so their counts differ."""
+def test_a_random_order_of_pairs_preserves_the_sum(fleet: Fleets) -> None:
+    """All agents know the schedule. Each takes part in its own pairs only, so their counts differ."""
     chance = random.Random(1)
     pairs = [tuple(chance.sample(range(5), 2)) for _ in range(40)]
 
@@ -50,7 +50,7 @@ def test_a_random_order_of_pairs_keeps_the_sum(fleet: Fleets) -> None:
     assert max(found) - min(found) < 1.0
 
 
-def test_the_others_need_not_come(fleet: Fleets) -> None:
+def test_agents_outside_the_pair_need_not_call(fleet: Fleets) -> None:
     def run() -> float | None:
         if shoal.rank() == 2:
             return None
@@ -79,7 +79,7 @@ def test_one_weight_alone_is_refused(fleet: Fleets, weights: tuple[float | None,
 
 
 @pytest.mark.parametrize(("target", "error"), [(0, ValueError), (2, ValueError), (-1, ValueError), (1.0, TypeError)])
-def test_a_target_that_is_no_other_agent_is_refused(fleet: Fleets, target: int, error: type[Exception]) -> None:
+def test_an_invalid_target_is_refused(fleet: Fleets, target: int, error: type[Exception]) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             with pytest.raises(error):

@@ -100,7 +100,7 @@ def test_a_trimmed_mean_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected)
 
 
-def test_where_nobody_is_far_it_is_the_plain_average_bit_for_bit() -> None:
+def test_without_outliers_the_result_is_the_plain_average_bit_for_bit() -> None:
     plain = shoal.Fleet(SIZE).run(average, 1000, torch.float32, None, {})
     for rule in (shoal.robust.FiniteOnly(), shoal.robust.ClippedGossip(radius=1e9)):
         assert all(
@@ -109,7 +109,7 @@ def test_where_nobody_is_far_it_is_the_plain_average_bit_for_bit() -> None:
         )
 
 
-def test_who_sends_what_is_not_finite_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sender_of_non_finite_values_is_named(caplog: pytest.LogCaptureFixture) -> None:
     from shoal.ops import robust
 
     robust._named.clear()
@@ -156,7 +156,7 @@ def in_a_group(rule: Robust) -> torch.Tensor:
     return shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())]), robust=rule, group=group)
 
 
-def test_the_neighbours_of_a_group_count() -> None:
+def test_only_the_neighbours_in_a_group_count() -> None:
     found = shoal.Fleet(6).run(too_few, partial(in_a_group, shoal.robust.TrimmedMean()))
     assert found[:4] == [""] * 4
     assert all("needs at least 3 neighbours" in said for said in found[4:])
@@ -173,7 +173,7 @@ def without_a_need() -> list[float]:
     return found + alone
 
 
-def test_a_rule_that_needs_no_more_and_an_agent_without_neighbours_are_no_error() -> None:
+def test_a_rule_without_a_minimum_and_an_agent_without_neighbours_are_no_error() -> None:
     for rank, found in enumerate(shoal.Fleet(4).run(without_a_need)):
         assert found[0] == found[1] != rank or rank in (1, 2)
         assert found[2:] == [rank] * 3
@@ -189,7 +189,7 @@ def with_schedule(schedule: shoal.topology.Schedule, rule: Robust) -> str:
     return ""
 
 
-def test_an_optimizer_looks_at_the_rounds_of_its_schedule() -> None:
+def test_an_optimizer_checks_the_rounds_of_its_schedule() -> None:
     gossip = shoal.topology.find("gossip-pga").schedule(4)
     for said in shoal.Fleet(4).run(with_schedule, gossip, shoal.robust.TrimmedMean()):
         assert "needs at least 3 neighbours" in said
@@ -214,7 +214,7 @@ def by_hand() -> str:
     return ""
 
 
-def test_an_optimizer_looks_at_weights_by_hand_in_the_step() -> None:
+def test_an_optimizer_checks_explicit_weights_in_the_step() -> None:
     assert all("needs at least 3 neighbours" in said for said in shoal.Fleet(4).run(by_hand))
 
 
@@ -231,7 +231,7 @@ def after_a_loss(rule: Robust) -> list[float]:
 
 
 @pytest.mark.parametrize("rule", [shoal.robust.ClippedGossip(), shoal.robust.TrimmedMean()], ids=str)
-def test_survivors_with_too_few_neighbours_are_warned_once_and_go_on(
+def test_survivors_with_too_few_neighbours_warn_once_and_continue(
     rule: Robust, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.ops import robust
@@ -286,7 +286,7 @@ def train(rule: Robust | None, liar: str) -> list[float]:
     ],
     ids=str,
 )
-def test_the_others_learn_beside_one_that_lies(rule: Robust, liar: str) -> None:
+def test_honest_agents_learn_beside_a_byzantine_one(rule: Robust, liar: str) -> None:
     honest = np.mean([target(rank) * 0.1 for rank in range(4)], axis=0)
     found = np.array(shoal.Fleet(5).run(train, rule, liar)[:4])
     assert np.abs(found - honest).max() < 0.25, found
@@ -311,7 +311,7 @@ def wrong(arguments: Any) -> None:
         (lambda: shoal.robust.NearestNeighbours(0), ValueError, "tolerated=0 must be 1 or more"),
     ],
 )
-def test_rules_that_make_no_sense(call: Any, error: type[Exception], message: str) -> None:
+def test_invalid_rules_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 
@@ -336,7 +336,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_where_a_rule_would_not_count_it_is_refused() -> None:
+def test_a_rule_without_effect_is_refused() -> None:
     for said in shoal.Fleet(8).run(refused):
         assert [one.split(":")[0][:20] for one in said] and len(said) == 4, said
         assert "must be a rule" in said[0] and "would not count" in said[1] and "would not count" in said[2]

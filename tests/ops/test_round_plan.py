@@ -11,8 +11,7 @@ import shoal
 from shoal.fault_tolerance.membership_states import AgentEvent
 from shoal.operations.membership import Plan
 from shoal.operations.operation import FailurePolicy, Operation, Recovery
-from shoal.ops.arguments import Internal
-from shoal.ops.groups import ALL
+from shoal.ops.arguments import ALL, Internal
 from shoal.ops.neighbor import submit
 from shoal.ops.round_plan import MOST_PLANS, Key, make_plan
 from shoal.runtime.agent import Agent, current
@@ -77,7 +76,7 @@ def test_another_topology_drops_the_plans_and_the_next_call_follows_it(fleet: Fl
         assert all(same_bits(one[place], wanted) for one, wanted in zip(found, expected, strict=True))
 
 
-def test_a_change_of_the_membership_drops_the_plans(fleet: Fleets) -> None:
+def test_a_membership_change_drops_the_plans(fleet: Fleets) -> None:
     def run() -> None:
         agent = current()
         make_plan(agent, agent.plans, key_of())
@@ -93,7 +92,7 @@ def test_a_change_of_the_membership_drops_the_plans(fleet: Fleets) -> None:
     fleet(2).run(run)
 
 
-def test_a_plan_that_was_begun_before_a_change_is_not_used_after_it(fleet: Fleets) -> None:
+def test_a_plan_started_before_a_change_is_not_used_after_it(fleet: Fleets) -> None:
     def run() -> None:
         agent = current()
         before = agent.plans
@@ -105,7 +104,7 @@ def test_a_plan_that_was_begun_before_a_change_is_not_used_after_it(fleet: Fleet
     fleet(1).run(run)
 
 
-def test_the_edges_of_an_operation_are_those_of_the_ranks_that_it_includes(fleet: Fleets) -> None:
+def test_the_edges_of_an_operation_are_those_of_its_included_ranks(fleet: Fleets) -> None:
     def run() -> None:
         agent = current()
         if shoal.rank():
@@ -122,8 +121,8 @@ def test_the_edges_of_an_operation_are_those_of_the_ranks_that_it_includes(fleet
     fleet(4).run(run)
 
 
-def test_a_round_that_is_planned_anew_after_a_loss_is_not_kept(fleet: Fleets) -> None:
-    """Two rounds of a schedule may have equal edges, and others without the lost agents."""
+def test_a_round_planned_again_after_a_failure_is_not_cached(fleet: Fleets) -> None:
+    """Two rounds of a schedule may have equal edges, and different ones without the failed agents."""
 
     def run() -> None:
         agent = current()
@@ -137,7 +136,7 @@ def test_a_round_that_is_planned_anew_after_a_loss_is_not_kept(fleet: Fleets) ->
     fleet(4).run(run)
 
 
-def test_a_name_of_shoals_own_has_a_plan_of_its_own(fleet: Fleets) -> None:
+def test_an_internal_name_has_its_own_plan(fleet: Fleets) -> None:
     def run() -> tuple[str, ...]:
         agent = current()
         for name in ("x", Internal("x")):
@@ -147,7 +146,7 @@ def test_a_name_of_shoals_own_has_a_plan_of_its_own(fleet: Fleets) -> None:
     assert fleet(1).run(run) == [("x", "~shoal x")]
 
 
-def test_names_that_are_used_once_do_not_pile_up(fleet: Fleets) -> None:
+def test_names_used_once_do_not_accumulate(fleet: Fleets) -> None:
     def run() -> int:
         agent: Agent = current()
         for number in range(MOST_PLANS + 5):
@@ -157,7 +156,7 @@ def test_names_that_are_used_once_do_not_pile_up(fleet: Fleets) -> None:
     assert fleet(1).run(run) == [5]
 
 
-def test_a_name_that_is_no_string_is_an_error_although_it_cannot_be_looked_up(fleet: Fleets) -> None:
+def test_a_name_that_is_no_string_raises_although_it_is_unhashable(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="a name is a non-empty string"):
             shoal.neighbor_allreduce(torch.ones(1), name=["x"])  # type: ignore[arg-type]
@@ -165,7 +164,7 @@ def test_a_name_that_is_no_string_is_an_error_although_it_cannot_be_looked_up(fl
     fleet(1).run(run)
 
 
-def test_a_group_has_a_plan_of_its_own(fleet: Fleets) -> None:
+def test_a_group_has_its_own_plan(fleet: Fleets) -> None:
     def run() -> list[int]:
         agent, x = current(), torch.full((1,), float(shoal.rank()))
         if shoal.rank() < 2:

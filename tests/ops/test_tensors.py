@@ -35,7 +35,7 @@ AVERAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (40, 300)], ids=["inline", "region"])
-def test_any_strides_give_what_a_contiguous_copy_gives(fleet: Fleets, shape: tuple[int, ...]) -> None:
+def test_any_strides_give_the_result_of_a_contiguous_copy(fleet: Fleets, shape: tuple[int, ...]) -> None:
     def run() -> None:
         x = sample(shoal.rank(), shape)
         for average in AVERAGES.values():
@@ -65,8 +65,8 @@ def test_gathers_and_broadcasts_take_any_strides(fleet: Fleets, shape: tuple[int
 
 
 @pytest.mark.parametrize("numel", [5, 5000])
-def test_conjugate_and_negative_views_count_as_the_numbers_they_show(fleet: Fleets, numel: int) -> None:
-    """``x.conj()`` and its imaginary part are views whose memory holds other numbers than they show."""
+def test_conjugate_and_negative_views_count_by_value(fleet: Fleets, numel: int) -> None:
+    """``x.conj()`` and its imaginary part are views whose memory holds other numbers than their values."""
 
     def run() -> list[torch.Tensor]:
         x = sample(shoal.rank(), (numel,), torch.complex64)
@@ -151,8 +151,8 @@ def test_out_takes_the_result_and_is_returned(fleet: Fleets, size: int, numel: i
     fleet(size).run(run)
 
 
-def test_out_may_overlap_the_input_in_part(fleet: Fleets) -> None:
-    """The input is copied when the call begins, so where the result lands cannot matter."""
+def test_out_may_partly_overlap_the_input(fleet: Fleets) -> None:
+    """The input is copied when the call starts, so the position of the result has no effect."""
 
     def run() -> None:
         memory = sample(shoal.rank(), (30_001,))
@@ -163,7 +163,7 @@ def test_out_may_overlap_the_input_in_part(fleet: Fleets) -> None:
     fleet(2).run(run)
 
 
-def test_the_result_is_memory_of_its_own(fleet: Fleets) -> None:
+def test_the_result_has_its_own_memory(fleet: Fleets) -> None:
     """Writing into a result changes neither another agent's result nor the input."""
 
     def run() -> tuple[float, float]:
@@ -199,8 +199,10 @@ def test_the_input_may_change_as_soon_as_a_nonblocking_call_returns(fleet: Fleet
 
 @pytest.mark.parametrize("dtype", WEIGHABLE, ids=str)
 @pytest.mark.parametrize("numel", [9, 9001])
-def test_nan_and_infinity_pass_through_unharmed(fleet: Fleets, transport: str, dtype: torch.dtype, numel: int) -> None:
-    """Where one agent has NaN or infinity the result has what arithmetic says, and everywhere else it is clean."""
+def test_nan_and_infinity_propagate_by_arithmetic(
+    fleet: Fleets, transport: str, dtype: torch.dtype, numel: int
+) -> None:
+    """Where one agent has NaN or infinity, the result has its arithmetic value. All other entries are finite."""
     special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0]
 
     def given(rank: int) -> torch.Tensor:
@@ -233,8 +235,8 @@ def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.isnan(), ~clean) and torch.equal(bits(one[clean]), bits(other[clean]))
 
 
-def test_an_infinite_complex_number_does_not_spoil_its_other_part(fleet: Fleets) -> None:
-    """Weights are real, so each part is summed by itself; a complex product with w + 0i would make inf * 0 = NaN."""
+def test_an_infinite_complex_number_does_not_affect_its_other_part(fleet: Fleets) -> None:
+    """Weights are real, so each part is summed separately. A complex product with w + 0i would make inf * 0 = NaN."""
 
     def run() -> torch.Tensor:
         return shoal.neighbor_allreduce(torch.tensor([complex(float("inf"), 1.0)]))
@@ -256,7 +258,7 @@ def test_sixteen_bit_sums_are_rounded_once(fleet: Fleets, dtype: torch.dtype) ->
     assert fleet(5).run(run) == [[torch.tensor(4100.0).to(dtype).item()] * 2] * 5
 
 
-def test_sixteen_bit_averages_do_not_overflow_on_the_way(fleet: Fleets) -> None:
+def test_sixteen_bit_averages_do_not_overflow_in_between(fleet: Fleets) -> None:
     def run() -> list[float]:
         x = torch.full((5,), 60_000.0, dtype=torch.float16)
         return [shoal.allreduce(x)[0].item(), shoal.neighbor_allreduce(x)[0].item()]
@@ -265,7 +267,7 @@ def test_sixteen_bit_averages_do_not_overflow_on_the_way(fleet: Fleets) -> None:
     assert fleet(4).run(run) == [[expected, expected]] * 4
 
 
-def test_more_dimensions_than_anybody_needs_are_kept(fleet: Fleets) -> None:
+def test_many_dimensions_are_kept(fleet: Fleets) -> None:
     def run() -> torch.Size:
         return shoal.neighbor_allreduce(torch.ones([1] * 40 + [2])).shape
 
@@ -347,7 +349,7 @@ ENTRIES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", NO_NUMBERS)
-def test_a_tensor_without_numbers_of_its_own_is_one_clear_error_at_every_entry(kind: str) -> None:
+def test_a_tensor_without_data_raises_a_clear_error_in_every_function(kind: str) -> None:
     make, message = NO_NUMBERS[kind]
 
     def run() -> None:
@@ -359,7 +361,7 @@ def test_a_tensor_without_numbers_of_its_own_is_one_clear_error_at_every_entry(k
     shoal.Fleet(1).run(run)
 
 
-def test_an_empty_tensor_travels_whatever_its_strides_are(fleet: Fleets) -> None:
+def test_an_empty_tensor_is_sent_whatever_its_strides_are(fleet: Fleets) -> None:
     def run() -> None:
         for x in (torch.empty_strided((0,), (0,)), torch.empty_strided((0, 3), (0, 0)), torch.ones(1).expand(1)):
             assert shoal.grouped_broadcast([x], 0)[0].shape == x.shape
@@ -371,7 +373,7 @@ def test_an_empty_tensor_travels_whatever_its_strides_are(fleet: Fleets) -> None
     fleet(2).run(run)
 
 
-def test_empty_takes_a_shape_as_torch_does() -> None:
+def test_empty_accepts_shapes_like_torch() -> None:
     def run() -> None:
         x = torch.ones(2, 3)
         assert shoal.empty(x.shape).shape == shoal.empty(2, 3).shape == shoal.empty([2, 3]).shape == x.shape

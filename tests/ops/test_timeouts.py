@@ -123,7 +123,7 @@ def public_functions_with_a_timeout() -> set[str]:
     return found
 
 
-def test_every_function_takes_any_number_of_seconds_and_refuses_the_rest_in_words(
+def test_every_function_accepts_any_number_of_seconds_and_refuses_others_with_a_message(
     fleet: Fleets, tmp_path: Path
 ) -> None:
     def run() -> None:
@@ -145,7 +145,7 @@ def test_every_function_takes_any_number_of_seconds_and_refuses_the_rest_in_word
     fleet(2).run(run)
 
 
-def test_looking_at_a_handle_takes_no_time(fleet: Fleets) -> None:
+def test_polling_a_handle_does_not_block(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 0:
             handle = shoal.allreduce_nonblocking(torch.ones(2))
@@ -160,8 +160,8 @@ def test_looking_at_a_handle_takes_no_time(fleet: Fleets) -> None:
     fleet(2).run(run)
 
 
-def test_an_infinite_wait_for_a_mutex_ends_when_it_is_free(fleet: Fleets) -> None:
-    """Also where a second thread of the agent waits behind the first."""
+def test_an_infinite_wait_for_a_mutex_ends_when_it_is_released(fleet: Fleets) -> None:
+    """Also if a second thread of the agent waits behind the first."""
     let_go = threading.Event()
 
     def take() -> None:
@@ -192,7 +192,7 @@ def test_an_infinite_wait_for_a_mutex_ends_when_it_is_free(fleet: Fleets) -> Non
 
 
 def test_the_deadline_of_a_nonblocking_call_counts_from_the_call(fleet: Fleets) -> None:
-    """Not from its turn, which may never come; and what has ended without its turn has no effect later."""
+    """It does not count from the start of the transfer, which may never come. A late transfer has no effect."""
     over = threading.Event()
 
     def run() -> int:
@@ -226,7 +226,7 @@ def test_the_deadline_of_a_nonblocking_call_counts_from_the_call(fleet: Fleets) 
     assert fleet(2).run(run)[1] == 2
 
 
-def test_a_deadline_that_passes_while_nobody_waits_ends_the_call_too(fleet: Fleets) -> None:
+def test_a_deadline_without_a_waiting_thread_ends_the_call_too(fleet: Fleets) -> None:
     over = threading.Event()
 
     def run() -> None:

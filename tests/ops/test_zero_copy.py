@@ -20,8 +20,8 @@ LARGE = 100_000
 
 @pytest.mark.links("who sends may go on before who reads has come")
 @pytest.mark.parametrize("zero_copy", [True, False])
-def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets, zero_copy: bool) -> None:
-    """Rank 0 only sends, so it need not wait for anybody if it has sent a copy."""
+def test_the_sender_waits_for_its_reader_if_nothing_was_copied(fleet: Fleets, zero_copy: bool) -> None:
+    """Rank 0 only sends, so it returns without waiting if it has sent a copy."""
 
     def run() -> tuple[bool, float]:
         engine = current().engine
@@ -46,8 +46,8 @@ def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets,
 
 
 @pytest.mark.links("who sends may go on before who reads has come")
-def test_it_is_given_back_to_nobody_while_it_is_read(fleet: Fleets) -> None:
-    """Also where its owner lets go of it, and asks for as much memory again."""
+def test_memory_is_not_reused_while_it_is_read(fleet: Fleets) -> None:
+    """Also if its owner drops it, and allocates as much memory again."""
 
     def run() -> float:
         engine = current().engine
@@ -66,7 +66,7 @@ def test_it_is_given_back_to_nobody_while_it_is_read(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("what", ["elsewhere", "not contiguous", "small"])
-def test_what_others_cannot_read_where_it_lies_is_copied(fleet: Fleets, what: str) -> None:
+def test_memory_that_others_cannot_read_is_copied(fleet: Fleets, what: str) -> None:
     def run() -> float:
         tensor = {
             "elsewhere": lambda: torch.empty(LARGE),
@@ -82,7 +82,7 @@ def test_what_others_cannot_read_where_it_lies_is_copied(fleet: Fleets, what: st
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "hierarchical", "neighbors"])
-def test_every_operation_gives_the_same_bits_on_it(fleet: Fleets, operation: str) -> None:
+def test_every_operation_gives_the_same_bits_on_shared_memory(fleet: Fleets, operation: str) -> None:
     def run() -> bool:
         engine = current().engine
         shoal.set_machine_topology(shoal.topology.RingGraph(2))

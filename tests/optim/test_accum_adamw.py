@@ -28,14 +28,14 @@ def parameter() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(SHAPE))
 
 
-def test_one_gradient_at_a_time_is_adamw() -> None:
+def test_one_gradient_per_update_equals_adamw() -> None:
     ours, torchs = parameter(), parameter()
     options: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
     found = stepped(shoal.optim.AccumAdamW([ours], accumulate=1, **options), ours, gradients(7))
     torch.testing.assert_close(found, stepped(torch.optim.AdamW([torchs], **options), torchs, gradients(7)))
 
 
-def test_moments_take_in_the_mean_of_several_gradients_with_betas_to_their_power() -> None:
+def test_moments_use_the_mean_of_several_gradients_and_betas_raised_to_their_number() -> None:
     param, (beta1, beta2), every, lr, eps, decay = parameter(), (0.8, 0.99), 3, 0.01, 1e-6, 0.1
     x, m, v, b = param.detach().clone(), *(torch.zeros(SHAPE, dtype=torch.float64) for _ in range(3))
     for t, g in enumerate(gradients(8), 1):
@@ -53,8 +53,8 @@ def test_moments_take_in_the_mean_of_several_gradients_with_betas_to_their_power
     torch.testing.assert_close(stepped(adam, param, gradients(8)), x)
 
 
-def test_in_noise_it_divides_by_that_of_as_many_gradients_as_it_takes_in() -> None:
-    """What AdamW with the mean over so many agents' gradients divides by; AdamW alone divides by twice as much."""
+def test_noisy_gradients_are_divided_by_the_root_of_their_count() -> None:
+    """AdamW on the mean over so many agents' gradients has the same denominator; plain AdamW's is twice as large."""
     generator = torch.Generator().manual_seed(1)
     param = torch.nn.Parameter(torch.zeros(4000))
     adam = shoal.optim.AccumAdamW([param], 0.0, accumulate=4, betas=(0.9, 0.99), weight_decay=0.0)
@@ -64,7 +64,7 @@ def test_in_noise_it_divides_by_that_of_as_many_gradients_as_it_takes_in() -> No
     assert adam.state[param]["exp_avg_sq"].mean().sqrt().item() == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_state_that_is_loaded_goes_on_between_two_takings() -> None:
+def test_a_loaded_state_resumes_between_two_updates() -> None:
     whole, param, again = parameter(), parameter(), parameter()
     expected = stepped(shoal.optim.AccumAdamW([whole], accumulate=3), whole, gradients(8))
     first = shoal.optim.AccumAdamW([param], accumulate=3)
@@ -85,12 +85,12 @@ def test_a_state_that_is_loaded_goes_on_between_two_takings() -> None:
         ({"accumulate": 2, "weight_decay": -0.1}, "weight_decay=-0.1"),
     ],
 )
-def test_numbers_out_of_their_range_are_refused(options: dict[str, Any], what: str) -> None:
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         shoal.optim.AccumAdamW([parameter()], **options)
 
 
-def test_its_second_moments_can_be_mixed() -> None:
+def test_second_moments_can_be_mixed() -> None:
     def agent() -> torch.Tensor:
         model = torch.nn.Linear(3, 1)
         adam = shoal.optim.AccumAdamW(model.parameters(), accumulate=2)

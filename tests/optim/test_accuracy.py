@@ -67,7 +67,7 @@ def train(decentralized: bool, seed: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_within_half_a_point_of_all_reduce_on_digits() -> None:
+def test_accuracy_is_within_half_a_point_of_all_reduce_on_digits() -> None:
     accuracies = {
         decentralized: [sum(shoal.Fleet(SIZE).run(train, decentralized, seed)) / SIZE for seed in range(SEEDS)]
         for decentralized in (True, False)
@@ -105,7 +105,7 @@ def train_with_adam(mix_state: tuple[str, ...]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_second_moments_that_are_averaged_save_adam_where_labels_differ() -> None:
+def test_averaged_second_moments_keep_adam_accurate_with_heterogeneous_labels() -> None:
     mixed, alone = (
         sum(shoal.Fleet(ADAM_AGENTS).run(train_with_adam, keys)) / ADAM_AGENTS for keys in (("exp_avg_sq",), ())
     )

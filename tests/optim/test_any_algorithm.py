@@ -101,14 +101,14 @@ def one_step(model: torch.nn.Module, optimizer: shoal.DecentralizedOptimizer, st
 
 
 @pytest.mark.parametrize("algorithm", [*ONE_GRADIENT, *CHOOSES_POINTS], ids=str)
-def test_it_is_what_the_simulation_says(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_training_equals_the_simulation(fleet: Fleets, algorithm: Algorithm) -> None:
     found = torch.stack(fleet(SIZE).run(train, algorithm))
     expected = simulated(algorithm)
     assert (expected - flat(MODEL)).abs().max() > 0.01
     assert (found - expected).abs().max() < 1e-12
 
 
-def test_an_equation_of_matrices_gets_the_shapes_of_the_model(fleet: Fleets) -> None:
+def test_a_matrix_equation_gets_the_shapes_of_the_model(fleet: Fleets) -> None:
     shapes = tuple(tuple(param.shape) for param in MODEL.parameters())
     found = torch.stack(fleet(SIZE).run(train, DeMuon(0.1)))
     assert (found - simulated(DeMuon(0.1, shapes=shapes))).abs().max() < 1e-12
@@ -116,12 +116,12 @@ def test_an_equation_of_matrices_gets_the_shapes_of_the_model(fleet: Fleets) -> 
 
 
 @pytest.mark.parametrize("algorithm", [GradientDescent(1.0), GradientDescent(1.0, atc=False)], ids=["atc", "awc"])
-def test_the_common_ones_are_their_equation_too(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_common_algorithms_equal_their_equation(fleet: Fleets, algorithm: Algorithm) -> None:
     found = torch.stack(fleet(SIZE).run(train, algorithm))
     assert (found - simulated(algorithm)).abs().max() < 1e-12
 
 
-def test_the_static_topology_is_taken_where_none_is_given(fleet: Fleets) -> None:
+def test_the_static_topology_is_the_default(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
@@ -141,7 +141,7 @@ RESUMED += [SlowMo(GradientDescent(1.0), 2, 0.7), DiLoCo(GradientDescent(1.0), 2
 
 
 @pytest.mark.parametrize("algorithm", RESUMED, ids=str)  # the outer ones stop in the middle of a round
-def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
     def run() -> bool:
         def make() -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:
             model = deepcopy(MODEL)
@@ -164,7 +164,7 @@ def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
     assert all(fleet(SIZE).run(run))
 
 
-def test_local_steps_between_two_exchanges_add_up(fleet: Fleets) -> None:
+def test_local_steps_between_two_exchanges_are_summed(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(
@@ -192,7 +192,7 @@ def test_local_steps_between_two_exchanges_add_up(fleet: Fleets) -> None:
     assert (torch.stack(fleet(SIZE).run(run)) - x).abs().max() < 1e-12
 
 
-def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
+def test_invalid_combinations_are_refused_with_the_remedy(fleet: Fleets) -> None:
     def run() -> None:
         def make(algorithm: object, **options: object) -> shoal.DecentralizedOptimizer:
             model = deepcopy(MODEL)

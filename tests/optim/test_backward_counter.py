@@ -92,7 +92,7 @@ def test_every_second_step_is_followed_by_an_exchange(fleet: Fleets, make: Any, 
 
 
 @pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
-def test_a_count_that_is_set_later_holds_from_then_on(fleet: Fleets, make: Any) -> None:
+def test_a_changed_interval_takes_effect_at_once(fleet: Fleets, make: Any) -> None:
     def run() -> list[int]:
         shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
@@ -109,8 +109,8 @@ def test_a_count_that_is_set_later_holds_from_then_on(fleet: Fleets, make: Any) 
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_gradients_are_averaged_also_in_a_step_of_fewer_passes(fleet: Fleets, overlap: str | None) -> None:
-    """The last of an epoch: three micro-batches, two a step."""
+def test_gradients_are_averaged_also_in_a_step_with_fewer_passes(fleet: Fleets, overlap: str | None) -> None:
+    """The last step of an epoch: three micro-batches, two for each step."""
 
     def run() -> Tensor:
         model = deepcopy(MODEL)

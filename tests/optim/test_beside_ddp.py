@@ -43,7 +43,7 @@ def train(folder: str) -> list[list[float]]:
 
 
 @pytest.mark.transport("shared_memory")
-def test_gradients_inside_a_machine_and_parameters_between(tmp_path: Path) -> None:
+def test_gradients_are_averaged_within_a_machine_and_parameters_between_machines(tmp_path: Path) -> None:
     with World(SIZE, environment={"SHOAL_AGENTS_PER_MACHINE": "2"}) as world:
         told = world.results(train, str(tmp_path))
     starts, ends = torch.tensor(told, dtype=torch.float64).unbind(1)

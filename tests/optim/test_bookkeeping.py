@@ -155,7 +155,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 2])
-def test_little_is_done_for_each_parameter(case: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_operations_are_done_per_parameter(case: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         window_exchange, "FLOOR", 0.0
     )  # who has little gives nothing away: a step of fewer instructions
@@ -165,8 +165,8 @@ def test_little_is_done_for_each_parameter(case: str, size: int, monkeypatch: py
     assert instructions < most_instructions + 0.5
 
 
-def test_little_is_done_for_each_state_that_travels_along() -> None:
-    """Adam's second moments: as much again for them as for the parameters, and a look whether they are the same."""
+def test_few_operations_are_done_per_mixed_state() -> None:
+    """Adam's second moments cost as much again as the parameters, plus a check that they are the same objects."""
 
     def adam(params: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(params)
@@ -176,7 +176,7 @@ def test_little_is_done_for_each_state_that_travels_along() -> None:
     assert instructions < 40
 
 
-def test_little_is_done_for_each_parameter_during_the_backward_pass() -> None:
-    """Its hook is called; what torch is asked meanwhile cannot be counted."""
+def test_few_operations_are_done_per_parameter_during_the_backward_pass() -> None:
+    """The parameter's hook is called. The torch calls in between cannot be counted."""
     _, instructions = for_each_parameter(2, partial(ATC, overlap="backward"), SMALL, backward=True)
     assert instructions < 120

@@ -104,7 +104,7 @@ def train(algorithm: Algorithm, overlap: str | None, model: nn.Module = MODEL) -
 
 
 @pytest.mark.parametrize("algorithm", SEPARABLE, ids=str)
-def test_the_same_bits_as_in_one_part(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_buckets_give_the_same_bits_as_one_vector(fleet: Fleets, algorithm: Algorithm) -> None:
     agents = fleet(SIZE)
     parts = torch.stack(agents.run(train, algorithm, "backward"))
     assert torch.equal(parts, torch.stack(agents.run(train, algorithm, None)))
@@ -135,8 +135,8 @@ def in_pieces(entry: Entry, pieces: list[slice]) -> Tensor:
 
 
 @pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
-def test_algorithms_are_separable_that_say_so(entry: Entry) -> None:
-    """And one that could be, and does not say so, takes its gradients elsewhere than where the model is."""
+def test_only_algorithms_that_declare_it_are_separable(entry: Entry) -> None:
+    """A separable algorithm without the declaration gets its gradients in one vector, apart from the model."""
     whole, pieces = in_pieces(entry, [slice(0, 12)]), in_pieces(entry, [slice(0, 5), slice(5, 12)])
     algorithm = entry.example()
     if algorithm.separable:
@@ -146,8 +146,8 @@ def test_algorithms_are_separable_that_say_so(entry: Entry) -> None:
         assert not torch.equal(whole, pieces)
 
 
-def test_each_part_is_a_message_of_its_own(fleet: Fleets) -> None:
-    """CHOCO-SGD by hand, with a top-k of each parameter, against the optimizer with one for each bucket."""
+def test_each_bucket_is_a_message_of_its_own(fleet: Fleets) -> None:
+    """CHOCO-SGD with a top-k for each parameter equals the optimizer with one top-k for each bucket."""
     gamma, share = 0.4, 0.3
     sizes = [param.numel() for param in MODEL.parameters()]
     model = deepcopy(MODEL)
@@ -167,8 +167,8 @@ def test_each_part_is_a_message_of_its_own(fleet: Fleets) -> None:
     assert (found - x).abs().max() < 1e-12
 
 
-def test_parts_draw_each_for_itself(fleet: Fleets) -> None:
-    """Two layers alike send other numbers, or the same ones would be left out of both in every step."""
+def test_buckets_draw_independently(fleet: Fleets) -> None:
+    """Two equal layers send different entries. With one draw, every step would omit the same entries of both."""
     chosen: dict[int, list[Tensor]] = {}
 
     class Watched(RandomK):
@@ -193,7 +193,7 @@ def test_parts_draw_each_for_itself(fleet: Fleets) -> None:
         assert not torch.equal(one, other)
 
 
-def test_parts_may_be_of_several_dtypes(fleet: Fleets) -> None:
+def test_buckets_may_have_several_dtypes(fleet: Fleets) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,7 +211,7 @@ def test_parts_may_be_of_several_dtypes(fleet: Fleets) -> None:
     assert 0 < spread < 0.5 * (found[0] - flat(mixed)).norm()
 
 
-def test_agents_without_batches_take_part_with_a_gradient_of_zero(fleet: Fleets) -> None:
+def test_agents_without_batches_contribute_a_zero_gradient(fleet: Fleets) -> None:
     batches = [5, 2, 0, 4]
 
     def run(algorithm: Algorithm, overlap: str | None) -> Tensor:
@@ -247,7 +247,7 @@ def test_agents_without_batches_take_part_with_a_gradient_of_zero(fleet: Fleets)
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_local_steps_before_the_batches_end_are_not_lost(fleet: Fleets, overlap: Literal["backward"] | None) -> None:
+def test_local_steps_before_the_last_batch_are_kept(fleet: Fleets, overlap: Literal["backward"] | None) -> None:
     """With an exchange after every other step, and an odd number of batches."""
     batches = [6, 3, 4, 5]
 
@@ -280,7 +280,7 @@ def test_local_steps_before_the_batches_end_are_not_lost(fleet: Fleets, overlap:
     assert (found - x).abs().max() < 1e-12
 
 
-def test_local_steps_between_two_exchanges_add_up_in_each_part(fleet: Fleets) -> None:
+def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Fleets) -> None:
     def run(overlap: str | None) -> Tensor:
         model = deepcopy(MODEL)
         optimizer = make(model, ExactDiffusion(1.0, lazy=True), overlap)
@@ -296,7 +296,7 @@ def test_local_steps_between_two_exchanges_add_up_in_each_part(fleet: Fleets) ->
 
 
 @pytest.mark.parametrize("algorithm", [ExactDiffusion(1.0, lazy=True), ChocoSGD(1.0, 1.0, MinMaxUInt8())], ids=str)
-def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
     def run() -> bool:
         whole, first, second, other = (deepcopy(MODEL) for _ in range(4))
         go_on(whole, make(whole, algorithm, "backward"), range(STEPS))
@@ -326,8 +326,8 @@ GROWING = [ExactDiffusion(1.0, lazy=True), DecentLaM(1.0, 0.8), DiLoCo(GradientD
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
 @pytest.mark.parametrize("algorithm", [*GROWING, ChocoSGD(1.0, 0.5, MinMaxUInt8())], ids=str)
-def test_parameters_that_are_added_begin_when_they_come(fleet: Fleets, algorithm: Algorithm, overlap: str) -> None:
-    """Each group ends where it ends by itself; also where who goes on from a checkpoint has both from the start."""
+def test_added_parameters_start_when_they_are_added(fleet: Fleets, algorithm: Algorithm, overlap: str) -> None:
+    """Each group ends where it does alone, also if a run resumed from a checkpoint has both groups from the start."""
     goals = torch.arange(SIZE * 5.0, dtype=torch.float64).view(SIZE, 5).sin()
 
     class Two(nn.Module):
@@ -385,7 +385,7 @@ def test_parameters_that_are_added_begin_when_they_come(fleet: Fleets, algorithm
     assert (torch.stack(seconds) - 1).abs().max() > 0.01
 
 
-def test_parameters_are_not_added_to_one_vector_that_has_begun(fleet: Fleets) -> None:
+def test_parameters_cannot_be_added_to_a_single_vector_after_the_first_step(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         for param in model[2].parameters():
@@ -405,8 +405,8 @@ def test_parameters_are_not_added_to_one_vector_that_has_begun(fleet: Fleets) ->
     fleet(SIZE).run(run)
 
 
-def test_a_part_leaves_while_the_gradients_in_front_of_it_are_computed(fleet: Fleets) -> None:
-    """The other agents wait with the first layer until they have the last one's message."""
+def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fleets) -> None:
+    """The other agents delay the first layer until they have the message of the last layer."""
     come = [threading.Event() for _ in range(2)]
 
     class Telling(GradientDescent):
@@ -435,8 +435,8 @@ def test_a_part_leaves_while_the_gradients_in_front_of_it_are_computed(fleet: Fl
     fleet(2).run(run)
 
 
-def test_parts_that_are_late_on_some_agents_and_early_on_others_wait_for_nobody(fleet: Fleets) -> None:
-    """A layer without a gradient leaves at the step, also while those that have left wait for a neighbour's."""
+def test_buckets_late_on_some_agents_and_early_on_others_do_not_deadlock(fleet: Fleets) -> None:
+    """A layer without a gradient is sent at the step, also while buckets sent before wait for a neighbour's message."""
 
     class OneOfTwo(nn.Module):
         def __init__(self) -> None:
@@ -462,7 +462,7 @@ def test_parts_that_are_late_on_some_agents_and_early_on_others_wait_for_nobody(
     assert torch.equal(torch.stack(agents.run(run, "backward")), torch.stack(agents.run(run, None)))
 
 
-def test_what_goes_wrong_in_a_part_is_raised_by_step_and_no_thread_is_left(fleet: Fleets) -> None:
+def test_an_error_in_a_bucket_is_raised_by_step_and_no_thread_is_left(fleet: Fleets) -> None:
     class Wrong(GradientDescent):
         def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
             if mix.round == 1 and len(x) == MODEL[0].bias.numel():
@@ -483,7 +483,7 @@ def test_what_goes_wrong_in_a_part_is_raised_by_step_and_no_thread_is_left(fleet
     fleet(2).run(run)
 
 
-def test_what_cannot_be_taken_apart_is_refused(fleet: Fleets) -> None:
+def test_inseparable_algorithms_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         censored = CensoredGradientDescent(1.0, 0.1, 0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import math
 import os
 import pickle
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.optim.checkpoints.all_agents import all_try, from_one_agent
+from shoal.optim.checkpoints.checkpoint_files import write_atomically
 from support.checkpoints import DATA, MODEL, SIZE, Run, folders, same, weight
 
 Fleets = Callable[..., shoal.Fleet]
@@ -44,7 +47,7 @@ def save(folder: Path, steps: int, size: int = SIZE) -> list[dict[str, Any]]:
 # The same number of agents
 
 
-def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, tmp_path: Path) -> None:
     def whole() -> dict[str, Any]:
         return Run().steps(7).all()
 
@@ -64,7 +67,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, tmp_
     assert not same(expected[0]["model"], expected[1]["model"]), "agents that are alike would prove little"
 
 
-def test_the_checkpoint_saved_last_is_the_one_found_and_the_last_k_are_kept(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_is_found_and_the_last_k_are_kept(tmp_path: Path) -> None:
     def run() -> None:
         model = weight(0.0)
         checkpoint = shoal.Checkpoint(model=model)
@@ -80,7 +83,7 @@ def test_the_checkpoint_saved_last_is_the_one_found_and_the_last_k_are_kept(tmp_
     assert folders(tmp_path) == ["000003-step-30", "000004-step-20"]
 
 
-def test_all_are_kept_if_asked_for(tmp_path: Path) -> None:
+def test_all_checkpoints_are_kept_if_requested(tmp_path: Path) -> None:
     def run() -> None:
         for step in range(5):
             shoal.Checkpoint(model=weight(0.0)).save(tmp_path, step, keep=None)
@@ -89,7 +92,7 @@ def test_all_are_kept_if_asked_for(tmp_path: Path) -> None:
     assert len(folders(tmp_path)) == 5
 
 
-def test_files_without_their_manifest_do_not_count_and_the_next_save_clears_them_away(tmp_path: Path) -> None:
+def test_files_without_a_manifest_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
     def save_at(step: int) -> None:
         shoal.Checkpoint(model=weight(float(step))).save(tmp_path, step)
 
@@ -107,7 +110,48 @@ def test_files_without_their_manifest_do_not_count_and_the_next_save_clears_them
     assert shoal.Fleet(2).run(load) == [(2, 2.0)] * 2
 
 
-def test_where_nothing_was_saved(tmp_path: Path) -> None:
+def test_an_old_manifest_that_a_power_cut_brings_back_does_no_harm(tmp_path: Path) -> None:
+    """Its unlinking is not on the disk yet when the next checkpoint counts. Its files may be gone, or there in part."""
+    manifest = tmp_path / "000001-step-10" / "manifest.json"
+
+    def run() -> None:
+        model = weight(1.0)
+        checkpoint = shoal.Checkpoint(model=model)
+        checkpoint.save(tmp_path, 10, keep=1)
+        before = manifest.read_bytes()
+        nn.init.constant_(model.weight, 2.0)
+        checkpoint.save(tmp_path, 20, keep=1)
+        assert not manifest.exists()
+        for part in (None, b"the begin of a file"):
+            manifest.parent.mkdir(exist_ok=True)
+            manifest.write_bytes(before)
+            if part is not None:
+                (manifest.parent / "agent-0.pt").write_bytes(part)
+            nn.init.constant_(model.weight, 0.0)
+            with pytest.raises(shoal.ShoalError, match=r"agent-0\.pt"):
+                checkpoint.load(tmp_path, step=10)
+            assert model.weight.item() == 0.0
+            assert (checkpoint.load(tmp_path), model.weight.item()) == (20, 2.0)
+        checkpoint.save(tmp_path, 30, keep=1)
+
+    shoal.Fleet(1).run(run)
+    assert folders(tmp_path) == ["000003-step-30"]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_text("before")
+
+    def write(partial: Path) -> None:
+        partial.write_text("a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, write)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("model.pt", "before")]
+
+
+def test_loading_from_an_empty_folder(tmp_path: Path) -> None:
     def run() -> None:
         model = weight(1.0)
         checkpoint = shoal.Checkpoint(model=model)
@@ -140,7 +184,7 @@ def test_a_machine_needs_only_the_files_of_its_own_agents(tmp_path: Path) -> Non
     assert [folders(tmp_path / str(rank)) for rank in (0, 1)] == [["000002-step-2"]] * 2
 
 
-def test_a_part_that_is_not_asked_for_is_left_out_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_parts_not_requested_are_skipped_and_missing_ones_are_named(tmp_path: Path) -> None:
     save(tmp_path, 2)
 
     def run() -> None:
@@ -168,8 +212,8 @@ class Recorder:
         self._log.append("other")
 
 
-def test_models_are_loaded_before_all_else(tmp_path: Path) -> None:
-    """An optimizer may keep something that goes with their values."""
+def test_models_are_loaded_first(tmp_path: Path) -> None:
+    """An optimizer's state may depend on the model's values."""
 
     def run() -> list[str]:
         log: list[str] = []
@@ -184,7 +228,7 @@ def test_models_are_loaded_before_all_else(tmp_path: Path) -> None:
     assert shoal.Fleet(1).run(run) == [["model", "other"] * 2]
 
 
-def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+def test_a_view_is_saved_without_its_base(tmp_path: Path) -> None:
     def run() -> None:
         checkpoint = shoal.Checkpoint(view=Recorder([]))
         file = checkpoint.save(tmp_path, 1) / "agent-0.pt"
@@ -195,7 +239,7 @@ def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
     shoal.Fleet(1).run(run)
 
 
-def test_all_is_on_the_disk_before_the_manifest_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_on_disk_before_the_manifest_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     sync, rename = os.fsync, Path.replace
 
@@ -233,7 +277,7 @@ def test_another_number_of_agents_is_refused_with_both_numbers_and_the_remedy(tm
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_from_the_consensus_every_agent_begins_at_the_mean(size: int, tmp_path: Path) -> None:
+def test_every_agent_starts_at_the_mean_of_the_consensus(size: int, tmp_path: Path) -> None:
     saved = save(tmp_path, 6)
 
     def run() -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -280,7 +324,7 @@ def masses(folder: Path, start: Any = None) -> dict[str, Any]:
     return dict(found)
 
 
-def test_an_asynchronous_run_keeps_its_masses_and_begins_from_their_mean_with_others(tmp_path: Path) -> None:
+def test_an_asynchronous_run_keeps_its_masses_and_starts_from_their_mean_with_another_size(tmp_path: Path) -> None:
     saved = shoal.Fleet(3, timeout=20.0).run(masses, tmp_path)
     assert sum(one["p"] for one in saved) == pytest.approx(3.0, abs=1e-12)
     assert same(shoal.Fleet(3, timeout=20.0).run(masses, tmp_path, "own"), saved)
@@ -292,7 +336,7 @@ def test_an_asynchronous_run_keeps_its_masses_and_begins_from_their_mean_with_ot
 # What goes wrong
 
 
-def test_a_damaged_file_of_one_agent_is_an_error_on_all_and_changes_nothing(fleet: Fleets, tmp_path: Path) -> None:
+def test_one_agents_damaged_file_is_an_error_on_all_and_changes_nothing(fleet: Fleets, tmp_path: Path) -> None:
     save(tmp_path, 2)
     file = tmp_path / "000001-step-2" / "agent-1.pt"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -305,6 +349,21 @@ def test_a_damaged_file_of_one_agent_is_an_error_on_all_and_changes_nothing(flee
         assert caught.value.ranks == (1,) and same(run.all(), before)
 
     fleet(SIZE).run(run)
+
+
+def test_an_error_whose_text_cannot_be_encoded_is_an_error_on_all() -> None:
+    """As that of a part whose state_dict() names a file with bytes that are no UTF-8."""
+
+    def fail() -> None:
+        raise ValueError("run \udcff")
+
+    def run() -> None:
+        errors, _ = all_try("checkpoint.test", fail if shoal.rank() == 1 else lambda: None, None)
+        assert errors == {1: "ValueError: run ?"}
+        with pytest.raises(shoal.ShoalError, match=r"checkpoint: at rank 0, ValueError: run \?$"):
+            from_one_agent(0, "checkpoint.test", fail, None)
+
+    shoal.Fleet(2, timeout=20.0).run(run)
 
 
 class Trap:
@@ -341,7 +400,7 @@ class Strange:
     def load_state_dict(self, state_dict: Any) -> None: ...
 
 
-def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved_and_on_all(tmp_path: Path) -> None:
+def test_a_state_that_could_not_be_loaded_is_refused_by_save_on_all_agents(tmp_path: Path) -> None:
     save(tmp_path, 1)
 
     def run() -> None:
@@ -365,7 +424,7 @@ def test_agents_at_different_steps_do_not_save(tmp_path: Path) -> None:
     assert folders(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     def run() -> None:
@@ -386,7 +445,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None
         (lambda folder: shoal.Checkpoint(model=MODEL).load(folder, start="mean"), ValueError, "'own' or 'consensus'"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(
+def test_invalid_arguments_are_refused(
     call: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     def run() -> None:
@@ -424,7 +483,7 @@ def test_plain_data_are_saved_and_filled_in_place(tmp_path: Path) -> None:
     shoal.Fleet(2).run(run)
 
 
-def test_numbers_with_fractions_begin_at_their_mean_and_counters_at_agent_0s(tmp_path: Path) -> None:
+def test_floating_point_entries_start_at_their_mean_and_counters_at_agent_0s(tmp_path: Path) -> None:
     def save() -> None:
         state = {"step": 10 + shoal.rank(), "best": 1.0 + shoal.rank(), "worst": math.inf}
         shoal.Checkpoint(state=state).save(tmp_path, 1)
@@ -438,7 +497,7 @@ def test_numbers_with_fractions_begin_at_their_mean_and_counters_at_agent_0s(tmp
     assert shoal.Fleet(3).run(load) == [{"step": 10, "best": 1.5, "worst": math.inf}] * 3
 
 
-def test_another_kind_of_data_than_was_saved_is_an_error(tmp_path: Path) -> None:
+def test_loading_another_type_than_was_saved_is_an_error(tmp_path: Path) -> None:
     def run() -> None:
         shoal.Checkpoint(state={"step": 1}).save(tmp_path, 1)
         with pytest.raises(ValueError, match="state is a list here, and a dict in the checkpoint"):
@@ -447,7 +506,7 @@ def test_another_kind_of_data_than_was_saved_is_an_error(tmp_path: Path) -> None
     shoal.Fleet(1).run(run)
 
 
-def test_data_that_became_something_else_is_named_when_it_is_saved(tmp_path: Path) -> None:
+def test_data_that_changed_type_are_named_by_save(tmp_path: Path) -> None:
     def run() -> None:
         state: dict[str, Any] = {"step": 1}
         checkpoint = shoal.Checkpoint(state=state)
@@ -458,7 +517,7 @@ def test_data_that_became_something_else_is_named_when_it_is_saved(tmp_path: Pat
     shoal.Fleet(1).run(run)
 
 
-def test_a_schedule_that_is_not_saved_is_noticed_once(tmp_path: Path) -> None:
+def test_a_schedule_that_is_not_saved_is_reported_once(tmp_path: Path) -> None:
     def run() -> None:
         model = weight(1.0)
         optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -51,8 +51,8 @@ def plain_keys(folder: Path) -> set[float]:
     return {float(one) for tensor in state["model"].values() for one in tensor.flatten()}
 
 
-def test_plain_keys_keep_one_agent_s_tensors_and_lose_the_others(world: World, tmp_path: Path) -> None:
-    """The reason for the keys: one weight and one bias are there, be they of one agent or of two."""
+def test_plain_keys_keep_one_agents_tensors_and_lose_the_others(world: World, tmp_path: Path) -> None:
+    """The reason for the prefixed keys: one weight and one bias are saved, for one agent as for two."""
     first, *others = world.results(plain_keys, tmp_path)
     assert others == [first, first] and len(first) < 3
 
@@ -69,8 +69,8 @@ def plain_optimizer(folder: Path) -> int:
     return len(fresh.state)
 
 
-def test_plain_optimizers_lose_their_momentum_in_silence(world: World, tmp_path: Path) -> None:
-    """The reason for an optimizer's state being one object."""
+def test_plain_optimizers_lose_their_momentum_silently(world: World, tmp_path: Path) -> None:
+    """The reason for saving an optimizer's state as one object."""
     assert world.results(plain_optimizer, tmp_path) == [0, 0, 0]
 
 
@@ -98,8 +98,11 @@ def train(steps: int) -> bytes:
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["save", "async_save"])
-def test_a_checkpoint_brings_everything_back_to_the_bit(world: World, later: bool, tmp_path: Path) -> None:
-    """Into a model and an optimizer that have not stepped; then they go on as if nothing had been."""
+def test_a_checkpoint_restores_everything_bit_for_bit(world: World, later: bool, tmp_path: Path) -> None:
+    """Into a model and an optimizer that have not stepped.
+
+    The training that follows is that of an uninterrupted run.
+    """
     whole = [unpacked(one) for one in world.results(train, 5)]
     saved = [unpacked(one) for one in world.results(save_after, tmp_path, 3, later)]
     assert not same(saved[0]["model"], saved[1]["model"]), "agents that are alike would prove little"
@@ -119,7 +122,7 @@ def load_with_another_number(folder: Path) -> tuple[str, bool]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_another_number_of_agents_is_refused_before_anything_is_changed(world: World, tmp_path: Path) -> None:
+def test_another_number_of_agents_is_refused_before_any_change(world: World, tmp_path: Path) -> None:
     """Three, and one, which needs no process group."""
     three, one = tmp_path / "three", tmp_path / "one"
     world.results(save_after, three, 1)
@@ -130,7 +133,7 @@ def test_another_number_of_agents_is_refused_before_anything_is_changed(world: W
         assert "training.agent0of3" in text and unchanged
 
 
-def test_a_model_s_tensors_have_keys_and_all_else_is_one_object() -> None:
+def test_model_tensors_have_keys_and_the_rest_is_one_object() -> None:
     def run() -> None:
         run = Run().steps(1)
         [[key, parts]] = run.checkpoint.state_dict().items()
@@ -141,7 +144,7 @@ def test_a_model_s_tensors_have_keys_and_all_else_is_one_object() -> None:
     shoal.Fleet(2, timeout=20.0).run(run)
 
 
-def test_a_state_of_others_is_refused_with_the_remedy() -> None:
+def test_a_foreign_state_is_refused_with_the_remedy() -> None:
     states = [shoal.Fleet(size).run(lambda: shoal.Checkpoint(model=MODEL).state_dict()) for size in (2, 3)]
 
     def run() -> None:

@@ -66,9 +66,7 @@ def load_weight(folder: Path) -> tuple[int, float]:
         (1, "remove the old files", 2),
     ],
 )
-def test_killed_in_the_middle_of_saving_a_complete_checkpoint_is_there(
-    victim: int, where: str, counts: int, tmp_path: Path
-) -> None:
+def test_a_kill_during_save_leaves_a_complete_checkpoint(victim: int, where: str, counts: int, tmp_path: Path) -> None:
     with ExitStack() as last:
         world = World(SIZE)
         last.callback(world.destroy)

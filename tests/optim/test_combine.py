@@ -43,8 +43,8 @@ def moves(kind: str, x: Vectors) -> Vectors:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_adapt_with_combine_decays_what_the_local_step_begins_with(fleet: Fleets, kind: str) -> None:
-    """The wrapper steps from the average, which is where the parameters are then; the equation steps from x."""
+def test_adapt_with_combine_decays_the_value_before_the_local_step(fleet: Fleets, kind: str) -> None:
+    """The wrapper steps from the average, which the parameters then hold. The equation steps from x."""
     wrapper = equation = START
     for _ in range(STEPS):
         wrapper = (1 - LR * DECAY) * (W @ wrapper) - LR * moves(kind, wrapper)

@@ -36,7 +36,7 @@ def taken(topology: Any, compressor: Compressor) -> Algorithm:
     return optimizer.algorithm
 
 
-def test_the_algorithm_is_one_that_is_sound_for_the_compressor_and_the_topology() -> None:
+def test_the_algorithm_is_sound_for_the_compressor_and_the_topology() -> None:
     def found(topology: Any, compressor: Compressor) -> Algorithm:
         one, *others = shoal.Fleet(SIZE).run(taken, topology, compressor)
         assert all(other == one for other in others)
@@ -59,7 +59,7 @@ def test_the_algorithm_is_one_that_is_sound_for_the_compressor_and_the_topology(
     assert shrunk.compressor == Shrunk(QSGD(1))
 
 
-def test_it_is_said_once_which(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_chosen_algorithm_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shoal"):
         shoal.Fleet(SIZE).run(taken, None, TopK(0.1))
     said = [record.getMessage() for record in caplog.records if "compression" in record.getMessage()]
@@ -84,14 +84,14 @@ def _phi(z: float) -> float:
         (Shrunk(RandomK(0.25, scaled=True)), 0.25),  # by 4, of what was multiplied by 4
     ],
 )
-def test_how_much_of_a_message_is_kept(compressor: Compressor, expected: float) -> None:
+def test_the_fraction_of_a_message_that_is_kept(compressor: Compressor, expected: float) -> None:
     found = share_kept(compressor, 200_000)
     assert 0.95 * expected <= found <= 1.01 * expected  # two digits, downwards
     assert found == share_kept(compressor, 200_000)
     assert math.isclose(found, float(f"{found:.2g}"))
 
 
-def test_what_is_kept_of_more_numbers_than_are_tried() -> None:
+def test_the_fraction_kept_of_more_numbers_than_are_tried() -> None:
     few, many = (share_kept(Shrunk(QSGD(7)), numbers) for numbers in (1 << 20, 1 << 24))
     assert few / 4 * 0.9 <= many <= few / 4 * 1.1  # omega grows with their root
 
@@ -143,8 +143,8 @@ def pulled_on_a_ring(compressor: Compressor | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("compressor", [MinMaxUInt8(), Sign(), TopK(0.1), RandomK(0.1), QSGD(7)], ids=repr)
-def test_agents_learn_together(compressor: Compressor) -> None:
-    """They end where all their data lead, and not each where its own do; as near as without compression, or nearly."""
+def test_agents_converge_to_the_joint_optimum(compressor: Compressor) -> None:
+    """They end at the optimum of all data, not of each agent's own, nearly as close as without compression."""
     optimum = targets().mean(0)
     alone = (targets() - optimum).norm(dim=1).max()
     plain, compressed = ((pulled_on_a_ring(one) - optimum).norm(dim=1).max() / alone for one in (None, compressor))
@@ -161,7 +161,7 @@ SLOW = pytest.mark.slow  # each of them learns on a ring, and so do two others w
     [MinMaxUInt8(), pytest.param(Sign(), marks=SLOW), TopK(0.1), pytest.param(QSGD(7), marks=SLOW)],
     ids=repr,
 )
-def test_agents_learn_together_where_the_topology_changes(compressor: Compressor) -> None:
+def test_agents_converge_to_the_joint_optimum_on_a_changing_topology(compressor: Compressor) -> None:
     optimum = targets().mean(0)
     alone = (targets() - optimum).norm(dim=1).max()
     found = torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, OnePeerHypercube(SIZE)))
@@ -187,7 +187,9 @@ def test_agents_learn_together_where_the_topology_changes(compressor: Compressor
         ({"compression": TopK(0.1), "mix_state": ("momentum_buffer",)}, ValueError, "mix_state"),
     ],
 )
-def test_what_does_not_go_together_says_why(options: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_invalid_combinations_are_refused_with_the_reason(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
     def build() -> None:
         model = torch.nn.Linear(100, 50)
         algorithm = options.get("algorithm")

@@ -134,7 +134,7 @@ def both_ways_during_backward() -> list[tuple[str, Way, str]]:
     ]
 
 
-def test_awc_exchanges_from_the_first_forward_on_and_step_comes_last(fleet: Fleets, traces: Path) -> None:
+def test_awc_exchanges_from_the_first_forward_pass_on_and_steps_last(fleet: Fleets, traces: Path) -> None:
     computing = threading.Event()
 
     def begin(pace: Pace) -> None:
@@ -156,7 +156,7 @@ def test_awc_exchanges_from_the_first_forward_on_and_step_comes_last(fleet: Flee
 
 
 @pytest.mark.parametrize(("name", "way", "prefix"), both_ways_during_backward(), ids=["gradients", "atc"])
-def test_a_layer_is_exchanged_during_the_backward_of_the_layer_before_it(
+def test_a_layer_is_exchanged_during_the_backward_pass_of_the_preceding_layer(
     fleet: Fleets, traces: Path, name: str, way: Way, prefix: str
 ) -> None:
     second = threading.Event()
@@ -192,7 +192,7 @@ def test_atc_during_backward_steps_a_layer_before_it_is_exchanged(fleet: Fleets,
             assert step.backward[layer].end < local.start < local.end < step.exchange[layer].start
 
 
-def test_mean_gradients_are_there_before_the_local_step(fleet: Fleets, traces: Path) -> None:
+def test_mean_gradients_are_available_before_the_local_step(fleet: Fleets, traces: Path) -> None:
     for step in train(fleet(2), traces, "gradients", WAYS["gradients"], lambda pace: None):
         [local] = step.local
         assert max(exchange.end for exchange in step.exchange.values()) < local.start
@@ -205,14 +205,16 @@ def test_atc_without_overlap_exchanges_after_the_backward_and_the_local_step(fle
             assert step.backward[1].end < step.step.start < local.end < exchange.start < exchange.end < step.step.end
 
 
-def test_gradients_without_overlap_are_exchanged_between_backward_and_local_step(fleet: Fleets, traces: Path) -> None:
+def test_gradients_without_overlap_are_exchanged_between_backward_pass_and_local_step(
+    fleet: Fleets, traces: Path
+) -> None:
     for step in train(fleet(2), traces, "gradients", GRADIENTS, lambda pace: None):
         [local] = step.local
         for exchange in step.exchange.values():
             assert step.backward[1].end < step.step.start < exchange.start < exchange.end < local.start
 
 
-def test_the_picture_is_drawn_from_a_trace(traces: Path, tmp_path: Path) -> None:
+def test_the_figure_is_drawn_from_a_trace(traces: Path, tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(LAYERS)))
 
     def run() -> None:

@@ -80,7 +80,7 @@ PATTERNS: dict[str, list[list[int]]] = {
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize("pattern", [*PATTERNS])
 @ways
-def test_frozen_parameters_stay_and_the_others_go_on(fleet: Fleets, way: str, pattern: str, bucket_bytes: int) -> None:
+def test_frozen_parameters_stay_and_the_others_train(fleet: Fleets, way: str, pattern: str, bucket_bytes: int) -> None:
     frozen = PATTERNS[pattern]
 
     def run() -> Tensor:
@@ -172,8 +172,8 @@ def test_frozen_parameters_are_not_sent(fleet: Fleets, maker: str, late: bool) -
 
 
 @pytest.mark.parametrize("make", WINDOWS)
-def test_windows_of_frozen_parameters_alone_are_left_out(fleet: Fleets, make: Any) -> None:
-    """None is made where they are frozen from the beginning; later nothing is put there or taken from there."""
+def test_windows_with_only_frozen_parameters_are_skipped(fleet: Fleets, make: Any) -> None:
+    """No window is created if they are frozen from the start. Later, none is written to or read from."""
 
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
@@ -214,9 +214,7 @@ def test_windows_of_frozen_parameters_alone_are_left_out(fleet: Fleets, make: An
 
 @pytest.mark.parametrize("what", ["freezes", "unfreezes", "freezes all"])
 @ways
-def test_an_agent_that_freezes_by_itself_is_a_mismatch_that_names_the_parameter(
-    fleet: Fleets, way: str, what: str
-) -> None:
+def test_freezing_on_one_agent_only_is_a_mismatch_that_names_the_parameter(fleet: Fleets, way: str, what: str) -> None:
     all_have_failed = threading.Barrier(3)
 
     def run() -> str:
@@ -257,8 +255,8 @@ EQUATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", ["freezes", "unfreezes"])
 @pytest.mark.parametrize("equation", [*EQUATIONS])
-def test_under_any_algorithm_it_is_a_mismatch_too(fleet: Fleets, equation: str, what: str) -> None:
-    """Nobody waits for a deadline: it is longer than the test may take."""
+def test_freezing_on_one_agent_only_is_a_mismatch_under_any_algorithm(fleet: Fleets, equation: str, what: str) -> None:
+    """No agent waits for a deadline: it is longer than the test's timeout."""
 
     def run() -> str:
         model = deepcopy(MODEL)
@@ -274,7 +272,7 @@ def test_under_any_algorithm_it_is_a_mismatch_too(fleet: Fleets, equation: str, 
     assert all("The parameter '0.weight' is " in text for text in fleet(2, timeout=3600.0).run(run))
 
 
-def test_another_layer_of_the_same_shape_is_a_mismatch(fleet: Fleets) -> None:
+def test_freezing_another_layer_of_the_same_shape_is_a_mismatch(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
         model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
@@ -287,7 +285,7 @@ def test_another_layer_of_the_same_shape_is_a_mismatch(fleet: Fleets) -> None:
     fleet(2).run(run)
 
 
-def test_agents_that_differ_at_the_first_step(fleet: Fleets) -> None:
+def test_frozen_sets_that_differ_at_the_first_step(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         if shoal.rank() == 1:
@@ -356,7 +354,7 @@ def test_gradients_of_frozen_parameters_are_dropped(fleet: Fleets, way: str) -> 
 # Laid out once, saved, handed over
 
 
-def test_layers_that_take_turns_are_not_moved_again(fleet: Fleets) -> None:
+def test_alternately_frozen_layers_are_not_moved_again(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
         model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
@@ -388,7 +386,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("handed_over", [False, True], ids=["loaded", "handed over"])
 @pytest.mark.parametrize("what", [*RESUMED])
-def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, what: str, handed_over: bool) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, what: str, handed_over: bool) -> None:
     turns = [[], [0], [2], [0], [], [2], [0], []]
 
     def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
@@ -428,8 +426,8 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, what
     assert torch.equal(whole, resumed)
 
 
-def test_a_generator_and_a_discriminator_that_take_turns(fleet: Fleets) -> None:
-    """D runs frozen within G's step, which arms nothing."""
+def test_an_alternating_generator_and_discriminator(fleet: Fleets) -> None:
+    """The discriminator runs frozen within the generator's step, which starts no exchange of it."""
 
     def run(overlap: str | None) -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(2))
@@ -481,7 +479,7 @@ class Tail(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:no optimizer that averages has these parameters")  # until the group is added
 @pytest.mark.parametrize("what", ["a group is added", "frozen after the forward pass", "unfrozen after it"])
-def test_a_change_midway_with_exchanges_during_the_backward_pass_equals_one_without(fleet: Fleets, what: str) -> None:
+def test_freezing_midway_with_overlap_equals_no_overlap(fleet: Fleets, what: str) -> None:
     def run(overlap: str | None) -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(2))
         model = Tail()

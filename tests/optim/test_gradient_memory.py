@@ -26,8 +26,8 @@ def one_layer() -> torch.nn.Linear:
 
 
 @pytest.mark.links("an engine copies what it carries")
-def test_gradients_are_read_where_they_were_joined(fleet: Fleets) -> None:
-    """No copy is made for others: what they may read is parameters, gradients, and the sum of a share."""
+def test_gradients_are_read_in_place_from_the_fused_buffer(fleet: Fleets) -> None:
+    """No copy is made for other agents: they can read parameters, gradients, and the sum of a share."""
 
     def run() -> int:
         model = one_layer()
@@ -45,8 +45,8 @@ def test_gradients_are_read_where_they_were_joined(fleet: Fleets) -> None:
 @pytest.mark.links("an engine sums in an order of its own")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_no_round_sees_the_gradients_of_another(fleet: Fleets, size: int, overlap: str | None) -> None:
-    """Each agent is as fast as it can; what it reads stays as it is until it has read it, and its own is its own."""
+def test_rounds_do_not_see_each_others_gradients(fleet: Fleets, size: int, overlap: str | None) -> None:
+    """Each agent runs at full speed. The values it reads, and its own, do not change until it has read them."""
     rounds = 6
 
     def run() -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.optim.exchanges.grouping import as_given, by_count
+from shoal.optim.exchanges.buckets import as_given, by_count
 from support.optimizers import MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]
@@ -43,7 +43,7 @@ def train(make: Any, options: Options) -> tuple[torch.Tensor, list[list[str]]]:
 
 @pytest.mark.parametrize("make", [ATC, GRADIENTS], ids=["atc", "gradients"])
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_groups_change_no_bits(fleet: Fleets, make: Any, overlap: str | None) -> None:
+def test_grouping_changes_no_bits(fleet: Fleets, make: Any, overlap: str | None) -> None:
     def run() -> list[tuple[torch.Tensor, list[list[str]]]]:
         first, *rest = names()
         each: list[Options] = [{}, {"num_groups": 1}, {"num_groups": 3}, {"groups": [[first, rest[-1]], rest[:1]]}]
@@ -93,7 +93,9 @@ def params_of(sizes: Sequence[int], dtypes: Sequence[torch.dtype] | None = None)
         ([5, 5, 5, 5, 5, 5], 1, [["5", "4", "3", "2", "1", "0"]]),
     ],
 )
-def test_groups_by_count_are_as_many_and_about_equal(sizes: list[int], count: int, expected: list[list[str]]) -> None:
+def test_groups_by_count_have_that_number_and_about_equal_sizes(
+    sizes: list[int], count: int, expected: list[list[str]]
+) -> None:
     assert by_count(params_of(sizes), count) == expected
 
 
@@ -102,13 +104,13 @@ def test_a_group_of_two_dtypes_is_two_messages() -> None:
     assert as_given(params, [["0", "1", "2"]]) == [["0", "2"], ["1"]]
 
 
-def test_parameters_are_given_themselves_or_by_name() -> None:
+def test_parameters_are_passed_directly_or_by_name() -> None:
     params = params_of([2, 2, 2])
     _, one, two = params
     assert as_given(params, [[two, "0"], (one,)]) == [["2", "0"], ["1"]]
 
 
-def test_what_is_no_grouping_is_refused() -> None:
+def test_invalid_groupings_are_refused() -> None:
     def make(**options: Any) -> None:
         model = deepcopy(MODEL)
         ATC(sgd(model), model, topology=shoal.topology.RingGraph(2), **options)

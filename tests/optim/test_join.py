@@ -48,18 +48,18 @@ def by_hand(algorithm: Algorithm) -> Tensor:
 
 
 @pytest.mark.parametrize("algorithm", [ATC, AWC, PARALLEL], ids=["atc", "awc", "gradients"])
-def test_it_is_its_equation(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_joined_training_equals_its_equation(fleet: Fleets, algorithm: Algorithm) -> None:
     found = torch.stack(fleet(SIZE).run(train, algorithm))
     assert (found - by_hand(algorithm)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("algorithm", [ATC, PARALLEL], ids=["atc", "gradients"])
-def test_also_during_the_backward_pass(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_joined_training_equals_its_equation_during_the_backward_pass(fleet: Fleets, algorithm: Algorithm) -> None:
     found = torch.stack(fleet(SIZE).run(train, algorithm, "backward"))
     assert (found - by_hand(algorithm)).abs().max() < 1e-12
 
 
-def test_a_schedule_goes_on(fleet: Fleets) -> None:
+def test_a_schedule_continues(fleet: Fleets) -> None:
     def run() -> tuple[int, Tensor]:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
@@ -73,7 +73,7 @@ def test_a_schedule_goes_on(fleet: Fleets) -> None:
     assert {rounds for rounds, _ in fleet(SIZE).run(run)} == {max(BATCHES)}
 
 
-def test_an_asynchronous_agent_passes_on_what_comes_until_all_have_ended(fleet: Fleets) -> None:
+def test_an_asynchronous_agent_forwards_received_mass_until_all_have_ended(fleet: Fleets) -> None:
     """No mass is lost, and the agents agree, though their loops end at different times."""
 
     def run() -> tuple[Tensor, float]:
@@ -96,7 +96,7 @@ def test_an_asynchronous_agent_passes_on_what_comes_until_all_have_ended(fleet: 
     assert torch.allclose(sum(u for u, _ in found) / SIZE, torch.full((3,), 1.5, dtype=torch.float64))  # type: ignore[arg-type]
 
 
-def test_what_cannot_go_on_without_batches_is_refused(fleet: Fleets) -> None:
+def test_methods_that_cannot_run_without_batches_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)

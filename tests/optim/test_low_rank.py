@@ -93,7 +93,7 @@ def test_a_step_is_power_gossip_of_every_matrix(fleet: Fleets, rank: int, iterat
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_it_sends_rank_times_rows_and_columns_and_vectors_whole(fleet: Fleets, rank: int) -> None:
+def test_a_matrix_sends_rank_times_rows_plus_columns_and_a_vector_all_its_entries(fleet: Fleets, rank: int) -> None:
     numbers = rank * (7 + 5) + 7 + rank * (3 + 7) + 3
     for _, sent in fleet(SIZE).run(train, LowRank(rank)):
         assert sent == [2 * 8 * numbers] * (STEPS - 1)
@@ -102,7 +102,7 @@ def test_it_sends_rank_times_rows_and_columns_and_vectors_whole(fleet: Fleets, r
         assert sent == [halves[1], halves[0], halves[1]]
 
 
-def test_a_matrix_for_which_its_products_would_be_longer_is_sent_whole() -> None:
+def test_a_matrix_whose_factors_are_larger_is_sent_uncompressed() -> None:
     """Then one step is an average, as of a vector."""
     fleet, x = StackedFleet(GRAPH), torch.randn(SIZE, 12, dtype=torch.float64)
     whole = fleet.run(PowerGossip(1.0, rank=3, shapes=((4, 3),)), x, torch.zeros_like, 5)
@@ -111,8 +111,8 @@ def test_a_matrix_for_which_its_products_would_be_longer_is_sent_whole() -> None
     assert whole.sent == vector.sent
 
 
-def test_differences_of_a_lower_rank_than_the_messages_are_no_harm() -> None:
-    """Vectors that say nothing are replaced, and agents agree as soon as all directions have been seen."""
+def test_differences_of_lower_rank_than_the_messages_converge() -> None:
+    """Zero vectors are replaced, and agents agree once all directions have been used."""
     draw = torch.Generator().manual_seed(3)
     common, left, right = (torch.randn(*size, dtype=torch.float64, generator=draw) for size in ((8, 6), (8, 1), (1, 6)))
     amounts = torch.randn(SIZE, 1, 1, dtype=torch.float64, generator=draw)
@@ -121,7 +121,7 @@ def test_differences_of_a_lower_rank_than_the_messages_are_no_harm() -> None:
     assert (found - x.mean(0)).abs().max() < 1e-10 < 0.1 < (x - x.mean(0)).abs().max()
 
 
-def test_it_is_refused_where_it_cannot_be() -> None:
+def test_unsupported_settings_are_refused() -> None:
     def agent() -> None:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)

@@ -129,7 +129,7 @@ def trained(algorithm: Algorithm, rates: list[float]) -> torch.Tensor:
 
 @pytest.mark.parametrize("rates", [DROP, WARM_UP, [LR] * 8], ids=["drop", "warm-up", "constant"])
 @every_paper
-def test_sgd_inside_an_algorithm_is_the_paper_under_any_schedule(
+def test_sgd_with_an_algorithm_is_the_papers_equation_under_any_schedule(
     fleet: Fleets, algorithm: Algorithm, paper: Callable[[list[float]], Vectors], rates: list[float]
 ) -> None:
     found = torch.stack(fleet(SIZE).run(trained, algorithm, rates)).numpy()
@@ -138,8 +138,8 @@ def test_sgd_inside_an_algorithm_is_the_paper_under_any_schedule(
 
 @pytest.mark.parametrize("algorithm", [GradientDescent(0.5), ExactDiffusion(1.0, lazy=True)], ids=str)
 @pytest.mark.transport("threads")
-def test_what_has_no_memory_of_gradients_is_what_it_was(algorithm: Algorithm) -> None:
-    """The same with its ``lr`` by hand, and a constant rate."""
+def test_algorithms_without_gradient_memory_are_unchanged(algorithm: Algorithm) -> None:
+    """Equal to the run whose ``lr`` the test sets itself, and to a constant rate."""
     factor = getattr(algorithm, "lr", 1.0)
     x, before = START, START
     for lr in DROP:
@@ -150,8 +150,8 @@ def test_what_has_no_memory_of_gradients_is_what_it_was(algorithm: Algorithm) ->
 
 
 @pytest.mark.transport("threads")
-def test_a_rate_that_stays_leaves_every_bit_as_it_is() -> None:
-    """No division and no multiplication: also in 16 bits, where a displacement over its rate may be too large."""
+def test_a_constant_rate_changes_no_bits() -> None:
+    """No division and no multiplication, also in 16 bits, where a displacement divided by its rate may overflow."""
 
     def run() -> torch.Tensor:
         model = Point().to(torch.float16)
@@ -184,7 +184,7 @@ def in_groups(rates: list[list[float]], algorithm: Algorithm) -> torch.Tensor:
 @pytest.mark.transport("threads")
 @every_paper
 def test_each_group_follows_its_own_schedule(algorithm: Algorithm, paper: Callable[[list[float]], Vectors]) -> None:
-    """The agents' numbers do not meet within the paper's equation, so each group is the paper by itself."""
+    """The paper's equation does not couple the groups' entries, so each group is the paper's equation alone."""
     for second in ([one / 5 for one in DROP], [*WARM_UP, 0.1, 0.2, 0.3, 0.4]):
         rates = [list(one) for one in zip(DROP, second, strict=True)]
         found = torch.stack(shoal.Fleet(SIZE).run(in_groups, rates, algorithm)).numpy()
@@ -194,7 +194,7 @@ def test_each_group_follows_its_own_schedule(algorithm: Algorithm, paper: Callab
 
 @pytest.mark.transport("threads")
 @pytest.mark.parametrize("algorithm", [Momentum(GradientDescent(1.0), BETA), DecentLaM(1.0, BETA)], ids=str)
-def test_a_group_whose_rate_is_zero_is_averaged_and_not_moved(algorithm: Algorithm) -> None:
+def test_a_group_with_rate_zero_is_averaged_and_takes_no_step(algorithm: Algorithm) -> None:
     rates = [[LR, 0.0]] * 5 + [[LR / 10, 0.0]] * 3
     found = torch.stack(shoal.Fleet(SIZE).run(in_groups, rates, algorithm)).numpy()
     still = np.linalg.matrix_power(W, 8) @ START
@@ -209,7 +209,7 @@ def test_a_group_whose_rate_is_zero_is_averaged_and_not_moved(algorithm: Algorit
 def test_a_rate_of_zero_is_a_step_of_the_equation_without_gradient(
     algorithm: Algorithm, paper: Callable[[list[float]], Vectors]
 ) -> None:
-    """At first, in the middle, and where the schedule ends: nothing is divided by it."""
+    """At the start, in the middle, and at the end of the schedule: no division by it."""
     for rates in ([0.0, LR, LR, LR], [LR, LR, 0.0, 0.0, LR / 2], [LR, LR, 0.0]):
         found = torch.stack(shoal.Fleet(SIZE).run(trained, algorithm, rates)).numpy()
         assert np.isfinite(found).all() and np.abs(found).max() < 10
@@ -223,7 +223,7 @@ def test_a_rate_of_zero_is_a_step_of_the_equation_without_gradient(
 
 
 @pytest.mark.transport("threads")
-def test_a_rate_of_zero_at_the_exchange_does_not_lose_the_local_steps_before() -> None:
+def test_a_rate_of_zero_at_the_exchange_keeps_earlier_local_steps() -> None:
     def run() -> torch.Tensor:
         model = Point()
         optimizer = wrapped(GradientDescent(0.5), model, num_steps_per_communication=2)
@@ -247,7 +247,7 @@ class Heedless(torch.optim.SGD):
 
 
 @pytest.mark.transport("threads")
-def test_an_optimizer_that_moves_without_a_rate_is_told_of() -> None:
+def test_an_optimizer_that_moves_without_a_rate_is_reported() -> None:
     def run() -> None:
         model = Point()
         optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=Heedless)
@@ -261,8 +261,8 @@ def test_an_optimizer_that_moves_without_a_rate_is_told_of() -> None:
 
 @pytest.mark.transport("threads")
 @pytest.mark.parametrize("rate", [None, "none", torch.tensor(LR)], ids=str)
-def test_an_optimizer_without_a_rate_counts_in_displacements(rate: Any) -> None:
-    """And one whose rate is a tensor, as compiled ones like it, in that."""
+def test_an_optimizer_without_a_rate_is_tracked_in_displacements(rate: Any) -> None:
+    """So is an optimizer whose rate is a tensor, as compiled optimizers use."""
 
     def run() -> torch.Tensor:
         model = Point()
@@ -283,7 +283,7 @@ def test_an_optimizer_without_a_rate_counts_in_displacements(rate: Any) -> None:
 
 
 @pytest.mark.transport("threads")
-def test_a_scheduler_of_torch_and_a_run_that_is_resumed() -> None:
+def test_a_torch_scheduler_in_a_resumed_run() -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         def make() -> tuple[Point, shoal.DecentralizedOptimizer, torch.optim.lr_scheduler.StepLR]:
             model = Point()
@@ -310,7 +310,7 @@ def test_a_scheduler_of_torch_and_a_run_that_is_resumed() -> None:
 
 
 @pytest.mark.transport("threads")
-def test_local_steps_between_exchanges_count_in_the_rate_of_the_last() -> None:
+def test_local_steps_between_exchanges_use_the_last_ones_rate() -> None:
     rates = [LR, LR, LR / 2, LR / 2]
 
     def run() -> torch.Tensor:
@@ -331,7 +331,7 @@ def test_local_steps_between_exchanges_count_in_the_rate_of_the_last() -> None:
     assert np.abs(torch.stack(shoal.Fleet(SIZE).run(run)).numpy() - x).max() < 1e-12
 
 
-def test_steps_are_scaled_wherever_the_length_is_held() -> None:
+def test_steps_are_scaled_in_every_place_that_stores_the_step_size() -> None:
     assert QuasiGlobalMomentum(0.5, 0.8).scaled(0.1) == QuasiGlobalMomentum(0.05, 0.8)
     nested = LocalSteps(Momentum(GradientDescent(2.0), 0.8), 3)
     assert nested.scaled(0.5) == LocalSteps(Momentum(GradientDescent(1.0), 0.8), 3)

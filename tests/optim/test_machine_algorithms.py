@@ -75,7 +75,7 @@ def train(algorithm: Algorithm, overlap: Any = None, steps: int = STEPS, **optio
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-def test_it_is_as_if_each_machine_were_one_agent_with_the_mean_gradient(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_machines_equal_single_agents_with_the_mean_gradient(fleet: Fleets, algorithm: Algorithm) -> None:
     model, steps = deepcopy(MODEL), iter(range(STEPS + 1))
     now = [0]
 
@@ -97,7 +97,7 @@ def test_it_is_as_if_each_machine_were_one_agent_with_the_mean_gradient(fleet: F
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-def test_parts_that_leave_during_the_backward_pass_have_the_same_bits(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_overlapped_buckets_have_the_same_bits(fleet: Fleets, algorithm: Algorithm) -> None:
     agents = fleet(SIZE, agents_per_machine=EACH)
     found = torch.stack(agents.run(train, algorithm, "backward"))
     if algorithm.separable and "Cast" not in str(algorithm):
@@ -143,7 +143,7 @@ def test_compression_between_machines_is_an_algorithm_of_machines() -> None:
         assert isinstance(found.algorithm, expected)
 
 
-def test_without_a_topology_it_is_that_of_the_machines() -> None:
+def test_the_default_is_the_machine_topology() -> None:
     def agent() -> list[float]:
         shoal.set_machine_topology(shoal.topology.RingGraph(MACHINES), is_weighted=True)
         return train(EXTRA(1.0), topology=None).tolist()
@@ -158,7 +158,7 @@ def test_without_a_topology_it_is_that_of_the_machines() -> None:
     assert torch.equal(alone[0], alone[2])  # one machine: its agents' mean
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_combinations_are_refused() -> None:
     fleet = shoal.Fleet(SIZE, agents_per_machine=EACH)
     with pytest.raises(ValueError, match=r"PowerGossip.* between machines: .*not separable"):
         fleet.run(train, PowerGossip(1.0))
@@ -191,7 +191,7 @@ def sent_in_steps(steps: int) -> int:
 
 
 @pytest.mark.transport("namespaces")
-def test_each_number_leaves_a_machine_once_in_a_byte() -> None:
+def test_each_entry_leaves_a_machine_once_as_one_byte() -> None:
     numbers = 200 * 1001
     with network_namespaces(2) as hosts, World(4, namespaces=[hosts[0], hosts[0], hosts[1], hosts[1]]) as world:
         found = world.results(sent_in_steps, 11)

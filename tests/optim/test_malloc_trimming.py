@@ -51,19 +51,19 @@ def faults_of_a_step(*arguments: str, **environ: str) -> int:
     return int(run.stdout)
 
 
-def test_gradients_lie_where_those_of_the_step_before_did() -> None:
+def test_gradients_reuse_the_previous_steps_memory() -> None:
     assert faults_of_a_step() < PAGES // 10
 
 
 @pytest.mark.slow
-def test_so_does_what_the_threads_of_parts_use() -> None:
+def test_bucket_threads_reuse_the_previous_steps_memory() -> None:
     # A thread takes the heap of one that has ended, if there is one: in some runs that of a thread of init.
     assert any(faults_of_a_step("parts") < PAGES // 2 for _ in range(6))
     assert faults_of_a_step("parts", MALLOC_ARENA_MAX="8") > PAGES
 
 
 @pytest.mark.slow
-def test_what_the_environment_says_of_the_heap_holds() -> None:
+def test_heap_settings_of_the_environment_take_precedence() -> None:
     assert faults_of_a_step(MALLOC_TRIM_THRESHOLD_="131072") > PAGES // 2
 
 
@@ -77,7 +77,7 @@ def test_what_the_environment_says_of_the_heap_holds() -> None:
         ("MALLOC_TRIM_THRESHOLD_", "", False),
     ],
 )
-def test_any_variable_of_the_heap_leaves_it_alone(
+def test_any_heap_variable_disables_trimming(
     name: str, text: str, tuned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for one in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):

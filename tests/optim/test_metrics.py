@@ -24,7 +24,7 @@ def found() -> shoal.Metrics:
     return shoal.metrics(dict(pairs[:: 1 if rank % 2 else -1]), worst={"accuracy": min})
 
 
-def test_every_agent_has_rank_0_the_mean_and_the_worst(fleet: Fleets) -> None:
+def test_every_agent_has_rank_0s_value_the_mean_and_the_worst(fleet: Fleets) -> None:
     for each in fleet(SIZE).run(found):
         assert set(each) == {"loss", "accuracy"}
         assert each["loss"] == shoal.Metric(LOSS, 0.75, 1)
@@ -34,7 +34,7 @@ def test_every_agent_has_rank_0_the_mean_and_the_worst(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("largest", [True, False])
-def test_what_is_not_a_number_is_the_worst(largest: bool) -> None:
+def test_nan_is_the_worst(largest: bool) -> None:
     def run() -> shoal.Metric:
         value = (1.0, math.nan, math.inf, -math.inf)[shoal.rank()]
         return shoal.metrics({"loss": value}, {"loss": max if largest else min})["loss"]
@@ -43,7 +43,7 @@ def test_what_is_not_a_number_is_the_worst(largest: bool) -> None:
     assert first.worst_rank == 1 and math.isnan(first.mean)
 
 
-def test_weights_make_the_mean_one_over_all_samples(fleet: Fleets) -> None:
+def test_weights_make_the_mean_that_over_all_samples(fleet: Fleets) -> None:
     samples = [[1.0, 2.0, 6.0], [4.0]]
 
     def run() -> shoal.Metric:
@@ -53,7 +53,7 @@ def test_weights_make_the_mean_one_over_all_samples(fleet: Fleets) -> None:
     assert [one.mean for one in fleet(2).run(run)] == [3.25] * 2
 
 
-def test_all_names_take_one_message_from_each_agent_to_each() -> None:
+def test_all_metrics_share_one_message_between_each_two_agents() -> None:
     def run() -> list[str]:
         shoal.barrier()
         begun: list[str] = []
@@ -64,7 +64,7 @@ def test_all_names_take_one_message_from_each_agent_to_each() -> None:
     assert shoal.Fleet(2).run(run) == [["allgather"]] * 2
 
 
-def test_other_names_are_a_mismatch_that_says_which(fleet: Fleets) -> None:
+def test_names_that_differ_are_a_mismatch_that_lists_them(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(shoal.Mismatch, match="acc") as caught:
             shoal.metrics({"loss": 1.0} | ({"acc": 1.0} if shoal.rank() == 1 else {"accuracy": 1.0}))
@@ -74,7 +74,7 @@ def test_other_names_are_a_mismatch_that_says_which(fleet: Fleets) -> None:
     fleet(3).run(run)
 
 
-def test_what_is_worst_must_be_the_same_everywhere() -> None:
+def test_the_definition_of_worst_must_be_the_same_on_all_agents() -> None:
     def run() -> None:
         with pytest.raises(shoal.Mismatch, match=r"accuracy \(worst: min\)"):
             shoal.metrics({"accuracy": 1.0}, {"accuracy": min if shoal.rank() else max})
@@ -91,7 +91,7 @@ def test_what_is_worst_must_be_the_same_everywhere() -> None:
         ({"weight": math.nan}, "weight=nan"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match=message):
             shoal.metrics({"accuracy": 1.0}, **arguments)
@@ -99,7 +99,7 @@ def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message
     shoal.Fleet(1).run(run)
 
 
-def test_nothing_to_tell_is_told() -> None:
+def test_an_empty_call_raises() -> None:
     assert shoal.Fleet(2).run(lambda: dict(shoal.metrics({}))) == [{}, {}]
 
 
@@ -145,7 +145,7 @@ class Rows:
         self.had.append((numbers, step))
 
 
-def test_loggers_get_the_mean_the_worst_and_every_agents_number() -> None:
+def test_loggers_get_the_mean_the_worst_and_every_agents_value() -> None:
     def run() -> tuple[list[tuple[str, float, int]], ...]:
         scalars, metrics, log = Scalars(), Rows("log_metrics"), Rows("log")
         for step in (1, 5):
@@ -161,7 +161,7 @@ def test_loggers_get_the_mean_the_worst_and_every_agents_number() -> None:
         assert sorted(had) == sorted((name, number, step) for step in (1, 5) for name, number in LOGGED.items())
 
 
-def test_a_loss_with_its_gradient_is_a_number(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_loss_with_gradient_is_accepted_as_a_number(recwarn: pytest.WarningsRecorder) -> None:
     def run() -> float:
         loss = torch.tensor(0.5, requires_grad=True) * 2
         return shoal.metrics({"loss": loss})["loss"].mean

@@ -107,33 +107,33 @@ def over_threads(make: Any, keys: tuple[str, ...], bucket_bytes: int) -> Tensor:
         pytest.param(AWC, BOTH, 1 << 20, id="awc-both-all"),
     ],
 )
-def test_it_is_its_equation(fleet: Fleets, make: Any, keys: tuple[str, ...], bucket_bytes: int) -> None:
+def test_mixing_state_is_its_equation(fleet: Fleets, make: Any, keys: tuple[str, ...], bucket_bytes: int) -> None:
     found = fleet(SIZE).run(train, make, keys, bucket_bytes=bucket_bytes)
     assert_equal(found, by_hand(make, [RING], keys))
     assert torch.equal(torch.stack(found), over_threads(make, keys, bucket_bytes))
 
 
-def test_it_is_not_that_of_parameters_alone() -> None:
+def test_mixing_state_differs_from_parameters_alone() -> None:
     alone = by_hand(ATC, [RING], ())
     assert_equal(shoal.Fleet(SIZE).run(train, ATC, ()), alone)
     assert np.abs(by_hand(ATC, [RING]) - alone).max() > 1e-3
 
 
 @both_ways
-def test_the_rounds_of_a_schedule(fleet: Fleets, make: Any) -> None:
+def test_mixing_follows_the_rounds_of_a_schedule(fleet: Fleets, make: Any) -> None:
     one = torch.eye(SIZE, dtype=torch.float64)
     Ws = [(one + one.roll(hop, 0)) / 2 for hop in (1, 2)]
     assert_equal(fleet(SIZE).run(train, make, topology=OnePeerExponential(SIZE)), by_hand(make, Ws))
 
 
 @both_ways
-def test_averaged_over_all(fleet: Fleets, make: Any) -> None:
+def test_state_averaged_over_all_agents(fleet: Fleets, make: Any) -> None:
     found = fleet(SIZE).run(train, make, communication_type=shoal.CommunicationType.allreduce)
     assert_equal(found, by_hand(make, [MEAN]))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
-def test_during_the_backward_pass_the_same_bits(fleet: Fleets, bucket_bytes: int) -> None:
+def test_overlap_gives_the_same_bits(fleet: Fleets, bucket_bytes: int) -> None:
     plain = fleet(SIZE).run(train, ATC, bucket_bytes=bucket_bytes)
     overlapped = fleet(SIZE).run(train, ATC, bucket_bytes=bucket_bytes, overlap="backward")
     assert torch.equal(torch.stack(plain), torch.stack(overlapped))
@@ -141,7 +141,7 @@ def test_during_the_backward_pass_the_same_bits(fleet: Fleets, bucket_bytes: int
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
 @both_ways
-def test_however_torch_computes_it(make: Any, options: dict[str, bool]) -> None:
+def test_all_torch_implementations_give_the_same_result(make: Any, options: dict[str, bool]) -> None:
     assert_equal(shoal.Fleet(SIZE).run(train, make, local=lambda model: adam(model, **options)), by_hand(make, [RING]))
 
 
@@ -163,7 +163,7 @@ def test_the_largest_second_moments_of_amsgrad() -> None:
 
 
 @both_ways
-def test_agents_without_batches_pass_state_on(fleet: Fleets, make: Any) -> None:
+def test_agents_without_batches_forward_state(fleet: Fleets, make: Any) -> None:
     batches = [5, 2, 0, 4]
 
     def run() -> Tensor:
@@ -184,8 +184,8 @@ def test_agents_without_batches_pass_state_on(fleet: Fleets, make: Any) -> None:
 
 
 @both_ways
-def test_what_comes_before_there_is_state_is_added_to_what_it_begins_with(fleet: Fleets, make: Any) -> None:
-    """Rank 1 has its first gradient in the third step. Until then it has no state and passes on what it gets."""
+def test_state_received_before_the_first_gradient_is_added_to_the_initial_state(fleet: Fleets, make: Any) -> None:
+    """Rank 1 has its first gradient in the third step. Until then it has no state and forwards the received state."""
 
     def run() -> list[Tensor]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
@@ -231,7 +231,7 @@ def test_what_comes_before_there_is_state_is_added_to_what_it_begins_with(fleet:
 
 
 @both_ways
-def test_an_agent_whose_gradients_overflow_passes_its_state_on(make: Any) -> None:
+def test_an_agent_whose_gradients_overflow_forwards_its_state(make: Any) -> None:
     """Its neighbours wait for it, also before it has any state."""
 
     def run() -> Tensor:
@@ -270,7 +270,7 @@ def test_frozen_parameters_have_no_state(fleet: Fleets) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "an agent without state"])
 @both_ways
-def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make: Any, late: bool) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, make: Any, late: bool) -> None:
     def steps(model: nn.Module, optimizer: Any, numbers: range) -> Tensor:
         for step in numbers:
             optimizer.zero_grad()
@@ -304,7 +304,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make
     assert torch.equal(whole, resumed)
 
 
-def test_an_agent_may_load_its_state_alone(fleet: Fleets) -> None:
+def test_one_agent_may_load_its_state_alone(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE), is_weighted=True)
         model = deepcopy(MODEL)
@@ -320,8 +320,8 @@ def test_an_agent_may_load_its_state_alone(fleet: Fleets) -> None:
     assert_equal(fleet(SIZE).run(run), by_hand(ATC, [RING]))
 
 
-def test_state_that_is_loaded_between_steps_counts(fleet: Fleets) -> None:
-    """Also into the optimizer that was wrapped, behind the back of ours."""
+def test_state_loaded_between_steps_takes_effect(fleet: Fleets) -> None:
+    """Also if it is loaded directly into the wrapped optimizer."""
 
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
@@ -344,7 +344,7 @@ def test_state_that_is_loaded_between_steps_counts(fleet: Fleets) -> None:
 
 
 @both_ways
-def test_parameters_that_are_added(fleet: Fleets, make: Any) -> None:
+def test_added_parameters(fleet: Fleets, make: Any) -> None:
     def run(at_once: bool) -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
@@ -366,7 +366,7 @@ def test_parameters_that_are_added(fleet: Fleets, make: Any) -> None:
     assert torch.equal(torch.stack(agents.run(run, True)), torch.stack(agents.run(run, False)))
 
 
-def test_parameters_that_are_added_after_some_steps_leave_the_others_what_they_have(fleet: Fleets) -> None:
+def test_parameters_added_after_some_steps_keep_the_others_state(fleet: Fleets) -> None:
     def run(add: bool) -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model, head = deepcopy(MODEL), nn.Linear(2, 2).double()
@@ -386,7 +386,7 @@ def test_parameters_that_are_added_after_some_steps_leave_the_others_what_they_h
 
 
 @both_ways
-def test_sixteen_bits(fleet: Fleets, make: Any) -> None:
+def test_state_in_sixteen_bits(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[Tensor, torch.dtype]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL).to(torch.bfloat16)
@@ -407,7 +407,7 @@ def uniform_ring() -> Tensor:
     return (one + one.roll(1, 0) + one.roll(-1, 0)) / 3
 
 
-def test_a_compiled_model_shares_its_second_moments() -> None:
+def test_a_compiled_model_mixes_its_second_moments() -> None:
     load_compiler()
 
     def run() -> float:
@@ -426,7 +426,7 @@ def test_a_compiled_model_shares_its_second_moments() -> None:
     assert first > 0 and abs(first - second) < 1e-15
 
 
-def test_what_an_agent_sends_is_doubled_and_not_more(fleet: Fleets) -> None:
+def test_sent_bytes_are_exactly_doubled(fleet: Fleets) -> None:
     def run(keys: tuple[str, ...]) -> int:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = nn.Linear(100, 100, bias=False)
@@ -448,7 +448,7 @@ def test_what_an_agent_sends_is_doubled_and_not_more(fleet: Fleets) -> None:
 # What is refused
 
 
-def test_what_would_not_count_is_refused(fleet: Fleets) -> None:
+def test_settings_without_effect_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         with pytest.raises(ValueError, match="where gradients are averaged all agents have the same state"):
@@ -478,7 +478,7 @@ def test_what_would_not_count_is_refused(fleet: Fleets) -> None:
     ids=["unknown", "step", "none"],
 )
 @both_ways
-def test_state_that_there_is_not_is_named(fleet: Fleets, make: Any, local: Any, key: str, message: str) -> None:
+def test_missing_state_is_named(fleet: Fleets, make: Any, local: Any, key: str, message: str) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         optimizer = make(local(model), model, mix_state=(*SECOND, key))
@@ -491,7 +491,7 @@ def test_state_that_there_is_not_is_named(fleet: Fleets, make: Any, local: Any, 
     fleet(2).run(run)
 
 
-def test_agents_that_mix_different_things_hear_of_it(fleet: Fleets) -> None:
+def test_agents_that_mix_different_states_raise_a_mismatch(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         optimizer = ATC(adam(model), model, mix_state=SECOND if shoal.rank() else ())
@@ -529,7 +529,7 @@ def test_negative_weights_are_refused(fleet: Fleets, how: str) -> None:
     fleet(SIZE).run(run)
 
 
-def test_state_that_changes_while_it_is_under_way_is_named(fleet: Fleets) -> None:
+def test_state_changed_during_the_exchange_is_named(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
@@ -544,8 +544,8 @@ def test_state_that_changes_while_it_is_under_way_is_named(fleet: Fleets) -> Non
     fleet(2).run(run)
 
 
-def test_what_it_divides_by_may_not_be_left_out() -> None:
-    """With exp_avg alone the benchmark ends at chance: others' large means are divided by one's own small roots."""
+def test_the_denominators_state_must_be_mixed_too() -> None:
+    """With exp_avg alone the benchmark ends at chance: others' large means are divided by small local roots."""
 
     def run() -> None:
         model = deepcopy(MODEL)
@@ -569,7 +569,7 @@ ADAPTIVE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", ADAPTIVE)
-def test_the_warning_names_what_to_mix_and_it_can_be_mixed(key: str) -> None:
+def test_the_warning_names_the_state_to_mix_and_mixing_it_works(key: str) -> None:
     def run(keys: tuple[str, ...] | None) -> Tensor:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
@@ -592,7 +592,7 @@ def test_the_warning_names_what_to_mix_and_it_can_be_mixed(key: str) -> None:
     assert first.min() >= 0 and first.max() > 0 and torch.equal(first, second)
 
 
-def test_nobody_is_warned_who_has_no_second_moments_or_nobody_to_mix_them_with() -> None:
+def test_no_warning_without_second_moments_or_without_neighbours() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         if shoal.size() > 1:

@@ -59,7 +59,7 @@ WIDTHS = pytest.mark.parametrize("width", [3, 60], ids=["small", "large"])
 
 @WIDTHS
 @pytest.mark.parametrize("how", ["atc", "awc", "backward", "equation", "put", "gradients"])
-def test_a_local_step_that_gives_parameters_new_data_counts(fleet: Fleets, how: str, width: int) -> None:
+def test_new_parameter_data_set_by_a_local_step_are_used(fleet: Fleets, how: str, width: int) -> None:
     def run(local: type[torch.optim.SGD]) -> Tensor:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         options: dict[str, Any] = {
@@ -89,7 +89,7 @@ def test_a_local_step_that_gives_parameters_new_data_counts(fleet: Fleets, how: 
 
 
 @WIDTHS
-def test_new_data_while_the_average_is_under_way_are_an_error_and_not_a_loss(fleet: Fleets, width: int) -> None:
+def test_new_data_during_the_average_are_an_error_and_not_a_failure(fleet: Fleets, width: int) -> None:
     def run() -> None:
         net = model(width)
         optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, AWC)
@@ -105,8 +105,8 @@ def test_new_data_while_the_average_is_under_way_are_an_error_and_not_a_loss(fle
 
 
 @WIDTHS
-def test_parameters_that_are_cut_where_they_lie_are_exchanged_as_they_are(fleet: Fleets, width: int) -> None:
-    """As in structured pruning; what is left begins at the same address."""
+def test_parameters_shrunk_in_place_are_exchanged_in_place(fleet: Fleets, width: int) -> None:
+    """As in structured pruning: the remaining entries start at the same address."""
 
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
@@ -129,8 +129,8 @@ def test_parameters_that_are_cut_where_they_lie_are_exchanged_as_they_are(fleet:
 
 
 @WIDTHS
-def test_where_nothing_is_done_to_it_a_parameter_is_not_copied_before_an_exchange(fleet: Fleets, width: int) -> None:
-    """It lies in one of two places, or, where it is small, always in one."""
+def test_an_unmodified_parameter_is_not_copied_before_an_exchange(fleet: Fleets, width: int) -> None:
+    """It stays in one of two buffers or, if it is small, always in one."""
 
     def run() -> int:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
@@ -167,7 +167,7 @@ def another_parameter_behind(net: nn.Module) -> None:
     "change, names",
     [(assign, "'0.weight', '1.weight'"), (another_layer, "'0.weight'"), (another_parameter, "'1.weight'")],
 )
-def test_a_parameter_that_was_replaced_is_refused_by_name(
+def test_a_replaced_parameter_is_refused_by_name(
     fleet: Fleets, change: Callable[[nn.Module], None], names: str
 ) -> None:
     def run() -> None:
@@ -188,8 +188,8 @@ def test_a_parameter_that_was_replaced_is_refused_by_name(
     fleet(2).run(run)
 
 
-def test_a_model_that_is_changed_but_keeps_its_parameters_goes_on(fleet: Fleets) -> None:
-    """Parametrized, pruned, without a part; a parameter that nobody has is warned about when it comes."""
+def test_a_modified_model_that_keeps_its_parameters_trains_on(fleet: Fleets) -> None:
+    """Parametrized, pruned, or without a submodule. A parameter without a wrapper causes a warning when it appears."""
 
     def run() -> None:
         net = model(3)
@@ -272,7 +272,7 @@ def train(net: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 @pytest.mark.parametrize("how", [*SHARING])
-def test_parameters_that_share_memory_go_on_to(fleet: Fleets, how: str) -> None:
+def test_parameters_that_share_memory_keep_sharing_it(fleet: Fleets, how: str) -> None:
     def run() -> tuple[Tensor, bool]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         net = Tied()
@@ -289,8 +289,8 @@ def test_parameters_that_share_memory_go_on_to(fleet: Fleets, how: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["atc", "gradients"])
-def test_what_shares_memory_steps_as_it_does_alone(fleet: Fleets, way: str) -> None:
-    """With the same batches on all agents the models are those of one that nobody wraps."""
+def test_tied_parameters_step_as_in_plain_training(fleet: Fleets, way: str) -> None:
+    """With the same batches on all agents, the models equal one that is trained without a wrapper."""
     torch.manual_seed(0)  # from some starts this loss diverges at this rate
     start = Tied().state_dict()
 
@@ -336,8 +336,8 @@ def test_a_model_in_shared_memory_stays_there(fleet: Fleets, late: bool) -> None
     fleet(2).run(run)
 
 
-def test_agents_of_which_one_shares_memory_go_on_together_or_are_told(fleet: Fleets) -> None:
-    """Shared memory is an agent's own matter; ties are not."""
+def test_shared_memory_on_one_agent_only_works_and_ties_on_one_agent_only_raise(fleet: Fleets) -> None:
+    """Shared memory concerns one agent alone. Ties concern all."""
 
     def run() -> None:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))

@@ -79,7 +79,7 @@ def by_hand(compressor: Compressor) -> Tensor:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_it_is_adam_while_it_warms_up(weight_decay: float) -> None:
+def test_warm_up_is_adam(weight_decay: float) -> None:
     models = [deepcopy(MODEL) for _ in range(2)]
     ours = shoal.optim.OneBitAdam(models[0].parameters(), LR, warmup=STEPS, betas=BETAS, weight_decay=weight_decay)
     theirs = torch.optim.Adam(models[1].parameters(), LR, betas=BETAS, weight_decay=weight_decay)
@@ -92,14 +92,14 @@ def test_it_is_adam_while_it_warms_up(weight_decay: float) -> None:
 
 
 @pytest.mark.parametrize("compressor", [Identity(), MinMaxUInt8(), Sign()], ids=str)
-def test_then_it_averages_momenta_as_its_description_says(fleet: Fleets, compressor: Compressor) -> None:
+def test_after_the_warm_up_momenta_are_averaged_as_described(fleet: Fleets, compressor: Compressor) -> None:
     found = fleet(AGENTS).run(train, compressor)
     for one in found:
         assert torch.equal(one, found[0])
     assert (found[0] - by_hand(compressor)).abs().max() < 1e-12
 
 
-def test_without_compression_the_messages_are_whole(fleet: Fleets) -> None:
+def test_without_compression_messages_have_the_full_size(fleet: Fleets) -> None:
     found = fleet(AGENTS).run(train, None)
     assert (found[0] - by_hand(Identity())).abs().max() < 1e-12
 
@@ -124,7 +124,7 @@ def test_after_the_warm_up_messages_are_short() -> None:
         assert max(steps[2:]) < 10_000
 
 
-def test_what_had_no_gradient_while_it_warmed_up_learns_by_steps_of_its_size() -> None:
+def test_parameters_without_a_gradient_during_warm_up_get_steps_of_their_gradients_size() -> None:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     adam = shoal.optim.OneBitAdam([param], LR, warmup=3, betas=BETAS)
     for step in range(12):
@@ -137,8 +137,8 @@ def test_what_had_no_gradient_while_it_warmed_up_learns_by_steps_of_its_size() -
     assert math.isfinite(param.sum().item())
 
 
-def test_a_second_moment_that_comes_after_the_warm_up_is_the_square_of_a_gradient() -> None:
-    """Of the first mean without its factor 1 - b1: the first step would be ten times as long otherwise."""
+def test_a_second_moment_first_set_after_the_warm_up_is_the_squared_gradient() -> None:
+    """Of the first mean without its factor 1 - b1: otherwise the first step would be ten times as long."""
     param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     adam = shoal.optim.OneBitAdam([param], LR, warmup=2, betas=BETAS)
     for gradient_ in (0.0, 0.0, 50.0):
@@ -147,7 +147,7 @@ def test_a_second_moment_that_comes_after_the_warm_up_is_the_square_of_a_gradien
     assert -param.item() == pytest.approx(LR * (1 - BETAS[0]) / (1 - BETAS[0] ** 3), rel=1e-6)
 
 
-def test_given_back_it_steps_with_gradients_again() -> None:
+def test_after_closing_the_optimizer_steps_with_gradients_again() -> None:
     def run() -> tuple[Tensor, Tensor]:
         models = [deepcopy(MODEL) for _ in range(2)]
         adams = [shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS) for model in models]
@@ -162,7 +162,7 @@ def test_given_back_it_steps_with_gradients_again() -> None:
     assert (found - alone).abs().max() < 1e-12
 
 
-def test_agents_without_batches_count_as_nobody(fleet: Fleets) -> None:
+def test_agents_without_batches_do_not_count(fleet: Fleets) -> None:
     batches = [10, 6, 7]
 
     def run() -> Tensor:
@@ -186,7 +186,7 @@ def test_agents_without_batches_count_as_nobody(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("at", [2, 7])
-def test_it_is_resumed_bit_for_bit(fleet: Fleets, at: int) -> None:
+def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
     def make() -> tuple[nn.Module, Any]:
         model = deepcopy(MODEL)
         adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
@@ -214,12 +214,12 @@ def test_it_is_resumed_bit_for_bit(fleet: Fleets, at: int) -> None:
         ({"warmup": 1, "eps": 0.0}, "eps=0.0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         shoal.optim.OneBitAdam(MODEL.parameters(), **options)
 
 
-def test_it_does_not_go_with_the_backward_pass() -> None:
+def test_overlap_with_the_backward_pass_is_refused() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         adam = shoal.optim.OneBitAdam(model.parameters(), warmup=1)

@@ -31,7 +31,7 @@ def train(way: Algorithm, bucket_bytes: int, communication: shoal.CommunicationT
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 @pytest.mark.parametrize("way", [ATC, AWC, PARALLEL], ids=["atc", "awc", "gradients"])
-def test_every_way_is_its_equation(fleet: Fleets, way: Algorithm, bucket_bytes: int) -> None:
+def test_every_strategy_is_its_equation(fleet: Fleets, way: Algorithm, bucket_bytes: int) -> None:
     kind = shoal.CommunicationType.neighbor_allreduce
     found = torch.stack(fleet(SIZE).run(train, way, bucket_bytes, kind))
     W = MEAN if way == PARALLEL else RING
@@ -39,7 +39,7 @@ def test_every_way_is_its_equation(fleet: Fleets, way: Algorithm, bucket_bytes: 
 
 
 @pytest.mark.parametrize("way", [ATC, AWC], ids=["atc", "awc"])
-def test_communication_over_all_and_over_none(fleet: Fleets, way: Algorithm) -> None:
+def test_communication_with_all_agents_and_with_none(fleet: Fleets, way: Algorithm) -> None:
     for kind, W in (
         (shoal.CommunicationType.allreduce, MEAN),
         (shoal.CommunicationType.empty, torch.eye(SIZE).double()),

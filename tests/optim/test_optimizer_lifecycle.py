@@ -48,7 +48,7 @@ def of_rank(model: nn.Module) -> nn.Module:
 # Agents must have the same model
 
 
-def test_another_order_in_memory_is_a_mismatch_with_a_name(fleet: Fleets) -> None:
+def test_another_memory_format_is_a_mismatch_that_names_the_parameter(fleet: Fleets) -> None:
     def run() -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 2))
         if shoal.rank() == 1:
@@ -62,7 +62,7 @@ def test_another_order_in_memory_is_a_mismatch_with_a_name(fleet: Fleets) -> Non
     fleet(2).run(run)
 
 
-def test_an_order_in_memory_that_changes_later_does_not_mix_up_the_elements(fleet: Fleets) -> None:
+def test_a_memory_format_that_changes_later_does_not_permute_elements(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Sequential(nn.Conv2d(3, 4, 2))
@@ -80,7 +80,7 @@ def test_an_order_in_memory_that_changes_later_does_not_mix_up_the_elements(flee
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_averaged_gradients_want_models_that_begin_alike(fleet: Fleets, overlap: str | None) -> None:
+def test_averaged_gradients_require_equal_initial_models(fleet: Fleets, overlap: str | None) -> None:
     def run() -> bool:
         model = deepcopy(MODEL)
         with torch.no_grad():
@@ -123,7 +123,7 @@ def test_a_copy_of_the_model_does_not_drive_the_optimizer(fleet: Fleets, make: A
     assert fleet(2).run(run) == [[0, 1, 2]] * 2
 
 
-def test_a_wrapped_model_can_be_saved_whole(fleet: Fleets) -> None:
+def test_a_wrapped_model_can_be_saved_with_pickle(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(2))
         model = deepcopy(MODEL)
@@ -143,7 +143,7 @@ def test_a_wrapped_model_can_be_saved_whole(fleet: Fleets) -> None:
 
 
 @both_ways
-def test_a_model_that_is_converted_between_steps_trains_on_as_it_is(fleet: Fleets, make: Any) -> None:
+def test_a_model_converted_between_steps_trains_on(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[torch.dtype, Tensor]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL).float()
@@ -160,7 +160,7 @@ def test_a_model_that_is_converted_between_steps_trains_on_as_it_is(fleet: Fleet
         assert dtype is torch.float64 and (found == 0.5).all()
 
 
-def test_consensus_may_be_converted_to_be_saved(fleet: Fleets) -> None:
+def test_a_consensus_model_may_be_converted_and_saved(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = of_rank(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
         model[1].running_mean.fill_(10.0 * shoal.rank())
@@ -174,7 +174,7 @@ def test_consensus_may_be_converted_to_be_saved(fleet: Fleets) -> None:
         assert torch.equal(found, torch.tensor([float(rank)] * 10 + [10.0 * rank] * 2))
 
 
-def test_imaginary_parts_count(fleet: Fleets) -> None:
+def test_imaginary_parts_are_averaged(fleet: Fleets) -> None:
     def run() -> tuple[float, complex]:
         model = nn.Module()
         model.weight = nn.Parameter(torch.full((3,), 1j * shoal.rank(), dtype=torch.complex64))
@@ -194,7 +194,7 @@ def test_imaginary_parts_count(fleet: Fleets) -> None:
 # Parameters and optimizers that come and go
 
 
-def test_optimizers_without_a_name_do_not_mix_models_up(fleet: Fleets) -> None:
+def test_unnamed_optimizers_do_not_confuse_models(fleet: Fleets) -> None:
     def run() -> tuple[Tensor, Tensor]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         models = [nn.Linear(3, 1), nn.Linear(3, 1)]
@@ -217,7 +217,7 @@ def test_optimizers_without_a_name_do_not_mix_models_up(fleet: Fleets) -> None:
         assert (first == 0.5).all() and (second == 10.5).all()
 
 
-def test_two_optimizers_that_share_a_model_warn_of_nothing(fleet: Fleets) -> None:
+def test_two_optimizers_that_share_a_model_do_not_warn(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         optimizers = [ATC(sgd(part), model) for part in (model[0], model[2])]
@@ -228,7 +228,7 @@ def test_two_optimizers_that_share_a_model_warn_of_nothing(fleet: Fleets) -> Non
     fleet(2).run(run)
 
 
-def test_an_optimizer_that_is_forgotten_gives_its_parameters_back() -> None:
+def test_a_garbage_collected_optimizer_releases_its_parameters() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         gc.disable()
@@ -242,7 +242,7 @@ def test_an_optimizer_that_is_forgotten_gives_its_parameters_back() -> None:
 
 
 @pytest.mark.parametrize("make", [ATC, AWC, PUT], ids=["atc", "awc", "put"])
-def test_parameters_that_are_added_are_exchanged_from_then_on(fleet: Fleets, make: Any) -> None:
+def test_added_parameters_are_exchanged(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[int, Tensor]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
@@ -300,8 +300,8 @@ def test_a_window_optimizer_whose_neighbour_left_can_be_closed(fleet: Fleets) ->
 
 
 @pytest.mark.parametrize("atc", [True, False], ids=["atc", "awc"])
-def test_push_sum_takes_the_local_steps_of_either_order(fleet: Fleets, atc: bool) -> None:
-    """A gradient of ones everywhere: every step moves every agent by the same, wherever its share is."""
+def test_push_sum_counts_local_steps_in_either_order(fleet: Fleets, atc: bool) -> None:
+    """With a gradient of ones everywhere, every step moves every agent equally, whatever its share is."""
 
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(3))
@@ -325,7 +325,7 @@ def test_push_sum_takes_the_local_steps_of_either_order(fleet: Fleets, atc: bool
     assert (moved + 4 * LR).abs().max() < 0.02 * LR
 
 
-def test_what_is_done_to_the_parameters_between_steps_counts_with_push_sum(fleet: Fleets) -> None:
+def test_parameter_changes_between_steps_are_kept_by_push_sum(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(3, connect_style=1))
         model = of_rank(deepcopy(MODEL))
@@ -347,7 +347,7 @@ def test_what_is_done_to_the_parameters_between_steps_counts_with_push_sum(fleet
 # State
 
 
-def test_a_state_of_other_agents_is_refused_with_the_remedy(fleet: Fleets) -> None:
+def test_another_runs_state_is_refused_with_the_remedy(fleet: Fleets) -> None:
     def save() -> dict[str, Any]:
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model)
@@ -364,7 +364,7 @@ def test_a_state_of_other_agents_is_refused_with_the_remedy(fleet: Fleets) -> No
     fleet(2).run(load)
 
 
-def test_a_state_from_before_the_first_step_begins_anew(fleet: Fleets) -> None:
+def test_a_state_saved_before_the_first_step_starts_fresh(fleet: Fleets) -> None:
     def run() -> bool:
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(
@@ -387,7 +387,7 @@ def test_a_state_from_before_the_first_step_begins_anew(fleet: Fleets) -> None:
 @pytest.mark.parametrize(
     "algorithm", [GradientDescent(0.5), Momentum(GradientDescent(1.0), 0.9)], ids=["half", "momentum"]
 )
-def test_an_algorithm_is_itself_also_alone(algorithm: Any) -> None:
+def test_an_algorithm_on_one_agent_is_itself(algorithm: Any) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(sgd(model), model, algorithm)
@@ -408,7 +408,7 @@ def test_an_algorithm_is_itself_also_alone(algorithm: Any) -> None:
 # Settings
 
 
-def test_settings_that_windows_do_not_read_are_refused(fleet: Fleets) -> None:
+def test_settings_that_windows_ignore_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         optimizer = PUT(sgd(model), model)
@@ -486,7 +486,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_overlap_is_refused_for_what_counts_its_steps_in_its_groups() -> None:
+def test_overlap_is_refused_for_optimizers_that_count_steps_in_their_groups() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         optimizer = ATC(Counting(model.parameters(), lr=LR), model, overlap="backward", bucket_bytes=1)
@@ -497,8 +497,8 @@ def test_overlap_is_refused_for_what_counts_its_steps_in_its_groups() -> None:
     shoal.Fleet(2).run(run)
 
 
-def test_what_is_set_in_the_middle_of_a_round_holds_from_the_next_on(fleet: Fleets) -> None:
-    """Some buckets left during the backward pass; one whose gradients never came leaves at the step."""
+def test_a_setting_changed_during_a_round_takes_effect_in_the_next(fleet: Fleets) -> None:
+    """Some buckets were sent during the backward pass. A bucket without gradients is sent at the step."""
 
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))

@@ -157,8 +157,8 @@ def test_an_optimizer_takes_its_own_steps_between_averages(known: Known, way: st
 
 
 @each
-def test_overlap_is_the_same_or_is_refused(known: Known) -> None:
-    """Who counts steps in its groups would count each bucket as one."""
+def test_overlap_gives_the_same_result_or_is_refused(known: Known) -> None:
+    """An optimizer that counts steps in its groups would count each bucket as a step."""
     run = partial(trained, known, "adapt then combine")
     if known.overlaps:
         assert torch.equal(run(), run(overlap="backward", bucket_bytes=64))
@@ -168,7 +168,7 @@ def test_overlap_is_the_same_or_is_refused(known: Known) -> None:
 
 
 @pytest.mark.parametrize("known", [one for one in KNOWN if "z" in one.mixed], ids=lambda known: known.name)
-def test_a_schedule_free_optimizer_is_refused_where_its_z_stays_each_agent_s_own(known: Known) -> None:
+def test_a_schedule_free_optimizer_whose_z_is_not_averaged_is_refused(known: Known) -> None:
     def agent() -> None:
         model = initial()
         for how, said in (
@@ -183,8 +183,8 @@ def test_a_schedule_free_optimizer_is_refused_where_its_z_stays_each_agent_s_own
     shoal.Fleet(AGENTS, timeout=20.0).run(agent)
 
 
-def test_schedule_free_agents_stay_together_where_their_data_differ() -> None:
-    """Each has a quadratic of its own; the mean of all is where they are to go."""
+def test_schedule_free_agents_stay_together_on_different_data() -> None:
+    """Each agent has its own quadratic. The mean of all is the common optimum."""
     centres = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     schedulefree = pytest.importorskip("schedulefree")
 
@@ -207,7 +207,7 @@ def test_schedule_free_agents_stay_together_where_their_data_differ() -> None:
 
 
 @each
-def test_a_resumed_run_equals_one_that_never_stopped(known: Known, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(known: Known, tmp_path: Path) -> None:
     def agent() -> tuple[Tensor, Tensor]:
         model = initial()
         optimizer = wrapped(known, "adapt then combine", model)

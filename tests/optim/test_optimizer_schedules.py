@@ -26,7 +26,7 @@ def take_steps(model: torch.nn.Module, optimizer: shoal.DecentralizedOptimizer, 
 
 
 @pytest.mark.parametrize("algorithm", [ATC, AWC], ids=["atc", "awc"])
-def test_round_after_round(fleet: Fleets, algorithm: Algorithm) -> None:
+def test_parameters_equal_the_equation_in_each_round(fleet: Fleets, algorithm: Algorithm) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
@@ -48,7 +48,7 @@ def test_round_after_round(fleet: Fleets, algorithm: Algorithm) -> None:
     assert (torch.stack(fleet(SIZE).run(run)) - x).abs().max() < 1e-12
 
 
-def test_a_resumed_run_goes_on_in_the_round_where_it_was(fleet: Fleets) -> None:
+def test_a_resumed_run_continues_in_its_round(fleet: Fleets) -> None:
     def run() -> bool:
         def make() -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:
             model = deepcopy(MODEL)
@@ -88,7 +88,7 @@ def test_rounds_of_machines(fleet: Fleets) -> None:
     assert torch.equal(found, torch.full((4, 1), (1.5 + 6) / 2, dtype=torch.float64))
 
 
-def test_weights_by_hand_beside_a_schedule_are_refused(fleet: Fleets) -> None:
+def test_explicit_weights_beside_a_schedule_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
@@ -105,7 +105,7 @@ def test_weights_by_hand_beside_a_schedule_are_refused(fleet: Fleets) -> None:
     fleet(2).run(run)
 
 
-def test_a_round_that_could_not_begin_is_not_counted(fleet: Fleets) -> None:
+def test_a_round_that_could_not_start_is_not_counted(fleet: Fleets) -> None:
     def run() -> tuple[int, int]:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)

@@ -72,7 +72,7 @@ def test_diloco_is_adamw_inside_and_nesterov_outside(fleet: Fleets, in_the_algor
 
 
 @pytest.mark.parametrize("in_the_algorithm", [True, False])
-def test_slow_momentum_is_in_units_of_the_learning_rate_of_the_moment(fleet: Fleets, in_the_algorithm: bool) -> None:
+def test_slow_momentum_is_scaled_by_the_current_learning_rate(fleet: Fleets, in_the_algorithm: bool) -> None:
     every, per_exchange = (EVERY, 1) if in_the_algorithm else (1, EVERY)
     found = torch.stack(fleet(SIZE).run(train, SlowMo(GradientDescent(1.0), every, 0.7), per_exchange))
     memory = torch.zeros_like(flat(MODEL))

@@ -68,13 +68,13 @@ def train(make: Any, local: str, overlap: str | None, bucket_bytes: int, passes:
         pytest.param(GRADIENTS, "adam", 1 << 20, 1, id="gradients-adam-all-1"),
     ],
 )
-def test_the_same_bits(fleet: Fleets, make: Any, local: str, bucket_bytes: int, passes: int) -> None:
+def test_overlap_gives_the_same_bits(fleet: Fleets, make: Any, local: str, bucket_bytes: int, passes: int) -> None:
     agents = fleet(SIZE)
     overlapped = torch.stack(agents.run(train, make, local, "backward", bucket_bytes, passes))
     assert torch.equal(overlapped, torch.stack(agents.run(train, make, local, None, bucket_bytes, passes)))
 
 
-def test_a_bucket_has_stepped_before_the_gradients_in_front_of_it_are_there(fleet: Fleets) -> None:
+def test_a_bucket_has_stepped_before_earlier_layers_gradients_exist(fleet: Fleets) -> None:
     def run() -> list[bool]:
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model, overlap="backward", bucket_bytes=1)
@@ -106,7 +106,7 @@ UNUSED = Unused()
 
 
 @both_ways
-def test_parameters_without_a_gradient_travel_at_the_step(fleet: Fleets, make: Any) -> None:
+def test_parameters_without_a_gradient_are_sent_at_the_step(fleet: Fleets, make: Any) -> None:
     def run(overlap: str | None) -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(UNUSED)
@@ -126,7 +126,7 @@ def test_parameters_without_a_gradient_travel_at_the_step(fleet: Fleets, make: A
     assert torch.equal(torch.stack(agents.run(run, "backward")), torch.stack(agents.run(run, None)))
 
 
-def test_evaluation_and_local_steps_do_not_arm_it(fleet: Fleets) -> None:
+def test_evaluation_and_local_steps_start_no_exchange(fleet: Fleets) -> None:
     def run() -> list[int]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
@@ -157,7 +157,7 @@ def test_a_second_backward_pass_is_refused_with_the_remedy(fleet: Fleets) -> Non
     fleet(2).run(run)
 
 
-def test_what_needs_all_gradients_first_is_refused(fleet: Fleets) -> None:
+def test_methods_that_need_all_gradients_first_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model, overlap="backward")
@@ -178,8 +178,8 @@ def test_what_needs_all_gradients_first_is_refused(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_parameters_are_read_where_they_lie(fleet: Fleets, overlap: str | None) -> None:
-    """An agent's memory for exchanges is the parameters and one place for their average, whatever the degree."""
+def test_parameters_are_read_in_place(fleet: Fleets, overlap: str | None) -> None:
+    """An agent's memory for exchanges is the parameters and one buffer for their average, for any degree."""
 
     def run() -> tuple[int, int]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
@@ -195,7 +195,7 @@ def test_parameters_are_read_where_they_lie(fleet: Fleets, overlap: str | None) 
         assert 2 * nbytes <= held <= 2 * 1.25 * nbytes + (4 << 20)  # and one slab for small messages
 
 
-def test_a_changed_parameter_under_way_is_an_error_and_not_a_loss(fleet: Fleets) -> None:
+def test_a_parameter_changed_during_the_exchange_is_an_error_and_not_a_failure(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         optimizer = shoal.optim.DistributedAdaptWithCombineOptimizer(sgd(model), model)
@@ -211,8 +211,8 @@ def test_a_changed_parameter_under_way_is_an_error_and_not_a_loss(fleet: Fleets)
     fleet(2).run(run)
 
 
-def test_after_a_failure_nobody_reads_what_changes(fleet: Fleets) -> None:
-    """A neighbour that came too late may still read what was not copied; the parameters have moved away from there."""
+def test_after_a_failure_readers_do_not_see_changing_memory(fleet: Fleets) -> None:
+    """A late neighbour may still read memory that was not copied, so the parameters have moved to other memory."""
 
     def run() -> bool:
         model = nn.Linear(100, 100, bias=False)
@@ -233,7 +233,7 @@ def test_after_a_failure_nobody_reads_what_changes(fleet: Fleets) -> None:
     assert all(fleet(2).run(run))
 
 
-def test_buckets_that_leave_early_are_smaller(fleet: Fleets) -> None:
+def test_overlapped_buckets_are_smaller(fleet: Fleets) -> None:
     def run(overlap: str | None) -> int:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)))  # 4 MiB each
         optimizer = ATC(sgd(model), model, overlap=overlap)
@@ -246,7 +246,7 @@ def test_buckets_that_leave_early_are_smaller(fleet: Fleets) -> None:
 
 
 def test_an_error_during_the_backward_pass_is_raised_by_step_and_keeps_no_parameter_alive(fleet: Fleets) -> None:
-    """What a hook raises torch would raise from ``backward()``, and then never let go of the model's first layers."""
+    """torch raises a hook's exception from ``backward()``, and then never frees the model's first layers."""
 
     def run() -> bool:
         model = deepcopy(MODEL)

@@ -62,13 +62,13 @@ def gossip(compressor: Compressor | None, bucket_bytes: int, steps: int) -> tupl
     return flat(model).tolist(), moved
 
 
-def test_they_agree_on_their_mean_at_any_pace(fleet: Fleets) -> None:
+def test_peers_agree_on_their_mean_at_any_pace(fleet: Fleets) -> None:
     check_agreement(fleet(SIZE).run(gossip, None, 60, 10))
 
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("compressor", [MinMaxUInt8(), Cast(torch.bfloat16), QSGD(63)], ids=str)
-def test_they_agree_on_their_mean_by_compressed_messages(compressor: Compressor) -> None:
+def test_peers_agree_on_their_mean_by_compressed_messages(compressor: Compressor) -> None:
     check_agreement(shoal.Fleet(SIZE, transport="network", timeout=20.0).run(gossip, compressor, 1 << 20, 10))
 
 
@@ -78,8 +78,8 @@ def check_agreement(found: list[tuple[list[float], float]]) -> None:
     assert (ended - (flat(MODEL) + 1.5)).abs().max() < CLOSE
 
 
-def test_two_that_average_meet_in_the_middle_and_their_local_steps_are_added(fleet: Fleets) -> None:
-    """x+ = (x_0 + x_1) / 2 - lr g(x), the gradient at what the forward pass began with."""
+def test_two_peers_average_their_models_and_add_their_local_steps(fleet: Fleets) -> None:
+    """x+ = (x_0 + x_1) / 2 - lr g(x), where g is the gradient at the start of the forward pass."""
 
     def run() -> tuple[list[float], list[float], list[float]]:
         shoal.set_topology(nx.DiGraph([(0, 1), (1, 0)]))
@@ -112,8 +112,8 @@ def test_two_that_average_meet_in_the_middle_and_their_local_steps_are_added(fle
 
 
 @pytest.mark.parametrize("staleness", [None, 1])
-def test_a_slow_agent_slows_nobody(fleet: Fleets, staleness: int | None) -> None:
-    """Between two steps of the slow agent every other one takes 20: were one to wait for it, none would go on."""
+def test_a_slow_agent_does_not_slow_the_others(fleet: Fleets, staleness: int | None) -> None:
+    """The others take 20 steps between two of the slow agent. If one waited for it, none would advance."""
     slow, batches = SIZE - 1, 8
     taken = [threading.Semaphore(0) for _ in range(batches)]
 
@@ -148,8 +148,10 @@ def test_a_slow_agent_slows_nobody(fleet: Fleets, staleness: int | None) -> None
 
 
 @pytest.mark.parametrize(("staleness", "accepted"), [(None, 4), (0, 0), (1, 1), (3, 3)])
-def test_so_many_averages_are_accepted_between_two_forward_passes(staleness: int | None, accepted: int) -> None:
-    """Rank 0 goes one further in each of four rounds, and each average that rank 1 accepts puts both in the middle."""
+def test_the_number_of_averages_accepted_between_two_forward_passes_is_limited(
+    staleness: int | None, accepted: int
+) -> None:
+    """Rank 0 is one step ahead in each of four rounds. Each average that rank 1 accepts sets both to the midpoint."""
 
     def run() -> list[float]:
         shoal.set_topology(nx.DiGraph([(0, 1), (1, 0)]))
@@ -180,7 +182,7 @@ def test_so_many_averages_are_accepted_between_two_forward_passes(staleness: int
 
 
 @pytest.mark.transport("threads")
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_combinations_are_refused() -> None:
     def one_way() -> None:
         shoal.set_topology(nx.DiGraph([(0, 1), (1, 2), (2, 0)]))
         make(deepcopy(MODEL), 0.1).step()
@@ -222,7 +224,7 @@ def run_until_lost(victim: int) -> tuple[int, str, float]:
 
 @over_both
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
-def test_one_is_killed(on_loss: str, environment: dict[str, str]) -> None:
+def test_one_agent_is_killed(on_loss: str, environment: dict[str, str]) -> None:
     ways = environment | (CONTINUE if on_loss == "continue" else {})
     with World(SIZE, environment=ways) as world:
         outcomes = world.run(run_until_lost, 1)
@@ -236,7 +238,7 @@ def test_one_is_killed(on_loss: str, environment: dict[str, str]) -> None:
             assert (steps == STEPS and not said) if on_loss == "continue" else "rank 1" in said
 
 
-def test_a_peer_that_is_lost_after_it_was_drawn_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_fails_after_it_was_drawn_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     put = pairwise_exchange.ops.win_put_nonblocking
     lost: list[bool] = []

@@ -92,8 +92,8 @@ def train_sharded(way: str) -> bytes:
 
 
 @pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
-def test_sharded_replicas_train_as_whole_ones_do(world: World, way: str) -> None:
-    """With gradients clipped by their norm over all shards, and layers that two ranks cannot halve."""
+def test_sharded_replicas_train_like_unsharded_ones(world: World, way: str) -> None:
+    """With gradients clipped by their norm over all shards, and layers of odd size on two ranks."""
     found = torch.stack([unpacked(one) for one in world.results(train_sharded, way)])
     expected = unsharded(way, MODEL, of_replica)
     apart = (found - expected.repeat_interleave(SHARDS, 0)).abs().max()
@@ -122,7 +122,7 @@ def train_halved(way: str) -> bytes:
 
 
 @pytest.mark.parametrize("way", ["adapt then combine", "gradients"])
-def test_tensor_parallel_replicas_train_as_whole_ones_do(world: World, way: str) -> None:
+def test_tensor_parallel_replicas_train_like_unsharded_ones(world: World, way: str) -> None:
     found = torch.stack([unpacked(one) for one in world.results(train_halved, way)])
     expected = unsharded(way, OF_TENSORS, batch)
     assert (found - expected.repeat_interleave(SHARDS, 0)).abs().max() < 1e-12
@@ -145,8 +145,8 @@ def look_at_the_mean() -> tuple[bytes, bytes, float]:
         return packed(inside), packed(after), apart
 
 
-def test_the_mean_model_of_shards_is_that_of_models(world: World) -> None:
-    """Also where a forward pass without a backward pass has left whole parameters behind."""
+def test_the_mean_of_sharded_models_is_that_of_unsharded_ones(world: World) -> None:
+    """Also after a forward pass without a backward pass has left unsharded parameters."""
     models = deepcopy(MODEL), deepcopy(MODEL)
 
     def run() -> None:
@@ -178,7 +178,7 @@ def begin_alike() -> tuple[bytes, bytes]:
         return packed(whole(model)), packed(momentum)
 
 
-def test_replicas_can_begin_alike(world: World) -> None:
+def test_replicas_can_start_from_equal_parameters(world: World) -> None:
     assert len(set(world.results(begin_alike))) == 1
 
 
@@ -212,7 +212,7 @@ def load_and_go_on(folder: Path, way: str, steps: int) -> bytes:
 @pytest.mark.parametrize(
     "way", ["exact diffusion", *(pytest.param(way, marks=pytest.mark.slow) for way in (USUAL[0], WITH_ADAM))]
 )
-def test_a_run_that_is_resumed_equals_one_that_never_stopped(world: World, way: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(world: World, way: str, tmp_path: Path) -> None:
     whole_run = world.results(save_after, tmp_path, way, 2)
     assert whole_run[0] != whole_run[-1], "replicas that are equal would prove little"
     assert world.results(load_and_go_on, tmp_path, way, 2) == whole_run
@@ -226,7 +226,7 @@ def read_one_model(folder: Path) -> bytes:
     return packed(whole(model))
 
 
-def test_a_saved_model_can_be_read_over_another_number_of_shards(world: World, tmp_path: Path) -> None:
+def test_a_saved_model_can_be_loaded_with_another_number_of_shards(world: World, tmp_path: Path) -> None:
     saved = world.results(save_after, tmp_path, "adapt then combine", STEPS)
     assert set(world.results(read_one_model, tmp_path)) == {saved[-1]}
 
@@ -292,7 +292,7 @@ def refused() -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_not_sound_is_refused_with_the_reason(world: World) -> None:
+def test_unsound_combinations_are_refused_with_the_reason(world: World) -> None:
     told = world.results(refused)[1]
     for what, words in {
         "two dimensions": 'has 2 dimensions (replicate, shard). Give the one between the replicas, such as mesh["repl',
@@ -332,7 +332,7 @@ def other_shards() -> str:
         return "nothing"
 
 
-def test_counterparts_with_other_shards_hear_of_it(world: World) -> None:
+def test_counterparts_with_other_shards_raise_a_mismatch(world: World) -> None:
     for rank, said in enumerate(world.results(other_shards)):
         assert "rank 0 has the parameter weight [2, 4] float32 of [4, 4]" in said or "weight [4, 2]" in said, said
         assert f"at {rank % SHARDS} of 2" in said
@@ -356,7 +356,7 @@ def example(traces: str, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_example_trains_and_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:
+def test_the_example_trains_and_resumes_from_its_checkpoint(world: World, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     traces, folder = str(tmp_path / "traces"), str(tmp_path / "checkpoint")
     whole_run = world.results(example, traces, "--steps", "20")
@@ -389,8 +389,11 @@ def train_until_it_fails() -> tuple[str, float]:
     return said, heard
 
 
-def test_all_processes_hear_of_one_that_is_killed() -> None:
-    """Its counterpart from Shoal; who shares its model, and who shares that of its counterpart, from torch or Shoal."""
+def test_all_processes_are_notified_when_one_is_killed() -> None:
+    """Shoal notifies its counterpart.
+
+    The ranks of its model and of its counterpart's are notified by torch or Shoal.
+    """
     made = World(REPLICAS * SHARDS, init=False)
     try:
         *others, killed = made.run(train_until_it_fails)

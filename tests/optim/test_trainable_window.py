@@ -34,7 +34,7 @@ def step_of(model: torch.nn.Module, optimizer: Any, step: int) -> None:
 @pytest.mark.parametrize("first", ["frozen from the beginning", "frozen later"])
 @pytest.mark.parametrize("what", ["freezes", "unfreezes"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_change_of_one_agent_is_a_mismatch_that_names_the_parameter(
+def test_a_setting_changed_on_one_agent_is_a_mismatch_that_names_the_parameter(
     fleet: Fleets, make: Any, what: str, first: str
 ) -> None:
     def run() -> tuple[str, tuple[int, ...]]:
@@ -69,7 +69,7 @@ def test_a_change_of_one_agent_is_a_mismatch_that_names_the_parameter(
 
 @pytest.mark.parametrize("joined", [False, True], ids=["alike", "with other numbers of batches"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_agents_that_change_alike_at_their_own_pace_go_on(fleet: Fleets, make: Any, joined: bool) -> None:
+def test_agents_that_make_the_same_change_at_their_own_pace_train_on(fleet: Fleets, make: Any, joined: bool) -> None:
     turns = [[0], [], [2], [0], []]
 
     def run() -> bool:

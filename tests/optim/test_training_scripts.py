@@ -64,7 +64,7 @@ def average(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", LOCAL)
 @both_ways
 def test_any_local_optimizer_unmodified(fleet: Fleets, make: Any, name: str) -> None:
-    """Against the same optimizer on every row by hand, its state kept."""
+    """Equal to the same optimizer, with its state, on every row alone."""
 
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -123,7 +123,7 @@ def test_lbfgs_is_refused_with_the_reason() -> None:
 
 
 @both_ways
-def test_accumulated_micro_batches_all_count(fleet: Fleets, make: Any) -> None:
+def test_all_accumulated_micro_batches_count(fleet: Fleets, make: Any) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
@@ -157,7 +157,7 @@ def test_steps_between_communications_are_local(fleet: Fleets) -> None:
     assert fleet(SIZE).run(run) == [2] * SIZE
 
 
-def test_clipping_sees_the_local_gradients_and_holds(fleet: Fleets) -> None:
+def test_clipping_applies_to_the_local_gradients(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
@@ -209,7 +209,7 @@ def test_an_overflow_on_one_agent_skips_its_step_and_not_its_exchange(fleet: Fle
     assert (torch.stack(fleet(SIZE).run(run)) - expected).abs().max() < 1e-12
 
 
-def test_where_gradients_are_averaged_an_overflow_counts_as_zero_and_models_stay_equal(fleet: Fleets) -> None:
+def test_with_averaged_gradients_an_overflow_counts_as_zero_and_models_stay_equal(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model)
@@ -227,8 +227,8 @@ def test_where_gradients_are_averaged_an_overflow_counts_as_zero_and_models_stay
 
 
 @both_ways
-def test_autocast_changes_the_forward_pass_alone(fleet: Fleets, make: Any) -> None:
-    """Parameters stay what they were, and so does what is averaged."""
+def test_autocast_changes_only_the_forward_pass(fleet: Fleets, make: Any) -> None:
+    """Parameters and the averaged values keep their dtype."""
 
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -251,7 +251,7 @@ def test_autocast_changes_the_forward_pass_alone(fleet: Fleets, make: Any) -> No
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("make", [ATC, shoal.optim.DistributedGradientAllreduceOptimizer], ids=["atc", "gradients"])
-def test_gradients_may_be_zeroed_or_dropped(fleet: Fleets, make: Any, set_to_none: bool) -> None:
+def test_gradients_may_be_zeroed_or_set_to_none(fleet: Fleets, make: Any, set_to_none: bool) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
@@ -272,7 +272,7 @@ def test_gradients_may_be_zeroed_or_dropped(fleet: Fleets, make: Any, set_to_non
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_scaler_changes_nothing_where_nothing_overflows(fleet: Fleets, unscaled: bool) -> None:
+def test_a_scaler_without_overflow_changes_nothing(fleet: Fleets, unscaled: bool) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
@@ -322,7 +322,7 @@ AWKWARD = Awkward()
 
 
 @both_ways
-def test_awkward_parameters_are_averaged_like_all_others(fleet: Fleets, make: Any) -> None:
+def test_unusual_parameters_are_averaged(fleet: Fleets, make: Any) -> None:
     def run() -> tuple[Tensor, Tensor]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         model = deepcopy(AWKWARD)
@@ -421,7 +421,7 @@ def test_a_compiled_model_with_the_exchange_outside(fleet: Fleets) -> None:
     assert torch.equal(torch.stack(agents.run(run)), torch.stack(agents.run(plain)))
 
 
-def test_attributes_set_after_the_forward_pass_hold_from_the_next_round_on_with_a_warning(fleet: Fleets) -> None:
+def test_attributes_set_after_the_forward_pass_take_effect_in_the_next_round_with_a_warning(fleet: Fleets) -> None:
     def run() -> list[float]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = nn.Linear(1, 1, bias=False).double()
@@ -457,7 +457,7 @@ def test_an_unknown_attribute_is_an_error() -> None:
 
 
 @both_ways
-def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, make: Any) -> None:
     def steps(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, numbers: range) -> None:
         for step in numbers:
             optimizer.zero_grad()
@@ -507,7 +507,7 @@ def test_two_wrappers_on_one_parameter_are_refused_until_one_is_closed() -> None
     shoal.Fleet(1).run(run)
 
 
-def test_a_parameter_that_nobody_averages_is_warned_about_by_name() -> None:
+def test_a_parameter_without_a_wrapper_is_named_in_a_warning() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         some = ATC(torch.optim.SGD(list(model.parameters())[:2], lr=LR), model)
@@ -527,7 +527,7 @@ def test_parameters_of_another_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 25e6, "25 MB"])
-def test_a_bucket_size_that_is_none_is_refused(nbytes: Any) -> None:
+def test_a_bucket_size_of_none_is_refused(nbytes: Any) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         with pytest.raises(ValueError, match="whole number of bytes"):
@@ -536,7 +536,7 @@ def test_a_bucket_size_that_is_none_is_refused(nbytes: Any) -> None:
     shoal.Fleet(1).run(run)
 
 
-def test_data_that_somebody_has_put_elsewhere_are_taken_in_again(fleet: Fleets) -> None:
+def test_parameters_moved_to_other_memory_are_copied_back_into_the_bucket(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
@@ -595,7 +595,7 @@ def test_listing_4(fleet: Fleets) -> None:
         assert torch.allclose(own, mean, atol=1e-12)  # step 20 averaged over all
 
 
-def test_consensus_averages_and_puts_back(fleet: Fleets) -> None:
+def test_consensus_averages_and_restores(fleet: Fleets) -> None:
     def run() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
         with torch.no_grad():
@@ -644,7 +644,7 @@ def test_the_consensus_of_many_small_tensors_is_a_few_all_reduces(
     assert sum("allreduce" in op for op in submitted) == 3 * 2
 
 
-def test_a_world_of_one_trains_as_the_plain_optimizer_does() -> None:
+def test_one_agent_trains_like_the_plain_optimizer() -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = ATC(LOCAL["adam"](model.parameters()), model)
@@ -663,7 +663,7 @@ def test_a_world_of_one_trains_as_the_plain_optimizer_does() -> None:
     assert torch.equal(shoal.Fleet(1).run(run)[0], flat(model))
 
 
-def test_gradients_of_agents_that_lack_one_count_as_zero(fleet: Fleets) -> None:
+def test_missing_gradients_count_as_zero(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model)

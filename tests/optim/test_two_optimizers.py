@@ -54,9 +54,7 @@ def by_hand(averages_gradients: bool = False) -> list[Arrays]:
     return [agents.arrays(model.parameters()) + agents.moments(pair) for model, pair in zip(models, pairs, strict=True)]
 
 
-def test_two_wrappers_around_one_model_average_each_parameter_once_and_are_resumed(
-    world: World, tmp_path: Path
-) -> None:
+def test_two_wrappers_of_one_model_average_each_parameter_once_and_are_resumed(world: World, tmp_path: Path) -> None:
     found = world.results(agents.run, str(tmp_path))
     for one, wanted in zip(found, by_hand(), strict=True):
         for value, by_own in zip(one["own"] + one["moments"], wanted, strict=True):

@@ -38,7 +38,7 @@ def ramp(factor: float, step: int) -> float:
     return LR * (1 + (factor - 1) * min(step, STEPS) / STEPS)
 
 
-def test_it_rises_by_equal_steps_to_as_many_times_as_there_are_agents() -> None:
+def test_the_rate_rises_linearly_to_the_number_of_agents_times_its_value() -> None:
     def run() -> list[float]:
         optimizer = sgd()
         return rates(optimizer, shoal.optim.Warmup(optimizer, STEPS), STEPS + 3)
@@ -47,7 +47,7 @@ def test_it_rises_by_equal_steps_to_as_many_times_as_there_are_agents() -> None:
         assert each == pytest.approx([ramp(4, step) for step in range(STEPS + 3)], rel=1e-12)
 
 
-def test_a_factor_may_be_given() -> None:
+def test_a_factor_may_be_passed() -> None:
     optimizer = sgd()
     found = rates(optimizer, shoal.optim.Warmup(optimizer, STEPS, factor=math.sqrt(8)), STEPS + 1)
     assert found == pytest.approx([ramp(math.sqrt(8), step) for step in range(STEPS + 1)], rel=1e-12)
@@ -84,9 +84,7 @@ both = pytest.mark.parametrize(
 
 
 @both
-def test_the_schedule_that_comes_with_it_works_on_the_raised_rate(
-    schedule: Schedule, expected: Callable[[int], float]
-) -> None:
+def test_the_wrapped_schedule_applies_to_the_raised_rate(schedule: Schedule, expected: Callable[[int], float]) -> None:
     optimizer = sgd()
     found = rates(optimizer, schedule(optimizer), STEPS + AFTER)
     assert found == pytest.approx([expected(step) for step in range(STEPS + AFTER)], rel=1e-12)
@@ -94,7 +92,7 @@ def test_the_schedule_that_comes_with_it_works_on_the_raised_rate(
 
 @both
 @pytest.mark.parametrize("stop", [2, STEPS, STEPS + 2])
-def test_it_resumes_to_the_bit(schedule: Schedule, expected: object, stop: int) -> None:
+def test_warm_up_resumes_bit_for_bit(schedule: Schedule, expected: object, stop: int) -> None:
     optimizer = sgd()
     whole = rates(optimizer, schedule(optimizer), STEPS + AFTER)
     optimizer = sgd()
@@ -108,7 +106,7 @@ def test_it_resumes_to_the_bit(schedule: Schedule, expected: object, stop: int) 
     assert first + rates(optimizer, scheduler, STEPS + AFTER - stop) == whole
 
 
-def test_it_works_on_a_decentralized_optimizer() -> None:
+def test_warm_up_works_on_a_decentralized_optimizer() -> None:
     def run() -> list[float]:
         shoal.set_topology(shoal.topology.RingGraph(4))
         model = torch.nn.Linear(2, 1)
@@ -139,12 +137,12 @@ def test_groups_that_share_a_tensor_as_their_rate_are_raised_once() -> None:
 @pytest.mark.parametrize(
     ("steps", "factor"), [(0, 2.0), (-1, 2.0), (5, 0.5), (5, math.nan)], ids=["0", "-1", "falling", "nan"]
 )
-def test_what_is_no_warm_up_is_refused(steps: int, factor: float) -> None:
+def test_invalid_warm_ups_are_refused(steps: int, factor: float) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         shoal.optim.Warmup(sgd(), steps, factor)
 
 
-def test_a_scheduler_that_was_there_first_is_named_as_the_reason() -> None:
+def test_an_existing_scheduler_is_named_as_the_reason() -> None:
     optimizer = sgd()
     CosineAnnealingLR(optimizer, 10)
     with pytest.raises(ValueError, match="Make Warmup first"):

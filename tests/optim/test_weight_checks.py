@@ -55,7 +55,7 @@ SCHEDULED = [
 
 
 @pytest.mark.parametrize("wrap", SCHEDULED, ids=lambda one: one.__name__)
-def test_a_schedule_whose_rounds_do_not_balance_is_refused_by_every_wrapper(fleet: Fleets, wrap: Wrap) -> None:
+def test_a_schedule_with_unbalanced_rounds_is_refused_by_every_wrapper(fleet: Fleets, wrap: Wrap) -> None:
     def run() -> int:
         for bad in (RingStarDelegates(SIZE, 2), STAR, nx.DiGraph([(0, 1), (1, 2), (2, 3)])):
             with pytest.raises(ValueError, match=r"needs W to be doubly stochastic, and (row|column) \d"):
@@ -75,7 +75,7 @@ def test_a_schedule_whose_rounds_do_not_balance_is_refused_by_every_wrapper(flee
     assert fleet(SIZE).run(run) == [1] * SIZE
 
 
-def test_schedules_of_machines_are_checked_too(fleet: Fleets) -> None:
+def test_machine_schedules_are_checked_too(fleet: Fleets) -> None:
     def run() -> None:
         hierarchical = KINDS.hierarchical_neighbor_allreduce
         with pytest.raises(ValueError, match="doubly stochastic"):
@@ -85,7 +85,7 @@ def test_schedules_of_machines_are_checked_too(fleet: Fleets) -> None:
     fleet(4, agents_per_machine=2).run(run)
 
 
-def test_what_other_algorithms_need_is_checked_when_they_are_given_a_topology(fleet: Fleets) -> None:
+def test_other_algorithms_requirements_are_checked_when_a_topology_is_set(fleet: Fleets) -> None:
     def run() -> None:
         for algorithm, topology, told in (
             (ExactDiffusion(1.0), Circulant(SIZE, {0: 0.2, 1: 0.4, -1: 0.4}), "above -1/3"),
@@ -98,7 +98,7 @@ def test_what_other_algorithms_need_is_checked_when_they_are_given_a_topology(fl
     fleet(SIZE).run(run)
 
 
-def test_exact_diffusion_at_minus_a_third_is_warned_of() -> None:
+def test_exact_diffusion_with_eigenvalue_minus_a_third_causes_a_warning() -> None:
     def run() -> None:
         make(
             partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0)),
@@ -109,7 +109,7 @@ def test_exact_diffusion_at_minus_a_third_is_warned_of() -> None:
     assert heard(SIZE, run)
 
 
-def test_a_swinging_momentum_is_refused_in_training() -> None:
+def test_an_oscillating_momentum_is_refused_in_training() -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="differences between agents to die out"):
             make(
@@ -150,13 +150,13 @@ def train(wrap: Wrap, graph: nx.DiGraph | None, weighted: bool = True, steps: in
 
 
 @pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
-def test_a_static_topology_that_does_not_balance_is_warned_of_once(wrap: Wrap) -> None:
+def test_an_unbalanced_static_topology_causes_one_warning(wrap: Wrap) -> None:
     (told,) = heard(SIZE, lambda: train(wrap, STAR))
     assert "needs W to be doubly stochastic, and column 0 of W sums to 1.75" in told
     assert "the static topology of 4 agents" in told
 
 
-def test_uniform_weights_in_place_of_those_that_a_graph_has_are_named() -> None:
+def test_uniform_weights_that_replace_a_graphs_own_are_named() -> None:
     graph = shoal.topology.StarGraph(SIZE)
     (told,) = heard(SIZE, lambda: train(atc, nx.DiGraph(graph.edges), weighted=False))
     assert "column 0 of W sums to 1.75" in told
@@ -168,12 +168,12 @@ def test_uniform_weights_in_place_of_those_that_a_graph_has_are_named() -> None:
     [*STATIC, shoal.optim.DistributedPushSumOptimizer, shoal.optim.DistributedAllreduceOptimizer],
     ids=lambda one: one.__name__,
 )
-def test_the_default_topology_and_rings_are_silent(wrap: Wrap) -> None:
+def test_the_default_topology_and_rings_cause_no_warning(wrap: Wrap) -> None:
     for graph in (None, shoal.topology.RingGraph(SIZE), shoal.topology.RingGraph(SIZE, connect_style=1)):
         assert heard(SIZE, lambda graph=graph: train(wrap, graph, weighted=False)) == []
 
 
-def test_what_does_not_use_the_static_topology_or_is_sound_on_it_is_silent() -> None:
+def test_methods_that_ignore_the_static_topology_or_are_sound_on_it_cause_no_warning() -> None:
     assert heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, STAR)) == []
     assert heard(SIZE, lambda: train(shoal.optim.DistributedAllreduceOptimizer, STAR)) == []
     assert heard(SIZE, lambda: train(shoal.optim.DistributedGradientAllreduceOptimizer, STAR)) == []
@@ -181,13 +181,13 @@ def test_what_does_not_use_the_static_topology_or_is_sound_on_it_is_silent() -> 
     assert heard(SIZE, lambda: train(atc, STAR, unchecked="doubly stochastic")) == []
 
 
-def test_push_sum_where_not_all_hear_of_each_other_is_warned_of() -> None:
+def test_push_sum_on_a_graph_that_is_not_strongly_connected_causes_a_warning() -> None:
     pairs = nx.DiGraph([(0, 1), (1, 0), (2, 3), (3, 2)])
     (told,) = heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, pairs, weighted=False))
     assert "needs W to be connected, and its agents fall into 2 parts" in told
 
 
-def test_a_topology_that_is_set_later_is_looked_at_as_well() -> None:
+def test_a_topology_set_later_is_checked_too() -> None:
     def run() -> None:
         model, optimizer = make(atc)
         one_step(model, optimizer)
@@ -256,7 +256,7 @@ def push_pull_that_scales(rank: int, step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("wrap", [atc, awc], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("weights", [one_peer, push_pull_that_scales], ids=lambda one: one.__name__)
-def test_weights_by_hand_that_balance_are_silent(weights: Callable[[int, int], dict[str, Any]], wrap: Wrap) -> None:
+def test_balanced_explicit_weights_cause_no_warning(weights: Callable[[int, int], dict[str, Any]], wrap: Wrap) -> None:
     assert heard(SIZE, lambda: by_hand(weights, wrap=wrap)) == []
 
 
@@ -271,7 +271,7 @@ def test_weights_by_hand_that_balance_are_silent(weights: Callable[[int, int], d
     ids=lambda one: getattr(one, "__name__", ""),
 )
 @pytest.mark.parametrize("wrap", [atc, awc], ids=lambda one: one.__name__)
-def test_weights_by_hand_that_do_not_balance_are_warned_of_once_by_name(
+def test_unbalanced_explicit_weights_cause_one_warning_by_name(
     weights: Callable[[int, int], dict[str, Any]], told: str, wrap: Wrap
 ) -> None:
     (found,) = heard(SIZE, lambda: by_hand(weights, steps=6, wrap=wrap))
@@ -279,7 +279,7 @@ def test_weights_by_hand_that_do_not_balance_are_warned_of_once_by_name(
     assert heard(SIZE, lambda: by_hand(weights, wrap=wrap, unchecked="doubly stochastic")) == []
 
 
-def test_weights_that_windows_would_weigh_twice_are_warned_of() -> None:
+def test_weights_that_windows_would_apply_twice_cause_a_warning() -> None:
     def half(rank: int, step: int) -> dict[str, Any]:
         return {"dst_weights": {(rank + 1) % SIZE: 0.5 if rank == 1 else 1.0}}
 
@@ -287,7 +287,7 @@ def test_weights_that_windows_would_weigh_twice_are_warned_of() -> None:
     assert "dst_weights scales what is then averaged with the weights of the static topology: 0.5 for rank 2" in found
 
 
-def test_machines_weights_by_hand_are_looked_at() -> None:
+def test_explicit_machine_weights_are_checked() -> None:
     def weights(rank: int, step: int) -> dict[str, Any]:
         other = 1 - rank // 2
         return {"self_weight": 0.75, "src_machine_weights": {other: 0.5}, "dst_machine_weights": [other]}
@@ -316,7 +316,7 @@ def beyond_one(rank: int, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrap", SCHEDULED, ids=lambda one: one.__name__)
-def test_a_topology_on_which_differences_last_is_refused_by_every_wrapper(fleet: Fleets, wrap: Wrap) -> None:
+def test_a_topology_without_consensus_is_refused_by_every_wrapper(fleet: Fleets, wrap: Wrap) -> None:
     def run() -> int:
         for bad in (without_self_weights(), Circulant(SIZE, {1: 0.5, -1: 0.5})):
             with pytest.raises(ValueError, match=r"differences between agents to die out.*eigenvalue -1"):
@@ -331,18 +331,18 @@ def test_a_topology_on_which_differences_last_is_refused_by_every_wrapper(fleet:
 
 
 @pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
-def test_a_static_topology_on_which_differences_last_is_warned_of_once(wrap: Wrap) -> None:
+def test_a_static_topology_without_consensus_causes_one_warning(wrap: Wrap) -> None:
     (told,) = heard(SIZE, lambda: train(wrap, without_self_weights()))
     assert "differences between agents to die out" in told and "W has the eigenvalue -1" in told
     assert "Agents then do not come to agree" in told
     assert heard(SIZE, lambda: train(wrap, without_self_weights(), unchecked="differences die out")) == []
 
 
-def test_push_sum_keeps_shares_of_its_own_where_the_graph_gives_none() -> None:
+def test_push_sum_uses_its_own_shares_if_the_graph_has_none() -> None:
     assert heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, without_self_weights())) == []
 
 
-def test_weights_by_hand_that_let_differences_grow_are_warned_of() -> None:
+def test_explicit_weights_with_growing_disagreement_cause_a_warning() -> None:
     (found,) = heard(SIZE, lambda: by_hand(beyond_one))
     assert "differences between agents not to grow in any round, and weights below 0 make them grow up to 1.5" in found
     assert heard(SIZE, lambda: by_hand(beyond_one, unchecked="differences die out")) == []
@@ -353,7 +353,7 @@ def swapped(rank: int, step: int) -> dict[str, Any]:
     return {"self_weight": 0.0, "src_weights": {1 - rank: 1.0}}
 
 
-def test_weights_by_hand_that_repeat_and_bring_nobody_together_are_warned_of() -> None:
+def test_repeated_explicit_weights_without_consensus_cause_a_warning() -> None:
     (found,) = heard(2, lambda: by_hand(swapped, steps=9))
     assert "differences between agents to die out" in found and "eigenvalue -1" in found
     assert "weights by hand of the first round, which rank 0 has repeated" in found
@@ -365,7 +365,7 @@ def test_weights_by_hand_that_repeat_and_bring_nobody_together_are_warned_of() -
     assert heard(2, lambda: by_hand(in_turns, steps=9)) == []
 
 
-def test_other_algorithms_are_refused_on_a_static_topology_on_which_differences_last() -> None:
+def test_other_algorithms_are_refused_on_a_static_topology_without_consensus() -> None:
     def run() -> None:
         shoal.set_topology(without_self_weights(), is_weighted=True)
         model, optimizer = make(lambda sgd, model: shoal.DecentralizedOptimizer(sgd, model, AveragedMomentum(1.0, 0.5)))

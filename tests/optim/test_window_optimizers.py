@@ -38,12 +38,12 @@ def train_in_step(make: Make, bucket_bytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
 @pytest.mark.parametrize("make", [shoal.optim.DistributedWinPutOptimizer, shoal.optim.DistributedPullGetOptimizer])
-def test_put_and_get_in_step_are_adapt_with_combine(fleet: Fleets, make: Make, bucket_bytes: int) -> None:
+def test_synchronous_put_and_get_are_adapt_with_combine(fleet: Fleets, make: Make, bucket_bytes: int) -> None:
     found = torch.stack(fleet(SIZE).run(train_in_step, make, bucket_bytes))
     assert (found - by_hand(AWC, RING)).abs().max() < 1e-12
 
 
-def test_push_sum_agrees_on_the_mean_over_a_directed_graph_out_of_step(fleet: Fleets) -> None:
+def test_push_sum_reaches_the_mean_over_a_directed_graph_asynchronously(fleet: Fleets) -> None:
     done = []
 
     def run() -> torch.Tensor:
@@ -70,8 +70,8 @@ def test_push_sum_agrees_on_the_mean_over_a_directed_graph_out_of_step(fleet: Fl
     assert (found - (flat(MODEL) + 1.5)).abs().max() < 1e-9
 
 
-def test_push_sum_takes_the_gradient_step(fleet: Fleets) -> None:
-    """Summed over agents, the biased parameters move by minus the sum of the steps: nothing is dropped."""
+def test_push_sum_applies_the_full_gradient_step(fleet: Fleets) -> None:
+    """Summed over agents, the biased parameters change by minus the sum of the steps."""
 
     def run() -> tuple[float, float]:
         shoal.set_topology(IRREGULAR)
@@ -106,8 +106,8 @@ MAKES = (
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_unregister_window_frees_the_windows_and_the_next_step_makes_them_anew(fleet: Fleets, make: Make) -> None:
-    """So the topology may change in the middle of training."""
+def test_unregister_window_frees_the_windows_and_the_next_step_creates_them_again(fleet: Fleets, make: Make) -> None:
+    """So the topology may change during training."""
 
     def run() -> torch.Tensor:
         assert shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -134,7 +134,7 @@ def test_unregister_window_frees_the_windows_and_the_next_step_makes_them_anew(f
     assert (found - found.mean(0)).abs().max() < 1e-3
 
 
-def test_windows_made_anew_do_not_go_back_to_a_state_that_was_loaded_before(fleet: Fleets) -> None:
+def test_recreated_windows_do_not_restore_a_state_loaded_before(fleet: Fleets) -> None:
     def run() -> float:
         model = torch.nn.Linear(1, 1, bias=False).double()
         optimizer = shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
@@ -154,7 +154,7 @@ def test_windows_made_anew_do_not_go_back_to_a_state_that_was_loaded_before(flee
     assert fleet(2).run(run) == pytest.approx([7.0, 7.0])
 
 
-def test_force_barrier_lets_all_meet_before_each_step(fleet: Fleets) -> None:
+def test_force_barrier_synchronizes_all_agents_before_each_step(fleet: Fleets) -> None:
     begun: list[int] = []
 
     def run() -> list[int]:
@@ -191,8 +191,8 @@ def test_push_sum_refuses_shares_that_do_not_sum_to_one(fleet: Fleets) -> None:
     fleet(SIZE).run(run)
 
 
-def test_a_state_that_is_saved_out_of_step_has_all_of_the_mass_and_the_run_goes_on_from_it(fleet: Fleets) -> None:
-    """Agents save after different numbers of steps, and others of theirs are on their way then."""
+def test_a_state_saved_asynchronously_has_all_of_the_mass_and_the_run_resumes_from_it(fleet: Fleets) -> None:
+    """Agents save after different numbers of steps, while messages are in flight."""
 
     def make(model: torch.nn.Module) -> shoal.DecentralizedOptimizer:
         return shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)

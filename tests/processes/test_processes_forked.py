@@ -71,7 +71,9 @@ def work() -> float:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_a_child_is_told_that_it_is_no_agent_whatever_the_parents_threads_hold(environment: dict[str, str]) -> None:
+def test_a_child_raises_that_it_is_no_agent_whatever_locks_the_parents_threads_hold(
+    environment: dict[str, str],
+) -> None:
     with World(2, environment=environment) as world:
         for rank, answers in enumerate(world.results(ask_a_child_while_a_thread_holds_the_lock)):
             waited, begun, asked, worked, is_one, called = answers
@@ -146,7 +148,7 @@ def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_threads_of_an_agent_go_on_while_its_process_forks(environment: dict[str, str]) -> None:
+def test_threads_of_an_agent_continue_while_its_process_forks(environment: dict[str, str]) -> None:
     with World(2, environment=environment, timeout=40.0) as world:
         for found, failed, calls in world.results(fork_while_threads_average, patience=100.0):
             assert found == [0, 600.0, 0, "27000000.0"]

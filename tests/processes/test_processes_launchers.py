@@ -43,7 +43,7 @@ def test_a_script_finds_its_agents_under(launcher: list[str], tmp_path: Path) ->
     assert run(launcher, tmp_path) == [[0, 2, 2, 1.0, 0.5], [1, 2, 2, 1.0, 0.5]]
 
 
-def test_a_script_without_a_launcher_is_a_world_of_one(tmp_path: Path) -> None:
+def test_a_script_without_a_launcher_is_a_single_agent(tmp_path: Path) -> None:
     assert run([sys.executable], tmp_path) == [[0, 1, 1, 0.0, 0.0]]
 
 

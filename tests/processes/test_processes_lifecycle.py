@@ -68,7 +68,7 @@ def operation_without_an_agent() -> None:
 
 
 @pytest.mark.transport("shared_memory")
-def test_operations_before_init_and_after_shutdown_say_what_to_do() -> None:
+def test_operations_before_init_and_after_shutdown_raise_with_the_remedy() -> None:
     with World(2, init=False) as world:
         for turn in ("before", "after"):
             for one in world.run(operation_without_an_agent):
@@ -84,7 +84,7 @@ def test_shutdown_without_an_agent_does_nothing() -> None:
         world.results(shoal.shutdown)
 
 
-def test_an_agent_that_never_comes_to_init_is_named_at_the_deadline() -> None:
+def test_an_agent_absent_from_init_is_named_at_the_deadline() -> None:
     # Not less: to connect to the store takes a second where no name server answers, for the name of 127.0.0.1.
     with World(SIZE, init=False, timeout=4.0) as world:
         for one in world.run(shoal.init, on=[0, 1]):
@@ -106,10 +106,10 @@ def init_within(seconds: float) -> None:
         (True, "on rank 0: ranks [1] came, and gave up before. Check", (1,)),
     ],
 )
-def test_one_that_came_and_gave_up_before_is_not_said_to_be_absent(
+def test_an_agent_that_gave_up_before_is_not_reported_absent(
     third_comes: bool, said: str, ranks: tuple[int, ...]
 ) -> None:
-    """The third comes once the other has given up, so what it says is what decides, and not who was faster."""
+    """The third agent starts after the other has given up, so the result depends on the record and not on timing."""
     with World(SIZE, init=False) as world:
         early = world.run_on(1, init_within, 4.0)
         leader = world.run_on(0, init_within, 12.0)
@@ -156,7 +156,7 @@ def use_beside_a_process_group() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_a_process_group_that_was_there_first_is_left_as_it_was(environment: dict[str, str]) -> None:
+def test_an_existing_process_group_is_not_changed(environment: dict[str, str]) -> None:
     world = World(SIZE, environment=environment, init=False)
     try:
         assert world.results(use_beside_a_process_group) == [(1.0, 3.0)] * SIZE
@@ -180,7 +180,7 @@ def make_a_process_group_later() -> list[float]:
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_a_process_group_can_be_made_on_the_same_port_after_init(environment: dict[str, str]) -> None:
+def test_a_process_group_can_be_created_on_the_same_port_after_init(environment: dict[str, str]) -> None:
     world = World(SIZE, environment=environment, init=False)
     try:
         assert world.results(make_a_process_group_later) == [[1.0, 3.0, 1.0, 3.0, 1.0, 1.0]] * SIZE
@@ -201,7 +201,7 @@ def learn_from_the_process_group(file: Path) -> tuple[int, int, float]:
 
 
 @pytest.mark.transport("shared_memory")
-def test_without_any_variable_a_process_group_tells_who_this_is(tmp_path: Path) -> None:
+def test_without_any_variable_a_process_group_gives_rank_and_size(tmp_path: Path) -> None:
     world = World(SIZE, init=False)
     try:
         found = world.results(learn_from_the_process_group, tmp_path / "store")

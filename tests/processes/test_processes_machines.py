@@ -62,7 +62,7 @@ def assert_average(world: World) -> None:
 @pytest.mark.transport("shared_memory")
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
-def test_agents_share_memory_inside_a_machine_and_use_the_network_between() -> None:
+def test_agents_share_memory_within_a_machine_and_use_the_network_between_machines() -> None:
     with network_namespaces(2) as machines, World(4, namespaces=machines) as world:
         near, far = "shared_memory", "network"
         assert world.results(transports) == [[near, far, far], [near, far, far], [far, far, near], [far, far, near]]
@@ -90,7 +90,7 @@ def average_by_machines() -> None:
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("interface", [INTERFACE, "10.77.0.1"])
-def test_a_network_job_listens_on_the_interface_that_is_asked_for(interface: str) -> None:
+def test_a_network_job_listens_on_the_requested_interface(interface: str) -> None:
     environment = {"SHOAL_INTERFACE": interface, **NETWORK}
     with network_namespaces(1) as machines, World(2, namespaces=machines, environment=environment) as world:
         assert world.results(listening) == [[machines[0].address]] * 2
@@ -101,7 +101,7 @@ def test_a_network_job_listens_on_the_interface_that_is_asked_for(interface: str
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("name", ["eth0.100", "br-1_a", "eth@7"])
 def test_an_interface_may_have_any_name_that_linux_allows(name: str) -> None:
-    """A VLAN's has a dot; under an alias of it, and as "ip link" writes it, it is found too."""
+    """A VLAN's name has a dot. It is also found by an alias, and in the form of "ip link"."""
     with network_namespaces(1) as machines:
         machines[0].rename_link(name)
         machines[0].add_address("10.77.0.50/24", name, f"{name}:1")
@@ -152,8 +152,8 @@ def init_where(name: str, addresses: list[str], variables: Mapping[str, str]) ->
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("far", [["10.77.0.1"], ["fd77::1"], ["fd77::99", "10.77.0.1"]], ids=str)
-def test_a_machine_whose_own_name_means_its_loopback_listens_where_others_reach_it(far: list[str]) -> None:
-    """As Debian's /etc/hosts has it; and an address of the name that leads nowhere does not keep others from it."""
+def test_a_machine_whose_host_name_resolves_to_loopback_listens_on_a_reachable_address(far: list[str]) -> None:
+    """As Debian's /etc/hosts has it. An unreachable address of the name does not prevent connections."""
     with network_namespaces(2) as machines, World(2, namespaces=machines, init=False) as world:
         near = world.run_on(0, init_where, "debian", ["127.0.1.1"], {})
         other = world.run_on(1, init_where, "debian", far, {})
@@ -164,14 +164,14 @@ def test_a_machine_whose_own_name_means_its_loopback_listens_where_others_reach_
 
 
 @pytest.mark.transport("network")
-def test_a_rendezvous_whose_name_has_several_addresses_is_found_at_any() -> None:
+def test_a_rendezvous_name_with_several_addresses_is_found_at_any() -> None:
     with World(2, init=False, environment=NETWORK) as world:
         pending = [world.run_on(r, init_where, "localhost", ["::1", "127.0.0.1"], {}) for r in range(2)]
         assert [one.outcome().error for one in pending] == ["", ""]
         assert_average(world)
 
 
-def test_an_address_that_this_machine_does_not_have_is_refused() -> None:
+def test_a_foreign_address_is_refused() -> None:
     environment = {"SHOAL_INTERFACE": "192.0.2.7", **NETWORK}
     with World(2, environment=environment, init=False, timeout=5.0) as world:
         for one in world.run(shoal.init):
@@ -179,7 +179,7 @@ def test_an_address_that_this_machine_does_not_have_is_refused() -> None:
             assert "192.0.2.7" in one.message and "no address of this machine" in one.message
 
 
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_a_missing_interface_is_refused_with_the_existing_ones() -> None:
     with World(2, environment={"SHOAL_INTERFACE": "nowhere0", **NETWORK}, init=False, timeout=5.0) as world:
         for one in world.run(shoal.init):
             assert one.error == "ValueError"
@@ -194,14 +194,14 @@ def test_a_job_on_one_machine_listens_on_no_port() -> None:
 
 
 @pytest.mark.transport("network")
-def test_a_network_job_on_one_machine_listens_on_the_loopback_alone() -> None:
+def test_a_network_job_on_one_machine_listens_only_on_loopback() -> None:
     with World(3, environment=NETWORK) as world:
         assert_average(world)
         assert world.results(listening) == [["127.0.0.1"]] * 3
         assert world.results(transports) == [["network"] * 2] * 3
 
 
-def test_a_transport_that_cannot_reach_everybody_is_refused_with_the_one_that_can() -> None:
+def test_a_transport_that_cannot_reach_all_agents_is_refused_with_one_that_can() -> None:
     with World(2, environment={"SHOAL_TRANSPORT": "threads"}, init=False, timeout=5.0) as world:
         for one in world.run(shoal.init):
             assert one.error == "ValueError"
@@ -264,7 +264,7 @@ def averages_and_reversed_links() -> tuple[list[float], list[int]]:
 
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
-def test_agents_behind_a_firewall_that_lets_no_connection_in_open_those_of_both_directions() -> None:
+def test_agents_behind_an_inbound_firewall_open_the_connections_of_both_directions() -> None:
     with network_namespaces(2) as machines:
         machines[1].let_no_connection_in()
         with World(4, namespaces=machines, timeout=60.0) as world:

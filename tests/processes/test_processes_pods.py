@@ -75,7 +75,7 @@ def meet(variables: Mapping[str, str], late: float) -> tuple[int, int, int, floa
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("controller", [index_of, pytorch_job])
-def test_pods_of_one_agent_that_start_in_any_order_meet(controller: Callable[[int, str], dict[str, str]]) -> None:
+def test_pods_of_one_agent_that_start_in_any_order_connect(controller: Callable[[int, str], dict[str, str]]) -> None:
     with network_namespaces(3) as machines, World(3, init=False, namespaces=machines) as world:
         late = (1.5, 0.0, 0.7)  # the one where all meet comes last
         pods = [controller(rank, machines[0].address) for rank in range(3)]
@@ -109,8 +109,8 @@ def ended(pods: dict[int, subprocess.Popen[bytes]]) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_pods_under_shoal_run_meet_and_one_that_is_started_anew_elsewhere_enters_again(tmp_path: Path) -> None:
-    """As in ``deploy/kubernetes``, with the variables of a TrainJob: no option says which pod this is."""
+def test_pods_under_shoal_run_connect_and_a_rescheduled_one_rejoins(tmp_path: Path) -> None:
+    """As in ``deploy/kubernetes``, with the variables of a TrainJob: no option gives the pod's index."""
     script, stop = tmp_path / "train.py", tmp_path / "stop"
     script.write_text(TRAIN)
     command = [*RUN, "--on-failure", "restart", str(script), str(stop)]

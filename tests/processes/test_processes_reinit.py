@@ -49,7 +49,7 @@ def give_up_and_try_again() -> float:
     ],
     ids=str,
 )
-def test_agents_that_gave_up_meet_the_late_ones_when_they_try_again(early: list[int], served: bool) -> None:
+def test_agents_that_gave_up_connect_to_late_ones_on_a_second_try(early: list[int], served: bool) -> None:
     late = [rank for rank in range(SIZE) if rank not in early]
     world = World(SIZE, init=False)
     try:
@@ -86,7 +86,7 @@ def init_with_a_bad_interface() -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 2])
-def test_all_learn_at_once_what_failed_on_one_and_meet_when_they_try_again(odd: int) -> None:
+def test_all_get_one_agents_error_at_once_and_connect_on_a_second_try(odd: int) -> None:
     others = [rank for rank in range(SIZE) if rank != odd]
     with World(SIZE, init=False, environment={"SHOAL_TRANSPORT": "network"}) as world:
         pending = [world.run_on(rank, shoal.init) for rank in others]
@@ -100,7 +100,7 @@ def test_all_learn_at_once_what_failed_on_one_and_meet_when_they_try_again(odd: 
         assert world.results(init_and_average) == [1.0] * SIZE
 
 
-def test_one_that_tries_again_alone_is_told_that_the_others_do_not() -> None:
+def test_an_agent_that_retries_alone_is_told_that_the_others_do_not() -> None:
     with World(2, init=False, environment={"SHOAL_TRANSPORT": "network"}, timeout=3.0) as world:
         pending = world.run_on(0, shoal.init)
         assert world.run_on(1, init_with_a_bad_interface).outcome().error == "ValueError"
@@ -121,7 +121,7 @@ def shoal_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def test_agents_that_begin_again_before_rank_0_does_wait_for_it() -> None:
+def test_agents_that_restart_before_rank_0_wait_for_it() -> None:
     with World(SIZE) as world:
         for _ in range(3):
             assert world.results(leave_and_begin_again_early) == [1.0] * SIZE

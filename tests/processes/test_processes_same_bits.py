@@ -73,7 +73,7 @@ def test_processes_give_the_bits_of_threads(world: tuple[Kind, World], exchange:
         assert not different, f"rank {rank} has other bits for {different}"
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(world: tuple[Kind, World]) -> None:
+def test_a_barrier_ends_after_all_have_arrived(world: tuple[Kind, World]) -> None:
     one, agents = world
     for late in range(one.size):
         times = agents.results(times_of_a_barrier, late)

@@ -46,7 +46,7 @@ def found_in(folder: Path) -> list[object]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
-def test_tasks_that_srun_starts_on_two_nodes_are_the_agents(slurm: Slurm, script: Path) -> None:
+def test_tasks_started_by_srun_on_two_nodes_are_the_agents(slurm: Slurm, script: Path) -> None:
     tasks = ("srun", "-N", "2", "-n", "4", "--label", "--kill-on-bad-exit=1")
     done = slurm.run(*tasks, sys.executable, str(script), str(script.parent), SHOAL_TIMEOUT="60")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,8 +73,8 @@ def await_text(file: Path, text: str, seconds: float = 50.0) -> str:
     return said
 
 
-def test_a_batch_script_starts_a_launcher_on_each_node_as_the_page_says(slurm: Slurm, script: Path, path: str) -> None:
-    """The page's own lines, with one agent instead of four; the batch script itself is no agent."""
+def test_a_batch_script_starts_a_launcher_on_each_node_as_documented(slurm: Slurm, script: Path, path: str) -> None:
+    """The page's own lines, with one agent instead of four. The batch script itself is no agent."""
     block = re.search(r"```\n(export HEAD=.*?)```", PAGE.read_text(), re.DOTALL)
     assert block is not None
     lines = block[1].replace("-n 4", "-n 1").replace("train.py", f"{script} {script.parent}")
@@ -87,7 +87,7 @@ def test_a_batch_script_starts_a_launcher_on_each_node_as_the_page_says(slurm: S
     assert found_in(script.parent) == [[f"node{rank}", 2, rank, 0, 1.0] for rank in range(2)]
 
 
-def test_a_job_that_is_cancelled_leaves_no_agent(slurm: Slurm, tmp_path: Path, path: str) -> None:
+def test_a_cancelled_job_leaves_no_agent(slurm: Slurm, tmp_path: Path, path: str) -> None:
     """scancel's SIGTERM reaches agents through their launcher, and they may save their work."""
     script, there, left = (tmp_path / name for name in ("wait.py", "there", "left"))
     script.write_text(

@@ -92,7 +92,7 @@ def come_and_go(times: int) -> tuple[Usage, Usage]:
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("environment", OVER)
-def test_two_hundred_lives_of_an_agent_leave_nothing_in_its_process(environment: dict[str, str]) -> None:
+def test_two_hundred_init_shutdown_cycles_leave_nothing_in_the_process(environment: dict[str, str]) -> None:
     with World(3, environment=environment, init=False, timeout=60.0) as world:
         for before, after in world.results(come_and_go, 200, patience=280.0):
             assert after.arena == before.arena

@@ -77,7 +77,7 @@ def undisturbed(world: World, turned_away: int = 1) -> Iterator[Door]:
 
 
 @pytest.mark.parametrize("nbytes", [1, ANSWER_SIZE - 1, ANSWER_SIZE, 5000])
-def test_garbage_is_turned_away(world: World, nbytes: int) -> None:
+def test_garbage_is_rejected(world: World, nbytes: int) -> None:
     with undisturbed(world) as way, way.connect() as sock:
         leave_with(sock, random.Random(nbytes).randbytes(nbytes))
         if nbytes >= ANSWER_SIZE:
@@ -85,7 +85,7 @@ def test_garbage_is_turned_away(world: World, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1, ANSWER_SIZE // 2])
-def test_who_leaves_in_the_middle_of_the_handshake_is_forgotten(world: World, part: int) -> None:
+def test_a_peer_that_leaves_during_the_handshake_is_removed(world: World, part: int) -> None:
     with undisturbed(world) as way, way.connect() as sock:
         answer = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
         if part:
@@ -93,7 +93,7 @@ def test_who_leaves_in_the_middle_of_the_handshake_is_forgotten(world: World, pa
 
 
 @pytest.mark.parametrize("part", [0, 1, ANSWER_SIZE // 2])
-def test_who_says_no_more_is_closed_after_a_while(world: World, part: int) -> None:
+def test_a_peer_that_stops_during_the_handshake_is_closed_after_a_while(world: World, part: int) -> None:
     world.results(be_impatient, on=[VICTIM])
     with undisturbed(world) as way, way.connect() as sock:
         answer = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
@@ -105,7 +105,7 @@ def test_who_says_no_more_is_closed_after_a_while(world: World, part: int) -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("environment", OVER)
-def test_who_says_nothing_is_closed_after_ten_seconds(environment: dict[str, str]) -> None:
+def test_a_silent_peer_is_closed_after_ten_seconds(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world, undisturbed(world) as way, way.connect() as sock:
         assert not is_closed(sock, GREETING_SECONDS - 1.0)
         assert is_closed(sock, 3.0)
@@ -123,14 +123,14 @@ def test_who_says_nothing_is_closed_after_ten_seconds(environment: dict[str, str
     ],
     ids=["wrong secret", "for another rank", "for no rank", "from no rank", "from an absurd rank", "from itself"],
 )
-def test_who_does_not_know_secret_and_rank_is_not_let_in(
+def test_a_peer_without_the_secret_or_the_rank_is_refused(
     world: World, source: int, destination: int, secret: bytes
 ) -> None:
     with undisturbed(world) as way, pytest.raises((ConnectionError, ProtocolError)):
         way.enter(source, secret, destination)[0].close()
 
 
-def test_an_answer_overheard_before_opens_no_other_connection(world: World) -> None:
+def test_a_recorded_reply_opens_no_other_connection(world: World) -> None:
     with undisturbed(world, turned_away=2) as way:
         with way.connect() as sock:
             overheard = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
@@ -140,7 +140,7 @@ def test_an_answer_overheard_before_opens_no_other_connection(world: World) -> N
             assert is_closed(sock)
 
 
-def test_more_strangers_than_are_heard_keep_no_agent_out() -> None:
+def test_unauthenticated_peers_above_the_limit_block_no_agent() -> None:
     with World(SIZE + 1, environment=NETWORK) as world:
         [way] = world.results(door, on=[VICTIM])
         with contextlib.ExitStack() as crowd:
@@ -172,7 +172,7 @@ except ConnectionResetError:
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_another_user_is_not_even_greeted() -> None:
+def test_another_users_connection_gets_no_greeting() -> None:
     with World(SIZE) as world, undisturbed(world) as way:
         command = [sys.executable, "-I", "-c", TOO_MUCH, way.unix]
         heard = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
@@ -208,7 +208,7 @@ SAID = NONSENSE | NONSENSE_OVER_TCP
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_an_agent_that_speaks_nonsense_over_tcp_is_lost(said: bytes) -> None:
+def test_an_agent_with_a_protocol_error_over_tcp_fails(said: bytes) -> None:
     def speak(sock: socket.socket, keys: Keys) -> None:
         leave_with(sock, over_tcp(MacSeal(keys.messages), said))
         with contextlib.suppress(OSError):  # it has been closed already
@@ -220,7 +220,7 @@ def test_an_agent_that_speaks_nonsense_over_tcp_is_lost(said: bytes) -> None:
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_what_is_spoiled_on_the_way_ends_a_connection_and_no_agent(noise: Callable[[MacSeal], bytes]) -> None:
+def test_corruption_on_the_network_ends_a_connection_and_no_agent(noise: Callable[[MacSeal], bytes]) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(average)
         with undisturbed(world, turned_away=0) as way:
@@ -237,12 +237,12 @@ UNIX_NONSENSE: dict[str, Packets] = {**{name: [(said, [])] for name, said in NON
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize("packets", UNIX_NONSENSE.values(), ids=UNIX_NONSENSE)
-def test_an_agent_that_speaks_nonsense_over_a_unix_socket_is_lost(packets: Packets) -> None:
+def test_an_agent_with_a_protocol_error_over_a_unix_socket_fails(packets: Packets) -> None:
     with World(SIZE) as world:
         lose_the_claimed_one(world, lambda sock, _: send_packets(sock, packets))
 
 
 @pytest.mark.transport("shared_memory")
-def test_an_agent_whose_packets_are_spoiled_is_lost() -> None:
+def test_an_agent_whose_packets_are_corrupt_fails() -> None:
     with World(SIZE) as world:
         lose_the_claimed_one(world, lambda sock, _: send_packets(sock, [(ASK, [])], sealed=False))

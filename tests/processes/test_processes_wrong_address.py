@@ -52,16 +52,16 @@ def said_by(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0)
     [[(2, 0), (3, 1)], pytest.param([(3, 0), (2, 1)], marks=pytest.mark.soak), [(1, 1), (2, 0)]],
     ids=str,
 )
-def test_launchers_that_count_differently_many_agents_are_told_so_at_once(
+def test_launchers_with_different_numbers_of_agents_raise_at_once(
     launchers: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    """Some of those that one waits for nobody starts."""
+    """No launcher starts some of the agents that one waits for."""
     for text in said_by(tmp_path, *launchers):
         assert "also calls itself rank" in text or "WORLD_SIZE is" in text, text
 
 
-def test_launchers_none_of_which_is_the_first_are_told_what_is_missing(tmp_path: Path) -> None:
-    """Nobody serves the store; for all that they know somebody may yet."""
+def test_launchers_without_a_first_one_name_what_is_missing(tmp_path: Path) -> None:
+    """No launcher hosts the store. One may still start, as far as they know."""
     for text in said_by(tmp_path, (1, 1), (1, 1), timeout=1.0):
         assert "Check that a launcher was started with --node-rank 0" in text, text
 
@@ -73,8 +73,8 @@ def init_as(rank: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("twins", [[0, 1, 1], [0, 0, 1]], ids=str)
-def test_two_that_have_one_rank_are_told_so_at_once(twins: list[int]) -> None:
-    """Each would wait for the one that nobody is."""
+def test_both_agents_with_the_same_rank_raise_mismatch_at_once(twins: list[int]) -> None:
+    """Otherwise each would wait for the missing rank."""
     world = World(4, init=False, restarts=True)
     try:
         start = time.monotonic()
@@ -105,7 +105,7 @@ def wait_and_listen() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("served", [True, False])
-def test_who_waits_in_init_says_for_whom(served: bool) -> None:
+def test_an_agent_waiting_in_init_names_the_missing_ones(served: bool) -> None:
     world = World(4, init=False, restarts=served)
     try:
         without_1 = world.run(wait_and_listen, on=[0, 2])

@@ -136,7 +136,7 @@ def all_go_on(world: World) -> Iterator[None]:
     assert [one["put"] for one in found] == [[10.0 * (j + 1) * (i + 1) for j in range(4) if j != i] for i in range(4)]
 
 
-def test_wrong_calls_are_errors_at_the_caller_while_the_others_work(world: World) -> None:
+def test_invalid_calls_are_errors_at_the_caller_while_the_others_work(world: World) -> None:
     world.results(make_window)
     busy = [world.run_on(rank, keep_working, 40) for rank in (RIGHT, STRANGER, LEFT)]
     found = world.results(wrong_calls, STRANGER, on=[CALLER])[0]
@@ -148,7 +148,7 @@ def test_wrong_calls_are_errors_at_the_caller_while_the_others_work(world: World
     world.results(free)
 
 
-def test_wrong_calls_write_to_no_slot(world: World) -> None:
+def test_invalid_calls_write_to_no_slot(world: World) -> None:
     world.results(make_window)
     world.results(wrong_calls, STRANGER, on=[CALLER])
     assert world.results(counts) == [0] * 4
@@ -171,7 +171,7 @@ def test_a_window_of_another_kind_is_an_error_at_both_ends_of_each_of_its_edges(
     world.results(free, on=[STRANGER])
 
 
-def test_a_window_that_a_neighbour_has_freed_is_an_error_for_what_goes_there(world: World) -> None:
+def test_a_window_freed_by_a_neighbour_is_an_error_for_writes_to_it(world: World) -> None:
     world.results(make_window)
     world.results(free, on=[RIGHT])
     for function in (put_to, get_from):
@@ -183,7 +183,7 @@ def test_a_window_that_a_neighbour_has_freed_is_an_error_for_what_goes_there(wor
     world.results(free, on=[CALLER, STRANGER, LEFT])
 
 
-def test_windows_of_other_names_are_not_touched_by_one_that_is_freed(world: World) -> None:
+def test_freeing_one_window_does_not_affect_others(world: World) -> None:
     world.results(make_window, "kept")
     world.results(make_window)
     busy = [world.run_on(rank, keep_working, 40, "kept") for rank in (RIGHT, STRANGER, LEFT)]
@@ -219,7 +219,7 @@ else:
 
 
 @pytest.mark.transport("shared_memory")
-def test_a_script_that_fails_while_a_call_of_its_waits_ends_and_says_so(tmp_path: Path) -> None:
+def test_a_script_that_fails_while_one_of_its_calls_waits_ends_with_an_error(tmp_path: Path) -> None:
     script = tmp_path / "crashes.py"
     script.write_text(CRASHES)
     world = World(2, init=False)

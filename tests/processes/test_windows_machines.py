@@ -40,7 +40,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("numel", [1, 300_000])
-def test_every_operation_leaves_what_it_says(world: World, numel: int) -> None:
+def test_every_operation_has_its_documented_result(world: World, numel: int) -> None:
     found = world.results(every_operation, numel)
     for me, slots in enumerate(found):
         others = [rank for rank in range(world.size) if rank != me]

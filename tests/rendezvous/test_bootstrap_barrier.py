@@ -48,7 +48,7 @@ class SlowToJoin(Proxy):
         self._store.set(key, value)
 
 
-def test_an_agent_that_had_not_joined_at_the_deadline_of_rank_0_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_absent_at_rank_0s_deadline_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(of: Launch, deadline: float) -> Store:
         store = open_store(of, deadline)
         return store if of.rank == 0 else SlowToJoin(store)
@@ -84,7 +84,7 @@ class SlowToJoinAnAttempt(Proxy):
         return self._store.has(key)
 
 
-def test_the_second_of_two_with_one_rank_raises_at_once_although_the_attempt_is_over() -> None:
+def test_the_second_of_two_with_one_rank_raises_at_once_also_if_the_attempt_is_over() -> None:
     store = ThreadStore()
     outcomes: dict[str, ShoalError] = {}
 
@@ -111,8 +111,8 @@ def test_the_second_of_two_with_one_rank_raises_at_once_although_the_attempt_is_
         assert "also calls itself rank 1" in str(outcomes[name])
 
 
-def test_a_key_that_was_set_before_another_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be set just after it was looked for, and the other one just before that is."""
+def test_a_key_set_before_another_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be set just after it was read, and the other key just before that one is read."""
     with reserved_port() as port, closing(open_store(launch(0, port), soon())) as store:
         assert isinstance(store, TcpStore)
         check = store._check

@@ -42,7 +42,7 @@ def claimed(port: int, count: int, environ: dict[str, str] = WITH_SECRET, second
     return claim("127.0.0.1", port, count, environ, time.monotonic() + seconds)[2]
 
 
-def test_ranks_are_claimed_in_turn_until_there_are_none() -> None:
+def test_ranks_are_claimed_in_turn_until_none_is_left() -> None:
     with served(room().written(SECRET)) as port:
         assert [claimed(port, 1), claimed(port, 2)] == [4, 5]
         with pytest.raises(shoal.ShoalError, match=r"2 cannot join: 1 ranks are free.* with 4 of --max-agents 8"):
@@ -52,7 +52,7 @@ def test_ranks_are_claimed_in_turn_until_there_are_none() -> None:
             claimed(port, 1)
 
 
-def test_of_many_who_come_at_once_each_gets_its_own() -> None:
+def test_concurrent_claims_get_different_ranks() -> None:
     found: list[int] = []
     with served(room(size=16).written(SECRET)) as port:
         threads = [threading.Thread(target=lambda: found.append(claimed(port, 2))) for _ in range(6)]
@@ -82,12 +82,12 @@ def test_no_other_file_is_taken_for_the_secret(name: str) -> None:
     os.close(descriptor)
 
 
-def test_who_has_another_secret_is_told() -> None:
+def test_a_joiner_with_another_secret_is_refused_with_a_message() -> None:
     with served(room().written(SECRET)) as port, pytest.raises(shoal.ShoalError, match="is not that of the run"):
         claimed(port, 1, {"SHOAL_SECRET": "another"})
 
 
-def test_what_a_stranger_changes_is_not_believed() -> None:
+def test_modified_entries_are_rejected() -> None:
     said, proof = json.loads(room().written(SECRET))
     for changed in ({"size": 100}, {"watch_port": 1}):  # to whom launchers that join would tell what their agents do
         with (
@@ -100,12 +100,12 @@ def test_what_a_stranger_changes_is_not_believed() -> None:
             claimed(port, 1)
 
 
-def test_a_run_without_room_says_so() -> None:
+def test_a_job_without_spare_ranks_raises() -> None:
     with served("") as port, pytest.raises(shoal.ShoalError, match="started without --max-agents"):
         claimed(port, 1)
 
 
-def test_whatever_else_answers_or_does_not_is_named_in_time() -> None:
+def test_wrong_and_missing_servers_are_named_in_time() -> None:
     began = time.monotonic()
     with served(None) as port, pytest.raises(shoal.ShoalError, match="no run that agents may join"):
         claimed(port, 1, seconds=1.0)

@@ -92,20 +92,20 @@ package.__path__ = {list(shoal.__path__)}
 """
 
 
-def test_without_a_launcher_the_world_has_one_agent() -> None:
+def test_without_a_launcher_the_job_has_one_agent() -> None:
     assert detect({}) == Launch(0, 1, "none")
 
 
-def test_torchrun_variables_are_taken_as_they_are() -> None:
+def test_torchrun_variables_are_used_unchanged() -> None:
     assert detect(TORCHRUN) == Launch(3, 4, "torchrun", "10.0.0.7", 29500, True, 2, "job-17")
 
 
-def test_variables_set_by_hand_leave_the_store_to_rank_0() -> None:
+def test_variables_set_by_the_user_let_rank_0_host_the_store() -> None:
     by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     assert detect(by_hand) == Launch(3, 4, "torchrun", "10.0.0.7", 29500, False, 0, "")
 
 
-def test_shoal_rendezvous_overrides_the_address_and_nobody_serves_there() -> None:
+def test_shoal_rendezvous_overrides_the_address_and_no_agent_hosts_there() -> None:
     launch = detect(TORCHRUN | {"SHOAL_RENDEZVOUS": "node1:4711"})
     assert (launch.host, launch.port, launch.store_is_served) == ("node1", 4711, False)
 
@@ -119,7 +119,7 @@ def test_shoal_rendezvous_and_master_addr_work_with_every_launcher(variables: di
     assert (by_rendezvous.rank, by_rendezvous.host, by_rendezvous.port) == (1, "fd00::2", 4711)
 
 
-def test_open_mpi_on_one_machine_meets_at_a_port_of_its_job() -> None:
+def test_open_mpi_on_one_machine_uses_a_port_derived_from_its_job() -> None:
     port = derived_port("1996161025")
     assert detect(OPENMPI) == Launch(1, 2, "openmpi", "127.0.0.1", port, job="1996161025")
     assert detect(OPENMPI | {"PMIX_NAMESPACE": "1996161026"}).port != port
@@ -132,12 +132,12 @@ def test_derived_ports_are_stable_and_outside_the_ephemeral_range() -> None:
     assert derived_port("1996161025") == 23501
 
 
-def test_open_mpi_on_several_machines_asks_for_an_address() -> None:
+def test_open_mpi_on_several_machines_requires_an_address() -> None:
     with pytest.raises(ValueError, match=r"2 agents, but the host of rank 0.*SHOAL_RENDEZVOUS=host:port.*mpirun -x"):
         detect(OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
-def test_pmi_without_a_job_id_or_a_known_daemon_asks_for_an_address() -> None:
+def test_pmi_without_a_job_id_or_a_known_daemon_requires_an_address() -> None:
     with pytest.raises(ValueError, match=r"a port cannot be derived.*SHOAL_RENDEZVOUS"):
         detect(HYDRA)
 
@@ -165,21 +165,21 @@ assert host == "127.0.0.1" and job.split(".")[0] == str(os.getpid()), found
     subprocess.run([daemon, "-c", start], env=environ, check=True, timeout=scaled(30))
 
 
-def test_srun_meets_at_the_first_host_of_the_step_and_not_where_it_was_typed() -> None:
+def test_srun_uses_the_first_host_of_the_step_and_not_the_submitting_host() -> None:
     assert detect(SRUN) == Launch(1, 2, "slurm", "node08", derived_port("2.0"), job="2.0")
     assert detect(SRUN | {"SLURM_STEP_ID": "1"}).port != derived_port("2.0")
 
 
-def test_srun_on_one_node_meets_on_the_loopback() -> None:
+def test_srun_on_one_node_uses_loopback() -> None:
     assert detect(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("variables", [SBATCH, {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "2"}])
-def test_a_batch_script_or_a_shell_of_salloc_is_a_world_of_one(variables: dict[str, str]) -> None:
+def test_a_batch_script_or_a_shell_of_salloc_is_a_single_agent(variables: dict[str, str]) -> None:
     assert detect(variables) == Launch(0, 1, "none")
 
 
-def test_an_interactive_step_is_a_world_of_one() -> None:
+def test_an_interactive_step_is_a_single_agent() -> None:
     launch = detect(SALLOC_INTERACTIVE)
     assert (launch.rank, launch.size) == (0, 1)
 
@@ -208,12 +208,12 @@ def test_in_an_indexed_job_with_a_world_size_the_index_is_the_rank() -> None:
     assert detect(INDEXED_JOB | TORCHRUN).rank == 3
 
 
-def test_pods_of_an_indexed_job_without_a_world_size_are_worlds_of_one() -> None:
+def test_pods_of_an_indexed_job_without_a_world_size_are_single_agents() -> None:
     assert detect({"JOB_COMPLETION_INDEX": "2"}) == Launch(0, 1, "none")
     assert detect({"JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "1"}).size == 1
 
 
-def test_a_pod_of_a_pytorchjob_with_one_agent_is_taken_as_it_is() -> None:
+def test_a_pod_of_a_pytorchjob_with_one_agent_is_used_unchanged() -> None:
     assert detect(PYTORCH_JOB) == Launch(1, 2, "torchrun", "train-master-0", 23456)
 
 
@@ -248,7 +248,7 @@ def test_torchrun_in_a_pod_of_several_agents_is_torchrun() -> None:
         (SRUN | {"SLURM_STEP_NODELIST": "[,"}, r"cannot read the Slurm node list.*SHOAL_RENDEZVOUS"),
     ],
 )
-def test_variables_that_make_no_sense_are_named_with_their_values(variables: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_named_with_their_values(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         detect(variables)
 

@@ -61,7 +61,7 @@ def stores(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Store]]:
         yield first, second
 
 
-def test_a_value_is_what_another_agent_has_set_byte_for_byte(stores: tuple[Store, Store]) -> None:
+def test_a_value_is_read_as_another_agent_has_set_it_byte_for_byte(stores: tuple[Store, Store]) -> None:
     stores[0].set("key/0", EVERY_BYTE)
     stores[0].set("empty", b"")
     assert stores[1].get("key/0", soon()) == EVERY_BYTE
@@ -74,14 +74,14 @@ def test_a_later_value_replaces_an_earlier_one(stores: tuple[Store, Store]) -> N
     assert stores[0].get("key", soon()) == b"2"
 
 
-def test_get_waits_for_a_value_that_comes_later(stores: tuple[Store, Store]) -> None:
+def test_get_waits_for_a_value_that_is_set_later(stores: tuple[Store, Store]) -> None:
     late = threading.Timer(0.2, stores[0].set, ("late", b"x"))
     late.start()
     assert stores[1].get("late", soon()) == b"x"
     late.join()
 
 
-def test_a_counter_counts_what_all_agents_add(stores: tuple[Store, Store]) -> None:
+def test_a_counter_sums_the_increments_of_all_agents(stores: tuple[Store, Store]) -> None:
     assert stores[0].add("n", 2) == 2
     assert stores[1].add("n", 40) == 42
     assert stores[0].add("n", 0) == 42
@@ -95,7 +95,7 @@ def test_get_ends_at_its_deadline_and_names_the_key(stores: tuple[Store, Store])
     assert 0.3 <= time.monotonic() - started < scaled(2.0)
 
 
-def test_a_value_is_found_at_a_deadline_already_over(stores: tuple[Store, Store]) -> None:
+def test_a_value_is_returned_at_an_expired_deadline(stores: tuple[Store, Store]) -> None:
     stores[0].set("there", b"x")
     assert stores[1].get("there", time.monotonic() - 1.0) == b"x"
 
@@ -129,7 +129,7 @@ def test_closing_frees_the_port_and_ends_the_thread() -> None:
     assert descriptors_open() == before
 
 
-def test_an_error_that_is_kept_does_not_keep_the_port() -> None:
+def test_a_kept_error_does_not_keep_the_port() -> None:
     port = free_port()
     store = open_store(launch(0, port), soon())
     with pytest.raises(DeadlineExceeded) as kept:
@@ -139,12 +139,12 @@ def test_an_error_that_is_kept_does_not_keep_the_port() -> None:
     assert kept.value.__traceback__ is not None
 
 
-def test_a_world_of_one_opens_no_port() -> None:
+def test_a_single_agent_opens_no_port() -> None:
     store = open_store(Launch(0, 1, "none", "127.0.0.1", 1), soon())
     assert isinstance(store, ThreadStore)
 
 
-def test_agents_wait_for_rank_0_to_come() -> None:
+def test_agents_wait_for_rank_0_to_start() -> None:
     port = free_port()
     found: list[bytes] = []
 
@@ -161,7 +161,7 @@ def test_agents_wait_for_rank_0_to_come() -> None:
     assert found == [b"x"]
 
 
-def test_without_rank_0_the_error_comes_in_time_and_says_where_it_was_sought() -> None:
+def test_without_rank_0_the_error_comes_in_time_with_the_address() -> None:
     port = free_port()
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=rf"rank 1 .*rank 0 hosts at 127\.0\.0\.1:{port}") as caught:
@@ -170,7 +170,7 @@ def test_without_rank_0_the_error_comes_in_time_and_says_where_it_was_sought() -
     assert 0.4 <= time.monotonic() - started < scaled(3.0)
 
 
-def test_a_stranger_that_never_answers_does_not_outlast_the_deadline() -> None:
+def test_an_unresponsive_server_does_not_outlast_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         started = time.monotonic()
@@ -179,7 +179,7 @@ def test_a_stranger_that_never_answers_does_not_outlast_the_deadline() -> None:
         assert time.monotonic() - started < scaled(4.0)
 
 
-def test_an_agent_let_in_by_the_server_before_finds_the_right_one() -> None:
+def test_an_agent_accepted_by_a_previous_server_finds_the_right_one() -> None:
     port = free_port()
     old = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     found: list[bytes] = []
@@ -198,7 +198,7 @@ def test_an_agent_let_in_by_the_server_before_finds_the_right_one() -> None:
     assert found == [b"right"]
 
 
-def test_strangers_have_a_quota_in_the_store_that_rank_0_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_clients_have_a_quota_in_the_store_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "owner_of", lambda peer, own: 65534 if str(peer[0]) == "127.0.0.1" else 0)
     port = free_port()
     request = struct.pack("=BQ3sQ", 1, 3, b"key", 1 << 19) + bytes(1 << 19)
@@ -214,7 +214,7 @@ def test_strangers_have_a_quota_in_the_store_that_rank_0_hosts(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_clients_of_a_newer_torch_use_it_where_they_can(
+def test_clients_of_a_newer_torch_use_its_features_if_available(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_server, "NEWEST_TORCH", (1, 0))
@@ -227,7 +227,7 @@ def test_clients_of_a_newer_torch_use_it_where_they_can(
         assert host.add("key", 2) == 2
 
 
-def test_a_port_that_is_taken_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_occupied_port_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.rendezvous.rendezvous._PORT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -304,7 +304,7 @@ for round in range(2):
 """
 
 
-def test_a_process_group_finds_the_port_free_and_lends_its_own_store(tmp_path: Path) -> None:
+def test_a_process_group_finds_the_port_free_and_provides_its_own_store(tmp_path: Path) -> None:
     environ = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     agents = [
         subprocess.Popen([sys.executable, "-c", SAME_PORT], env=environ | {"RANK": rank, "HERE": str(tmp_path)})
@@ -313,7 +313,7 @@ def test_a_process_group_finds_the_port_free_and_lends_its_own_store(tmp_path: P
     assert [agent.wait(50) for agent in agents] == [0, 0]
 
 
-def test_a_host_that_cannot_be_a_name_is_refused_with_what_to_set() -> None:
+def test_an_invalid_host_name_is_refused_with_the_setting() -> None:
     begun = time.monotonic()
     impossible = Launch(rank=1, size=2, launcher="test", host="no..host", port=free_port())
     with pytest.raises(ValueError, match=r"'no\.\.host'.*cannot be the name.*SHOAL_RENDEZVOUS=host:port"):
@@ -325,8 +325,8 @@ SERVE_LATE = "import sys, time; time.sleep(8); from shoal.rendezvous.rendezvous 
 
 
 @pytest.mark.slow
-def test_the_end_of_an_agent_is_told_also_to_a_store_that_is_not_served_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its port is there before the process that serves it has imported torch, which takes long on a slow disk."""
+def test_the_end_of_an_agent_is_recorded_also_in_a_store_not_yet_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is open before the serving process has imported torch, which takes long on a slow disk."""
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -21,6 +21,7 @@ def costs() -> experiment.Costs:
     return {way: dict(values) for way, values in experiment.modelled(NBYTES).items()}
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(["--quick", "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
@@ -28,14 +29,14 @@ def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> 
     assert printed.count("Table of complexities") == 3 and ("agrees: all" in printed or "differs in" in printed)
 
 
-def test_an_algorithm_that_learns_less_differs() -> None:
+def test_an_algorithm_that_learns_less_is_reported() -> None:
     fine = {way: [90.0 + seed for seed in SEEDS] for way in experiment.SIMULATED}
     assert verdict(experiment.accuracy_claims(fine)) == "agrees: all 6 claims hold"
     worse = fine | {experiment.LOW: [88.0 + seed for seed in SEEDS]}
     assert verdict(experiment.accuracy_claims(worse)).startswith("differs in 1 of 6 claims: low precision: as accurate")
 
 
-def test_costs_that_are_not_the_papers_differ() -> None:
+def test_other_costs_than_the_papers_are_reported() -> None:
     found = {way: {name: one * 3 for name, one in values.items()} for way, values in costs().items()}
     assert verdict(experiment.cost_claims(found, NBYTES)) == "agrees: all 6 claims hold"
     slow = found | {experiment.SHIFT_ONE: {"seconds": [1.0, 1.1, 1.2], "bytes": [2e6] * 3}}
@@ -44,7 +45,7 @@ def test_costs_that_are_not_the_papers_differ() -> None:
     )
 
 
-def test_a_table_that_grows_otherwise_differs() -> None:
+def test_a_table_with_another_growth_is_reported() -> None:
     tables = {size: experiment.busiest_node_table(size, 2, nbytes=NBYTES) for size in (8, 64)}
     assert verdict(experiment.complexity_claims(tables)) == "agrees: all 3 claims hold"
     wrong = {size: [replace(row, bandwidth="O(1)") for row in rows] for size, rows in tables.items()}

@@ -15,6 +15,7 @@ from _common import verdict
 FINE = {way: [1e-14, 2e-14] for way in experiment.WAYS} | {experiment.DGD: [0.1, 0.2]}
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(["--quick", "--seeds", "2"]) == 0
     assert "agrees: all 7 claims hold" in capsys.readouterr().out

@@ -31,7 +31,7 @@ def test_the_command_ends_with_a_verdict(monkeypatch: pytest.MonkeyPatch, capsys
     assert "claims" in told and "figure 11" in told
 
 
-def test_the_model_prefers_neighbors_and_sees_the_second_machine() -> None:
+def test_the_model_prefers_neighbors_and_shows_the_second_machine() -> None:
     modelled = experiment.model([8, 16])
     for way in (experiment.RING, experiment.DYNAMIC):
         assert modelled[16][way] < modelled[16][experiment.ALLREDUCE]

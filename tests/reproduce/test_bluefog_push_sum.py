@@ -23,7 +23,7 @@ def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> 
     assert ("the paper" in told and "of 6 claims" in told) or "all 6 claims hold" in told
 
 
-def test_mass_is_kept_and_the_mean_is_found_where_plain_averaging_does_not_find_it() -> None:
+def test_mass_is_conserved_and_the_mean_is_found_where_plain_averaging_does_not_find_it() -> None:
     run = experiment.simulate(seed=1, longest=3, ticks=1500)
     assert run.drift < 1e-12
     assert run.error[-1] < 1e-4 < run.error[0]

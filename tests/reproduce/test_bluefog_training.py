@@ -43,7 +43,7 @@ def test_cifar10_is_read_from_the_given_folder(tmp_path: Path) -> None:
     assert len(curve.accuracy) == experiment.PARTS and all(0 <= one <= 100 for one in curve.accuracy)
 
 
-def test_agents_that_begin_alike_with_equal_data_differ_in_no_way() -> None:
+def test_agents_with_equal_starts_and_data_are_equal() -> None:
     """Parallel SGD and all forms of momentum are then the same steps, which shows that the rates mean the same."""
     task = experiment.digits(experiment.AGENTS, [0], 100.0)
     same = task.shards[0][0]
@@ -63,7 +63,7 @@ def test_agents_that_begin_alike_with_equal_data_differ_in_no_way() -> None:
     assert plain == pytest.approx([plain[0]] * len(plain), rel=1e-4)
 
 
-def test_runs_that_train_together_are_those_that_train_alone() -> None:
+def test_runs_that_train_together_equal_separate_runs() -> None:
     together = experiment.train(experiment.ATC, experiment.digits(experiment.AGENTS, [3, 4], 0.1), 0.2, 20)
     for seed, curve in zip((3, 4), together, strict=True):
         (alone,) = experiment.train(experiment.ATC, experiment.digits(experiment.AGENTS, [seed], 0.1), 0.2, 20)

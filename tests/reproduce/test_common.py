@@ -25,7 +25,7 @@ def test_an_interval_is_students() -> None:
         Interval.of([])
 
 
-def test_a_difference_that_the_seeds_do_not_separate_differs() -> None:
+def test_a_difference_within_the_seeds_variation_is_reported() -> None:
     clear, noisy = [3.0, 3.1, 2.9], [0.0, 3.0, 6.0]
     assert exceeds("higher", clear, [1.0, 1.1, 0.9]).holds
     assert not exceeds("higher", [1.0, 1.1, 0.9], clear).holds

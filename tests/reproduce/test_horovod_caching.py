@@ -58,7 +58,7 @@ def test_steps_that_differ_are_named() -> None:
     assert verdict(experiment.step_claims(asked)).startswith("differs in 1 of 6 claims: Section 3.1")
 
 
-def test_a_coordinator_that_scales_differs() -> None:
+def test_a_coordinator_with_another_scaling_is_reported() -> None:
     grows = {("coordinator", 2): [4.0, 4.1], ("coordinator", 8): [60.0, 61.0]}
     cached = {("cached", 2): [4.0, 4.1], ("cached", 8): [20.0, 21.0]}
     assert verdict(experiment.control_claims(grows | cached)) == "agrees: all 2 claims hold"

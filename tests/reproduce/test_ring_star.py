@@ -41,7 +41,7 @@ def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> 
     assert "[16 x 1] is Ring" in printed and ("agrees" in printed or "differs in" in printed)
 
 
-def test_the_papers_own_numbers_agree_and_others_differ() -> None:
+def test_the_papers_own_numbers_agree_and_others_are_reported() -> None:
     paper = table(RESNET_16, RESNET_64)
     assert verdict(experiment.table_claims("Table 3", paper, paper)).startswith("agrees: all 4 claims")
     far = table(RESNET_16, RESNET_64 | {experiment.RING_STAR: 89.0})
@@ -52,7 +52,7 @@ def test_the_papers_own_numbers_agree_and_others_differ() -> None:
     assert verdict(experiment.table_claims("Table 3", paper, same)).startswith("differs in 1 of 4")
 
 
-def test_a_figure_1_without_a_gain_differs() -> None:
+def test_a_figure_1_without_a_gain_is_reported() -> None:
     def row(name: str, group: int, age: float, cost: float, accuracy: float) -> experiment.Configuration:
         return experiment.Configuration(name, group, age, cost, cost, around(accuracy), around(accuracy))
 
@@ -73,7 +73,7 @@ def test_a_figure_1_without_a_gain_differs() -> None:
     )
 
 
-def test_slow_sparse_topologies_differ_from_figure_3() -> None:
+def test_slow_sparse_topologies_contradict_figure_3() -> None:
     def trained(curve: list[float]) -> experiment.Trained:
         return experiment.Trained(curve[-1], curve[-1], [0.0, 10.0, 20.0], curve, 10)
 
@@ -98,7 +98,7 @@ def test_curves_reach_a_target_between_two_points() -> None:
     assert experiment.reached([0, 10, 20], [0.0, 50.0, 60.0], 75.0) == 40
 
 
-def test_two_digit_numbers_are_digits_side_by_side() -> None:
+def test_two_digit_images_are_two_digits_side_by_side() -> None:
     task = experiment.numbers(0, 1)
     (images, labels), (of_test, _) = task.train, task.test
     assert images.shape == (3200, 128) and of_test.shape == (500, 128) and set(labels.tolist()) == set(range(100))
@@ -108,7 +108,7 @@ def test_two_digit_numbers_are_digits_side_by_side() -> None:
     assert names[which[0]] == labels[0] // 10
 
 
-def test_cifar_10_takes_the_place_of_the_digits(tmp_path: Path) -> None:
+def test_cifar_10_replaces_the_digits(tmp_path: Path) -> None:
     chance = np.random.default_rng(0)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         batch = {b"data": chance.integers(256, size=(52, 3072), dtype=np.uint8), b"labels": [1] * 52}

@@ -23,10 +23,10 @@ SENDER, RECEIVER = 0, 3  # of the star, and of nothing before
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("others_leave", [False, True])
-def test_who_leaves_is_not_counted_as_gone_before_what_it_sent_has_come(
+def test_a_departing_agent_does_not_count_as_gone_before_its_messages_have_arrived(
     others_leave: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its receiver is so busy that the connection for it is not there yet when the sender says goodbye to others."""
+    """Its receiver is so busy that its connection does not exist yet when the sender notifies others of its exit."""
     made = Router.outgoing
     opens: list[float] = []
 
@@ -59,8 +59,8 @@ def test_who_leaves_is_not_counted_as_gone_before_what_it_sent_has_come(
 
 
 @pytest.mark.transport("network")
-def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who heard the goodbye has hung up, and does not remember what had come: to connect again would repeat it."""
+def test_messages_queued_after_the_exit_message_are_not_delivered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that received the exit message has closed, and forgets its offset. A new connection would repeat all."""
     send_shutdown = Shutdown._send_shutdown
     cut: list[int] = []
     once_more = Router._cut
@@ -113,8 +113,8 @@ print(runs)
 
 @pytest.mark.soak
 @pytest.mark.transport("network")
-def test_fleets_on_a_machine_with_far_too_much_to_do_end_without_an_error() -> None:
-    """Eighty agents on a core or two, where a thread may wait for its turn for longer than anything takes."""
+def test_fleets_on_an_overloaded_machine_end_without_an_error() -> None:
+    """Eighty agents on one or two cores, where a thread may be ready for longer than any timeout."""
     command = [sys.executable, "-c", FLEETS, "80"]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(10)

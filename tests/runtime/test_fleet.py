@@ -28,7 +28,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 16])
-def test_results_come_in_rank_order_whoever_ends_first(fleet: Fleets, size: int) -> None:
+def test_results_are_in_rank_order_whichever_agent_ends_first(fleet: Fleets, size: int) -> None:
     def run(base: int, *, step: int) -> int:
         time.sleep(0.002 * (size - shoal.rank()))
         return base + step * shoal.rank()
@@ -36,13 +36,13 @@ def test_results_come_in_rank_order_whoever_ends_first(fleet: Fleets, size: int)
     assert fleet(size).run(run, 100, step=2) == [100 + 2 * rank for rank in range(size)]
 
 
-def test_a_fleet_may_run_again_and_again(fleet: Fleets) -> None:
+def test_a_fleet_may_run_repeatedly(fleet: Fleets) -> None:
     one = fleet(3)
     for step in range(10):
         assert one.run(lambda step=step: shoal.allreduce(torch.tensor(float(step))).item()) == [float(step)] * 3
 
 
-def test_every_run_begins_afresh(fleet: Fleets) -> None:
+def test_every_run_starts_fresh(fleet: Fleets) -> None:
     def change() -> None:
         shoal.set_topology(shoal.topology.RingGraph(3))
         shoal.neighbor_allreduce(torch.ones(2), "x")
@@ -113,7 +113,7 @@ def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Flee
         fleet(size).run(run)
 
 
-def test_the_others_are_told_who_failed_and_with_what(fleet: Fleets) -> None:
+def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None:
     heard: list[shoal.PeerLost] = []
     together = threading.Barrier(3)
 
@@ -136,10 +136,10 @@ def test_the_others_are_told_who_failed_and_with_what(fleet: Fleets) -> None:
         assert "Unlucky: of rank 1" in str(error)
 
 
-def test_an_agent_in_a_loop_of_its_own_is_named_and_left_to_itself(
+def test_an_agent_in_an_endless_loop_is_named_and_abandoned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A thread cannot be ended from outside; the caller gets the failure all the same, after a grace."""
+    """A thread cannot be ended from outside. The caller still gets the failure, after a grace period."""
     monkeypatch.setattr("shoal.runtime.fleet.GRACE_SECONDS", 0.1)
     go, together = threading.Event(), threading.Barrier(3)
 
@@ -156,7 +156,7 @@ def test_an_agent_in_a_loop_of_its_own_is_named_and_left_to_itself(
         go.set()
 
 
-def test_a_system_exit_of_an_agent_is_passed_on(fleet: Fleets) -> None:
+def test_a_system_exit_of_an_agent_is_reraised(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 1:
             raise SystemExit(3)
@@ -184,7 +184,7 @@ def test_an_interrupt_of_the_caller_ends_the_agents(fleet: Fleets) -> None:
     assert time.monotonic() - started < scaled(6.0)
 
 
-def test_a_fleet_inside_an_agent_is_a_fleet_of_its_own(fleet: Fleets) -> None:
+def test_a_fleet_inside_an_agent_is_independent(fleet: Fleets) -> None:
     def inner(outer: int) -> tuple[int, int, float]:
         return shoal.rank(), shoal.size(), shoal.allreduce(torch.tensor(float(outer))).item()
 
@@ -196,7 +196,7 @@ def test_a_fleet_inside_an_agent_is_a_fleet_of_its_own(fleet: Fleets) -> None:
     assert fleet(3).run(run) == [([(0, 2, float(r)), (1, 2, float(r))], r, 1.0) for r in range(3)]
 
 
-def test_two_fleets_at_once_do_not_hear_each_other(fleet: Fleets) -> None:
+def test_two_concurrent_fleets_are_independent(fleet: Fleets) -> None:
     found: dict[int, list[float]] = {}
 
     def run(base: float) -> float:
@@ -223,7 +223,7 @@ def test_the_caller_of_a_fleet_is_no_agent_of_it(fleet: Fleets) -> None:
     assert not shoal.is_initialized()
 
 
-def test_agents_may_leave_early_and_come_back(fleet: Fleets) -> None:
+def test_agents_may_leave_early_and_rejoin(fleet: Fleets) -> None:
     def run() -> list[float]:
         values = []
         for step in range(3):
@@ -237,7 +237,7 @@ def test_agents_may_leave_early_and_come_back(fleet: Fleets) -> None:
     assert fleet(3).run(run) == [[0.0, 1.0, 2.0]] * 3
 
 
-def test_shutdown_twice_and_init_twice_are_harmless(fleet: Fleets) -> None:
+def test_repeated_shutdown_and_init_are_harmless(fleet: Fleets) -> None:
     def run() -> bool:
         shoal.set_topology(shoal.topology.RingGraph(2))
         shoal.init()
@@ -293,7 +293,7 @@ def test_a_fleet_leaves_no_threads_descriptors_or_memory(transport: str) -> None
     assert resident_bytes() - before < 100e6
 
 
-def test_random_generators_belong_to_each_agent_if_it_makes_one(fleet: Fleets) -> None:
+def test_random_generators_belong_to_the_agent_that_creates_one(fleet: Fleets) -> None:
     def run() -> list[float]:
         generator = torch.Generator().manual_seed(shoal.rank())
         shoal.barrier()
@@ -303,8 +303,8 @@ def test_random_generators_belong_to_each_agent_if_it_makes_one(fleet: Fleets) -
     assert fleet(3).run(run) == expected
 
 
-def test_a_fleet_that_has_done_its_work_ends_at_once(fleet: Fleets) -> None:
-    """Agents that leave at the same time hang up on each other; none of them waits for one that is gone."""
+def test_a_finished_fleet_ends_at_once(fleet: Fleets) -> None:
+    """Agents that leave at the same time close each other's links. None waits for a departed one."""
     graph_of = [shoal.topology.ExponentialTwoGraph(8), shoal.topology.StarGraph(8), shoal.topology.MeshGrid2DGraph(8)]
 
     def run() -> None:
@@ -318,10 +318,8 @@ def test_a_fleet_that_has_done_its_work_ends_at_once(fleet: Fleets) -> None:
         assert time.monotonic() - started < scaled(5.0)
 
 
-def test_an_agent_that_cannot_leave_in_good_order_fails_the_fleet(
-    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Say, because a listener cannot write to its full disk; the other listeners are told all the same."""
+def test_an_agent_with_an_error_in_shutdown_fails_the_fleet(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example because a listener cannot write to its full disk. The other listeners are still called."""
     told: list[int] = []
 
     def fail(agent: Agent) -> None:
@@ -353,10 +351,10 @@ def within(seconds: float, call: Callable[[], object]) -> object:
     return found[0]
 
 
-def test_an_agent_that_fails_before_it_is_one_ends_those_that_wait_for_it(
+def test_an_agent_that_fails_before_init_ends_the_agents_that_wait_for_it(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait in init, where there is nothing yet that could be told by message."""
+    """They wait in init, before any message can be sent to them."""
 
     class Broken(Engine):
         def __init__(self, rank: int, size: int, timeout: float, incarnation: int) -> None:
@@ -372,8 +370,8 @@ def test_an_agent_that_fails_before_it_is_one_ends_those_that_wait_for_it(
     assert time.monotonic() - started < scaled(4.0)
 
 
-def test_an_agent_that_comes_back_after_a_failure_is_not_waited_for(fleet: Fleets) -> None:
-    """One is in a later init already when another one falls: the fallen one will never come there."""
+def test_an_agent_that_rejoins_after_a_failure_is_not_waited_for(fleet: Fleets) -> None:
+    """One is in a later init when another one fails: the failed one will never call it."""
 
     def run() -> None:
         if shoal.rank() == 1:
@@ -406,7 +404,7 @@ def test_a_thread_that_cannot_be_started_fails_the_fleet(fleet: Fleets, monkeypa
 
 
 @pytest.mark.parametrize("kind", [GeneratorExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_what_is_no_ordinary_exception_ends_all_too(fleet: Fleets, kind: type[BaseException]) -> None:
+def test_an_extraordinary_exception_ends_all_too(fleet: Fleets, kind: type[BaseException]) -> None:
     def run() -> None:
         shoal.barrier()
         if shoal.rank() == 0:
@@ -419,7 +417,7 @@ def test_what_is_no_ordinary_exception_ends_all_too(fleet: Fleets, kind: type[Ba
     assert time.monotonic() - started < scaled(4.0)
 
 
-def test_a_failure_ends_the_fleets_inside_too(fleet: Fleets) -> None:
+def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
     heard: list[shoal.PeerLost] = []
     inside = threading.Barrier(3)
 
@@ -447,7 +445,7 @@ def test_a_failure_ends_the_fleets_inside_too(fleet: Fleets) -> None:
     assert all("Unlucky: of rank 0" in str(error) for error in heard)
 
 
-def test_after_a_failure_no_fleet_inside_begins(fleet: Fleets) -> None:
+def test_after_a_failure_no_nested_fleet_starts(fleet: Fleets) -> None:
     failed = threading.Event()
     begun: list[int] = []
 
@@ -483,7 +481,7 @@ def test_an_interrupt_while_agents_are_in_init_ends_them(fleet: Fleets, monkeypa
 
 
 def test_a_generator_that_runs_a_fleet_may_be_closed(fleet: Fleets) -> None:
-    """As pytest does with a fixture: the run is over when the generator rests."""
+    """As pytest does with a fixture: the run has ended when the generator is suspended."""
 
     def results() -> Iterator[list[float]]:
         while True:
@@ -503,12 +501,12 @@ def generator() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("function", [coroutine, generator, partial(generator)])
-def test_a_function_of_which_a_call_runs_nothing_is_refused(function: Callable[[], object]) -> None:
+def test_a_function_whose_call_runs_nothing_is_refused(function: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match=r"runs nothing of it"):
         shoal.Fleet(2).run(function)
 
 
-def test_a_global_seed_in_an_agent_warns_and_says_what_to_do() -> None:
+def test_a_global_seed_in_an_agent_warns_with_the_remedy() -> None:
     """Threads share torch's generator: one agent's seed changes the others' numbers."""
     before = torch.manual_seed
 
@@ -523,7 +521,7 @@ def test_a_global_seed_in_an_agent_warns_and_says_what_to_do() -> None:
     torch.manual_seed(1)
 
 
-def test_generators_of_their_own_repeat_in_threads() -> None:
+def test_agents_own_generators_repeat_in_threads() -> None:
     def draw() -> list[float]:
         generator = torch.Generator().manual_seed(5 + shoal.rank())
         return torch.randn(3, generator=generator).tolist()

@@ -29,7 +29,7 @@ def where_am_i() -> tuple[int, ...]:
     )
 
 
-def test_a_fleet_is_one_machine_unless_told_otherwise(fleet: Fleets) -> None:
+def test_a_fleet_is_one_machine_by_default(fleet: Fleets) -> None:
     assert fleet(4).run(where_am_i) == [(rank, 4, rank, 4, 0, 1, 1) for rank in range(4)]
 
 
@@ -56,7 +56,7 @@ def test_the_variable_for_agents_per_machine_is_read_at_init(fleet: Fleets, monk
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-def test_a_senseless_number_of_agents_per_machine_is_refused(
+def test_an_invalid_number_of_agents_per_machine_is_refused(
     fleet: Fleets, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("SHOAL_AGENTS_PER_MACHINE", text)
@@ -65,7 +65,7 @@ def test_a_senseless_number_of_agents_per_machine_is_refused(
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "nan"])
-def test_a_senseless_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("SHOAL_TIMEOUT", text)
     with pytest.raises(ValueError, match="SHOAL_TIMEOUT"):
         shoal.Fleet(2).run(shoal.rank)
@@ -85,7 +85,7 @@ def test_the_variable_for_the_timeout_is_the_deadline_of_calls(transport: str, m
     shoal.Fleet(2, transport=transport).run(run)
 
 
-def test_init_starts_with_the_exponential_graph_unweighted(fleet: Fleets) -> None:
+def test_init_starts_with_the_unweighted_exponential_graph(fleet: Fleets) -> None:
     def run() -> tuple[bool, bool, bool, object, list[int], list[int]]:
         return (
             shoal.topology.IsTopologyEquivalent(shoal.load_topology(), shoal.topology.ExponentialTwoGraph(6)),
@@ -101,7 +101,7 @@ def test_init_starts_with_the_exponential_graph_unweighted(fleet: Fleets) -> Non
         assert found == (True, False, False, None, sources, destinations)
 
 
-def test_init_takes_a_function_from_the_size_to_a_graph(fleet: Fleets) -> None:
+def test_init_accepts_a_function_from_the_size_to_a_graph(fleet: Fleets) -> None:
     def run() -> tuple[bool, bool]:
         shoal.init(shoal.topology.RingGraph, is_weighted=True)
         return shoal.topology.IsTopologyEquivalent(
@@ -111,8 +111,8 @@ def test_init_takes_a_function_from_the_size_to_a_graph(fleet: Fleets) -> None:
     assert fleet(5).run(run) == [(True, True)] * 5
 
 
-def test_init_again_keeps_what_the_user_has_set(fleet: Fleets) -> None:
-    """Topology, weights and windows: a library that calls it to be sure takes nothing from who called it first."""
+def test_a_second_init_keeps_the_users_settings(fleet: Fleets) -> None:
+    """Topology, weights and windows: a library that calls it to be sure changes nothing for an earlier caller."""
 
     def run() -> tuple[list[int], bool, list[str], float]:
         graph = shoal.topology.RingGraph(4, connect_style=2)
@@ -140,7 +140,7 @@ def test_init_again_keeps_what_the_user_has_set(fleet: Fleets) -> None:
     assert fleet(4).run(run) == [([(r - 1) % 4], True, ["x"], float((r - 1) % 4)) for r in range(4)]
 
 
-def test_init_again_with_a_topology_sets_it_unless_there_are_windows(
+def test_a_second_init_with_a_topology_sets_it_unless_there_are_windows(
     fleet: Fleets, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run() -> tuple[list[int], list[int], list[int]]:
@@ -161,7 +161,7 @@ def test_init_again_with_a_topology_sets_it_unless_there_are_windows(
 
 
 @pytest.mark.parametrize("wrong", [lambda size: shoal.topology.RingGraph(size + 1), lambda size: "a ring"])
-def test_init_again_with_what_is_no_topology_is_refused_and_changes_nothing(
+def test_a_second_init_with_an_invalid_topology_is_refused_and_changes_nothing(
     fleet: Fleets, wrong: Callable[[int], nx.DiGraph]
 ) -> None:
     def run() -> list[int]:
@@ -173,7 +173,7 @@ def test_init_again_with_what_is_no_topology_is_refused_and_changes_nothing(
     assert fleet(4).run(run) == [[(rank - 1) % 4] for rank in range(4)]
 
 
-def test_init_after_shutdown_begins_with_the_default_topology(fleet: Fleets) -> None:
+def test_init_after_shutdown_starts_with_the_default_topology(fleet: Fleets) -> None:
     def run() -> list[int]:
         shoal.set_topology(shoal.topology.RingGraph(8, connect_style=2))
         shoal.barrier()
@@ -185,7 +185,7 @@ def test_init_after_shutdown_begins_with_the_default_topology(fleet: Fleets) -> 
     assert fleet(8).run(run)[0] == [4, 6, 7]
 
 
-def test_load_topology_gives_back_the_graph_that_was_set(fleet: Fleets) -> None:
+def test_load_topology_returns_the_graph_that_was_set(fleet: Fleets) -> None:
     graph, machines = shoal.topology.StarGraph(4), shoal.topology.RingGraph(2)
 
     def run() -> None:
@@ -204,7 +204,7 @@ def test_load_topology_gives_back_the_graph_that_was_set(fleet: Fleets) -> None:
 
 
 def test_changing_a_graph_after_it_was_set_changes_nothing(fleet: Fleets) -> None:
-    """Otherwise two agents that share the object, or one that edits it, would average over different graphs."""
+    """Otherwise two agents that share the object, or one that changes it, would average over different graphs."""
 
     def run() -> tuple[list[int], float]:
         graph = nx.DiGraph(shoal.topology.FullyConnectedGraph(3))
@@ -215,7 +215,7 @@ def test_changing_a_graph_after_it_was_set_changes_nothing(fleet: Fleets) -> Non
     assert [found[1] for found in fleet(3).run(run)] == pytest.approx([1.0] * 3)
 
 
-def test_neighbours_leave_out_self_and_follow_the_direction_of_edges(fleet: Fleets) -> None:
+def test_neighbours_exclude_self_and_follow_the_direction_of_edges(fleet: Fleets) -> None:
     graph = nx.DiGraph([(0, 0), (0, 1), (0, 3), (2, 1), (3, 3), (3, 0), (1, 2)])
 
     def run() -> tuple[list[int], list[int]]:
@@ -251,7 +251,7 @@ def test_setting_a_topology_before_init_is_false_and_logged(caplog: pytest.LogCa
         (nx.DiGraph([(0, 1), (1, 0), (1, 2)]), False),
     ],
 )
-def test_dropping_weights_that_matter_is_said_once(
+def test_dropping_nonzero_weights_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graph: nx.DiGraph, warned: bool
 ) -> None:
     monkeypatch.setattr("shoal.runtime.agent._warned", False)
@@ -266,7 +266,7 @@ def test_dropping_weights_that_matter_is_said_once(
     assert caplog.text.count("is_weighted=False") == int(warned)
 
 
-def test_membership_begins_with_everybody_and_its_epoch_changes_with_a_departure(fleet: Fleets) -> None:
+def test_membership_starts_with_all_agents_and_its_epoch_changes_with_a_departure(fleet: Fleets) -> None:
     gone, both = threading.Event(), threading.Barrier(2)
 
     def run() -> None:
@@ -289,7 +289,7 @@ def test_membership_begins_with_everybody_and_its_epoch_changes_with_a_departure
     fleet(3).run(run)
 
 
-def test_events_tell_what_the_engine_does_and_stop_when_unsubscribed(fleet: Fleets) -> None:
+def test_events_report_the_engines_actions_until_unsubscribed(fleet: Fleets) -> None:
     both = threading.Barrier(2)
 
     def run() -> list[tuple[str, int, int]]:
@@ -311,7 +311,7 @@ def test_events_tell_what_the_engine_does_and_stop_when_unsubscribed(fleet: Flee
         assert found == [*expected, ("submitted", -1, 0), ("summed", -1, 0)]
 
 
-def test_a_listener_that_fails_is_logged_once_and_harms_nothing(
+def test_a_listener_that_raises_is_logged_once_and_has_no_other_effect(
     fleet: Fleets, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: shoal.Event) -> None:
@@ -325,7 +325,7 @@ def test_a_listener_that_fails_is_logged_once_and_harms_nothing(
     assert caplog.text.count("a listener of Shoal's events failed") == 2  # once for each agent
 
 
-def test_empty_gives_memory_good_for_out(fleet: Fleets) -> None:
+def test_empty_returns_memory_suitable_for_out(fleet: Fleets) -> None:
     def run() -> float:
         out = shoal.empty(300, 400)
         assert (out.shape, out.dtype) == ((300, 400), torch.float32)
@@ -346,7 +346,7 @@ def world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_without_a_launcher_every_operation_works_in_a_world_of_one() -> None:
+def test_without_a_launcher_every_operation_works_on_a_single_agent() -> None:
     shoal.init()
     try:
         assert where_am_i() == (0, 1, 0, 1, 0, 1, 1)
@@ -391,7 +391,7 @@ def test_without_a_launcher_every_operation_works_in_a_world_of_one() -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_init_again_after_shutdown_gives_a_new_world() -> None:
+def test_init_after_shutdown_gives_a_new_job() -> None:
     for _ in range(3):
         shoal.init()
         assert shoal.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -30,7 +30,7 @@ def incarnation(
     return launch.incarnation, said["launcher"]
 
 
-def test_it_is_counted_on_from_launcher_to_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_init_count_is_passed_from_launcher_to_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     count, said = incarnation(monkeypatch, None, "a", 0)
     assert (count, said) == (0, {"id": "a", "base": 0})
     first = {"place": {"incarnation": 0}, "launcher": said}
@@ -42,7 +42,7 @@ def test_it_is_counted_on_from_launcher_to_launcher(monkeypatch: pytest.MonkeyPa
     assert incarnation(monkeypatch, second | {"place": {"incarnation": 4}}, "c", 0)[0] == 5
 
 
-def test_who_is_known_of_a_launcher_that_said_nothing_of_itself_is_counted_on_too(
+def test_the_init_count_continues_also_for_an_unknown_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert incarnation(monkeypatch, {"place": {"incarnation": 1}}, "a", 0)[0] == 2

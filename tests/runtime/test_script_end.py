@@ -63,7 +63,9 @@ def failed(text: str, is_peer_loss: bool = False) -> str:
         ("raise ShoalError('no data')", 1, failed("ShoalError: no data")),
     ],
 )
-def test_an_exit_handler_learns_what_ended_the_script(tmp_path: Path, body: str, status: int, said: str) -> None:
+def test_an_exit_handler_gets_the_exception_that_ended_the_script(
+    tmp_path: Path, body: str, status: int, said: str
+) -> None:
     assert failure_of(tmp_path, body) == (status, said)
 
 
@@ -72,7 +74,7 @@ def test_shoal_replaces_no_way_to_exit() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("one"), KeyError("two")])
-def test_a_peer_loss_is_found_behind_other_errors(error: Exception) -> None:
+def test_a_peer_failure_is_found_behind_other_errors(error: Exception) -> None:
     assert not script_end.is_peer_loss(error)
     error.__context__ = RuntimeError("between")
     error.__context__.__context__ = error  # a circle

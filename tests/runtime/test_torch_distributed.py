@@ -26,20 +26,20 @@ def optimizer() -> None:
     shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model).close()
 
 
-def test_init_warns_once_where_failures_are_survived(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_warns_once_if_failures_are_survived(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     with pytest.warns(UserWarning, match=r"torch.distributed is initialized.*Remove dist.init_process_group") as found:
         shoal.Fleet(2).run(optimizer)
     assert len(found) == 2, "each agent, once"
 
 
-def test_it_does_not_where_a_failure_ends_all(process_group: None) -> None:
+def test_init_does_not_warn_if_a_failure_ends_all(process_group: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shoal.Fleet(2).run(optimizer)
 
 
-def test_a_process_group_that_comes_later_is_noticed_by_the_optimizer(
+def test_a_process_group_created_later_is_detected_by_the_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")

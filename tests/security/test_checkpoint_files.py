@@ -46,7 +46,7 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
 
 @pytest.mark.parametrize("where", [0.0, 0.02, 0.3, 0.6, 0.9, 0.999])
 @pytest.mark.parametrize("start", ["own", "consensus"])
-def test_one_flipped_bit_is_found_named_and_passed_over(tmp_path: Path, where: float, start: str) -> None:
+def test_one_flipped_bit_is_detected_named_and_the_checkpoint_skipped(tmp_path: Path, where: float, start: str) -> None:
     saved(tmp_path, 2)
     (spoiled,) = tmp_path.glob("*-step-2/agent-1.pt")
     flip(spoiled, int(where * spoiled.stat().st_size), 3)
@@ -61,7 +61,7 @@ def test_one_flipped_bit_is_found_named_and_passed_over(tmp_path: Path, where: f
     assert error.value.ranks == ((1,) if start == "own" else (0, 1, 2))
 
 
-def test_where_all_are_spoiled_the_last_one_is_what_the_error_is_about(tmp_path: Path) -> None:
+def test_if_all_are_corrupt_the_error_names_the_latest(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     for step, rank in ((1, 0), (2, 2)):
         (spoiled,) = tmp_path.glob(f"*-step-{step}/agent-{rank}.pt")
@@ -72,9 +72,7 @@ def test_where_all_are_spoiled_the_last_one_is_what_the_error_is_about(tmp_path:
 
 @pytest.mark.parametrize("spoil", ["nothing", "no json", "another step", "a flipped bit", "no dictionary", "no text"])
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_spoiled_manifest_is_named_and_its_checkpoint_passed_over_and_kept(
-    tmp_path: Path, spoil: str, step: int
-) -> None:
+def test_a_corrupt_manifest_is_named_and_its_checkpoint_skipped_and_kept(tmp_path: Path, spoil: str, step: int) -> None:
     saved(tmp_path, 2)
     (manifest,) = tmp_path.glob(f"*-step-{step}/manifest.json")
     if spoil == "a flipped bit":
@@ -96,7 +94,7 @@ def test_a_spoiled_manifest_is_named_and_its_checkpoint_passed_over_and_kept(
     assert {path.name for path in tmp_path.iterdir()} == {manifest.parent.name, "000003-step-3"}
 
 
-def test_what_an_earlier_version_saved_is_loaded(tmp_path: Path) -> None:
+def test_checkpoints_of_earlier_versions_are_loaded(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     (manifest,) = tmp_path.glob("*/manifest.json")
     content = json.loads(manifest.read_text())
@@ -108,7 +106,7 @@ NAMES = ["../precious", "/tmp/shoal-precious", "..", "", "000001-step-1/../../pr
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_a_name_from_rank_0_leads_nowhere_else(
+def test_a_path_from_rank_0_cannot_leave_the_folder(
     tmp_path: Path, name: object, monkeypatch: pytest.MonkeyPatch, fleet: Fleets
 ) -> None:
     precious = tmp_path / "precious"
@@ -137,8 +135,8 @@ def test_a_name_from_rank_0_leads_nowhere_else(
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
 
 
-def test_a_save_that_fails_takes_back_its_own_file_and_no_other(tmp_path: Path) -> None:
-    """Rank 0 may name a checkpoint of long ago."""
+def test_a_failed_save_removes_only_its_own_file(tmp_path: Path) -> None:
+    """Rank 0 may name an old checkpoint."""
     saved(tmp_path, 1)
     (place,) = tmp_path.iterdir()
     (place / "notes.txt").write_text("of the user")

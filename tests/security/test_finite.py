@@ -49,7 +49,7 @@ def test_the_agent_and_the_tensor_are_named_on_all_sides(fleet: Fleets, operatio
         assert f"rank {CULPRIT}" in text
 
 
-def test_of_those_that_travel_together_only_the_spoiled_one_fails(fleet: Fleets) -> None:
+def test_of_a_fused_message_only_the_non_finite_tensor_fails(fleet: Fleets) -> None:
     def run() -> list[str]:
         handles = []
         for k in range(6):
@@ -71,8 +71,8 @@ def test_of_those_that_travel_together_only_the_spoiled_one_fails(fleet: Fleets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_finite_numbers_pass_however_large(fleet: Fleets, dtype: torch.dtype) -> None:
-    """Also where their sum is none."""
+def test_finite_numbers_of_any_size_pass(fleet: Fleets, dtype: torch.dtype) -> None:
+    """Also if their sum is not finite."""
     largest = torch.finfo(dtype).max
 
     def run() -> bool:
@@ -82,7 +82,7 @@ def test_finite_numbers_pass_however_large(fleet: Fleets, dtype: torch.dtype) ->
     assert fleet(2).run(run) == [True, True]
 
 
-def test_integers_and_metrics_are_not_looked_at(fleet: Fleets) -> None:
+def test_integers_and_metrics_are_not_checked(fleet: Fleets) -> None:
     def run() -> float:
         assert shoal.allreduce(torch.tensor([1, 2]), average=False).tolist() == [2, 4]
         return shoal.metrics({"loss": math.nan if shoal.rank() else 1.0})["loss"].values[1]
@@ -91,7 +91,7 @@ def test_integers_and_metrics_are_not_looked_at(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_training_stops_before_the_parameters_are_spoiled(fleet: Fleets, overlap: Any) -> None:
+def test_training_stops_before_the_parameters_become_non_finite(fleet: Fleets, overlap: Any) -> None:
     def run() -> tuple[bool, str]:
         model = torch.nn.Linear(40, 40)
         optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
@@ -116,20 +116,20 @@ def test_training_stops_before_the_parameters_are_spoiled(fleet: Fleets, overlap
 
 
 @pytest.mark.parametrize("value", ["0", ""])
-def test_it_is_off_unless_asked_for(fleet: Fleets, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_the_check_is_off_by_default(fleet: Fleets, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("SHOAL_CHECK_FINITE", value)
     found = fleet(2).run(lambda: float(shoal.neighbor_allreduce(torch.tensor(math.nan if shoal.rank() else 1.0))))
     assert all(map(math.isnan, found))
 
 
-def test_a_value_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CHECK_FINITE", "yes")
     with pytest.raises(ValueError, match="SHOAL_CHECK_FINITE='yes': it must be 0 or 1"):
         shoal.Fleet(1).run(shoal.rank)
 
 
-def test_windows_are_not_looked_at(fleet: Fleets) -> None:
-    """An owner that answers another machine must not fail for what the window holds."""
+def test_windows_are_not_checked(fleet: Fleets) -> None:
+    """An owner that answers another machine must not fail because of the window's values."""
 
     def run() -> list[bool]:
         x = torch.full((3000,), math.nan if shoal.rank() else 1.0)

@@ -68,7 +68,7 @@ def averages(count: int) -> float:
 
 
 @pytest.mark.transport("network")
-def test_half_open_connections_from_elsewhere_keep_no_agent_out() -> None:
+def test_half_open_connections_from_foreign_addresses_block_no_agent() -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(in_a_ring)
         _, host, port = world.results(endpoint, on=[0])[0]
@@ -78,7 +78,7 @@ def test_half_open_connections_from_elsewhere_keep_no_agent_out() -> None:
 
 @pytest.mark.soak
 @pytest.mark.transport("network")
-def test_half_open_connections_from_where_agents_are_keep_no_agent_out() -> None:
+def test_half_open_connections_from_the_agents_addresses_block_no_agent() -> None:
     with World(SIZE, environment=NETWORK, timeout=60.0) as world:
         world.results(in_a_ring)
         _, host, port = world.results(endpoint, on=[0])[0]
@@ -88,7 +88,7 @@ def test_half_open_connections_from_where_agents_are_keep_no_agent_out() -> None
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
-def test_a_flood_by_another_user_keeps_no_agent_out() -> None:
+def test_a_flood_by_another_user_blocks_no_agent() -> None:
     with World(SIZE) as world:
         world.results(in_a_ring)
         name, _, _ = world.results(endpoint, on=[0])[0]
@@ -98,7 +98,7 @@ def test_a_flood_by_another_user_keeps_no_agent_out() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
-def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_connect_beside_a_flood_in_one_shared_queue(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a system where the agents cannot have a queue of their own."""
     monkeypatch.setattr(listeners, "listen_privately", lambda: None)
     monkeypatch.setattr(acceptor, "listen_for", lambda *_: None)
@@ -132,7 +132,7 @@ def turn_away(count: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
-def test_a_link_that_is_cut_while_it_begins_is_tried_again_with_all_that_is_queued(transport: str) -> None:
+def test_a_link_cut_during_its_handshake_is_retried_with_all_queued_messages(transport: str) -> None:
     def run() -> list[float]:
         in_a_ring()
         turn_away(5)
@@ -146,7 +146,7 @@ def test_a_link_that_is_cut_while_it_begins_is_tried_again_with_all_that_is_queu
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
-def test_an_operation_whose_link_is_cut_again_and_again_keeps_its_deadline(transport: str) -> None:
+def test_an_operation_whose_link_is_cut_repeatedly_keeps_its_deadline(transport: str) -> None:
     def run() -> float:
         in_a_ring()
         if shoal.rank() == 0:
@@ -166,7 +166,7 @@ def test_an_operation_whose_link_is_cut_again_and_again_keeps_its_deadline(trans
 
 
 @pytest.mark.parametrize("environment", [{}, NETWORK], ids=["shared_memory", "network"])
-def test_an_agent_that_is_gone_while_a_link_to_it_is_tried_again_is_soon_lost(environment: dict[str, str]) -> None:
+def test_an_agent_that_exits_during_a_reconnection_is_soon_reported_failed(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(in_a_ring)
         world.results(turn_away, 1_000_000, on=[0])
@@ -187,7 +187,7 @@ def test_an_agent_that_is_gone_while_a_link_to_it_is_tried_again_is_soon_lost(en
 @pytest.mark.transport("shared_memory")
 @pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
 def test_a_flood_by_another_user_does_not_stop_a_job() -> None:
-    """The longest of its calls took seconds, when whoever came was let in at once."""
+    """Its longest call took seconds when connections were accepted without a rate limit."""
     with World(2) as world:
         world.results(averages, 50)
         name, _, _ = world.results(endpoint, on=[0])[0]
@@ -195,8 +195,8 @@ def test_a_flood_by_another_user_does_not_stop_a_job() -> None:
             assert min(max(world.results(averages, 200)) for _ in range(3)) < 0.5
 
 
-def test_a_door_takes_its_share_of_the_time_and_no_more() -> None:
-    """Half a second of work is at the door, a millisecond for each who comes."""
+def test_a_listener_uses_only_its_share_of_the_time() -> None:
+    """Half a second of work is queued, a millisecond for each connection."""
     poller, let_in = Poller(), list[float]()
 
     def slowly(sock: socket.socket, _: Any) -> None:
@@ -223,8 +223,8 @@ def test_a_door_takes_its_share_of_the_time_and_no_more() -> None:
     poller.close()
 
 
-def test_a_door_is_not_shut_for_time_in_which_its_process_did_nothing() -> None:
-    """As one that was stopped while it let somebody in: it would answer nobody for 33 times as long."""
+def test_a_listener_does_not_pause_for_time_in_which_its_process_was_stopped() -> None:
+    """A process stopped during an accept would otherwise accept nothing for 33 times as long."""
     poller = Poller()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -237,8 +237,8 @@ def test_a_door_is_not_shut_for_time_in_which_its_process_did_nothing() -> None:
     poller.close()
 
 
-def test_a_door_is_not_shut_for_what_the_interpreter_does_while_somebody_comes() -> None:
-    """A collection of all garbage, say, which may come at any moment: it would answer nobody for 33 times as long."""
+def test_a_listener_does_not_pause_for_interpreter_work_during_an_accept() -> None:
+    """For example a garbage collection, which may run at any time: it would block accepts for 33 times as long."""
 
     def collect(sock: socket.socket, _: object) -> None:
         sock.close()
@@ -264,7 +264,7 @@ def test_a_door_is_not_shut_for_what_the_interpreter_does_while_somebody_comes()
 @pytest.mark.parametrize(
     ("address", "known", "stranger"), [("127.0.0.1", "127.0.0.5", "127.0.0.6"), ("::1", "::1", "")]
 )
-def test_those_who_come_from_known_addresses_have_a_queue_of_their_own(address: str, known: str, stranger: str) -> None:
+def test_connections_from_known_addresses_have_their_own_queue(address: str, known: str, stranger: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as first:
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -285,7 +285,7 @@ def test_those_who_come_from_known_addresses_have_a_queue_of_their_own(address: 
 
 
 @pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
-def test_no_other_user_reaches_the_socket_that_is_for_this_one() -> None:
+def test_other_users_cannot_connect_to_this_users_socket() -> None:
     import os
     import subprocess
 
@@ -323,7 +323,7 @@ def open_more(count: int) -> None:
 OPENED: list[Any] = []
 
 
-def test_over_a_network_one_connection_takes_the_place_of_another() -> None:
+def test_over_a_network_a_new_connection_replaces_an_older_one() -> None:
     def run() -> int:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         shoal.barrier()
@@ -343,7 +343,7 @@ def test_over_a_network_one_connection_takes_the_place_of_another() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory"])
-def test_an_agent_that_opens_one_connection_after_another_is_lost(transport: str) -> None:
+def test_an_agent_that_opens_connections_repeatedly_is_reported_failed(transport: str) -> None:
     def run() -> str:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         with pytest.raises(shoal.ShoalError) as caught:
@@ -388,7 +388,7 @@ def held() -> tuple[int, int]:
 
 @pytest.mark.soak
 @pytest.mark.transport("network")
-def test_ten_thousand_strangers_change_no_result_and_leave_nothing() -> None:
+def test_ten_thousand_unauthenticated_peers_change_no_result_and_leave_nothing() -> None:
     with World(4, environment=NETWORK) as world:
         world.results(averages, 20)
         before = world.results(held)

@@ -194,11 +194,11 @@ def attack(over: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_nothing_that_was_mutated_is_told(over: str) -> None:
+def test_mutated_messages_change_no_result(over: str) -> None:
     attack(over, 1500)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("over", OVER)
-def test_nothing_of_a_hundred_thousand_mutations_is_told(over: str) -> None:
+def test_a_hundred_thousand_mutations_change_no_result(over: str) -> None:
     attack(over, 100_000)

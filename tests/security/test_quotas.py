@@ -88,17 +88,17 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
     return [victim, other]
 
 
-def test_who_sends_too_many_messages_early_is_lost(fleet: Fleets, few: None) -> None:
+def test_a_peer_that_exceeds_the_early_message_quota_fails(fleet: Fleets, few: None) -> None:
     [said, _] = loss(fleet(3), lambda: (early(k) for k in range(FEW + 10)))
     assert f"its budget of {FEW} messages that came before this agent's call" in said
 
 
-def test_who_asks_too_many_questions_is_lost(fleet: Fleets, few: None) -> None:
+def test_a_peer_that_exceeds_the_query_quota_fails(fleet: Fleets, few: None) -> None:
     [said, _] = loss(fleet(3), lambda: (question(k) for k in range(FEW + 10)))
     assert f"its budget of {FEW} questions" in said
 
 
-def test_one_message_or_question_again_and_again_is_one(fleet: Fleets, few: None) -> None:
+def test_a_repeated_message_or_query_counts_once(fleet: Fleets, few: None) -> None:
     def run() -> float:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         shoal.barrier()
@@ -111,7 +111,7 @@ def test_one_message_or_question_again_and_again_is_one(fleet: Fleets, few: None
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
-def test_who_sends_too_many_bytes_early_is_lost(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_exceeds_the_early_byte_quota_fails(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
     [said, _] = loss(
         shoal.Fleet(3, transport=transport, timeout=20.0), lambda: (early(k, numel=10_000) for k in range(11))
@@ -121,7 +121,9 @@ def test_who_sends_too_many_bytes_early_is_lost(transport: str, monkeypatch: pyt
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize(("count", "numel"), [(3, 50_000), (FEW + 1, 8)], ids=["bytes", "number"])
-def test_who_announces_too_much_is_lost(count: int, numel: int, monkeypatch: pytest.MonkeyPatch, few: None) -> None:
+def test_a_peer_that_announces_too_many_bytes_fails(
+    count: int, numel: int, monkeypatch: pytest.MonkeyPatch, few: None
+) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
     [said, _] = loss(
         shoal.Fleet(3, transport="network", timeout=20.0), lambda: (announced(k, numel) for k in range(count))
@@ -130,7 +132,7 @@ def test_who_announces_too_much_is_lost(count: int, numel: int, monkeypatch: pyt
 
 
 @pytest.mark.transport("shared_memory")
-def test_what_lies_in_the_memory_of_its_sender_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_of_the_sender_counts_against_no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
 
     def run() -> float:
@@ -144,8 +146,8 @@ def test_what_lies_in_the_memory_of_its_sender_costs_nothing(monkeypatch: pytest
     assert shoal.Fleet(2, transport="shared_memory", timeout=20.0).run(run) == [5.0, 5.0]
 
 
-def test_a_budget_is_there_again_when_the_calls_have_been_made(fleet: Fleets, few: None) -> None:
-    """Ten times as many messages as may be kept at a time, half of them early and never all at once."""
+def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, few: None) -> None:
+    """Ten times the quota of messages, half of them early, never all at once."""
 
     def run() -> int:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
@@ -168,7 +170,7 @@ def test_a_budget_is_there_again_when_the_calls_have_been_made(fleet: Fleets, fe
 
 @pytest.mark.soak
 @pytest.mark.parametrize("numel", [64, 2000, 6000])
-def test_a_burst_of_ten_thousand_calls_to_an_agent_that_is_late_passes_no_budget(fleet: Fleets, numel: int) -> None:
+def test_ten_thousand_calls_to_a_late_agent_stay_within_the_quota(fleet: Fleets, numel: int) -> None:
     count = 10_000
 
     def run() -> float:
@@ -185,8 +187,8 @@ def test_a_burst_of_ten_thousand_calls_to_an_agent_that_is_late_passes_no_budget
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize("lockable", [False, True])
-def test_memory_that_is_shared_twice_leaves_nothing(lockable: bool) -> None:
-    """Also its sender is lost, as for any nonsense."""
+def test_memory_shared_twice_is_released(lockable: bool) -> None:
+    """Its sender fails, as for any protocol error."""
 
     def messages() -> Iterator[Message]:
         link = current().engine.router.link(VICTIM)
@@ -206,7 +208,7 @@ def test_memory_that_is_shared_twice_leaves_nothing(lockable: bool) -> None:
     assert wait_until(lambda: len(descriptors()) <= before)
 
 
-def test_memory_files_and_windows_of_a_peer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_files_and_windows_of_a_peer_count_against_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "SEGMENTS", 3)
     monkeypatch.setattr(quotas, "descriptor_limit", lambda: 1)
     before = len(descriptors())

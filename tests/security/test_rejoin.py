@@ -43,7 +43,7 @@ def read(store: ThreadStore, secret: str = SECRET) -> PeerDirectory:
     return directory(store, Launch(1, SIZE, "torchrun", incarnation=1), time.monotonic() + 1.0, secret)
 
 
-def test_the_secret_is_not_written_down_and_who_knows_it_believes_what_is() -> None:
+def test_the_secret_is_not_written_and_its_owner_accepts_markers() -> None:
     store = ThreadStore()
     found = met(store)
     add_to_directory(store, Launch(2, SIZE, "torchrun", incarnation=1), found, SECRET)
@@ -54,14 +54,14 @@ def test_the_secret_is_not_written_down_and_who_knows_it_believes_what_is() -> N
 
 
 @pytest.mark.parametrize("secret", ["", "another one"])
-def test_who_does_not_know_it_believes_nothing(secret: str) -> None:
+def test_a_process_with_another_secret_rejects_markers(secret: str) -> None:
     store = ThreadStore()
     met(store)
     with pytest.raises(shoal.Mismatch, match="do not know this job's secret"):
         read(store, secret)
 
 
-def test_what_a_stranger_writes_is_not_believed() -> None:
+def test_foreign_markers_are_rejected() -> None:
     store = ThreadStore()
     found = met(store)
     attempt, said, heard = json.loads(store.get(DIRECTORY, time.monotonic()))
@@ -89,8 +89,8 @@ def test_what_a_stranger_writes_is_not_believed() -> None:
 
 @pytest.mark.parametrize("purpose", [0, QUESTION, REVERSED])
 @pytest.mark.parametrize("changed", [4, 12, 16], ids=["how often it was started", "whom it means", "its purpose"])
-def test_how_often_an_agent_was_started_again_is_a_part_of_what_it_proves(changed: int, purpose: int) -> None:
-    """And which process of the other agent it means, and what the connection is for."""
+def test_the_restart_count_is_part_of_the_authentication(changed: int, purpose: int) -> None:
+    """So are the process of the peer, and the purpose of the connection."""
     accepting, connecting = Accepting(b"key", 0, SIZE), Connecting(b"key", 2, 0, 3, 4, purpose)
     answer = bytearray(connecting.answer(accepting.hello))
     assert accepting.check(bytes(answer)) == 2 and accepting.incarnation == 3
@@ -114,7 +114,7 @@ class Heard:
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None: ...
 
 
-def test_what_is_said_in_the_lobby_waits_in_order_and_has_a_budget() -> None:
+def test_messages_of_pending_peers_are_buffered_in_order_within_a_quota() -> None:
     heard = Heard()
     threshold = BufferingReceiver(heard)
     for name in ("a", ENTRY, "b"):
@@ -135,7 +135,7 @@ def test_what_is_said_in_the_lobby_waits_in_order_and_has_a_budget() -> None:
     [{"rank": 2}, {"pid": "1"}, {"incarnation": -1}, {"incarnation": 1 << 40}, {"host": 7}, {"started": None}],
     ids=str,
 )
-def test_a_place_that_makes_no_sense_is_none(change: dict[str, Any]) -> None:
+def test_an_invalid_peer_address_is_rejected(change: dict[str, Any]) -> None:
     from shoal.errors import NONSENSE
     from shoal.fault_tolerance.rejoin import JoiningPeer
 

@@ -37,10 +37,10 @@ def forges(draws: random.Random) -> Callable[[], Change]:
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("secret", ["a word", ""], ids=["given", "made up"])
-def test_who_computes_for_it_changes_no_tensor_where_a_secret_was_given(
+def test_a_relay_that_forges_checksums_changes_no_tensor_if_a_secret_is_set(
     secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rank 0 made the secret up he could have read it. So this test shows that he is good at it."""
+    """A secret chosen by rank 0 could be read by the relay. The test shows that this relay forges messages then."""
     monkeypatch.setenv("SHOAL_SECRET", secret)
     fooled = False
     for seed in range(5):  # what he wants to change may come in two pieces, and he looks at one
@@ -52,11 +52,11 @@ def test_who_computes_for_it_changes_no_tensor_where_a_secret_was_given(
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_what_a_relay_changes_is_noticed(over: str) -> None:
+def test_changes_by_a_relay_are_detected(over: str) -> None:
     attack(over, 0, 15)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("over", OVER)
-def test_what_a_relay_changes_is_noticed_in_a_thousand_jobs(over: str) -> None:
+def test_changes_by_a_relay_are_detected_in_a_thousand_jobs(over: str) -> None:
     attack(over, 1000, 1000)

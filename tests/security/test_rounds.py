@@ -29,7 +29,7 @@ def average(value: float, name: str | None = None, **options: Any) -> float | st
         return "Mismatch"
 
 
-def test_a_call_that_raises_for_an_earlier_one_is_a_round_all_the_same(fleet: Fleets) -> None:
+def test_a_call_that_raises_an_earlier_calls_error_counts_as_a_round(fleet: Fleets) -> None:
     def run() -> list[float | str]:
         other = 1 - shoal.rank()
         # Only one of the two sends, and the other has ended its round when that comes.
@@ -108,9 +108,11 @@ WITHOUT_A_NAME = ("average", "push", "send more", "longer", "other type", "tried
 @pytest.mark.parametrize("transport", [pytest.param(name, marks=pytest.mark.transport(name)) for name in TRANSPORTS])
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(data=st.data())
-def test_random_programs_give_what_a_model_gives_or_raise(transport: str, size: int, data: st.DataObject) -> None:
-    """Agents make the same calls, but for a few that one of them gets wrong. A value is right, or there is an error; an
-    error has a wrong call before it, or beside it; and in the end all is well again."""
+def test_random_programs_equal_the_model_or_raise(transport: str, size: int, data: st.DataObject) -> None:
+    """Agents make the same calls, except for a few wrong ones.
+
+    A value is right, or there is an error. An error has a wrong call before it or beside it. The last calls succeed.
+    """
     length = data.draw(st.integers(3, 8), label="length")
     common = data.draw(st.lists(st.sampled_from(FITTING), min_size=length, max_size=length), label="calls")
     wrong = st.tuples(st.integers(0, size - 1), st.sampled_from(WITHOUT_A_NAME))
@@ -141,10 +143,10 @@ def test_random_programs_give_what_a_model_gives_or_raise(transport: str, size: 
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("waits", [True, False])
-def test_messages_that_came_before_on_another_topology(
+def test_messages_that_arrived_before_a_change_of_topology(
     fleet: Fleets, together: bool, waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where nobody but the progress thread is there to meet them."""
+    """Also if only the progress thread receives them."""
 
     def run() -> list[float | str]:
         rank = shoal.rank()
@@ -174,7 +176,7 @@ def test_messages_that_came_before_on_another_topology(
 
 
 @pytest.mark.parametrize("named", [[77], [-2], [2, 2]], ids=str)
-def test_a_discovery_that_names_nobody(fleet: Fleets, named: list[int]) -> None:
+def test_a_discovery_without_destinations(fleet: Fleets, named: list[int]) -> None:
     def run() -> str:
         engine = current().engine
 
@@ -194,10 +196,10 @@ def test_a_discovery_that_names_nobody(fleet: Fleets, named: list[int]) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_what_the_exchange_cannot_handle_ends_it_aloud(
+def test_an_internal_error_in_an_exchange_ends_it_with_an_error(
     fleet: Fleets, blocking: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fault of ours in the middle of an operation: its own agent says so, and the others miss nobody for long."""
+    """An internal error during an operation: its own agent raises it, and the others do not wait for long."""
 
     def run() -> str:
         engine = current().engine

@@ -106,7 +106,7 @@ values = st.recursive(
 
 @given(values)
 @settings(max_examples=60, deadline=None)
-def test_what_is_written_is_read(value: Any) -> None:
+def test_encoded_values_are_decoded_equally(value: Any) -> None:
     assert same(read(write(value)), value)
 
 
@@ -140,14 +140,14 @@ def spoil_and_read(value: Any, chance: random.Random) -> None:
 
 @given(values, st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None)
-def test_spoiled_bytes_are_refused_or_are_some_plain_value(value: Any, chance: random.Random) -> None:
+def test_corrupt_bytes_are_refused_or_give_a_plain_value(value: Any, chance: random.Random) -> None:
     spoil_and_read(value, chance)
 
 
 @pytest.mark.soak
 @given(values, st.randoms(use_true_random=False))
 @settings(max_examples=12_500, deadline=None)
-def test_a_hundred_thousand_spoiled_messages_are_refused_or_are_some_plain_value(
+def test_a_hundred_thousand_corrupt_messages_are_refused_or_give_a_plain_value(
     value: Any, chance: random.Random
 ) -> None:
     spoil_and_read(value, chance)
@@ -219,7 +219,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_are_refused_at_once_and_cost_no_memory(lie: str) -> None:
+def test_false_lengths_are_refused_at_once_and_cost_no_memory(lie: str) -> None:
     text, after = LIES[lie]
     spoiled = message(text, after)
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
@@ -230,7 +230,7 @@ def test_lies_are_refused_at_once_and_cost_no_memory(lie: str) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 2) + b"1"])
-def test_a_message_that_is_no_text_is_refused(raw: bytes) -> None:
+def test_a_message_that_is_not_text_is_refused(raw: bytes) -> None:
     with pytest.raises(NotPlain):
         read(torch.tensor(list(raw), dtype=torch.uint8))
 
@@ -286,19 +286,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_what_is_not_plain_is_refused_at_the_root_which_says_where(what: str) -> None:
+def test_unsupported_values_are_refused_at_the_root_with_their_path(what: str) -> None:
     value, words = REFUSED[what]
     with pytest.raises((TypeError, ValueError), match=words):
         write(value)
 
 
-def test_a_long_number_travels_and_may_stand_in_an_error() -> None:
+def test_a_long_integer_is_sent_and_printable_in_an_error() -> None:
     assert read(write({10**5000: 1})) == {10**5000: 1}
     with pytest.raises(TypeError, match=r"value\[a long number\] is a type"):
         write({10**5000: Foo})
 
 
-def test_a_hundred_objects_in_each_other_travel() -> None:
+def test_a_hundred_nested_objects_are_sent() -> None:
     assert read(write(deep[0])) == deep[0]
 
 
@@ -331,7 +331,7 @@ def test_special_tensors_arrive_with_their_values(kind: str) -> None:
     assert write(tensor).numel() < 8 + 80 + tensor.numel() * tensor.element_size()
 
 
-def test_tensors_have_memory_of_their_own_and_those_that_are_one_arrive_as_one() -> None:
+def test_tensors_get_their_own_memory_and_shared_ones_stay_shared() -> None:
     model = torch.nn.Linear(30, 30)
     state = {"first": model.weight.detach(), "tied": model.weight.detach(), "other": model.weight.t()[:1], "b": {}}
     message = write(state)
@@ -343,7 +343,7 @@ def test_tensors_have_memory_of_their_own_and_those_that_are_one_arrive_as_one()
     assert same_bits(found["first"], state["first"])
 
 
-def test_a_model_says_its_versions() -> None:
+def test_a_models_version_metadata_is_sent() -> None:
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict()
     found = read(write(state))
     assert found._metadata == state._metadata and same(found, state)
@@ -367,7 +367,7 @@ def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Rprop"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_states_of_optimizers_and_schedules_travel(kind: str) -> None:
+def test_states_of_optimizers_and_schedules_are_sent(kind: str) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     model(torch.ones(3)).sum().backward()
@@ -412,7 +412,7 @@ def bomb() -> bytes:
 
 
 @pytest.mark.parametrize("what", ["pickle", "bomb", "nonsense"])
-def test_an_agent_that_sends_something_else_is_named(
+def test_an_agent_that_sends_another_type_is_named(
     fleet: Fleets, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     buffer = io.BytesIO()
@@ -422,7 +422,7 @@ def test_an_agent_that_sends_something_else_is_named(
     assert "executed" not in capsys.readouterr().out
 
 
-def test_among_agents_that_trust_each_other_any_object_travels(fleet: Fleets) -> None:
+def test_between_agents_that_trust_each_other_any_object_is_sent(fleet: Fleets) -> None:
     value = {"pair": Pair(1, Foo), "tensor": torch.ones(3), "array": np.arange(3.0)}
 
     def run() -> None:
@@ -434,7 +434,7 @@ def test_among_agents_that_trust_each_other_any_object_travels(fleet: Fleets) ->
 
 
 @pytest.mark.parametrize("trusting", [(0,), (1,), (0, 1), (1, 2)])
-def test_trust_of_some_agents_is_a_mismatch_and_nothing_is_unpickled(
+def test_trust_on_some_agents_only_is_a_mismatch_and_nothing_is_unpickled(
     fleet: Fleets, trusting: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> str:
@@ -453,7 +453,7 @@ def test_trust_of_some_agents_is_a_mismatch_and_nothing_is_unpickled(
     assert executed == (len(set(trusting) - {0}) if 0 in trusting else 0)
 
 
-def test_the_root_says_what_it_refuses(fleet: Fleets) -> None:
+def test_the_root_names_the_refused_value(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(TypeError, match=r"broadcast_object sends plain.*value\['a'\] is a .*Foo.*trusted=True"):
             shoal.broadcast_object({"a": Foo()}, 0)

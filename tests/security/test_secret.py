@@ -69,8 +69,8 @@ def rank_and_answer() -> tuple[int, float]:
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize("secret", [SECRET, ""], ids=["given", "made up"])
-def test_what_travels_to_the_store_has_no_secret_that_was_given(secret: str) -> None:
-    """One that rank 0 makes up travels, which shows that this test would hear it; and is not there afterwards."""
+def test_an_explicit_secret_is_never_sent_to_the_store(secret: str) -> None:
+    """A secret chosen by rank 0 is sent, which shows that the test would detect it. It is removed afterwards."""
     with reserved_port() as port:
         pass
     server = dist.TCPStore(
@@ -118,7 +118,7 @@ CHANGES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], object]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_store_that_lies_is_not_believed(change: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_with_false_entries_is_not_trusted(change: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     altered(monkeypatch, *CHANGES[change])
     # The one about whom it lies finds out, or all do; whoever does tells the others.
@@ -127,14 +127,14 @@ def test_a_store_that_lies_is_not_believed(change: str, fleet: Fleets, monkeypat
         fleet(3).run(rank_and_answer)
 
 
-def test_honest_agents_believe_each_other(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_honest_agents_authenticate_each_other(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     assert fleet(3).run(rank_and_answer) == [(rank, 3.0) for rank in range(3)]
 
 
 @pytest.mark.parametrize("without", [[0], [1], [0, 2]])
-def test_a_secret_for_some_of_the_agents_is_a_mismatch_on_all(without: list[int]) -> None:
-    """And nobody waits for long."""
+def test_a_secret_on_some_agents_only_is_a_mismatch_on_all(without: list[int]) -> None:
+    """No agent waits for long."""
     with World(3, environment={"SHOAL_SECRET": SECRET}, init=False) as world:
         outcomes = world.run(init_with, dict.fromkeys(without, ""))
     for outcome in outcomes:

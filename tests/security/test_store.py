@@ -78,7 +78,7 @@ def places() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_store_listens_where_others_come_and_everywhere_only_where_that_cannot_be_told() -> None:
+def test_the_store_listens_on_the_reachable_address_or_on_all_if_that_is_unknown() -> None:
     with network_namespaces(1) as machines:
         machines[0].add_address(f"{OTHER}/24", INTERFACE, f"{INTERFACE}:1")
         with World(1, namespaces=machines, init=False) as world:
@@ -110,7 +110,7 @@ def listeners_here() -> list[tuple[str, int]]:
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("version", [4, 6])
-def test_rank_0_hosts_the_store_on_the_one_interface_that_leads_to_it(version: int) -> None:
+def test_rank_0_hosts_the_store_on_the_one_interface_of_its_address(version: int) -> None:
     with network_namespaces(2) as machines:
         address = machines[0].address if version == 4 else machines[0].address6
         with World(2, namespaces=machines, environment={"MASTER_ADDR": address}, init=False) as world:
@@ -137,7 +137,7 @@ def leave(sock: socket.socket, number: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_a_hundred_strangers_print_nothing_on_the_launchers_terminal_and_agents_are_served(tmp_path: Path) -> None:
+def test_a_hundred_foreign_clients_print_nothing_and_agents_are_served(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with listen("127.0.0.1", 0) as listener, log.open("wb") as terminal:
         port = listener.getsockname()[1]

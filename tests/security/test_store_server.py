@@ -97,7 +97,7 @@ def all_requests(port: int) -> list[Any]:
     return found
 
 
-def test_torchs_clients_find_what_they_find_in_torchs_store() -> None:
+def test_torchs_clients_read_the_same_values_as_from_torchs_store() -> None:
     # The server has a process of its own: some calls of torch keep the interpreter.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         text = "import socket, sys; from shoal.rendezvous.store_server import StoreServer; "
@@ -112,8 +112,8 @@ def test_torchs_clients_find_what_they_find_in_torchs_store() -> None:
         server.wait()
 
 
-def test_all_requests_of_this_torch_are_known() -> None:
-    """A newer torch may have more: look into its TCPStoreBackend.hpp before NEWEST_TORCH is raised."""
+def test_all_requests_of_this_torch_are_implemented() -> None:
+    """A newer torch may have more: check its TCPStoreBackend.hpp before NEWEST_TORCH is raised."""
     assert store_server.is_known()
 
 
@@ -172,7 +172,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("what", HELD)
-def test_a_stranger_has_a_quota_and_others_are_served(server: StoreServer, what: str) -> None:
+def test_a_foreign_client_has_a_quota_and_others_are_served(server: StoreServer, what: str) -> None:
     strangers = [connect(server) for _ in range(8)]
     for data in HELD[what]:
         for sock in strangers:
@@ -195,7 +195,7 @@ def test_a_stranger_has_a_quota_and_others_are_served(server: StoreServer, what:
     assert not server._connections and not server._waiting
 
 
-def test_a_stranger_keeps_some_connections_open_and_no_more(server: StoreServer) -> None:
+def test_a_foreign_client_may_keep_only_some_connections_open(server: StoreServer) -> None:
     strangers = [connect(server) for _ in range(2 * LOCAL_QUOTA // CONNECTION_COST)]
     settle(server)
     assert len(server._connections) == LOCAL_QUOTA // CONNECTION_COST - 1  # and what they have said
@@ -209,7 +209,7 @@ def test_a_stranger_keeps_some_connections_open_and_no_more(server: StoreServer)
 @pytest.mark.parametrize(
     "data", [b"\x50", b"\x13", b"\1" + struct.pack("=Q", 1 << 60), b"\4" + string(b"/job") + bytes(8)], ids=repr
 )
-def test_what_cannot_be_ends_that_connection(server: StoreServer, data: bytes) -> None:
+def test_an_invalid_request_closes_its_connection(server: StoreServer, data: bytes) -> None:
     bad, good = connect(server, "127.0.0.2"), connect(server, "127.0.0.2")
     bad.sendall(data)
     settle(server)
@@ -219,7 +219,7 @@ def test_what_cannot_be_ends_that_connection(server: StoreServer, data: bytes) -
     assert good.recv(100) == string(b"name")
 
 
-def test_who_does_not_begin_as_torchs_clients_do_is_closed(server: StoreServer) -> None:
+def test_a_connection_without_torchs_greeting_is_closed(server: StoreServer) -> None:
     sock = socket.create_connection(server._listener.getsockname())
     _sockets.append(sock)
     sock.sendall(set_(b"key", b"value"))
@@ -257,7 +257,7 @@ def memory_of(pid: int) -> int:
 
 
 @pytest.mark.skipif(not may_become_others(), reason="only root can be another user")
-def test_another_user_cannot_fill_the_memory_of_the_store_and_agents_meet_meanwhile(served: tuple[int, int]) -> None:
+def test_another_user_cannot_fill_the_stores_memory_and_agents_still_meet(served: tuple[int, int]) -> None:
     port, pid = served
     one, other = client(port), client(port)
     one.set("own", "z" * (8 << 20))  # what the user of the job stores is not limited
@@ -275,7 +275,7 @@ def test_another_user_cannot_fill_the_memory_of_the_store_and_agents_meet_meanwh
     assert memory_of(pid) - before < 16 << 20
 
 
-def test_the_owner_of_a_connection_is_found_while_it_is_open() -> None:
+def test_the_owner_of_an_open_connection_is_found() -> None:
     for family, where in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with socket.create_server((where, 0), family=family) as listener:
             theirs = socket.create_connection(listener.getsockname()[:2])
@@ -288,7 +288,7 @@ def test_the_owner_of_a_connection_is_found_while_it_is_open() -> None:
             mine.close()
 
 
-def test_the_process_of_the_store_needs_no_torch(served: tuple[int, int]) -> None:
+def test_the_process_of_the_store_does_not_import_torch(served: tuple[int, int]) -> None:
     port, pid = served
     assert client(port).get("shoal/claimed") == b"0 nobody"
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()

@@ -56,7 +56,7 @@ def test_the_locks_have_every_requirement_but_torch_within_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_each_file_of_a_lock_has_a_hash_and_comes_from_nowhere_in_particular(name: str) -> None:
+def test_each_file_of_a_lock_has_a_hash_and_no_fixed_index(name: str) -> None:
     entries = re.split(r"\n(?=\S)", LOCKS[name].strip())
     assert len(entries) > 50 or name == "kernels"
     for entry in entries:
@@ -65,7 +65,7 @@ def test_each_file_of_a_lock_has_a_hash_and_comes_from_nowhere_in_particular(nam
 
 
 @pytest.mark.parametrize("name", ["numpy", "networkx", "rich", "torch"])
-def test_the_bill_lists_what_is_brought(name: str) -> None:
+def test_the_sbom_lists_the_installed_packages(name: str) -> None:
     bill = tool("bill").bill()
     assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "shoal")
     [component] = [one for one in bill["components"] if one["name"] == name]
@@ -77,7 +77,7 @@ def test_the_bill_lists_what_is_brought(name: str) -> None:
     assert "pkg:pypi/pytest@" not in references  # of an extra
 
 
-def test_what_an_install_brings_has_licences_that_we_know() -> None:
+def test_installed_packages_have_known_licences() -> None:
     bill = tool("bill")
     found = {
         name: bill.licence(package) for name, package in bill.brought("shoal").items() if not name.startswith(OF_CUDA)
@@ -121,7 +121,7 @@ def database(known: dict[str, list[str]], status: int = 200) -> Iterator[str]:
             thread.join()
 
 
-def test_the_audit_names_each_hole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_lists_each_vulnerability(capsys: pytest.CaptureFixture[str]) -> None:
     audit = tool("audit")
     with database({"torch": ["CVE-1", "CVE-2"]}) as service:
         assert audit.main(service) == 1
@@ -134,9 +134,7 @@ def test_the_audit_names_each_hole(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 500])
-def test_an_audit_that_could_not_look_says_so_and_fails_nothing(
-    status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_audit_without_network_reports_it_and_fails_nothing(status: int, capsys: pytest.CaptureFixture[str]) -> None:
     with database({}, status) as service:
         where = service if status == 500 else "http://127.0.0.1:1/"
         assert tool("audit").main(where) == 0

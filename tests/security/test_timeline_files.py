@@ -18,7 +18,7 @@ import shoal
     [("SHOAL_TIMELINE", "shoal-rank{}.json", "timeline"), ("SHOAL_RECORD", "agent{}.jsonl", "record")],
 )
 @pytest.mark.parametrize("trap", ["link", "link to nothing", "hard link", "socket", "pipe", "another user's file"])
-def test_a_trace_goes_into_no_file_of_others(
+def test_a_trace_is_not_written_to_another_users_file(
     trap: str,
     variable: str,
     stem: str,

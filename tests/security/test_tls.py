@@ -120,8 +120,10 @@ def test_reversed_connections_are_inside_tls_too_and_need_the_certificate_of_the
 
 @NETWORK
 @pytest.mark.parametrize("inside", [True, False], ids=["TLS", "plain"])
-def test_nobody_on_the_way_reads_names_or_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
-    """Without TLS this test hears them."""
+def test_names_and_numbers_are_not_readable_on_the_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    """Without TLS the test reads them."""
     monkeypatch.setenv("SHOAL_TLS", "on" if inside else "off")
     heard = bytearray()
 
@@ -143,12 +145,12 @@ def test_nobody_on_the_way_reads_names_or_numbers(folder: Path, monkeypatch: pyt
 
 
 @NETWORK
-def test_what_a_relay_changes_inside_tls_is_noticed(folder: Path) -> None:
+def test_changes_by_a_relay_inside_tls_are_detected(folder: Path) -> None:
     attack("network", 0, 10)
 
 
 @NETWORK
-def test_a_connection_that_is_cut_inside_tls_is_made_again(folder: Path) -> None:
+def test_a_connection_cut_inside_tls_is_reestablished(folder: Path) -> None:
     undisturbed, seen = fleet().run(fingerprint), []
     with in_the_middle(cuts(random.Random(1), seen)):
         assert fleet(60.0).run(fingerprint) == undisturbed
@@ -208,7 +210,7 @@ REASONS: dict[Callable[[Path], None], str] = {
 
 @NETWORK
 @pytest.mark.parametrize("spoil", REASONS, ids=lambda spoil: spoil.__name__)
-def test_an_agent_whose_certificate_is_not_good_is_refused_by_name(folder: Path, spoil: Callable[[Path], None]) -> None:
+def test_an_agent_with_an_invalid_certificate_is_refused_by_name(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder)
     text = refused()
     assert re.search(REASONS[spoil], text), text
@@ -233,9 +235,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, name: str, content: b
     ("tls", "where", "match"),
     [("yes", "x", "SHOAL_TLS='yes': it must be on or off"), ("on", "", "set SHOAL_CERTIFICATES to the folder")],
 )
-def test_a_setting_that_makes_no_sense_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tls: str, where: str, match: str
-) -> None:
+def test_an_invalid_setting_is_refused(monkeypatch: pytest.MonkeyPatch, tls: str, where: str, match: str) -> None:
     monkeypatch.setenv("SHOAL_TLS", tls)
     monkeypatch.setenv("SHOAL_CERTIFICATES", where)
     with pytest.raises(ValueError, match=match):
@@ -243,7 +243,7 @@ def test_a_setting_that_makes_no_sense_is_refused(
 
 
 @NETWORK
-def test_tls_for_some_of_the_agents_is_a_mismatch_on_all(folder: Path) -> None:
+def test_tls_on_some_agents_only_is_a_mismatch_on_all(folder: Path) -> None:
     environment = {"SHOAL_TRANSPORT": "network", "SHOAL_CERTIFICATES": str(folder)}
     with World(SIZE, environment=environment, init=False) as world:
         outcomes = world.run(init_with_tls_on, [0, 2])
@@ -258,8 +258,8 @@ def init_with_tls_on(ranks: list[int]) -> None:
 
 
 @NETWORK
-def test_who_knows_the_secret_and_has_no_certificate_is_not_let_in(folder: Path) -> None:
-    """Not over TLS without one, and not in the clear."""
+def test_a_peer_with_the_secret_and_without_a_certificate_is_refused(folder: Path) -> None:
+    """Neither over TLS without a certificate nor in plain text."""
 
     def run() -> tuple[int, int]:
         router = current().engine.router
@@ -292,7 +292,7 @@ def test_who_knows_the_secret_and_has_no_certificate_is_not_let_in(folder: Path)
 
 @NETWORK
 @pytest.mark.usefixtures("folder")
-def test_who_only_asks_is_answered_inside_tls() -> None:
+def test_a_reachability_query_is_answered_inside_tls() -> None:
     def run() -> list[int]:
         engine, heard = current().engine, []
         engine.router.answer_by(lambda rank, incarnation: 7)
@@ -313,7 +313,7 @@ def test_who_only_asks_is_answered_inside_tls() -> None:
     assert fleet().run(run) == [[7], [], []]
 
 
-def test_who_listens_with_the_certificate_of_another_rank_is_not_taken_for_it(made: Path) -> None:
+def test_a_listener_with_another_ranks_certificate_is_rejected(made: Path) -> None:
     one, other = socket.socketpair()
     ours, theirs = Certificates(made, 0).connect(one, 1), Certificates(made, 2).accept(other)
     with contextlib.closing(ours), contextlib.closing(theirs):
@@ -345,10 +345,10 @@ LIES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
 
 @NETWORK
 @pytest.mark.parametrize("lie", LIES)
-def test_a_store_that_tells_one_agent_something_else_keeps_it_out(
+def test_a_store_with_false_entries_for_one_agent_excludes_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lie: str
 ) -> None:
-    """Nobody was given a secret. Rank 2 alone is told it, and about others."""
+    """Without an explicit secret. Only rank 2 reads a false secret, and false entries of the others."""
     real = ThreadStore.first
 
     def first(self: ThreadStore, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
@@ -365,7 +365,7 @@ def test_a_store_that_tells_one_agent_something_else_keeps_it_out(
     assert re.search(f"{found[lie]}|{TURNED_AWAY}", text), text
 
 
-def test_the_doctor_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_reports_tls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = doctor.Report()
     doctor.report_init(report, {})
     assert not report.problems
@@ -374,7 +374,7 @@ def test_the_doctor_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_the_command_makes_takes_back_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_creates_revokes_and_lists_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--folder", str(tmp_path / "new")]
     assert main(["certificates", "make", "-n", "2", *where]) == 0
     said = capsys.readouterr().out

@@ -15,8 +15,8 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.mark.parametrize("kind", [Kind.DONE, Kind.REFUSE], ids=lambda kind: kind.name)
-def test_memory_that_others_still_read_is_not_given_back_at_the_word_of_a_third(fleet: Fleets, kind: Kind) -> None:
-    """Rank 2 guesses every token that rank 0 has given to rank 1."""
+def test_memory_that_others_read_is_not_released_by_a_third_agents_message(fleet: Fleets, kind: Kind) -> None:
+    """Rank 2 guesses every token that rank 0 has sent to rank 1."""
 
     def run() -> list[tuple[int, int]]:
         engine = current().engine

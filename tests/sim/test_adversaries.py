@@ -98,7 +98,7 @@ def received(attack: Adversary, x: np.ndarray, w: np.ndarray, rank: int) -> tupl
 
 
 @every_rule
-def test_the_verb_is_the_rules_equation(rule: Robust) -> None:
+def test_the_primitive_is_the_rules_equation(rule: Robust) -> None:
     w, x = weights(), values()
     found = StackedMix(graph_of(w)).robust(x, rule).numpy()
     for rank in range(SIZE):
@@ -109,7 +109,7 @@ def test_the_verb_is_the_rules_equation(rule: Robust) -> None:
 
 @every_rule
 @every_attack
-def test_a_rule_sees_the_messages_of_an_attack(rule: Robust, attack: Adversary) -> None:
+def test_a_rule_gets_the_messages_of_an_attack(rule: Robust, attack: Adversary) -> None:
     w, x = weights(), values()
     found = StackedMix(graph_of(w), adversary=attack).robust(x, rule).numpy()
     for rank in attack.honest(SIZE):
@@ -118,7 +118,7 @@ def test_a_rule_sees_the_messages_of_an_attack(rule: Robust, attack: Adversary) 
 
 
 @every_attack
-def test_a_plain_average_has_the_messages_of_an_attack(attack: Adversary) -> None:
+def test_a_plain_average_gets_the_messages_of_an_attack(attack: Adversary) -> None:
     w, x = weights(), values()
     found = StackedMix(graph_of(w), adversary=attack)(x).numpy()
     for rank in attack.honest(SIZE):
@@ -197,7 +197,7 @@ def test_labels_are_flipped_on_the_adversarys_agents_only() -> None:
     assert found.tolist() == [0, 1, 0, 0, 1, 2, 0, 2]
 
 
-def test_what_a_rule_or_an_adversary_does_not_cover_is_refused() -> None:
+def test_unsupported_rules_and_adversaries_are_refused() -> None:
     fleet, x = StackedFleet(FullyConnectedGraph(SIZE)), values()
     rule = shoal.robust.TrimmedMean()
     with pytest.raises(ValueError, match="needs at least 3 neighbours in a round for TrimmedMean"):

@@ -13,7 +13,7 @@ from shoal import netmodel, sim
 
 
 @pytest.mark.parametrize("package", [sim, netmodel], ids=lambda package: package.__name__)
-def test_its_docstring_names_what_it_exports_and_nothing_else(package: ModuleType) -> None:
+def test_the_docstring_names_exactly_the_exports(package: ModuleType) -> None:
     assert package.__doc__ is not None
     named = re.findall(r":(?:class|func):`(\w+)`", package.__doc__)
     names = {name: getattr(package, name) for name in dir(package) if name[0] != "_"}
@@ -21,7 +21,7 @@ def test_its_docstring_names_what_it_exports_and_nothing_else(package: ModuleTyp
     assert sorted(named) == sorted(exported)
 
 
-def test_the_network_model_knows_nothing_of_stacked_fleets() -> None:
+def test_the_network_model_does_not_import_stacked_fleets() -> None:
     modules = list(Path(netmodel.__file__).parent.glob("*.py"))
     imported = [node for module in modules for node in ast.walk(ast.parse(module.read_text()))]
     froms = [node for node in imported if isinstance(node, ast.ImportFrom)]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.algorithms import Gradient, GradientDescent, Momentum, Run
-from shoal.algorithms.runs.batches import Augment
+from shoal.algorithms.runs.gradients import Augment
 from shoal.sim import StackedFleet, StackedModel, flipped_and_shifted
 
 PARTS = [torch.arange(0, 26), torch.arange(26, 40), torch.arange(40, 60).flip(0)]
@@ -86,11 +86,10 @@ def trained_alone(module: nn.Module, batches: list[Batch], decay: float) -> nn.M
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("augment", [None, flipped_and_shifted(1)], ids=["plain", "augmented"])
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
-def test_each_agent_trains_as_torch_trains_it(
-    decay: float, augment: Augment | None, norm: bool, vectorize: bool
-) -> None:
-    """Schedule, momentum, weight decay, augmentation, batch norm. Torch fuses lr * m into the sum and Shoal rounds
-    it first, so the two differ in the last digits.
+def test_each_agent_trains_as_in_torch(decay: float, augment: Augment | None, norm: bool, vectorize: bool) -> None:
+    """Schedule, momentum, weight decay, augmentation, batch norm.
+
+    Torch fuses lr * m into the sum and Shoal rounds it first, so the two differ in the last digits.
     """
     module = network(torch.float64, norm)
     model = StackedModel(module, SIZE)
@@ -105,7 +104,7 @@ def test_each_agent_trains_as_torch_trains_it(
         assert model.statistics["1.num_batches_tracked"].tolist() == [STEPS] * SIZE
 
 
-def test_a_gradient_of_one_agent_after_the_other_has_the_bits_of_torch() -> None:
+def test_gradients_computed_agent_by_agent_have_the_bits_of_torch() -> None:
     module = network(torch.float32, norm=True)
     model, (inputs, targets) = StackedModel(module, SIZE), data(torch.float32)
     gradient = model.gradient(F.cross_entropy, inputs, targets, PARTS, BATCH, weight_decay=1e-2)
@@ -132,7 +131,7 @@ def test_a_gradient_of_one_agent_after_the_other_has_the_bits_of_torch() -> None
         assert torch.equal(found[rank], torch.cat([one.grad.flatten() for one in alone.parameters()]))  # type: ignore[union-attr]
 
 
-def test_each_agent_passes_over_its_own_part_whatever_its_length() -> None:
+def test_each_agent_iterates_over_its_own_shard_of_any_length() -> None:
     model = StackedModel(nn.Sequential(nn.Flatten(), nn.Linear(72, 4)), SIZE)
     numbers = torch.arange(60.0).view(60, 1, 1, 1).expand(60, 2, 6, 6)
     gradient = model.gradient(F.cross_entropy, numbers, torch.zeros(60, dtype=torch.int64), PARTS, BATCH)
@@ -159,7 +158,7 @@ def test_each_agent_passes_over_its_own_part_whatever_its_length() -> None:
             assert set(taken) <= set(part.tolist())
 
 
-def test_decay_by_name_leaves_out_biases() -> None:
+def test_decay_by_name_excludes_biases() -> None:
     model, (inputs, targets) = StackedModel(network(torch.float64, norm=False), SIZE), data(torch.float64)
 
     def full(decay: float | Callable[[str], float]) -> torch.Tensor:
@@ -187,7 +186,7 @@ def test_the_mean_model_has_the_mean_statistics_and_outputs_are_those_of_eval() 
         model.outputs(run.x[:2], inputs.expand(2, *inputs.shape))
 
 
-def test_a_new_run_begins_with_the_modules_statistics() -> None:
+def test_a_new_run_starts_with_the_modules_statistics() -> None:
     model = StackedModel(network(torch.float64, norm=True), SIZE)
     first = stacked(model, torch.float64, augment=None, decay=0.0, vectorize=False)[0]
     after = {name: one.clone() for name, one in model.statistics.items()}
@@ -244,7 +243,7 @@ def test_resnet20_trains_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_parts_are_refused() -> None:
     model, (inputs, targets) = StackedModel(network(torch.float64, norm=False), SIZE), data(torch.float64)
     with pytest.raises(ValueError, match="2 parts for 3 agents"):
         model.gradient(F.cross_entropy, inputs, targets, PARTS[:2], BATCH)

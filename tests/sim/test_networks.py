@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.algorithms import GradientDescent, own, run
 from shoal.sim import StackedFleet, StackedModel, loss_of, per_agent
-from shoal.topology.families.circulant import ring
+from shoal.topology.families.static import ring
 
 SIZE, BATCH = 5, 6
 
@@ -90,7 +90,7 @@ def test_outputs_are_those_of_separate_modules(make: Callable[[], nn.Module]) ->
 
 
 @every_module
-def test_without_a_seed_all_begin_with_the_modules_own(make: Callable[[], nn.Module]) -> None:
+def test_without_a_seed_all_start_with_the_modules_parameters(make: Callable[[], nn.Module]) -> None:
     module = made(make)
     model = StackedModel(module, SIZE)
     assert model.start.shape == (SIZE, model.dimension)
@@ -99,12 +99,12 @@ def test_without_a_seed_all_begin_with_the_modules_own(make: Callable[[], nn.Mod
     assert all(torch.equal(one, same[name]) for name, one in module.named_parameters())
 
 
-def test_only_what_is_trained_is_in_a_row() -> None:
+def test_only_trained_parameters_are_in_a_row() -> None:
     # The tied weight once, the bias of the second layer, the scale, and the last layer's weight without its bias.
     assert StackedModel(Tied(), 2).dimension == 64 + 8 + 1 + 32
 
 
-def test_with_a_seed_each_begins_with_its_own() -> None:
+def test_with_a_seed_each_agent_starts_with_its_own_parameters() -> None:
     before = torch.get_rng_state()
     module = made(mlp)
     first, again, other = (StackedModel(module, SIZE, seed=seed).start for seed in (3, 3, 4))
@@ -121,7 +121,7 @@ def test_with_a_seed_each_begins_with_its_own() -> None:
     torch.set_rng_state(before)
 
 
-def test_a_layer_that_cannot_draw_anew_is_named() -> None:
+def test_a_layer_without_a_reset_method_is_named() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -132,7 +132,7 @@ def test_a_layer_that_cannot_draw_anew_is_named() -> None:
     assert StackedModel(nn.Sequential(Odd()), 2).dimension == 3
 
 
-def test_the_users_module_is_left_alone() -> None:
+def test_the_users_module_is_not_changed() -> None:
     module, (inputs, targets) = made(mlp), sample()
     before = copy.deepcopy(module.state_dict())
     model = StackedModel(module, SIZE, seed=1)
@@ -150,7 +150,7 @@ def test_running_statistics_are_refused_with_the_remedy(layer: nn.Module) -> Non
         loss_of(module, F.cross_entropy)
 
 
-def test_statistics_that_stay_as_they_are_are_constants() -> None:
+def test_statistics_that_do_not_change_are_constants() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
     module(torch.randn(30, 8, dtype=torch.float64))
     module[1].eval()
@@ -161,7 +161,7 @@ def test_statistics_that_stay_as_they_are_are_constants() -> None:
     assert (gradient[2] - expected).abs().max() < 1e-12
 
 
-def test_dropout_is_refused_while_it_draws() -> None:
+def test_active_dropout_is_refused() -> None:
     module = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 4))
     with pytest.raises(ValueError, match=r"layer '0' \(Dropout\) draws random numbers"):
         loss_of(module, F.cross_entropy)
@@ -181,7 +181,7 @@ class Counts(nn.Module):
         return self.linear(x)
 
 
-def test_a_buffer_that_changes_is_found_out() -> None:
+def test_a_buffer_that_changes_is_detected() -> None:
     inputs, targets = sample(torch.float32)
     module = Counts()
     gradient = per_agent(loss_of(module, F.cross_entropy), inputs, targets)
@@ -197,14 +197,14 @@ def test_a_layer_without_a_shape_is_refused() -> None:
         StackedModel(module, 2)
 
 
-def test_parameters_of_several_kinds_are_refused() -> None:
+def test_parameters_of_several_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"torch\.float32 on cpu and torch\.float64 on cpu"):
         StackedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), 2)
     with pytest.raises(ValueError, match="none that need a gradient"):
         StackedModel(nn.ReLU(), 2)
 
 
-def test_shapes_that_are_no_network_are_refused() -> None:
+def test_invalid_network_shapes_are_refused() -> None:
     model = StackedModel(mlp(), 2)
     with pytest.raises(ValueError, match=rf"one network has \[{model.dimension}\]"):
         model.module(model.start)

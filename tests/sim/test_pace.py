@@ -12,8 +12,8 @@ import torch
 from shoal.algorithms import Algorithm, Gradient, GradientDescent, GradientTracking, Mix
 from shoal.netmodel import Link, Network, direct_allreduce, hierarchical_allreduce, rounds_of, simulate, tree_allreduce
 from shoal.sim import StackedFleet, pace
-from shoal.topology.families.circulant import exponential, ring
 from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
+from shoal.topology.families.static import exponential, ring
 from shoal.topology.mixing import Mixing
 from shoal.topology.schedule import Schedule
 
@@ -74,7 +74,7 @@ every_topology = pytest.mark.parametrize("topology", [ring(16), OnePeerExponenti
 @pytest.mark.parametrize("compute", [0.0, 0.02, [0.05] + [0.01] * 15], ids=["none", "alike", "a straggler"])
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 @every_topology
-def test_the_clock_says_what_playing_every_step_says(topology: Schedule, network: Network, compute: Any) -> None:
+def test_the_clock_equals_a_simulation_of_every_step(topology: Schedule, network: Network, compute: Any) -> None:
     steps = 100
     played = simulate(network, rounds_of(topology, NBYTES, steps), compute).ended.max(axis=1)
     found = ends(clock(topology, network, steps, compute=compute))
@@ -102,7 +102,7 @@ class Alternating(Schedule):
 @pytest.mark.parametrize(
     "topology", [ring(16), OnePeerExponential(16), Alternating(16)], ids=lambda one: one.describe()
 )
-def test_the_clock_is_exact_where_agents_are_alike(topology: Schedule, compute: float) -> None:
+def test_the_clock_is_exact_for_equal_agents(topology: Schedule, compute: float) -> None:
     network = NETWORKS["alike"]
     played = simulate(network, rounds_of(topology, NBYTES, 50), compute).ended.max(axis=1)
     assert np.abs(ends(clock(topology, network, 50, compute=compute)) / played - 1).max() < 1e-9
@@ -140,25 +140,25 @@ def test_averages_within_a_machine_leave_the_nics_alone() -> None:
     assert found < simulate(network, [hierarchical_allreduce(4, 4, NBYTES)]).seconds
 
 
-def test_a_step_that_says_nothing_takes_its_computation_alone() -> None:
+def test_a_step_without_messages_takes_its_computation_alone() -> None:
     found = ends(clock(ring(16), NETWORKS["alike"], 6, Says(("nothing", "mix")), compute=0.5))
     both = [0.5, 0.5 + NIC.seconds(NBYTES, 2)]
     assert np.diff(found, prepend=0.0) == pytest.approx(both * 3)
 
 
-def test_a_message_of_nothing_takes_its_latency_and_overhead() -> None:
+def test_an_empty_message_takes_its_latency_and_overhead() -> None:
     found = clock(ring(16), NETWORKS["alike"], 2, Says(("silent",)))
     assert found.seconds == pytest.approx(2 * NIC.seconds(0, 2), rel=1e-6)
     assert found.sent == 0
 
 
-def test_one_message_sets_the_time_of_all() -> None:
+def test_one_message_determines_the_time_of_all() -> None:
     found = clock(ring(16), NETWORKS["alike"], 2, Says(("one",)))
     assert found.seconds == pytest.approx(2 * NIC.seconds(NBYTES, 2))
     assert found.sent == 2 * 2 * NBYTES
 
 
-def test_a_schedule_without_a_period_goes_on_as_the_rounds_that_were_played() -> None:
+def test_a_nonperiodic_schedule_is_extrapolated_from_the_simulated_rounds() -> None:
     topology, network = RandomMatchings(16, seed=3), NETWORKS["machines"]
     steps = 120
     found = ends(clock(topology, network, steps))
@@ -169,13 +169,13 @@ def test_a_schedule_without_a_period_goes_on_as_the_rounds_that_were_played() ->
     assert found[-1] == pytest.approx(played[-1], rel=0.05)
 
 
-def test_a_period_too_long_to_be_played_is_sampled() -> None:
+def test_a_period_too_long_to_be_simulated_is_sampled() -> None:
     topology, network = ShiftOne(400), Network(400, NIC)
     found = clock(topology, network, 450).seconds
     assert found == pytest.approx(450 * NIC.seconds(NBYTES))
 
 
-def test_the_clock_goes_on_when_a_run_is_resumed() -> None:
+def test_the_clock_continues_when_a_run_is_resumed() -> None:
     topology, network = OnePeerExponential(16), NETWORKS["machines"]
     whole = clock(topology, network, 20, compute=0.01)
     half = clock(topology, network, 7, compute=0.01)
@@ -184,7 +184,7 @@ def test_the_clock_goes_on_when_a_run_is_resumed() -> None:
     assert [row["seconds"] for row in rest.records] == pytest.approx([row["seconds"] for row in whole.records])
 
 
-def test_a_run_without_a_network_tells_no_seconds() -> None:
+def test_a_run_without_a_network_has_no_seconds() -> None:
     fleet = StackedFleet(ring(4))
     run = fleet.run(GradientDescent(0.1), start(4), lambda x: x, 3, measure=lambda x: {"norm": float(x.norm())})
     assert run.seconds is None
@@ -206,12 +206,12 @@ def test_a_network_of_other_agents_is_refused() -> None:
 
 
 @pytest.mark.parametrize("compute", [-1.0, float("nan"), [1.0, 2.0], [[1.0] * 4]])
-def test_times_that_make_no_sense_are_refused(compute: Any) -> None:
+def test_invalid_times_are_refused(compute: Any) -> None:
     with pytest.raises(ValueError, match="pass seconds"):
         clock(ring(4), Network(4, NIC), 1, compute=compute)
 
 
-def test_a_long_run_is_not_played_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_not_simulated_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     played = []
 
     def counted(network: Network, steps: Any, compute: Any) -> Any:

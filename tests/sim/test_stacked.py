@@ -16,8 +16,8 @@ from shoal.algorithms import GradientDescent, GradientTracking
 from shoal.algorithms.schedule_weights import ScheduleWeights
 from shoal.sim import StackedFleet, StackedMix, per_agent, products
 from shoal.topology.families import equitopo, graphs
-from shoal.topology.families.circulant import Circulant, exponential, ring, symmetric_exponential
 from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube, RandomMatchings, ShiftOne
+from shoal.topology.families.static import Circulant, exponential, ring, symmetric_exponential
 from shoal.topology.schedule import Schedule, Static, as_schedule
 from shoal.topology.weights import with_metropolis_hastings_weights
 from support.least_squares import DIMENSION, SIZE, loss, problem
@@ -85,7 +85,7 @@ def test_a_round_multiplies_by_its_matrix(topology: nx.Graph | Schedule, form: s
 
 
 @pytest.mark.parametrize("topology", [*SHIFTS[2:], *PAIRS, *IRREGULAR], ids=name_of)
-def test_blocks_make_no_difference(topology: nx.Graph | Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_the_result(topology: nx.Graph | Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(as_schedule(topology).size, 3)
     whole = StackedMix(topology)(x)
     for rows in (1, 2, 3, 5):
@@ -94,9 +94,7 @@ def test_blocks_make_no_difference(topology: nx.Graph | Schedule, monkeypatch: p
 
 
 @pytest.mark.parametrize("topology", [*SHIFTS, *PAIRS], ids=name_of)
-def test_shifts_and_pairs_take_no_sparse_product(
-    topology: nx.Graph | Schedule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shifts_and_pairs_use_no_sparse_product(topology: nx.Graph | Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(products, "_sparse")
     mix = StackedMix(topology)
     mix(torch.ones(mix.size, 2))
@@ -117,7 +115,7 @@ def test_a_graph_is_recognised_as_shifts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("schedule", SHIFTS, ids=name_of)
-def test_shares_say_the_same_as_the_edges(schedule: Schedule) -> None:
+def test_shares_agree_with_the_edges(schedule: Schedule) -> None:
     for round_ in range(2 * (schedule.period or 1)):
         shares = schedule.hop_shares(round_)
         assert shares is not None
@@ -128,7 +126,7 @@ def test_shares_say_the_same_as_the_edges(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("make", [ring, OnePeerExponential])
-def test_agents_that_do_alike_need_no_edges(make: type[Schedule], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_agents_need_no_edges(make: type[Schedule], monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = make(64)  # type: ignore[call-arg]
     monkeypatch.setattr(schedule, "edges", None)
     fleet = StackedFleet(schedule)
@@ -139,7 +137,7 @@ def test_agents_that_do_alike_need_no_edges(make: type[Schedule], monkeypatch: p
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex128])
 @pytest.mark.parametrize("topology", [ring(6), OnePeerHypercube(8), IRREGULAR[2]], ids=name_of)
-def test_other_types_mix_too(topology: nx.Graph | Schedule, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_mixed_too(topology: nx.Graph | Schedule, dtype: torch.dtype) -> None:
     mix = StackedMix(topology)
     x = torch.randn(mix.size, 4, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -150,20 +148,20 @@ def test_other_types_mix_too(topology: nx.Graph | Schedule, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("topology", [ring(6), OnePeerHypercube(8)], ids=name_of)
-def test_nothing_but_the_device_of_x_is_asked_for(topology: Schedule) -> None:
+def test_only_the_device_of_x_is_used(topology: Schedule) -> None:
     mix = StackedMix(topology)
     x = torch.empty(mix.size, 4, device="meta")
     found = mix(x), mix.pull(x), mix.push(x), mix.average(x), mix.gather(mix.edges(mix.spread(x))), mix.sign(x)
     assert {one.device.type for one in (*found, mix.uniform(x), mix.ones(x))} == {"meta"}
 
 
-def test_rows_of_matrices_mix_as_rows_of_vectors_do() -> None:
+def test_rows_of_matrices_mix_like_rows_of_vectors() -> None:
     x = torch.randn(15, 2, 3, dtype=torch.float64)
     for topology in (ring(15), RandomMatchings(15), IRREGULAR[2]):
         assert torch.equal(StackedMix(topology)(x).flatten(1), StackedMix(topology)(x.flatten(1)))
 
 
-def test_what_is_mixed_need_not_be_contiguous() -> None:
+def test_the_input_need_not_be_contiguous() -> None:
     x = torch.randn(3, 15, dtype=torch.float64).mT
     for topology in (ring(15), RandomMatchings(15), IRREGULAR[2]):
         assert torch.equal(StackedMix(topology)(x), StackedMix(topology)(x.contiguous()))
@@ -182,7 +180,7 @@ def test_a_start_without_a_row_for_each_agent_is_refused() -> None:
         StackedFleet(ring(16)).run(GradientDescent(0.1), torch.zeros(3, 4), lambda x: x, 0)
 
 
-def test_a_start_of_one_row_is_everybodys() -> None:
+def test_a_start_of_one_row_is_used_for_all_agents() -> None:
     fleet, start = StackedFleet(ring(SIZE)), torch.arange(DIMENSION, dtype=torch.float64)
     gradient = per_agent(loss, *problem())
     one = fleet.run(GradientDescent(0.1), start, gradient, 7).x
@@ -190,7 +188,7 @@ def test_a_start_of_one_row_is_everybodys() -> None:
     assert torch.equal(one, many)
 
 
-def test_a_run_of_no_steps_gives_the_start_back_as_a_copy() -> None:
+def test_a_run_of_zero_steps_returns_a_copy_of_the_start() -> None:
     start = torch.zeros(4, 2)
     found = StackedFleet(ring(4)).run(GradientDescent(0.1), start, lambda x: x, 0)
     found.x.add_(1)
@@ -198,7 +196,7 @@ def test_a_run_of_no_steps_gives_the_start_back_as_a_copy() -> None:
 
 
 @pytest.mark.parametrize("machines", [0, 3, 5])
-def test_machines_that_the_agents_do_not_fill_are_refused(machines: int) -> None:
+def test_machines_that_are_not_full_are_refused(machines: int) -> None:
     with pytest.raises(ValueError, match=f"16 agents do not fill machines of {machines}"):
         StackedFleet(ring(16), agents_per_machine=machines)
 
@@ -213,7 +211,7 @@ def test_averages_of_all_and_of_machines() -> None:
         mix.average(x, "machines")
 
 
-def test_a_message_on_a_link_comes_to_its_other_end() -> None:
+def test_a_message_on_a_link_arrives_at_its_other_end() -> None:
     graph = with_metropolis_hastings_weights(nx.gnp_random_graph(9, 0.5, seed=1))
     mix, edges = StackedMix(graph), Static(graph).edges(0)
     pairs = [(i, j) for i, j in zip(edges.destination.tolist(), edges.source.tolist(), strict=True) if i != j]
@@ -225,13 +223,13 @@ def test_a_message_on_a_link_comes_to_its_other_end() -> None:
     assert mix.gather(said).flatten().tolist() == sums
 
 
-def test_one_way_edges_carry_no_message_of_their_own() -> None:
+def test_directed_edges_have_no_message_of_their_own() -> None:
     with pytest.raises(ValueError, match="links both ways"):
         StackedMix(ring(5, connect_style=1)).spread(torch.zeros(5, 1))
 
 
 @pytest.mark.parametrize("topology", [ring(6), OnePeerExponential(6), IRREGULAR[1], RandomMatchings(9)], ids=name_of)
-def test_the_books_count_every_message(topology: nx.Graph | Schedule) -> None:
+def test_every_message_is_counted(topology: nx.Graph | Schedule) -> None:
     schedule, mix = as_schedule(topology), StackedMix(topology)
     edges = schedule.edges(0)
     links = [(i, j) for i, j in zip(edges.destination.tolist(), edges.source.tolist(), strict=True) if i != j]
@@ -245,7 +243,7 @@ def test_the_books_count_every_message(topology: nx.Graph | Schedule) -> None:
     assert mix.exchanges == 3
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_reused() -> None:
     mix = StackedMix(ring(1000))
     x = torch.zeros(1000, 1000)
     places = []
@@ -255,7 +253,7 @@ def test_memory_is_used_again() -> None:
     assert len(set(places)) == 2
 
 
-def test_a_result_stays_as_it_is_while_somebody_has_it() -> None:
+def test_a_result_does_not_change_while_it_is_referenced() -> None:
     mix, x = StackedMix(ring(1000)), torch.randn(1000, 1000)
     first = mix(x)
     kept = first.clone()
@@ -264,7 +262,7 @@ def test_a_result_stays_as_it_is_while_somebody_has_it() -> None:
     assert torch.equal(first, kept)
 
 
-def test_rounds_are_gone_with_those_who_asked() -> None:
+def test_cached_rounds_are_freed_with_their_users() -> None:
     gc.disable()
     try:
         rounds = ScheduleWeights(RandomMatchings(8))
@@ -277,7 +275,7 @@ def test_rounds_are_gone_with_those_who_asked() -> None:
 
 
 @pytest.mark.parametrize("batch", [None, 3])
-def test_a_seed_repeats_everything(batch: int | None) -> None:
+def test_a_seed_reproduces_everything(batch: int | None) -> None:
     start = torch.zeros(DIMENSION, dtype=torch.float64)
 
     def run(seed: int) -> torch.Tensor:
@@ -288,7 +286,7 @@ def test_a_seed_repeats_everything(batch: int | None) -> None:
     assert torch.equal(run(4), run(5)) == (batch is None)
 
 
-def test_a_resumed_run_draws_what_the_whole_one_draws() -> None:
+def test_a_resumed_run_has_the_draws_of_an_uninterrupted_one() -> None:
     fleet = StackedFleet(RandomMatchings(SIZE, seed=1), seed=9)
     gradient, start = per_agent(loss, *problem(), batch=2), torch.zeros(DIMENSION, dtype=torch.float64)
 

@@ -11,7 +11,7 @@ import torch
 
 from shoal.algorithms import EXTRA, GradientDescent, GradientTracking
 from shoal.sim import Conditions, StackedFleet
-from shoal.sim.state_topology import edges_of
+from shoal.sim.stacked import edges_of
 from shoal.topology import metropolis_hastings_weights, mixing_matrix, with_metropolis_hastings_weights
 
 N = 12
@@ -25,7 +25,7 @@ def near(x: torch.Tensor) -> torch.Tensor:
     return torch.cdist(x, x) < 1.5
 
 
-def test_links_between_near_agents_follow_them() -> None:
+def test_links_between_near_agents_follow_their_positions() -> None:
     seen = []
 
     def links(round_: int, x: torch.Tensor, state: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_links_between_near_agents_follow_them() -> None:
     assert any((one != graphs[0]).any() for one in graphs[1:])
 
 
-def test_the_function_has_the_state_of_the_algorithm() -> None:
+def test_the_function_gets_the_state_of_the_algorithm() -> None:
     states = []
 
     def links(round_: int, x: torch.Tensor, state: Any) -> list[tuple[int, int]]:
@@ -90,7 +90,7 @@ def test_weights_of_one_agent_from_local_degrees() -> None:
         assert shares == {peer: W[rank, peer] for peer in graph[rank]}
 
 
-def test_conditions_apply_to_links_that_change() -> None:
+def test_conditions_apply_to_changing_links() -> None:
     fleet, lossy = StackedFleet(N), Conditions(loss=0.4, protocol="handshake")
 
     def links(round_: int, x: torch.Tensor, state: Any) -> torch.Tensor:

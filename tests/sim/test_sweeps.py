@@ -37,7 +37,7 @@ def test_the_summary_is_that_of_the_single_runs() -> None:
     assert half > 0
 
 
-def test_a_pair_that_is_refused_leaves_the_others() -> None:
+def test_a_refused_pair_does_not_affect_the_others() -> None:
     found = swept()
     assert list(found.refused) == [("EXTRA", "one-peer")]
     assert "static" in found.refused["EXTRA", "one-peer"]
@@ -50,7 +50,7 @@ def test_a_pair_that_is_refused_leaves_the_others() -> None:
         sweep(PROBLEM, [EXTRA(0.05)], [OnePeerExponential(4)], 1)
 
 
-def test_each_seed_may_have_a_problem_of_its_own() -> None:
+def test_each_seed_may_have_its_own_problem() -> None:
     def problem_of(seed: int) -> Any:
         return torch.full((4, 2), float(seed)), lambda x: 0 * x
 
@@ -75,7 +75,7 @@ def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> Non
     assert student_t(0.975, freedom) == pytest.approx(quantile, rel=1e-5)
 
 
-def test_quantiles_fall_to_the_normal_distributions() -> None:
+def test_quantiles_approach_the_normal_distributions() -> None:
     quantiles = [student_t(0.975, freedom) for freedom in (1, 2, 3, 10, 100, 10_000)]
     assert quantiles == sorted(quantiles, reverse=True)
     assert quantiles[-1] == pytest.approx(NormalDist().inv_cdf(0.975), abs=1e-3)
@@ -87,6 +87,6 @@ def test_one_value_has_no_interval() -> None:
 
 
 @pytest.mark.parametrize("options", [{"seeds": ()}, {"every": 0}, {"confidence": 1.0}])
-def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pass"):
         sweep(PROBLEM, [GradientDescent(0.1)], [RingGraph(4)], 1, **options)

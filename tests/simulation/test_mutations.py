@@ -13,6 +13,6 @@ PACKAGE = Path(shoal.__file__).parent
 
 
 @pytest.mark.parametrize("place", range(len(MUTATIONS)))
-def test_its_text_is_in_its_module(place: int) -> None:
+def test_the_text_of_a_mutation_is_in_its_module(place: int) -> None:
     _, name, old, new = MUTATIONS[place]
     assert old != new and old in (PACKAGE / name).read_text(), f"{place}: {name} has no {old!r}"

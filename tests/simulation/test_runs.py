@@ -49,6 +49,60 @@ FOUND = {
         Weather(),
         (Fault("missing call", 0, 2),),
     ),
+    "a tensor that was refused while it arrived was changed by its sender, which then counted as lost": Scenario(
+        13783,
+        Program(
+            2,
+            "exponential",
+            [
+                Call(0, "pull", 7, True, ({1: 0.75}, {0: -0.5})),
+                Call(1, "group", 2, False, ({}, {}), members=(0, 1)),
+                Call(2, "static", 1, False, ({}, {})),
+                Call(3, "push-pull", 5000, False, ({1: -0.5}, {0: 0.5})),
+                Call(4, "broadcast", 2, False, ({}, {}), root=1),
+                Call(5, "static", 7, True, ({}, {})),
+                Call(6, "optimizer", 5000, True, ({}, {}), style=Style(adapts_first=True, one_peer=True)),
+            ],
+            45861477,
+        ),
+        Weather(0.0001, 0.0, 1 << 12),
+        (Fault("shape", 3, 1),),
+    ),
+    "an average that had begun before an agent was lost was sent to the agent admitted in its place": Scenario(
+        3920,
+        Training(
+            4,
+            "full",
+            [
+                Call(0, "static", 2, False, ({}, {}, {}, {}), spans=True),
+                Call(1, "optimizer", 1100, True, ({}, {}, {}, {}), style=Style(adapts_first=False, one_peer=True)),
+            ],
+            1038267955,
+        ),
+        Weather(0.02, 0.9, 1 << 14),
+        (
+            Fault("returns", 480, 1),
+            Fault("returns", 1012, 3, seconds=0.0009561496115973819),
+            Fault("cut", 225, 2, 0),
+            Fault("cut", 212, 3, 0),
+            Fault("cut", 183, 2, 1),
+            Fault("cut", 229, 3, 0),
+        ),
+        "continue",
+    ),
+    "an agent that was started again while the members admitted its predecessor was never admitted": Scenario(
+        3937,
+        Training(4, "ring", [Call(0, "allgather", 2, False, ({}, {}, {}, {}))], 537095109),
+        Weather(0.02, 0.3, 1 << 18),
+        (
+            Fault("joins", 0, 3, seconds=0.12268935793183489),
+            Fault("returns", 939, 0, seconds=0.033145174230233214),
+            Fault("returns", 763, 0, seconds=0.009397414365752555),
+            Fault("cut", 121, 2, 1),
+            Fault("cut", 126, 2, 1),
+        ),
+        "continue",
+    ),
 }
 """Runs that have found defects, and which."""
 
@@ -112,7 +166,7 @@ def drawn(of: type[Program], with_kind: str, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["returns", "joins", "optimizer"])
-def test_agents_enter_while_others_train(kind: str) -> None:
+def test_agents_rejoin_while_others_train(kind: str) -> None:
     for seed in drawn(Training, kind, 3):
         check(seed)
 
@@ -123,8 +177,8 @@ def test_optimizers(style: Style) -> None:
     assert not run(Scenario(1, Program(3, "ring", calls, 1), Weather(), ())).problems
 
 
-def test_an_agent_that_comes_back_has_the_results_of_the_others() -> None:
-    """Its crash and its return are seen in the results of the calls."""
+def test_a_rejoined_agent_has_the_results_of_the_others() -> None:
+    """Its crash and its rejoin are visible in the results of the calls."""
     training = Training(3, "ring", [Call(0, "average", 2, True, NOBODY), Call(1, "static", 2, True, NOBODY)], 1)
     report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
     assert not report.problems
@@ -134,7 +188,7 @@ def test_an_agent_that_comes_back_has_the_results_of_the_others() -> None:
     assert report.history.plans == dict.fromkeys(range(3), Plan((), 1))
 
 
-def test_a_wrong_average_after_a_return_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_average_after_a_rejoin_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     mix = neighbor.mix_steps
 
     def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
@@ -159,19 +213,19 @@ def test_agents_that_crash_leave_nothing_in_the_process() -> None:
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_what_was_found_stays_away(what: str) -> None:
+def test_fixed_failures_do_not_return(what: str) -> None:
     assert not run(FOUND[what]).problems
 
 
 @pytest.mark.parametrize("seed", [2, 20, 35])
-def test_a_seed_gives_the_same_run_again(seed: int) -> None:
+def test_a_seed_reproduces_the_run(seed: int) -> None:
     first, second = (run(Scenario.draw(seed)) for _ in range(2))
     assert first.digest == second.digest
     assert first.steps > 100
 
 
 def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call takes a weight for its square, an average is wrong."""
+    """If a call uses the square of a weight, an average is wrong."""
     mix = neighbor.mix_steps
 
     def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]

@@ -39,7 +39,9 @@ IMPORTED = (
     "torch.profiler",
     "torch.utils.data",
     "shoal._public",  # the first name of Shoal
-    "shoal.observability.observers",  # init
+    "shoal.observability.membership_recorder",  # init
+    "shoal.observability.status_publisher",
+    "shoal.observability.timeline",
     "shoal.netmodel",
     "shoal.sim",
     "support.world",

@@ -9,7 +9,7 @@ import networkx as nx
 
 from shoal.algorithms import Entry
 from shoal.topology import ChainGraph, Circulant, Schedule
-from shoal.topology.families.circulant import ring, symmetric_exponential
+from shoal.topology.families.static import ring, symmetric_exponential
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ class Case(NamedTuple):
         expected: The instructions of floating point that it must have, and no others, with how they round.
     """
 
-    module: str
     program: str
     types: dict[str, str]
     constants: dict[str, Any]
@@ -43,12 +42,10 @@ for kind, wide in (("fp32", "fp32"), ("fp64", "fp64"), ("fp16", "fp32"), ("bf16"
     f = wide.replace("fp", "f")
     fma, mul, add, div = (f"{name}.rn.{f}" for name in ("fma", "mul", "add", "div"))
     CASES |= {
-        f"sum {kind}": Case("sums", "weighted_sum", _of(kind, SUMMED), {**SUM, "ACC": wide}, (fma, mul)),
-        f"mean {kind}": Case("sums", "weighted_sum", _of(kind, SUMMED), {**MEAN, "ACC": wide}, (add, div)),
-        f"average {kind}": Case("reductions", "reduction", _of(kind, REDUCED), {**REDUCTION, "ACC": wide}, (add, div)),
-        f"least {kind}": Case(
-            "reductions", "reduction", _of(kind, REDUCED), {**REDUCTION, "HOW": "min", "ACC": wide}, ()
-        ),
+        f"sum {kind}": Case("weighted_sum", _of(kind, SUMMED), {**SUM, "ACC": wide}, (fma, mul)),
+        f"mean {kind}": Case("weighted_sum", _of(kind, SUMMED), {**MEAN, "ACC": wide}, (add, div)),
+        f"average {kind}": Case("reduction", _of(kind, REDUCED), {**REDUCTION, "ACC": wide}, (add, div)),
+        f"least {kind}": Case("reduction", _of(kind, REDUCED), {**REDUCTION, "HOW": "min", "ACC": wide}, ()),
     }
 
 
@@ -70,14 +67,14 @@ def launched(program: Any) -> list[str]:
 
 def instructions(case: Case) -> dict[str, Any]:
     """Of one case: its instructions, whether the assembler took them, and what computes places in 32 bits."""
-    import importlib
-
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    program = getattr(importlib.import_module(f"shoal.kernels.programs.{case.module}"), case.program)
+    from shoal.kernels import programs
+
+    program = getattr(programs, case.program)
     language = {"fp32": tl.float32, "fp64": tl.float64}
     constants = {name: language.get(value, value) for name, value in case.constants.items()}
     signature = {}

@@ -6,7 +6,7 @@ import torch
 
 import shoal
 from shoal.algorithms import CATALOG, own, run
-from shoal.topology.families.circulant import Circulant
+from shoal.topology.families.static import Circulant
 from support.algorithm_cases import case_of
 from support.least_squares import DIMENSION, loss, problem
 

@@ -22,8 +22,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from shoal.device import opening
-from shoal.device.device import Unshareable
+from shoal.device import Unshareable, cuda
 from shoal.transport.shared_regions import PeerMemory, Segment
 
 CUDA = torch.device("cuda", 0)
@@ -269,8 +268,8 @@ def in_use() -> Iterator[SlowDevice]:
         return Slow(whole[0][:size])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "open_device", opened)
-        patch.setattr(opening, "map_memory", mapped)
+        patch.setattr(cuda, "open_device", opened)
+        patch.setattr(cuda, "map_memory", mapped)
         patch.setenv("SHOAL_DEVICE_MEMORY", "1")
         try:
             yield device

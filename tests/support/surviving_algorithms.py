@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from shoal.algorithms import CATALOG, Algorithm, Mix, own, run
-from shoal.algorithms.runs.loop import Run
+from shoal.algorithms.runs.run import Run
 from shoal.sim import StackedFleet, per_agent
 from shoal.sim.stacked import StackedMix
 from shoal.topology import as_schedule

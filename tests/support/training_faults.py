@@ -109,7 +109,8 @@ def draw(seed: int) -> Fault:
         chance.choice(["ring", "exponential"]),
         victim,
         chance.uniform(0.0, 0.5),
-        2.0 if kind in ("deadline", "unequal") else 5.0,
+        # Long where a loss has to be noticed without it: on a busy machine an agent may begin seconds after the others.
+        {"deadline": 2.0, "unequal": 2.0, "stop": 5.0}.get(kind, 15.0),
         chance.choice(others) if kind == "busy" else -1,
         chance.choice(["leave", "linger"]),
     )

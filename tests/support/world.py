@@ -481,7 +481,15 @@ def _abstract_names() -> set[str]:
 
 
 def _shared_memory_files() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir() if "shoal" in entry.name or "torch" in entry.name}
+    """Files of Shoal, and files of torch (``torch_PID_...``) whose process has ended.
+
+    A file of a process that runs belongs to a data loader of another test: agents have ended when this is called.
+    """
+    names = [entry.name for entry in Path("/dev/shm").iterdir()]
+    torchs = {name: name.split("_")[1] for name in names if name.startswith("torch_")}
+    return {name for name in names if "shoal" in name} | {
+        name for name, pid in torchs.items() if not Path("/proc", pid).exists()
+    }
 
 
 def _begin() -> str:

@@ -52,19 +52,21 @@ def check_that_they_are_a_fleet_of_their_own(name: str, stories: dict[int, Story
 
 
 @pytest.mark.parametrize(("name", "transport"), in_turn(SMOOTH), indirect=["transport"])
-def test_those_that_are_left_are_a_fleet_of_their_own_from_one_step_on(name: str, fleet: Fleets) -> None:
+def test_survivors_form_a_fleet_of_their_own_from_one_step_on(name: str, fleet: Fleets) -> None:
     found = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40})
     check_that_they_are_a_fleet_of_their_own(name, {rank: found[rank] for rank in LEFT})
 
 
 @pytest.mark.parametrize("name", ["EXTRA", "gradient tracking (ATC)"])
-def test_so_they_are_where_one_leaves_between_two_runs(name: str, fleet: Fleets) -> None:
+def test_survivors_form_a_fleet_if_one_agent_leaves_between_two_runs(name: str, fleet: Fleets) -> None:
     found = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40}, pause=40)
     check_that_they_are_a_fleet_of_their_own(name, {rank: found[rank] for rank in LEFT})
 
 
 @pytest.mark.parametrize(("name", "point", "environment"), killed())
-def test_so_they_are_wherever_one_is_killed(name: str, point: Point, environment: dict[str, str]) -> None:
+def test_survivors_form_a_fleet_wherever_one_agent_is_killed(
+    name: str, point: Point, environment: dict[str, str]
+) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(run_through, name, STEPS, {}, {GONE: point})
         failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
@@ -73,7 +75,7 @@ def test_so_they_are_wherever_one_is_killed(name: str, point: Point, environment
 
 
 @pytest.mark.parametrize(("name", "transport"), in_turn(COMPRESSED), indirect=["transport"])
-def test_compressed_ones_end_as_near_to_the_optimum_of_those_that_are_left(name: str, fleet: Fleets) -> None:
+def test_compressed_algorithms_converge_close_to_the_survivors_optimum(name: str, fleet: Fleets) -> None:
     found = fleet(SIZE).run(run_through, name, 150, {GONE: 40})
     stories = {rank: found[rank] for rank in LEFT}
     assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
@@ -89,14 +91,14 @@ def test_compressed_ones_end_as_near_to_the_optimum_of_those_that_are_left(name:
     in_turn(["gradient tracking (semi-ATC, DSGT)", "EXTRA", "push-pull, semi-ATC"]),
     indirect=["transport"],
 )
-def test_exact_ones_reach_the_optimum_of_those_that_are_left(name: str, fleet: Fleets) -> None:
+def test_exact_algorithms_reach_the_survivors_optimum(name: str, fleet: Fleets) -> None:
     found = fleet(SIZE).run(run_through, name, 1500, {GONE: 40})
     ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
     assert (ended - optimum_of(SIZE, LEFT)).abs().max() < 1e-8
 
 
 @pytest.mark.parametrize("leaves", [3, 40])
-def test_push_sum_agrees_on_a_mean_of_what_was_there(fleet: Fleets, leaves: int) -> None:
+def test_push_sum_agrees_on_a_mean_of_the_initial_values(fleet: Fleets, leaves: int) -> None:
     found = fleet(SIZE).run(run_through, "push-sum", STEPS, {GONE: leaves})
     ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
     assert (ended - ended[0, 0]).abs().max() < 1e-10  # agents begin with their ranks, in every place

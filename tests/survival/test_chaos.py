@@ -15,14 +15,14 @@ LOCKING = [seed for seed in range(100) if Draw.of(seed).kind.startswith(LOCKED)]
 
 
 @seeds(2, 5, 200)
-def test_those_that_are_left_end_where_they_must(seed: int) -> None:
+def test_survivors_reach_the_expected_point(seed: int) -> None:
     run(seed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", LOCKING)
-def test_the_same_where_the_lock_is_held_for_20_seconds(seed: int) -> None:
+def test_survivors_reach_the_expected_point_if_the_lock_is_held_for_20_seconds(seed: int) -> None:
     run(seed, locked=20.0)
 
 

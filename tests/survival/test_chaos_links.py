@@ -14,7 +14,7 @@ pytestmark = pytest.mark.transport("namespaces")
 
 
 @seeds(1, 3, 100)
-def test_training_ends_where_it_must_whatever_a_cable_does(seed: int) -> None:
+def test_training_reaches_the_expected_point_with_any_link_faults(seed: int) -> None:
     run(seed)
 
 

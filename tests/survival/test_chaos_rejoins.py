@@ -14,14 +14,14 @@ from support.fault_points import seeds
 
 
 @seeds(2, 5, 200)
-def test_whoever_fails_comes_back_and_all_end_where_they_would_have(seed: int) -> None:
+def test_failed_agents_rejoin_and_all_reach_the_same_point_as_without_failures(seed: int) -> None:
     run(seed)
 
 
 @pytest.mark.transport(PROCESS_GROUP)
 @seeds(1, 3, 60)
-def test_also_where_process_groups_carry_what_they_exchange(seed: int) -> None:
-    """Who comes back takes part in the next round of all, as the others do, and has none of what they remember."""
+def test_failed_agents_rejoin_over_process_groups(seed: int) -> None:
+    """A rejoining agent takes part in the next round of coordination, without the others' request cache."""
     run(seed, PROCESS_GROUP)
 
 

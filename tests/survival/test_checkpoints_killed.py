@@ -56,7 +56,7 @@ def load_own(folder: Path) -> float:
     ],
     ids=str,
 )
-def test_every_checkpoint_is_whole(environment: dict[str, str], victim: int, point: Point, tmp_path: Path) -> None:
+def test_every_checkpoint_is_complete(environment: dict[str, str], victim: int, point: Point, tmp_path: Path) -> None:
     left = [rank for rank in range(SIZE) if rank != victim]
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(save_through, tmp_path, victim, point)
@@ -91,7 +91,7 @@ def save_on_a_full_disk(folders: list[str]) -> tuple[str, list[float]]:
     return said, means
 
 
-def test_a_full_disk_of_one_ends_the_save_of_all_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_agent_ends_the_save_of_all_and_nothing_else(tmp_path: Path) -> None:
     require_namespaces()  # a disk is mounted, which needs the same rights
     full = tmp_path / "full"
     full.mkdir()

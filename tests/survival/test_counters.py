@@ -59,7 +59,7 @@ def run(folder: Path, kind: str, restarts: int) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT)
 
 
-def test_a_restarted_agent_has_the_numbers_of_the_others_and_calls_what_they_call(tmp_path: Path) -> None:
+def test_a_restarted_agent_has_the_others_counters_and_makes_their_calls(tmp_path: Path) -> None:
     done = run(tmp_path, "state", 1)
     assert done.returncode == 0, done.stderr
     first, second = [line for line in done.stdout.splitlines() if line.startswith("ended")]
@@ -112,7 +112,7 @@ sys.stdout.write(f"ended {set(state['steps'])} {counted} {schedule.get_last_lr()
 
 
 @pytest.mark.slow
-def test_epochs_keep_their_length_and_the_schedule_its_step_after_a_loss_and_a_rejoin(tmp_path: Path) -> None:
+def test_epochs_keep_their_length_and_schedules_their_step_after_a_failure_and_a_rejoin(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(EPOCHS)
     options = ["-n", "2", "--no-prefix", "--on-failure", "restart"]
     command = [*RUN, *options, str(tmp_path / "script.py"), str(tmp_path / "died")]

@@ -58,15 +58,15 @@ def ends(pending: list[Pending]) -> list[Any]:
 
 @pytest.mark.transport(PROCESS_GROUP)
 @pytest.mark.parametrize("way", ["ATC", pytest.param("exact diffusion", marks=[pytest.mark.soak])])
-def test_they_join_where_process_groups_carry_what_is_exchanged(way: str) -> None:
-    test_two_join_one_after_another_and_all_end_at_the_optimum_of_all(way, {"SHOAL_TRANSPORT": PROCESS_GROUP})
+def test_agents_join_over_process_groups(way: str) -> None:
+    test_two_join_one_after_another_and_all_reach_the_joint_optimum(way, {"SHOAL_TRANSPORT": PROCESS_GROUP})
 
 
 @over_both
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.soak] if way in ("gradients", "tracking") else []) for way in WAYS]
 )
-def test_two_join_one_after_another_and_all_end_at_the_optimum_of_all(way: str, environment: dict[str, str]) -> None:
+def test_two_join_one_after_another_and_all_reach_the_joint_optimum(way: str, environment: dict[str, str]) -> None:
     draw = random.Random(way)
     with beginners(environment) as world:
         pending = [world.run_on(rank, train, WAYS[way], None, SIZE - BEGIN) for rank in range(BEGIN)]
@@ -82,8 +82,8 @@ def test_two_join_one_after_another_and_all_end_at_the_optimum_of_all(way: str, 
 
 
 @pytest.mark.transport(PROCESS_GROUP)
-def test_who_joins_has_no_part_in_what_only_some_had_begun_to_order() -> None:
-    """One has begun a round for what it asks for, and the other comes to ask for it while both let in a third."""
+def test_a_joining_agent_takes_no_part_in_a_coordination_round_that_some_have_started() -> None:
+    """One agent has started a round for its request. The other requests the same while both admit a third agent."""
     with beginners({"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
         pending = [world.run_on(rank, ask_across_an_entry) for rank in range(BEGIN)]
         pending.append(world.run_on(world.join(), ask_across_an_entry))
@@ -117,7 +117,7 @@ def ask_across_an_entry() -> list[float]:
 
 
 @over_both
-def test_both_join_at_once(environment: dict[str, str]) -> None:
+def test_two_agents_join_at_once(environment: dict[str, str]) -> None:
     with beginners(environment) as world:
         ranks = [*range(BEGIN), *(world.join() for _ in range(SIZE - BEGIN))]
         pending = [world.run_on(rank, train, WAYS["tracking"], None, SIZE - BEGIN) for rank in ranks]
@@ -129,10 +129,8 @@ def test_both_join_at_once(environment: dict[str, str]) -> None:
 
 @over_both
 @pytest.mark.parametrize("point", [Point("received", 3), Point("sent", 2), Point("received", 12)])
-def test_who_is_killed_while_it_joins_leaves_the_others_where_they_end(
-    point: Point, environment: dict[str, str]
-) -> None:
-    """And the next who comes on another rank enters as if nothing had been."""
+def test_an_agent_killed_while_joining_does_not_affect_the_others(point: Point, environment: dict[str, str]) -> None:
+    """The next agent that joins on another rank is admitted normally."""
     with beginners(environment) as world:
         pending = [world.run_on(rank, until_three_are_there) for rank in range(BEGIN)]
         dies = world.run_on(world.join(), die_entering, point)
@@ -169,7 +167,7 @@ def die_entering(point: Point) -> None:
 
 
 @over_both
-def test_a_run_that_nobody_joins_is_that_of_those_who_began(environment: dict[str, str]) -> None:
+def test_a_job_without_joining_agents_equals_a_fixed_one(environment: dict[str, str]) -> None:
     with beginners(environment) as world:
         for way in ("ATC", "tracking"):
             found = np.array(world.results(last_of_training, WAYS[way]))
@@ -187,7 +185,7 @@ def last_of_training(options: dict[str, Any]) -> list[float]:
 
 
 @over_both
-def test_operations_are_those_of_who_is_there(environment: dict[str, str]) -> None:
+def test_operations_include_exactly_the_members(environment: dict[str, str]) -> None:
     rounds = Without(RING, [2, 3]).matrix(0)
     with beginners(environment) as world:
         for rank, found in enumerate(world.results(operations)):
@@ -230,7 +228,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 @over_both
-def test_machines_that_are_agreed_on_average_between_them_also_with_who_joins(environment: dict[str, str]) -> None:
+def test_machines_average_between_them_also_with_joined_agents(environment: dict[str, str]) -> None:
     with beginners(environment | {"SHOAL_AGENTS_PER_MACHINE": "2"}) as world:
         pending = [world.run_on(rank, between_machines) for rank in range(BEGIN)]
         for _ in range(SIZE - BEGIN):
@@ -267,7 +265,7 @@ def dealt() -> list[int]:
     return list(sampler)
 
 
-def test_the_data_are_dealt_out_among_those_that_have_joined_too() -> None:
+def test_the_data_are_distributed_among_joined_agents_too() -> None:
     with beginners({}) as world:
         pending = [world.run_on(rank, dealt) for rank in range(BEGIN)]
         pending += [world.run_on(world.join(), dealt) for _ in range(SIZE - BEGIN)]
@@ -289,7 +287,7 @@ def save_there(folder: Path) -> list[float]:
     return model.x.tolist()
 
 
-def test_a_checkpoint_of_those_who_began_loads_into_as_many(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_initial_agents_loads_into_the_same_number(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         with beginners({}) as world:
@@ -297,8 +295,8 @@ def test_a_checkpoint_of_those_who_began_loads_into_as_many(tmp_path: Path) -> N
     assert found[0] == found[1]
 
 
-def test_the_smaller_part_is_not_that_which_lacks_those_who_have_not_come() -> None:
-    """With SHOAL_ON_PARTITION=stop; also where all who began are gone, and only who has joined is left."""
+def test_absent_spare_ranks_do_not_count_as_a_partition() -> None:
+    """With SHOAL_ON_PARTITION=stop. Also if all initial agents have failed, and only a joined one is left."""
     with beginners({"SHOAL_ON_PARTITION": "stop"}, size=9) as world:
         pending = [world.run_on(rank, save_until, 3) for rank in range(BEGIN)]
         pending.append(world.run_on(world.join(), save_until, 3))
@@ -333,14 +331,14 @@ def save_until(there: int) -> tuple[int, ...]:
         ({"SHOAL_BEGIN_WITH": "1"}, "rank 1 is none of the 1 that the run begins with"),
     ],
 )
-def test_what_nobody_could_join_is_refused(environment: dict[str, str], message: str) -> None:
+def test_a_job_that_cannot_be_joined_is_refused(environment: dict[str, str], message: str) -> None:
     variables = CONTINUE | {"SHOAL_BEGIN_WITH": "2"} | environment
     with World(SIZE, environment=variables, restarts=True, begin_with=BEGIN, init=False) as world:
         said = world.run_on(1, shoal.init).outcome()
         assert said.error == "ValueError" and message in said.message, said
 
 
-def test_nobody_is_there_to_be_joined() -> None:
+def test_without_members_joining_fails() -> None:
     with World(SIZE, environment=CONTINUE, restarts=True, begin_with=0, init=False, timeout=1.0) as world:
         world.join(init=False)
         began = time.monotonic()
@@ -354,7 +352,7 @@ def with_variables(variables: dict[str, str]) -> None:
     shoal.init()
 
 
-def test_who_has_left_does_not_come_back_in_the_same_process() -> None:
+def test_an_agent_that_has_left_cannot_rejoin_in_the_same_process() -> None:
     with beginners({}) as world:
         world.join()
         said = world.run_on(2, leave_and_begin).outcome()
@@ -372,7 +370,7 @@ def listens() -> tuple[str, int]:
     return endpoint.host, endpoint.port
 
 
-def test_on_one_machine_nothing_listens_for_others_who_are_told_so() -> None:
+def test_a_single_machine_job_has_no_listener_for_joining_agents_and_the_error_says_so() -> None:
     with beginners({}) as world:
         assert world.results(listens) == [("", 0)] * BEGIN
         world.join(init=False)
@@ -382,7 +380,7 @@ def test_on_one_machine_nothing_listens_for_others_who_are_told_so() -> None:
         assert {host for host, _ in world.results(listens)} == {"127.0.0.1"}
 
 
-def test_who_disagrees_about_the_run_is_told() -> None:
+def test_a_joining_agent_with_other_settings_is_refused_with_a_message() -> None:
     with beginners({}) as world:
         world.join(init=False)
         said = world.run_on(2, with_variables, {"SHOAL_AGENTS_PER_MACHINE": "2"}).outcome()

@@ -36,7 +36,7 @@ def in_groups(numel: int, victim: int, point: Point) -> list[tuple[float, float,
 @pytest.mark.parametrize(
     ("victim", "point"), [(2, Point("sent", 9)), (3, Point("finished", 7)), (0, Point("summed", 5))]
 )
-def test_the_group_of_a_victim_goes_on_without_it_and_the_other_as_ever(
+def test_the_group_of_a_killed_agent_continues_without_it_and_the_other_unchanged(
     over: str, numel: int, victim: int, point: Point
 ) -> None:
     with World(SIZE, environment=CONTINUE | {"SHOAL_TRANSPORT": over}) as world:

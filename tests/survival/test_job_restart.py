@@ -47,7 +47,7 @@ def deaths(seed: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.soak) for k in range(1, 8))])
-def test_it_ends_as_a_run_does_of_which_nobody_was_lost(seed: int, tmp_path: Path) -> None:
+def test_a_restarted_job_converges_like_one_without_failures(seed: int, tmp_path: Path) -> None:
     first, second = deaths(seed)
     done = begin("-m", "support.job_restart", tmp_path, first, f"{SAVING}{second}")
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ shoal.Checkpoint(model=torch.nn.Linear(1, 1)).load(None)
 
 
 @pytest.mark.slow
-def test_an_agent_that_waits_for_others_of_whom_the_last_dies_is_nobody_to_come_back_to(tmp_path: Path) -> None:
+def test_an_agent_waiting_to_rejoin_when_the_last_member_dies_does_not_count_as_a_survivor(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAST_ONE)
     done = begin(tmp_path / "train.py")
     assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def signs() -> list[bool]:
     return found
 
 
-def test_who_has_entered_is_somebody_to_come_back_to() -> None:
+def test_a_rejoined_agent_counts_as_a_survivor() -> None:
     with World(2, environment=CONTINUE, restarts=True) as world:
         world.kill_and_start_again(1)
         assert world.results(signs) == [[False, False], [True, False]]
@@ -136,7 +136,7 @@ assert shoal.alive() == (0, 1)
 
 
 @pytest.mark.soak  # that each has a secret of its own says tests/cli, that others are refused tests/security
-def test_an_agent_of_the_run_before_cannot_enter(tmp_path: Path) -> None:
+def test_an_agent_of_the_previous_attempt_cannot_rejoin(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OLD_SECRET)
     with subprocess.Popen([*COMMAND, str(tmp_path / "train.py")], env=ENVIRONMENT, stderr=subprocess.PIPE) as job:
         while not (tmp_path / "met").exists():
@@ -181,8 +181,8 @@ def refused(folder: Path) -> str:
     return ""
 
 
-def test_where_the_last_checkpoint_is_of_fewer_agents_all_begin_at_their_mean(tmp_path: Path) -> None:
-    """Else no attempt could load it."""
+def test_if_the_last_checkpoint_has_fewer_agents_all_start_at_their_mean(tmp_path: Path) -> None:
+    """Otherwise no attempt could load it."""
     with World(3, environment=CONTINUE) as world:
         assert [one.error for one in world.run(save_after_a_loss, tmp_path)] == ["", "", "Died"]
     with World(3) as world:  # which was not begun again: whoever did it knows, or not

@@ -53,9 +53,7 @@ def train(way: str, victim: int, point: Point) -> tuple[list[float], list[list[f
     ],
     ids=str,
 )
-def test_those_that_are_left_train_all_their_batches(
-    way: str, victim: int, point: Point, environment: dict[str, str]
-) -> None:
+def test_survivors_train_all_their_batches(way: str, victim: int, point: Point, environment: dict[str, str]) -> None:
     left = [rank for rank in range(4) if rank != victim]
     with World(4, environment=environment | CONTINUE) as world:
         outcomes = world.run(train, way, victim, point)

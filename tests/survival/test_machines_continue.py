@@ -66,9 +66,7 @@ def check(found: dict[int, list[float]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "transport"), in_turn([*LOSSES]), indirect=["transport"])
-def test_they_reach_the_optimum_of_those_that_are_left(
-    name: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_reach_the_survivors_optimum(name: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     leaves = LOSSES[name]
     found = fleet(SIZE, agents_per_machine=EACH).run(go_through, leaves, {})
@@ -76,7 +74,9 @@ def test_they_reach_the_optimum_of_those_that_are_left(
 
 
 @each_over_one(f"{victim}, {point}" for point in POINTS for victim in (2, 3))
-def test_so_they_do_wherever_one_is_killed(way: str, environment: dict[str, str]) -> None:
+def test_machines_reach_the_survivors_optimum_wherever_one_agent_is_killed(
+    way: str, environment: dict[str, str]
+) -> None:
     victim, point = next((victim, point) for point in POINTS for victim in (2, 3) if way == f"{victim}, {point}")
     with World(SIZE, environment=environment | CONTINUE | {"SHOAL_AGENTS_PER_MACHINE": str(EACH)}) as world:
         outcomes = world.run(go_through, {}, {victim: point})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -50,14 +51,14 @@ def results(fleet: Fleets, does: Callable[[], Any]) -> dict[int, Any]:
     return {rank: found[rank] for rank in LEFT}
 
 
-def test_neighbor_allgather_is_on_what_is_left_of_the_topology(fleet: Fleets) -> None:
+def test_neighbor_allgather_uses_the_healed_topology(fleet: Fleets) -> None:
     def does() -> list[float]:
         return shoal.neighbor_allgather(value(shoal.rank())).tolist()
 
     assert results(fleet, does) == {0: [100, 1000], 2: [1, 1000], 3: [1, 100]}
 
 
-def test_neighbor_allgather_from_given_ranks_leaves_out_who_is_gone(fleet: Fleets) -> None:
+def test_neighbor_allgather_from_explicit_ranks_omits_failed_ones(fleet: Fleets) -> None:
     def does() -> list[float]:
         others = [one for one in range(SIZE) if one != shoal.rank()]
         return shoal.neighbor_allgather(value(shoal.rank()), src_ranks=others, dst_ranks=others).tolist()
@@ -65,7 +66,7 @@ def test_neighbor_allgather_from_given_ranks_leaves_out_who_is_gone(fleet: Fleet
     assert results(fleet, does) == {0: [100, 1000], 2: [1, 1000], 3: [1, 100]}
 
 
-def test_pair_gossip_with_who_is_gone_keeps_what_one_has(fleet: Fleets) -> None:
+def test_pair_gossip_with_a_failed_agent_keeps_the_own_value(fleet: Fleets) -> None:
     def does() -> float:
         partner = {0: 1, 2: 3, 3: 2}[shoal.rank()]
         return shoal.pair_gossip(value(shoal.rank()), partner).item()
@@ -73,7 +74,7 @@ def test_pair_gossip_with_who_is_gone_keeps_what_one_has(fleet: Fleets) -> None:
     assert results(fleet, does) == {0: 1.0, 2: 550.0, 3: 550.0}
 
 
-def test_a_pull_gives_the_weight_of_who_is_gone_to_the_own(fleet: Fleets) -> None:
+def test_a_pull_adds_a_failed_agents_weight_to_the_own(fleet: Fleets) -> None:
     def does() -> float:
         sources = {one: 0.25 for one in range(SIZE) if one != shoal.rank()}
         return shoal.neighbor_allreduce(value(shoal.rank()), self_weight=0.25, src_weights=sources).item()
@@ -82,7 +83,7 @@ def test_a_pull_gives_the_weight_of_who_is_gone_to_the_own(fleet: Fleets) -> Non
     assert results(fleet, does) == {rank: (total + 10**rank) / 4 for rank in LEFT}
 
 
-def test_a_push_to_who_is_gone_is_lost(fleet: Fleets) -> None:
+def test_a_push_to_a_failed_agent_is_dropped(fleet: Fleets) -> None:
     def does() -> float:
         to = {0: [1, 2], 2: [3], 3: [0]}[shoal.rank()]
         return shoal.neighbor_allreduce(value(shoal.rank()), self_weight=1.0, dst_weights=to).item()
@@ -91,7 +92,7 @@ def test_a_push_to_who_is_gone_is_lost(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize("form", ["push", "pull"])
-def test_within_the_topology_without_a_check_it_is_the_same(fleet: Fleets, form: str) -> None:
+def test_calls_within_the_topology_without_a_check_are_the_same(fleet: Fleets, form: str) -> None:
     def does() -> float:
         weights = {(shoal.rank() + hop) % SIZE: 0.5 for hop in (1, -1)}
         to, of = (weights, None) if form == "push" else (None, weights)
@@ -108,7 +109,7 @@ def test_within_the_topology_without_a_check_it_is_the_same(fleet: Fleets, form:
     }
 
 
-def test_alltoall_names_who_is_gone_to_those_that_asked_for_its_row_and_to_nobody_else(fleet: Fleets) -> None:
+def test_alltoall_names_the_failed_agent_only_to_agents_that_need_its_row(fleet: Fleets) -> None:
     def does() -> Any:
         ranks = {0: [1, 2], 2: [0, 3], 3: [2]}[shoal.rank()]
         rows = torch.tensor([[100.0 * shoal.rank() + one] for one in ranks])
@@ -120,7 +121,7 @@ def test_alltoall_names_who_is_gone_to_those_that_asked_for_its_row_and_to_nobod
     assert results(fleet, does) == {0: (1,), 2: [2.0, 302.0], 3: [203.0]}
 
 
-def test_metrics_are_of_those_that_are_there_by_their_ranks(fleet: Fleets) -> None:
+def test_metrics_are_of_the_survivors_by_their_ranks(fleet: Fleets) -> None:
     def does() -> Any:
         found = shoal.metrics({"loss": float(shoal.rank())}, weight=1.0 + shoal.rank())["loss"]
         return found.mean, found.worst_rank, found.worst, [math.isnan(one) for one in found.values], found.values[2]
@@ -129,7 +130,7 @@ def test_metrics_are_of_those_that_are_there_by_their_ranks(fleet: Fleets) -> No
     assert results(fleet, does) == dict.fromkeys(LEFT, expected)
 
 
-def test_consensus_is_the_mean_of_those_that_are_there(fleet: Fleets) -> None:
+def test_consensus_is_the_mean_of_the_survivors(fleet: Fleets) -> None:
     def does() -> float:
         model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
         torch.nn.init.constant_(model.weight, 10.0 ** shoal.rank())
@@ -139,7 +140,7 @@ def test_consensus_is_the_mean_of_those_that_are_there(fleet: Fleets) -> None:
     assert results(fleet, does) == dict.fromkeys(LEFT, 1101 / 3)
 
 
-def test_an_epoch_is_dealt_out_among_those_that_are_there(fleet: Fleets) -> None:
+def test_an_epoch_is_distributed_among_the_survivors(fleet: Fleets) -> None:
     def run() -> tuple[list[int], list[int]]:
         sampler = shoal.AgentSampler(range(20), seed=3)
         first = list(sampler)
@@ -157,7 +158,7 @@ def test_an_epoch_is_dealt_out_among_those_that_are_there(fleet: Fleets) -> None
     assert len({index for one in later for index in one}) == 15
 
 
-def test_unequal_shards_are_dealt_out_anew(fleet: Fleets) -> None:
+def test_unequal_shards_are_redistributed(fleet: Fleets) -> None:
     def run() -> tuple[int, float, list[int]]:
         mine = range(10 * shoal.rank(), 10 * shoal.rank() + 4 + 2 * shoal.rank())  # 4, 6, 8, 10 samples
         sampler = shoal.AgentSampler(range(100), shard=list(mine))
@@ -179,7 +180,7 @@ def test_unequal_shards_are_dealt_out_anew(fleet: Fleets) -> None:
 
 @pytest.mark.parametrize("gone", [(1,), (2, 3), (0, 2, 3)])
 @pytest.mark.parametrize("numel", [3, 200_000])
-def test_machines_average_by_what_is_left_of_each(fleet: Fleets, gone: tuple[int, ...], numel: int) -> None:
+def test_machines_average_over_their_survivors(fleet: Fleets, gone: tuple[int, ...], numel: int) -> None:
     def run() -> Any:
         rank = shoal.rank()
         shoal.set_machine_topology(topology_util.RingGraph(3), is_weighted=True)
@@ -211,7 +212,7 @@ def test_machines_average_by_what_is_left_of_each(fleet: Fleets, gone: tuple[int
         assert found[rank][1] == pytest.approx(own * (1 - 0.25 * len(others)) + 0.25 * sum(others))
 
 
-def test_new_windows_are_on_what_is_left_of_the_topology(fleet: Fleets) -> None:
+def test_new_windows_use_the_healed_topology(fleet: Fleets) -> None:
     def does() -> list[float]:
         x = value(shoal.rank())
         assert shoal.bluefog.win_create(x, "w", zero_init=True)
@@ -229,7 +230,7 @@ def test_new_windows_are_on_what_is_left_of_the_topology(fleet: Fleets) -> None:
         assert found[rank] == pytest.approx([(weights @ x)[rank]])
 
 
-def test_machine_topologies_that_differ_are_a_mismatch_where_a_machine_has_lost_an_agent(fleet: Fleets) -> None:
+def test_machine_topologies_that_differ_are_a_mismatch_after_a_machine_has_lost_an_agent(fleet: Fleets) -> None:
     """The first agents of the machines exchange then, and compare the topologies with each other."""
 
     def run() -> str:
@@ -251,3 +252,28 @@ def test_machine_topologies_that_differ_are_a_mismatch_where_a_machine_has_lost_
     found = fleet(6, agents_per_machine=2).run(run)
     # Agents whose call has failed count as lost. The last ones may be alike, and have an average among themselves.
     assert any(one.startswith("Mismatch: ") for one in found), found
+
+
+def test_such_a_mismatch_has_one_outcome_on_all_agents_long_before_the_deadline(fleet: Fleets) -> None:
+    """Also on agents that are not the first of their machine, which exchange nothing with other machines. No agent
+    leaves meanwhile: that would be another event."""
+    failed = threading.Barrier(5)
+
+    def run() -> tuple[str, float]:
+        graph = nx.DiGraph(topology_util.RingGraph(3))
+        if shoal.machine_rank() == 0:
+            graph.edges[2, 1]["weight"] = 0.75
+        shoal.set_machine_topology(graph, is_weighted=True)
+        shoal.barrier()
+        if shoal.rank() == 5:
+            shoal.shutdown()
+            return "", 5.0
+        while 5 in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
+            pass
+        # A deadline would end the call of some with DeadlineExceeded.
+        with pytest.raises(shoal.ShoalError) as caught:
+            shoal.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=60)
+        failed.wait(90.0)
+        return type(caught.value).__name__, float(shoal.allreduce(torch.ones(1), average=False))
+
+    assert fleet(6, agents_per_machine=2, timeout=100.0).run(run)[:5] == [("Mismatch", 5.0)] * 5

@@ -45,7 +45,7 @@ def is_shut_out() -> str:
 
 @over_both
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_the_others_go_on_and_it_is_told(environment: dict[str, Any], kind: str) -> None:
+def test_the_others_continue_and_are_notified(environment: dict[str, Any], kind: str) -> None:
     left = [rank for rank in range(SIZE) if rank != CULPRIT]
     with World(SIZE, environment=environment | CONTINUE | {"SHOAL_CHECK_FINITE": "1"}) as world:
         outcomes = world.run(average, kind)
@@ -79,7 +79,7 @@ def average_until_memory_runs_out(op: str, kind: str) -> tuple[list[float], tupl
 
 @over_both
 @pytest.mark.parametrize(("op", "kind"), [("neighbor_allreduce", "neighbours"), ("allreduce", "all")])
-def test_a_call_that_cannot_begin_costs_only_who_makes_it(environment: dict[str, Any], op: str, kind: str) -> None:
+def test_a_call_that_cannot_start_costs_only_its_caller(environment: dict[str, Any], op: str, kind: str) -> None:
     left = [rank for rank in range(SIZE) if rank != CULPRIT]
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(average_until_memory_runs_out, op, kind)
@@ -109,7 +109,7 @@ def leave_in_the_midst(kind: str) -> tuple[int, ...]:
 
 @over_both
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_who_leaves_in_the_midst_of_a_round_is_left_out(environment: dict[str, Any], kind: str) -> None:
+def test_an_agent_that_leaves_during_a_round_is_excluded(environment: dict[str, Any], kind: str) -> None:
     left = [rank for rank in range(SIZE) if rank != CULPRIT]
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(leave_in_the_midst, kind)

@@ -111,7 +111,7 @@ def come_together(world: World, running: list[Pending], larger: list[int], small
 
 
 @pytest.mark.parametrize("size", [pytest.param(5, marks=pytest.mark.soak), 4], ids=["three and two", "two and two"])
-def test_both_parts_go_on_and_the_smaller_one_gives_way_when_the_cable_is_back(
+def test_both_parts_continue_and_the_smaller_one_yields_when_the_partition_heals(
     machines: list[Namespace], size: int
 ) -> None:
     first = [rank for rank in range(size) if rank * 2 // size == 0]
@@ -126,8 +126,8 @@ def test_both_parts_go_on_and_the_smaller_one_gives_way_when_the_cable_is_back(
         come_together(world, running, first, others)
 
 
-def test_who_has_entered_the_smaller_part_gives_way_with_it(machines: list[Namespace]) -> None:
-    """It was started again while the cable was out; and the larger part is the one without rank 0."""
+def test_an_agent_that_rejoined_in_the_smaller_part_yields_with_it(machines: list[Namespace]) -> None:
+    """It was restarted during the partition. The larger part is the one without rank 0."""
     size, dies, smaller, larger = 5, 1, [0, 1], [2, 3, 4]
     with World(size, environment=GO, namespaces=[machines[rank > 1] for rank in range(size)], restarts=True) as world:
         running = [world.run_on(rank, live, size) for rank in range(size)]
@@ -145,7 +145,7 @@ def test_who_has_entered_the_smaller_part_gives_way_with_it(machines: list[Names
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [5, pytest.param(4, marks=pytest.mark.soak)], ids=["three and two", "two and two"])
-def test_the_smaller_part_stops_and_comes_back_when_the_cable_does(machines: list[Namespace], size: int) -> None:
+def test_the_smaller_part_stops_and_rejoins_when_the_partition_heals(machines: list[Namespace], size: int) -> None:
     first = [rank for rank in range(size) if rank * 2 // size == 0]
     others = [rank for rank in range(size) if rank not in first]
     with World(size, environment=STOP, namespaces=machines, restarts=True) as world:
@@ -178,8 +178,8 @@ def load_outside() -> float:
 
 
 @pytest.mark.slow
-def test_who_comes_back_and_reaches_nobody_says_which_ports_are_closed(machines: list[Namespace]) -> None:
-    """The rendezvous is open. The agent that goes on hears of nobody, so it cannot open the connection either."""
+def test_a_rejoining_agent_without_any_connection_names_the_closed_ports(machines: list[Namespace]) -> None:
+    """The rendezvous is open. The surviving agent has no connection to the new one, so it cannot open one either."""
     with World(2, environment=CONTINUE, namespaces=machines, restarts=True, timeout=60.0) as world:
         world.kill(1)
         machines[0].let_no_connection_in(but_port=29400)
@@ -191,8 +191,11 @@ def test_who_comes_back_and_reaches_nobody_says_which_ports_are_closed(machines:
 
 
 @pytest.mark.slow
-def test_who_comes_back_enters_through_those_it_reaches(machines: list[Namespace]) -> None:
-    """The first machine lets no connection in, and its agents hear through rank 2 that rank 3 asks for theirs."""
+def test_an_agent_rejoins_through_reachable_members(machines: list[Namespace]) -> None:
+    """The first machine accepts no connection.
+
+    Its agents get rank 3's request for reverse connections through rank 2.
+    """
     with World(4, environment=GO, namespaces=machines, restarts=True) as world:
         running = [world.run_on(rank, keep_saving, 30.0, 5) for rank in range(4)]
         machines[0].let_no_connection_in(but_port=29400)

@@ -43,7 +43,7 @@ def in_turn() -> list[object]:
 
 
 @pytest.mark.parametrize(("point", "victim", "numel"), in_turn())
-def test_those_that_are_left_go_on_wherever_one_is_killed(point: Point, victim: int, numel: int) -> None:
+def test_survivors_continue_wherever_one_agent_is_killed(point: Point, victim: int, numel: int) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
         outcomes = world.run(live_through, numel, ROUNDS, {victim: point})
         diaries = survivors(outcomes, {victim})
@@ -53,7 +53,7 @@ def test_those_that_are_left_go_on_wherever_one_is_killed(point: Point, victim: 
 
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 @pytest.mark.parametrize("point", [Point("moved", 5), Point("ordered", 20), Point("Moving", 4)], ids=str)
-def test_with_many_calls_in_flight_each_goes_on(point: Point, numel: int) -> None:
+def test_with_many_calls_in_flight_each_continues(point: Point, numel: int) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
         outcomes = world.run(burst_through, numel, ROUNDS, {2: point})
         seen = survivors(outcomes, {2})

@@ -76,7 +76,7 @@ def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
 
 
 @each_over_one(WAYS, slow=("AWC", "gradients", "exact diffusion", "exact diffusion during backward"))
-def test_who_comes_back_trains_on_as_if_nothing_had_been(way: str, environment: dict[str, str]) -> None:
+def test_a_rejoined_agent_trains_as_if_it_had_not_failed(way: str, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | RETURNS, restarts=True) as world:
         seen = run(world, way, {1: [Point("received", 60)]})
     assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8
@@ -89,7 +89,7 @@ def test_who_comes_back_trains_on_as_if_nothing_had_been(way: str, environment: 
 
 
 @over_one("network")
-def test_all_are_killed_one_after_another_and_none_of_the_first_is_left(environment: dict[str, str]) -> None:
+def test_all_are_killed_one_after_another_and_no_first_process_is_left(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
         pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, SIZE) for rank in range(SIZE)}
         for rank in range(SIZE):
@@ -115,7 +115,7 @@ def drawn(seed: int) -> tuple[str, str, dict[int, list[Point]]]:
 
 
 @seeds(1, 4, 200)
-def test_deaths_drawn_from_a_seed_while_others_enter(seed: int) -> None:
+def test_random_kills_while_others_rejoin(seed: int) -> None:
     way, transport, deaths = drawn(seed)
     with World(SIZE, environment=OVER[transport] | RETURNS, restarts=True) as world:
         seen = run(world, way, deaths)
@@ -123,7 +123,7 @@ def test_deaths_drawn_from_a_seed_while_others_enter(seed: int) -> None:
 
 
 @over_one("shared_memory")
-def test_who_was_stopped_too_long_is_replaced_and_does_not_come_between(environment: dict[str, str]) -> None:
+def test_an_agent_stopped_too_long_is_replaced_and_does_not_interfere(environment: dict[str, str]) -> None:
     dropping = CONTINUE | {"SHOAL_DROP_AFTER": "1"}
     with World(SIZE, environment=environment | dropping, restarts=True) as world:
         pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, 1) for rank in range(SIZE)}
@@ -177,7 +177,7 @@ class Odd:
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def test_it_enters_where_the_others_save_files_and_samples_are_dealt_anew(tmp_path: Path) -> None:
+def test_an_agent_rejoins_during_a_save_and_samples_are_redistributed(tmp_path: Path) -> None:
     with World(SIZE, environment=CONTINUE, restarts=True) as world:
         parts = "model,sampler"
         pending = [
@@ -204,7 +204,7 @@ def last_step(folder: Path) -> int:
     ("parts", "message"),
     [("model,sampler", "loads model, sampler; the others save model"), ("mine", "could not be handed over: TypeError")],
 )
-def test_what_cannot_be_taken_over_is_said_and_the_others_go_on(parts: str, message: str) -> None:
+def test_state_that_cannot_be_transferred_is_named_and_the_others_continue(parts: str, message: str) -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
         theirs = parts if parts == "mine" else "model"
         pending = [world.run_on(rank, keep_saving, 150, 3 if rank == 1 else -1, theirs) for rank in range(3)]
@@ -256,7 +256,7 @@ def alone() -> list[str]:
     return found
 
 
-def test_who_has_not_entered_is_told_so_and_waits_no_longer_than_it_is_to() -> None:
+def test_an_agent_that_was_not_admitted_raises_at_its_timeout() -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
         world.kill_and_start_again(1)
         [*said, last] = world.results(alone, on=[1])[0]
@@ -264,7 +264,7 @@ def test_who_has_not_entered_is_told_so_and_waits_no_longer_than_it_is_to() -> N
         assert "ranks [0, 2] have called no Checkpoint.save" in last
 
 
-def test_nobody_is_left_to_let_it_in() -> None:
+def test_no_agent_is_left_to_admit_it() -> None:
     with World(2, environment=CONTINUE, restarts=True) as world:
         world.kill_and_start_again(1)
         waiting = world.run_on(1, keep_saving, 5, -1, "model")
@@ -288,7 +288,7 @@ def hand_over_on_a_ring() -> Any:
     return hand_over(agent, None if agent.rank in (1, 2) else state)
 
 
-def test_who_has_just_been_given_the_state_gives_it_on_where_its_giver_dies() -> None:
+def test_an_agent_that_just_received_the_state_forwards_it_if_its_donor_dies() -> None:
     with World(4, environment=CONTINUE) as world:
         outcomes = world.run(hand_over_on_a_ring)
         assert [one.error for one in outcomes] == ["", "", "", "Died"], [one.message for one in outcomes]
@@ -330,7 +330,7 @@ def puts_before_and_after() -> str:
 
 
 @over_both
-def test_a_window_from_before_says_who_has_come_back_without_it(environment: dict[str, str]) -> None:
+def test_an_old_window_names_the_agent_that_rejoined_without_it(environment: dict[str, str]) -> None:
     with World(3, environment=environment | CONTINUE, restarts=True) as world:
         pending = [world.run_on(rank, puts_before_and_after) for rank in range(3)]
         assert pending[1].outcome().error == "Died"
@@ -363,7 +363,7 @@ def in_two_parts(dies: bool) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_who_has_come_back_meets_the_others_again_as_they_do(victim: int) -> None:
+def test_a_rejoined_agent_handles_a_later_rejoin_like_the_others(victim: int) -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
         pending = [world.run_on(rank, in_two_parts, rank == victim) for rank in range(3)]
         assert pending[victim].outcome().error == "Died"

@@ -70,7 +70,7 @@ def lose_one(kind: str, victim: int, number: int, only: int, strided: bool) -> t
 
 @over_both
 @pytest.mark.parametrize("kinds", [["small", "large", "gathered"], ["into a tensor", "half", "barrier"], ["in place"]])
-def test_who_lacks_what_died_with_an_agent_is_handed_the_result(environment: dict[str, Any], kinds: list[str]) -> None:
+def test_a_result_missing_because_of_a_failure_is_transferred(environment: dict[str, Any], kinds: list[str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         left = list(range(SIZE))
         for kind in kinds:

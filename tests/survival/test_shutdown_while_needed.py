@@ -42,7 +42,7 @@ def averages(last: int, calls_all: bool) -> tuple[list[float], tuple[int, ...]]:
 
 @pytest.mark.parametrize("calls_all", [False, True])
 @pytest.mark.parametrize("last", [1, 6])
-def test_who_leaves_early_is_left_out_from_then_on(fleet: Fleets, last: int, calls_all: bool) -> None:
+def test_an_agent_that_leaves_early_is_excluded_from_then_on(fleet: Fleets, last: int, calls_all: bool) -> None:
     found = fleet(SIZE).run(averages, last, calls_all)
     left = {rank: seen for rank, (seen, _) in enumerate(found) if rank != FIRST}
     assert [alive for rank, (_, alive) in enumerate(found) if rank != FIRST] == [(0, 2, 3)] * 3
@@ -84,16 +84,14 @@ def loaded(folder: Any, start: Any) -> float:
     return found
 
 
-def test_a_checkpoint_of_those_that_are_left_loads_into_as_many_and_into_any_number(
-    fleet: Fleets, tmp_path: Any
-) -> None:
+def test_a_checkpoint_of_the_survivors_loads_into_the_same_and_any_number(fleet: Fleets, tmp_path: Any) -> None:
     values = [one for one in fleet(SIZE).run(saved, tmp_path) if one is not None]
     assert len(values) == 3
     assert fleet(3).run(loaded, tmp_path, "own") == values
     assert fleet(5).run(loaded, tmp_path, "consensus") == [pytest.approx(sum(values) / 3)] * 5
 
 
-def test_the_policy_is_one_for_all_and_checked(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_is_the_same_for_all_and_validated(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> bool:
         with pytest.raises(ValueError, match="has begun otherwise; shut down first"):
             shoal.init(on_loss="raise")
@@ -115,7 +113,7 @@ def test_the_policy_is_one_for_all_and_checked(fleet: Fleets, monkeypatch: pytes
         fleet(2).run(otherwise)
 
 
-def test_what_a_listener_raises_ends_nothing(fleet: Fleets, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_a_listener_ends_nothing(fleet: Fleets, caplog: pytest.LogCaptureFixture) -> None:
     def run() -> tuple[int, ...]:
         seen: list[tuple[int, ...]] = []
 

@@ -66,7 +66,7 @@ def steps_of_those_away(world: World, machine: Namespace, way: str) -> tuple[lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["put", pytest.param("get", marks=pytest.mark.soak)])
-def test_with_windows_it_slows_nobody_who_is_not_on_it(machines: list[Namespace], way: str) -> None:
+def test_with_windows_a_slow_link_slows_only_its_agents(machines: list[Namespace], way: str) -> None:
     with World(SIZE, namespaces=machines) as world:
         without, beside = steps_of_those_away(world, machines[SLOW], way)
     for rank in AWAY:
@@ -75,8 +75,8 @@ def test_with_windows_it_slows_nobody_who_is_not_on_it(machines: list[Namespace]
 
 
 @pytest.mark.soak
-def test_in_step_it_slows_all(machines: list[Namespace]) -> None:
-    """So the test above would notice if one waited for another."""
+def test_synchronous_training_is_slowed_for_all(machines: list[Namespace]) -> None:
+    """So the test above would detect a wait between agents."""
     with World(SIZE, namespaces=machines) as world:
         without, beside = steps_of_those_away(world, machines[SLOW], "in step")
     assert max(beside) < min(without) / 3, f"{without} steps without the slow link, {beside} with it"

@@ -45,7 +45,7 @@ def busy_for(seconds: float) -> float:
 
 
 @over_one("shared_memory")
-def test_the_others_go_on_without_who_is_stopped_and_it_learns_of_it(environment: dict[str, str]) -> None:
+def test_the_others_continue_without_a_stopped_agent_and_it_is_notified(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         ends = time.monotonic() + 6.0
         pending = [world.run_on(rank, rounds, ends) for rank in range(SIZE)]
@@ -73,10 +73,13 @@ def questions() -> int:
 
 @pytest.mark.slow
 @over_one("network")
-def test_whoever_is_in_the_smaller_part_goes_on_though_the_kernel_takes_its_questions(
+def test_the_smaller_part_continues_although_the_kernel_accepts_its_probes(
     environment: dict[str, str],
 ) -> None:
-    """As many are stopped, with the lowest rank: they may be there, and nobody says so. When they wake, they end."""
+    """Half of the agents are stopped, among them the lowest rank.
+
+    They might be alive, and none replies. When they wake, they end.
+    """
     stopped, left = (0, 1), (2, 3)
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         ends = time.monotonic() + 5.5
@@ -101,7 +104,7 @@ def test_whoever_is_in_the_smaller_part_goes_on_though_the_kernel_takes_its_ques
 
 
 @over_both
-def test_where_losses_are_raised_all_name_who_is_stopped(environment: dict[str, str]) -> None:
+def test_with_on_failure_raise_all_name_the_stopped_agent(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | DROP) as world:
         pending = [world.run_on(rank, rounds, time.monotonic() + 60.0) for rank in range(SIZE)]
         time.sleep(0.5)
@@ -115,7 +118,7 @@ def test_where_losses_are_raised_all_name_who_is_stopped(environment: dict[str, 
 
 
 @over_one("network")
-def test_who_computes_for_long_is_waited_for(environment: dict[str, str]) -> None:
+def test_a_long_computation_is_waited_for(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         waited = world.results(busy_for, 4.0)
         assert min(waited) > 3.5
@@ -124,7 +127,7 @@ def test_who_computes_for_long_is_waited_for(environment: dict[str, str]) -> Non
 
 @pytest.mark.slow
 @over_one("shared_memory")
-def test_one_is_stopped_when_another_dies(environment: dict[str, str]) -> None:
+def test_one_agent_is_stopped_when_another_dies(environment: dict[str, str]) -> None:
     dies, left = 3, [0, 2]
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         ends = time.monotonic() + 7.0
@@ -142,8 +145,8 @@ def test_one_is_stopped_when_another_dies(environment: dict[str, str]) -> None:
 
 
 @over_one("network")
-def test_all_are_stopped_and_wake_and_nobody_is_dropped(environment: dict[str, str]) -> None:
-    """As a laptop that was closed: whoever wakes first must not take the others for dead."""
+def test_all_are_stopped_and_resume_without_a_failure(environment: dict[str, str]) -> None:
+    """As on a laptop that was closed: the first agent to resume must not report the others failed."""
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         pending = [world.run_on(rank, rounds, time.monotonic() + 5.0) for rank in range(SIZE)]
         time.sleep(0.5)
@@ -163,7 +166,7 @@ def test_all_are_stopped_and_wake_and_nobody_is_dropped(environment: dict[str, s
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
-def test_a_time_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_DROP_AFTER", text)
     with pytest.raises(ValueError, match=r"SHOAL_DROP_AFTER=.*must be a positive number of seconds"):
         shoal.init()

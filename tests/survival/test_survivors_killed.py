@@ -57,17 +57,13 @@ def rounds_until_it_is_gone(victim: int) -> float:
 
 
 @swept(SWEPT[::2], (SMALL, LARGE))
-def test_those_that_are_left_go_on_wherever_one_is_killed(
-    environment: dict[str, str], numel: int, point: Point
-) -> None:
+def test_survivors_continue_wherever_one_agent_is_killed(environment: dict[str, str], numel: int, point: Point) -> None:
     check_that_they_go_on(environment, numel, point)
 
 
 @pytest.mark.soak
 @swept(SWEPT[1::2], (SMALL, LARGE))
-def test_those_that_are_left_go_on_wherever_else_one_is_killed(
-    environment: dict[str, str], numel: int, point: Point
-) -> None:
+def test_survivors_continue_at_the_remaining_kill_points(environment: dict[str, str], numel: int, point: Point) -> None:
     check_that_they_go_on(environment, numel, point)
 
 
@@ -82,7 +78,7 @@ def check_that_they_go_on(environment: dict[str, str], numel: int, point: Point)
 @over_both
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.soak), 14])
-def test_on_a_directed_graph_the_mean_of_those_that_are_left_does_not_lean(
+def test_on_a_directed_graph_the_mean_of_the_survivors_is_unbiased(
     environment: dict[str, str], numel: int, count: int
 ) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
@@ -98,7 +94,7 @@ def test_on_a_directed_graph_the_mean_of_those_that_are_left_does_not_lean(
 @over_both
 @pytest.mark.parametrize("numel", [SMALL, pytest.param(5_000, marks=pytest.mark.soak), LARGE])
 @pytest.mark.parametrize("count", [3, 40, 77])
-def test_with_many_calls_in_flight_each_goes_on(environment: dict[str, str], numel: int, count: int) -> None:
+def test_with_many_calls_in_flight_each_continues(environment: dict[str, str], numel: int, count: int) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         sent = 1 + count // 3 if numel == SMALL else count  # small ones travel together: two messages a round
         outcomes = world.run(burst_through, numel, ROUNDS, {VICTIM: Point("sent", sent)})
@@ -123,10 +119,8 @@ def test_with_many_calls_in_flight_each_goes_on(environment: dict[str, str], num
     ],
     ids=str,
 )
-def test_bursts_that_travel_together_give_all_that_are_left_the_same(
-    environment: dict[str, str], victim: int, point: Point
-) -> None:
-    """Also where the owner of all the sums is killed, before or after it has sent some of them."""
+def test_fused_bursts_give_all_survivors_the_same(environment: dict[str, str], victim: int, point: Point) -> None:
+    """Also if the owner of all the sums is killed, before or after it has sent some of them."""
     with World(SIZE, environment=environment | CONTINUE) as world:
         seen = survivors(world.run(sums_through, 12, {victim: point}), {victim})
     first, *others = seen.values()
@@ -149,7 +143,7 @@ def test_several_are_killed_at_once_or_one_after_another(
 
 
 @over_both
-def test_the_last_one_goes_on_alone(environment: dict[str, str]) -> None:
+def test_the_last_survivor_continues_alone(environment: dict[str, str]) -> None:
     with World(3, environment=environment | CONTINUE) as world:
         ends = {0: Point("sent", 20), 2: Point("received", 26)}
         diaries = survivors(world.run(live_through, SMALL, ROUNDS, ends), {0, 2})
@@ -158,7 +152,7 @@ def test_the_last_one_goes_on_alone(environment: dict[str, str]) -> None:
 
 
 @over_both
-def test_they_go_on_within_a_second(environment: dict[str, str]) -> None:
+def test_survivors_continue_within_a_second(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         world.results(a_few_rounds, 20)
         pending = [world.run_on(rank, rounds_until_it_is_gone, VICTIM) for rank in range(SIZE)]
@@ -196,7 +190,7 @@ def average_beside_a_refused_link(victim: int) -> tuple[float, float]:
 
 
 @over_both
-def test_who_cannot_connect_to_the_lost_agent_sends_to_the_others(environment: dict[str, str]) -> None:
+def test_an_agent_that_cannot_connect_to_the_failed_one_sends_to_the_others(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(average_beside_a_refused_link, VICTIM)
         left = [one for one in outcomes if one.rank != VICTIM]

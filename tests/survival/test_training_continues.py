@@ -40,7 +40,7 @@ def trained(environment: dict[str, str], point: Point, options: dict[str, Any]) 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("topology", [None, OnePeerExponential(SIZE), OnePeerHypercube(SIZE), BaseGraph(SIZE)], ids=str)
 @pytest.mark.parametrize("algorithm", [ATC, AWC], ids=["adapt-then-combine", "adapt-with-combine"])
-def test_decentralized_sgd_comes_to_rest_among_those_that_are_left(
+def test_decentralized_sgd_converges_among_the_survivors(
     environment: dict[str, str], point: Point, topology: Any, algorithm: Any
 ) -> None:
     found = trained(environment, point, {"algorithm": algorithm, "topology": topology})
@@ -53,7 +53,7 @@ def test_decentralized_sgd_comes_to_rest_among_those_that_are_left(
 @over_both
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("overlap", [None, "backward"])
-def test_averaged_gradients_reach_the_optimum_of_those_that_are_left_and_stay_equal(
+def test_averaged_gradients_reach_the_survivors_optimum_and_models_stay_equal(
     environment: dict[str, str], point: Point, overlap: str | None
 ) -> None:
     found = trained(environment, point, {"algorithm": ParallelGradientDescent(1.0), "overlap": overlap})
@@ -68,7 +68,7 @@ def test_averaged_gradients_reach_the_optimum_of_those_that_are_left_and_stay_eq
 @pytest.mark.parametrize(
     "algorithm", [GradientTracking(1.0), ExactDiffusion(1.0, lazy=True)], ids=lambda one: type(one).__name__
 )
-def test_exact_algorithms_reach_the_optimum_of_those_that_are_left(
+def test_exact_algorithms_reach_the_survivors_optimum(
     environment: dict[str, str], point: Point, algorithm: Any
 ) -> None:
     found = trained(environment, point, {"algorithm": algorithm})
@@ -110,10 +110,8 @@ def train_in_parts(victims: dict[int, Point]) -> list[float]:
 
 @pytest.mark.slow
 @each_over_one(["30", "33"])
-def test_parts_that_step_by_themselves_reach_the_optimum_of_those_that_are_left(
-    environment: dict[str, str], way: str
-) -> None:
-    """The loss may come between the steps of two parts, which then begin anew in different ones."""
+def test_separately_stepped_buckets_reach_the_survivors_optimum(environment: dict[str, str], way: str) -> None:
+    """The failure may come between the steps of two buckets, which then restart with different membership."""
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(train_in_parts, {VICTIM: Point("sent", int(way))})
         assert [one.rank for one in outcomes if one.error] == [VICTIM], [one.trace for one in outcomes]

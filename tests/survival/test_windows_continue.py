@@ -102,9 +102,7 @@ def parameters(found: dict[int, Ended]) -> NDArray[np.float64]:
 @over_both
 @pytest.mark.parametrize("point", POINTS, ids=str)
 @pytest.mark.parametrize("way", ["put", "get"])
-def test_the_others_come_to_rest_where_those_that_are_left_do(
-    environment: dict[str, str], way: str, point: Point
-) -> None:
+def test_the_others_converge_to_the_survivors_fixed_point(environment: dict[str, str], way: str, point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         found = ended(world, way, RATE, point)
     assert {one[1] for one in found.values()} == {tuple(LEFT)}
@@ -128,7 +126,7 @@ def look_until_lost() -> tuple[int, ...]:
 
 
 @over_both
-def test_a_neighbour_that_dies_while_it_is_asked_whether_it_is_there_is_no_error(environment: dict[str, str]) -> None:
+def test_a_neighbour_that_dies_during_a_probe_is_no_error(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(look_until_lost)
     assert outcomes.pop(VICTIM).error == "Died"
@@ -138,7 +136,7 @@ def test_a_neighbour_that_dies_while_it_is_asked_whether_it_is_there_is_no_error
 
 @over_both
 @pytest.mark.parametrize("point", POINTS, ids=str)
-def test_push_sum_of_those_that_are_left_agrees(environment: dict[str, str], point: Point) -> None:
+def test_push_sum_agrees_among_the_survivors(environment: dict[str, str], point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         x = parameters(ended(world, "push-sum", 0.0, point))
     begun = np.array([target(rank) for rank in range(SIZE)])
@@ -147,7 +145,7 @@ def test_push_sum_of_those_that_are_left_agrees(environment: dict[str, str], poi
 
 
 @each_over_one(WAYS, slow=("get", "push-sum"))
-def test_who_comes_back_has_windows_with_all_others(environment: dict[str, str], way: str) -> None:
+def test_a_rejoined_agent_has_windows_with_all_others(environment: dict[str, str], way: str) -> None:
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
         found = ended(world, way, RATE, Point("finished", 40), returns=1)
     assert {one[1] for one in found.values()} == {tuple(range(SIZE))}

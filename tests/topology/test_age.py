@@ -70,14 +70,14 @@ def test_the_age_in_a_schedule_is_the_expected_round_of_first_arrival(schedule: 
     np.testing.assert_allclose(age_matrix(schedule), followed(schedule, schedule.period), rtol=0, atol=1e-12)
 
 
-def test_the_age_in_a_schedule_that_never_repeats_is_averaged_over_its_first_64_starts() -> None:
+def test_the_age_in_a_nonperiodic_schedule_is_averaged_over_its_first_64_starts() -> None:
     schedule = RandomMatchings(5, seed=3)
     np.testing.assert_allclose(age_matrix(schedule), followed(schedule, 64), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["ring", "star", "one-peer-exponential", "base-3", "ring-star-delegates"])
 @pytest.mark.parametrize("size", [2, 6, 12])
-def test_the_average_leaves_out_the_diagonal(name: str, size: int) -> None:
+def test_the_average_excludes_the_diagonal(name: str, size: int) -> None:
     schedule = find(name).schedule(size)
     ages = age_matrix(schedule)
     assert (np.diag(ages) == 0).all()
@@ -92,13 +92,13 @@ def test_the_worst_age_of_a_static_graph_is_its_diameter() -> None:
 
 @pytest.mark.parametrize(("groups", "local"), [(4, 4), (6, 2), (8, 3)])
 def test_a_ring_of_groups_has_the_age_of_the_ring_between_groups_and_one_inside(groups: int, local: int) -> None:
-    """The ages that the Ring-Star paper means by O(G)."""
+    """These are the ages that the Ring-Star paper calls O(G)."""
     ring = age_matrix(RingGraph(groups))
     expected = np.kron(ring, np.ones((local, local))) + np.kron(np.eye(groups), 1 - np.eye(local))
     np.testing.assert_array_equal(age_matrix(RingStar(groups * local, local)), expected)
 
 
-def test_an_edge_without_weight_carries_nothing() -> None:
+def test_an_edge_of_weight_zero_transfers_nothing() -> None:
     graph = nx.DiGraph()
     graph.add_weighted_edges_from(
         [(0, 1, 0.5), (1, 2, 0.5), (2, 0, 0.5), (0, 2, 0.0), *((k, k, 0.5) for k in range(3))]
@@ -106,7 +106,7 @@ def test_an_edge_without_weight_carries_nothing() -> None:
     assert age_matrix(graph)[2, 0] == 2
 
 
-def test_what_never_arrives_is_of_infinite_age() -> None:
+def test_values_that_never_arrive_have_infinite_age() -> None:
     one_way = with_uniform_weights(nx.DiGraph([(0, 1), (1, 2)]))
     np.testing.assert_array_equal(age_matrix(one_way), [[0, np.inf, np.inf], [1, 0, np.inf], [2, 1, 0]])
     assert average_age(one_way).mean == np.inf
@@ -118,7 +118,7 @@ def test_one_agent_has_no_pair_and_no_age() -> None:
 
 
 @pytest.mark.parametrize("name", ["small-world", "binary-tree", "random-matchings"])
-def test_a_sample_is_as_near_as_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampled_age_is_within_its_stated_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = find(name).schedule(90)
     truth = age_matrix(schedule).sum() / (90 * 89)
     monkeypatch.setattr("shoal.topology.analysis.age.ALL_SOURCES", 10)
@@ -129,6 +129,6 @@ def test_a_sample_is_as_near_as_it_says(name: str, monkeypatch: pytest.MonkeyPat
     assert "±" in str(found) or found.error <= 5e-3 * found.mean
 
 
-def test_the_matrix_of_too_many_agents_is_refused_with_what_to_ask_instead() -> None:
+def test_the_matrix_of_too_many_agents_is_refused_with_an_alternative() -> None:
     with pytest.raises(ValueError, match=r"2000 x 2000 entries, and the limit is 1024 agents\. average_age"):
         age_matrix(find("ring").schedule(2000))

@@ -43,7 +43,7 @@ MANY = 100_000
     ("name", "size"),
     [(name, size) for size in (1, 2, 7, 12) for name, topology in CATALOG.items() if not topology.refuses(size)],
 )
-def test_it_says_what_its_parts_say_of_every_topology(name: str, size: int) -> None:
+def test_the_analysis_equals_its_parts_for_every_topology(name: str, size: int) -> None:
     schedule = CATALOG[name].schedule(size)
     found = analyse(schedule, **NETWORK)
     assert found.weights == classify(schedule)
@@ -57,7 +57,7 @@ def test_it_says_what_its_parts_say_of_every_topology(name: str, size: int) -> N
     assert (found.name, found.size, found.period) == (schedule.describe(), size, schedule.period)
 
 
-def test_a_graph_its_matrix_and_its_schedule_are_analysed_alike() -> None:
+def test_a_graph_its_matrix_and_its_schedule_have_equal_analyses() -> None:
     ring = RingGraph(10)
     of_graph, of_matrix = analyse(ring, **NETWORK), analyse(mixing_matrix(ring), **NETWORK)
     of_schedule = analyse(find("ring").schedule(10), **NETWORK)
@@ -76,13 +76,13 @@ def test_seconds_to_the_error_are_rounds_times_seconds() -> None:
     assert analyse(Idle(3), **NETWORK).consensus_seconds == float("inf")
 
 
-def test_the_gap_a_round_makes_that_of_the_period() -> None:
+def test_the_gap_per_round_to_the_power_of_the_period_is_the_gap_of_the_period() -> None:
     found = analyse(Alternating([find("ring").schedule(8), Idle(8)]), **NETWORK)
     assert found.gap_rounds == 2
     assert 1 - (1 - found.gap_per_round) ** 2 == pytest.approx(found.gap.value)
 
 
-def test_the_gap_of_what_never_repeats_is_over_as_many_rounds_as_take_most_of_the_disagreement() -> None:
+def test_the_gap_of_a_nonperiodic_schedule_spans_the_rounds_that_remove_most_disagreement() -> None:
     schedule = RandomMatchings(16)
     found = analyse(schedule, **NETWORK)
     assert found.sampled_rounds == 64
@@ -110,21 +110,21 @@ def notes(topology: object, **network: float) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_note_says_what_to_know_before_taking_it(topology: object, said: str) -> None:
+def test_a_note_states_limitations(topology: object, said: str) -> None:
     assert said in notes(topology)
 
 
-def test_a_topology_without_faults_has_no_notes() -> None:
+def test_a_topology_without_limitations_has_no_notes() -> None:
     assert notes(Circulant(9, {0: 0.5, 1: 0.25, -1: 0.25})) == ""
     assert notes(find("one-peer-hypercube").schedule(8)) == ""
 
 
-def test_weights_that_are_all_there_but_differ_average_nobody() -> None:
+def test_unequal_weights_without_zeros_do_not_give_the_average() -> None:
     matrix = np.array([[0.75, 0.5, -0.25], [-0.25, 0.75, 0.5], [0.5, -0.25, 0.75]])
     assert notes(matrix) == "Some weights are negative."
 
 
-def test_agents_that_wait_at_one_nic_are_counted_in_a_note() -> None:
+def test_agents_that_share_a_nic_are_counted_in_a_note() -> None:
     assert "Up to 4 agents of one machine" in notes(OnePeerExponential(8), agents_per_machine=4)
     assert "agents of one machine" not in notes(OnePeerExponential(8), agents_per_machine=1)
 
@@ -133,7 +133,7 @@ def test_agents_that_wait_at_one_nic_are_counted_in_a_note() -> None:
     ("options", "match"),
     [({"error": 0.0}, "error is 0"), ({"bandwidth": -1.0}, "bandwidth is -1"), ({"agents_per_machine": 5}, "of 5")],
 )
-def test_a_question_that_makes_no_sense_is_refused(options: dict[str, float], match: str) -> None:
+def test_an_invalid_query_is_refused(options: dict[str, float], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         analyse(RingGraph(8), **options)
 
@@ -151,11 +151,11 @@ def test_a_question_that_makes_no_sense_is_refused(options: dict[str, float], ma
         (np.array([[1.5, -0.5], [0.0, 1.0]]), Stochasticity(True, False, False, False)),
     ],
 )
-def test_a_schedule_preserves_what_all_of_its_rounds_do(topology: object, kept: Stochasticity) -> None:
+def test_a_schedule_preserves_what_all_of_its_rounds_preserve(topology: object, kept: Stochasticity) -> None:
     assert classify(topology) == kept
 
 
-def test_a_dense_topology_is_refused_with_its_size_before_it_is_made() -> None:
+def test_a_dense_topology_is_refused_with_its_size_before_it_is_built() -> None:
     with pytest.raises(ValueError, match=r"100000 agents with 10,000,000,000 edges in a round, 240.0 GB"):
         analyse(AllReduce(MANY))
     with pytest.raises(ValueError, match=r"100000 agents with 2,500,000,000 edges in a round, 60.0 GB"):
@@ -184,7 +184,7 @@ def peak_megabytes() -> float:
         ("one-peer-exponential", None),
     ],
 )
-def test_100_000_agents_that_are_alike_have_exact_figures(name: str, gap: float | None) -> None:
+def test_100_000_agents_of_a_circulant_have_exact_figures(name: str, gap: float | None) -> None:
     before = peak_megabytes()
     found = analyse(find(name).schedule(MANY))
     assert found.size == MANY and found.connected and found.gap.method == "fourier"

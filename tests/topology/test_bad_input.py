@@ -63,13 +63,13 @@ PARTS = nx.Graph([(0, 1), (2, 3)])
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-3, ValueError), (4.0, TypeError), (True, TypeError)])
-def test_a_number_of_agents_that_is_none_is_refused(name: str, size: object, error: type[Exception]) -> None:
+def test_an_invalid_number_of_agents_is_refused(name: str, size: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"at least 1, got|must be an int, got"):
         getattr(shoal.topology, name)(size)
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_one_agent_keeps_what_it_has_or_is_refused(name: str) -> None:
+def test_one_agent_keeps_its_value_or_is_refused(name: str) -> None:
     topology = CATALOG[name]
     if topology.refuses(1):
         pytest.fail(f"{name} refuses one agent: {topology.refuses(1)}")
@@ -81,7 +81,7 @@ def test_one_agent_keeps_what_it_has_or_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_two_agents_agree_in_the_end_or_are_refused_with_a_reason(name: str) -> None:
+def test_two_agents_reach_consensus_or_are_refused_with_a_reason(name: str) -> None:
     topology = CATALOG[name]
     if topology.refuses(2):
         assert name == "torus" and "2 is prime" in topology.refuses(2)
@@ -93,13 +93,13 @@ def test_two_agents_agree_in_the_end_or_are_refused_with_a_reason(name: str) -> 
 
 @pytest.mark.parametrize("name", NEED_EVEN)
 @pytest.mark.parametrize("size", [3, 7, 25])
-def test_an_odd_number_that_has_to_be_paired_is_refused_with_what_to_take(name: str, size: int) -> None:
+def test_an_odd_number_that_must_be_paired_is_refused_with_an_alternative(name: str, size: int) -> None:
     with pytest.raises(ValueError, match=rf"{name} for {size} agents: .*{size} is odd") as caught:
         find(name).schedule(size)
     assert "random-matchings lets one sit out" in str(caught.value) or "ceca" in str(caught.value)
 
 
-def test_only_those_need_an_even_number() -> None:
+def test_only_pairing_topologies_need_an_even_number() -> None:
     refusing = [name for name, topology in CATALOG.items() if topology.refuses(9) and not topology.refuses(10)]
     assert refusing == [name for name in CATALOG if name in NEED_EVEN]
 
@@ -118,7 +118,7 @@ def test_a_shape_that_does_not_hold_all_agents_is_refused(constructor, shape: tu
         constructor(10, shape=shape)
 
 
-def test_parts_without_a_way_between_are_told_or_refused() -> None:
+def test_disconnected_graphs_are_reported_or_refused() -> None:
     found = analyse(with_metropolis_hastings_weights(PARTS))
     assert not found.connected
     assert "Not all agents hear of all others: they never agree." in found.notes
@@ -130,14 +130,14 @@ def test_parts_without_a_way_between_are_told_or_refused() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.1])
-def test_weights_that_do_not_sum_to_one_are_classified_and_told(scale: float) -> None:
+def test_rows_that_do_not_sum_to_one_are_classified_and_reported(scale: float) -> None:
     matrix = np.array([[0.5, 0.5], [0.5 * scale, 0.5 * scale]])
     assert not classify(matrix).row and not classify(matrix).column
     assert not classify(Static(matrix)).doubly
     assert any("do not sum to one in every round" in note for note in analyse(matrix).notes)
 
 
-def test_columns_that_do_not_sum_to_one_are_told_with_what_to_do() -> None:
+def test_columns_that_do_not_sum_to_one_are_reported_with_the_remedy() -> None:
     matrix = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
     found = analyse(np.array([[0.5, 0.5, 0.0], [0.25, 0.5, 0.25], [0.0, 0.5, 0.5]]))
     assert found.weights.row and not found.weights.column

@@ -60,7 +60,7 @@ def test_eigenvalues_count_the_rounds_of_a_circulant(size: int, hops: set[int], 
 
 @few
 @given(size=st.integers(2, 16), hops=st.lists(st.integers(1, 15), min_size=2, max_size=4), error=errors)
-def test_eigenvalues_count_the_rounds_of_circulants_that_take_turns(size: int, hops: list[int], error: float) -> None:
+def test_eigenvalues_count_the_rounds_of_alternating_circulants(size: int, hops: list[int], error: float) -> None:
     turns = Alternating([Circulant(size, {0: 0.6, hop: 0.4 * (hop % size > 0)}) for hop in [1, *hops]])
     assert rounds_to(turns, error).value == run(turns, error, default_start(size))
 
@@ -73,7 +73,7 @@ def test_eigenvalues_count_the_rounds_of_a_torus(shape: tuple[int, int]) -> None
 
 @few
 @given(graph=connected(), error=errors)
-def test_rounds_of_a_graph_are_those_that_it_takes(graph: nx.Graph, error: float) -> None:
+def test_predicted_rounds_of_a_graph_are_the_rounds_that_it_takes(graph: nx.Graph, error: float) -> None:
     schedule = Static(with_metropolis_hastings_weights(graph))
     assert rounds_to(schedule, error).value == run(schedule, error, default_start(len(graph)))
 
@@ -86,7 +86,7 @@ def test_squaring_counts_the_same_rounds_as_running(monkeypatch: pytest.MonkeyPa
     assert {error: rounds_to(schedule, error).value for error in expected} == expected
 
 
-def test_what_is_too_much_work_to_run_is_between_what_was_run_and_what_the_gap_promises(
+def test_an_estimate_is_between_the_simulated_rounds_and_the_bound_of_the_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     schedule = Static(ChainGraph(12))
@@ -105,7 +105,7 @@ def test_rounds_of_a_random_schedule_are_those_of_its_draws(size: int, seed: int
     assert rounds_to(schedule, error).value == run(schedule, error, default_start(size))
 
 
-def test_a_start_of_ones_own_is_counted_from() -> None:
+def test_an_explicit_start_is_used() -> None:
     start = np.array([1.0, 0, 0, 0, 0, 0, 0])
     schedule = Static(ChainGraph(7))
     assert rounds_to(schedule, 1e-3, start=start).value == run(schedule, 1e-3, start)
@@ -113,7 +113,7 @@ def test_a_start_of_ones_own_is_counted_from() -> None:
     assert rounds_to(schedule, 1e-3, start=np.full(7, 3.0)).value == 0
 
 
-def test_an_error_that_all_have_at_the_start_takes_no_round() -> None:
+def test_an_error_met_at_the_start_takes_no_round() -> None:
     assert rounds_to(RingGraph(8), 1.0).value == 0
 
 
@@ -130,20 +130,20 @@ def test_an_error_that_all_have_at_the_start_takes_no_round() -> None:
     ],
     ids=["nobody speaks", "turns without end", "two parts", "a mean with weights", "too small", "apart", "apart, of 3"],
 )
-def test_agents_that_never_agree_on_the_average_are_told_so(topology: object) -> None:
+def test_agents_that_never_reach_the_average_are_reported(topology: object) -> None:
     found = rounds_to(topology, 1e-3)
     assert found.never and found.value is None and str(found) == "never"
     assert exact_length(topology) is None
 
 
 @pytest.mark.parametrize("size", [3, 6, 11, 16])
-def test_ceca_is_run_with_its_second_buffer(size: int) -> None:
+def test_ceca_runs_with_its_second_buffer(size: int) -> None:
     schedule = find("ceca").schedule(size)
     assert rounds_to(schedule, 1e-9).value == exact_length(schedule) == (size - 1).bit_length()
 
 
 @pytest.mark.parametrize("name", [name for name, topology in CATALOG.items() if topology.exact])
-def test_what_is_declared_exact_has_a_length_and_not_before_its_product_is_the_average(name: str) -> None:
+def test_a_declared_exact_length_is_the_first_round_whose_product_is_the_average(name: str) -> None:
     for size in (2, 4, 6, 12, 16):
         if CATALOG[name].refuses(size):
             continue
@@ -155,27 +155,27 @@ def test_what_is_declared_exact_has_a_length_and_not_before_its_product_is_the_a
 
 
 @pytest.mark.parametrize("topology", [RingGraph(9), StarGraph(6), find("exponential").schedule(24)])
-def test_what_comes_closer_and_closer_is_never_exact(topology: object) -> None:
+def test_asymptotic_convergence_is_never_exact(topology: object) -> None:
     assert exact_length(topology, limit=3000) is None
 
 
-def test_a_length_beyond_the_limit_is_not_looked_for() -> None:
+def test_a_length_beyond_the_limit_is_not_searched() -> None:
     assert exact_length(OnePeerExponential(16), limit=3) is None
     assert exact_length(OnePeerExponential(16), limit=4) == 4
 
 
-def test_one_agent_agrees_with_itself_at_once() -> None:
+def test_one_agent_needs_no_round() -> None:
     assert rounds_to(AllReduce(1)).value == exact_length(AllReduce(1)) == 0
 
 
 @pytest.mark.parametrize("error", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_error_that_cannot_be_reached_is_refused(error: float) -> None:
+def test_an_unreachable_error_is_refused(error: float) -> None:
     with pytest.raises(ValueError, match="Pass a number above 0"):
         rounds_to(RingGraph(4), error)
 
 
 @pytest.mark.parametrize("start", [[1.0, 2.0], [[1.0]] * 4, [1.0, 2.0, 3.0, float("nan")]])
-def test_a_start_that_is_none_is_refused(start: object) -> None:
+def test_an_invalid_start_is_refused(start: object) -> None:
     with pytest.raises(ValueError, match="Pass 4 finite numbers, one for each agent"):
         rounds_to(RingGraph(4), start=start)
 
@@ -189,5 +189,5 @@ def test_a_start_that_is_none_is_refused(start: object) -> None:
         (Rounds(1, None, never=True), "never"),
     ],
 )
-def test_rounds_say_what_is_known(rounds: Rounds, text: str) -> None:
+def test_estimates_state_what_is_known(rounds: Rounds, text: str) -> None:
     assert str(rounds) == text

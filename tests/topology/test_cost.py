@@ -67,7 +67,7 @@ def test_traffic_is_what_the_agents_send(graph: nx.DiGraph, local: int) -> None:
     assert (found.nic_messages, found.most_senders_on_a_nic, found.most_messages) == (nic, senders, busiest)
 
 
-def test_traffic_of_a_schedule_is_the_mean_over_its_period_and_most_is_the_most() -> None:
+def test_traffic_of_a_schedule_is_the_mean_over_its_period_and_most_is_the_maximum() -> None:
     turns = Alternating([AllReduce(4), OnePeerExponential(4)])
     found = traffic(turns, nbytes=10.0)
     each = [counted(turns, round, 1) for round in range(turns.period)]
@@ -76,7 +76,7 @@ def test_traffic_of_a_schedule_is_the_mean_over_its_period_and_most_is_the_most(
     assert found.most_messages == 3
 
 
-def test_inner_outer_schedules_keep_all_but_one_agent_off_the_nic() -> None:
+def test_inner_outer_schedules_use_the_nic_for_one_agent_only() -> None:
     alone = traffic(InnerOuterExponential(16, 4), nbytes=1.0, agents_per_machine=4)
     crowd = traffic(find("one-peer-exponential").schedule(16), nbytes=1.0, agents_per_machine=4)
     assert alone.most_senders_on_a_nic == 1
@@ -98,16 +98,16 @@ def test_agents_of_one_machine_wait_for_its_nic() -> None:
     assert shared == pytest.approx((1 + 2 + 4) / 3 * 2.25)
 
 
-def test_what_stays_inside_a_machine_costs_nothing() -> None:
+def test_transfers_within_a_machine_cost_nothing() -> None:
     assert round_seconds(RingGraph(6), nbytes=1.0, latency=1.0, bandwidth=1.0, agents_per_machine=6) == 0.0
 
 
-def test_the_middle_of_a_star_pays_for_all() -> None:
+def test_the_centre_of_a_star_has_the_cost_of_all() -> None:
     found = traffic(StarGraph(9), nbytes=3.0)
     assert (found.busiest_messages, found.busiest_handshakes, found.busiest_bytes) == (8, 8, 24.0)
 
 
-def test_nobody_speaks_and_nothing_is_counted() -> None:
+def test_a_round_without_messages_counts_nothing() -> None:
     found = traffic(Idle(4), nbytes=100.0)
     assert found.messages == found.bytes == found.handshakes == found.busiest_messages == found.most_messages == 0
 
@@ -120,12 +120,12 @@ def test_the_alpha_beta_model_adds_latencies_and_bytes() -> None:
     ("other", "this", "gain"),
     [(6.0, 2.0, 3.0), (1.0, 4.0, 0.25), (0.0, 0.0, 1.0), (2.0, 0.0, float("inf")), (float("inf"), float("inf"), 1.0)],
 )
-def test_relative_gain_is_the_other_over_this(other: float, this: float, gain: float) -> None:
+def test_relative_gain_is_the_other_cost_over_this_cost(other: float, this: float, gain: float) -> None:
     assert relative_gain(other, this) == gain
 
 
 @pytest.mark.parametrize(("other", "this"), [(-1.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)])
-def test_a_cost_below_nothing_has_no_gain(other: float, this: float) -> None:
+def test_a_negative_cost_has_no_gain(other: float, this: float) -> None:
     with pytest.raises(ValueError, match="two numbers of at least 0"):
         relative_gain(other, this)
 
@@ -141,6 +141,6 @@ def test_a_cost_below_nothing_has_no_gain(other: float, this: float) -> None:
         ({"agents_per_machine": 0}, "agents_per_machine must be at least 1"),
     ],
 )
-def test_a_network_that_is_none_is_refused(change: dict[str, float], match: str) -> None:
+def test_an_invalid_network_is_refused(change: dict[str, float], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         round_seconds(RingGraph(8), **{"nbytes": 1.0, "latency": 1.0, "bandwidth": 1.0, **change})

@@ -34,7 +34,7 @@ class Turns(CustomSchedule):
         return f"ring and random pairs of {self.size} agents, seed {self.seed}"
 
 
-def test_its_rounds_are_the_weights_that_it_returns() -> None:
+def test_the_rounds_are_the_weights_that_the_function_returns() -> None:
     schedule = Turns(SIZE)
     assert np.allclose(schedule.matrix(0), mixing_matrix(RingGraph(SIZE)))
     assert np.array_equal(schedule.matrix(3), schedule.weights(3))

@@ -29,7 +29,7 @@ from shoal.topology import (
     draw_rounds,
     with_uniform_weights,
 )
-from shoal.topology.drawing.pictures import (
+from shoal.topology.drawing import (
     BETWEEN_MACHINES,
     COLUMN_WIDTH,
     EDGE,
@@ -94,7 +94,7 @@ def test_agents_too_small_for_all_numbers_are_numbered_sparsely():
     assert 0 < len(axes.texts) <= 48
 
 
-def test_a_one_way_edge_is_an_arrow_from_source_to_destination():
+def test_a_directed_edge_is_an_arrow_from_source_to_destination():
     axes = draw(nx.DiGraph([(0, 1), (2, 2)]))
     (arrow,) = arrows(axes)
     centres = [agent.center for agent in agents(axes)]
@@ -102,13 +102,13 @@ def test_a_one_way_edge_is_an_arrow_from_source_to_destination():
     assert type(arrow.get_arrowstyle()) is ArrowStyle.CurveFilledB
 
 
-def test_where_all_edges_go_both_ways_an_exchange_is_one_plain_line():
+def test_in_an_undirected_graph_an_edge_is_one_plain_line():
     axes = draw(RingGraph(6))
     assert len(arrows(axes)) == 6
     assert {type(arrow.get_arrowstyle()) for arrow in arrows(axes)} == {ArrowStyle.Curve}
 
 
-def test_beside_a_one_way_edge_an_exchange_is_one_arrow_with_two_heads():
+def test_beside_directed_edges_an_exchange_is_one_arrow_with_two_heads():
     axes = draw(nx.DiGraph([(0, 1), (1, 0), (1, 2)]))
     styles = {ends(arrow): type(arrow.get_arrowstyle()) for arrow in arrows(axes)}
     first, second, third = (agent.center for agent in agents(axes))
@@ -212,7 +212,7 @@ def test_no_rounds_are_no_panels():
     assert pyplot.get_fignums() == []
 
 
-def test_another_number_of_axes_than_of_rounds_is_refused():
+def test_a_number_of_axes_other_than_of_rounds_is_refused():
     _, grid = pyplot.subplots(1, 3)
     with pytest.raises(ValueError, match="2 rounds do not fit 3 axes"):
         draw_rounds([[(0, 1)], [(1, 0)]], 2, axes=grid)
@@ -227,14 +227,14 @@ def places(axes):
     return np.array([agent.center for agent in agents(axes)])
 
 
-def test_agents_that_all_see_the_same_stand_on_a_circle_clockwise_from_the_top():
+def test_vertex_transitive_graphs_are_drawn_on_a_circle_clockwise_from_the_top():
     x, y = places(draw(ExponentialTwoGraph(8))).T
     assert np.hypot(x, y) == pytest.approx(1.0)
     assert np.arctan2(x, y) % (2 * np.pi) == pytest.approx(np.arange(8) * np.pi / 4)
 
 
 @pytest.mark.parametrize("graph", [MeshGrid2DGraph(12), torus(3, 4)])
-def test_a_grid_stands_in_rows_and_columns(graph):
+def test_a_grid_is_drawn_in_rows_and_columns(graph):
     x, y = places(draw(graph)).reshape(3, 4, 2).transpose(2, 0, 1)
     assert np.ptp(x, axis=0) == pytest.approx(0.0)
     assert np.ptp(y, axis=1) == pytest.approx(0.0)
@@ -243,7 +243,7 @@ def test_a_grid_stands_in_rows_and_columns(graph):
 
 
 @pytest.mark.parametrize("dimensions", [2, 3, 4, 5])
-def test_edges_along_one_dimension_of_a_hypercube_are_parallel_and_as_long(dimensions):
+def test_edges_along_one_dimension_of_a_hypercube_are_parallel_and_of_equal_length(dimensions):
     place = places(draw(hypercube(dimensions)))
     ranks = np.arange(1 << dimensions)
     for bit in range(dimensions):
@@ -252,7 +252,7 @@ def test_edges_along_one_dimension_of_a_hypercube_are_parallel_and_as_long(dimen
         assert np.ptp(steps, axis=0) == pytest.approx(0.0)
 
 
-def test_a_tree_stands_in_layers_with_parents_above_the_middle_of_their_children():
+def test_a_tree_is_drawn_in_layers_with_parents_centred_above_their_children():
     x, y = places(draw(binary_tree(15))).T
     depth = np.floor(np.log2(np.arange(15) + 1))
     assert y == pytest.approx(y[0] + depth * (y[1] - y[0]))
@@ -272,17 +272,17 @@ def test_a_path_too_long_for_a_line_follows_a_circle():
     assert np.linalg.norm(places(draw(nx.path_graph(13))), axis=1) == pytest.approx(1.0)
 
 
-def test_the_hub_of_a_star_stands_in_the_middle():
+def test_the_hub_of_a_star_is_drawn_in_the_middle():
     place = places(draw(StarGraph(7, center_rank=2)))
     assert place[2] == pytest.approx((0.0, 0.0))
     assert np.linalg.norm(np.delete(place, 2, axis=0), axis=1) == pytest.approx(1.0)
 
 
-def test_a_layout_asked_for_replaces_the_one_found():
+def test_an_explicit_layout_replaces_the_detected_one():
     assert np.linalg.norm(places(draw(torus(3, 4), layout="circle")), axis=1) == pytest.approx(1.0)
 
 
-def test_a_layout_that_does_not_fit_is_refused():
+def test_an_invalid_layout_is_refused():
     with pytest.raises(ValueError, match="the edges of these 6 agents do not make a tree"):
         draw(RingGraph(6), layout="tree")
     with pytest.raises(ValueError, match="no layout 'spiral'"):
@@ -290,7 +290,7 @@ def test_a_layout_that_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize(("size", "per_machine"), [(4, 4), (4, 2), (12, 3), (16, 4), (64, 8)])
-def test_agents_stand_on_the_patch_of_their_machine_and_on_no_other(size, per_machine):
+def test_agents_are_drawn_on_the_patch_of_their_machine_only(size, per_machine):
     axes = draw(RingGraph(size), agents_per_machine=per_machine)
     patches = machines(axes)
     assert len(patches) == size // per_machine
@@ -308,7 +308,7 @@ def test_lines_between_machines_have_a_colour_of_their_own():
     assert colours.count(to_rgba(EDGE)[:3]) == 6
 
 
-def test_all_edges_from_one_machine_to_another_are_one_thick_line_between_the_two():
+def test_all_edges_from_one_machine_to_another_are_one_thick_line():
     everybody_to_the_next = nx.DiGraph([(a, b) for a in range(3) for b in range(3, 6)])
     everybody_to_the_next.add_edges_from([(3, 0), (6, 1), (7, 8)])
     axes = draw(everybody_to_the_next, agents_per_machine=3)
@@ -321,7 +321,7 @@ def test_all_edges_from_one_machine_to_another_are_one_thick_line_between_the_tw
     assert thick[0].get_linewidth() > 2 * max(arrow.get_linewidth() for arrow in arrows(axes) if arrow not in thick)
 
 
-def test_two_machines_that_exchange_everything_have_one_line_for_both_ways():
+def test_two_fully_connected_machines_have_one_line_for_both_directions():
     axes = draw(FullyConnectedGraph(6), agents_per_machine=3)
     thick = [arrow for arrow in arrows(axes) if arrow.patchA in machines(axes)]
     assert len(thick) == 1
@@ -335,7 +335,7 @@ def test_agents_too_small_for_numbers_are_numbered_beside_their_machine():
     assert len(axes.texts) == 8
 
 
-def test_machines_that_the_agents_do_not_fill_are_refused():
+def test_machines_that_are_not_full_are_refused():
     with pytest.raises(ValueError, match="10 agents do not fill machines of 4"):
         draw(RingGraph(10), agents_per_machine=4)
 
@@ -348,7 +348,7 @@ def test_a_static_topology_is_one_panel_as_wide_as_a_column():
 
 
 @pytest.mark.parametrize(("period", "panels"), [(3, 3), (6, 6), (9, 6), (None, 4)])
-def test_a_schedule_shows_its_period_and_of_a_long_or_endless_one_the_beginning(period, panels):
+def test_a_schedule_shows_its_period_or_the_first_rounds_of_a_long_one(period, panels):
     figure = draw_schedule(Dimensions(3, period))
     assert [axes.get_title() for axes in figure.axes] == [f"round {t}" for t in range(panels)]
     assert [len(arrows(axes)) for axes in figure.axes] == [4] * panels
@@ -363,7 +363,7 @@ def test_rounds_and_width_can_be_chosen():
         draw_schedule(RingGraph(4), rounds=0)
 
 
-def test_all_rounds_of_a_hypercube_stand_as_the_hypercube_with_its_other_edges_pale():
+def test_all_rounds_of_a_hypercube_use_its_layout_with_its_other_edges_pale():
     figure = draw_schedule(Dimensions(3, 3))
     whole = places(draw(hypercube(3)))
     for axes in figure.axes:
@@ -373,7 +373,7 @@ def test_all_rounds_of_a_hypercube_stand_as_the_hypercube_with_its_other_edges_p
     assert places(first) == pytest.approx(whole)
 
 
-def test_one_way_rounds_are_arrows_in_every_panel():
+def test_directed_rounds_are_arrows_in_every_panel():
     generators = [GetDynamicOnePeerSendRecvRanks(ExponentialTwoGraph(8), rank) for rank in range(8)]
     *_, last = draw_rounds(collect_rounds(generators, 3), 8)
     assert {type(arrow.get_arrowstyle()) for arrow in arrows(last)} == {ArrowStyle.CurveFilledAB}
@@ -388,7 +388,7 @@ def test_panels_do_not_overlap_and_fill_the_figure():
     assert max(box.x1 for box in boxes) == pytest.approx(1.0)
 
 
-def test_a_picture_of_too_many_lines_is_refused():
+def test_a_picture_with_too_many_lines_is_refused():
     with pytest.raises(ValueError, match="a picture of 128 agents and 8128 lines shows nothing"):
         draw(FullyConnectedGraph(128))
 
@@ -411,7 +411,7 @@ def test_fonts_in_a_pdf_are_embedded_as_truetype(tmp_path):
     assert b"FontFile2" in content
 
 
-def test_another_kind_of_file_is_refused(tmp_path):
+def test_an_unknown_file_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"written as \.pdf, \.png, \.svg"):
         save(draw_schedule(RingGraph(3)), tmp_path / "ring.gif")
 

@@ -124,7 +124,7 @@ def test_inner_outer_sends_one_agent_of_each_machine_outside(world, function):
 
 @few
 @given(world=machines(), function=st.sampled_from(INNER_OUTER))
-def test_inner_outer_joins_everybody_in_the_long_run(world, function):
+def test_inner_outer_connects_all_agents_over_its_rounds(world, function):
     world_size, local_size = world
     union = nx.DiGraph()
     union.add_nodes_from(range(world_size))
@@ -134,7 +134,7 @@ def test_inner_outer_joins_everybody_in_the_long_run(world, function):
 
 
 @pytest.mark.parametrize("function", INNER_OUTER)
-def test_one_machine_stays_purely_inside(function):
+def test_one_machine_has_only_inner_rounds(function):
     ring = collect_rounds(fleet(function, 5, 5), 1)[0]
     assert ring == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
 
@@ -144,7 +144,7 @@ def test_one_machine_of_the_inner_outer_exponential_graph_is_the_one_peer_expone
     assert alone == collect_rounds(one_peer_fleet(ExponentialTwoGraph(8)), 6)
 
 
-def test_one_agent_a_machine_goes_purely_outside():
+def test_one_agent_a_machine_has_only_outer_rounds():
     alone = collect_rounds(fleet(GetInnerOuterExpo2DynamicSendRecvRanks, 8, 1), 6)
     assert alone == collect_rounds(one_peer_fleet(ExponentialTwoGraph(8)), 6)
     assert collect_rounds(fleet(GetInnerOuterRingDynamicSendRecvRanks, 3, 1), 1) == [[(0, 1), (1, 2), (2, 0)]]
@@ -170,7 +170,7 @@ def test_one_peer_exponential_rounds_average_exactly_when_the_size_is_a_power_of
     assert np.array_equal(product, np.full((size, size), 1.0 / size))
 
 
-def test_a_world_of_one_has_nobody_to_talk_to():
+def test_a_single_agent_has_no_peers():
     for generator in (
         GetDynamicOnePeerSendRecvRanks(RingGraph(1), 0),
         GetExp2DynamicSendRecvMachineRanks(1, 1, 0, 0),
@@ -180,13 +180,13 @@ def test_a_world_of_one_has_nobody_to_talk_to():
         assert list(islice(generator, 3)) == [([], [])] * 3
 
 
-def test_an_agent_that_only_listens_sends_nothing_and_still_receives():
+def test_an_agent_without_destinations_still_receives():
     graph = nx.DiGraph([(0, 1), (2, 1), (2, 0)])
     listener = GetDynamicOnePeerSendRecvRanks(graph, 1)
     assert list(islice(listener, 3)) == [([], [0]), ([], [0, 2]), ([], [0])]
 
 
-def test_yielded_lists_are_the_callers_to_change():
+def test_yielded_lists_may_be_changed_by_the_caller():
     generator = GetDynamicOnePeerSendRecvRanks(RingGraph(3, 2), 0)
     send, receive = next(generator)
     send.clear()
@@ -227,7 +227,7 @@ def test_collecting_finds_an_agent_that_is_a_round_ahead():
         collect_rounds(generators, 1)
 
 
-def test_collecting_goes_on_where_it_stopped():
+def test_collecting_resumes_at_the_round_where_it_stopped():
     generators = one_peer_fleet(ExponentialTwoGraph(8))
     in_pieces = collect_rounds(generators, 2) + collect_rounds(generators, 3)
     assert in_pieces == collect_rounds(one_peer_fleet(ExponentialTwoGraph(8)), 5)

@@ -43,7 +43,7 @@ GAPS = {
 
 
 @pytest.mark.parametrize("size", GAPS)
-def test_the_static_graphs_have_the_gaps_that_were_measured(size):
+def test_the_static_graphs_have_the_measured_gaps(size):
     names = ("ring", "star", "torus", "exponential", "hypercube")
     for name, gap in zip(names, GAPS[size], strict=True):
         if gap is None:
@@ -71,7 +71,7 @@ def test_circulants_are_the_graphs_of_the_same_name(size):
 
 
 @given(st.integers(1, 9), st.dictionaries(st.integers(-20, 20), st.floats(-2, 2), min_size=1, max_size=6))
-def test_a_circulant_takes_its_shares_of_those_behind(size, shares):
+def test_a_circulant_receives_from_the_ranks_behind(size, shares):
     expected = np.zeros((size, size))
     for rank in range(size):
         for hop, share in shares.items():
@@ -79,7 +79,7 @@ def test_a_circulant_takes_its_shares_of_those_behind(size, shares):
     np.testing.assert_allclose(Circulant(size, shares).matrix(0), expected, rtol=0, atol=1e-14)
 
 
-def test_circulants_are_told_apart_by_their_shares():
+def test_circulants_are_distinguished_by_their_shares():
     one, same, other = Circulant(5, {0: 0.5, 1: 0.5}), Circulant(5, {6: 0.5, 0: 0.5}), Circulant(5, {0: 0.4, 1: 0.6})
     assert one.describe() == same.describe() != other.describe()
 
@@ -117,13 +117,13 @@ def test_a_torus_with_a_side_of_two_or_one_has_fewer_neighbours():
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 31])
-def test_a_prime_number_makes_no_torus_by_itself(size):
+def test_a_prime_number_has_no_default_torus(size):
     with pytest.raises(ValueError, match=f"{size} is prime. ring is what would come of it"):
         find("torus").schedule(size)
 
 
 @pytest.mark.parametrize("dimensions", range(2, 7))
-def test_a_hypercube_is_networkx_own(dimensions):
+def test_a_hypercube_equals_networkxs(dimensions):
     bits = {place: int("".join(map(str, place)), base=2) for place in nx.hypercube_graph(dimensions)}
     theirs = nx.relabel_nodes(nx.hypercube_graph(dimensions), bits).to_directed()
     graph = HypercubeGraph(2**dimensions)
@@ -143,7 +143,7 @@ def test_trees_have_one_edge_less_than_agents(size, arity):
 
 @given(st.integers(2, 40), st.integers(1, 5))
 @few
-def test_the_parent_in_a_tree_is_a_division_away(size, arity):
+def test_the_parent_in_a_tree_is_computed_by_a_division(size, arity):
     graph = TreeGraph(size, arity)
     upwards = {(source, destination) for source, destination in graph.edges if source > destination}
     assert upwards == {(rank, (rank - 1) // arity) for rank in range(1, size)}
@@ -159,13 +159,13 @@ def test_a_spanning_tree_keeps_the_distances_to_its_root(size):
     assert max(ways.values()) <= ceil(log2(size))
 
 
-def test_there_is_no_tree_over_parts_without_a_way_between():
+def test_there_is_no_tree_over_a_disconnected_graph():
     with pytest.raises(ValueError, match="no way leads from 0 to 2"):
         SpanningTreeGraph(nx.Graph([(0, 1), (2, 3)]))
 
 
 @pytest.mark.parametrize(("size", "gap"), [(16, 0.150), (32, 0.086), (64, 0.054)])
-def test_small_worlds_have_the_gaps_that_were_measured(size, gap):
+def test_small_worlds_have_the_measured_gaps(size, gap):
     assert spectral_gap(SmallWorldGraph(size)).value == pytest.approx(gap, abs=5e-4)
 
 
@@ -183,18 +183,18 @@ def test_small_worlds_that_are_never_connected_are_refused(monkeypatch):
     def apart(size, *_, **__):
         return nx.empty_graph(size)
 
-    monkeypatch.setattr("shoal.topology.families.small_world._draw", apart)
+    monkeypatch.setattr("shoal.topology.families.graphs._draw", apart)
     with pytest.raises(ValueError, match="none of 100 small worlds of 12 agents was connected"):
         SmallWorldGraph(12)
 
 
 def test_small_worlds_are_drawn_again_until_one_is_connected():
-    """Of degree two, most draws fall apart."""
+    """With degree two, most draws are disconnected."""
     for seed in range(20):
         assert nx.is_strongly_connected(SmallWorldGraph(10, degree=2, rewired=0.5, seed=seed))
 
 
-def test_a_small_world_is_the_same_whatever_the_releases_of_what_it_is_made_with():
+def test_a_small_world_is_independent_of_library_versions():
     edges = sorted((a, b) for a, b in SmallWorldGraph(9, seed=7).edges if a < b)
     assert edges == [
         (0, 1),
@@ -222,7 +222,7 @@ def test_another_seed_makes_another_small_world():
     assert not IsTopologyEquivalent(SmallWorldGraph(20, seed=1), SmallWorldGraph(20, seed=2))
 
 
-def test_a_small_world_that_is_not_rewired_is_a_ring_of_near_neighbours():
+def test_a_small_world_without_rewiring_is_a_ring_lattice():
     graph = SmallWorldGraph(12, rewired=0.0)
     assert sorted(graph.successors(0)) == [0, 1, 2, 10, 11]
 
@@ -264,7 +264,7 @@ def test_a_small_world_of_cliques_has_a_logarithmic_number_of_edges_a_clique():
 
 
 @pytest.mark.parametrize("between", ["ring", "small-world", "full"])
-def test_edges_between_cliques_are_shared_out_among_their_agents(between):
+def test_edges_between_cliques_are_distributed_among_their_agents(between):
     graph = DCliquesGraph(200, 10, between)
     load = np.zeros(200, dtype=int)
     for a, b in cross(graph, 10):
@@ -281,7 +281,7 @@ def test_d_cliques_are_connected_and_doubly_stochastic(size, clique_size, betwee
     assert classify(graph).doubly
 
 
-def test_label_cliques_find_all_labels_when_every_agent_has_but_one():
+def test_label_cliques_have_all_labels_if_every_agent_has_one():
     labels = np.repeat(np.eye(10), 10, axis=0)
     consecutive = [list(range(10 * clique, 10 * clique + 10)) for clique in range(10)]
     assert all(skew(labels, clique) == pytest.approx(1.8) for clique in consecutive)
@@ -294,14 +294,14 @@ def test_label_cliques_find_all_labels_when_every_agent_has_but_one():
 
 @given(st.integers(2, 30), st.integers(1, 8), st.integers(0, 2**32))
 @few
-def test_swaps_never_add_to_the_skew(size, clique_size, seed):
+def test_swaps_never_increase_the_skew(size, clique_size, seed):
     labels = np.random.default_rng(seed).dirichlet([0.3] * 5, size)
     before = sum(skew(labels, clique) for clique in label_cliques(labels, clique_size, seed, tries=0))
     after = sum(skew(labels, clique) for clique in label_cliques(labels, clique_size, seed, tries=40))
     assert after <= before + 1e-12
 
 
-def test_cliques_must_name_everybody_once():
+def test_cliques_must_contain_every_agent_once():
     with pytest.raises(ValueError, match="ranks 0 to 3 exactly once"):
         DCliquesGraph(4, cliques=[[0, 1], [1, 2]])
     with pytest.raises(ValueError, match="full, ring, small-world"):

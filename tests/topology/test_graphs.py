@@ -64,7 +64,7 @@ def test_graph_equals_bluefogs_for_every_recorded_size(name):
 
 @few
 @given(name=st.sampled_from(sorted(CONSTRUCTORS)), size=sizes)
-def test_graph_is_doubly_stochastic_with_a_positive_share_for_everybody(name, size):
+def test_graph_is_doubly_stochastic_with_positive_weights_for_all(name, size):
     matrix = mixing_matrix(CONSTRUCTORS[name](size))
     np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-14)
     np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-14)
@@ -104,14 +104,14 @@ def test_powers_that_a_floating_point_logarithm_misses_are_edges(base, power):
     assert SymmetricExponentialGraph(2 * power, base).has_edge(0, power)
 
 
-def test_left_and_right_ring_send_the_way_their_name_says():
+def test_left_and_right_ring_send_in_their_named_direction():
     assert set(RingGraph(5, connect_style=1).successors(0)) == {0, 4}
     assert set(RingGraph(5, connect_style=2).successors(0)) == {0, 1}
 
 
 @few
 @given(size=sizes, data=st.data())
-def test_star_is_centred_where_asked(size, data):
+def test_star_has_the_requested_centre(size, data):
     center = data.draw(st.integers(0, size - 1))
     graph = StarGraph(size, center_rank=center)
     assert set(graph.successors(center)) == set(range(size))
@@ -166,7 +166,7 @@ def test_numpy_integers_are_sizes():
         (lambda: MeshGrid2DGraph(6, shape=(1, 2, 3)), r"Pass two numbers, \(rows, columns\)"),
     ],
 )
-def test_bad_argument_is_refused_with_what_to_pass(call, message):
+def test_bad_argument_is_refused_with_the_valid_ones(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -211,7 +211,7 @@ def test_exactly_the_circulant_graphs_are_regular(name):
     assert IsRegularGraph(CONSTRUCTORS[name](7)) == (name in CIRCULANT)
 
 
-def test_a_one_way_pair_is_not_regular_although_its_total_degrees_are_equal():
+def test_a_directed_pair_is_not_regular_although_its_total_degrees_are_equal():
     assert not IsRegularGraph(nx.DiGraph([(0, 1)]))
 
 
@@ -256,7 +256,7 @@ def test_weights_of_a_rank_outside_the_graph_are_refused(function):
 
 
 @pytest.mark.parametrize("function", [IsRegularGraph, lambda graph: IsTopologyEquivalent(graph, graph), mixing_matrix])
-def test_what_is_no_graph_over_the_ranks_is_refused(function):
+def test_invalid_graphs_are_refused(function):
     with pytest.raises(TypeError, match=r"must be a networkx.DiGraph, got ndarray"):
         function(np.eye(3))
     with pytest.raises(TypeError, match="MultiDiGraph"):

@@ -53,9 +53,7 @@ def complement(matrix: NDArray[np.float64], gone: tuple[int, ...]) -> NDArray[np
 
 
 @pytest.mark.parametrize(("topology", "size", "gone"), CASES)
-def test_the_agents_that_are_left_keep_what_the_topology_promised(
-    topology: Topology, size: int, gone: tuple[int, ...]
-) -> None:
+def test_the_survivors_keep_the_topologys_properties(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
     whole = schedule_of(topology, size)
     healed = Without(whole, gone)
     planned = whole.among([rank for rank in range(size) if rank not in gone]) is not None
@@ -81,7 +79,7 @@ def test_the_agents_that_are_left_keep_what_the_topology_promised(
 
 
 @pytest.mark.parametrize(("topology", "size", "gone"), CASES)
-def test_where_all_were_connected_those_that_are_left_are(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
+def test_survivors_of_a_connected_topology_are_connected(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
     whole = schedule_of(topology, size)
     healed = Without(whole, gone)
     assert _connected(whole, list(range(min(whole.period or 40, 40))), ()), "the case shows nothing"
@@ -95,7 +93,7 @@ def _connected(schedule: Schedule, rounds: list[int], gone: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("lost", [0, 3, 7])
-def test_a_round_of_pairs_stays_one_and_a_round_of_one_peer_too(lost: int) -> None:
+def test_pairwise_and_one_peer_rounds_keep_their_property(lost: int) -> None:
     for schedule in (RandomMatchings(8, seed=3), OnePeerExponential(8)):
         healed = Without(schedule, [lost])
         for round, rank in itertools.product(range(6), range(8)):
@@ -104,13 +102,13 @@ def test_a_round_of_pairs_stays_one_and_a_round_of_one_peer_too(lost: int) -> No
             assert len(mixing.destinations) <= 1
 
 
-def test_a_star_without_its_centre_is_no_heap_of_agents_that_hear_nobody() -> None:
+def test_a_star_without_its_centre_stays_connected() -> None:
     matrix = Without(StarGraph(5), [0]).matrix(0)
     assert (matrix[1:, 1:] > 0).all()
     np.testing.assert_allclose(matrix[1:, 1:].sum(axis=0), 1.0, rtol=0, atol=1e-15)
 
 
-def test_the_order_in_which_agents_were_lost_does_not_matter() -> None:
+def test_the_order_of_the_failures_does_not_matter() -> None:
     graph = MeshGrid2DGraph(12)
     at_once = Without(graph, [1, 5, 6])
     one_by_one = Without(Without(Without(graph, [6]), [1]), [5])
@@ -119,7 +117,7 @@ def test_the_order_in_which_agents_were_lost_does_not_matter() -> None:
     np.testing.assert_array_equal(at_once.matrix(0), one_by_one.matrix(0))
 
 
-def test_the_mean_of_the_agents_that_are_left_is_reached_and_kept() -> None:
+def test_the_mean_of_the_survivors_is_reached_and_preserved() -> None:
     schedule, gone = Without(OnePeerExponential(8), [2, 5]), [2, 5]
     left = [rank for rank in range(8) if rank not in gone]
     values = np.random.default_rng(0).normal(size=8)
@@ -130,19 +128,19 @@ def test_the_mean_of_the_agents_that_are_left_is_reached_and_kept() -> None:
     np.testing.assert_array_equal(found[gone], values[gone])
 
 
-def test_nobody_gone_is_the_topology_itself() -> None:
+def test_without_failures_it_is_the_topology_itself() -> None:
     for round in range(4):
         np.testing.assert_array_equal(Without(BaseGraph(6), []).matrix(round), BaseGraph(6).matrix(round))
     assert Without(RingGraph(4), []).describe().endswith("without nobody")
 
 
-def test_an_agent_that_heard_nobody_takes_nothing_with_it() -> None:
-    """Its weight in who heard it goes to that agent itself: there is nobody to hear in its place."""
+def test_an_agent_without_sources_needs_no_replacement_edges() -> None:
+    """Each of its destinations adds the failed source's weight to its own, as there is no other source."""
     matrix = np.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
     np.testing.assert_array_equal(Without(matrix, [0]).matrix(0), [[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5]])
 
 
-def test_it_is_a_schedule_like_any_other() -> None:
+def test_a_healed_topology_is_a_valid_schedule() -> None:
     healed = Without(OnePeerExponential(8), [1])
     assert healed.period == 3
     again = pickle.loads(pickle.dumps(healed))
@@ -154,12 +152,12 @@ def test_it_is_a_schedule_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("gone", [[8], [-1], [1.5], ["1"], [True]])
-def test_what_is_no_rank_is_refused(gone: list[object]) -> None:
+def test_invalid_ranks_are_refused(gone: list[object]) -> None:
     with pytest.raises((TypeError, ValueError)):
         Without(OnePeerExponential(8), gone)  # type: ignore[arg-type]
 
 
-def test_a_hundred_thousand_agents_lose_a_thousand() -> None:
+def test_a_hundred_thousand_agents_with_a_thousand_failures() -> None:
     size = 100_000
     healed = Without(OnePeerExponential(size), range(0, size, 100))
     edges = healed.edges(3)

@@ -78,8 +78,8 @@ CHANGING = sorted(
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_whoever_is_lost_the_survivors_are_connected_over_the_period(name: str) -> None:
-    """All sets of up to three lost agents, of up to 16."""
+def test_any_failures_leave_the_survivors_connected_over_the_period(name: str) -> None:
+    """All sets of up to three failed agents, of up to 16."""
     topology, draw = CATALOG[name], np.random.default_rng(0)
     for size in range(2, 17):
         if topology.refuses(size):
@@ -101,14 +101,14 @@ def _peers(matrix: NDArray[np.float64]) -> int:
     return int((np.count_nonzero(matrix, axis=1) - (matrix.diagonal() != 0)).max())
 
 
-def test_the_cases_that_would_fall_apart_are_among_them() -> None:
+def test_the_cases_include_disconnected_survivors() -> None:
     sets = np.array([[0, 2, 4], [0, 1, 2]])
     assert left_out_alone(CecaPairs(8), 3, sets).tolist() == [False, True]
     assert not left_out_alone(find("machines-by-turns").schedule(4), 2, np.array([[0, 3]])).any()
     assert not left_out_alone(find("inner-outer-ring").schedule(6), 12, np.array([[1, 3, 5]])).any()
 
 
-def test_a_round_is_changed_only_where_the_survivors_would_fall_apart() -> None:
+def test_a_round_is_changed_only_if_the_survivors_would_be_disconnected() -> None:
     whole = CecaPairs(8)
     alone, paired = whole.matrix(0), Without(whole, (0, 2, 4)).matrix(1)
     assert Without(whole, (0, 1, 2)).period == Without(whole, (0, 2, 4)).period == whole.period
@@ -117,7 +117,7 @@ def test_a_round_is_changed_only_where_the_survivors_would_fall_apart() -> None:
 
 
 def test_without_idle_agents_a_round_is_appended() -> None:
-    """0 and 1 exchange in one round, 2 and 3 in the same one; agent 4 alone connected them, in two others."""
+    """0 and 1 exchange in one round, 2 and 3 in the same one. Only agent 4 connected them, in two others."""
     exchanges = [[(0, 1), (2, 3)], [(0, 1), (2, 3)]]
     healed = Without(_Pairs(5, [*exchanges, [(0, 4), (2, 3)], [(2, 4), (0, 1)]]), [4])
     assert healed.period in (4, 5)
@@ -126,14 +126,14 @@ def test_without_idle_agents_a_round_is_appended() -> None:
     np.testing.assert_array_equal(healed.matrix(0), healed.matrix(healed.period))
 
 
-def test_parts_that_were_apart_before_the_loss_are_not_joined() -> None:
+def test_parts_disconnected_before_the_failure_are_not_joined() -> None:
     healed = Without(_Pairs(5, [[(0, 1), (2, 3)], [(0, 1), (3, 4)]]), [3])
     assert not is_connected(healed, (3,), healed.period or 0)
     assert is_connected(healed, (0, 1, 3), healed.period or 0)
 
 
 @pytest.mark.parametrize("schedule", [ShiftOne(4), RingRandom(4)], ids=repr)
-def test_two_of_one_half_average_when_the_other_half_is_lost(schedule: Schedule) -> None:
+def test_two_agents_of_one_half_average_after_the_failure_of_the_other_half(schedule: Schedule) -> None:
     gone = (1, 3) if isinstance(schedule, RingRandom) else (2, 3)
     left = [rank for rank in range(4) if rank not in gone]
     np.testing.assert_array_equal(Without(schedule, gone).matrix(5)[np.ix_(left, left)], 0.5)

@@ -61,12 +61,12 @@ def test_the_one_peer_exponential_graph_of_25_is_never_exact() -> None:
         ("base-2", 25, 9),
     ],
 )
-def test_rounds_to_a_millionth_are_near_those_measured(name: str, size: int, rounds: int) -> None:
-    """Those began from another vector, which moves the count a little."""
+def test_rounds_to_a_millionth_are_near_the_measured_ones(name: str, size: int, rounds: int) -> None:
+    """The measurement started from another vector, which changes the count slightly."""
     assert rounds_to(find(name).schedule(size), 1e-6).value == pytest.approx(rounds, rel=0.1, abs=1)
 
 
 @pytest.mark.parametrize(("size", "rounds"), [(16, 34), (25, 42), (64, 37)])
-def test_rounds_of_random_matchings_are_spread_around_the_one_draw_that_was_measured(size: int, rounds: int) -> None:
+def test_rounds_of_random_matchings_are_distributed_around_the_measured_draw(size: int, rounds: int) -> None:
     counts = [rounds_to(find("random-matchings").schedule(size, seed=seed)).value for seed in range(40)]
     assert abs(np.mean(counts) - rounds) < 2 * np.std(counts) < 8

@@ -61,14 +61,14 @@ def test_copying_and_pickling_give_an_equal_mixing(arguments):
 
 @few
 @given(arguments=mixing_arguments())
-def test_rotated_destinations_begin_with_the_next_rank(arguments):
+def test_rotated_destinations_start_with_the_next_rank(arguments):
     size, rank = arguments[:2]
     mixing = Mixing(*arguments[1:], size=size)
     walk = [(rank + step) % size for step in range(1, size)]
     assert list(mixing.rotated_destinations(size)) == [peer for peer in walk if peer in mixing.destinations]
 
 
-def test_every_field_tells_mixings_apart():
+def test_mixings_that_differ_in_any_field_are_unequal():
     mixing = Mixing(0, 0.5, {1: 0.5}, {2: 1.0})
     different = [
         Mixing(3, 0.5, {1: 0.5}, {2: 1.0}),
@@ -101,14 +101,14 @@ def test_mappings_are_read_only():
             mapping.clear()
 
 
-def test_later_changes_of_the_arguments_do_not_reach_it():
+def test_later_changes_of_the_arguments_have_no_effect():
     sources, destinations = {1: 0.5}, {2: 1.0}
     mixing = Mixing(0, 0.5, sources, destinations)
     sources[1], destinations[3] = 7.0, 1.0
     assert mixing == Mixing(0, 0.5, {1: 0.5}, {2: 1.0})
 
 
-def test_replacing_a_field_checks_again():
+def test_replacing_a_field_validates_again():
     mixing = Mixing(0, 0.5, {1: 0.5}, {2: 1.0})
     assert dataclasses.replace(mixing, self_weight=0.25).self_weight == 0.25
     assert dataclasses.replace(mixing, sources={3: 0.5}).source_ranks == (3,)
@@ -186,7 +186,7 @@ def test_a_weight_that_is_not_finite_is_refused(weight):
         (lambda: Mixing(5, 0.5, {}, [3]).rotated_destinations(4), "names rank 5, but size is 4"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused(call, message):
+def test_an_impossible_rank_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -199,7 +199,7 @@ def test_a_rank_that_cannot_be_is_refused(call, message):
         st.integers(1, 17),
     )
 )
-def test_the_views_of_a_graph_are_those_of_its_matrix_and_make_up_the_matrix(graph):
+def test_the_views_of_a_graph_are_those_of_its_matrix_and_rebuild_the_matrix(graph):
     matrix = mixing_matrix(graph)
     rebuilt = np.zeros_like(matrix)
     for rank in range(len(graph)):
@@ -246,7 +246,7 @@ def test_the_view_of_a_rank_outside_is_refused(make):
         make(RingGraph(5), 5)
 
 
-def test_repr_is_the_call_that_makes_it():
+def test_repr_is_the_call_that_creates_it():
     mixing = Mixing(4, 0.5, {2: 0.25, 1: 0.25}, {0: 1.0})
     assert repr(mixing) == "Mixing(rank=4, self_weight=0.5, sources={1: 0.25, 2: 0.25}, destinations={0: 1.0})"
     assert eval(repr(mixing)) == mixing

@@ -55,7 +55,7 @@ def example(tmp_path):
     del CATALOG[name], sys.modules["page_example"]
 
 
-def test_the_page_is_what_the_code_makes(generate, capsys):
+def test_the_page_equals_the_generated_one(generate, capsys):
     assert generate.main(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -65,7 +65,7 @@ def test_every_topology_has_a_section_with_its_picture():
         assert re.search(rf"^## {name}\n\n!\[{name}, .*\]\({name}\.png\)$", text, re.MULTILINE)
 
 
-def test_links_in_the_page_lead_somewhere():
+def test_links_in_the_page_have_targets():
     text = PAGE.read_text()
     headings = {line[3:] for line in text.splitlines() if line.startswith("## ")}
     for target in re.findall(r"\]\(([^)]+)\)", text):
@@ -80,7 +80,7 @@ def test_pictures_are_small():
     assert sum(sizes) < 700_000
 
 
-def test_a_line_that_the_code_does_not_make_fails_the_check_with_its_number(generate, copy, capsys):
+def test_a_line_that_is_not_generated_fails_the_check_with_its_number(generate, copy, capsys):
     page = copy / PAGE.name
     lines = page.read_text().splitlines(keepends=True)
     page.write_text("".join([*lines[:41], "nonsense\n", *lines[42:]]))
@@ -88,7 +88,7 @@ def test_a_line_that_the_code_does_not_make_fails_the_check_with_its_number(gene
     assert f"{page}:42 says\n  nonsense\nand the code makes" in capsys.readouterr().out
 
 
-def test_a_picture_that_is_missing_or_left_over_fails_the_check(generate, copy, capsys):
+def test_a_missing_or_additional_picture_fails_the_check(generate, copy, capsys):
     (copy / "ring.png").rename(copy / "necklace.png")
     assert generate.main(["--check"]) == 1
     shown = capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_the_example_of_the_page_passes_the_property_suite(example):
     run_all(example)
 
 
-def test_the_example_of_the_page_lets_everybody_meet_everybody_once(example):
+def test_the_example_of_the_page_pairs_all_agents_once(example):
     for size in range(1, 10):
         schedule = example.schedule(size)
         met = [

@@ -36,12 +36,12 @@ def test_every_topology(topology, check, found):
     holds()
 
 
-def test_every_check_is_of_some_topology():
+def test_every_check_applies_to_some_topology():
     assert {case.values[1] for case in APPLICABLE} == set(CHECKS)
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_every_topology_is_made_or_refused_with_its_reason(name):
+def test_every_topology_is_created_or_refused_with_its_reason(name):
     topology = CATALOG[name]
     for size in (*range(1, 13), 16, 31, 36):
         reason = topology.refuses(size)
@@ -54,7 +54,7 @@ def test_every_topology_is_made_or_refused_with_its_reason(name):
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_no_topology_is_made_for_no_agents(name):
+def test_no_topology_is_created_for_zero_agents(name):
     with pytest.raises(ValueError, match="at least 1"):
         CATALOG[name].schedule(0)
     with pytest.raises(TypeError, match="whole number"):
@@ -80,12 +80,12 @@ def test_options_are_numbers_only():
     assert CATALOG["d-cliques"].options == {"clique_size": 10}
 
 
-def test_an_unknown_name_is_answered_with_those_there_are():
+def test_the_error_for_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"there is no topology 'rign'; there are .*ring"):
         find("rign")
 
 
-def test_a_name_is_entered_once(catalog):
+def test_a_name_is_registered_once(catalog):
     with pytest.raises(ValueError, match="'ring' is already there"):
         register(CATALOG["ring"])
 
@@ -154,16 +154,16 @@ class Wrong(Schedule):
         ("none", {"exact": True}),
     ],
 )
-def test_the_suite_notices_what_is_wrong(fault, declared):
+def test_the_suite_detects_faults(fault, declared):
     with pytest.raises(AssertionError):
         run_all(Topology("wrong", lambda size: Wrong(size, fault), "", "", **declared))
 
 
-def test_the_suite_passes_what_is_right():
+def test_the_suite_accepts_correct_topologies():
     run_all(Topology("right", lambda size: Wrong(size, "none"), "", ""))
 
 
-def test_the_suite_notices_agents_that_never_hear_of_each_other():
+def test_the_suite_detects_agents_that_are_never_connected():
     def apart(size):
         graph = nx.DiGraph()
         graph.add_weighted_edges_from((rank, rank, 1.0) for rank in range(size))

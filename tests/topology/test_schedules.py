@@ -37,7 +37,7 @@ def weighted_digraphs(draw):
 
 @few
 @given(weighted_digraphs(), st.booleans(), st.integers(0, 5))
-def test_a_static_schedule_says_what_the_graph_says(graph, weighted, round):
+def test_a_static_schedule_equals_its_graph(graph, weighted, round):
     schedule = Static(graph, weighted=weighted)
     for rank in range(len(graph)):
         assert schedule.mixing(round, rank) == Mixing.from_graph(graph, rank, weighted=weighted)
@@ -67,7 +67,7 @@ def test_a_static_schedule_keeps_its_edges_when_the_graph_changes():
     np.testing.assert_array_equal(schedule.matrix(0), before)
 
 
-def test_static_schedules_are_told_apart_by_their_edges_and_weights():
+def test_static_schedules_are_distinguished_by_their_edges_and_weights():
     ring = Static(RingGraph(8))
     assert ring.describe() == Static(RingGraph(8)).describe()
     heavier = RingGraph(8)
@@ -82,7 +82,7 @@ def test_static_schedules_are_told_apart_by_their_edges_and_weights():
     ("weight", "error"),
     [("a third", TypeError), (None, TypeError), (float("nan"), ValueError), (float("inf"), ValueError)],
 )
-def test_weights_that_are_no_finite_numbers_are_refused(weight, error):
+def test_non_finite_weights_are_refused(weight, error):
     graph = nx.DiGraph()
     graph.add_edge(0, 1, weight=weight)
     with pytest.raises(error, match="the weights of a graph must be"):
@@ -95,21 +95,21 @@ def test_a_schedule_is_its_own_schedule():
     assert as_schedule(schedule) is schedule
 
 
-def test_the_graph_of_a_round_carries_its_matrix():
+def test_the_graph_of_a_round_has_its_matrix():
     schedule = OnePeerExponential(8)
     np.testing.assert_array_equal(mixing_matrix(schedule.graph(1)), schedule.matrix(1))
     assert schedule.graph(1).has_edge(0, 2)
     assert not schedule.graph(1).has_edge(2, 0)
 
 
-def test_the_arrays_of_a_round_are_shared_and_cannot_be_written():
+def test_the_arrays_of_a_round_are_shared_and_read_only():
     schedule = RandomMatchings(8)
     assert schedule.edges(3).weight is schedule.edges(3).weight
     with pytest.raises(ValueError, match="read-only"):
         schedule.edges(3).weight[0] = 1.0
 
 
-def test_rounds_that_were_not_asked_for_lately_come_back_the_same():
+def test_rounds_evicted_from_the_cache_are_computed_again_equally():
     schedule = RandomMatchings(8)
     first = schedule.edges(0).source.copy()
     for round in range(100):
@@ -147,7 +147,7 @@ def test_draws_are_the_numbers_that_all_agents_have_made_so_far():
     assert [rank for rank in range(7) if not alone.mixing(2, rank).source_ranks] == [3]
 
 
-def test_a_clock_goes_through_the_rounds():
+def test_a_clock_iterates_over_the_rounds():
     schedule = OnePeerExponential(8)
     clock = Clock(schedule, 3)
     assert [next(clock) for _ in range(5)] == [schedule.mixing(round, 3) for round in range(5)]
@@ -155,11 +155,11 @@ def test_a_clock_goes_through_the_rounds():
     assert iter(clock) is clock
 
 
-def test_a_clock_takes_a_graph():
+def test_a_clock_accepts_a_graph():
     clock = Clock(ExponentialTwoGraph(8), 0)
     assert next(clock) == next(clock) == Mixing.from_graph(ExponentialTwoGraph(8), 0)
 
 
-def test_a_schedule_in_place_of_a_graph_is_an_error_that_says_what_to_pass():
+def test_a_schedule_instead_of_a_graph_is_an_error_with_the_remedy():
     with pytest.raises(TypeError, match=r"not the schedule Circulant\. Pass the schedule itself"):
         Static(shoal.topology.Circulant(4, [1]))

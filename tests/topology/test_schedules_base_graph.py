@@ -72,7 +72,7 @@ def test_one_round_less_is_not_exact():
         assert np.abs(product(schedule, schedule.period - 1) - 1 / size).max() > 1e-3
 
 
-def test_every_agent_takes_part_as_soon_as_there_are_as_many_peers():
+def test_every_agent_takes_part_once_there_are_enough_peers():
     assert BaseGraph(7, peers=6).period == 1
     np.testing.assert_allclose(BaseGraph(7, peers=6).matrix(0), 1 / 7, atol=1e-16)
 

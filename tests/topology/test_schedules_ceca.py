@@ -35,7 +35,7 @@ def test_the_matrices_of_both_buffers_have_the_exact_average_as_their_product(fa
 
 
 @pytest.mark.parametrize(("family", "size"), FAMILIES)
-def test_everybody_sends_and_hears_one_message_a_round(family, size):
+def test_every_agent_sends_and_receives_one_message_a_round(family, size):
     schedule = family(size)
     for round in range(len(schedule.steps)):
         for rank in range(size):
@@ -47,7 +47,7 @@ def test_everybody_sends_and_hears_one_message_a_round(family, size):
 
 
 @given(st.integers(2, 10**6))
-def test_windows_grow_from_nobody_to_everybody_else(size):
+def test_windows_grow_from_none_to_all_other_agents(size):
     steps = Ceca(size).steps
     after = [2 * step.window + step.doubles_up for step in steps]
     assert [step.window for step in steps] == [0, *after[:-1]]
@@ -70,7 +70,7 @@ def test_before_each_round_agents_hold_the_means_of_their_windows(family, size):
     np.testing.assert_allclose(held.mean, 1 / size, rtol=1e-12)
 
 
-def test_a_round_less_is_not_exact():
+def test_one_round_less_is_not_exact():
     for size in (3, 6, 7, 12):
         schedule = Ceca(size)
         held = schedule.start(np.eye(size))
@@ -97,19 +97,19 @@ def test_pairs_of_three_times_a_power_of_two_are_exact_without_the_second_buffer
 
 
 @pytest.mark.parametrize("family", [Ceca, CecaPairs])
-def test_it_says_whether_it_needs_the_second_buffer(family):
+def test_the_property_states_whether_the_second_buffer_is_needed(family):
     for size in range(2, 50, 1 if family is Ceca else 2):
         schedule = family(size)
         assert schedule.needs_second_buffer == (np.abs(product(schedule) - 1 / size).max() > 1e-12), size
 
 
-def test_rounds_are_those_of_the_second_buffer_unless_training_asks():
+def test_rounds_are_those_of_the_second_buffer_unless_used_in_training():
     assert [rounds_to(Ceca(6), 1e-3, second_buffer=buffered).value for buffered in (True, False)] == [3, 16]
     assert [rounds_to(CecaPairs(10), 1e-3, second_buffer=buffered).value for buffered in (True, False)] == [4, 10]
 
 
 @pytest.mark.parametrize("size", [3, 25])
-def test_an_odd_number_has_no_pairs_and_is_told_of_two_ports(size):
+def test_an_odd_number_has_no_pairs_and_the_error_names_two_ports(size):
     with pytest.raises(ValueError, match="Ceca, with two ports"):
         CecaPairs(size)
 

@@ -38,14 +38,14 @@ def test_the_static_graphs_are_means_of_basis_matrices(size, degree, seed):
 
 @few
 @given(st.integers(1, 40), st.integers(1, 3), seeds)
-def test_static_draws_are_connected_however_few_the_shifts(size, degree, seed):
+def test_static_draws_are_connected_with_any_number_of_shifts(size, degree, seed):
     for family in (DEquiStatic, UEquiStatic):
         schedule = family(size, degree, seed)
         assert nx.is_strongly_connected(schedule.graph(0))
         assert spectral_gap(schedule.matrix(0)).value > 1e-6 or size == 1
 
 
-def test_a_draw_that_is_not_connected_is_made_again():
+def test_a_draw_that_is_not_connected_is_repeated():
     size, degree = 16, 2
     first = {seed: (1 + _random.below(size - 1, seed, 0, degree)).tolist() for seed in range(50)}
     apart = [seed for seed, shifts in first.items() if gcd(size, *shifts) > 1]
@@ -99,7 +99,7 @@ def test_the_undirected_one_peer_graph_pairs_as_the_paper_does(size, eta, seed, 
 
 @few
 @given(st.integers(2, 60), seeds, st.integers(0, 10**6))
-def test_no_two_that_could_be_paired_stay_out(size, seed, round):
+def test_a_matching_is_maximal(size, seed, round):
     views = [OUEquiDyn(size, seed=seed).mixing(round, rank) for rank in range(size)]
     apart = {(view.source_ranks[0] - view.rank) % size for view in views if view.source_ranks}
     assert apart in ({hop, size - hop} for hop in range(1, size))

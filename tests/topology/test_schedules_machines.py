@@ -64,14 +64,14 @@ def test_agents_are_numbered_machine_by_machine():
 
 @few
 @given(st.lists(schedules(size=4), min_size=1, max_size=4), st.integers(0, 60))
-def test_schedules_by_turns_see_their_own_rounds_without_gaps(turns, round):
+def test_alternating_schedules_see_their_own_rounds_without_gaps(turns, round):
     whose, own = round % len(turns), round // len(turns)
     np.testing.assert_array_equal(Alternating(turns).matrix(round), turns[whose].matrix(own))
 
 
 @few
 @given(schedules(size=4), schedules(size=4), st.integers(1, 6), st.integers(1, 8))
-def test_every_h_rounds_the_rare_schedule_comes(often, rarely, every, blocks):
+def test_the_rare_schedule_runs_every_h_rounds(often, rarely, every, blocks):
     both = EveryH(often, rarely, every)
     said = [both.matrix(round) for round in range(every * blocks)]
     rare = said[every - 1 :: every]
@@ -108,7 +108,7 @@ def test_periods_of_composed_schedules_are_the_shortest(schedule, period):
         assert repeats == [period]
 
 
-def test_composed_descriptions_tell_what_they_are_made_of():
+def test_composed_descriptions_list_their_components():
     base, all_reduce, shift = BaseGraph(8), AllReduce(8), ShiftOne(8)
     made = [
         EveryH(base, all_reduce, 4),
@@ -131,12 +131,12 @@ def test_an_all_reduce_every_h_rounds_is_exact_after_h():
 @pytest.mark.parametrize(
     "make", [lambda a, b: Alternating([a, b]), lambda a, b: EveryH(a, b, 2)], ids=["by turns", "every H"]
 )
-def test_schedules_of_different_sizes_do_not_take_turns(make):
+def test_schedules_of_different_sizes_cannot_alternate(make):
     with pytest.raises(ValueError, match="4 and 8 agents do not go together"):
         make(AllReduce(8), AllReduce(4))
 
 
-def test_turns_need_somebody_and_h_at_least_one():
+def test_alternation_needs_a_schedule_and_h_of_at_least_one():
     with pytest.raises(ValueError, match="at least one"):
         Alternating([])
     with pytest.raises(ValueError, match="every must be at least 1"):
@@ -157,7 +157,7 @@ def test_hierarchical_averages_are_of_whole_machines():
     np.testing.assert_allclose(product(schedule), 1 / 16, rtol=0, atol=1e-16)
 
 
-def test_machines_by_turns_are_exact_when_both_are():
+def test_alternating_machine_schedules_are_exact_if_both_are():
     schedule = find("machines-by-turns").schedule(32, agents_per_machine=4)
     np.testing.assert_allclose(product(schedule), 1 / 32, rtol=0, atol=1e-16)
     inside = inside_machines(AllReduce(4), 8)
@@ -168,7 +168,7 @@ def test_machines_by_turns_are_exact_when_both_are():
     ("size", "local", "dense_gap", "gateway_gap"),
     [(16, 4, 0.6667, 0.0590), (64, 4, 0.0507, 0.0062), (64, 8, 0.1953, None)],
 )
-def test_ring_star_has_the_gaps_that_were_measured(size, local, dense_gap, gateway_gap):
+def test_ring_star_has_the_measured_gaps(size, local, dense_gap, gateway_gap):
     assert spectral_gap(RingStar(size, local).matrix(0)).value == pytest.approx(dense_gap, abs=5e-5)
     if gateway_gap is not None:
         assert spectral_gap(GatewayRingGraph(size, local)).value == pytest.approx(gateway_gap, abs=5e-5)
@@ -214,12 +214,12 @@ def test_an_odd_number_of_groups_cannot_be_paired():
 
 
 @pytest.mark.parametrize(("size", "groups"), [(16, 4), (64, 8), (12, 4), (7, 7), (1, 1), (32, 8)])
-def test_groups_are_as_many_as_large_by_default(size, groups):
+def test_groups_are_square_by_default(size, groups):
     assert RingStar(size).between.size == groups
 
 
 @pytest.mark.parametrize("family", [RingStar, RingStarDelegates, RingStarRandom, GatewayRingGraph])
-def test_groups_of_one_size_are_needed(family):
+def test_groups_must_have_equal_sizes(family):
     with pytest.raises(ValueError, match="10 agents do not fill groups of 4"):
         family(10, 4)
 

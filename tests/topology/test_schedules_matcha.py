@@ -69,7 +69,7 @@ def test_matchings_do_not_depend_on_the_order_of_edges(graph, random):
 
 
 @pytest.mark.parametrize("budget", [0.25, 0.5, 0.8, 1.0])
-def test_probabilities_keep_to_the_budget_and_are_the_best_there_are(budget):
+def test_probabilities_meet_the_budget_and_are_optimal(budget):
     plan = Matcha(kite(), budget)
     count = len(plan.matchings)
     assert plan.probabilities.sum() <= budget * count + 1e-9
@@ -81,7 +81,7 @@ def test_probabilities_keep_to_the_budget_and_are_the_best_there_are(budget):
     assert connectivity(plan, plan.probabilities) >= np.linalg.eigvalsh(means)[:, 1].max() - 1e-3
 
 
-def test_the_edge_that_holds_a_graph_together_is_used_more_often():
+def test_a_bridge_is_used_more_often():
     plan = Matcha(nx.barbell_graph(5, 0), 0.5)
     bridge = next(p for p, matching in zip(plan.probabilities, plan.matchings, strict=True) if (4, 5) in matching)
     assert bridge == pytest.approx(1.0)
@@ -100,7 +100,7 @@ def test_the_contraction_is_that_of_all_draws_weighted_by_their_probability(grap
     assert plan.contraction == pytest.approx(np.linalg.norm(expected - 1 / size, 2), abs=1e-12)
 
 
-def test_alpha_contracts_more_than_others_do():
+def test_alpha_contracts_more_than_other_values():
     plan = Matcha(kite(), 0.5)
     scaled = []
     for factor in (0.5, 0.9, 0.99, 1.0, 1.01, 1.1, 1.5):
@@ -113,13 +113,13 @@ def test_alpha_contracts_more_than_others_do():
     assert scaled[3] == pytest.approx(plan.contraction)
 
 
-def test_two_agents_that_always_speak_agree_at_once():
+def test_two_always_active_agents_agree_at_once():
     plan = Matcha(nx.path_graph(2), 1.0)
     assert plan.alpha == pytest.approx(0.5, abs=1e-7)
     assert plan.contraction == pytest.approx(0, abs=1e-12)
 
 
-def test_matchings_are_drawn_as_often_as_planned():
+def test_matchings_are_drawn_with_their_planned_frequencies():
     plan, rounds = Matcha(kite(), 0.5, seed=9), 2000
     for p, ((first, second), *_) in zip(plan.probabilities, plan.matchings, strict=True):
         spoke = sum(second in plan.mixing(round, first).source_ranks for round in range(rounds))
@@ -137,7 +137,7 @@ def test_a_round_takes_alpha_times_the_laplacians_of_its_matchings():
         assert any(np.allclose(plan.matrix(round), candidate, rtol=0, atol=1e-15) for candidate in possible)
 
 
-def test_probabilities_can_be_handed_over():
+def test_probabilities_can_be_passed():
     planned = Matcha(RingGraph(6), 0.5)
     given_ = Matcha(RingGraph(6), 0.5, probabilities=planned.probabilities.tolist())
     assert given_.describe() == planned.describe()
@@ -159,6 +159,6 @@ def test_probabilities_can_be_handed_over():
         (nx.path_graph(3), {"probabilities": [0.5, 1.5]}, "from 0 to 1"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(graph, options, match):
+def test_invalid_plans_are_refused(graph, options, match):
     with pytest.raises(ValueError, match=match):
         Matcha(graph, **options)

@@ -61,7 +61,7 @@ def test_the_one_peer_exponential_graph_of_25_is_never_exact():
 
 @pytest.mark.parametrize(("size", "shape"), [*((size, None) for size in range(1, 20)), (12, (2, 6)), (6, (6, 1))])
 def test_the_one_peer_grid_is_bluefogs(size, shape):
-    """Listing 7 of the BlueFog paper: its edges, and as shares of the sender one half for each of the two."""
+    """Listing 7 of the BlueFog paper: its edges, and as sender shares one half for each of the two."""
     schedule, grid = OnePeerGrid(size, shape), MeshGrid2DGraph(size, shape)
     theirs = [GetDynamicOnePeerSendRecvRanks(grid, rank) for rank in range(size)]
     weights = ScheduleWeights(schedule)
@@ -116,7 +116,7 @@ def test_shift_one_is_baguas(size, step):
 
 
 @given(evens)
-def test_shift_one_meets_everybody_of_the_other_half_once_in_a_period(size):
+def test_shift_one_pairs_each_agent_with_all_of_the_other_half_once_a_period(size):
     schedule = ShiftOne(size)
     met = [pairs(schedule, round)[0] for round in range(schedule.period)]
     assert sorted(met) == list(range(size // 2, size))
@@ -213,6 +213,6 @@ def test_a_hypercube_has_a_power_of_two(size):
 @pytest.mark.parametrize(
     "family", [OnePeerExponential, OnePeerHypercube, ShiftOne, RandomMatchings, RingRandom, InnerOuterRing]
 )
-def test_one_agent_alone_keeps_everything(family):
+def test_a_single_agent_keeps_its_value(family):
     view = family(1).mixing(7, 0)
     assert (view.self_weight, view.source_ranks, view.destination_ranks) == (1.0, (), ())

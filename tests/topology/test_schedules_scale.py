@@ -40,7 +40,7 @@ def test_a_round_of_100_000_agents_takes_a_fraction_of_a_second(name):
     np.testing.assert_allclose(np.bincount(source, weight, size), 1.0, rtol=0, atol=1e-12)
 
 
-def test_one_of_100_000_agents_reads_off_its_own_part():
+def test_one_of_100_000_agents_computes_only_its_own_part():
     schedule = find("random-matchings").schedule(100_000)
     view = schedule.mixing(5, 99_999)
     assert schedule.mixing(5, view.source_ranks[0]).source_ranks == (99_999,)

@@ -79,8 +79,8 @@ def test_a_torus_is_transformed_in_two_dimensions(shape: tuple[int, int]) -> Non
     assert found.value == pytest.approx(np.linalg.eigvalsh(torus.matrix(0))[0], abs=1e-12)
 
 
-def test_of_all_shapes_with_these_edges_the_one_with_these_weights_is_transformed() -> None:
-    """All agents are connected, so the edges fit every shape; the weights depend on the bits in which ranks differ."""
+def test_the_torus_shape_that_matches_the_weights_is_transformed() -> None:
+    """All agents are connected, so the edges fit every shape. The weights depend on the bits in which ranks differ."""
     ranks, weights = np.arange(32), np.random.default_rng(0).dirichlet(np.ones(32))
     matrix = weights[ranks[:, None] ^ ranks]
     found = spectral_gap(matrix)
@@ -89,7 +89,7 @@ def test_of_all_shapes_with_these_edges_the_one_with_these_weights_is_transforme
 
 
 @pytest.mark.usefixtures("by_iteration")
-def test_an_iteration_is_as_near_as_it_says() -> None:
+def test_an_iteration_is_within_its_stated_error() -> None:
     @settings(max_examples=80, deadline=None)
     @given(graph=undirected(), share=st.sampled_from([1.0, 1.6]))
     # The start has almost nothing of the largest eigenvalue; or the two largest are 7e-5 apart.
@@ -110,7 +110,7 @@ def test_an_iteration_is_as_near_as_it_says() -> None:
 
 
 @pytest.mark.usefixtures("by_iteration")
-def test_an_iteration_over_a_directed_graph_or_many_rounds_is_as_near_as_it_says() -> None:
+def test_an_iteration_over_a_directed_graph_or_many_rounds_is_within_its_stated_error() -> None:
     @settings(max_examples=40, deadline=None)
     @given(graph=directed())
     def holds(graph: nx.DiGraph) -> None:
@@ -129,7 +129,7 @@ def test_an_iteration_over_a_directed_graph_or_many_rounds_is_as_near_as_it_says
 
 @pytest.mark.parametrize("size", [600, 3000])
 def test_a_gap_near_a_millionth_is_bounded_and_not_guessed(size: int) -> None:
-    """Of a ring that is open at one place, whose eigenvalues are (1 + 2 cos(pi k / n)) / 3."""
+    """Of a ring without one edge, whose eigenvalues are (1 + 2 cos(pi k / n)) / 3."""
     truth = 2 / 3 * (1 - np.cos(np.pi / size))
     found = spectral_gap(ChainGraph(size))
     assert found.method == "iterative"
@@ -152,7 +152,7 @@ def test_the_gap_over_rounds_is_that_of_their_product(rounds: int, size: int, se
     assert gap_over_period(schedule, rounds).value == pytest.approx(expected, abs=1e-12)
 
 
-def test_rounds_with_small_gaps_have_together_a_gap_of_one_if_they_average_exactly() -> None:
+def test_rounds_with_small_gaps_have_a_joint_gap_of_one_if_they_average_exactly() -> None:
     schedule = OnePeerExponential(16)
     assert gap_over_period(schedule).value == pytest.approx(1.0, abs=1e-12)
     assert spectral_gap(schedule, round=0).value == pytest.approx(1 - np.cos(np.pi / 16), abs=1e-12)
@@ -164,7 +164,7 @@ def test_the_gap_of_a_later_round_is_of_that_round() -> None:
     assert spectral_gap(turns, round=1).value == pytest.approx(dense_gap(mixing_matrix(RingGraph(6))), abs=1e-12)
 
 
-def test_a_schedule_that_never_repeats_has_no_gap_over_a_period() -> None:
+def test_a_nonperiodic_schedule_has_no_gap_over_a_period() -> None:
     with pytest.raises(ValueError, match=r"random matchings of 8 agents.* never repeats\. Say over how many rounds"):
         gap_over_period(RandomMatchings(8))
 
@@ -175,7 +175,7 @@ class Endless(Idle):
     period = 100_000
 
 
-def test_a_period_that_is_too_long_to_hold_has_no_gap() -> None:
+def test_a_period_too_long_for_memory_has_no_gap() -> None:
     with pytest.raises(ValueError, match="repeats after 100000 rounds, which are too many"):
         gap_over_period(Endless(4))
     with pytest.raises(ValueError, match="of 5000 rounds of 4 agents only 4096 can be held"):
@@ -194,12 +194,12 @@ def test_weights_that_are_not_symmetric_have_no_smallest_eigenvalue() -> None:
 
 
 @pytest.mark.parametrize("given", ["ring", None, 3])
-def test_what_is_no_topology_is_refused(given: object) -> None:
+def test_invalid_topologies_are_refused(given: object) -> None:
     with pytest.raises(TypeError, match=r"must be a networkx\.DiGraph"):
         spectral_gap(given)
 
 
-def test_agents_that_take_turns_have_the_eigenvalue_minus_one() -> None:
+def test_alternating_agents_have_the_eigenvalue_minus_one() -> None:
     swap = np.array([[0.0, 1.0], [1.0, 0.0]])
     assert smallest_eigenvalue(swap).value == pytest.approx(-1.0, abs=1e-12)
     assert spectral_gap(swap).value == pytest.approx(0.0, abs=1e-12)
@@ -220,12 +220,12 @@ def test_a_matrix_of_zeros_has_no_gap() -> None:
         (Estimate(2e-4, 1.0, "iterative"), "below 1e-3"),
     ],
 )
-def test_an_estimate_says_what_is_known(estimate: Estimate, text: str) -> None:
+def test_an_estimate_states_what_is_known(estimate: Estimate, text: str) -> None:
     assert str(estimate) == text
     assert float(estimate) == estimate.value
 
 
-def test_an_iteration_that_was_cut_short_says_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_iteration_gives_an_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.topology.analysis.spectrum._MOST_STEPS", 60)
     found = spectral_gap(ChainGraph(5_000))
     assert 0 < 2 / 3 * (1 - np.cos(np.pi / 5_000)) < found.value < found.error
@@ -241,7 +241,7 @@ def test_every_schedule_of_the_catalog_has_the_gap_of_its_matrices() -> None:
 
 
 @pytest.mark.usefixtures("by_iteration")
-def test_an_iteration_does_not_stop_where_all_but_one_direction_are_averaged() -> None:
+def test_an_iteration_does_not_stop_while_one_direction_is_not_averaged() -> None:
     size = 40
     u, v = np.zeros(size), np.zeros(size)
     u[[0, 1]], v[[2, 3]] = (1, -1), (1, -1)

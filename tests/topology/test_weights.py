@@ -89,12 +89,12 @@ def test_metropolis_hastings_weights_are_symmetric_and_doubly_stochastic_on_any_
             assert matrix[i, j] == 1.0 / (1 + max(degree[i], degree[j]))
 
 
-def test_metropolis_hastings_weights_need_every_edge_back():
+def test_metropolis_hastings_weights_need_undirected_edges():
     with pytest.raises(ValueError, match=r"edge \(0, 1\) has no edge back. Add .* or use with_uniform_weights"):
         with_metropolis_hastings_weights(RingGraph(4, connect_style=2))
 
 
-def test_weighting_leaves_the_given_graph_as_it_was():
+def test_weighting_does_not_change_the_input_graph():
     graph = nx.DiGraph([(0, 1), (1, 0)])
     with_uniform_weights(graph)
     with_metropolis_hastings_weights(graph)
@@ -104,7 +104,7 @@ def test_weighting_leaves_the_given_graph_as_it_was():
 
 @few
 @given(graph=digraphs(), seed=st.integers(0, 2**32 - 1))
-def test_given_weights_come_back_as_the_mixing_matrix(graph, seed):
+def test_explicit_weights_are_returned_as_the_mixing_matrix(graph, seed):
     support = nx.to_numpy_array(graph, nodelist=range(len(graph))).T + np.eye(len(graph)) > 0
     matrix = np.random.default_rng(seed).normal(size=support.shape) * support
     for described in (graph, support, support.astype(int)):
@@ -166,7 +166,7 @@ def test_weights_rounded_to_float32_pass_the_default_tolerance_and_three_digits_
 
 
 @pytest.mark.parametrize("function", [classify, spectral_gap, lambda W: Mixing.from_matrix(W, 0)])
-def test_what_is_no_matrix_of_weights_is_refused(function):
+def test_invalid_weight_matrices_are_refused(function):
     with pytest.raises(ValueError, match=r"square, one row for each agent, got shape \(2, 3\)"):
         function(np.ones((2, 3)))
     with pytest.raises(ValueError, match="got shape"):
@@ -258,7 +258,7 @@ def test_figure_two_pull_and_push_matrices_are_of_their_kind_and_not_transposes(
     assert not np.allclose(push, pull.T)
 
 
-def test_figure_two_pull_keeps_agreement_and_push_keeps_the_sum():
+def test_figure_two_pull_preserves_consensus_and_push_preserves_the_sum():
     pull, push = mixing_matrix(with_uniform_weights(FIGURE_TWO)), push_weights(FIGURE_TWO)
     x = np.arange(5.0)
     np.testing.assert_allclose(pull @ np.ones(5), np.ones(5), rtol=0, atol=1e-15)
@@ -266,7 +266,7 @@ def test_figure_two_pull_keeps_agreement_and_push_keeps_the_sum():
     assert (pull @ x).sum() != pytest.approx(x.sum(), abs=1e-3)
 
 
-def test_figure_two_mixes_by_the_edge_as_by_the_matrix():
+def test_figure_two_mixes_by_edges_as_by_the_matrix():
     for matrix in (mixing_matrix(with_uniform_weights(FIGURE_TWO)), push_weights(FIGURE_TWO)):
         x = np.array([3.0, -1.0, 4.0, 1.0, -5.0])
         views = [Mixing.from_matrix(matrix, rank) for rank in range(5)]

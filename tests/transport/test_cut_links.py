@@ -22,7 +22,7 @@ SIZES = (3, 5_000, 400_000)
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_each_unit_comes_once_and_in_order_wherever_it_is_cut(seed: int) -> None:
+def test_each_unit_arrives_once_and_in_order_for_any_cut(seed: int) -> None:
     draws = random.Random(seed)
     sent: SendBuffer[int] = SendBuffer()
     had, come, following = ReceivedOffset(), [], 0
@@ -49,7 +49,7 @@ def test_each_unit_comes_once_and_in_order_wherever_it_is_cut(seed: int) -> None
     assert come == list(range(500))
 
 
-def test_a_count_that_cannot_be_is_refused() -> None:
+def test_an_impossible_offset_is_refused() -> None:
     sent: SendBuffer[int] = SendBuffer()
     for unit in range(5):
         sent.keep(unit)
@@ -62,7 +62,7 @@ def test_a_count_that_cannot_be_is_refused() -> None:
     sent.acknowledge(5)
 
 
-def test_what_is_sent_is_not_kept_for_ever() -> None:
+def test_sent_units_are_not_kept_for_ever() -> None:
     sent: SendBuffer[int] = SendBuffer()
     had = ReceivedOffset()
     for unit in range(10 * ACKNOWLEDGE_AFTER_UNITS):
@@ -87,7 +87,7 @@ def rounds() -> list[torch.Tensor]:
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 40))])
-def test_cut_again_and_again_all_goes_on_and_gives_the_same(seed: int) -> None:
+def test_repeatedly_cut_links_give_the_same_results(seed: int) -> None:
     undisturbed = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
     seen: list[int] = []
     with nothing_is_left(), in_the_middle(cuts(random.Random(seed), seen)):
@@ -98,7 +98,30 @@ def test_cut_again_and_again_all_goes_on_and_gives_the_same(seed: int) -> None:
 
 
 @pytest.mark.transport("network")
-def test_a_sender_keeps_no_more_than_it_may_have_to_send_again() -> None:
+def test_a_chunk_that_is_spoiled_once_comes_again() -> None:
+    spoiled: list[int] = []
+
+    def of_a_direction() -> Change:
+        def change(said: bytes, before: int) -> bytes:
+            place = 1_000_000 - before  # within a tensor of 1,600,000 bytes
+            if spoiled or not 0 <= place < len(said):
+                return said
+            spoiled.append(place)
+            return said[:place] + bytes([said[place] ^ 1]) + said[place + 1 :]
+
+        return change
+
+    def run() -> torch.Tensor:
+        return shoal.neighbor_allreduce(torch.full((400_000,), float(shoal.rank())), name="x")
+
+    with nothing_is_left(), in_the_middle(of_a_direction):
+        found = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
+    assert spoiled
+    assert all(torch.equal(one, torch.full((400_000,), 0.5)) for one in found)
+
+
+@pytest.mark.transport("network")
+def test_a_sender_buffers_only_units_that_it_may_retransmit() -> None:
     def run() -> int:
         for step in range(300):
             shoal.neighbor_allreduce(torch.full((5,), float(step)), name="small")
@@ -112,7 +135,7 @@ def test_a_sender_keeps_no_more_than_it_may_have_to_send_again() -> None:
 
 
 @pytest.mark.transport("network")
-def test_what_is_spoiled_each_time_ends_a_link_and_not_the_patience_of_all() -> None:
+def test_repeated_corruption_ends_a_link_and_other_links_keep_their_limit() -> None:
     def of_a_direction() -> Change:
         def change(said: bytes, before: int) -> bytes:
             place = 500 - before  # behind the handshake

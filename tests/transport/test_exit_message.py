@@ -47,7 +47,7 @@ def on_one_machine() -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.parametrize(("connect", "kind"), [(over_tcp, NetworkLink), (on_one_machine, SharedMemoryLink)])
-def test_a_goodbye_is_heard_before_the_failure_of_what_is_sent_after_it(
+def test_an_exit_message_is_received_before_later_sends_fail(
     connect: Callable[[], tuple[socket.socket, socket.socket]], kind: type[Outgoing]
 ) -> None:
     ours, theirs = connect()
@@ -70,8 +70,8 @@ def test_a_goodbye_is_heard_before_the_failure_of_what_is_sent_after_it(
 
 
 @pytest.mark.transport("network")
-def test_who_has_left_does_not_send_all_once_more_to_those_that_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go on, and would take it for messages of rounds that they are through with."""
+def test_a_departed_agent_does_not_retransmit_to_peers_that_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They continue, and would take it for messages of rounds that have ended."""
     monkeypatch.setattr(sockets, "SHORT_SECONDS", 0.0)  # as after an hour: a link that is cut is made again at once
 
     def run() -> None:

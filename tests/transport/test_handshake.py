@@ -14,7 +14,7 @@ def pair(source: int = 2, destination: int = 0, secret: bytes = b"key") -> tuple
     return Accepting(b"key", 0, SIZE), Connecting(secret, source, destination, 3, 4, QUESTION)
 
 
-def test_both_know_the_other_and_have_the_same_keys_of_this_connection_alone() -> None:
+def test_both_sides_authenticate_and_derive_the_same_keys_for_this_connection() -> None:
     keys = set()
     for _ in range(2):
         accepting, connecting = pair()
@@ -29,19 +29,19 @@ def test_both_know_the_other_and_have_the_same_keys_of_this_connection_alone() -
 @pytest.mark.parametrize(
     ("source", "destination"), [(2, 1), (1, 2), (0, 0), (SIZE, 0)], ids=["another", "a third", "itself", "no rank"]
 )
-def test_an_agent_that_means_another_rank_or_has_an_impossible_one_is_refused(source: int, destination: int) -> None:
+def test_a_peer_that_expects_another_rank_or_has_an_impossible_one_is_refused(source: int, destination: int) -> None:
     accepting, connecting = pair(source, destination)
     with pytest.raises(ProtocolError, match=f"rank {source} looks for rank {destination}; this is rank 0"):
         accepting.check(connecting.answer(accepting.hello))
 
 
-def test_a_purpose_that_is_none_is_refused() -> None:
+def test_an_invalid_purpose_is_refused() -> None:
     accepting, connecting = Accepting(b"key", 0, SIZE), Connecting(b"key", 2, 0, purpose=REVERSED + 1)
     with pytest.raises(ProtocolError, match="a connection of purpose 3"):
         accepting.check(connecting.answer(accepting.hello))
 
 
-def test_another_secret_and_a_recorded_answer_are_refused() -> None:
+def test_another_secret_and_a_replayed_response_are_refused() -> None:
     accepting, connecting = pair(secret=b"other")
     with pytest.raises(ProtocolError, match="does not know this job's secret"):
         accepting.check(connecting.answer(accepting.hello))
@@ -51,7 +51,7 @@ def test_another_secret_and_a_recorded_answer_are_refused() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 8], ids=["the count", "the proof"])
-def test_a_welcome_that_was_changed_is_refused(at: int) -> None:
+def test_a_modified_welcome_is_refused(at: int) -> None:
     accepting, connecting = pair()
     accepting.check(connecting.answer(accepting.hello))
     welcome = bytearray(accepting.welcome(17))
@@ -62,7 +62,7 @@ def test_a_welcome_that_was_changed_is_refused(at: int) -> None:
         connecting.check(REFUSED)
 
 
-def test_lengths_and_greetings_that_are_not_shoals_are_refused() -> None:
+def test_wrong_lengths_and_greetings_are_refused() -> None:
     accepting, connecting = pair()
     with pytest.raises(ProtocolError, match="a greeting of 1 bytes"):
         connecting.answer(b"S")
@@ -75,7 +75,7 @@ def test_lengths_and_greetings_that_are_not_shoals_are_refused() -> None:
 
 
 @pytest.mark.parametrize("incarnation", [0, 4])
-def test_whether_another_process_of_this_rank_is_meant(incarnation: int) -> None:
+def test_the_handshake_checks_the_incarnation_of_the_process(incarnation: int) -> None:
     accepting, connecting = Accepting(b"key", 0, SIZE, incarnation), Connecting(b"key", 2, 0, 3, 4, MESSAGES)
     accepting.check(connecting.answer(accepting.hello))
     assert accepting.is_for_another_process == (incarnation != 4)

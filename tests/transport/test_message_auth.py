@@ -19,7 +19,7 @@ few = settings(max_examples=100, deadline=None)
 
 @few
 @given(packets=st.lists(st.binary(min_size=1, max_size=2000), min_size=1, max_size=5))
-def test_what_is_closed_is_opened(packets: list[bytes]) -> None:
+def test_sealed_messages_are_opened(packets: list[bytes]) -> None:
     for sender, receiver in ((MacSeal(b"key"), MacSeal(b"key")), (ChecksumSeal(), ChecksumSeal())):
         for packet in packets:
             sealed = sender.close(packet)
@@ -28,7 +28,7 @@ def test_what_is_closed_is_opened(packets: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 5000])
-def test_another_key_another_turn_and_another_length_are_refused(nbytes: int) -> None:
+def test_another_key_sequence_number_or_length_is_refused(nbytes: int) -> None:
     packet = bytes(range(256)) * 20
     first, second = (MacSeal(b"key"), MacSeal(b"key"))
     sealed, next_one = first.close(packet[:nbytes]), first.close(packet[:nbytes])
@@ -44,7 +44,7 @@ def test_another_key_another_turn_and_another_length_are_refused(nbytes: int) ->
 
 @pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 4095, 4096, 4097, 12_345, 1 << 20])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_sums_see_flipped_bits_and_bytes_in_other_places(nbytes: int, offset: int) -> None:
+def test_checksums_detect_flipped_bits_and_moved_bytes(nbytes: int, offset: int) -> None:
     draws = random.Random(nbytes)
     data = bytearray(draws.randbytes(nbytes + offset))
     chunk = memoryview(data)[offset:]
@@ -69,8 +69,8 @@ def test_sums_see_flipped_bits_and_bytes_in_other_places(nbytes: int, offset: in
 
 
 @pytest.mark.parametrize("rows", [(3, 3), (3, 7)], ids=["within a row", "within a column"])
-def test_sums_see_words_that_changed_places(rows: tuple[int, int]) -> None:
-    """In a row the sums of the columns change, and in a column those of the rows: both are needed."""
+def test_checksums_detect_swapped_words(rows: tuple[int, int]) -> None:
+    """A swap within a row changes the column sums, and one within a column the row sums: both are needed."""
     words = np.arange(10 * 512, dtype=np.uint64).reshape(10, 512)
     whole = sums(memoryview(words).cast("B"))
     one, other = (rows[0], 5), (rows[1], 5 if rows[0] != rows[1] else 9)
@@ -78,14 +78,14 @@ def test_sums_see_words_that_changed_places(rows: tuple[int, int]) -> None:
     assert sums(memoryview(words).cast("B")) != whole
 
 
-def test_each_check_says_something_else() -> None:
+def test_each_check_has_its_own_error() -> None:
     empty = memoryview(b"")
     assert len({check(empty) for check in (sums, strong, unchecked)}) == 3
     assert strong(memoryview(b"a")) != strong(memoryview(b"b"))
 
 
 def test_the_hash_of_a_long_packet_does_not_have_its_seal() -> None:
-    """A packet over 512 bytes is sealed through its hash and its length, which must be no packet with the same seal."""
+    """A packet over 512 bytes is sealed by its hash and length, which must not form a packet with the same seal."""
     long = b"x" * 10_000
     seal = MacSeal(b"key").close(long)[: MacSeal.size]
     forged = hashlib.sha256(long).digest() + struct.pack("<Q", len(long))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 
@@ -10,8 +11,10 @@ import torch
 
 from shoal.transport.handshake import MESSAGES, Accepting, Connecting
 from shoal.transport.link import NullReceiver, Published
+from shoal.transport.message_auth import CorruptMessage
 from shoal.transport.network_link import CHUNK_BYTES, NetworkIncoming, NetworkLink
 from shoal.transport.poller import Poller
+from shoal.transport.retransmit import ConnectionCut
 from shoal.transport.shared_regions import Arena, ResultPool
 from shoal.transport.wire import Kind, Message
 
@@ -89,7 +92,7 @@ def chunks(count: int) -> torch.Tensor:
     return torch.arange(count * CHUNK_BYTES // 4, dtype=torch.int32)
 
 
-def test_large_tensors_take_turns_chunk_by_chunk(connection: Connection) -> None:
+def test_large_tensors_are_sent_in_alternating_chunks(connection: Connection) -> None:
     tensors = {"a": chunks(3), "b": chunks(2) + 1, "c": chunks(1) + 2}
     for token, (name, tensor) in enumerate(tensors.items(), 1):
         connection.post(name, token, tensor)
@@ -98,9 +101,25 @@ def test_large_tensors_take_turns_chunk_by_chunk(connection: Connection) -> None
     assert all(torch.equal(connection.heard.tensors[name], tensor) for name, tensor in tensors.items())
 
 
-def test_messages_overtake_chunks_that_wait(connection: Connection) -> None:
+def test_messages_overtake_queued_chunks(connection: Connection) -> None:
     connection.post("large", 1, chunks(64))  # more than the system takes at once
     connection.link.flush()
     connection.post("small", 2)
     came = connection.until(66)
     assert came.index("small") < 64
+
+
+def test_a_chunk_that_was_changed_on_the_way_is_begun_again(connection: Connection) -> None:
+    """The next connection brings the whole chunk, and the receiver must have room for it."""
+    incoming, data = connection.incoming, chunks(2)
+    incoming._guard = incoming._guard._replace(check=lambda piece: "another checksum")
+    connection.post("a", 1, data)
+    connection.link.flush()
+    with pytest.raises((ConnectionCut, CorruptMessage), match="changed on the way"):
+        for _ in range(1000):
+            with contextlib.suppress(BlockingIOError):
+                incoming.read()
+            connection.link.flush()
+    (one,) = incoming._arriving.values()
+    assert (one.at, one.rest) == (0, 0)
+    assert connection.heard.came == ["a"]

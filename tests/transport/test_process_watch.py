@@ -9,8 +9,8 @@ from shoal.transport.peer_address import ProcessWatch, local_peer_id
 from shoal.transport.poller import Poller
 
 
-def test_a_number_of_another_pid_namespace_is_not_taken_for_a_process_of_this_one() -> None:
-    """Agents in two containers of one pod are both process 1, and may have started in the same tick of the clock."""
+def test_a_pid_of_another_namespace_is_not_taken_for_a_local_process() -> None:
+    """Agents in two containers of one pod both have PID 1, and may have started in the same clock tick."""
     mine = local_peer_id(0)
     with closing(Poller()) as poller, closing(ProcessWatch(poller, lambda rank: None)) as processes:
         processes.watch(mine)

@@ -10,7 +10,7 @@ from shoal.transport.rejoin_marker import RejoinMarker, is_marked
 from support.leftovers import nothing_is_left
 
 
-def test_the_sign_of_a_process_is_seen_until_it_is_taken_down() -> None:
+def test_the_marker_of_a_process_is_visible_until_it_is_removed() -> None:
     with nothing_is_left():
         sign = RejoinMarker()
         assert not is_marked(os.getpid()) and not sign.descriptors()
@@ -23,7 +23,7 @@ def test_the_sign_of_a_process_is_seen_until_it_is_taken_down() -> None:
         assert not is_marked(os.getpid()) and not sign.descriptors()
 
 
-def test_nothing_is_seen_of_a_process_that_has_ended() -> None:
+def test_the_marker_of_an_ended_process_is_not_visible() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import os; os.memfd_create('shoal-outside'); os._exit(0)"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not is_marked(process.pid)

@@ -36,7 +36,7 @@ def test_only_unacknowledged_units_are_sent_again_in_order_and_once() -> None:
     assert again(one) == [3, 4]
 
 
-def test_units_that_a_second_cut_overtakes_are_sent_again_before_newer_ones() -> None:
+def test_units_overtaken_by_a_second_cut_are_sent_again_before_newer_ones() -> None:
     one = sent(1, 2, 3)
     one.resend_after(0)
     one.keep(one.next_to_resend() or 0)
@@ -45,14 +45,14 @@ def test_units_that_a_second_cut_overtakes_are_sent_again_before_newer_ones() ->
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_a_count_that_cannot_be_is_refused(count: int) -> None:
+def test_an_impossible_offset_is_refused(count: int) -> None:
     one = sent(1, 2, 3)
     one.acknowledge(1)
     with pytest.raises(ProtocolError, match=f"it has had {count} packets; 1 to 3 were expected"):
         one.acknowledge(count)
 
 
-def test_the_receiver_acknowledges_after_so_many_units_or_bytes() -> None:
+def test_the_receiver_acknowledges_after_a_number_of_units_or_bytes() -> None:
     had = ReceivedOffset()
     assert [had.one_more(1) for _ in range(ACKNOWLEDGE_AFTER_UNITS)] == [False] * (ACKNOWLEDGE_AFTER_UNITS - 1) + [True]
     assert had.report() == ACKNOWLEDGE_AFTER_UNITS
@@ -61,7 +61,7 @@ def test_the_receiver_acknowledges_after_so_many_units_or_bytes() -> None:
     assert not had.one_more(1)
 
 
-def test_only_spoiled_units_in_a_row_count() -> None:
+def test_only_consecutive_corrupt_units_count() -> None:
     had = ReceivedOffset()
     for _ in range(2):
         assert [had.add_corrupt() for _ in range(MOST_CORRUPT - 1)] == [False] * (MOST_CORRUPT - 1)

@@ -66,7 +66,7 @@ def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tens
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_an_agent_that_nobody_reaches_opens_the_connections_to_it(undisturbed: list[list[torch.Tensor]]) -> None:
+def test_an_unreachable_agent_opens_the_connections_to_it(undisturbed: list[list[torch.Tensor]]) -> None:
     with nothing_is_left(), closed_ports(1):
         found = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
     assert_equal([one for one, _ in found], undisturbed)
@@ -74,7 +74,9 @@ def test_an_agent_that_nobody_reaches_opens_the_connections_to_it(undisturbed: l
 
 
 @pytest.mark.parametrize("code", [errno.ECONNREFUSED, errno.EHOSTUNREACH], ids=["refused", "unreachable"])
-def test_the_same_where_a_firewall_says_so(code: int, undisturbed: list[list[torch.Tensor]]) -> None:
+def test_an_agent_behind_a_firewall_opens_the_connections_to_it(
+    code: int, undisturbed: list[list[torch.Tensor]]
+) -> None:
     with nothing_is_left(), refused(code, 1):
         found = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
     assert_equal([one for one, _ in found], undisturbed)
@@ -82,7 +84,7 @@ def test_the_same_where_a_firewall_says_so(code: int, undisturbed: list[list[tor
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_reversed_connections_that_are_cut_again_and_again_give_the_same(
+def test_repeatedly_cut_reverse_connections_give_the_same_results(
     seed: int, undisturbed: list[list[torch.Tensor]]
 ) -> None:
     seen: list[int] = []
@@ -93,7 +95,7 @@ def test_reversed_connections_that_are_cut_again_and_again_give_the_same(
     assert [links for _, links in found] == [[1], [], [1]]
 
 
-def test_a_reversed_connection_that_nobody_needs_changes_nothing() -> None:
+def test_an_unneeded_reverse_connection_changes_nothing() -> None:
     expected = shoal.Fleet(4, transport="threads", timeout=60.0).run(late)
     with nothing_is_left():
         assert shoal.Fleet(4, transport="network", timeout=60.0).run(late) == expected
@@ -116,7 +118,7 @@ def first_contact() -> None:
     shoal.barrier()
 
 
-def test_other_agents_pass_the_request_for_a_connection_on() -> None:
+def test_other_agents_forward_the_request_for_a_connection() -> None:
     with nothing_is_left(), closed_ports(3):
         shoal.Fleet(6, transport="network", timeout=60.0).run(first_contact)
 
@@ -140,7 +142,7 @@ def errors_of_init(size: int, timeout: float) -> list[str]:
     return [str(caught.value)]
 
 
-def test_where_no_direction_is_open_it_is_said_long_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_open_direction_the_error_comes_long_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reverse_connections, "CLOSED_SECONDS", 3.0)
     monkeypatch.setattr(reverse_connections._Attempts.__init__, "__defaults__", (3.0, "no answer"))
     began = time.monotonic()
@@ -150,13 +152,13 @@ def test_where_no_direction_is_open_it_is_said_long_before_the_deadline(monkeypa
     assert "cannot connect to rank" in text and "(no answer: a firewall?)" in text and "127.0.0.1:" in text
 
 
-def test_at_a_deadline_before_that_the_error_says_so_too() -> None:
+def test_a_deadline_before_that_has_the_same_error() -> None:
     with nothing_is_left(), closed_ports(0, 1):
         [text] = errors_of_init(2, 4.0)
     assert "cannot connect to rank" in text and "(no answer: a firewall?)" in text
 
 
-def test_an_outage_at_first_contact_that_passes_is_no_loss() -> None:
+def test_a_temporary_outage_at_first_contact_is_no_failure() -> None:
     with nothing_is_left(), closed_ports(0, 1) as ports:
 
         def run() -> float:
@@ -173,7 +175,7 @@ def test_an_outage_at_first_contact_that_passes_is_no_loss() -> None:
     assert found == [0.5, 0.5]
 
 
-def test_keys_of_a_reversed_connection_are_of_no_other_one() -> None:
+def test_keys_of_a_reverse_connection_are_unique() -> None:
     keys = []
     for purpose in (MESSAGES, REVERSED):
         accepting, connecting = Accepting(b"key", 0, 2), Connecting(b"key", 1, 0, purpose=purpose)
@@ -184,13 +186,13 @@ def test_keys_of_a_reversed_connection_are_of_no_other_one() -> None:
     assert not {*keys[0]} & {*keys[1]}
 
 
-def test_who_does_not_know_the_secret_opens_no_reversed_connection() -> None:
+def test_a_peer_without_the_secret_opens_no_reverse_connection() -> None:
     accepting, connecting = Accepting(b"key", 0, 2), Connecting(b"guessed", 1, 0, purpose=REVERSED)
     with pytest.raises(ProtocolError, match="secret"):
         accepting.check(connecting.answer(accepting.hello))
 
 
-def test_agents_listen_on_the_ports_that_they_are_given_each_on_its_own() -> None:
+def test_agents_listen_on_their_configured_ports_each_on_its_own() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = taken.getsockname()[1]
         ports = range(first, min(first + 50, 1 << 16))
@@ -204,11 +206,11 @@ def test_agents_listen_on_the_ports_that_they_are_given_each_on_its_own() -> Non
 
 
 @pytest.mark.parametrize(("text", "ports"), [("", range(1)), ("29500", range(29500, 29501)), ("5-7", range(5, 8))])
-def test_ports_are_one_or_a_range(text: str, ports: range) -> None:
+def test_ports_are_one_port_or_a_range(text: str, ports: range) -> None:
     assert parse_ports("SHOAL_PORTS", text) == ports
 
 
 @pytest.mark.parametrize("text", ["0", "7-5", "a-b", "1-70000", "-3", "5-", "1,2"])
-def test_what_names_no_ports_is_refused(text: str) -> None:
+def test_invalid_ports_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"SHOAL_PORTS.*FIRST-LAST"):
         parse_ports("SHOAL_PORTS", text)

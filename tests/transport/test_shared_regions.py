@@ -42,7 +42,7 @@ def test_a_size_class_holds_the_request_and_wastes_at_most_a_quarter(nbytes: int
     assert size_class(size) == size
 
 
-def test_a_released_region_is_handed_out_again(arena: Arena) -> None:
+def test_a_released_region_is_reused(arena: Arena) -> None:
     for nbytes in (100, 20_000, SMALL, SMALL + 1, 1 << 20):
         one = arena.allocate(nbytes)
         before = arena.nbytes
@@ -52,7 +52,7 @@ def test_a_released_region_is_handed_out_again(arena: Arena) -> None:
         assert arena.nbytes == before
 
 
-def test_regions_that_are_out_do_not_overlap(arena: Arena) -> None:
+def test_allocated_regions_do_not_overlap(arena: Arena) -> None:
     taken: list[tuple[Region, int]] = []
     for step, nbytes in enumerate([100, 17_000, 17_000, 300_000, 64, 100, 1 << 20, 300_000, 17_000] * 4):
         region = arena.allocate(nbytes)
@@ -62,14 +62,14 @@ def test_regions_that_are_out_do_not_overlap(arena: Arena) -> None:
         assert bool((region.as_tensor(torch.uint8, nbytes) == step % 251).all())
 
 
-def test_a_thousand_rounds_of_varying_sizes_need_no_more_than_the_most_at_once(arena: Arena) -> None:
+def test_a_thousand_rounds_of_varying_sizes_need_no_more_than_the_peak(arena: Arena) -> None:
     sizes = [17_000, 70_000, 300_000, 900_000]
     for step in range(1000):
         arena.release(arena.allocate(sizes[step % 4]))
     assert arena.nbytes < 12e6
 
 
-def test_sizes_that_keep_changing_do_not_pile_up() -> None:
+def test_changing_sizes_do_not_accumulate() -> None:
     arena = Arena(keep=8 << 20)
     for step in range(40):
         arena.release(arena.allocate((1 << 20) + step * (1 << 18)))
@@ -78,7 +78,7 @@ def test_sizes_that_keep_changing_do_not_pile_up() -> None:
     arena.close()
 
 
-def test_threads_may_allocate_and_release_at_once(arena: Arena) -> None:
+def test_threads_may_allocate_and_release_concurrently(arena: Arena) -> None:
     def work(number: int) -> bool:
         for step in range(200):
             region = arena.allocate(20_000)
@@ -125,7 +125,7 @@ def share(region: Region, memory: PeerMemory) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128, torch.bfloat16], ids=str)
-def test_a_reader_sees_what_the_owner_writes(arena: Arena, dtype: torch.dtype) -> None:
+def test_a_reader_sees_the_owners_writes(arena: Arena, dtype: torch.dtype) -> None:
     memory = PeerMemory()
     for nbytes in (320, 160_000, 1_600_000):
         region = arena.allocate(nbytes)
@@ -170,7 +170,7 @@ def test_a_misaligned_reference_is_refused(arena: Arena, offset: int) -> None:
         memory.view(ident, offset, 8, torch.float32)
 
 
-def test_a_reference_to_memory_that_was_never_shared_or_is_forgotten_is_refused(arena: Arena) -> None:
+def test_a_reference_to_memory_that_was_never_shared_or_is_released_is_refused(arena: Arena) -> None:
     memory = PeerMemory()
     region = arena.allocate(1 << 20)
     with pytest.raises(ProtocolError, match="never shared"):
@@ -197,7 +197,7 @@ def empty() -> int:
 @pytest.mark.parametrize(
     "make", [unsealed, empty, lambda: os.open("/dev/null", os.O_RDWR), lambda: os.open("/", os.O_RDONLY)]
 )
-def test_a_descriptor_that_is_no_sealed_memory_is_refused_and_closed(make: Callable[[], int]) -> None:
+def test_a_descriptor_without_sealed_memory_is_refused_and_closed(make: Callable[[], int]) -> None:
     fd = make()
     with pytest.raises(ProtocolError):
         PeerMemory().add(1, fd)
@@ -205,7 +205,7 @@ def test_a_descriptor_that_is_no_sealed_memory_is_refused_and_closed(make: Calla
         os.fstat(fd)
 
 
-def test_results_use_the_memory_of_results_that_are_gone() -> None:
+def test_results_reuse_the_memory_of_freed_results() -> None:
     pool = ResultPool()
     first = pool.empty((300, 1000), torch.float32)
     address = first.data_ptr()
@@ -232,7 +232,7 @@ def test_two_results_never_share_memory() -> None:
         assert all(bool((one == number).all()) for one, number in held)
 
 
-def test_a_pool_keeps_no_more_than_it_may() -> None:
+def test_a_pool_keeps_no_more_than_its_limit() -> None:
     pool = ResultPool(keep=4 << 20)
     before = resident_bytes()
     for _ in range(3):
@@ -243,7 +243,7 @@ def test_a_pool_keeps_no_more_than_it_may() -> None:
     assert resident_bytes() - before < 24 << 20
 
 
-def test_what_a_pool_keeps_gives_way_to_sizes_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooled_memory_is_evicted_for_requested_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("shoal.transport.shared_regions.clock.monotonic", lambda: now)
     pool = ResultPool(keep=4 << 20)
@@ -359,8 +359,8 @@ class CollectedBlocks(defaultdict[int, list[Any]]):
 
 
 @pytest.mark.timeout(20)
-def test_the_garbage_collector_may_come_in_the_middle(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And free a tensor of the same memory: a lock that is held must not be waited for."""
+def test_the_garbage_collector_may_run_during_an_allocation(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And free a tensor of the same pool: it must not wait for a lock that its thread holds."""
     monkeypatch.setattr("shoal.transport.shared_regions.Region", CollectedRegion)
     pool = ResultPool()
     pool._free = CollectedBlocks(list)
@@ -374,7 +374,7 @@ def test_the_garbage_collector_may_come_in_the_middle(arena: Arena, monkeypatch:
     assert arena.nbytes == held  # all of it had come back
 
 
-def test_memory_of_a_device_that_cannot_be_is_an_error_or_has_no_numbers(caplog: pytest.LogCaptureFixture) -> None:
+def test_unavailable_device_memory_is_an_error_or_has_no_values(caplog: pytest.LogCaptureFixture) -> None:
     before = descriptors()
     memory = PeerMemory()
     with pytest.raises(ProtocolError, match="bytes of a device's memory"):

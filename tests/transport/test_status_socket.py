@@ -34,7 +34,7 @@ def answered(asked: StatusSocket) -> dict[str, Any]:
     return found
 
 
-def test_all_agents_are_described_and_those_that_left_are_not() -> None:
+def test_all_agents_are_listed_and_departed_ones_are_not() -> None:
     asked, agents = StatusSocket(), [Agent(rank) for rank in range(3)]
     for one in agents:
         asked.join(one)
@@ -45,7 +45,7 @@ def test_all_agents_are_described_and_those_that_left_are_not() -> None:
     assert found["there"] == 2 and [one["rank"] for one in found["agents"]] == [0, 2]
 
 
-def test_an_answer_is_given_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_is_cached_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, agent = StatusSocket(), Agent(0)
     asked.join(agent)
     monkeypatch.setattr(status_socket, "KEEP_SECONDS", 1000.0)
@@ -55,7 +55,7 @@ def test_an_answer_is_given_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert answered(asked) == answered(asked) and agent.times == 3
 
 
-def test_of_more_than_an_answer_holds_the_first_are_described() -> None:
+def test_a_reply_of_limited_size_lists_the_first_agents() -> None:
     asked, size = StatusSocket(), 10_000
     for rank in range(20):
         asked.join(Agent(rank, text="x" * size))

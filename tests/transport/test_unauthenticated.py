@@ -35,7 +35,7 @@ class SimpleNamespaceWithHash(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-def test_a_crowd_at_one_address_takes_no_place_at_another() -> None:
+def test_many_connections_from_one_address_take_no_slot_of_another() -> None:
     crowd = Crowd()
     for _ in range(10 * ROOM):
         crowd.come("10.0.0.9")
@@ -43,7 +43,7 @@ def test_a_crowd_at_one_address_takes_no_place_at_another() -> None:
     assert not crowd.closed
 
 
-def test_the_oldest_of_an_address_makes_room_but_not_one_that_has_just_come() -> None:
+def test_the_oldest_connection_of_an_address_is_evicted_but_not_a_new_one() -> None:
     crowd = Crowd()
     first = [crowd.come("10.0.0.9") for _ in range(ROOM)]
     assert crowd.come("10.0.0.9") is None
@@ -52,7 +52,7 @@ def test_the_oldest_of_an_address_makes_room_but_not_one_that_has_just_come() ->
     assert crowd.closed == first[:1]
 
 
-def test_where_all_places_are_taken_the_address_with_most_gives_one() -> None:
+def test_if_all_slots_are_used_the_address_with_most_loses_one() -> None:
     crowd = Crowd()
     greedy = [crowd.come("10.9.9.9") for _ in range(ROOM)]
     for k in range(MOST_UNKNOWN - ROOM):
@@ -62,7 +62,7 @@ def test_where_all_places_are_taken_the_address_with_most_gives_one() -> None:
     assert crowd.closed == greedy[:1]
 
 
-def test_where_agents_of_the_job_are_there_is_room_of_their_own() -> None:
+def test_addresses_of_the_jobs_agents_have_reserved_slots() -> None:
     crowd = Crowd()
     for _ in range(3):
         crowd.strangers.expect("10.0.0.1")
@@ -82,11 +82,11 @@ def test_where_agents_of_the_job_are_there_is_room_of_their_own() -> None:
         ("fd77:0:0:1::1", "fd77:0:0:2::1", False),
     ],
 )
-def test_who_may_have_many_addresses_of_ipv6_has_one_origin(one: str, other: str, same: bool) -> None:
+def test_all_ipv6_addresses_of_one_network_count_as_one_origin(one: str, other: str, same: bool) -> None:
     assert (origin_of(one) == origin_of(other)) == same
 
 
-def test_one_that_has_proved_itself_or_is_too_old_is_none_of_them_any_more() -> None:
+def test_authenticated_and_expired_connections_are_not_counted() -> None:
     crowd = Crowd()
     first, second, third = (crowd.come(origin) for origin in ("10.0.0.1", "10.0.0.1", "10.0.0.2"))
     assert list(crowd.strangers.origins) == [first, second, third]

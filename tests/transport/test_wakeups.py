@@ -54,7 +54,7 @@ def is_readable(incoming: NetworkIncoming, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def test_woken_for_a_part_worth_the_while_and_for_the_last_bytes() -> None:
+def test_wakeups_come_for_a_large_enough_part_and_for_the_last_bytes() -> None:
     far, incoming, ear = connection()
     elements = WAKE_BYTES  # 4 WAKE_BYTES of float32
     tensor = torch.arange(elements, dtype=torch.float32)
@@ -90,7 +90,7 @@ def test_woken_for_a_part_worth_the_while_and_for_the_last_bytes() -> None:
     incoming.close()
 
 
-def test_the_end_of_the_connection_wakes_whatever_is_still_due() -> None:
+def test_the_end_of_the_connection_wakes_all_pending_waits() -> None:
     far, incoming, _ = connection()
     nbytes = 4 * WAKE_BYTES
     message = Message(Kind.DATA, name="x", token=7, shape=(nbytes,), where=Where.STREAM, nbytes=nbytes)

@@ -54,13 +54,17 @@ def messages(draw: st.DrawFn) -> Message:
         segment=draw(counts),
         offset=draw(large),
     )
-    if kind is not Kind.DATA:
+    if kind not in (Kind.DATA, Kind.CONTROL):
         message.text = draw(texts)
         message.nbytes = draw(large)
         return message
     message.dtype = draw(st.sampled_from(DTYPES))
     message.shape = draw(shapes)
     message.nbytes = math.prod(message.shape) * message.dtype.itemsize
+    if kind is Kind.CONTROL:
+        message.offset = draw(st.integers(0, message.nbytes))
+        message.body = draw(st.binary(max_size=message.nbytes - message.offset))
+        return message
     message.where = draw(st.sampled_from([Where.INLINE, Where.SHARED, Where.STREAM]))
     if message.where is Where.INLINE:
         message.body = bytes_of(sample(draw(st.integers(0, 9)), message.shape, message.dtype))
@@ -75,16 +79,18 @@ def there_and_back(message: Message) -> Message:
 
 @few
 @given(message=messages())
-def test_what_is_encoded_comes_back(message: Message) -> None:
+def test_encoded_frames_are_decoded_equally(message: Message) -> None:
     back = there_and_back(message)
     for field in ("kind", "op", "name", "round", "stage", "token", "flags", "digest", "where", "segment", "offset"):
         assert getattr(back, field) == getattr(message, field), field
     assert struct.pack("<d", back.scale) == struct.pack("<d", message.scale)
     assert back.nothing == math.isnan(message.scale)
-    if message.kind is not Kind.DATA:
+    if message.kind not in (Kind.DATA, Kind.CONTROL):
         assert back.text == message.text
         return
     assert (back.dtype, back.shape, back.nbytes) == (message.dtype, message.shape, message.nbytes)
+    if message.kind is Kind.CONTROL:
+        assert back.body == message.body and back.payload is None
     if message.where is Where.INLINE:
         assert back.payload is not None
         assert back.payload.complete
@@ -92,7 +98,7 @@ def test_what_is_encoded_comes_back(message: Message) -> None:
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_an_inline_tensor_of_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_an_inline_tensor_of_every_dtype_is_decoded_bit_for_bit(dtype: torch.dtype) -> None:
     for shape in [(), (0,), (3, 0), (7,), (2, 3, 4)]:
         tensor = sample(1, shape, dtype)
         nbytes = tensor.numel() * tensor.element_size()
@@ -103,7 +109,7 @@ def test_an_inline_tensor_of_every_dtype_comes_back_bit_for_bit(dtype: torch.dty
         assert same_bits(back.payload.data.view(shape), tensor)
 
 
-def test_an_inline_tensor_outlives_the_buffer_that_it_came_in() -> None:
+def test_an_inline_tensor_outlives_its_receive_buffer() -> None:
     tensor = torch.arange(5.0)
     message = Message(Kind.DATA, dtype=torch.float32, shape=(5,), where=Where.INLINE, nbytes=20, body=bytes_of(tensor))
     buffer = bytearray(encode(message))
@@ -115,7 +121,7 @@ def test_an_inline_tensor_outlives_the_buffer_that_it_came_in() -> None:
 
 @few
 @given(sent=st.lists(messages(), max_size=5))
-def test_a_packet_of_several_frames_comes_apart_in_order(sent: list[Message]) -> None:
+def test_a_packet_of_several_frames_is_split_in_order(sent: list[Message]) -> None:
     packet = memoryview(b"".join(map(encode, sent)))
     assert [decode(frame).token for frame in frames(packet)] == [message.token for message in sent]
 
@@ -197,13 +203,20 @@ def test_an_absurd_shape_is_refused(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "body"), [(8, 12), (12, 8), (16, 16), (0, 0), (2**63, 12), (12, 0)])
-def test_a_payload_that_is_not_as_long_as_its_shape_says_is_refused(nbytes: int, body: int) -> None:
+def test_a_payload_whose_length_differs_from_its_shape_is_refused(nbytes: int, body: int) -> None:
     message = Message(Kind.DATA, dtype=torch.float32, shape=(3,), where=Where.INLINE, nbytes=nbytes, body=bytes(body))
     with pytest.raises(ProtocolError):
         there_and_back(message)
 
 
-def test_text_that_is_no_utf8_is_refused() -> None:
+@pytest.mark.parametrize(("nbytes", "offset", "body"), [(12, 0, 13), (12, 8, 5), (12, 13, 0), (8, 0, 8), (16, 0, 12)])
+def test_a_piece_beyond_its_body_or_a_body_of_another_shape_is_refused(nbytes: int, offset: int, body: int) -> None:
+    message = Message(Kind.CONTROL, dtype=torch.float32, shape=(3,), nbytes=nbytes, offset=offset, body=bytes(body))
+    with pytest.raises(ProtocolError, match="of shape"):
+        there_and_back(message)
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
     frame = bytearray(encode(Message(Kind.DENY, op="neighbor_allreduce", name="name")))
     at = frame.index(b"name")
     frame[at] = 0xFF
@@ -211,7 +224,7 @@ def test_text_that_is_no_utf8_is_refused() -> None:
         decode(memoryview(frame)[PREFIX:])
 
 
-def test_as_many_dimensions_as_torch_has_travel_and_no_more() -> None:
+def test_tensors_may_have_as_many_dimensions_as_in_torch() -> None:
     def of(count: int) -> Message:
         return Message(Kind.DATA, dtype=torch.uint8, shape=(1,) * count, where=Where.SHARED, nbytes=1)
 

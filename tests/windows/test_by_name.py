@@ -132,7 +132,7 @@ def test_push_sum_reaches_the_mean_on_an_irregular_digraph(fleet: Fleets) -> Non
     assert fleet(4).run(run) == pytest.approx([1.5] * 4, abs=1e-10)
 
 
-def test_a_reader_sees_whole_writes_only(fleet: Fleets) -> None:
+def test_a_reader_sees_complete_writes_only(fleet: Fleets) -> None:
     stop = threading.Event()
 
     def run() -> bool:
@@ -154,7 +154,7 @@ def test_a_reader_sees_whole_writes_only(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [True, True]
 
 
-def test_a_mutex_excludes_everybody_and_may_be_taken_again_by_its_holder(fleet: Fleets) -> None:
+def test_a_mutex_excludes_all_others_and_is_reentrant(fleet: Fleets) -> None:
     inside: list[int] = []
 
     def run() -> bool:
@@ -195,7 +195,7 @@ def test_versions_count_puts_and_gets_since_the_last_update(fleet: Fleets) -> No
     assert fleet(2).run(run) == [[{1: 4}, {1: 0}], [{0: 4}, {0: 0}]]
 
 
-def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
+def test_invalid_calls_raise_and_send_nothing(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(4, connect_style=2))
         rank = shoal.rank()
@@ -228,7 +228,7 @@ def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
     fleet(4).run(run)
 
 
-def test_shapes_that_differ_are_found_when_the_window_is_made(fleet: Fleets) -> None:
+def test_shapes_that_differ_are_detected_when_the_window_is_created(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(shoal.Mismatch, match="shape"):
             shoal.bluefog.win_create(torch.zeros(2 + shoal.rank()), "x")
@@ -237,7 +237,7 @@ def test_shapes_that_differ_are_found_when_the_window_is_made(fleet: Fleets) -> 
     fleet(2).run(run)
 
 
-def test_writing_to_a_window_that_was_freed_is_an_error_at_the_writer(fleet: Fleets) -> None:
+def test_writing_to_a_freed_window_is_an_error_at_the_writer(fleet: Fleets) -> None:
     def run() -> float:
         shoal.set_topology(shoal.topology.RingGraph(2))
         x = torch.ones(3)
@@ -261,7 +261,7 @@ def test_writing_to_a_window_that_was_freed_is_an_error_at_the_writer(fleet: Fle
     assert fleet(2).run(run) == [1.0, 1.0]
 
 
-def test_a_slot_that_stays_locked_ends_in_a_deadline_that_names_it(fleet: Fleets) -> None:
+def test_a_slot_that_stays_locked_raises_at_the_deadline_and_is_named(fleet: Fleets) -> None:
     def run() -> None:
         shoal.bluefog.win_create(torch.zeros(2), "x")
         if shoal.rank() == 0:
@@ -295,7 +295,7 @@ def test_nonblocking_calls_take_effect_in_order(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [19.0, 19.0]
 
 
-def test_windows_made_and_freed_leave_nothing_behind(fleet: Fleets) -> None:
+def test_windows_created_and_freed_leave_nothing(fleet: Fleets) -> None:
     def run() -> None:
         early = 0
         for i in range(40):
@@ -313,7 +313,7 @@ def test_windows_made_and_freed_leave_nothing_behind(fleet: Fleets) -> None:
     fleet(2).run(run)
 
 
-def test_a_world_of_one_has_windows_too() -> None:
+def test_a_single_agent_has_windows_too() -> None:
     def run() -> float:
         x = torch.ones(2)
         assert shoal.bluefog.win_create(x, "x")
@@ -327,7 +327,7 @@ def test_a_world_of_one_has_windows_too() -> None:
     assert shoal.Fleet(1).run(run) == [0.5]
 
 
-def test_accumulates_of_any_shape_add_up(fleet: Fleets) -> None:
+def test_accumulates_of_any_shape_are_summed(fleet: Fleets) -> None:
     def run() -> list[torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(2))
         found = []
@@ -346,7 +346,7 @@ def test_accumulates_of_any_shape_add_up(fleet: Fleets) -> None:
         assert number.item() == 8.0
 
 
-def test_win_get_takes_weights_and_mutex_by_position(fleet: Fleets) -> None:
+def test_win_get_accepts_weights_and_mutex_by_position(fleet: Fleets) -> None:
     def run() -> float:
         shoal.set_topology(shoal.topology.RingGraph(2))
         x = torch.tensor(float(shoal.rank() + 1))
@@ -368,8 +368,8 @@ def test_win_get_takes_weights_and_mutex_by_position(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [6.0, 3.0]
 
 
-def test_a_put_after_an_update_has_read_counts_as_new(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it comes before the update has returned."""
+def test_a_put_after_the_read_of_an_update_counts_as_new(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it arrives before the update has returned."""
     combine = WindowMemory.combine
     between: dict[int, Callable[[], None]] = {}
 
@@ -402,8 +402,8 @@ def test_a_put_after_an_update_has_read_counts_as_new(fleet: Fleets, monkeypatch
     assert fleet(2).run(run)[0] == 1
 
 
-def test_shutdown_does_not_wait_for_a_call_that_waits_for_others(fleet: Fleets) -> None:
-    """Ten seconds at most, of which half is for what is under way."""
+def test_shutdown_does_not_wait_for_a_blocked_call(fleet: Fleets) -> None:
+    """Ten seconds at most, of which half is for messages in flight."""
     over = threading.Event()
 
     def run() -> tuple[float, str]:

@@ -136,7 +136,7 @@ def test_the_checker_finds_an_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_checker_names_what_has_no_place(name: str) -> None:
+def test_the_checker_names_the_operation_without_a_valid_position(name: str) -> None:
     records, culprit = WRONG[name]
     with pytest.raises(NoPlace, match="somebody") as caught:
         find_order(records)
@@ -188,7 +188,7 @@ def test_the_checker_agrees_with_brute_force(records: list[Record]) -> None:
 
 
 @given(st.lists(steps, max_size=6))
-def test_what_is_named_is_where_the_history_breaks(records: list[Record]) -> None:
+def test_the_named_operation_is_where_the_history_is_violated(records: list[Record]) -> None:
     def as_it_was(known: Callable[[Record], bool]) -> list[Record]:
         return [one if known(one) else replace(one, returned=NEVER) for one in records]
 
@@ -225,7 +225,7 @@ def test_slots_of_three_agents_are_linearizable(crowd: Fleets, kinds: tuple[str,
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 @pytest.mark.parametrize(("numel", "operations"), [(1, 100), (5_000, 60), (300_000, 12)])
-def test_reads_see_whole_writes_of_any_size(crowd: Fleets, numel: int, operations: int, dtype: torch.dtype) -> None:
+def test_reads_see_complete_writes_of_any_size(crowd: Fleets, numel: int, operations: int, dtype: torch.dtype) -> None:
     program = Program(numel, operations, threads=2, kinds=MIXES["everything"], dtype=dtype, seed=numel)
     check_all(merged(crowd(2).run(record_history, program)), starts(2))
 
@@ -285,7 +285,7 @@ def locked_now_and_then(name: str, held: threading.Event) -> Iterator[None]:
         holder.join()
 
 
-def test_what_ended_in_a_deadline_takes_effect_once_or_not_at_all(fleet: Fleets) -> None:
+def test_a_call_that_timed_out_takes_effect_at_most_once(fleet: Fleets) -> None:
     rounds = range(4)
     held, written = threading.Event(), [threading.Event() for _ in rounds]
 

@@ -54,8 +54,8 @@ def take_in_line(line: ByteLocks, order: list[int], me: int) -> None:
     line.release(0)
 
 
-def test_waiters_take_a_lock_in_the_order_of_their_arrival(path: str) -> None:
-    """Each with a description of its own, as agents have; then threads that share one."""
+def test_waiters_acquire_a_lock_in_the_order_of_their_arrival(path: str) -> None:
+    """Each with its own file description, as agents have. Then threads that share one."""
     for shared in (False, True):
         holder, common = opened(path), opened(path)
         holder.acquire(0, soon())
@@ -76,7 +76,7 @@ def test_waiters_take_a_lock_in_the_order_of_their_arrival(path: str) -> None:
         assert waits(path, 0, 0)
 
 
-def test_whoever_takes_a_lock_again_and_again_lets_a_waiter_come_between(path: str) -> None:
+def test_a_thread_that_acquires_a_lock_repeatedly_lets_waiters_in_between(path: str) -> None:
     greedy, waiter = opened(path), opened(path)
     greedy.acquire(0, soon())
     order: list[int] = []
@@ -99,7 +99,7 @@ def stand_in_line(path: str) -> None:
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_waiter_that_is_killed_or_stopped_keeps_nobody_from_a_lock(path: str, by: signal.Signals) -> None:
+def test_a_killed_or_stopped_waiter_does_not_block_a_lock(path: str, by: signal.Signals) -> None:
     holder, other = opened(path), opened(path)
     holder.acquire(0, soon())
     process = multiprocessing.get_context("fork").Process(target=stand_in_line, args=(path,))
@@ -121,7 +121,7 @@ def test_a_waiter_that_is_killed_or_stopped_keeps_nobody_from_a_lock(path: str, 
         process.join()
 
 
-def test_a_lock_whose_holder_is_killed_goes_to_the_next_one(path: str) -> None:
+def test_a_lock_whose_holder_is_killed_is_granted_to_the_next_waiter(path: str) -> None:
     process = multiprocessing.get_context("fork").Process(target=stand_in_line, args=(path,))
     process.start()
     other = opened(path)
@@ -134,7 +134,7 @@ def test_a_lock_whose_holder_is_killed_goes_to_the_next_one(path: str) -> None:
     other.release(0)
 
 
-def test_a_deadline_ends_a_wait_and_leaves_no_place(path: str) -> None:
+def test_a_deadline_ends_a_wait_and_removes_the_waiter(path: str) -> None:
     holder, other = opened(path), opened(path)
     holder.acquire(0, soon())
     with pytest.raises(Busy):

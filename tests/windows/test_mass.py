@@ -61,7 +61,7 @@ def test_several_threads_of_an_agent_conserve_mass_under_its_mutex(fleet: Fleets
 
 @pytest.mark.soak
 @pytest.mark.parametrize("dyadic", [True, False])
-def test_thousands_of_operations_conserve_it_too(fleet: Fleets, dyadic: bool) -> None:
+def test_thousands_of_operations_conserve_mass(fleet: Fleets, dyadic: bool) -> None:
     flow = Flow(phases=4, operations=400, dyadic=dyadic, seed=5)
     assert_conserved(fleet(4).run(move_mass, flow), flow)
 

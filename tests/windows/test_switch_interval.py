@@ -52,7 +52,7 @@ def at_locks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("numel", [1, 1_000_000], ids=["all at once", "in pieces"])
-def test_a_put_is_written_in_short_turns(at_locks: list[tuple[float, bool]], numel: int) -> None:
+def test_a_put_is_written_with_a_short_switch_interval(at_locks: list[tuple[float, bool]], numel: int) -> None:
     def run() -> float:
         x = torch.full((numel,), float(shoal.rank()))
         shoal.bluefog.win_create(x, "x")
@@ -67,7 +67,7 @@ def test_a_put_is_written_in_short_turns(at_locks: list[tuple[float, bool]], num
 
 
 @pytest.mark.transport("network")
-def test_a_lock_that_was_taken_is_tried_again_in_short_turns(at_locks: list[tuple[float, bool]]) -> None:
+def test_an_acquired_lock_is_retried_with_a_short_switch_interval(at_locks: list[tuple[float, bool]]) -> None:
     held = threading.Event()
 
     def run() -> bool:
@@ -89,7 +89,7 @@ def test_a_lock_that_was_taken_is_tried_again_in_short_turns(at_locks: list[tupl
     assert now() == USERS
 
 
-def test_the_last_one_out_puts_back_what_the_user_had_set() -> None:
+def test_the_last_exit_restores_the_users_interval() -> None:
     with ExitStack() as first, ExitStack() as second:
         first.enter_context(short_switch_interval())
         second.enter_context(short_switch_interval())
@@ -99,13 +99,13 @@ def test_the_last_one_out_puts_back_what_the_user_had_set() -> None:
         assert now() == USERS
 
 
-def test_what_the_user_sets_meanwhile_stays() -> None:
+def test_a_change_by_the_user_during_the_block_is_kept() -> None:
     with short_switch_interval():
         sys.setswitchinterval(0.002)
     assert now() == 0.002
 
 
-def test_what_the_user_sets_while_one_is_inside_is_there_when_another_one_has_left() -> None:
+def test_a_change_by_the_user_is_kept_after_another_thread_exits() -> None:
     with short_switch_interval():
         sys.setswitchinterval(0.002)
         with short_switch_interval():
@@ -113,7 +113,7 @@ def test_what_the_user_sets_while_one_is_inside_is_there_when_another_one_has_le
     assert now() == 0.002
 
 
-def test_a_user_with_shorter_turns_keeps_them() -> None:
+def test_a_shorter_interval_of_the_user_is_kept() -> None:
     sys.setswitchinterval(0.00012)
     with short_switch_interval():
         assert now() == 0.00012
@@ -121,8 +121,8 @@ def test_a_user_with_shorter_turns_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("microseconds", [90, 501, 19_987])
-def test_an_interval_loses_nothing_however_often_it_is_put_back(microseconds: int) -> None:
-    """What ``sys.getswitchinterval`` says of these is a little less than whole microseconds."""
+def test_an_interval_is_restored_exactly_however_often(microseconds: int) -> None:
+    """``sys.getswitchinterval`` returns slightly less than whole microseconds for these."""
     sys.setswitchinterval((microseconds + 0.5) * 1e-6)
     for _ in range(3):
         with short_switch_interval():
@@ -130,7 +130,7 @@ def test_an_interval_loses_nothing_however_often_it_is_put_back(microseconds: in
     assert now() == round(microseconds * 1e-6, 6)
 
 
-def test_a_child_has_the_users_interval_and_nobody_inside() -> None:
+def test_a_child_process_has_the_users_interval_and_no_active_block() -> None:
     script = f"""
 import os, sys
 from shoal.windows.requests import short_switch_interval

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import inspect
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal.windows import SlotState, Window, by_name
+from shoal.runtime.agent import current
+from shoal.windows import SlotState, Window, by_name, registry
+from shoal.windows.locks import ByteLocks
+from shoal.windows.window_memory import OWN
+from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]
 
@@ -43,7 +54,7 @@ def test_put_and_get_of_a_scalar_between_three_agents(fleet: Fleets) -> None:
     assert fleet(3).run(run) == [(0.0, 3.0), (10.0, 10.0), (10.0, 10.0)]
 
 
-def test_put_accumulate_and_collect_move_the_registered_tensor_if_none_is_given(fleet: Fleets) -> None:
+def test_put_accumulate_and_collect_use_the_registered_tensor_by_default(fleet: Fleets) -> None:
     def run() -> list[float]:
         other = ring_of_two()
         x = torch.full((5,), shoal.rank() + 1.0)
@@ -63,7 +74,7 @@ def test_put_accumulate_and_collect_move_the_registered_tensor_if_none_is_given(
     assert fleet(2).run(run) == [[9.0, 4.5, 10.5], [6.0, 3.0, 12.0]]
 
 
-def test_the_forms_that_do_not_wait_take_effect_in_the_order_of_the_calls(fleet: Fleets) -> None:
+def test_nonblocking_calls_take_effect_in_call_order(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
         other = ring_of_two()
         window = shoal.windows.create(torch.zeros(4), "x")
@@ -83,7 +94,7 @@ def test_the_forms_that_do_not_wait_take_effect_in_the_order_of_the_calls(fleet:
     assert fleet(2).run(run) == [(20.0, 14.0)] * 2
 
 
-def test_an_update_takes_the_weights_of_the_topology_and_empties_what_it_has_read(fleet: Fleets) -> None:
+def test_an_update_uses_the_topologys_weights_and_empties_the_slots_it_has_read(fleet: Fleets) -> None:
     def run() -> list[float]:
         ring_of_two()
         window = shoal.windows.create(torch.tensor([float(shoal.rank())]), "x", zero_init=True)
@@ -94,7 +105,7 @@ def test_an_update_takes_the_weights_of_the_topology_and_empties_what_it_has_rea
     assert fleet(2).run(run) == [[0.5, 0.5, 0.25]] * 2
 
 
-def test_the_associated_weight_goes_where_the_tensor_goes(fleet: Fleets) -> None:
+def test_the_associated_weight_is_sent_with_the_tensor(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
         shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         shoal.windows.turn_on_associated_p()
@@ -117,7 +128,7 @@ def test_the_associated_weight_goes_where_the_tensor_goes(fleet: Fleets) -> None
     assert sum(p for _, p in found) == pytest.approx(3.0, abs=1e-12)
 
 
-def test_it_knows_its_neighbours_and_what_has_come_from_them(fleet: Fleets) -> None:
+def test_a_window_lists_its_neighbours_and_their_versions(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(3, connect_style=2))
         rank = shoal.rank()
@@ -145,7 +156,7 @@ def test_it_knows_its_neighbours_and_what_has_come_from_them(fleet: Fleets) -> N
     fleet(3).run(run)
 
 
-def test_its_mutex_excludes_everybody_and_may_be_taken_again_by_its_holder(fleet: Fleets) -> None:
+def test_the_mutex_excludes_all_others_and_is_reentrant(fleet: Fleets) -> None:
     inside: list[int] = []
 
     def run() -> bool:
@@ -164,7 +175,7 @@ def test_its_mutex_excludes_everybody_and_may_be_taken_again_by_its_holder(fleet
     assert fleet(3).run(run) == [True] * 3
 
 
-def test_a_mutex_that_is_kept_ends_in_a_deadline_that_names_its_holder(fleet: Fleets) -> None:
+def test_a_held_mutex_raises_at_the_deadline_and_its_holder_is_named(fleet: Fleets) -> None:
     def run() -> None:
         ring_of_two()
         window = shoal.windows.create(torch.zeros(2), "x")
@@ -190,7 +201,7 @@ def test_a_mutex_that_is_kept_ends_in_a_deadline_that_names_its_holder(fleet: Fl
     fleet(2).run(run)
 
 
-def test_an_update_waits_for_its_own_mutex_where_it_is_asked_to(fleet: Fleets) -> None:
+def test_an_update_acquires_its_own_mutex_on_request(fleet: Fleets) -> None:
     def run() -> None:
         ring_of_two()
         window = shoal.windows.create(torch.zeros(2), "x")
@@ -212,7 +223,7 @@ def test_an_update_waits_for_its_own_mutex_where_it_is_asked_to(fleet: Fleets) -
     fleet(2).run(run)
 
 
-def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
+def test_invalid_calls_raise_and_send_nothing(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(4, connect_style=2))
         before, after = (shoal.rank() - 1) % 4, (shoal.rank() + 1) % 4
@@ -247,7 +258,7 @@ def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
     fleet(4).run(run)
 
 
-def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fleet: Fleets) -> None:
+def test_a_freed_window_raises_and_a_new_one_of_its_name_is_independent(fleet: Fleets) -> None:
     def run() -> float:
         other = ring_of_two()
         with shoal.windows.create(torch.zeros(2), "x") as window:
@@ -275,6 +286,169 @@ def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fl
     assert fleet(2).run(run) == [1.0, 1.0]
 
 
+@pytest.mark.transport("network")
+def test_an_owner_gives_its_mutex_to_neighbours_only() -> None:
+    """Window.mutex checks the ranks as well; an owner does not trust the check of another agent."""
+
+    def run() -> list[int]:
+        shoal.set_topology(shoal.topology.RingGraph(4, connect_style=1))
+        window, rank = shoal.windows.create(torch.zeros(2), "x"), shoal.rank()
+        part, refused = window._part, []
+        for owner in range(4):
+            if owner != rank:
+                try:
+                    with part.mutex([owner], time.monotonic() + 20.0, "win_mutex"):
+                        pass
+                except shoal.Mismatch as error:
+                    assert f"rank {owner} has no edge for win_lock from rank {rank}" in str(error)
+                    refused.append(owner)
+        shoal.barrier()
+        return refused
+
+    assert shoal.Fleet(4, transport="network").run(run) == [[2], [3], [0], [1]]
+
+
+def test_a_put_that_cannot_scale_its_tensor_does_not_scale_p_either(fleet: Fleets) -> None:
+    """The tensor is locked until after the deadline: with another p, all later estimates x / p would be wrong."""
+
+    def run() -> None:
+        other, rank = ring_of_two(), shoal.rank()
+        shoal.windows.turn_on_associated_p()
+        window = shoal.windows.create(shoal.empty(3).fill_(8.0), "x", zero_init=True)
+        if rank == 0:
+            part = window._part
+            # As a neighbour does that gets the tensor, and is stopped.
+            send = part._send
+
+            def send_first(*args: Any) -> None:
+                send(*args)
+                part.memory.acquire(OWN, other, time.monotonic() + 10.0)
+
+            part._send = send_first  # type: ignore[method-assign]
+            with pytest.raises(shoal.DeadlineExceeded, match="kept locked"):
+                window.put(self_weight=0.5, dst_weights={other: 0.5}, timeout=0.2)
+            part.memory.locks.release(OWN)
+            assert window.tensor.tolist() == [8.0 * window.p] * 3
+        shoal.barrier()
+
+    fleet(2).run(run)
+
+
+def test_a_window_that_finds_too_many_open_files_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(fd: int) -> ByteLocks:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def run() -> None:
+        before = sorted(Path("/proc/self/fd").iterdir())
+        monkeypatch.setattr(registry, "ByteLocks", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            shoal.windows.create(torch.zeros(3), "x")
+        monkeypatch.undo()
+        assert sorted(Path("/proc/self/fd").iterdir()) == before
+        shoal.windows.create(torch.zeros(3), "x").free()
+
+    shoal.Fleet(1).run(run)
+
+
+def test_a_freed_window_lets_the_memory_of_its_neighbours_go() -> None:
+    def run() -> bool:
+        other = ring_of_two()
+        window = shoal.windows.create(torch.zeros(3), "x")
+        theirs = weakref.ref(window._part.direct[other])
+        shoal.barrier()
+        window.free()
+        gc.collect()
+        assert window.name == "x"  # it is still there
+        return theirs() is None
+
+    assert shoal.Fleet(2, transport="shared_memory").run(run) == [True, True]
+
+
+@pytest.mark.transport("network")
+def test_a_mutex_that_was_waited_for_in_vain_leaves_no_unread_message() -> None:
+    def run() -> bool:
+        ring_of_two()
+        window, rank, drained = shoal.windows.create(torch.zeros(3), "x"), shoal.rank(), True
+        with window.mutex(for_self=True) if rank == 0 else nullcontext():
+            shoal.barrier()
+            if rank == 1:
+                with pytest.raises(shoal.DeadlineExceeded, match="win_lock"), window.mutex([0], timeout=0.1):
+                    pass
+                drained = wait_until(lambda: current().engine.sender.drained)
+            shoal.barrier()
+        return drained
+
+    assert shoal.Fleet(2, transport="network", timeout=20.0).run(run) == [True, True]
+
+
+@pytest.mark.transport("network")
+def test_a_put_does_not_wait_for_the_mutex_that_another_thread_waits_for() -> None:
+    def run() -> float:
+        other, rank = ring_of_two(), shoal.rank()
+        window = shoal.windows.create(torch.full((3,), rank + 1.0), "x", zero_init=True)
+        waits = threading.Event()
+
+        def take() -> None:
+            waits.set()
+            with window.mutex([0]):
+                pass
+
+        with window.mutex(for_self=True) if rank == 0 else nullcontext():
+            shoal.barrier()
+            if rank == 1:
+                taker = threading.Thread(target=take)
+                taker.start()
+                waits.wait()
+                assert wait_until(lambda: any(one.op == "win_lock" for one in current().engine.in_flight()))
+                window.put()
+            shoal.barrier()
+        if rank == 1:
+            taker.join()
+        shoal.barrier()
+        return float(window.update(0.0, {other: 1.0}, clone=True)[0])
+
+    assert shoal.Fleet(2, transport="network", timeout=10.0).run(run) == [2.0, 0.0]
+
+
+@pytest.mark.transport("network")
+def test_the_mutex_of_a_freed_window_is_not_that_of_its_successor() -> None:
+    def run() -> bool | None:
+        ring_of_two()
+        rank, found = shoal.rank(), None
+        before = shoal.windows.create(torch.zeros(2), "x")
+        stale = before.mutex([0]) if rank == 1 else nullcontext()
+        with stale:
+            shoal.barrier()
+            before.free()
+            shoal.barrier()
+            window = shoal.windows.create(torch.zeros(2), "x")
+            holds, done = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                with window.mutex([0]):
+                    holds.set()
+                    done.wait(20.0)
+
+            if rank == 1:
+                holder = threading.Thread(target=hold)
+                holder.start()
+                assert holds.wait(10.0)
+        shoal.barrier()
+        if rank == 0:
+            try:
+                with window.mutex(for_self=True, timeout=0.2):
+                    found = True
+            except shoal.DeadlineExceeded:
+                found = False
+        shoal.barrier()
+        if rank == 1:
+            done.set()
+            holder.join()
+        return found
+
+    assert shoal.Fleet(2, transport="network", timeout=10.0).run(run) == [False, None]
+
+
 def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
     def run() -> float:
         other = ring_of_two()
@@ -293,7 +467,7 @@ def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [4.0, 2.0]
 
 
-def test_after_shutdown_it_says_that_the_agent_is_gone(fleet: Fleets) -> None:
+def test_after_shutdown_calls_raise_that_the_agent_has_left(fleet: Fleets) -> None:
     def run() -> None:
         ring_of_two()
         window = shoal.windows.create(torch.zeros(2), "x")
@@ -327,8 +501,8 @@ def test_bluefogs_functions_and_the_methods_are_one_window(fleet: Fleets) -> Non
     assert fleet(2).run(run) == [[6.0, 7.0], [3.0, 5.0]]
 
 
-def test_the_calls_of_both_forms_are_alike_in_the_events(fleet: Fleets) -> None:
-    """Who reads a trace finds one name for one thing."""
+def test_calls_of_both_forms_have_equal_events(fleet: Fleets) -> None:
+    """So a trace has one name for one operation."""
 
     def run() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         ring_of_two()
@@ -358,7 +532,7 @@ def test_the_calls_of_both_forms_are_alike_in_the_events(fleet: Fleets) -> None:
         assert ("finished", "win_update_then_collect") in ours
 
 
-def test_every_form_that_does_not_wait_takes_what_its_twin_takes() -> None:
+def test_every_nonblocking_form_has_the_arguments_of_its_blocking_form() -> None:
     for where in (Window, by_name):
         twins = [name for name in dir(where) if name.endswith("_nonblocking")]
         assert len(twins) >= 3

@@ -13,26 +13,23 @@ from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..operations.membership import WHOLE
 from ..operations.operation import Handle, Operation
-from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import Internal, channel_name, where
 from ..ops.collective import allgather, allreduce, submit_allreduce
 from ..ops.encoded import Encoded
+from ..ops.gathering import neighbor_allgather, submit_alltoall
 from ..ops.neighbor import submit
-from ..ops.neighbor_allgather import neighbor_allgather
-from ..ops.reduce_scatter import shares
+from ..ops.reduction import shares, submit_shares
 from ..ops.robust import Robust, check_neighbours
-from ..ops.shares import submit_shares
 from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
-from .agent_schedule import AgentSchedule
 from .algorithm import Algorithm, Gradient, warn_of_undeclared_needs
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
 from .runs.conditions import Conditions
-from .runs.loop import Measure, Run, steps_of
+from .runs.run import Measure, Run, steps_of
 from .runs.unreliable_mix import under
-from .schedule_weights import Form, Ranks, RoundWeights
+from .schedule_weights import AgentSchedule, Form, Ranks, RoundWeights
 
 
 class Exchange(Mix):

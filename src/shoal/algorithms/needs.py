@@ -12,7 +12,7 @@ from typing import Literal
 import networkx as nx
 import numpy as np
 
-from ..topology._neighbours import Neighbours
+from ..topology._edges import Neighbours, distinct
 from ..topology.schedule import Schedule, as_schedule
 from .schedule_weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
 
@@ -171,7 +171,8 @@ def _parts(facts: Facts, rounds: range, edge: Edge) -> int:
     for number in rounds:
         weights = facts.rounds[number]
         keys = weights.source * facts.size + weights.destination
-        seen = np.union1d(seen, keys if edge == "link" else keys[getattr(weights, edge) != 0])
+        here = keys if edge == "link" else keys[getattr(weights, edge) != 0]
+        seen = distinct(np.concatenate([seen, here]))
         # After 1, 2, 4, ... rounds: each check costs as much as all earlier ones.
         if (number & (number + 1) == 0 or number + 1 == len(rounds)) and _reaches_all(facts.size, seen):
             return 1

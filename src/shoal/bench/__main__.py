@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 import shoal
 
-from . import memory_use, scaling, speed, windows, wire_bytes
+from . import parts, wire_bytes
 from .meter import Reporter
 
 PARTS = {
-    "large": speed.large,
-    "small": speed.small,
-    "windows": windows.measure,
-    "latency": windows.over_wire,
-    "memory": memory_use.measure,
-    "scaling": scaling.measure,
+    "large": parts.large,
+    "small": parts.small,
+    "windows": parts.windows,
+    "latency": parts.latency,
+    "memory": parts.memory,
+    "scaling": parts.scaling,
     "wire": wire_bytes.measure,
 }
 

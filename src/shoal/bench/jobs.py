@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
-from .figures import Figures
+from .meter import Figures
 from .wire_bytes import ADDRESSES, DEVICE, two_machines
 
 Progress = Callable[[str, int, int], None]

@@ -1,9 +1,10 @@
-"""Times several cases of the same task, on all agents at once and in turn, so that conditions are equal. A repetition
-runs every case once and measures from an instant that all agents agree on to the end of the slowest agent. If each
-agent measured from its exit of a barrier, cases that need no other agent would look too fast: on fewer cores than
-agents some leave the barrier only when others have finished. The cases take turns in running first. This module has
-only the functions for agents of a job; the barriers and the comparison of times use ``torch.distributed``, outside the
-timed code.
+"""Times several cases of the same task, on all agents at once and in turn, so that conditions are equal.
+
+A repetition runs every case once and measures from an instant that all agents agree on to the end of the slowest agent.
+If each agent measured from its exit of a barrier, cases that need no other agent would look too fast: on fewer cores
+than agents some leave the barrier only when others have finished. The cases take turns in running first. The barriers
+and the comparison of times use ``torch.distributed``, outside the timed code. :class:`Figures` are the measurements, in
+the form sent to the process that started the job.
 """
 
 from __future__ import annotations
@@ -12,10 +13,29 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The measurements on tensors of one size.
+
+    Attributes:
+        kind: The kind of measurement, which defines the values.
+        nbytes: Bytes of one agent's tensor.
+        agents: The number of agents.
+        values: By case; seconds of the slowest agent in each repetition, or bytes of the agent that holds most.
+    """
+
+    kind: str
+    nbytes: int
+    agents: int
+    values: dict[str, list[float]]
+
 
 Case = Callable[[], object]
 Seconds = dict[str, list[float]]

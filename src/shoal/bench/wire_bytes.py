@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import shoal
 
-from .figures import Figures
-from .meter import Reporter, compare
+from .meter import Figures, Reporter, compare
 
 MIB = 1 << 20
 BITS_PER_SECOND = 1_000_000_000

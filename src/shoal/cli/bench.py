@@ -21,13 +21,11 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench.figures import Figures
 from ..bench.jobs import Progress as Tell
 from ..bench.jobs import run_agents, run_over_wire
 from ..bench.machine import Load, LoadWatch, MachineInfo, here
-from ..bench.picture import draw_scaling
-from ..bench.tables import scaling_table, speed_markdown, speed_table
-from ..bench.verdicts import rows_of
+from ..bench.meter import Figures
+from ..bench.results import draw_scaling, rows_of, scaling_table, speed_markdown, speed_table
 from ..bench.wire_bytes import missing_tool
 
 AGENTS = 4

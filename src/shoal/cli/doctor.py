@@ -28,9 +28,9 @@ from .. import config
 from .._version import __version__
 from ..bench.machine import cpu_name
 from ..coordination.attach import PROCESS_GROUP, check_backend, check_transport
-from ..device.device import Unshareable
-from ..device.opening import open_device
-from ..kernels.choice import why_not_triton
+from ..device import Unshareable
+from ..device.cuda import open_device
+from ..kernels import why_not_triton
 from ..kernels.native import why_not_native
 from ..rendezvous.launch import LOOPBACK, Launch, detect, join_address, parse_address
 from ..rendezvous.rendezvous import is_own

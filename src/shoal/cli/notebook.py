@@ -2,7 +2,7 @@
 
 ``start`` leaves a job running whose agents are ipyparallel's engines: each runs the cells that begin with ``%%px``, and
 each has the variables of a launcher, so that ``shoal.init()`` in such a cell makes them agents of one fleet. ``stop``
-ends the job and removes its files. The running job is in :mod:`~shoal.cli.notebook_job`.
+ends the job and removes its files. The processes of the running job are in :mod:`~shoal.cli.notebook_job`.
 
 The job has files in its IPython profile while it runs: its process, and its connection.
 """
@@ -65,7 +65,7 @@ def _start(files: Files, profile: str, agents: int, wait: float) -> int:
         )
         return 1
     files.forget_connection()
-    command = [sys.executable, "-m", "shoal.cli.notebook_job", str(files.profile), str(agents)]
+    command = [sys.executable, "-m", "shoal.cli.notebook_job", "job", str(files.profile), str(agents)]
     with files.log.open("wb") as log:
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -2,7 +2,8 @@
 
 It sets the same variables as torchrun, so scripts work unchanged. It exists because torchrun ends all agents when one
 fails; with ``--on-failure continue`` the others keep training. It also forwards signals, marks each line of output with
-its rank, and leaves no process behind, even when it is killed itself.
+its rank, and leaves no process behind, even when it is killed itself. With ``--join`` it claims ranks of a running job
+in that job's store, and starts agents that join it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
 import secrets
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +27,7 @@ from .. import config
 from ..config import BEGIN_WITH, INCARNATION, LAUNCHER, WATCH
 from ..observability.watch.live import Watch
 from ..rendezvous.bootstrap_barrier import LOST
-from ..rendezvous.elastic_join import Invitation, keep_secret
+from ..rendezvous.elastic_join import JOIN_SECONDS, Invitation, keep_secret
 from ..rendezvous.launch import LOOPBACK, join_address, parse_address
 from ..rendezvous.rendezvous import listen
 from ..transport.addresses import parse_ports
@@ -32,12 +35,11 @@ from . import run_arguments
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, FailureHandling, JobExit
 from .launcher_signals import Signals
-from .rank_claim import claim
 from .run_arguments import CODE, FILE, STDIN, check_program, command_of, variables, words_of
 from .run_arguments import add_arguments as add_arguments
-from .watch_setup import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
+from .watch import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
-# A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
+# Processes of their own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
 # warn of each client that sends malformed data, with pages of frames, and any process can: only errors are shown.
 # This must be set before torch is imported.
 SERVE = (
@@ -48,6 +50,12 @@ TELL = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
     "from shoal.rendezvous.rendezvous import publish_end; publish_end(*sys.argv[1:])"
 )
+CLAIM = (
+    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
+    "from shoal.rendezvous.elastic_join import main; main(sys.argv[1:])"
+)
+CLAIM_START_SECONDS = 60.0
+"""How long the process that claims ranks may take to start."""
 LONGEST_PAUSE = 30.0
 """Seconds before all agents are begun with again, at most."""
 
@@ -251,6 +259,37 @@ def _have_joined(room: Invitation | None, host: str, port: int) -> Callable[[], 
     return have_joined
 
 
+@dataclass(frozen=True)
+class ClaimedRanks:
+    """Ranks of a running job, from ``first`` on."""
+
+    room: Invitation
+    secret: str
+    first: int
+
+
+def claim(host: str, port: int, agents: int) -> ClaimedRanks:
+    """Claim so many ranks of the job whose store is there.
+
+    Raises:
+        ValueError: The job has no ranks to give; the message has the reason.
+    """
+    command = [sys.executable, "-c", CLAIM, host, str(port), str(agents)]
+    limit = JOIN_SECONDS + CLAIM_START_SECONDS
+    try:
+        done = subprocess.run(
+            command, env=os.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit
+        )
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the store there did not answer within {limit:g} s") from None
+    except json.JSONDecodeError:
+        raise ValueError(f"asking the store there failed:\n{done.stderr}") from None
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return ClaimedRanks(Invitation(**answer["room"]), answer["secret"], int(answer["first"]))
+
+
 def _join(args: argparse.Namespace, host: str, port: int) -> int:
     """Run agents that join a running job."""
     try:
@@ -263,7 +302,7 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
     ranks = f"rank {last}" if args.agents == 1 else f"ranks {claimed.first} to {last}"
     job = LaunchedJob(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
     with Signals() as signals, contextlib.ExitStack() as parts:
-        watch = watch_of_joining(claimed, host, args.agents)
+        watch = watch_of_joining(room, claimed.secret, host, args.agents)
         if watch is not None:
             job = replace(job, watch=parts.enter_context(watch).path)
         says = f"joining the run at {args.join} as {ranks} of {room.size}"

@@ -17,8 +17,7 @@ from rich.table import Table
 
 from ..netmodel.candidates import MOST_EDGES
 from ..netmodel.network import Link, Network
-from ..netmodel.training_options import ACCURACY, COMPRESSION, DIFFERENCE
-from ..netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
+from ..netmodel.units import ACCURACY, COMPRESSION, DIFFERENCE, format_rate, format_seconds, parse_rate, parse_seconds
 from ..progress_bar import shown
 from ..rendezvous.launch import detect
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY

@@ -1,16 +1,26 @@
-"""``shoal watch``: a page that shows a finished run, from its agents' traces and membership logs."""
+"""``shoal watch``, and the setup of ``shoal run --watch``: the page of a run.
+
+``shoal watch`` shows a finished run, from its agents' traces and membership logs. In ``shoal run --watch`` this
+launcher shows the run, or reports to another launcher. See docs/watch.md.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
-from ..observability.watch.replay import read
+from .. import config
+from ..observability.watch.launcher_link import StatusSender
+from ..observability.watch.live import JoiningLaunchers, LocalViewer, RemoteViewer, Watch
 from ..observability.watch.server import PageServer
+from ..rendezvous.elastic_join import Invitation
+from ..rendezvous.launch import LOOPBACK, join_address
+from ..rendezvous.rendezvous import listen
 from .launcher_signals import Signals
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -24,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until a signal comes."""
+    from ..observability.watch.replay import read  # here: ``shoal run`` imports this module without it
+
     try:
         run = read(Path(args.folder))
         with contextlib.closing(PageServer(lambda: run, args.port)) as server, Signals() as signals:
@@ -34,3 +46,97 @@ def run(args: argparse.Namespace) -> int:
         print(f"shoal watch: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+LAST_PORT = 65535
+
+
+def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
+    """The watch of a run that begins here: it shows the run, or reports to the launcher that does.
+
+    Raises:
+        OSError: A port that it needs is taken.
+        ValueError: There is no port at which launchers could meet.
+    """
+    begins, secret = args.agents * args.nnodes, config.read().secret
+    size = args.max_agents or begins
+    title = f"{size} agents of {Path(args.script).name}"
+    if args.nnodes == 1:
+        return LocalViewer(size, args.agents, title, args.watch_port, begins)
+    if port == LAST_PORT:
+        raise ValueError(f"launchers meet at the port after that of --rendezvous, and there is none after {port}")
+    if args.node_rank > 0:
+        return RemoteViewer(_status_sender(host, port + 1, secret), args.agents)
+    try:
+        listener = listen(host, port + 1, config.read().interface)
+    except OSError as error:
+        where = join_address(host, port + 1)
+        raise OSError(error.errno, f"cannot listen on {where}, for other launchers: {error.strerror}") from None
+    shown = LocalViewer(size, args.agents, title, args.watch_port, begins)
+    shown.gather(JoiningLaunchers(listener, secret, args.nnodes - 1 + size - begins))
+    return shown
+
+
+def check_between_machines() -> None:
+    """Refuse to watch several machines if launchers could not send their reports safely."""
+    if not config.read().secret:
+        raise ValueError(
+            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they "
+            "are of the job"
+        )
+    if _would_be_read(""):
+        raise ValueError(
+            "--watch with --nnodes and SHOAL_TLS=on: what launchers tell each other is sealed and not encrypted; watch "
+            "without TLS, or look at each machine with shoal status"
+        )
+
+
+def is_this_machine(host: str) -> bool:
+    """The host is this machine, so all connections to it come from this machine."""
+    return host in (LOOPBACK, "localhost", "::1")
+
+
+def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host: str, port: int, nodes: int) -> int:
+    """Listen for joining launchers, and return the port for their agents' status; 0 if they cannot send it, or the run
+    is not watched.
+
+    Raises:
+        OSError: The system gives no port.
+    """
+    if not isinstance(watch, LocalViewer) or room.size == room.begins or _would_be_read(host):
+        return 0
+    if nodes > 1:
+        return port + 1  # where launchers of other machines connect
+    listener = listen(host, 0, config.read().interface)
+    watch.gather(JoiningLaunchers(listener, secret, room.size - room.begins))
+    return int(listener.getsockname()[1])
+
+
+def watch_of_joining(room: Invitation, secret: str, host: str, agents: int) -> Watch | None:
+    """The watch of a joining launcher, which reports to the run's launcher; None if the run is not watched or on an
+    error.
+    """
+    port = room.watch_port
+    if not port or _would_be_read(host):
+        return None
+    try:
+        return RemoteViewer(_status_sender(host, port, secret), agents)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            what = "who looks on there does not hear of these agents"
+            print(f"shoal run: {what}: {error.strerror or error}", file=sys.stderr, flush=True)
+        return None
+
+
+def _would_be_read(host: str) -> bool:
+    """Reports would be sent authenticated but unencrypted, while all other traffic is encrypted."""
+    return config.read().tls and not is_this_machine(host)
+
+
+def _status_sender(host: str, port: int, secret: str) -> StatusSender:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        where = join_address(host, port)
+        raise OSError(error.errno, f"where is {where}, the first launcher's? {error.strerror}") from None
+    return StatusSender(family, address, secret)

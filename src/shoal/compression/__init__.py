@@ -10,9 +10,9 @@ from .._lazy_import import public_names as _public_names
 from .compressor import Cast as Cast
 from .compressor import Compressor as Compressor
 from .compressor import Identity as Identity
+from .compressor import LowRank as LowRank
 from .compressor import Shrunk as Shrunk
 from .draws import Draws as Draws
-from .low_rank import LowRank as LowRank
 from .quantise import QSGD as QSGD
 from .quantise import MinMaxUInt8 as MinMaxUInt8
 from .quantise import Sign as Sign

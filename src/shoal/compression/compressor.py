@@ -1,4 +1,4 @@
-"""The base class of compressors, the one that changes nothing, and the one that makes a contraction of another.
+"""The base class of compressors, the simplest ones, and the functions that the messages of all have in common.
 
 A compressor is a map from a vector to the vector that its receivers reconstruct. It works along the last dimension, so
 that each row of a stacked fleet is compressed separately, exactly as by a real agent.
@@ -15,10 +15,55 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from .draws import Draws, DrawStream
-from .message import HALF, as_numbers, blocks, check_dtype, check_message, rows
+
+BLOCK = 1 << 17
+"""Numbers that are encoded or decoded at a time: a multiple of 8, and few enough that they stay in the cache."""
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"numbers in {dtype}: messages are made of {', '.join(str(one) for one in DTYPES)}")
+
+
+def check_message(data: torch.Tensor, nbytes: int, what: str) -> None:
+    """Raise ValueError if these are not the bytes of ``what``, which has ``nbytes``."""
+    if data.dtype != torch.uint8:
+        raise ValueError(f"a message in {data.dtype}, not in bytes (torch.uint8): it should be {what}")
+    if not data.dim() or data.shape[-1] != nbytes:
+        raise ValueError(f"a message of shape {list(data.shape)}, not of {nbytes} bytes: it should be {what}")
+
+
+def rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The rows ``[d]`` of ``[..., d]``, as views."""
+    return (x[index] for index in np.ndindex(*x.shape[:-1]))
+
+
+def blocks(d: int, size: int = BLOCK) -> Iterator[slice]:
+    return (slice(start, min(start + size, d)) for start in range(0, d, size))
+
+
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """uint8, one after the other."""
+    return numbers.contiguous().view(-1).view(torch.uint8)
+
+
+def as_numbers(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[n]`` from bytes of any alignment."""
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)
+
+
+def as_drawn(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with the shape and the device of ``x``, and the dtype in which random numbers are drawn for it."""
+    return torch.empty((), dtype=torch.float32, device=x.device).expand(x.shape) if x.dtype in HALF else x
+
 
 _NO_WIRE_FORMAT = "{!r} has no wire format: to travel as bytes a compressor defines _encode and _pieces"
 Piece = tuple[slice | torch.Tensor, torch.Tensor]
@@ -313,3 +358,28 @@ class Shrunk(Compressor):
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
         divisor = self._divisor(d)
         return ((where, numbers / divisor) for where, numbers in self.compressor._pieces(data, d, dtype, draw))
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """``compression=LowRank(rank)`` of an optimizer: PowerGossip (:class:`shoal.algorithms.PowerGossip`).
+
+    Neighbours compress the difference of their models, which no :class:`Compressor` of one vector can.
+
+    Of a parameter with m rows and n columns an agent sends each neighbour ``rank (m + n)`` numbers in a step. Vectors
+    are sent whole, and so are matrices for which that is shorter.
+
+    Args:
+        rank: The number of vectors that neighbours compare a matrix with.
+        iterations: Power iterations in a step; with 0.5 the messages are of m and of n vectors in turn.
+
+    Raises:
+        ValueError: The rank is below 1.
+    """
+
+    rank: int = 1
+    iterations: float = 1
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: pass 1 or more")

@@ -14,9 +14,8 @@ import torch
 
 from ..kernels.native import codecs as native
 from .bits import Packed, packed_bytes
-from .compressor import Compressor, Draw, Piece
+from .compressor import BLOCK, HALF, Compressor, Draw, Piece, as_bytes, as_drawn, as_numbers, blocks, rows
 from .draws import Draws, DrawStream, HashStream, stream_of
-from .message import BLOCK, HALF, as_bytes, as_numbers, blocks, rows
 
 _MOST_LEVELS = 1 << 52
 Grid = tuple[torch.Tensor, torch.Tensor]
@@ -68,15 +67,17 @@ class QSGD(Compressor):
         if not x.numel():
             return x.clone()
         x = x.detach()
-        step, low = self._spread(self._steps(x), slice(0, x.shape[-1])), torch.empty_like(x)
-        exact = _over(x, step, torch.empty_like(x))
-        return self._multiples(exact, mix.uniform(x), low, self._most(x.dtype)).mul_(step)
+        wide = _widened(x)
+        step, low = self._spread(_widened(self._steps(x)), slice(0, x.shape[-1])), torch.empty_like(wide)
+        exact = _over(wide, step, torch.empty_like(wide))
+        return self._multiples(exact, mix.uniform(wide), low, self._most(x.dtype)).mul_(step).to(x.dtype)
 
     def _steps(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., chunks]``: powers of two; infinite or NaN if a number is, and then so is what arrives."""
-        least = self._norm(x) / self.levels
+        # In 16 bits the quotient could be rounded down to a power of two. The largest multiple would then be cut off.
+        least = _widened(self._norm(x)) / self.levels
         below = _power_of_two_below(least)
-        step = torch.where(below < least, 2 * below, below)
+        step = torch.where(below < least, 2 * below, below).to(x.dtype)
         return torch.where(step == 0, 1.0, step)
 
     def _spread(self, steps: torch.Tensor, where: slice) -> torch.Tensor:
@@ -136,15 +137,16 @@ class QSGD(Compressor):
         return -(-d // (self.chunk or d)) if d else 0
 
     def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
-        return stream_of(draws, like)
+        return stream_of(draws, as_drawn(like))
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         assert stream is not None
         steps, most = self._steps(x), self._most(x.dtype)
         header = self._chunks(x.shape[-1]) * x.itemsize
-        scratch = torch.empty(3, min(BLOCK, x.shape[-1]), dtype=x.dtype, device=x.device)
+        scratch = torch.empty(3, min(BLOCK, x.shape[-1]), dtype=as_drawn(x).dtype, device=x.device)
         for number, (row, message, own) in enumerate(zip(rows(x), rows(data), rows(steps), strict=True)):
             message[:header] = as_bytes(own)
+            own = _widened(own)
             codes = Packed(message[header:], len(row), self._bits)
             finite = bool(own.isfinite().all())
             if finite and self._encode_native(row, own, codes, stream, number):
@@ -152,7 +154,8 @@ class QSGD(Compressor):
             for where in blocks(len(row)):
                 drawn, exact, low = scratch[:, : where.stop - where.start]
                 stream.fill(number, where.start, drawn)
-                found = self._multiples(_over(row[where], self._spread(own, where), exact), drawn, low, most)
+                part = _widened(row[where])
+                found = self._multiples(_over(part, self._spread(own, where), exact), drawn, low, most)
                 # Where a step is not finite nothing else counts.
                 codes.put(where.start, self._as_codes(found if finite else found.nan_to_num_(0.0)))
 
@@ -166,7 +169,8 @@ class QSGD(Compressor):
         found = torch.empty(min(BLOCK, len(row)), dtype=torch.uint8)
         for where in blocks(len(row)):
             part, start = found[: where.stop - where.start], where.start
-            if not native.quantise(part, row[where], key + start, steps, chunk, start, most, self._bits):
+            wide = _widened(row[where])
+            if not native.quantise(part, wide, key + start, steps, chunk, start, most, self._bits):
                 return False
             codes.put(start, part)
         return True
@@ -424,6 +428,13 @@ class MinMaxUInt8(Compressor):
 def _columns(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
     """Slices of a group of chunks: all chunks at once, and blocks of their numbers."""
     return ((slice(None), where) for where in blocks(shape[1]))
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """float32 of 16 bits. A number or a random number of 16 bits would be rounded before the two are compared, so the
+    probability to round up would be wrong by 2^-9: negative numbers far below a step would never be sent.
+    """
+    return x.float() if x.dtype in HALF else x
 
 
 def _over(x: torch.Tensor, step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from ..kernels.native import codecs as native
-from .compressor import Compressor, Draw, Piece
+from .bits import positions_bytes, read_positions, write_positions
+from .compressor import Compressor, Draw, Piece, as_bytes, as_drawn, as_numbers, rows
 from .draws import Draws, DrawStream, HashStream, stream_of
-from .message import HALF, as_bytes, as_numbers, rows
-from .positions import positions_bytes, read_positions, write_positions
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class TopK(Compressor):
 
     A NaN counts as infinite, so it is sent. ``delta = k / d`` (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599, lemma
     A.1). The positions are sent as one bit for every number, or in about ``2 + log2(d / k)`` bits each, whichever is
-    shorter (:mod:`shoal.compression.positions`).
+    shorter (:mod:`shoal.compression.bits`).
 
     Args:
         share: The share of the numbers, in (0, 1]; at least one is sent.
@@ -86,7 +85,7 @@ class RandomK(Compressor):
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
         count = _count(self.share, x.shape[-1])
-        return self._scaled(torch.where(_largest(mix.uniform(_as_drawn(x)), count), x, 0.0), x.shape[-1])
+        return self._scaled(torch.where(_largest(mix.uniform(as_drawn(x)), count), x, 0.0), x.shape[-1])
 
     def _scaled(self, sent: torch.Tensor, d: int) -> torch.Tensor:
         return sent * (d / _count(self.share, d)) if self.scaled and d else sent
@@ -95,15 +94,15 @@ class RandomK(Compressor):
         return _count(self.share, d) * dtype.itemsize
 
     def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
-        return stream_of(draws, _as_drawn(like))
+        return stream_of(draws, as_drawn(like))
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         for number, (row, message) in enumerate(zip(rows(x), rows(data), strict=True)):
-            places = self._places(_as_drawn(row), Draw(stream, number))
+            places = self._places(as_drawn(row), Draw(stream, number))
             message.copy_(as_bytes(self._scaled(row[places], len(row))))
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
-        like = _as_drawn(torch.empty((), dtype=dtype, device=data.device).expand(d))
+        like = as_drawn(torch.empty((), dtype=dtype, device=data.device).expand(d))
         return iter([(self._places(like, draw), as_numbers(data, dtype).clone())])
 
     def _places(self, like: torch.Tensor, draw: Draw) -> torch.Tensor:
@@ -127,11 +126,6 @@ def _check(share: float) -> None:
 
 def _count(share: float, d: int) -> int:
     return min(d, max(1, round(share * d)))
-
-
-def _as_drawn(x: torch.Tensor) -> torch.Tensor:
-    """A tensor with the shape and the device of ``x``, and the dtype in which random numbers are drawn for it."""
-    return torch.empty((), dtype=torch.float32, device=x.device).expand(x.shape) if x.dtype in HALF else x
 
 
 def _largest(size: torch.Tensor, count: int) -> torch.Tensor:

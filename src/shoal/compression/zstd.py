@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from .compressor import Compressor, Draw, Piece
+from .compressor import Compressor, Draw, Piece, check_dtype, check_message
 from .draws import Draws, DrawStream
-from .message import check_dtype, check_message
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.engine import Engine
-from ..operations.services import MinimalService
+from ..operations.services import MinimalService, read_json
 from ..transport.wire import Message
 
 WORD = "~group"
 MOST_WORDS, MOST_BYTES = 1 << 12, 1 << 16
-"""Of one agent that are kept, and of each."""
+"""Of one agent that are kept, and of each. Those of an earlier membership are not kept."""
 Place = tuple[str, str]
 
 
@@ -28,8 +28,7 @@ class GroupStores(MinimalService):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._values: dict[Place, bytes] = {}
-        self._by: dict[int, int] = {}  # how many values each agent has sent
+        self._values: dict[Place, tuple[int, bytes]] = {}  # each with its sender
         self._changed = threading.Condition(threading.Lock())
         self._given_up: set[str] = set()  # labels
         self.patience = engine.timeout
@@ -40,7 +39,7 @@ class GroupStores(MinimalService):
 
     def send(self, group: str, ranks: tuple[int, ...], key: str, value: bytes) -> None:
         """Send a value to all members of a group."""
-        self._keep((group, key), value)
+        self._keep(self.engine.rank, (group, key), value)
         engine, content = self.engine, [group, key, base64.b64encode(value).decode()]
         with engine.lock:
             engine.send_control([rank for rank in ranks if rank != engine.rank], WORD, content, background=True)
@@ -62,30 +61,39 @@ class GroupStores(MinimalService):
 
     def get(self, group: str, key: str) -> bytes:
         with self._changed:
-            return self._values[group, key]
+            return self._values[group, key][1]
 
-    def _keep(self, place: Place, value: bytes) -> None:
+    def _keep(self, source: int, place: Place, value: bytes) -> None:
         with self._changed:
-            self._values[place] = value
+            # A late value of a membership that is over would be kept for good.
+            if not any(_is_under(label, place) for label in self._given_up):
+                self._values[place] = source, value
             self._changed.notify_all()
 
     def serve(self, source: int, message: Message) -> None:
         """An agent sends data about itself; see :class:`~.services.Service`."""
-        keep = lambda parsed: self._keep(*parsed)  # noqa: E731
-        self.engine.receive_control(source, message, "a process group", partial(self._parsed, source), keep, MOST_BYTES)
+        parsed = read_json(message, "a process group", partial(self._parsed, source), MOST_BYTES)
+        self._keep(source, *parsed)
 
     def _parsed(self, source: int, content: Any) -> tuple[Place, bytes]:
-        self._by[source] = count = self._by.get(source, 0) + 1
-        if count > MOST_WORDS:
+        with self._changed:
+            count = sum(sender == source for sender, _ in self._values.values())
+        if count >= MOST_WORDS:
             raise ValueError(f"it is a member of more than {MOST_WORDS} process groups")
         group, key, value = content
         return (str(group), str(key)), base64.b64decode(value)
 
     def give_up(self, label: str) -> None:
-        """End all waits for other agents under this label."""
+        """End all waits for other agents under this label, and drop the values under it."""
         with self._changed:
             self._given_up.add(label)
+            # Kept, the values of many memberships would in the end exceed the limit of a correct agent.
+            self._values = {place: one for place, one in self._values.items() if not _is_under(label, place)}
             self._changed.notify_all()
+
+
+def _is_under(label: str, place: Place) -> bool:
+    return place[0].startswith(f"{label} ")
 
 
 class GroupStore(dist.Store):  # type: ignore[name-defined, misc]

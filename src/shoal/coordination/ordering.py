@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from .. import clock
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
@@ -181,6 +179,8 @@ class CollectiveOrdering(MinimalService):
         none.
         """
         self._group, self._changed, self._productive = (), True, False
+        # An agent that is here again moves tensors again: this agent may not leave before it has said so anew.
+        self._have_said_so.clear()
         self._renew_groups()
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
@@ -266,15 +266,13 @@ class CollectiveOrdering(MinimalService):
                 self._announce(rank, _BEGINS_FOR_SOME if some_only else _BEGINS, round_)
 
     def _announce(self, rank: int, what: int, round_: int) -> None:
-        engine = self._engine
-        message = Message(Kind.DATA, CALL, CALL, round_, digest=what)
-        engine.send_tensor(rank, message, torch.empty(0), background=True)
+        message = Message(Kind.CONTROL, CALL, CALL, round_, digest=what, shape=(0,))
+        self._engine.send_bytes([rank], message, b"", background=True)
 
     def serve(self, source: int, message: Message) -> None:
         """An agent announces the begin of a round, or the end of its transfers; see
         :class:`~shoal.operations.services.Service`.
         """
-        self._engine.acknowledge(source, message)
         round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
         if message.digest == _ALL_MOVED:
             self._await_no_more(source)

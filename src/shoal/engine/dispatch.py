@@ -62,6 +62,11 @@ class Dispatch:
                     what = message.op, message.name, message.round
                     self._events.emit("received", *what, 0, source, message.nbytes, "", message.stage)
                 self.take(source, message)
+            elif kind is Kind.CONTROL:
+                if self._events.active:
+                    what = message.op, message.name, message.round
+                    self._events.emit("received", *what, 0, source, len(message.body))
+                self._services.serve(source, message)
             # With a name it confirms one part of a message; only one without a name frees the memory of all parts.
             elif kind is Kind.DONE and message.name:
                 self._lifecycle.confirmed_in_part(source, message)

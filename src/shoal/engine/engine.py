@@ -36,7 +36,6 @@ from ..fault_tolerance.partition import WORD as TOGETHER
 from ..fault_tolerance.partition import PartitionResolver
 from ..fault_tolerance.rejoin import Rejoin
 from ..fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
-from ..operations.control_messages import ControlMessages
 from ..operations.deadlock import DEADLOCK, Deadlocks
 from ..operations.deferred_callbacks import Callbacks
 from ..operations.devices import Devices
@@ -93,10 +92,8 @@ class Engine(EngineFace):
             rank, router, membership, events, lambda peer, cause: self.failures.on_closed(peer, cause)
         )
         self.callbacks = callbacks = Callbacks()
-        post = partial(send_alone, self.publisher, sender)
-        control = ControlMessages(post, sender.acknowledge)
         parts = SharedParts(rank, size, router, events, membership, matcher, progress, sender)
-        self.result_cache = result_cache = ResultCache(rank, matcher, membership, control)
+        self.result_cache = result_cache = ResultCache(parts)
         self.lifecycle = lifecycle = Lifecycle(
             parts,
             self.publisher,
@@ -106,11 +103,11 @@ class Engine(EngineFace):
             result_cache.ended,
         )
         self.fusion = fusion = Fusion(parts, lifecycle, lambda source, message: self.dispatch.take(source, message))
-        self.result_transfer = results = ResultTransfer(parts, lifecycle, result_cache, control)
-        self.agreement = agreement = Agreement(parts, membership, lifecycle, fusion, results, control)
+        self.result_transfer = results = ResultTransfer(parts, lifecycle, result_cache)
+        self.agreement = agreement = Agreement(parts, membership, lifecycle, fusion, results)
         self.failures = failures = Failures(parts, membership, lifecycle, fusion, services, agreement)
-        self.rejoin = Rejoin(parts, membership, agreement, failures, control)
-        self.partition_resolver = PartitionResolver(parts, membership, lifecycle.gate, agreement, control)
+        self.rejoin = Rejoin(parts, membership, agreement, failures)
+        self.partition_resolver = PartitionResolver(parts, membership, lifecycle.gate, agreement)
         self.deadlocks = deadlocks = Deadlocks(parts, lifecycle, timeout)
         self.step_counter, self.training_metrics = StepCounter(events), TrainingMetrics(events)
         self.status_reporter = about = StatusReporter(
@@ -118,11 +115,11 @@ class Engine(EngineFace):
         )
         self.stalls = stalls = Stalls(parts, about, services)
         self.watchdog = watchdog = Watchdog(parts, lifecycle, failures, agreement, deadlocks, stalls)
-        self.layout_exchange = layouts = LayoutExchange(rank, membership, sender, progress)
+        self.layout_exchange = LayoutExchange(rank, membership, sender, progress)
+        services.add(TENSORS, self.layout_exchange)
         probes = {
             ALIVE: Probe(watchdog.answer, watchdog.on_answer),
             DOING: Probe(stalls.answer, stalls.on_answer),
-            TENSORS: Probe(layouts.answer, layouts.take),
             DEADLOCK: Probe(deadlocks.serve, deadlocks.judge),
         }
         self.dispatch = Dispatch(parts, lifecycle, fusion, failures, services, probes)
@@ -135,7 +132,8 @@ class Engine(EngineFace):
         # For operations and backends:
         self.publish, self.publish_joined = publisher.publish, publisher.publish_joined
         self.problem, self.reserve, self.result_memory = publisher.problem, publisher.room, self.pool.empty
-        self.send_control, self.receive_control, self.send_tensor = control.send, control.receive, control.send_tensor
+        self.send_control, self.send_bytes = sender.send_control, sender.send_bytes
+        self.send_tensor = partial(send_alone, publisher, sender)
         self.acknowledge, self.refuse, self.flush = sender.acknowledge, sender.refuse, sender.flush
         self.count_sent, self.transport_to = sender.count, router.transport_to
         self.rounds_begun, self.fail = matcher.begun, lifecycle.fail

@@ -27,12 +27,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..errors import PeerLost, ShoalError
-from ..operations.control_messages import ControlMessages
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
 from ..operations.membership import WHOLE, Departure, Plan
 from ..operations.operation import FailurePolicy, Operation
-from ..operations.services import MinimalService
+from ..operations.services import MinimalService, read_json
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import cannot_go_on
 from ..transport.wire import Message, ProtocolError
@@ -129,7 +128,6 @@ class Agreement(MinimalService):
 
     Args:
         results: Sends the results that this agent keeps for other agents.
-        control: The control messages of this agent.
 
     Attributes:
         active: Whether agents agree on losses. Otherwise a loss ends all operations, and this object is not used.
@@ -143,7 +141,6 @@ class Agreement(MinimalService):
         lifecycle: Lifecycle,
         fusion: Fusion,
         results: ResultTransfer,
-        control: ControlMessages,
     ) -> None:
         self.active = False
         self.listeners: list[Callable[[MembershipChange], None]] = []
@@ -156,7 +153,7 @@ class Agreement(MinimalService):
         self._fusion = fusion
         self._callbacks = lifecycle.callbacks
         self._results = results
-        self._control = control
+        self._sender = parts.sender
         self._check_by = parts.progress.check_by
         self._failures: LossReactions
         self._stops_as_minority = False
@@ -211,14 +208,19 @@ class Agreement(MinimalService):
         alive = self._membership.view.alive
         return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.entered)
 
-    def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> Plan:
-        """The plan of a round that begins now."""
+    def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> tuple[Plan, frozenset[int]]:
+        """The plan of a round that begins now, and the ranks of the plan that were lost and replaced since it was made.
+
+        A round between neighbours keeps the plan with which an agent has begun it, because its weights follow from
+        that. The agents admitted since then take no part in it.
+        """
         if on_loss is FailurePolicy.RETRY:
-            return self._plan_of_all(name, round_)
+            return self._plan_of_all(name, round_), frozenset()
+        late = self._admitted_after(name, round_)
         for decision in reversed(self._decisions):
             if round_ >= decision.begun.get(name, 0):
-                return decision.plan
-        return WHOLE
+                return decision.plan, late
+        return WHOLE, late
 
     def _plan_of_all(self, name: str, round_: int) -> Plan:
         """The plan of a round of a collective operation, which restarts with every loss.
@@ -226,9 +228,13 @@ class Agreement(MinimalService):
         It includes all members except those admitted after an agent had begun the round.
         """
         gone, entered = self.now
-        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # each rank's last
-        late = {rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_}.difference(gone)
+        late = self._admitted_after(name, round_).difference(gone)
         return Plan(tuple(sorted({*gone, *late})), entered - len(late)) if late else self.now
+
+    def _admitted_after(self, name: str, round_: int) -> frozenset[int]:
+        """The ranks whose agents were admitted after another agent had begun a round."""
+        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # each rank's last
+        return frozenset(rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_)
 
     def missed(self, rank: int) -> None:
         """Record that an agent has shut down and is needed here. The next check begins an agreement."""
@@ -245,7 +251,7 @@ class Agreement(MinimalService):
             self._gate.pause()
         report = self._report()
         self._reports[self._rank] = report
-        self._control.send(self._membership.view.others(self._rank), WORD, self._as_data(report))
+        self._sender.send_control(self._membership.view.others(self._rank), WORD, self._as_data(report))
         self._decide()
 
     def _report(self) -> _Report:
@@ -279,11 +285,7 @@ class Agreement(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """Take another agent's report; see :class:`~.services.Service`."""
-        parse = partial(_parsed_report, size=self._size)
-        self._control.receive(source, message, "a loss", parse, partial(self._take_report, source))
-
-    def _take_report(self, source: int, parsed: tuple[list[tuple[int, str, bool]], _Report]) -> None:
-        losses, report = parsed
+        losses, report = read_json(message, "a loss", partial(_parsed_report, size=self._size))
         if not self.active:
             return
         if report.plan.entered > self._gate.entered:

@@ -8,6 +8,8 @@ links. Every agent has a link to the next rank, so the notice reaches all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .. import clock
 from ..errors import PeerLost, ShoalError
 from ..operations.fusion import Fusion
@@ -113,6 +115,8 @@ class FailureDetector:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
             if known.died and not (own and known.told_by == self._rank):  # the end was that of its shutdown
                 departure = known
+            if departure.told_by == rank:
+                del self._suspects[rank]  # to the end: the loss that its shutdown message names may be its cause
         self._schedule(due, departure)
         return due
 
@@ -121,12 +125,25 @@ class FailureDetector:
         self._membership.apply(AgentEvent.SUSPECT, departure.rank)
         self._suspects[departure.rank] = (due, departure)
 
+    def _in_order(self) -> Iterator[tuple[float, Departure]]:
+        """Each suspect, with the time of its confirmation.
+
+        An agent that reports its own end is confirmed after all earlier suspects, because their loss may be its cause.
+        The end of its connections must not change that.
+        """
+        earlier = 0.0
+        for due, departure in self._suspects.values():
+            at = max(due, earlier) if departure.told_by == departure.rank else due
+            if departure.died:
+                earlier = max(earlier, at)
+            yield at, departure
+
     def confirmed(self, now: float) -> list[Departure]:
         """The suspects whose confirmation is due."""
-        return [departure for due, departure in self._suspects.values() if now >= due]
+        return [departure for due, departure in self._in_order() if now >= due]
 
     def nothing_follows(self, rank: int) -> None:
-        """Confirm a suspect at once, because nothing more can arrive from it."""
+        """Confirm a suspect without a delay of its own, because nothing more can arrive from it."""
         if rank in self._suspects:
             self._schedule(clock.monotonic(), self._suspects[rank][1])
 
@@ -136,7 +153,7 @@ class FailureDetector:
     @property
     def next(self) -> float:
         """When the next confirmation is due."""
-        return min((due for due, _ in self._suspects.values()), default=float("inf"))
+        return min((due for due, _ in self._in_order()), default=float("inf"))
 
 
 class Failures:
@@ -276,8 +293,8 @@ class Failures:
         # their names would wait for it.
         for token in self._sender.unacknowledged_by(rank):
             self._lifecycle.acknowledged(rank, token)
-        for service in self._services.all():
-            service.on_departure(rank, because if 0 <= because < self._size and because != self._rank else None)
+        known = 0 <= because < self._size and because != self._rank
+        self._services.on_departure(rank, because if known else None)
         self._fusion.split_those_without(rank)
         for operation in self._matcher.in_flight():
             stage = operation.stage

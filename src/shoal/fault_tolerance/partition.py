@@ -22,9 +22,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import PeerLost
-from ..operations.control_messages import ControlMessages
 from ..operations.membership import View
-from ..operations.services import MinimalService
+from ..operations.services import MinimalService, read_json
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
 from ..transport.link import NullReceiver
@@ -44,11 +43,7 @@ _SHIFT = 32
 
 
 class PartitionResolver(MinimalService):
-    """The partition resolver of one agent. Used under the engine's lock.
-
-    Args:
-        control: The control messages of this agent.
-    """
+    """The partition resolver of one agent. Used under the engine's lock."""
 
     def __init__(
         self,
@@ -56,7 +51,6 @@ class PartitionResolver(MinimalService):
         membership: MembershipTable,
         gate: SubmissionGate,
         agreement: Agreement,
-        control: ControlMessages,
     ) -> None:
         self._rank = parts.rank
         self._size = parts.size
@@ -66,7 +60,6 @@ class PartitionResolver(MinimalService):
         self._sender = parts.sender
         self._gate = gate
         self._agreement = agreement
-        self._control = control
         self._asking = PeerProbe(parts.router)
         self._due = float("inf")
         self._asked_at = 0.0
@@ -123,7 +116,7 @@ class PartitionResolver(MinimalService):
         here = self._membership.view.others(self._rank)
         if not self._yields_to(peer, count, lowest):
             return
-        self._control.send(here, WORD, (peer, count, lowest))
+        self._sender.send_control(here, WORD, (peer, count, lowest))
         self._sender.flush()  # now: the failed operations may end the process before another flush
 
     def _yields_to(self, peer: int, count: int, lowest: int) -> bool:
@@ -155,10 +148,7 @@ class PartitionResolver(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """Take a notice of an agent of this partition about a larger one; see :class:`~.services.Service`."""
-        self._control.receive(source, message, "another part", _parsed_part, partial(self._take, source))
-
-    def _take(self, source: int, part: tuple[int, int, int]) -> None:
-        peer, count, lowest = part
+        peer, count, lowest = read_json(message, "another part", _parsed_part)
         # A late notice of an agent that this partition has lost must not end it.
         if source in self._membership.view.alive:
             self._yields_to(peer, count, lowest)

@@ -18,7 +18,12 @@ from ..operations.operation import Operation
 def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
     """Complete a round between neighbours without the missing or incomplete messages of lost agents."""
     stage, recovery = operation.stage, operation.recovery
-    if stage is None or recovery is None or operation.error is not None:  # its next stage begins without them
+    if recovery is None:
+        return
+    # Also for a message that is sent later, and a stage that begins later: by then agents may have been admitted in
+    # their place.
+    recovery.lost |= frozenset(gone)
+    if stage is None or operation.error is not None:
         return
     # A stage that was complete before has been queued before. A second entry would resume the operation at its next
     # stage, before that one is complete.

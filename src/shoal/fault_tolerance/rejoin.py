@@ -20,16 +20,15 @@ from typing import Any, NamedTuple, TypeVar
 from .. import clock
 from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
-from ..operations.control_messages import ControlMessages
 from ..operations.membership import NOT_YET, Plan
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import MinimalService, read_json
 from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
 from ..transport.rejoin_marker import RejoinMarker
 from ..transport.sockets import Outgoing
-from ..transport.wire import Kind, Message, Where
+from ..transport.wire import Kind, Message
 from .agreement import Agreement, decisions_as_data, parsed_counts, parsed_decisions, parsed_ranks
 from .failures import Failures
 from .membership_states import AgentEvent, MembershipTable
@@ -72,9 +71,6 @@ def _checked(kind: type[T], data: Mapping[str, Any]) -> T:
 class Rejoin(MinimalService):
     """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
 
-    Args:
-        control: The control messages of this agent.
-
     Attributes:
         rejoin_seconds: Default timeout of that wait, in seconds.
         on_entry: Called when agents have been admitted, or this agent has.
@@ -86,7 +82,6 @@ class Rejoin(MinimalService):
         membership: MembershipTable,
         agreement: Agreement,
         failures: Failures,
-        control: ControlMessages,
     ) -> None:
         self.rejoin_seconds = float("inf")
         self.on_entry: Callable[[], None] = lambda: None
@@ -102,7 +97,6 @@ class Rejoin(MinimalService):
         self._sender = parts.sender
         self._agreement = agreement
         self._failures = failures
-        self._control = control
 
     def extend_timeout(self, seconds: float) -> None:
         """Set the timeout of the wait for admission."""
@@ -121,8 +115,14 @@ class Rejoin(MinimalService):
 
     def asking(self) -> dict[int, JoiningPeer]:
         """The agents that request admission and are still connected, by rank."""
-        # An agent that has ended since is left out: the members would admit it, and lose it at once.
-        return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
+        # An agent that has ended since is left out: the members would admit it, and lose it at once. A request stays
+        # when it is granted: it may be that of a later start, and the admitted agent that of an earlier one.
+        return {
+            rank: one
+            for rank, one in self._asked.items()
+            if one.place.incarnation > self._router.places[rank].incarnation
+            and self._router.waits(rank, one.place.incarnation)
+        }
 
     def admit_after(self, operation: Operation) -> None:
         """Admit agents when ``operation`` ends. Its result on all members: the admitted agents, and begun rounds by
@@ -142,17 +142,18 @@ class Rejoin(MinimalService):
         # Notices of losses are the first messages on a new link: they would report the admitted agents as lost.
         self._sender.forget_news(ranks)
         for rank, one in joining_peers.items():
-            self._asked.pop(rank, None)
             # A suspicion of the predecessor would be confirmed later, and would exclude the new agent.
             self._failures.forget(rank)
             self._router.admit(one.place, one.endpoint)
         self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
         self._agreement.admit(ranks, begun)
         self.on_entry()
-        self._control.send(ranks, ENTRY, self._admission_reply(begun))
+        self._sender.send_control(ranks, ENTRY, self._admission_reply(begun))
         self._agreement.send_report_again()
         # At once: check() delivers the buffered messages of the admitted agents.
         self._progress.check_by(0.0)
+        for rank in ranks:
+            self._lose_predecessor(rank)
 
     def _admission_reply(self, begun: dict[str, int]) -> dict[str, Any]:
         """The content of the message that admits an agent: addresses, rounds and decisions."""
@@ -184,8 +185,7 @@ class Rejoin(MinimalService):
         """Request admission from all agents. Agents that have ended do not answer."""
         text = JoiningPeer(self._router.place, self._router.endpoints[self._rank]).as_json()
         for rank in (rank for rank in range(self._size) if rank != self._rank):
-            message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
-            message.where = Where.INLINE
+            message = Message(Kind.CONTROL, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
             try:
                 # Directly over the link: the sender drops messages to ranks that are no members here.
                 link = self._router.link(rank)
@@ -316,18 +316,21 @@ class Rejoin(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """Take a request for admission, or the message that admits this agent; see :class:`~.services.Service`."""
-        parse, then = partial(self._take, source), lambda _: self._lose_predecessor(source)
-        self._control.receive(source, message, "an admission", parse, then)
+        read_json(message, "an admission", partial(self._take, source))
+        self._lose_predecessor(source)
 
     def _take(self, source: int, content: Any) -> None:
         if isinstance(content, list):
-            self._asked[source] = JoiningPeer.of(content, source)
+            joining_peer, before = JoiningPeer.of(content, source), self._asked.get(source)
+            # Each start has a connection of its own, so the request of an earlier start may be read last.
+            if before is None or before.place.incarnation <= joining_peer.place.incarnation:
+                self._asked[source] = joining_peer
         # Every member sends the admission. The first one counts: a second would reset the round counters.
         elif self.is_joining:
             self._enter(content)
 
     def _lose_predecessor(self, source: int) -> None:
-        """Count an agent as lost that asks for admission: it was started again."""
+        """Count a member as lost whose rank asks for admission: it was started again."""
         # Only a rank that counts as lost can be admitted, and this agent may not have noticed the predecessor's end.
         if source in self.asking() and source in self._membership.view.alive:
             self._failures.on_closed(source, "it has been started again", True, True)

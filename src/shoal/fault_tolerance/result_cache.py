@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 
-from ..operations.control_messages import ControlMessages, when_arrived
 from ..operations.lifecycle import Lifecycle
-from ..operations.matching import Key, Matcher
-from ..operations.membership import Membership
+from ..operations.matching import Key
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import MinimalService, read_json
 from ..operations.shared_parts import SharedParts
+from ..transport.link import Published
 from ..transport.shared_regions import ResultPool
-from ..transport.wire import Kind, Message
+from ..transport.wire import Kind, Message, ProtocolError, inline_payload
 from .recovery import take_result
 
 HAD = "~had"
@@ -53,25 +52,16 @@ class CachedResult:
 class ResultCache(MinimalService):
     """The result cache of one agent. Used under the engine's lock.
 
-    Args:
-        control: The control messages of this agent.
-
     Attributes:
         results: The cached results, by name and round.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        matcher: Matcher,
-        membership: Membership,
-        control: ControlMessages,
-    ) -> None:
+    def __init__(self, parts: SharedParts) -> None:
         self.results: dict[Key, CachedResult] = {}
-        self._rank = rank
-        self._matcher = matcher
-        self._membership = membership
-        self._control = control
+        self._rank = parts.rank
+        self._matcher = parts.matcher
+        self._membership = parts.membership
+        self._sender = parts.sender
         self._ahead: dict[Key, set[int]] = {}  # agents that have a result that is not here yet
         self._unconfirmed: list[Key] = []
         self._unconfirmed_bytes = 0
@@ -103,11 +93,14 @@ class ResultCache(MinimalService):
             return
         confirmation = {"had": _runs(self._unconfirmed), "leaving": leaving}
         self._unconfirmed, self._unconfirmed_bytes = [], 0
-        self._control.send(self._membership.view.others(self._rank), HAD, confirmation)
+        self._sender.send_control(self._membership.view.others(self._rank), HAD, confirmation)
 
     def serve(self, source: int, message: Message) -> None:
         """Take an agent's confirmation of results; see :class:`~.services.Service`."""
-        self._control.receive(source, message, "results", partial(self._take, source), self._confirm_if_leaving)
+        if read_json(message, "results", partial(self._take, source)):
+            # Results of later operations as well: the leaving agent waits for their confirmation.
+            self._hurried = True
+            self.confirm()
 
     def _take(self, source: int, content: Any) -> bool:
         """Returns whether the sender is leaving."""
@@ -115,12 +108,6 @@ class ResultCache(MinimalService):
             for first, count in runs:
                 self._has(source, name, int(first), int(count))
         return bool(content["leaving"])
-
-    def _confirm_if_leaving(self, leaving: bool) -> None:
-        if leaving:
-            # Results of later operations as well: the leaving agent waits for their confirmation.
-            self._hurried = True
-            self.confirm()
 
     def _has(self, source: int, name: str, first: int, count: int) -> None:
         # No agent ends such an operation before all have begun it, so a larger range is malformed. Unchecked, it could
@@ -150,39 +137,28 @@ class ResultCache(MinimalService):
 class ResultTransfer(MinimalService):
     """Sends cached results after a loss, and takes those of other agents. Used under the engine's lock.
 
-    Args:
-        control: The control messages of this agent.
-
     Attributes:
         cache: The results that this agent has cached.
     """
 
-    def __init__(
-        self,
-        parts: SharedParts,
-        lifecycle: Lifecycle,
-        cache: ResultCache,
-        control: ControlMessages,
-    ) -> None:
+    def __init__(self, parts: SharedParts, lifecycle: Lifecycle, cache: ResultCache) -> None:
         self.cache = cache
         self._matcher = parts.matcher
         self._membership = parts.membership
         self._lifecycle = lifecycle
-        self._control = control
+        self._sender = parts.sender
 
     def send(self, rank: int, name: str, round_: int) -> None:
         """Send an agent a cached result."""
         result = self.cache.results[name, round_].result
-        self._control.send_tensor(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
+        what = Message(Kind.CONTROL, RESULT, f"{RESULT} {name}", round_, dtype=result.dtype, shape=tuple(result.shape))
+        self._sender.send_bytes([rank], what, Published(result.view(-1)).copy(0, result.numel()))
 
     def serve(self, source: int, message: Message) -> None:
         """Take a result that another agent sends; see :class:`~.services.Service`."""
-        when_arrived(message, partial(self._take, source, message))
-
-    def _take(self, source: int, message: Message, data: torch.Tensor) -> None:
-        # A copy, before the acknowledgement allows the sender to reuse its memory.
-        result = data.clone().view(message.shape)
-        self._control.acknowledge(source, message)
+        if len(message.body) != message.nbytes:
+            raise ProtocolError("a result that is not the body of its message")
+        result = inline_payload(message.dtype, bytearray(message.body)).data.view(message.shape)
         operation = self._matcher.active(message.name.removeprefix(f"{RESULT} "), message.round)
         # Not from an agent that was lost since: the survivors decide without its report, and may restart the operation.
         if operation is not None and operation.restarts and source in self._membership.view.alive:

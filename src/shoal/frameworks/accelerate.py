@@ -35,16 +35,14 @@ except ModuleNotFoundError as error:
     raise not_installed(error, "transformers") from None
 
 from ..ops import safe_serialization
-from ..ops.arguments import Internal
+from ..ops.arguments import Internal, as_bits
 from ..ops.collective import allgather, allreduce, gather_by_rank
 from ..ops.objects import broadcast_object, broadcast_parameters
 from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.mean_model import consensus
 from ..optim.optimizer import DecentralizedOptimizer
-from .bit_casting import as_bits
-from .functions import NO_DISPATCH
-from .process_state import process_state, wait_for_everyone
+from .process_state import NO_DISPATCH, process_state, wait_for_everyone
 from .random_state import RandomState
 
 __all__ = ["ShoalAccelerator"]

@@ -36,7 +36,7 @@ except ModuleNotFoundError as error:
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce
 from ..ops.objects import broadcast_object
-from ..optim.accum_adamw import AccumAdamW
+from ..optim.adam import AccumAdamW
 from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.checkpoints.checkpoint_files import find
 from ..optim.mean_model import consensus

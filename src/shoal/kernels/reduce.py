@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .choice import Way, on_device_of, way_of
+from . import Way, on_device_of, way_of
 from .native import sums as native
 from .weighted_sum import BLOCK, FLOATS, HALF, check_alike, divide, overlap, real, wide_of
 
@@ -130,7 +130,7 @@ def reduce(
         out: Flat, without gaps; it may be one of ``inputs``.
         inputs: Tensors like ``out``, one of each agent, in rank order.
         parts: The positions in that order that form a part: each part is reduced by itself first.
-        way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
+        way: :func:`~shoal.kernels.way_of` of ``out`` if not given.
 
     Raises:
         ValueError: The tensors differ in kind, or have gaps; or there is no such reduction.
@@ -161,7 +161,7 @@ def reduce(
 
 def _by_program(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: Sequence[Sequence[int]]) -> None:
     from .programs import language_dtype
-    from .programs.reductions import reduction as program
+    from .programs import reduction as program
 
     given = [inputs[place] for part in parts for place in part]
     starts, at = 0, 0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .choice import Way, on_device_of, way_of
+from . import Way, on_device_of, way_of
 from .native import sums as native
 
 HALF = (torch.float16, torch.bfloat16)
@@ -151,7 +151,7 @@ def weighted_sum(
         out: Flat, without gaps; it may be ``own`` or a term.
         own, terms: Tensors of the dtype, length and device of ``out``, with any alignment.
         weights: One for each term. float32 sums round them to float32.
-        way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
+        way: :func:`~shoal.kernels.way_of` of ``out`` if not given.
 
     Raises:
         ValueError: The tensors differ in kind, or have gaps, or are not of floating point.
@@ -254,7 +254,7 @@ def _pass(
     last: bool,
 ) -> None:
     from .programs import language_dtype
-    from .programs.sums import weighted_sum as program
+    from .programs import weighted_sum as program
 
     more = TERMS_OF_A_PASS - len(terms)
     scale = "no" if factor is None or not last else "divide" if factor.divides else "multiply"

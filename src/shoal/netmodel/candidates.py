@@ -11,15 +11,19 @@ from ..topology.catalog import CATALOG, Topology
 from ..topology.families.ceca import Ceca, CecaPairs
 from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
-from .allreduce_messages import (
+from .messages import (
+    ALLREDUCE,
+    NEIGHBOR,
+    ModelOperation,
+    Step,
     direct_allreduce,
     hierarchical_allreduce,
+    operations_of,
     parameter_server,
     ring_allreduce,
+    rounds_of,
     tree_allreduce,
 )
-from .messages import Step, rounds_of
-from .operations import ALLREDUCE, NEIGHBOR, ModelOperation, operations_of
 
 MOST_EDGES = 1_000_000
 """Of one round; above this a topology is passed over."""

@@ -19,9 +19,8 @@ from ..topology.analysis.consensus import EXACT, rounds_to
 from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
 from .candidates import Averaging, averagings
-from .messages import Step
+from .messages import ALLREDUCE, HIERARCHICAL, NEIGHBOR, Step
 from .network import Network
-from .operations import ALLREDUCE, HIERARCHICAL, NEIGHBOR
 from .simulation import simulate
 from .training import Training, steps_apart
 from .units import format_seconds

@@ -24,15 +24,14 @@ import torch
 from numpy.typing import NDArray
 
 from ..algorithms.algorithm import Algorithm
-from ..algorithms.choco import ChocoSGD
+from ..algorithms.compressed import ChocoSGD, LowPrecision
 from ..algorithms.gradient_descent import GradientDescent
-from ..algorithms.low_precision import LowPrecision
 from ..algorithms.needs import check
 from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
 from ..topology.analysis.span import DENSE_LIMIT, Span
 from ..topology.schedule import Schedule
-from .operations import NEIGHBOR
-from .training_options import ACCURACY, COMPRESSION, DIFFERENCE
+from .messages import NEIGHBOR
+from .units import ACCURACY, COMPRESSION, DIFFERENCE
 
 Rows: TypeAlias = NDArray[np.float64]
 

@@ -1,7 +1,8 @@
-"""Quantities as people write them on a command line: ``5ms``, ``1gbit``.
+"""Quantities as people write them on a command line, ``5ms`` or ``1gbit``, and the defaults of the options of training.
 
 Ambiguous units are refused. A rate is in bits or in bytes a second, and its unit states which; prefixes are powers of
-1000, and prefixes with an i, as in ``MiB``, of 1024.
+1000, and prefixes with an i, as in ``MiB``, of 1024. The command line reads this module, which does without the torch
+that :class:`.Training` needs.
 """
 
 from __future__ import annotations
@@ -72,3 +73,11 @@ def _parse(text: str, units: Mapping[str, float], what: str, accepted: str, *, a
     if not math.isfinite(value) or (value == 0.0 and not allow_zero):
         raise ValueError(f"{text!r} is not {what}: it must be {'finite' if allow_zero else 'above zero and finite'}.")
     return value
+
+
+DIFFERENCE = 0.01
+"""The difference of agents' gradients at the begin of training on shuffled data, whose batches still differ."""
+ACCURACY = 0.1
+"""The share of the mean gradient's length that is left at the end of training."""
+COMPRESSION = "0.5 (half of the bytes), topk:0.01, randomk:0.01, qsgd:127 (levels), sign or uint8"
+"""How compression is written."""

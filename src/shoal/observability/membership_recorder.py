@@ -14,7 +14,7 @@ from ..fault_tolerance.agreement import MembershipChange
 from ..runtime.agent import Agent
 from ..runtime.bootstrap import on_start, on_stop
 from .membership_log import CAME, CHANGED, LEFT, MembershipEvent
-from .private_files import open_own
+from .run_files import open_own
 
 log = logging.getLogger("shoal")
 

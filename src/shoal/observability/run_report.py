@@ -21,7 +21,7 @@ from . import breakdown, clocks, findings, traces
 from .breakdown import Share
 from .clocks import ClockFit
 from .findings import EdgeStatistics, Finding, Typical
-from .private_files import open_own
+from .run_files import open_own
 from .traces import Flow, MessageKey, Trace, TracedCall, TracedMessage, TraceFolder, key_of, lines_of
 
 

@@ -19,8 +19,7 @@ from .._version import __version__
 from ..operations.events import Event, Fields
 from ..operations.fused_name import PREFIX, decode_fused_name, keys
 from ..operations.operation import INTERNAL
-from .private_files import open_own
-from .trace_format import ASKED, FUSED, MOVING, ORDERING
+from .run_files import ASKED, FUSED, MOVING, ORDERING, open_own
 
 log = logging.getLogger("shoal")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .trace_format import ASKED, FUSED, MOVING, ORDERING
+from .run_files import ASKED, FUSED, MOVING, ORDERING
 
 PATTERN = "shoal-rank*.json"
 _TO, _FROM, _ALL = "to ", "from ", "all from "

@@ -199,9 +199,11 @@ class Deadlocks:
         The agent that waits for it is notified first, before any later message of this agent's script: that message may
         be the awaited one.
         """
-        mine, before = circle[at], circle[at - 1].rank
+        mine, before, after = circle[at], circle[at - 1].rank, circle[(at + 1) % len(circle)].rank
         operation = self._matcher.active(mine.name, mine.round)
-        if operation is None or operation.error is not None:
+        # In a cycle, this call waits for the next agent. A verdict about any other call is wrong, and that call may
+        # still end well.
+        if operation is None or operation.error is not None or after not in operation.waiting_for:
             return
         if at != 1:  # the origin knows
             self._sender.send_message(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))

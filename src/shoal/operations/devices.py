@@ -15,8 +15,7 @@ from collections.abc import Callable, Generator
 import torch
 
 from .._signals import deferred
-from ..device import opening
-from ..device.device import Device, Mark, Stream, Unshareable
+from ..device import Device, Mark, Stream, Unshareable, cuda
 from ..transport.link import Lease, Published
 from ..transport.shared_regions import Arena, Region
 from .future import Future, await_future
@@ -203,7 +202,7 @@ class Devices:
 
     def _open(self, device: torch.device) -> DeviceContext | None:
         try:
-            return DeviceContext(opening.open_device(device), self._rank, self._arena, self._staged)
+            return DeviceContext(cuda.open_device(device), self._rank, self._arena, self._staged)
         except Unshareable as error:
             log.warning("rank %d: tensors on %s go through the CPU: %s", self._rank, device, str(error))
             return None

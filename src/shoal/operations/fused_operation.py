@@ -104,42 +104,44 @@ def fusible(operation: Operation) -> FusionSpec:
 
 def _go_together(first: Operation, other: Operation) -> bool:
     """Whether two operations may be fused, also if agents were lost or admitted between their submissions."""
-    planned_alike = not (first.excluded_ranks or other.excluded_ranks)
+    planned_alike = not any(one.excluded_ranks or one.lost_ranks for one in (first, other))
     return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
 
 
-def take_fusible(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
-    """Take the first operation out of the queue, with all operations that may be fused with it.
+def take_fusible(unbegun: deque[Operation], members: list[Operation]) -> str:
+    """Move the first operation from the queue into ``members``, with all operations that may be fused with it.
 
-    Returns the name of the fused operation and its members, which are empty if all operations have failed. The members
-    are sorted by name and round: agents that submit the same operations in another order form the same fused operation.
+    Returns the name of the fused operation. ``members`` is empty if all operations have failed. It is sorted by name
+    and round: agents that submit the same operations in another order form the same fused operation. After an error it
+    has all operations that were taken out.
     """
-    members: list[Operation] = []
     passed: list[Operation] = []
     nbytes = length = 0
-    # The number of passed operations is bounded, because each fused operation searches the queue from its start again.
-    # In a long queue of many families the search would take quadratic time.
-    while unbegun and len(members) < MOST_OPERATIONS and len(passed) < _LOOKED_THROUGH:
-        operation = unbegun[0]
-        if operation.handle is None:  # it has failed since
-            unbegun.popleft()
-            continue
-        if members and not _go_together(members[0], operation):
-            passed.append(unbegun.popleft())
-            continue
-        one = fusible(operation)
-        nbytes += one.flat.numel() * one.flat.element_size()
-        # An upper bound of the encoded name, which has to fit in a message: the sorted members form no more runs than
-        # these.
-        if not (members and _follows(operation, members[-1])):
-            length += len(json.dumps(operation.name)) + 32 + 12 * len(one.shape)
-        if members and (nbytes > MOST_BYTES or length > MAX_NAME - 64):
-            break
-        members.append(unbegun.popleft())
-    # Back in front, in their order: behind later submissions, an operation could be passed over again and again.
-    unbegun.extendleft(reversed(passed))
+    try:
+        # The number of passed operations is bounded, because each fused operation searches the queue from its start
+        # again. In a long queue of many families the search would take quadratic time.
+        while unbegun and len(members) < MOST_OPERATIONS and len(passed) < _LOOKED_THROUGH:
+            operation = unbegun[0]
+            if operation.handle is None:  # it has failed since
+                unbegun.popleft()
+                continue
+            if members and not _go_together(members[0], operation):
+                passed.append(unbegun.popleft())
+                continue
+            one = fusible(operation)
+            nbytes += one.flat.numel() * one.flat.element_size()
+            # An upper bound of the encoded name, which has to fit in a message: the sorted members form no more runs
+            # than these.
+            if not (members and _follows(operation, members[-1])):
+                length += len(json.dumps(operation.name)) + 32 + 12 * len(one.shape)
+            if members and (nbytes > MOST_BYTES or length > MAX_NAME - 64):
+                break
+            members.append(unbegun.popleft())
+    finally:
+        # Back in front, in their order: behind later submissions, an operation could be passed over again and again.
+        unbegun.extendleft(reversed(passed))
     members.sort(key=lambda one: (one.name, one.round))
-    return encode_fused_name(_runs_in(members)), members
+    return encode_fused_name(_runs_in(members))
 
 
 def _follows(operation: Operation, before: Operation) -> bool:

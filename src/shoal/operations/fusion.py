@@ -71,10 +71,11 @@ class Fusion:
     def begin(self) -> None:
         """Begin submitted operations, fused if possible. Takes the lock itself, because it computes."""
         while self._lifecycle.unbegun:
-            with self._lock:
-                name, members = take_fusible(self._lifecycle.unbegun)
-                fused = self._fuse(name, members) if len(members) > 1 else None
+            members: list[Operation] = []
             try:
+                with self._lock:
+                    name = take_fusible(self._lifecycle.unbegun, members)
+                    fused = self._fuse(name, members) if len(members) > 1 else None
                 if fused is not None:
                     self._lifecycle.resume(fused, None)
                     continue
@@ -85,7 +86,7 @@ class Fusion:
                     # The members are in no queue any more. Unless they fail here, their callers wait until the
                     # deadline.
                     for operation in members:
-                        self._lifecycle.fail(operation, interrupt)
+                        self._lifecycle.fail(operation.fused or operation, interrupt)
                 raise
 
     def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
@@ -94,17 +95,16 @@ class Fusion:
         if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
             return None  # receivers are behind: unfused, each operation defers its sends
         fused = FusedOperation(name, members, self)
+        for one in members:
+            # A member has no stage of its own. Without this, dispatch would keep each tensor sent for it as an early
+            # one.
+            one.fused = fused
         # The generator runs without the lock. If another thread aborts meanwhile, give_up() has to find this operation,
         # or it would still send its message.
         self._active[name] = fused
         if self._events.active:
             self._events.emit("fused", fused.op, name, 0)
-        parts = []
-        for one in members:
-            # A member has no stage of its own. Without this, dispatch would keep each tensor sent for it as an early
-            # one.
-            one.fused = fused
-            parts.append(fusible(one))
+        parts = [fusible(one) for one in members]
         fused.generator = parts[0].family.together(fused, parts)
         return fused
 

@@ -12,19 +12,19 @@ import torch
 
 from .. import clock
 from .._signals import deferred
-from ..transport.wire import HERE, Kind, Message
+from ..transport.wire import Kind, Message
 from .matching import Key
 from .membership import Membership
 from .operation import Operation
 from .progress import Progress
 from .sender import Sender
+from .services import MinimalService
 
 TENSORS = "~tensors"
-"""The operation of a request for a list, and of its answer. Both have the name and the round of the failed call."""
+"""The prefix of a request for a list, and of its answer, before the name of the failed call. Both have its round."""
+_REQUEST, _ANSWER = "request", "answer"
 KEPT = 128
 """The number of calls whose lists are kept, failed or not: a call may fail later on another agent."""
-MOST_BYTES = 1 << 18
-"""Characters of a list that is sent at most."""
 ANSWER_WITHIN = 1.0
 """Seconds that an error waits for the lists of other agents."""
 _LONGEST = 200
@@ -35,14 +35,14 @@ Layout = Sequence[tuple[tuple[int, ...], torch.dtype] | str]
 description of a tensor."""
 
 
-class LayoutExchange:
+class LayoutExchange(MinimalService):
     """The tensor lists of one agent, and the lists that other agents have sent."""
 
     def __init__(self, rank: int, membership: Membership, sender: Sender, progress: Progress) -> None:
         self._rank, self._membership, self._sender, self._progress = rank, membership, sender, progress
         self._kept: OrderedDict[Key, Layout] = OrderedDict()
         self._asked_early: OrderedDict[tuple[int, Key], None] = OrderedDict()  # by rank and call, without a list yet
-        self._answers: dict[tuple[int, Key], Message | None] = {}  # answers, by rank and call
+        self._answers: dict[tuple[int, Key], str | None] = {}  # by rank and call
         self._answered: OrderedDict[tuple[int, Key], None] = OrderedDict()
 
     def keep(self, operation: Operation, layout: Layout) -> None:
@@ -82,8 +82,8 @@ class LayoutExchange:
             if not asked or self._progress.mine or self._progress.stopped:
                 return {}
             self._answers.update(dict.fromkeys(asked))
-            for rank, (name, round_) in sorted(asked):
-                self._sender.send_message(rank, Message(Kind.ASK, TENSORS, name, round_))
+            for rank, key in sorted(asked):
+                self._send(rank, _REQUEST, key)
         limit = clock.monotonic() + ANSWER_WITHIN
         self._progress.drive_until(
             lambda: all(self._answers.get(one) is not None and (one in self._answered or not mutual) for one in asked),
@@ -92,16 +92,21 @@ class LayoutExchange:
         with deferred, self._progress.lock:
             answers = {rank: self._answers.pop((rank, key), None) for rank, key in sorted(asked)}
         return {
-            rank: [line[:_LONGEST] for line in answer.text.split("\n")] if answer.text else []
+            rank: [line[:_LONGEST] for line in answer.split("\n")] if answer else []
             for rank, answer in answers.items()
-            if answer is not None and answer.flags & HERE
+            if answer is not None
         }
 
-    # Requests of other agents. Under the engine's lock.
+    # Messages of other agents. Under the engine's lock.
 
-    def answer(self, source: int, message: Message) -> None:
-        """Send another agent the list of this agent's call, once it is known."""
-        key = message.name, message.round
+    def serve(self, source: int, message: Message) -> None:
+        """Take an agent's answer, or send it the list of this agent's call, once that is known."""
+        key = message.name.removeprefix(f"{TENSORS} "), message.round
+        if message.op == _ANSWER:
+            # Only requested answers are stored; others would remain in memory for good.
+            if (source, key) in self._answers:
+                self._answers[source, key] = str(message.body, errors="replace")
+            return
         layout = self._kept.get(key)
         if layout is not None:
             self._answer(source, key, layout)
@@ -112,20 +117,14 @@ class LayoutExchange:
             self._asked_early.popitem(last=False)
 
     def _answer(self, source: int, key: Key, layout: Layout) -> None:
-        text = "\n".join(described(layout))
-        known = len(text) <= MOST_BYTES
-        flags, text = (HERE, text) if known else (0, "")
-        self._sender.send_message(source, Message(Kind.DENY, TENSORS, *key, flags=flags, text=text))
+        self._send(source, _ANSWER, key, "\n".join(described(layout)).encode(errors="replace"))
         self._answered[source, key] = None
         if len(self._answered) > KEPT:
             self._answered.popitem(last=False)
 
-    def take(self, source: int, message: Message) -> None:
-        """Take another agent's answer."""
-        one = source, (message.name, message.round)
-        # Only requested answers are stored; others would remain in memory for good.
-        if one in self._answers:
-            self._answers[one] = message
+    def _send(self, rank: int, op: str, key: Key, body: bytes = b"") -> None:
+        message = Message(Kind.CONTROL, op, f"{TENSORS} {key[0]}", key[1], shape=(len(body),))
+        self._sender.send_bytes([rank], message, body, background=True)
 
 
 def described(layout: Layout) -> list[str]:

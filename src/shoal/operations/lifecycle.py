@@ -57,7 +57,7 @@ class Lifecycle:
 
     Args:
         prepare: Unpacks the fused messages for an operation; called before it enters a stage, if there are any.
-        planned: Returns the plan of a round of a name, on which all agents agreed; called for operations that may
+        planned: Returns the agreed plan of a round of a name, and the ranks lost since; for operations that may
             survive a loss.
         on_ended: Called at the end of an operation that restarts after a loss, with a copy of its result, or None.
 
@@ -77,7 +77,7 @@ class Lifecycle:
         parts: SharedParts,
         publisher: Publisher,
         prepare: Callable[[Operation], None],
-        planned: Callable[[str, int, FailurePolicy], Plan],
+        planned: Callable[[str, int, FailurePolicy], tuple[Plan, frozenset[int]]],
         callbacks: Callbacks,
         on_ended: Callable[[Operation, torch.Tensor | None], None],
     ) -> None:
@@ -136,8 +136,9 @@ class Lifecycle:
                 self._events.emit("submitted", op, name, operation.round)
             if on_loss is not FailurePolicy.FAIL:
                 begins = steps.alone if isinstance(steps, FusionSpec) else steps
-                plan = self._planned(name, operation.round, on_loss) if gate.plan != WHOLE else WHOLE
-                operation.recovery = recovery = Recovery(begins, on_loss, plan)
+                unplanned = WHOLE, frozenset[int]()
+                plan, lost = unplanned if gate.plan == WHOLE else self._planned(name, operation.round, on_loss)
+                operation.recovery = recovery = Recovery(begins, on_loss, plan, lost)
                 if recovery.first_stage:
                     self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)

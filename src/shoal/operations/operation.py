@@ -11,7 +11,7 @@ If a payload arrives in pieces, as on a network, the operation may compute on th
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from threading import RLock
@@ -220,6 +220,7 @@ class Recovery:
         steps: Creates the generator of the operation again.
         on_loss: Whether the operation continues without the lost agent or restarts.
         plan: The ranks that it excludes; equal on all agents.
+        lost: The ranks lost since an agent began the round. Agents admitted in their place take no part in it.
         input: The tensor that it began with and its published copy; the caller may have changed the tensor since.
         result: The result of a restarting operation, from its arrival until all other agents have theirs.
         again: Whether its generator has to be created again.
@@ -230,6 +231,7 @@ class Recovery:
     steps: Callable[[Operation], Steps[Any]]
     on_loss: FailurePolicy
     plan: Plan
+    lost: frozenset[int] = frozenset()
     input: tuple[torch.Tensor, Published] | None = None
     result: tuple[Any] | None = None
     again: bool = False
@@ -334,6 +336,11 @@ class Operation:
     def excluded_ranks(self) -> tuple[int, ...]:
         """The ranks that its plan excludes, ascending; equal on all agents."""
         return self.recovery.plan.gone if self.recovery is not None else ()
+
+    @property
+    def lost_ranks(self) -> Collection[int]:
+        """The ranks that it continues without, also after other agents have been admitted in their place."""
+        return self.recovery.lost if self.recovery is not None else ()
 
     @property
     def plan(self) -> Plan:

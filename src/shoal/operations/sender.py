@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +26,7 @@ from ..transport.wire import (
     HERE,
     MAX_DIMENSIONS,
     ON_DEVICE,
+    PACKET_BYTES,
     SILENT,
     WANTS_REPLY,
     Kind,
@@ -40,6 +43,8 @@ from .publishing import Publisher
 
 CONNECT = "~connect"
 """The name under which agents ask each other to open a reversed connection."""
+PIECE_BYTES = PACKET_BYTES // 2
+"""Bytes of a control message in one piece: with its name it has to fit into a packet."""
 
 
 class _Unacknowledged(NamedTuple):
@@ -92,10 +97,11 @@ class Sender:
         what |= ON_DEVICE if exchange.on_device else 0
         tail = b""
         last: Send | None = None
-        view = self._membership.view
+        view, lost = self._membership.view, operation.lost_ranks
         links: list[tuple[Send, Link]] = []
         for send in exchange.sends:
-            if view.epoch and send.destination not in view.alive:  # the operation fails, or continues without it
+            # The operation fails, or continues without it. An agent admitted in its place would refuse the message.
+            if view.epoch and (send.destination not in view.alive or send.destination in lost):
                 continue
             link = self._link(send.destination)
             # The peer is a suspect now. The unposted stage shows Failures that its operation needs the peer. Nothing of
@@ -190,6 +196,43 @@ class Sender:
             if link is not None:
                 link.post(message)
 
+    def send_control(
+        self, peers: Iterable[int], name: str, content: Any, op: str = "", background: bool = False
+    ) -> None:
+        """Send a control message: plain data as JSON, outside of all operations.
+
+        Args:
+            peers: The destinations, without this agent.
+            name: The name of the message, which begins with the prefix of the service that receives it.
+            content: Anything that ``json`` can write.
+            op: The operation of the message; its name if empty.
+            background: Whether the message does not count as the caller's traffic.
+        """
+        text = json.dumps(content).encode()
+        self.send_bytes(peers, Message(Kind.CONTROL, op or name, name, shape=(len(text),)), text, background)
+
+    def send_bytes(self, peers: Iterable[int], message: Message, body: bytes, background: bool = False) -> None:
+        """Send a control message with the fields of ``message``. Its dtype and shape are those of the body."""
+        # In pieces over the link's queue, so a long message keeps its place among the others.
+        pieces = [
+            replace(message, offset=at, nbytes=len(body), body=body[at : at + PIECE_BYTES])
+            for at in range(0, len(body) or 1, PIECE_BYTES)
+        ]
+        about, why = (message.op, message.name, message.round), COORDINATION if background else ""
+        for peer in peers:
+            link = self._link(peer) if peer in self._membership.view.alive else None
+            if link is None:
+                continue
+            for piece in pieces:
+                posted, nbytes = clock.perf_counter_ns(), len(piece.body)
+                link.post(piece)
+                if not background:
+                    self.bytes_sent += nbytes
+                    if self.traffic.counts:
+                        self.traffic.sent(*about, peer, nbytes)
+                if self._events.active:
+                    self._events.emit("sent", *about, 0, peer, nbytes, why, 0, posted)
+
     def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
         """Let a peer on this machine map one of this agent's memory files; no effect for other or lost peers."""
         link = self._link(peer) if peer in self._membership.view.alive else None
@@ -199,6 +242,11 @@ class Sender:
     def acknowledge(self, source: int, message: Message) -> None:
         """Allow the sender of a message to reuse its memory. Only the first call for a message has an effect."""
         if message.flags & WANTS_REPLY:
+            payload = message.payload
+            if payload is not None and not payload.complete:
+                # The sender still reads this memory. If it changed now, the rest would fail its check.
+                payload.on_more = partial(self._acknowledge_arrived, source, message)
+                return
             # Acknowledged twice, a part would count for another one, whose memory the sender would reuse too early.
             message.flags &= ~WANTS_REPLY
             if self._is_last(message):
@@ -208,14 +256,24 @@ class Sender:
                     source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token)
                 )
 
+    def _acknowledge_arrived(self, source: int, message: Message) -> None:
+        """Acknowledge a message if the piece that has arrived was its last."""
+        if message.payload is not None and message.payload.complete:
+            message.payload.on_more = None
+            self.acknowledge(source, message)
+
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
         """Notify a peer that its message does not match, and of the reason.
 
         ``lost``: the agent whose loss is the reason.
         """
         # The token frees the sender's memory and ends its wait for confirmations. So only the last part may return it.
-        answers = not message.flags & WANTS_REPLY or self._is_last(message)
-        token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
+        if message.payload is not None and not message.payload.complete:
+            token = 0  # as above: the sender may not free the memory yet
+            self.acknowledge(source, message)
+        else:
+            answers = not message.flags & WANTS_REPLY or self._is_last(message)
+            token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
         refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
         if lost is not None:
             refusal.flags, refusal.digest = DIED, lost
@@ -422,20 +480,16 @@ class Sender:
         return all(link.idle for link in self._router.links.values())
 
 
-def send_alone(
-    publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor, background: bool = False
-) -> None:
-    """Send a peer a copy of a tensor outside of the operations of this agent, as an answer or a notice.
+def send_alone(publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor) -> None:
+    """Send a peer a copy of a tensor outside of the operations of this agent, as an answer.
 
     Args:
         publisher, sender: This agent's publisher and sender.
         peer: The destination.
         what: A message with the operation, name, round, stage and digest to send.
         tensor: Any dtype.
-        background: Whether the message is internal, and not counted as the caller's traffic.
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
-    alone.background = background
     # Exempt from SHOAL_CHECK_FINITE: an error here would leave the peer without its answer.
     alone.one_sided = True
     published = publisher.publish(alone, tensor)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..arithmetic import reduce
+from ..arithmetic import places_by_machine, reduce
 from ..operations.operation import BackendRequest, Exchange, Operation, Steps
 from ..runtime.agent import Agent
 from ..transport.collective_plan import Collective
 from ..transport.process_group import REDUCED
 from ..transport.wire import Payload
 from .arguments import LAYOUT, Result
-from .reduction_order import places_by_machine
 
 GATHERED_BYTES = 1 << 16
 """The most that an agent receives if all agents get all tensors."""
@@ -46,7 +45,7 @@ def reduced_by_backend(
     layout: int = 0,
     owned: bool = False,
 ) -> Steps[torch.Tensor]:
-    """The reduction of the tensors of a group, on each of it; as :func:`~.collective.reduced`."""
+    """The reduction of the tensors of a group, on each of it; as :func:`~.reduction.reduced`."""
     shape, pool = tuple(tensor.shape), agent.engine.pool
     spoiled = agent.engine.problem(operation, tensor)
     if spoiled is not None:
@@ -92,7 +91,7 @@ def broadcast_by_backend(
     group: tuple[int, ...],
     layout: int = 0,
 ) -> Steps[torch.Tensor]:
-    """The root's tensor, flat, on all; as :func:`~.collective.spread`."""
+    """The root's tensor, flat, on all; as :func:`~.collective.broadcast_steps`."""
     data = agent.engine.result_memory(shape, dtype)
     if agent.rank == root:
         assert tensor is not None

@@ -1,7 +1,7 @@
 """Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
 
-The algorithm of an all-reduce depends on its size (``allreduce_choice.py``); the order of the sum does not
-(``reduction_order.py``), so every agent has the same bits.
+The algorithm of an all-reduce depends on its size (``reduction.py``); the order of the sum does not
+(``arithmetic.py``), so every agent has the same bits.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..arithmetic import REDUCTIONS, complete
+from ..arithmetic import complete
 from ..engine.discovery import discover, submit_to_all
 from ..errors import PeerLost
 from ..kernels.elementwise import copy
+from ..kernels.reduce import REDUCTIONS
 from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
-from .allreduce_choice import reduced as reduced
 from .arguments import (
+    ALL,
     LAYOUT,
     WEIGHABLE,
+    CallerGroup,
+    Group,
     Result,
+    caller_group,
     check_dense,
     check_gatherable,
     check_out,
@@ -37,7 +41,7 @@ from .arguments import (
 from .backend_ops import broadcast_by_backend
 from .backend_ops import members as members_of
 from .fused_ops import AllreduceFamily, copied, is_small
-from .groups import ALL, CallerGroup, Group, caller_group
+from .reduction import reduced
 
 
 def allreduce(

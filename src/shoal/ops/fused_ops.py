@@ -22,7 +22,7 @@ from ..runtime.agent import Agent
 from ..topology import Mixing
 from ..transport.link import Published
 from .arguments import Result, payload, put, rotated
-from .reduce_scatter import reduced_by_owners
+from .reduction import reduced_by_owners
 
 MOST_BYTES = PUBLISH_BYTES
 """The limit of a tensor that may be fused: it is sent inside its message, and its all-reduce has one owner, for

@@ -24,10 +24,20 @@ from ..operations.operation import Handle, Operation, Steps
 from ..runtime.agent import current
 from ..transport.shared_regions import ResultPool
 from ..transport.wire import MOVABLE
-from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, detached, put, split_name, where
+from .arguments import (
+    WEIGHABLE,
+    Group,
+    caller_group,
+    check_gatherable,
+    check_out,
+    check_tensor,
+    detached,
+    put,
+    split_name,
+    where,
+)
 from .collective import as_root, broadcast_steps, parts_of_all, reducible, submit_allreduce
 from .encoded import encoded_by_call
-from .groups import Group, caller_group
 from .handles import HandleOfMany
 from .neighbor import Weights, mixing_of, submit
 

@@ -20,11 +20,10 @@ from ..kernels.elementwise import copy
 from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, StaticTopology, current
 from ..topology import Mixing
-from .allreduce_choice import reduced
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, detached, payload, rotated, split_name
 from .encoded import check_compression, encoded_for
 from .fused_ops import HierarchicalFamily, copied, is_small
-from .reduce_scatter import allgather_shares, reduce_scatter, shape_digest
+from .reduction import allgather_shares, reduce_scatter, reduced, shape_digest
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9

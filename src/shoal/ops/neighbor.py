@@ -35,9 +35,13 @@ from ..operations.operation import (
 from ..runtime.agent import Agent, current
 from ..topology import Mixing
 from .arguments import (
+    ALL,
     LAYOUT,
     WEIGHABLE,
+    CallerGroup,
+    Group,
     Result,
+    caller_group,
     channel_name,
     check_out,
     check_tensor,
@@ -48,7 +52,6 @@ from .arguments import (
 from .device_ops import average as on_its_device
 from .encoded import Encoded, encoded_by_call
 from .fused_ops import copied, is_small
-from .groups import ALL, CallerGroup, Group, caller_group
 from .robust import Robust, check_neighbours
 from .round_plan import FORMS, AgentEdges, Key, RoundPlan, make_plan
 

@@ -16,10 +16,9 @@ from ..operations.operation import Handle, Operation, Steps
 from ..runtime.agent import current
 from ..transport.wire import MOVABLE
 from . import safe_serialization
-from .arguments import Internal, as_ranks, check_dense, check_out, check_tensor, detached, put
+from .arguments import Group, Internal, as_ranks, caller_group, check_dense, check_out, check_tensor, detached, put
 from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, broadcast_steps, gather_by_rank
 from .grouped import in_batches
-from .groups import Group, caller_group
 
 T = TypeVar("T")
 Parameters = Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

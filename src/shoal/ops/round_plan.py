@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ..operations.operation import Family, Operation
 from ..runtime.agent import Agent, StaticTopology
 from ..topology import Mixing
+from .arguments import ALL, CallerGroup
 from .fused_ops import DiscoveryFamily, NeighborFamily
-from .groups import ALL, CallerGroup
 
 MOST_PLANS = 1024
 """Plans of an agent. A script may use a new name in each step, so beyond them all are dropped."""

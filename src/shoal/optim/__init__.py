@@ -3,7 +3,8 @@
 from .._lazy_import import public_names as _public_names
 from ..data import AgentSampler as AgentSampler
 from ..data import dirichlet_shards as dirichlet_shards
-from .accum_adamw import AccumAdamW as AccumAdamW
+from .adam import AccumAdamW as AccumAdamW
+from .adam import OneBitAdam as OneBitAdam
 from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
 from .bluefog import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer
@@ -17,13 +18,12 @@ from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .checkpoints.checkpoint import Checkpoint as Checkpoint
-from .checkpoints.mean_file import save as save
 from .mean_model import consensus as consensus
 from .mean_model import consensus_distance as consensus_distance
+from .mean_model import save as save
 from .metric import Metric as Metric
 from .metric import Metrics as Metrics
 from .metric import metrics as metrics
-from .one_bit_adam import OneBitAdam as OneBitAdam
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .settings import CommunicationType as CommunicationType
 from .settings import Settings as Settings

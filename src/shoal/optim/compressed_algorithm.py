@@ -18,8 +18,8 @@ import networkx as nx
 import torch
 
 from ..algorithms.algorithm import Algorithm
-from ..algorithms.choco import ChocoSGD, DeepSqueeze
-from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.compressed import ChocoSGD, DeepSqueeze
+from ..algorithms.matrices import PowerGossip
 from ..compression import Compressor, LowRank, Shrunk, Zstd
 from ..compression.draws import Redrawn
 from ..runtime.agent import current

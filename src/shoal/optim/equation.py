@@ -1,27 +1,188 @@
-"""Any algorithm of ``shoal.algorithms`` on a model: the object that runs in a simulation trains a network."""
+"""Any algorithm of ``shoal.algorithms`` on a model: the object that runs in a simulation trains a network.
+
+:class:`Equation` is the step of the whole model. :class:`BucketStep` steps a part: the parameters of a bucket, with the
+algorithm's memory of them. :class:`LearningRates` gives the step lengths of the wrapped optimizer, for memory that is
+kept in units of a step.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
 import torch
 
-from ..algorithms.algorithm import Algorithm
+from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
+from ..dtensors import local
 from ..errors import Mismatch
 from ..runtime.agent import bind, current
 from ..topology.schedule import Schedule
-from .default_topology import STATIC, topology_of
 from .exchanges.bucket_exchange import BucketExchange
-from .exchanges.bucket_step import BucketStep, MovedBy
-from .inner_step import InnerStep
-from .lr_tracking import LearningRates
+from .exchanges.buckets import Bucket
 from .malloc_trimming import keep_freed_memory_of_threads
-from .strategies import DuringBackward, StepStrategy
+from .strategies import DuringBackward, InnerStep, StepStrategy
+from .topologies import STATIC, topology_of
+
+
+class LearningRates:
+    """The learning rates of the local steps, as multiples of the first that was not zero, parameter by parameter.
+
+    Those of one schedule are the same multiple, whatever their groups' rates are, and then that is one number.
+
+    Args:
+        optimizer: The wrapped one. Where its groups have no ``lr`` that is a number, it counts as never changing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._first: list[float] = []
+        self._last: list[float] = []
+        self._key: list[tuple[float, list[int]]] = []
+        self._found: list[float] = []
+
+    def look(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Note the rates as they are now: a local step is about to be taken with them."""
+        now = self._now(params)
+        if self._last or 0.0 in now:
+            now_or_before = zip(now, self._last or [0.0] * len(now), strict=True)
+            self._last = [rate or last for rate, last in now_or_before]
+        else:
+            self._last = now
+        if not self._first or 0.0 in self._first:
+            self._first = [one or rate for one, rate in zip(self._first or now, now, strict=True)]
+
+    def _now(self, params: Sequence[torch.nn.Parameter]) -> list[float]:
+        """The rate of each parameter, recomputed when a group's rate or parameters have changed."""
+        groups = [(_number(group.get("lr")), group["params"]) for group in self._optimizer.param_groups]
+        key = [(rate, list(map(id, those))) for rate, those in groups]
+        if key != self._key:
+            rates = {param: rate for rate, those in groups for param in those}
+            self._key, self._found = key, [rates[param] for param in params]
+        return self._found
+
+    def multiples(self, bucket: Bucket) -> float | torch.Tensor:
+        """The rates of the last local step with a nonzero rate since :meth:`exchanged`; zero if there was none.
+
+        One number, or one for each of the bucket's, ``[numel]``.
+        """
+        if self._last and self._last == self._first and 0.0 not in self._first:
+            return 1.0
+        found = [last / first if first else 0.0 for first, last in zip(self._first, self._last, strict=True)]
+        if len(set(found)) == 1:
+            return found[0]
+        lengths = torch.tensor([local(param).numel() for param in bucket.params])
+        return torch.tensor(found, dtype=bucket.flat.dtype).repeat_interleave(lengths).to(bucket.flat.device)
+
+    def exchanged(self) -> None:
+        """An exchange has taken in all local steps: forget their rates."""
+        self._last = []
+
+    def state(self) -> dict[str, list[float]]:
+        return {"first": list(self._first), "last": list(self._last)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._first, self._last = list(state.get("first", [])), list(state.get("last", []))
+
+
+def _number(rate: Any) -> float:
+    """The rate as a number; 1 if it is none, such as None in an optimizer that finds its rate by itself."""
+    return float(rate) if isinstance(rate, int | float | torch.Tensor) else 1.0
+
+
+MovedBy = Callable[["BucketStep", torch.Tensor], torch.Tensor]
+"""How far the wrapped optimizer moves a part from a point."""
+
+
+class BucketStep:
+    """Steps one bucket by an algorithm, which takes the wrapped optimizer's update as its gradient.
+
+    Args:
+        bucket: The bucket of parameters.
+        algorithm: Its equation.
+        mix: The exchange of this part.
+        rates: The learning rates of the wrapped optimizer.
+        name: The owner of the parameters, for errors.
+
+    Attributes:
+        x: The algorithm's values of the parameters, ``[numel]``, which are their initial values.
+        mix: The exchange.
+    """
+
+    def __init__(self, bucket: Bucket, algorithm: Algorithm, mix: Exchange, rates: LearningRates, name: str) -> None:
+        self.bucket, self._algorithm, self.mix, self._rates, self._name = bucket, algorithm, mix, rates, name
+        self.x = bucket.flat.clone()
+        self._state: Any = None
+
+    @property
+    def estimate(self) -> torch.Tensor:
+        """The algorithm's answer: where the model is."""
+        return self.x if self._state is None else self._algorithm.estimate(self.x, self._state)
+
+    def check(self) -> None:
+        """Raise ValueError if the model is no longer the one that the algorithm began with."""
+        flat = self.bucket.flat
+        if (self.x.dtype, self.x.device, len(self.x)) != (flat.dtype, flat.device, self.bucket.numel):
+            raise ValueError(
+                f"{self._name}: {type(self._algorithm).__name__} has begun with {len(self.x)} numbers of "
+                f"{self.x.dtype} on {self.x.device}, and here are {self.bucket.numel} of {flat.dtype} on "
+                f"{flat.device}. "
+                "Convert the model before the first step"
+            )
+
+    def look(self) -> None:
+        """Note the learning rates: the wrapped optimizer is about to step."""
+        self._rates.look(self.bucket.params)
+
+    def step(self, round_: int, moved: MovedBy) -> None:
+        """A step of the algorithm. Nothing has happened to ``x`` where it raises."""
+        multiples = self._rates.multiples(self.bucket)
+        algorithm = self._algorithm
+        if not (isinstance(multiples, float) and multiples == 1.0):
+            scaled = algorithm.scaled(multiples)
+            algorithm, multiples = (algorithm, 1.0) if scaled is None else (scaled, multiples)
+        grad = Gradient(lambda at: self._per_rate(moved(self, at), multiples))
+        mix, x, state = self.mix, self.x, self._state
+        # Before anything is computed: an algorithm's memory covers the agents of the round before, and has to begin
+        # again when one of them is lost.
+        lost = mix.begin(round_)
+        if state is None:
+            state = algorithm.init(x, grad, mix)
+        elif lost:
+            x, state = algorithm.restart(x, state, grad, mix)
+        # Both at once: where the exchange raises, x and the memory are still those of one round.
+        self.x, self._state = algorithm.step(x, state, grad, mix)
+        mix.end()
+        self._rates.exchanged()
+
+    def settle(self) -> None:
+        """Set the parameters to the algorithm's estimate."""
+        self.bucket.put(self.estimate)
+
+    def _per_rate(self, moved: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:
+        """How far the wrapped optimizer would have moved with its first learning rate."""
+        if isinstance(multiples, float) and multiples:
+            return moved if multiples == 1.0 else moved / multiples
+        still = torch.as_tensor(multiples, dtype=moved.dtype, device=moved.device) == 0
+        if torch.where(still, moved.nan_to_num(0, 0, 0), 0).any():
+            raise ValueError(
+                f"{self._name}: the wrapped optimizer moves parameters whose lr is 0, and "
+                f"{type(self._algorithm).__name__} takes steps of that length. Give them a small lr, or freeze them "
+                "with requires_grad_(False)"
+            )
+        return moved / torch.where(still, 1.0, multiples)
+
+    def state(self) -> dict[str, Any]:
+        state = self._state and tuple(one.clone() for one in self._state)
+        return {"x": self.x.clone(), "state": state, "rates": self._rates.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.x = state["x"].clone()
+        self._rates.load_state(state["rates"])
+        self._state = tuple(one.clone() for one in state["state"]) if state["state"] else None
 
 
 class Equation(StepStrategy):

@@ -10,18 +10,15 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 import torch
 
-from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
+from .adam import OneBitAdam
 from .equation import Equation, EquationDuringBackward
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.mixed_state import MixedState, check_second_iterates, warn_of_second_moments
 from .exchanges.sync_exchange import GradientExchange
-from .inner_step import InnerStep
-from .one_bit_adam import OneBitAdam
-from .settings import CommunicationType
 from .strategies import (
     AdaptThenCombine,
     AdaptThenCombineDuringBackward,
@@ -29,6 +26,7 @@ from .strategies import (
     AverageGradients,
     AverageGradientsDuringBackward,
     AverageMomenta,
+    InnerStep,
     StepStrategy,
 )
 
@@ -120,15 +118,3 @@ def mixed_of(
             "mix_state: through windows a neighbour's state would be of another step than its parameters; leave it out"
         )
     return mixed
-
-
-def agent_schedule(topology: nx.Graph | Schedule, kind: CommunicationType) -> AgentSchedule:
-    """The topology as this agent sees it, or, where machines average, as its machine does."""
-    agent = current("DecentralizedOptimizer(topology=)")
-    between = kind is CommunicationType.hierarchical_neighbor_allreduce
-    schedule = AgentSchedule(topology, agent.machine_rank if between else agent.rank)
-    wanted = agent.machines.count if between else agent.size
-    if schedule.size != wanted:
-        what = "machines" if between else "agents"
-        raise ValueError(f"the topology is for {schedule.size}, and there are {wanted} {what}")
-    return schedule

@@ -1,17 +1,24 @@
-"""Models of agents that differ a little: their average, for evaluation or saving, and how far they are from it."""
+"""The mean of the agents' models: for evaluation, in a file, and how far the models are from it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..dtensors import is_sharded, local, reshard, summed_as
+from ..errors import PeerLost
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce, allreduce_nonblocking
 from ..ops.grouped import grouped_allreduce_nonblocking, in_batches
 from ..runtime.agent import current
+from .checkpoints.all_agents import from_one_agent, present_agents
+from .checkpoints.checkpoint_files import save_tensors, write_atomically
+from .checkpoints.states import in_own_memory
 
 DISTANCE = "consensus distance"
 """The name of the distance for observers."""
@@ -103,3 +110,43 @@ def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def save(model: torch.nn.Module, path: str | os.PathLike[str], *, timeout: float | None = None) -> None:
+    """Write the mean of all agents' models, as ``torch.save(model.state_dict(), path)`` would. All agents call it. ::
+
+        shoal.save(model, "model.pt")  # not inside `if shoal.rank() == 0`
+        model.load_state_dict(torch.load("model.pt"))  # later, in any process
+
+    The current agent of the lowest rank writes the file, which appears as a whole or not at all. When the call returns,
+    it is there. Floating-point parameters and buffers are the mean (:func:`consensus`); integer buffers are those of
+    the agent that writes. To resume a run use :class:`Checkpoint`, which keeps each agent's own state.
+
+    Args:
+        model: This agent's; it is unchanged afterwards.
+        path: The file, on the disk of the agent that writes.
+        timeout: Seconds that each wait for the other agents may take.
+
+    Raises:
+        ShoalError: The file could not be written; all agents raise it.
+        ValueError: The model is sharded: no process has all of it.
+    """
+    agent = current("save")
+    if agent.launch.beside or any(is_sharded(param) for param in model.parameters()):
+        raise ValueError(
+            "shoal.save: the model is sharded, so no process has all of it. Save it inside shoal.consensus(model) with "
+            "torch.distributed.checkpoint (docs/sharded.md)"
+        )
+
+    def write() -> None:
+        state: dict[str, Any] = in_own_memory(model.state_dict())
+        write_atomically(Path(path), lambda partial: save_tensors(state, partial))
+
+    with consensus(model, timeout=timeout):
+        while True:
+            first = present_agents(timeout)[0]
+            try:
+                return from_one_agent(first, "save", write, timeout)
+            except PeerLost as lost:
+                if first not in lost.ranks or not agent.engine.survives_losses:
+                    raise

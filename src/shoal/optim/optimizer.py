@@ -23,27 +23,22 @@ from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
 from ..compression import Compressor, LowRank
-from ..runtime.agent import current
-from ..runtime.torch_distributed import warn_of_process_group
+from ..runtime.agent import current, warn_of_process_group
 from ..topology.schedule import Schedule
 from .compressed_algorithm import compressing, feeds_back
-from .default_topology import STATIC, given, one_peer
 from .equation import Equation
-from .exchanges.backward_counter import BackwardCounter
 from .exchanges.bucket_exchange import BucketExchange
-from .exchanges.buckets import checked_bucket_bytes
-from .exchanges.grouping import as_given, by_count
-from .exchanges.hooks import BeforeForward
+from .exchanges.buckets import as_given, by_count, checked_bucket_bytes
+from .exchanges.hooks import BackwardCounter, BeforeForward
 from .exchanges.sync_exchange import GradientExchange, ParameterExchange
-from .factory import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
-from .inner_step import InnerStep
+from .factory import ATC, PARALLEL, by_buckets, mixed_of, strategy_of
 from .join import Join
-from .machine_algorithms import of_agents, of_machines
 from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
-from .strategies import DuringBackward
+from .strategies import DuringBackward, InnerStep
+from .topologies import STATIC, agent_schedule, given, of_agents, of_machines, one_peer
 from .weight_checks import WeightChecks
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)

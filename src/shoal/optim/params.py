@@ -1,10 +1,15 @@
-"""The parameters of an optimizer, their names, and the decentralized optimizer that has claimed them."""
+"""The parameters of an optimizer: their names, the decentralized optimizer that has claimed them, and how they lie.
+
+Parameters whose memory other tensors use, too, must stay in place when buckets are made (:func:`sharing`). The
+trainable parameters are exchanged, and all agents must have the same (:func:`explained`).
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
@@ -16,10 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..dtensors import described, is_sharded, local
 from ..engine.engine import Engine
 from ..errors import Mismatch
+from ..operations.operation import Operation
+from ..ops.arguments import LAYOUT, Group
 from ..ops.collective import gather_by_rank
-from ..ops.groups import Group
+from ..ops.objects import allreduce_parameters
 from ..runtime.agent import current
-from .memory_sharing import sharing
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 """By parameter: a weak reference to its decentralized optimizer. Not on the parameter, which may be saved."""
@@ -122,7 +128,7 @@ class Names:
             )
 
     def sharing(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them."""
+        """The parameters that share memory, as :func:`~shoal.optim.params.sharing` gives them."""
         return sharing(self._models, self._names)
 
     @property
@@ -300,3 +306,140 @@ def is_dense(param: torch.Tensor) -> bool:
     """Whether the strides leave no gap, as in ``channels_last``."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
     return param.numel() > 0 and span == param.numel()
+
+
+Param = torch.nn.Parameter
+
+
+def sharing(models: Sequence[torch.nn.Module], params: Iterable[Param]) -> list[list[Param]]:
+    """The parameters that share memory with another parameter or a buffer of the models, or with another process.
+
+    Views that a program holds elsewhere are not found.
+
+    Args:
+        models: Their parameters and buffers are compared.
+        params: The parameters to be checked, in the models' order.
+
+    Returns:
+        Lists of parameters that overlap each other or the same buffer; one in shared memory (``share_memory()``) is a
+        list by itself. Each list is in the models' order.
+    """
+    by_storage: defaultdict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
+    for one in {one: None for model in models for one in (*model.parameters(), *model.buffers())}:
+        if not is_sharded(one) and one.layout is torch.strided and not one.is_meta and one.numel():
+            by_storage[one.device, one.untyped_storage().data_ptr()].append(one)
+    number_of: dict[torch.Tensor, int] = {}
+    for tensors in by_storage.values():
+        for group in _overlapping(tensors) if len(tensors) > 1 else ():
+            number_of.update(dict.fromkeys(group, len(number_of)))
+    found: defaultdict[int, list[Param]] = defaultdict(list)
+    alone: list[list[Param]] = []
+    for param in params:
+        if param in number_of:
+            found[number_of[param]].append(param)
+        elif param.is_cpu and not is_sharded(param) and param.is_shared():  # type: ignore[no-untyped-call]
+            alone.append([param])  # on other devices all are shared
+    return [*found.values(), *alone]
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of one storage that overlap another one, in groups."""
+    groups: list[list[torch.Tensor]] = []
+    end = 0
+    for begin, stop, one in sorted(((*_span(one), one) for one in tensors), key=lambda item: item[:2]):
+        if groups and begin < end:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+        end = max(end, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    begin = int(tensor.storage_offset())
+    last = begin + sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def digest_of(layout: Iterable[Iterable[str]]) -> int:
+    """A digest of the exchanged parameters: their names in each bucket. Never 0, which stands for all."""
+    return zlib.crc32("\n".join("\t".join(names) for names in layout).encode()) or 1
+
+
+def equalize_frozen(params: Mapping[torch.nn.Parameter, str], name: str) -> None:
+    """Average the frozen parameters that differ between agents, over all agents. All agents call it together, because
+    exchanges do not include frozen parameters. Instances of subclasses of tensors, such as quantized weights, are left
+    as they are.
+
+    Args:
+        params: All parameters of the optimizer, with their names; the same ones are frozen on all agents.
+        name: Matches the comparisons of different agents.
+
+    Raises:
+        Mismatch: A parameter that differs has an integer dtype, which has no average; the error names it.
+    """
+    frozen = {called: param for param, called in params.items() if not param.requires_grad and _is_plain(param)}
+    if not frozen:
+        return
+    columns = zip(*checksums_by_rank(frozen.values(), f"{name}.frozen").values(), strict=True)
+    different = [called for called, sums in zip(frozen, columns, strict=True) if len(set(sums)) > 1]
+    whole = [called for called in different if not (frozen[called].is_floating_point() or frozen[called].is_complex())]
+    if whole:
+        raise Mismatch(
+            f"{name}: the frozen parameter {whole[0]!r} differs between agents, and {frozen[whole[0]].dtype} has no "
+            "average. Call shoal.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
+        )
+    if different:
+        allreduce_parameters({called: frozen[called] for called in different})
+
+
+def _is_plain(param: torch.Tensor) -> bool:
+    kind = type(param) in (torch.Tensor, torch.nn.Parameter) or is_sharded(param)
+    return kind and param.layout is torch.strided and not param.is_meta
+
+
+def explained(error: Mismatch, operation: Operation, params: Mapping[torch.nn.Parameter, str], now: bytes) -> Mismatch:
+    """The error of an exchange, with the parameter that another agent has frozen and this one has not, or the reverse.
+
+    Asks the agents that the error names, and then all, for up to a second each; those whose exchange failed answer.
+
+    Args:
+        error: The error of the exchange.
+        operation: The exchange.
+        params: All parameters of the optimizer, with their names.
+        now: A byte for each of them, 1 where it was trainable.
+    """
+    agent, names = current("optim"), list(params.values())
+    mine = [f"{_KINDS[one]} {called!r}" for one, called in zip(now, names, strict=True)]
+    layouts = agent.engine.layout_exchange
+    layouts.keep(operation, mine)
+    for ranks in (error.ranks, range(agent.size)):
+        for rank, theirs in layouts.others(operation, ranks, mutual=True).items():
+            found = _difference(agent.rank, mine, rank, theirs, names)
+            if found:
+                return Mismatch(f"{error}. {found}", error.ranks)
+    if LAYOUT not in str(error):
+        return error
+    frozen = [repr(called) for one, called in zip(now, names, strict=True) if not one]
+    more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
+    what = ", ".join(frozen[:_SHOWN]) + more or "no parameters"
+    return Mismatch(f"{error}. On rank {agent.rank} {what} are frozen: {_REMEDY}", error.ranks)
+
+
+_SHOWN = 8
+_REMEDY = "change requires_grad of a parameter on all agents, before the same step"
+_KINDS = ("frozen", "trainable")
+
+
+def difference_text(called: str, frozen_on: int, trainable_on: int) -> str:
+    """The parameter that differs, and the remedy."""
+    return f"The parameter {called!r} is frozen on rank {frozen_on} and trainable on rank {trainable_on}: {_REMEDY}"
+
+
+def _difference(here: int, mine: Sequence[str], there: int, theirs: Sequence[str], names: Sequence[str]) -> str:
+    for called, one, other in zip(names, mine, theirs, strict=False):
+        kinds = one.partition(" ")[0], other.partition(" ")[0]
+        if kinds[0] != kinds[1]:
+            return f"The parameter {called!r} is {kinds[0]} on rank {here} and {kinds[1]} on rank {there}: {_REMEDY}"
+    return ""

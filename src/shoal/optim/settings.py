@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.needs import LOOKED_AT
+from ..algorithms.schedule_weights import AgentSchedule
 from ..operations.operation import Handle
 from ..ops.collective import submit_allreduce
 from ..ops.hierarchical import machine_mixing

@@ -1,16 +1,86 @@
-"""The steps of a decentralized optimizer: the order of exchange and local step."""
+"""The steps of a decentralized optimizer: the local step, and its order with the exchange.
+
+:class:`InnerStep` is the local step of the wrapped optimizer, with a GradScaler's check whether the gradients are
+finite. A :class:`StepStrategy` takes it before, after or during the exchange.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from .exchanges.backward import BucketGradients
+import torch
+
+from ..dtensors import local
+from .adam import OneBitAdam
 from .exchanges.bucket_exchange import BucketExchange
+from .exchanges.hooks import BucketGradients
 from .exchanges.sync_exchange import GradientExchange, SyncExchange
-from .inner_step import InnerStep
-from .one_bit_adam import OneBitAdam
+from .params import only
+
+
+class InnerStep:
+    """Steps the wrapped optimizer.
+
+    Args:
+        optimizer: The wrapped one.
+
+    Attributes:
+        optimizer: The wrapped one.
+        scaled: The gradients are a GradScaler's.
+        overflowed: The GradScaler has found that this agent's gradients are not all finite.
+        closure: Evaluates the loss and the gradients at the model's parameters, if the user has given one.
+        loss: The last result of the closure.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.scaled = self.overflowed = False
+        self.closure: Callable[[], Any] | None = None
+        self.loss: Any = None
+
+    def evaluate(self) -> None:
+        """Call the closure, if there is one."""
+        if self.closure is not None:
+            with torch.enable_grad():
+                self.loss = self.closure()
+
+    def unscale(self, params: Iterable[torch.nn.Parameter], found_inf: Any, scale: torch.Tensor | None) -> None:
+        """Use a GradScaler's result, and divide the gradients by its scale, unless the user has done so."""
+        self.scaled = found_inf is not None
+        self.overflowed = found_inf is not None and bool(found_inf.item())
+        if scale is None or self.overflowed:
+            return
+        for param in params:
+            if param.grad is not None:
+                local(param.grad).div_(scale.to(param.grad.device))
+
+    def __call__(self, params: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Step with some parameters, or all; not at all if the gradients have overflowed."""
+        if self.overflowed:
+            return
+        if params is None:
+            self.optimizer.step()
+            return
+        before = self._kept_in_groups()
+        with only(self.optimizer, params):
+            self.optimizer.step()
+        if self._kept_in_groups() != before:
+            raise ValueError(
+                f'overlap="backward": {type(self.optimizer).__name__} counts its steps in its param_groups, and would '
+                "count each bucket as one. Leave overlap out"
+            )
+
+    def _kept_in_groups(self) -> list[dict[str, Any]]:
+        """The numbers in the groups, which a step leaves as they are if all its state is the parameters' own."""
+        numbers = (bool, int, float, str, tuple)
+        groups = self.optimizer.param_groups
+        return [{key: value for key, value in group.items() if isinstance(value, numbers)} for group in groups]
+
+    def with_mean_gradients(self) -> None:
+        """Step with gradients that have been averaged: those of an agent where they overflowed were left out."""
+        self.optimizer.step()
 
 
 class StepStrategy(ABC):
@@ -133,7 +203,7 @@ class AverageGradients(StepStrategy):
 
 
 class AverageMomenta(AverageGradients):
-    """The same with :class:`~shoal.optim.one_bit_adam.OneBitAdam`: once its second moment is fixed, its momentum is
+    """The same with :class:`~shoal.optim.adam.OneBitAdam`: once its second moment is fixed, its momentum is
     averaged instead of the gradient; before that, gradients are not compressed.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import networkx as nx
 import numpy as np
+import torch.distributed as dist
 
 from ..config import Config
 from ..engine.engine import Engine
@@ -112,7 +114,7 @@ class Agent:
     Attributes:
         grouping: The grouping of ranks into machines; None if it is not known for all ranks.
         topology_is_default: Whether the script has set no static topology.
-        warned_of_process_group: Whether the script was warned of its process group (``torch_distributed.py``).
+        warned_of_process_group: Whether the script was warned of its process group.
         plans: The common values of the calls of a name, by operation, name and round (``ops/round_plan.py``).
     """
 
@@ -285,3 +287,23 @@ def bind(function: Callable[P, T]) -> Callable[P, T]:
         return result  # type: ignore[no-any-return]
 
     return bound
+
+
+def warn_of_process_group(agent: Agent, stacklevel: int) -> None:
+    """Warn once if a failure would end the survivors, because a script's process group needs all of its members.
+
+    Groups that were given to Shoal (``process_group=``, ``mesh=``) or that Shoal has made are not the script's.
+    """
+    mine = agent.launch.beside or agent.engine.backend is not None
+    if mine or agent.size == 1 or agent.warned_of_process_group or not agent.engine.survives_losses:
+        return
+    if dist.is_available() and dist.is_initialized():
+        agent.warned_of_process_group = True
+        warnings.warn(
+            f"rank {agent.rank}: torch.distributed is initialized, and agents are to survive failures. If an agent "
+            "fails, the process group's operations raise, hang or abort on the others, and a restarted agent cannot "
+            "join it. Remove dist.init_process_group() and replace the calls that use it: dist.get_rank() by "
+            "shoal.rank(), dist.all_reduce() by shoal.allreduce() or shoal.metrics(), dist.barrier() by "
+            "shoal.barrier(), DistributedSampler by shoal.AgentSampler (docs/howto/ddp.md)",
+            stacklevel=stacklevel,
+        )

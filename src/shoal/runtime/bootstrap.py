@@ -27,7 +27,7 @@ from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
 from ..operations.operation import Operation, Steps
 from ..rendezvous.bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
-from ..rendezvous.launch import Launch, current, join_address
+from ..rendezvous.launch import Launch, among_counterparts, check_that_all_must_live, current, join_address
 from ..rendezvous.peer_directory import (
     ENDPOINT,
     PeerDirectory,
@@ -38,15 +38,13 @@ from ..rendezvous.peer_directory import (
     with_absent,
 )
 from ..rendezvous.rendezvous import open_store
-from ..rendezvous.replicas import among_counterparts, check_that_all_must_live
 from ..transport.addresses import parse_ports
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.tls import certificates_of
-from .agent import Agent, AgentContext, Machines, agent_context, process_context
+from .agent import Agent, AgentContext, Machines, agent_context, process_context, warn_of_process_group
 from .exit_notes import write_note
 from .queries import set_topology
 from .script_end import failure
-from .torch_distributed import warn_of_process_group
 
 log = logging.getLogger("shoal")
 """Seconds that a restarted agent waits for admission, until the members reach their next point for it."""
@@ -58,8 +56,8 @@ _abandoned: list[Engine] = []
 on_start: list[Callable[[Agent], None]] = []
 """Called with every new agent; the timeline and other observers attach themselves here."""
 on_stop: list[Callable[[Agent], None]] = []
-_ATTACHED = "shoal.observability.observers"
-"""The module of these observers, in a higher layer; ``init`` imports it, because callers may not have done so."""
+_OBSERVERS = ("membership_recorder", "status_publisher", "timeline")
+"""The modules of these observers, in a higher layer; ``init`` imports them, because callers may not have done so."""
 
 
 def init(
@@ -103,7 +101,8 @@ def init(
         NotInitialized: This process was forked from an agent's process.
         ValueError: A variable is invalid.
     """
-    import_module(_ATTACHED)
+    for module in _OBSERVERS:
+        import_module(f"shoal.observability.{module}")
     with deferred:
         _init(agent_context(), topology_fn, is_weighted, on_loss, process_group, mesh)
 
@@ -235,7 +234,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
             agent = _rejoin(engine, config, launch, forced, per_machine, published, deadline, wanted)
     except BaseException:
         _free(mine)
-        engine.close(clock.monotonic() + 1.0, died=True)
+        engine.close(clock.monotonic() + 1.0, "its shoal.init() failed", died=True)
         raise
     mine.has_met = True
     return agent

@@ -10,8 +10,8 @@ intervals.
 """
 
 from .._lazy_import import public_names as _public_names
-from ..algorithms.runs.batches import flipped_and_shifted as flipped_and_shifted
 from ..algorithms.runs.conditions import Conditions as Conditions
+from ..algorithms.runs.gradients import flipped_and_shifted as flipped_and_shifted
 from ..algorithms.runs.gradients import per_agent as per_agent
 from .adversaries import Adversary as Adversary
 from .adversaries import ALittleIsEnough as ALittleIsEnough

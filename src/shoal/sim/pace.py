@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..netmodel.allreduce_messages import direct_allreduce, hierarchical, tree_allreduce
-from ..netmodel.messages import Messages, Step, messages_of_round
+from ..netmodel.messages import Messages, Step, direct_allreduce, hierarchical, messages_of_round, tree_allreduce
 from ..netmodel.network import Floats, Network
 from ..netmodel.simulation import simulate
 from ..topology.schedule import Schedule

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, Shares, Weights
-from ..arithmetic import common_factor
+from ..kernels.weighted_sum import common_factor
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 """Writes ``W x`` to its first argument; both are ``[n, ...]`` and contiguous."""

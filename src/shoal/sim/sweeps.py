@@ -15,9 +15,7 @@ from rich.table import Table
 
 from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.needs import check
-from ..algorithms.runs.loop import Measure
-from ..algorithms.runs.plotting import axes_for, frame_of, scale
-from ..algorithms.runs.run_result import WHOLE
+from ..algorithms.runs.run import WHOLE, Measure, axes_for, frame_of, scale
 from ..progress_bar import shown
 from ..topology.schedule import Schedule, as_schedule
 from .stacked import StackedFleet

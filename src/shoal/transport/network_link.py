@@ -375,6 +375,7 @@ class NetworkIncoming(Incoming):
         self._chunk = None
         # Before `available` moves: an operation may add the new bytes to its sum at once, and cannot subtract them.
         if self._guard.check(one.memory[one.begin : one.at]) != one.expected:
+            one.at = one.begin  # the next connection brings the whole chunk again
             raise CorruptMessage("a part of a tensor was changed on the way")
         if one.at == len(one.memory):
             del self._arriving[one.message.token]

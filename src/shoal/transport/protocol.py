@@ -5,7 +5,7 @@ This module does not import torch, because a handshake, a status query and the m
 
 from __future__ import annotations
 
-VERSION = 12
+VERSION = 13
 """Raised whenever the bytes of ``wire.py`` change their meaning; agents of two versions refuse each other when they
 connect."""
 

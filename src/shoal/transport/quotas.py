@@ -60,5 +60,5 @@ class Quota:
 
 
 def message_cost(message: Message) -> int:
-    """Bytes of a message's tensor that are kept here."""
-    return message.nbytes if message.where is Where.INLINE or message.where is Where.STREAM else 0
+    """Bytes of a message's tensor or body that are kept here."""
+    return message.nbytes if message.where is Where.INLINE or message.where is Where.STREAM else len(message.body)

@@ -30,8 +30,7 @@ import torch
 
 from .. import clock
 from .._signals import deferred
-from ..device import opening
-from ..device.device import Memory, Unshareable
+from ..device import Memory, Unshareable, cuda
 from . import quotas
 from .protocol import ProtocolError
 
@@ -348,7 +347,7 @@ class PeerMemory:
             if size > MOST_OF_DEVICE:
                 raise ProtocolError(f"{size:,} bytes of a device's memory")
             try:
-                data = opening.map_memory(fd, size)
+                data = cuda.map_memory(fd, size)
             except (Unshareable, MemoryError, RuntimeError) as error:
                 why = str(error)  # a record of the error itself would keep its frames, and they memory
                 log.warning("memory of another agent's device cannot be mapped: %s", why)

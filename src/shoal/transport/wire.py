@@ -33,6 +33,7 @@ class Kind(IntEnum):
     SEGMENT = 8  # a piece of shared memory, its descriptor attached
     FORGET = 9  # a piece of shared memory that will not be referred to again
     WAITS = 10  # an answer to ASK: "I have not come so far, for I wait for the ranks in the shape"
+    CONTROL = 11  # a piece of a control message: its body from ``offset`` on, of ``nbytes`` bytes in all
 
 
 class Where(IntEnum):
@@ -242,7 +243,7 @@ def decode(frame: memoryview) -> Message:
     # A copy: the result is a key of the cache, and the buffer of the frame is used again for the next packet.
     about = bytes(frame[at:body])
     shape, op, name = _known_head(about, ndim, n_op) if len(about) < _LONG else _head(about, ndim, n_op)
-    dtype, text, payload = MOVABLE[code], "", None
+    dtype, text, payload, content = MOVABLE[code], "", None, b""
     if known_kind is Kind.DATA:
         if known_where is Where.NOWHERE:
             raise ProtocolError("a tensor that is nowhere")
@@ -256,11 +257,16 @@ def decode(frame: memoryview) -> Message:
     # Only DATA is checked for its tensor above, so no other kind may bring one.
     elif known_where is not Where.NOWHERE:
         raise ProtocolError(f"a message of kind {kind} with a tensor")
+    elif known_kind is Kind.CONTROL:
+        # For the reason given above: the whole body may be a tensor of this shape.
+        if nbytes != _extent(shape, dtype) or offset + n_body > nbytes:
+            raise ProtocolError(f"{n_body} bytes from {offset} on of {nbytes}, {dtype} of shape {shape}")
+        content = bytes(frame[body:])
     elif n_body:
         text = _read(bytes(frame[body:]))
     return Message(
         known_kind, op, name, round_, stage, token, flags, digest, scale, dtype, shape, payload, text, known_where,
-        segment, offset, nbytes,
+        segment, offset, nbytes, content,
     )  # fmt: skip
 
 

@@ -127,8 +127,13 @@ class Windows:
         found = self.engine.find_shared(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
         layout = WindowLayout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
         segment = Segment(self.engine.next_region(), layout.nbytes)
+        try:
+            locks = ByteLocks(segment.fd)
+        except BaseException:  # such as too many open files; the next attempt would have one less
+            segment.close()
+            raise
         value = tensor.detach().reshape(-1).cpu()
-        memory = WindowMemory(layout, segment.data, ByteLocks(segment.fd), None if found is None else value)
+        memory = WindowMemory(layout, segment.data, locks, None if found is None else value)
         # Before the identifiers are sent: a neighbour may map the memory and write to it at once, and this would then
         # overwrite its first write.
         memory.begin(None if zero_init else value)

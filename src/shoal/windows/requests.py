@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -81,7 +81,7 @@ class Requests:
         if message.op == UNLOCK:
             self._unlock(source, message)
         # Writes of one agent to one slot take effect in the order of its calls, even if the lock is free by now.
-        elif any(one == source and other.name == message.name for one, other in self._waiting):
+        elif any(_in_order(one, other) == _in_order(source, message) for one, other in self._waiting):
             self._waiting.append((source, message))
         elif not self._try(source, message):
             self._waiting.append((source, message))
@@ -100,12 +100,12 @@ class Requests:
             return self._again()
 
     def _again(self) -> bool:
-        blocked: set[tuple[int, str]] = set()
+        blocked: set[_Order] = set()
         busy = False
         # A copy, because requests leave the queue in the loop; in the order of arrival, because a lock goes to the
         # agent that has waited longest.
         for source, message in list(self._waiting):
-            key = source, message.name
+            key = _in_order(source, message)
             payload = message.payload
             # A request that cannot be served blocks the later ones of its agent and window, and no others.
             if key in blocked or (payload is not None and not payload.complete):
@@ -134,6 +134,11 @@ class Requests:
             return True
 
     def _do(self, window: WindowPart, source: int, message: Message) -> bool:
+        # The far agent's own checks are not trusted. A write for a rank without a slot would raise KeyError in the
+        # thread that drives this agent. A mutex belongs to the ends of edges: other agents may not keep them waiting.
+        if not _has_edge(window, source, message.op):
+            self._refuse(source, message, f"has no edge for {message.op} from rank {source} in this window")
+            return True
         if message.op == LOCK:
             # The owner's process holds the kernel's lock in place of the far agent, which has no descriptor. So the
             # owner releases it when that agent is lost.
@@ -142,17 +147,11 @@ class Requests:
             self._holders[message.name] = source
             self._answer(source, message)
             return True
-        how = _HOW.get(message.op)
-        # The far agent's own checks are not trusted: a write for a rank without a slot would raise KeyError in the
-        # thread that drives this agent.
-        neighbours = window.destinations if how is WriteKind.GET else window.sources
-        if how is None or source not in neighbours:
-            self._refuse(source, message, f"has no edge for {message.op} from rank {source} in this window")
-            return True
+        how = _HOW[message.op]
         if how is WriteKind.GET:
             return self._give(window, source, message)
         payload, layout = message.payload, window.memory.layout
-        # For the same reason: a tensor of another size or dtype would raise there as well.
+        # Not trusted either: a tensor of another size or dtype would raise there as well.
         if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
             self._refuse(source, message, f"expects {layout.numel} elements of {layout.dtype}")
             return True
@@ -176,17 +175,18 @@ class Requests:
     def _unlock(self, source: int, message: Message) -> None:
         """The source releases a mutex, or stops waiting for it."""
         self._engine.acknowledge(source, message)
-        key = source, message.name
         # The far agent has given up at its deadline. Left in the queue, its request would later take a mutex that
-        # nobody releases.
-        self._waiting = deque(one for one in self._waiting if (one[0], one[1].name) != key or one[1].op != LOCK)
-        # Only its holder may release it. A repeated unlock, or one after the window was freed, must not free another
-        # agent's mutex.
-        if self._holders.get(message.name) == source:
+        # nobody releases. Not acknowledged, it would stay among the unread messages of that agent for good.
+        given_up = _in_order(source, message)._replace(locks=True)
+        for one in [one for one in self._waiting if _in_order(*one) == given_up]:
+            self._waiting.remove(one)
+            self._engine.acknowledge(*one)
+        # Only its holder may release it. A repeated unlock, or one after the window was freed, must not free the mutex
+        # of another agent or of the window's successor.
+        window = self._owner.find(message.name)
+        if window is not None and window.number == message.digest and self._holders.get(message.name) == source:
             del self._holders[message.name]
-            window = self._owner.find(message.name)
-            if window is not None:
-                window.memory.locks.release(MUTEX)
+            window.memory.locks.release(MUTEX)
             self._again()
 
     def forget(self, rank: int) -> None:
@@ -227,6 +227,26 @@ class Requests:
         rank = self._engine.rank
         text = f"{message.op} {name_of(message.name)!r} on rank {source}: rank {rank} {why}"
         self._engine.refuse(source, message, text, lost)
+
+
+class _Order(NamedTuple):
+    """Requests that are served in the order of their arrival. Writes do not wait for a mutex: only locks do."""
+
+    source: int
+    name: str
+    number: int
+    locks: bool
+
+
+def _in_order(source: int, message: Message) -> _Order:
+    return _Order(source, message.name, message.digest, message.op == LOCK)
+
+
+def _has_edge(window: WindowPart, source: int, op: str) -> bool:
+    """Whether an agent is a neighbour of the kind that an operation needs."""
+    if op == LOCK:
+        return source in window.sources or source in window.destinations
+    return op in _HOW and source in (window.destinations if op == WriteKind.GET.value else window.sources)
 
 
 SECONDS = 0.0005

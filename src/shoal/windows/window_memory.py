@@ -11,6 +11,7 @@ waits for no other window, so no cycle of waits can arise.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _OWNER = -1
 _PAGE = 4096
 _EDGE_BYTES = 256
 _META_BYTES = 64
-_FREED, _KEEPERS, _CAUSE = 0, 1, 3
+_FREED, _KEEPERS = 0, 1
 _WRITES = 0
 _P, _PUTS, _GETS, _ACCUMULATES, _EMPTY, _WHEN = range(6)
 
@@ -109,6 +110,7 @@ class WindowMemory:
     ) -> None:
         self.layout = layout
         self.locks = locks
+        self._order = threading.Lock()
         # The order of the edges is the same at the owner and at each writer: both sort the in-neighbours. Else a writer
         # would fill another agent's slot.
         self._edge = {source: edge for edge, source in enumerate(layout.sources)}
@@ -145,10 +147,9 @@ class WindowMemory:
         """Mark the window as freed, and record the rank whose loss is the cause, if any. Neighbours' later accesses
         fail.
         """
-        # The cause comes first: a neighbour that sees the freed flag reads the cause next. In the other order it could
-        # report Mismatch instead of the lost rank.
-        self._flags[_CAUSE] = 0 if cause is None else cause + 1
-        self._flags[_FREED] = 1
+        # One number has both. On a CPU that reorders stores a neighbour could otherwise see the window freed, but not
+        # the cause, and report Mismatch instead of the lost rank.
+        self._flags[_FREED] = 1 if cause is None else cause + 2
 
     @property
     def freed(self) -> bool:
@@ -157,8 +158,8 @@ class WindowMemory:
     @property
     def cause(self) -> int | None:
         """The rank for whose loss, or end, the window was freed."""
-        cause = int(self._flags[_CAUSE])
-        return cause - 1 if cause else None
+        cause = int(self._flags[_FREED]) - 2
+        return cause if cause >= 0 else None
 
     # Locks
 
@@ -305,6 +306,7 @@ class WindowMemory:
         # The metadata is complete before the index switches. In the other order a reader without the lock would see the
         # counts of the write before last.
         self._describe(edge, 1 - now, after, (puts, gets, accumulates), False)
+        self._fence()
         # This one store makes the write valid. A writer that is killed before it has changed nothing, and the kernel
         # frees its lock.
         self._index[edge][_WRITES] = writes + 1
@@ -366,6 +368,7 @@ class WindowMemory:
                 # A reset is no write of the neighbour: with a new time, a neighbour that is silent would look recent to
                 # age checks.
                 self._meta[edge][1 - now][_WHEN] = when
+                self._fence()
                 self._index[edge][_WRITES] = writes + 1
             return p, seen
 
@@ -375,7 +378,22 @@ class WindowMemory:
         writes = -1
         while writes != int(self._index[edge][_WRITES]):  # while it is copied, two writes may pass
             writes = int(self._index[edge][_WRITES])
+            self._fence()
             meta = self._meta[edge][writes & 1].copy()
+            self._fence()
         age = (clock.monotonic_ns() - int(meta[_WHEN])) / 1e9
         p = float(meta[_P : _P + 1].view(np.float64)[0])
         return SlotState(int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]), age, p)
+
+    def _fence(self) -> None:
+        """Order all earlier accesses to memory before all later ones, for readers without the lock of an edge.
+
+        Python has no fence. x86 needs none here, but aarch64 reorders stores, and loads: a reader could see the index
+        of a write and still the counts of the write before last. Accesses before the release of a lock come before it,
+        and those after its next acquisition after that (C11, release and acquire), so the two together are a fence.
+        Holders of an edge's lock do not depend on it: they take and release that lock by system calls.
+        """
+        with self._order:
+            pass
+        with self._order:
+            pass

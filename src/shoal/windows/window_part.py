@@ -171,9 +171,9 @@ class WindowPart:
         if self_weight is None:
             return True
         with self._my_turn(deadline, how.value):
-            if share is not None:
-                self.p *= self_weight
             with self._own(deadline, how.value) if self._is_own(tensor) else ExitStack():
+                # Only with the lock, which may come too late: p without its tensor would make all estimates wrong.
+                self.p *= 1.0 if share is None else self_weight
                 source.mul_(self_weight)
             self._publish_own(deadline, how.value)
         return True
@@ -511,4 +511,4 @@ class WindowPart:
         self._closed = True
         for memory in (self.memory, *self._mapped):
             memory.locks.close()
-        self.direct = {}
+        self.direct, self._mapped = {}, []  # or a Window that a script keeps would keep the neighbours' memory mapped

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.observability.watch.series import MOST_SAMPLES, EdgeRates
+from shoal.observability.watch.run_state import MOST_SAMPLES, EdgeRates
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 2.0, 20.0])
-def test_a_rate_does_not_depend_on_the_moment(step_seconds: float) -> None:
-    """A thousand bytes in each step, asked for at any time."""
+def test_a_rate_is_independent_of_the_sampling_time(step_seconds: float) -> None:
+    """A thousand bytes in each step, queried at any time."""
     rates, found = EdgeRates(), []
     for half_seconds in range(1, 400):
         now = half_seconds / 2
@@ -20,7 +20,7 @@ def test_a_rate_does_not_depend_on_the_moment(step_seconds: float) -> None:
     assert all(0.6 * true <= one <= 1.4 * true for one in found), (min(found), max(found), true)
 
 
-def test_an_agent_that_sends_no_more_has_no_rate_after_the_window() -> None:
+def test_an_agent_that_stops_sending_has_no_rate_after_the_window() -> None:
     rates = EdgeRates()
     for second in range(20):
         rates.add(float(second), {1: min(second, 10) * 100}, None)

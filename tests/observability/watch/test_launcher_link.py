@@ -67,7 +67,7 @@ def both(**secrets: str) -> Iterator[Both]:
             one.gatherer.close()
 
 
-def test_the_first_hears_what_another_sees() -> None:
+def test_the_first_launcher_receives_what_another_observes() -> None:
     with both() as one:
         one.teller.process(2, 77, "there", "S")
         one.until(lambda: one.told.processes == {2: (77, "there", "S")})
@@ -81,7 +81,7 @@ def test_the_first_hears_what_another_sees() -> None:
         assert not one.told.ends
 
 
-def test_who_does_not_know_the_secret_is_told_nothing_and_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_without_the_secret_gets_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_link, "AGAIN_SECONDS", 0.0)
     with both(other="another") as one:
         one.teller.process(0, 1, "there", "S")
@@ -91,7 +91,7 @@ def test_who_does_not_know_the_secret_is_told_nothing_and_tells_nothing(monkeypa
         assert not one.told.processes and not one.told.summaries
 
 
-def test_a_first_launcher_that_does_not_know_it_is_told_nothing() -> None:
+def test_a_first_launcher_without_the_secret_gets_nothing() -> None:
     with nothing_is_left(), socket.create_server(("127.0.0.1", 0)) as listener:
         teller = StatusSender(socket.AF_INET, listener.getsockname(), "secret")
         teller.serve()
@@ -116,7 +116,7 @@ def _serve_for(teller: StatusSender, seconds: float) -> None:
         time.sleep(0.001)
 
 
-def test_a_connection_that_ends_is_made_again_and_says_all_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_connection_is_reestablished_and_sends_the_full_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_link, "AGAIN_SECONDS", 0.01)
     with both() as one:
         one.teller.process(1, 5, "there", "S")
@@ -126,7 +126,7 @@ def test_a_connection_that_ends_is_made_again_and_says_all_anew(monkeypatch: pyt
         one.until(lambda: one.told.processes == {1: (5, "there", "S")})
 
 
-def test_what_was_changed_on_the_way_ends_the_connection() -> None:
+def test_a_modified_message_ends_the_connection() -> None:
     with both() as one:
         one.until(lambda: one.teller._sealed is not None)
         sealed = one.teller._sealed
@@ -139,7 +139,7 @@ def test_what_was_changed_on_the_way_ends_the_connection() -> None:
         assert not one.told.summaries
 
 
-def test_strangers_who_only_connect_keep_no_launcher_out() -> None:
+def test_foreign_connections_block_no_launcher() -> None:
     with both() as one:
         idle = [socket.create_connection(one.address) for _ in range(8)]
         for _ in range(20):
@@ -155,7 +155,7 @@ def test_strangers_who_only_connect_keep_no_launcher_out() -> None:
 
 
 @pytest.mark.parametrize("said", [b"\xff\xff\xff\xff", b"\0\0\0\x01x", b"GET / HTTP/1.1\r\n\r\n"])
-def test_nonsense_is_hung_up_on(said: bytes) -> None:
+def test_invalid_messages_close_the_connection(said: bytes) -> None:
     with both() as one, socket.create_connection(one.address) as sock:
         one.until(lambda: one.gatherer._guests)
         guest = one.gatherer._guests[0]

@@ -19,7 +19,7 @@ from support.leftovers import nothing_is_left, wait_until
 from support.status_messages import summary
 
 
-def test_what_an_agent_says_and_what_its_process_does_is_on_the_page() -> None:
+def test_the_page_shows_agent_status_and_process_state() -> None:
     with nothing_is_left(), LocalViewer(2, 2, "two") as watch:
         watch.started(0, os.getpid())
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
@@ -36,7 +36,7 @@ def test_what_an_agent_says_and_what_its_process_does_is_on_the_page() -> None:
         assert other["state"] == "not there"
 
 
-def test_launchers_are_heard_that_know_the_secret_of_this_attempt_and_none_of_the_one_before() -> None:
+def test_launchers_need_the_secret_of_the_current_attempt() -> None:
     with (
         nothing_is_left(),
         LocalViewer(2, 1, "one, and room for one", begins=1) as watch,
@@ -75,7 +75,7 @@ def _news(address: str) -> dict[str, Any]:
     return said
 
 
-def test_a_fault_in_it_ends_the_page_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_the_page_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with nothing_is_left(), LocalViewer(1, 1, "one") as watch:
         watch.state.draw = watch.state.as_json = None  # type: ignore[assignment, method-assign]
         watch.serve()

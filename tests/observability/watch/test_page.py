@@ -98,7 +98,7 @@ def test_charts_have_scales_in_round_numbers(page: Browser) -> None:
     assert page.run(TEXTS.format('[data-series=\\"loss\\"] .line')) == ["mean 0.01695", "worst 0.02542"]
 
 
-def test_states_are_whole_and_a_restarted_agent_is_rejoining(page: Browser) -> None:
+def test_states_are_complete_and_a_restarted_agent_is_rejoining(page: Browser) -> None:
     words = page.run(TEXTS.format("#agents td.words"))
     assert words[1] == f"waiting for 1, 2, since 12 s, in {CALL}"
     assert words[2] == "lost was killed by SIGKILL after 3.0 s"
@@ -108,7 +108,7 @@ def test_states_are_whole_and_a_restarted_agent_is_rejoining(page: Browser) -> N
 
 
 @pytest.mark.parametrize("width", [420, 1200])
-def test_nothing_is_beside_the_screen(page: Browser, width: int) -> None:
+def test_nothing_is_outside_the_screen(page: Browser, width: int) -> None:
     page.resize(width, 900)
     assert page.run("return document.documentElement.scrollWidth") == width
     assert (
@@ -123,7 +123,7 @@ def test_nothing_is_beside_the_screen(page: Browser, width: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_lines_and_texts_are_seen_on_either_ground(page: Browser, scheme: str) -> None:
+def test_lines_and_texts_are_visible_on_both_backgrounds(page: Browser, scheme: str) -> None:
     page.scheme(scheme)
     found = page.run(CONTRAST)
     assert all(contrast >= 3.0 for _, contrast in found), found

@@ -35,7 +35,7 @@ def moment(said: dict[str, Any], at: float) -> dict[str, Any]:
     return frame
 
 
-def test_each_moment_has_who_waited_for_whom_and_what_was_sent(tmp_path: Path) -> None:
+def test_each_moment_has_waits_with_their_peers_and_sent_bytes(tmp_path: Path) -> None:
     a_run(tmp_path)
     said = json.loads(json.dumps(read(tmp_path), allow_nan=False))
     waiting = moment(said, 0.05)["agents"][1]
@@ -52,7 +52,7 @@ def test_each_moment_has_who_waited_for_whom_and_what_was_sent(tmp_path: Path) -
     assert set(later[0]) == set(row_of(0))
 
 
-def test_who_joined_was_not_started_again_until_it_was(tmp_path: Path) -> None:
+def test_a_joined_agent_is_not_marked_restarted_before_its_restart(tmp_path: Path) -> None:
     zero, joined, again = Written(0), Written(1, incarnation=1), Written(1, incarnation=2)
     zero.call(0, 900)
     joined.call(300, 500, "y")
@@ -68,7 +68,7 @@ def test_who_joined_was_not_started_again_until_it_was(tmp_path: Path) -> None:
     assert said["agents"][1]["again"] == 1
 
 
-def test_a_record_of_who_joined_says_so_too(tmp_path: Path) -> None:
+def test_a_membership_log_of_a_joined_agent_has_it_too(tmp_path: Path) -> None:
     base = {"rank": 1, "lost": [], "entered": [], "alive": [0, 1], "what": "came"}
     first = base | {"rank": 0, "incarnation": 0, "at": 100.0}
     (tmp_path / "agent0.jsonl").write_text(json.dumps(first) + "\n")
@@ -78,7 +78,7 @@ def test_a_record_of_who_joined_says_so_too(tmp_path: Path) -> None:
     assert [one["again"] for one in read(tmp_path)["agents"]] == [0, 1]
 
 
-def test_a_record_alone_says_who_was_there(tmp_path: Path) -> None:
+def test_a_membership_log_alone_shows_the_members(tmp_path: Path) -> None:
     base = {"rank": 0, "incarnation": 0, "lost": [], "entered": [], "alive": [0, 1]}
     lines = [
         base | {"at": 100.0, "what": "came"},

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.observability.watch import run_state
 from shoal.observability.watch.replay import row_of
-from shoal.observability.watch.run_state import RunState
-from shoal.observability.watch.series import MOST_POINTS, MOST_SERIES, History, Series
+from shoal.observability.watch.run_state import MOST_POINTS, MOST_SERIES, History, RunState, Series
 from support.status_messages import summary
 
 
@@ -34,7 +33,7 @@ def texts(state: RunState) -> list[str]:
 WAITS = [{"call": "neighbor_allreduce 'x' round 7", "ranks": [3, 1], "seconds": 1.5, "gives_up": 9.0}]
 
 
-def test_each_agent_is_in_the_state_that_it_and_its_process_say() -> None:
+def test_each_agent_has_the_state_given_by_its_status_and_its_process() -> None:
     state = RunState(7, "seven")
     for rank in range(1, 7):
         state.process(rank, 1000 + rank, "here", "S")
@@ -51,7 +50,7 @@ def test_each_agent_is_in_the_state_that_it_and_its_process_say() -> None:
     assert shown(state)[0] == row_of(0)  # dashes: nothing is known of it
 
 
-def test_who_is_killed_is_lost_at_once_and_then_rejoins() -> None:
+def test_a_killed_agent_is_lost_at_once_and_then_rejoins() -> None:
     state = RunState(2, "two")
     state.process(1, 1001, "here", "S")
     state.take(summary(1, 2))
@@ -78,7 +77,7 @@ def test_who_is_killed_is_lost_at_once_and_then_rejoins() -> None:
     assert states(state)[1] == "computing"
 
 
-def test_who_joins_was_not_started_again_until_it_is() -> None:
+def test_a_joined_agent_is_not_marked_restarted_before_its_restart() -> None:
     state = RunState(3, "two, and room for one", begins=2)
     state.take(summary(2, 3, incarnation=1))
     state.take(summary(2, 3, incarnation=1))
@@ -89,7 +88,7 @@ def test_who_joins_was_not_started_again_until_it_is() -> None:
     assert [one["again"] for one in shown(state)] == [0, 1, 1]
 
 
-def test_who_says_nothing_for_long_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_without_status_messages_for_long_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     state = RunState(1, "one")
     state.take(summary(0, 1))
     monkeypatch.setattr(run_state, "SILENT_SECONDS", -1.0)
@@ -110,7 +109,7 @@ def test_an_edge_has_the_bytes_that_its_source_sent_and_its_destination_receives
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["silent", "ended"])
-def test_an_agent_that_says_nothing_any_more_has_no_rate(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_without_new_status_messages_has_no_rate(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes stay: on its edges, in its own row, in its neighbours' and in the series."""
     state = RunState(2, "two")
     for sent in (100, 1100):
@@ -130,7 +129,7 @@ def test_an_agent_that_says_nothing_any_more_has_no_rate(ends: bool, monkeypatch
     assert [point[1:] for point in series["points"]] == [(0, 0)]
 
 
-def test_what_is_measured_by_all_is_one_point_and_what_is_no_number_is_a_text() -> None:
+def test_metrics_of_all_agents_are_one_point_and_non_numbers_a_text() -> None:
     state = RunState(2, "two")
     for times, mean in ((1, 4.0), (2, "nan")):
         for rank in range(2):
@@ -141,7 +140,7 @@ def test_what_is_measured_by_all_is_one_point_and_what_is_no_number_is_a_text() 
     assert [one["loss"] for one in shown(state)] == [0.0, 1.0]
 
 
-def test_a_job_that_begins_again_begins_with_nothing_of_the_run_before() -> None:
+def test_a_restarted_job_starts_without_earlier_state() -> None:
     state = RunState(1, "one")
     one = {"times": 5, "own": 1.0, "mean": 1.0, "worst": 1.0, "worst_rank": 0}
     state.take(summary(0, 1, measured={"loss": one}, step=9))
@@ -163,7 +162,7 @@ PLAIN = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([*summary(0), "none"]), PLAIN)
-def test_nonsense_is_passed_over_and_what_is_shown_stays_json(name: str, value: Any) -> None:
+def test_invalid_messages_are_ignored_and_the_state_stays_json(name: str, value: Any) -> None:
     state = RunState(4, "four")
     whole = copy.deepcopy(summary(1, waiting=WAITS, measured={"loss": {"times": 1}}))
     state.take({**whole, name: value})
@@ -172,7 +171,7 @@ def test_nonsense_is_passed_over_and_what_is_shown_stays_json(name: str, value: 
     json.dumps(state.as_json(), allow_nan=False)
 
 
-def test_a_long_run_has_a_bounded_history_from_its_beginning_to_its_end() -> None:
+def test_a_long_run_has_a_bounded_history_from_its_start_to_its_end() -> None:
     series = Series()
     for k in range(10_000):
         series.add((float(k), float(k), float(k)))

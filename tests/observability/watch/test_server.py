@@ -26,7 +26,7 @@ def head(
     return f"{method} {target} {version}\r\nHost: {host}\r\nAccept: */*\r\n\r\n".encode()
 
 
-def test_what_is_asked_for_is_what_comes_after_the_token() -> None:
+def test_paths_are_resolved_after_the_token() -> None:
     assert path_of(head(), TOKEN) == ""
     assert path_of(head(f"/{TOKEN}/watch.js"), TOKEN) == "watch.js"
     assert path_of(head(host="localhost:8080"), TOKEN) == "" == path_of(head(host="LOCALHOST"), TOKEN)
@@ -57,7 +57,7 @@ def test_what_is_asked_for_is_what_comes_after_the_token() -> None:
         b"\r\n\r\n",
     ],
 )
-def test_who_does_not_know_the_token_or_comes_by_another_name_asks_for_nothing(request_: bytes) -> None:
+def test_requests_without_the_token_or_with_another_host_are_refused(request_: bytes) -> None:
     assert path_of(request_, TOKEN) is None
 
 
@@ -121,7 +121,7 @@ def served() -> Iterator[Served]:
         one.end()
 
 
-def test_the_page_and_its_parts_come_with_what_keeps_a_browser_from_asking_others(served: Served) -> None:
+def test_the_page_is_served_with_a_content_security_policy(served: Served) -> None:
     for name in server.ASSETS:
         answer, _, body = served.answer(head(f"/{served.token}/{name}")).partition(b"\r\n\r\n")
         lines = answer.decode().split("\r\n")
@@ -133,7 +133,7 @@ def test_the_page_and_its_parts_come_with_what_keeps_a_browser_from_asking_other
         }
 
 
-def test_without_the_token_nothing_is_said_whatever_is_asked(served: Served) -> None:
+def test_without_the_token_every_request_gets_the_same_refusal(served: Served) -> None:
     for target in ("/", "/favicon.ico", f"/{served.token}", "/wrong/", "/wrong/news", f"/{served.token[:-1]}/"):
         assert served.answer(head(target)) == b"", target
     for other in (head(f"/{served.token}/", host="attacker.example"), head(f"/{served.token}/", method="POST")):
@@ -146,7 +146,7 @@ def test_it_listens_on_the_loopback_interface_only(served: Served) -> None:
         elsewhere.connect(("127.0.0.2", served.port))  # another address of the same interface
 
 
-def test_an_open_page_is_told_what_is_new_and_what_is_last(served: Served) -> None:
+def test_an_open_page_gets_updates_and_a_final_event(served: Served) -> None:
     with served.look() as page:
         stream = page.makefile("rb")
         assert until_said(stream, 0)
@@ -162,7 +162,7 @@ def until_said(stream: Any, number: Any) -> bool:
     return any(line.startswith(b"data: ") and json.loads(line[6:])["number"] == number for line in stream)
 
 
-def test_who_connects_and_asks_nothing_keeps_nobody_out(served: Served) -> None:
+def test_a_client_without_a_request_blocks_no_other(served: Served) -> None:
     idle = [served.connect() for _ in range(server.MOST_ASKING + 30)]
     assert served.answer(head(f"/{served.token}/")).startswith(b"HTTP/1.1 200")
     assert read_all(idle[0]) == b""  # the oldest have made room
@@ -170,7 +170,7 @@ def test_who_connects_and_asks_nothing_keeps_nobody_out(served: Served) -> None:
         sock.close()
 
 
-def test_there_are_so_many_open_pages_and_no_more(served: Served) -> None:
+def test_the_number_of_open_pages_is_limited(served: Served) -> None:
     pages = [served.look() for _ in range(server.MOST_LOOKING)]
     for page in pages:
         assert page.recv(15) == b"HTTP/1.1 200 OK"
@@ -181,9 +181,7 @@ def test_there_are_so_many_open_pages_and_no_more(served: Served) -> None:
     assert wait_until(lambda: not served.server.is_looked_at)
 
 
-def test_who_takes_too_long_to_ask_and_who_asks_too_much_is_hung_up_on(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_and_oversized_requests_are_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "ASKING_SECONDS", 0.2)
     with served.connect() as slow:
         slow.sendall(b"GET /")
@@ -193,7 +191,7 @@ def test_who_takes_too_long_to_ask_and_who_asks_too_much_is_hung_up_on(
         assert read_all(much) == b""
 
 
-def test_a_page_that_does_not_read_fills_no_memory_and_holds_up_no_other(
+def test_a_page_that_does_not_read_fills_no_memory_and_blocks_no_other(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "UPDATE_SECONDS", 0.0)

@@ -60,7 +60,7 @@ def one_way(steps: int) -> None:
     shoal.neighbor_allreduce(torch.ones(8), 0.5, {(rank - 1) % size: 0.5}, {(rank + 1) % size: 1.0})
 
 
-def test_a_launcher_hears_what_its_agents_do_measure_and_send() -> None:
+def test_a_launcher_receives_status_metrics_and_bytes_of_its_agents() -> None:
     with heard() as (path, until), World(3, environment={"SHOAL_WATCH": path}) as world:
         world.results(one_way, 4)
         said = until(lambda all_: len(all_) == 3 and all(one.get("edges") == [*RING[k]] for k, one in all_.items()))
@@ -83,7 +83,7 @@ def wait_for_the_others(seconds: float) -> None:
     shoal.barrier()
 
 
-def test_who_waits_says_for_whom_while_it_does() -> None:
+def test_a_waiting_agent_reports_its_missing_peers() -> None:
     with heard() as (path, until), World(2, environment={"SHOAL_WATCH": path}) as world:
         pending = [world.run_on(rank, wait_for_the_others, 1.5) for rank in range(2)]
         said = until(lambda all_: 1 in all_ and bool(all_[1].get("waiting")))
@@ -97,7 +97,7 @@ def traffic() -> tuple[bool, dict[int, int], list[str]]:
     return of.counts, of.bytes_to, [thread.name for thread in threading.enumerate() if "watch" in thread.name]
 
 
-def test_where_nobody_looks_on_there_is_no_thread_and_nothing_is_counted() -> None:
+def test_without_an_observer_there_is_no_thread_and_no_counting() -> None:
     with World(2) as world:
         assert world.results(traffic) == [(False, {}, [])] * 2
 
@@ -116,7 +116,7 @@ def tell_without_a_pause(path: str) -> bool:
     return agent.engine.sender.traffic.counts
 
 
-def test_who_does_not_read_holds_up_nobody_and_who_is_gone_neither() -> None:
+def test_observers_that_do_not_read_or_have_exited_block_nothing() -> None:
     found = listen_privately()
     assert found is not None
     listener, name = found
@@ -128,13 +128,13 @@ def test_who_does_not_read_holds_up_nobody_and_who_is_gone_neither() -> None:
         os.close(name)
 
 
-def test_a_launcher_that_has_gone_is_a_warning_and_no_error() -> None:
+def test_a_launcher_that_has_exited_is_a_warning_and_no_error() -> None:
     with World(2, environment={"SHOAL_WATCH": "/proc/self/fd/9999"}) as world:
         assert world.results(traffic) == [(False, {}, [])] * 2
         assert "cannot tell its launcher what it does" in world.members[0].log.read_text()
 
 
-def test_agents_are_heard_on_a_socket_that_only_this_user_can_reach() -> None:
+def test_status_messages_arrive_on_a_socket_that_only_this_user_can_reach() -> None:
     inbox = StatusListener(lambda said: None, 4)
     try:
         door = Path(inbox.path)
@@ -145,7 +145,7 @@ def test_agents_are_heard_on_a_socket_that_only_this_user_can_reach() -> None:
 
 
 @pytest.mark.parametrize("packet", [b"", b"{", b"[" * 60_000, b"\x80\x04N.", b"3", b'{"a": ' + b"9" * 5000 + b"}"])
-def test_what_is_no_json_is_passed_over(packet: bytes) -> None:
+def test_non_json_values_are_skipped(packet: bytes) -> None:
     heard_: list[dict[str, Any]] = []
     with nothing_is_left():
         inbox = StatusListener(heard_.append, 2)

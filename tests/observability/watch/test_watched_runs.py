@@ -100,7 +100,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_agents_are_not_told_the_address_and_nothing_outlives_the_launcher(
+def test_agents_do_not_get_the_address_and_nothing_outlives_the_launcher(
     start: Start, tmp_path: Path, how: signal.Signals
 ) -> None:
     script = tmp_path / "script.py"
@@ -122,7 +122,7 @@ def test_agents_are_not_told_the_address_and_nothing_outlives_the_launcher(
         job.news()
 
 
-def test_what_it_needs_is_refused_with_the_reason_where_it_is_not_there(start: Start, tmp_path: Path) -> None:
+def test_missing_requirements_are_refused_with_the_reason(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
     two = ("--watch", "-n", 1, "--nnodes", 2, "--rendezvous", "127.0.0.1:1")
@@ -142,7 +142,7 @@ def test_what_it_needs_is_refused_with_the_reason_where_it_is_not_there(start: S
         assert "Address already in use" in job.lines[-1] and job.rest()[0] == 1
 
 
-def test_a_launcher_without_it_tells_its_agents_of_none(start: Start, tmp_path: Path) -> None:
+def test_a_launcher_without_watch_sets_no_address_for_its_agents(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENVIRON)
     (tmp_path / "stop").touch()
@@ -182,7 +182,9 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start, tmp_path: Path, machines: int) -> None:
+def test_joined_agents_are_shown_and_failed_ones_with_their_exit_status(
+    start: Start, tmp_path: Path, machines: int
+) -> None:
     stop = tmp_path / "stop"
     with contextlib.ExitStack() as others:
         port = others.enter_context(reserved_port())
@@ -233,8 +235,8 @@ def loss_in(said: dict[str, Any]) -> int:
 
 
 @pytest.mark.soak  # of a quiet machine
-def test_what_is_logged_is_served_within_a_second(start: Start, tmp_path: Path) -> None:
-    """Half of the time, at least, as the machine has others to serve."""
+def test_logged_values_are_served_within_a_second(start: Start, tmp_path: Path) -> None:
+    """For at least half of the values, as the machine runs other processes too."""
     job, seen = start("--watch", "-n", 2, COUNTING, tmp_path / "stop"), list[tuple[float, int]]()
     with urllib.request.urlopen(f"{job.address}news", timeout=45) as page:
         while not seen or seen[-1][1] < seen[0][1] + UPDATES:
@@ -249,8 +251,8 @@ def test_what_is_logged_is_served_within_a_second(start: Start, tmp_path: Path) 
 @pytest.mark.soak
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.timeout(180)
-def test_what_is_logged_is_on_the_page_within_a_second(start: Start, tmp_path: Path) -> None:
-    """Half of the time, at least. The page itself notes when a number is on it."""
+def test_logged_values_are_on_the_page_within_a_second(start: Start, tmp_path: Path) -> None:
+    """For at least half of the values. The page itself records when it shows a number."""
     job = start("--watch", "-n", 2, COUNTING, tmp_path / "stop")
     with browser() as page:
         page.open(job.address)

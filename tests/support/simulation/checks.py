@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shoal.errors import Mismatch, NotInitialized, PeerLost
 
-from .programs import Call
+from .programs import OPERATIONS, Call
 from .scenarios import Scenario
 from .training import History
 
@@ -125,19 +127,32 @@ def _check_call(report: Report, call: Call, kinds: set[str], crashed: set[int]) 
 def _check_error(report: Report, call: Call, rank: int, error: Exception, at: set[int], gone: set[int]) -> None:
     said = f"{call}: rank {rank} raised {type(error).__name__}: {error}"
     if at:
-        fits = isinstance(error, Mismatch)
-        if "missing call" in {one.kind for one in report.scenario.faults}:  # it is missed until its agent has left
-            fits = fits or (isinstance(error, PeerLost) and bool(set(error.ranks) & at))
+        missed = "missing call" in {one.kind for one in report.scenario.faults}  # until its agent has left
+
+        def fits(error: Any) -> bool:
+            return isinstance(error, Mismatch) or (
+                missed and isinstance(error, PeerLost) and bool(set(error.ranks) & at)
+            )
+
+        right = fits(error) or _follows(report, call, error, fits)
     elif gone:
-        fits = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
-        fits = fits or (rank in gone and isinstance(error, NotInitialized))
+        right = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
+        right = right or (rank in gone and isinstance(error, NotInitialized))
     else:  # a refusal that comes after a call has ended is raised by the next one
-        fits = _is_late(report, call, error)
-        if isinstance(error, PeerLost):  # an agent that it stopped in a call of several operations, and that has left
-            stopped = [report.results.get((one, call.number)) for one in error.ranks]
-            fits = all(_is_late(report, call, one) for one in stopped)
-    if not fits:
+        late = partial(_is_late, report, call)
+        right = late(error) or _follows(report, call, error, late)
+    if not right:
         report.problems.append(said)
+
+
+def _follows(report: Report, call: Call, error: Exception, fits: Callable[[Any], bool]) -> bool:
+    """Whether an error names only agents that an error that fits has stopped in one of the call's several operations.
+
+    These agents have left since, and are needed in the next one of these operations.
+    """
+    if call.kind not in OPERATIONS or not isinstance(error, PeerLost):
+        return False
+    return bool(error.ranks) and all(fits(report.results.get((one, call.number))) for one in error.ranks)
 
 
 def _is_late(report: Report, call: Call, error: Any) -> bool:

@@ -41,6 +41,8 @@ class Entry:
     Attributes:
         start: How often the agent had been started.
         before, after: The agent's plan when it made the call and when the call had ended.
+        members: The agents that it counted as members when the call had ended. It may know then that an agent of its
+            plan has left, and the others have not agreed on that yet.
         result: What it gave, or raised; None where the agent crashed before that.
     """
 
@@ -50,6 +52,7 @@ class Entry:
     call: Call
     before: Plan
     after: Plan | None = None
+    members: tuple[int, ...] = ()
     result: Any = None
 
 
@@ -247,6 +250,7 @@ class _Agent:
 
     def _end(self, entry: Entry, result: Any) -> None:
         entry.result, entry.after = result, self._engine.agreement.now
+        entry.members = self._engine.membership.view.alive
 
     def _optimize(self, step: int, call: Call) -> torch.Tensor:
         model = self._models[call.number]

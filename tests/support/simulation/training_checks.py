@@ -2,6 +2,7 @@
 
 While no agent sees the plan change, a call is that of the plan's members. A call during which some do may be that of
 the members before or after, and an average may lack what lost agents have not sent: its weight is then the receiver's.
+An average may also lack what an agent has not sent that the receiver knows to have left, before all agree on it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class _Event:
         plans: All that an agent had before or after it.
         gone: The ranks that it may have been without: in one of these plans, or in one that came between.
         calm: The plan was the same for all, and all agents that began have ended.
+        lacking: By rank: the agents of which a neighbour's average there may lack the tensor.
     """
 
     def __init__(self, program: Training, step: int, entries: list[Entry], agreed: list[Entry], lost: set[int]) -> None:
@@ -77,7 +79,12 @@ class _Event:
         self.ended = agreed
         self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
         self.calm = len(self.plans) == 1 and len(self.ended) == len(entries)
-        self.gone = list(_between([plan.gone for plan in self.plans]))
+        departed = {one.rank: set(self._members(one.before.gone)).difference(one.members) for one in agreed}
+        self.lacking = {rank: there if self.calm else lost - {rank} for rank, there in departed.items()}
+        gone = [plan.gone for plan in self.plans]
+        if len({plan.entered for plan in self.plans}) > 1:  # an agent may be lost and admitted again between two plans
+            gone.append(tuple(lost - {one.rank for one in agreed}))
+        self.gone = list(_between(gone))
         self.x = program.at_all(step, self.call)
 
     def problems(self) -> Iterable[str]:
@@ -162,9 +169,7 @@ class _Event:
         """The weights of an average, on one agent."""
         whole = self._row(gone, rank)
         yield whole
-        if self.calm:
-            return
-        missing = [other for other in self.lost if other != rank and whole[other]]
+        missing = [other for other in self.lacking[rank] if whole[other]]
         for count in range(1, len(missing) + 1):
             for some in combinations(missing, count):
                 row = whole.copy()
@@ -203,6 +208,6 @@ class _Event:
             yield f"rank {one.rank} has other tensors than those of ranks {sorted(ranks)}"
         for gone in self.gone:
             sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, gone)[one.rank])) - {one.rank}
-            if ranks == sources or (not self.calm and ranks <= sources and sources - ranks <= self.lost):
+            if ranks <= sources and sources - ranks <= self.lacking[one.rank]:
                 return
         yield f"rank {one.rank} has the tensors of ranks {sorted(ranks)}, with the plans {sorted(self.plans)}"

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ...topology._neighbours import Neighbours
+from ...topology._edges import Neighbours
 from ..algorithm import Algorithm, Gradient, State
 from ..mix import Mix
 from ..needs import DOUBLY_STOCHASTIC, SYMMETRIC, Facts, Need

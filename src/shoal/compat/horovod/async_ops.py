@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from ...operations.operation import Handle
-from ...ops.alltoall import alltoall_nonblocking
 from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, detached, put
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, broadcast_nonblocking
+from ...ops.gathering import alltoall_nonblocking
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
 from ...ops.handles import HandleOfMany, wait
 from ...transport.wire import MOVABLE

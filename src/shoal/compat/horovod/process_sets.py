@@ -9,9 +9,8 @@ import torch
 
 from ...engine.engine import Engine
 from ...errors import Mismatch
-from ...ops.arguments import Internal
+from ...ops.arguments import Group, Internal
 from ...ops.collective import gather_by_rank
-from ...ops.groups import Group
 from ...runtime.agent import current
 from ...topology._validate import as_int
 

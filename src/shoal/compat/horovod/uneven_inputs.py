@@ -2,8 +2,7 @@
 
 An agent in :func:`join` cannot know the others' calls. Once the others have learned that it has joined, they announce
 their calls to it: first the calls in flight at that time. It then makes the same calls, with tensors that do not change
-the results. Messages between two agents arrive in order, except for long ones. So each state message contains the
-number of announced calls.
+the results. Messages between two agents arrive in order: after an agent's state no call from before it is announced.
 
 While no agent has joined, no messages are sent for this: each agent records its calls in flight.
 """
@@ -16,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,7 @@ from ..._signals import deferred
 from ...engine.engine import Engine
 from ...errors import DeadlineExceeded, NotInitialized
 from ...operations.operation import Handle
-from ...operations.services import MinimalService
+from ...operations.services import MinimalService, read_json
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
@@ -64,12 +62,10 @@ class JoinState(NamedTuple):
     Attributes:
         joined: How often it has called :func:`join`.
         received: The number of the receiver's calls of :func:`join` that it knows.
-        announced: The number of calls that it has announced to the receiver since then.
     """
 
     joined: int
     received: int
-    announced: int
 
 
 class JoinCoordinator(MinimalService):
@@ -79,8 +75,6 @@ class JoinCoordinator(MinimalService):
         self._engine = engine
         self._in_flight: deque[AnnouncedCall] = deque()
         self._joined: dict[int, JoinState] = {}  # the last state of each other agent
-        self._announced: dict[int, int] = {}
-        self._received: dict[int, int] = {}
         self._calls = 0  # that its script has made since the last join
         self._own = self._ended = 0  # joins that it has begun, and that are over
         self._since = 0.0
@@ -103,19 +97,15 @@ class JoinCoordinator(MinimalService):
             self._in_flight.append(call)
             for rank, state in self._joined.items():
                 if state.joined > self._ended:
-                    self._announce(rank, call)
+                    self._send(rank, _CALL, call)
                     engine.wake()
 
     def _is_in_flight(self, call: AnnouncedCall) -> bool:
         return self._engine.active_operation(call.channel, call.round) is not None
 
-    def _announce(self, rank: int, call: AnnouncedCall) -> None:
-        self._announced[rank] = self._announced.get(rank, 0) + 1
-        self._send(rank, _CALL, call)
-
     def _send_state(self, rank: int) -> None:
         received = self._joined[rank].joined if rank in self._joined else 0
-        self._send(rank, _STATE, JoinState(self._own, received, self._announced.get(rank, 0)))
+        self._send(rank, _STATE, JoinState(self._own, received))
 
     def _send(self, rank: int, what: str, content: AnnouncedCall | JoinState) -> None:
         self._engine.send_control([rank], WORD, content, op=what, background=True)
@@ -123,24 +113,18 @@ class JoinCoordinator(MinimalService):
     # Messages of others
 
     def serve(self, source: int, message: Message) -> None:
-        receive = self._engine.receive_control
         if message.op == _STATE:
-            receive(source, message, "a join", _parsed_state, partial(self._take_state, source), _MOST_BYTES)
+            self._take_state(source, read_json(message, "a join", _parsed_state, _MOST_BYTES))
         else:
-            receive(source, message, "a join", _parsed_call, partial(self._take_call, source), _MOST_BYTES)
-
-    def _take_call(self, source: int, call: AnnouncedCall) -> None:
-        self._received[source] = self._received.get(source, 0) + 1
-        self._news.put(call)
+            self._news.put(read_json(message, "a join", _parsed_call, _MOST_BYTES))
 
     def _take_state(self, source: int, state: JoinState) -> None:
-        before = self._joined.get(source, JoinState(0, 0, 0)).joined
+        before = self._joined.get(source, JoinState(0, 0)).joined
         self._joined[source] = state
         if state.joined > before:
-            self._announced[source] = 0
             for call in self._in_flight:
                 if self._is_in_flight(call):
-                    self._announce(source, call)
+                    self._send(source, _CALL, call)
             self._send_state(source)
         self._news.put(None)
 
@@ -156,16 +140,11 @@ class JoinCoordinator(MinimalService):
     # A join
 
     def _missing(self) -> list[int]:
-        """The ranks that have not joined, or whose announced calls have not all arrived."""
+        """The ranks that have not joined, or whose announced calls may not all have arrived."""
         engine, found = self._engine, []
         for rank in engine.alive:
-            state = self._joined.get(rank, JoinState(0, 0, 0))
-            ready = (
-                state.joined >= self._own
-                and state.received >= self._own
-                and self._received.get(rank, 0) >= state.announced
-            )
-            if rank != engine.rank and not ready:
+            state = self._joined.get(rank, JoinState(0, 0))
+            if rank != engine.rank and min(state.joined, state.received) < self._own:
                 found.append(rank)
         return found
 
@@ -175,7 +154,6 @@ class JoinCoordinator(MinimalService):
         joined_at, self._since = time.time(), time.monotonic()
         with deferred, engine.lock:
             self._own += 1
-            self._received.clear()
             for rank in engine.alive:
                 if rank != engine.rank:
                     self._send_state(rank)

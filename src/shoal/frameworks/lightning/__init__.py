@@ -11,8 +11,8 @@ with reasons.
 from ..requirements import not_installed
 
 try:
+    from .base_strategy import Wrapper as Wrapper
     from .callbacks import ConsensusDistance as ConsensusDistance
-    from .decentralized_optimizers import Wrapper as Wrapper
     from .fabric import ShoalFabricStrategy as ShoalFabricStrategy
     from .strategy import ShoalStrategy as ShoalStrategy
 except ModuleNotFoundError as error:

@@ -14,11 +14,9 @@ import torch
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
-from ...ops.arguments import Internal
+from ...ops.arguments import Group, Internal, as_bits
 from ...ops.collective import allreduce, gather_by_rank
-from ...ops.groups import Group
 from ...ops.objects import broadcast_object
-from ..bit_casting import as_bits
 
 _OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "average": lambda every: every.sum(0) / len(every),

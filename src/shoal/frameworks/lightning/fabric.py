@@ -24,9 +24,8 @@ from ...runtime.queries import is_initialized, size
 from ..random_state import RandomState
 from ..requirements import check_agent
 from . import collectives
-from .base_strategy import BaseStrategy, ShoalEnvironment
+from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, one_peer_at_a_time
 from .checkpoints import KEPT, KEY, StateHolder, check_one_path, folder_of, warn
-from .decentralized_optimizers import Wrapper, one_peer_at_a_time
 
 
 class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):

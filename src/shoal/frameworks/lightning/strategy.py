@@ -22,9 +22,8 @@ from ...runtime.queries import is_initialized, machine_size
 from ..random_state import RandomState
 from ..requirements import check_agent
 from . import checkpoints, collectives, validation
-from .base_strategy import BaseStrategy, ShoalEnvironment
+from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, evaluate_first, one_peer_at_a_time
 from .callbacks import MeanModel, SameNumbers
-from .decentralized_optimizers import Wrapper, evaluate_first, one_peer_at_a_time
 
 T = TypeVar("T")
 

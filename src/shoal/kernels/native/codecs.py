@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from .loading import library
+from . import library
 
 _WIDE = {torch.float32: 0, torch.float64: 1}
 _MASK, _53_BITS = (1 << 64) - 1, 1 << 53

@@ -322,7 +322,7 @@ struct LowBits {
   }
 };
 
-// The forms of shoal/compression/positions.py: a bit for each of d places, or Elias and Fano's with `low` bits apart.
+// The forms of shoal/compression/bits.py: a bit for each of d places, or Elias and Fano's with `low` bits apart.
 inline void write_places(const int64_t* places, size_t k, size_t d, unsigned low, bool one_bit, uint8_t* data) {
   if (one_bit) {
     BitRow row(data, d);

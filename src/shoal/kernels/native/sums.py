@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .loading import DIVIDE, DTYPES, MULTIPLY, NO_SCALE, REDUCTIONS, library
+from . import DIVIDE, DTYPES, MULTIPLY, NO_SCALE, REDUCTIONS, library
 
 MOST_INPUTS = 64
 LEAST_BYTES = 16 << 10

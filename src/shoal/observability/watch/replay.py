@@ -13,9 +13,8 @@ from ...operations.edge_counters import NEIGHBOURS
 from .. import clocks, membership_log, traces
 from ..membership_log import CAME, LEFT, MembershipEvent
 from ..traces import Trace
-from .run_state import ABSENT, COMPUTING, LOST, REJOINING, STARTING, WAITING, loss_of
+from .run_state import ABSENT, BYTES, COMPUTING, LOST, REJOINING, STARTING, STEP_TIME, WAITING, History, loss_of, window
 from .run_state import LEFT as HAS_LEFT
-from .series import BYTES, STEP_TIME, History, window
 
 MOMENTS = 120
 """At most; fewer where there are many agents."""

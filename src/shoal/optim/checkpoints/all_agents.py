@@ -30,7 +30,7 @@ def from_one_agent(rank: int, name: str, ask: Callable[[], T], timeout: float | 
             answer = {"found": ask()}
         # The others wait in the broadcast below. An error raised here would leave them there until their deadline.
         except Exception as error:
-            failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
+            failure, answer = error, {"error": _text_of(error)}
     answer = broadcast_object(answer, rank, Internal(name), timeout=timeout)
     if "error" in answer:
         raise ShoalError(f"{name.partition('.')[0]}: at rank {rank}, {answer['error']}", (rank,)) from failure
@@ -52,6 +52,11 @@ def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple
         made = attempt()
     # Not raised here: this agent would be missing in the gather below, and the others would wait for it.
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = _text_of(error)
     texts = gather_by_rank(torch.tensor(list(problem.encode()), dtype=torch.uint8), Internal(name), timeout=timeout)
     return AgentErrors({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), made
+
+
+def _text_of(error: Exception) -> str:
+    # Encodable: the name of a file may have bytes that are no UTF-8, and an error here would leave the others waiting.
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()

@@ -35,8 +35,7 @@ from .checkpoint_files import (
     withdraw,
     write_states,
 )
-from .checkpoint_parts import NO_SCHEDULES, GeneratorState, Stateful, as_stateful, is_scheduled
-from .state_trees import in_own_memory, mean_state
+from .states import NO_SCHEDULES, GeneratorState, Stateful, as_stateful, in_own_memory, is_scheduled, mean_state
 
 
 class Checkpoint:

@@ -80,7 +80,8 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
     last = counting[-keep:] if keep else counting
     for place in counting[: -len(last)]:
         # Before any agent removes its files: with its manifest, a checkpoint of which half is gone would still be
-        # found.
+        # found. A power cut may bring it back, as the folder is not synced. That does no harm: newer checkpoints are
+        # tried first, a missing or partial file is an error on all agents, and the next save unlinks it again.
         (place / _MANIFEST).unlink()
     return [place.name for place in last]
 
@@ -227,10 +228,16 @@ def _crc(path: Path) -> int:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that all of it is on the disk under its name, or nothing."""
     partial = _partial(path)
-    write(partial)
-    # Before the rename: after a power cut the name could otherwise refer to a file without its content.
-    _sync(partial)
-    partial.replace(path)
+    try:
+        write(partial)
+        # Before the rename: after a power cut the name could otherwise refer to a file without its content.
+        _sync(partial)
+        partial.replace(path)
+    except BaseException:
+        # A full disk is the usual reason: what was written would keep it full.
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
     # The rename is an entry of the folder, which fsync of the file does not write.
     _sync(path.parent)
 

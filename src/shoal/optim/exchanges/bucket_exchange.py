@@ -16,13 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...algorithms.agent_schedule import AgentSchedule
+from ...algorithms.schedule_weights import AgentSchedule
 from ...errors import Mismatch
 from ...operations.operation import Handle, Operation
 from ...runtime.agent import current
-from ..params import check_that_models_agree, check_that_values_agree
+from ..params import check_that_models_agree, check_that_values_agree, digest_of, equalize_frozen, explained
 from ..settings import Settings
-from ..trainable import digest_of, equalize_frozen, explained
 from ..weight_checks import WeightChecks
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket

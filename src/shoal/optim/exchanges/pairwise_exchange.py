@@ -10,8 +10,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ...algorithms.agent_schedule import AgentSchedule
 from ...algorithms.needs import DOUBLY_STOCHASTIC
+from ...algorithms.schedule_weights import AgentSchedule
 from ...algorithms.stability.growth import DIES_OUT
 from ...compression import Compressor
 from ...compression.draws import Redrawn

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...algorithms.agent_schedule import AgentSchedule
+from ...algorithms.schedule_weights import AgentSchedule
 from ...compression import Compressor
 from ...errors import Mismatch
 from ...operations.operation import Handle
 from ...ops.collective import submit_allreduce
-from ...ops.encoded_mean import Rest, submit_encoded_mean
+from ...ops.encoded import Rest, submit_encoded_mean
 from ...runtime.agent import current
 from ..settings import BY_HAND, CommunicationType, ExchangeRound, Settings
 from ..sharding import check_robust

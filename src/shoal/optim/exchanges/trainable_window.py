@@ -1,6 +1,6 @@
 """Whether neighbours that exchange through windows have the same trainable parameters.
 
-Agents that exchange in step see it in the messages of a round (``trainable.py``). Exchanges through windows do not wait
+Agents that exchange in step see it in the messages of a round (``params.py``). Exchanges through windows do not wait
 for other agents, so each agent declares a change to its out-neighbours, in a small window of its own. A declaration
 gives the first round with other trainable parameters. A receiver compares it with its own set of the same round, once
 it has begun a later one. Until then the receiver may still make the same change.
@@ -22,7 +22,7 @@ from ...runtime.agent import current
 from ...windows import by_name as ops
 from ...windows.registry import windows_of
 from ...windows.window import named
-from ..trainable import difference_text
+from ..params import difference_text
 
 _ROUNDS = 64
 """The number of its own changes that an agent remembers."""

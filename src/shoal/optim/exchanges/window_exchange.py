@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...algorithms.agent_schedule import AgentSchedule
 from ...algorithms.needs import DOUBLY_STOCHASTIC
+from ...algorithms.schedule_weights import AgentSchedule
 from ...algorithms.stability.growth import DIES_OUT
 from ...errors import DeadlineExceeded, PeerLost
 from ...operations.operation import Handle

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._edges import Ranks
-from .._neighbours import Neighbours
+from .._edges import Neighbours, Ranks
 from ..schedule import AnyTopology
 from .span import SAMPLED_ROUNDS, Span, is_connected, spread, unpack
 from .symmetry import Invariance, find_invariance

@@ -23,8 +23,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from .._edges import Edges, Ranks, assemble
-from .._neighbours import Neighbours
+from .._edges import Edges, Neighbours, Ranks, assemble, distinct
 from .._validate import as_digraph
 from ..families.compose import Kronecker
 from ..schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
@@ -253,9 +252,7 @@ def union(span: Span) -> tuple[Ranks, Ranks]:
     """Sources and destinations of all edges of all rounds, each once."""
     if len(span) == 1:
         return span[0].weighty.source, span[0].weighty.destination
-    # Not np.unique, which hashes, and takes many times as long on keys that are as regular as these.
-    keys = np.sort(np.concatenate([round.weighty.source * span.size + round.weighty.destination for round in span]))
-    keys = keys[np.r_[True, keys[1:] != keys[:-1]]]
+    keys = distinct(np.concatenate([round.weighty.source * span.size + round.weighty.destination for round in span]))
     return keys // span.size, keys % span.size
 
 

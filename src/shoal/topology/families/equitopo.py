@@ -17,7 +17,7 @@ from .. import _random
 from .._edges import Edges, Ranks, one_peer
 from .._validate import check_size
 from ..schedule import EdgeSchedule
-from .circulant import Circulant
+from .static import Circulant
 
 
 class DEquiStatic(Circulant):

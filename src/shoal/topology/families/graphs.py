@@ -1,19 +1,29 @@
-"""The standard communication graphs, under the names that BlueFog gave them, and questions to ask of a graph.
+"""Communication graphs with their weights: BlueFog's graphs, trees and small worlds, and questions to ask of a graph.
 
 Each constructor returns a ``networkx.DiGraph`` over the ranks 0 to n - 1. An edge (j, i) points the way the data flows,
 from source j to destination i, and its attribute ``weight`` is ``W[i, j]``, the factor of x_j on agent i. Every agent
-has a self loop, its own share. All of them are doubly stochastic, so that agents agree on the plain average.
+has a self loop, its own share. All of them are doubly stochastic, so that agents agree on the plain average. Names in
+capitals are BlueFog's, or like BlueFog's.
+
+Spanning trees have the fewest edges that connect all agents, n - 1 of them. Averages over a tree are slow, but a tree
+has exactly one path from one agent to another. RelaySGD (Vogels et al. 2021, arXiv:2110.04175) needs that to relay sums
+without counting an agent twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import isqrt
+from random import Random
 
 import networkx as nx
 
+from .._random import check_seed
 from .._validate import as_digraph, as_int, check_rank, check_size
 from ..weights import with_metropolis_hastings_weights
+
+_DRAWS = 100
+"""How often a small world is drawn until one is connected."""
 
 
 def ExponentialTwoGraph(size: int) -> nx.DiGraph:
@@ -193,3 +203,112 @@ def _weighted_edges(graph: nx.DiGraph) -> tuple[int, dict[tuple[int, int], float
     digraph = as_digraph(graph)
     edges = {(source, destination): weight for source, destination, weight in digraph.edges(data="weight", default=1.0)}
     return digraph.number_of_nodes(), edges
+
+
+def ChainGraph(size: int) -> nx.DiGraph:
+    """Agents in a line, each exchanging with the one before and the one after.
+
+    Args:
+        size: number of agents, at least 1.
+    """
+    return with_metropolis_hastings_weights(nx.path_graph(check_size(size)))
+
+
+def TreeGraph(size: int, arity: int = 2) -> nx.DiGraph:
+    """A tree filled level by level: agent 0 at the top, and the parent of agent i is ``(i - 1) // arity``.
+
+    Args:
+        size: number of agents, at least 1.
+        arity: children of an agent, at least 1; with 1 it is a chain.
+    """
+    return with_metropolis_hastings_weights(nx.full_rary_tree(check_size(arity, "arity"), check_size(size)))
+
+
+def SpanningTreeGraph(graph: nx.Graph, root: int = 0) -> nx.DiGraph:
+    """A tree out of the edges of `graph`, with as few steps as possible from `root` to each agent.
+
+    Neighbours are visited in the order of their ranks, so that all agents find the same tree.
+
+    Args:
+        graph: nodes 0 to n - 1, connected; the direction of its edges does not count.
+        root: the agent at the top.
+
+    Raises:
+        ValueError: some agent cannot be reached.
+    """
+    undirected = as_digraph(graph).to_undirected()
+    root = check_rank(root, undirected.number_of_nodes(), "root")
+    tree = nx.Graph(nx.bfs_edges(undirected, root, sort_neighbors=sorted))
+    tree.add_node(root)
+    missing = sorted(set(undirected) - set(tree))
+    if missing:
+        raise ValueError(
+            f"there is no tree over all {undirected.number_of_nodes()} agents: no way leads from {root} to "
+            f"{missing[0]}. Connect the graph, or take the tree of one of its components."
+        )
+    return with_metropolis_hastings_weights(tree)
+
+
+def SmallWorldGraph(size: int, degree: int = 4, rewired: float = 0.3, seed: int = 0) -> nx.DiGraph:
+    """A connected Watts-Strogatz graph (Nature 393, 1998) with Metropolis-Hastings weights.
+
+    A draw that is not connected is made again, from the same seed. Up to ``degree + 1`` agents are all connected.
+    Agents that draw such a graph separately must all draw the same one, with any release of networkx. So the draws are
+    made here, from the bits of Python's Mersenne Twister, which are the same in every release of Python.
+
+    Args:
+        size: number of agents, at least 1.
+        degree: neighbours of an agent on the ring, both sides together, an even number of at least 2.
+        rewired: the probability that an edge is moved, 0 to 1.
+        seed: 0 to 2**64 - 1, the same on every agent.
+
+    Raises:
+        ValueError: an argument is out of range, or no draw was connected, as happens to many agents of degree 2.
+    """
+    size, degree = check_size(size), check_size(degree, "degree")
+    if degree % 2:
+        raise ValueError(f"degree is {degree}. Pass an even number: half of the neighbours are on each side.")
+    if not 0 <= rewired <= 1:
+        raise ValueError(f"rewired is {rewired}. Pass a probability, 0 to 1.")
+    if size <= degree + 1:
+        return with_metropolis_hastings_weights(nx.complete_graph(size))
+    random = Random(check_seed(seed))
+    for _ in range(_DRAWS):
+        drawn = _draw(size, degree, rewired, random)
+        if nx.is_connected(drawn):
+            return with_metropolis_hastings_weights(drawn)
+    raise ValueError(
+        f"none of {_DRAWS} small worlds of {size} agents was connected. Give them a larger degree than {degree}, "
+        f"or move fewer edges than {rewired} of them."
+    )
+
+
+def _draw(size: int, degree: int, rewired: float, random: Random) -> nx.Graph:
+    """One draw, connected or not: edges to the nearest first, each moved at its far end, or kept."""
+    ring = [(rank, (rank + hop) % size) for hop in range(1, degree // 2 + 1) for rank in range(size)]
+    graph = nx.Graph(ring)
+    for rank, peer in ring:
+        if random.random() >= rewired:
+            continue
+        moved = _other_end(graph, rank, random)
+        if moved is not None:
+            graph.remove_edge(rank, peer)
+            graph.add_edge(rank, moved)
+    return graph
+
+
+def _other_end(graph: nx.Graph, rank: int, random: Random) -> int | None:
+    """An agent that `rank` has no edge to; None if it has edges to all."""
+    size = len(graph)
+    if graph.degree(rank) == size - 1:
+        return None
+    while (peer := _below(size, random)) == rank or graph.has_edge(rank, peer):
+        pass
+    return peer
+
+
+def _below(limit: int, random: Random) -> int:
+    """Uniform in 0 to limit - 1: bits are drawn until they make such a number."""
+    while (drawn := random.getrandbits(limit.bit_length())) >= limit:
+        pass
+    return drawn

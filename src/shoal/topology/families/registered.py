@@ -9,13 +9,28 @@ import networkx as nx
 from ..catalog import Topology, register
 from .base_graph import BaseGraph, HyperHypercube, SimpleBaseGraph, no_hyper_hypercube
 from .ceca import Ceca, CecaPairs
-from .circulant import exponential, ring, symmetric_exponential
 from .cliques import DCliquesGraph
 from .compose import AllReduce, Alternating, EveryH, Kronecker, between_machines, inside_machines
 from .equitopo import DEquiStatic, ODEquiDyn, OUEquiDyn, UEquiStatic
-from .graphs import ExponentialTwoGraph, FullyConnectedGraph, MeshGrid2DGraph, StarGraph
-from .inner_outer import InnerOuterExponential, InnerOuterRing
-from .lattices import Hypercube, Torus, no_torus
+from .graphs import (
+    ChainGraph,
+    ExponentialTwoGraph,
+    FullyConnectedGraph,
+    MeshGrid2DGraph,
+    SmallWorldGraph,
+    SpanningTreeGraph,
+    StarGraph,
+    TreeGraph,
+)
+from .groups import (
+    GatewayRingGraph,
+    InnerOuterExponential,
+    InnerOuterRing,
+    RingStar,
+    RingStarDelegates,
+    RingStarRandom,
+    group_size,
+)
 from .matcha import Matcha, too_many
 from .one_peer import (
     OnePeerExponential,
@@ -27,9 +42,7 @@ from .one_peer import (
     not_a_power_of_two,
     odd,
 )
-from .ring_star import GatewayRingGraph, RingStar, RingStarDelegates, RingStarRandom, group_size
-from .small_world import SmallWorldGraph
-from .trees import ChainGraph, SpanningTreeGraph, TreeGraph
+from .static import Hypercube, Torus, exponential, no_torus, ring, symmetric_exponential
 
 _BLUEFOG = "BlueFog (Ying et al. 2021, arXiv:2111.04287)"
 _LIAN_2017 = "Lian et al. 2017, arXiv:1705.09056"

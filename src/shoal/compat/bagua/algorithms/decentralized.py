@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import torch
 
+from ....algorithms.compressed import LowPrecision
 from ....algorithms.gradient_descent import GradientDescent
-from ....algorithms.low_precision import LowPrecision
 from ....optim.optimizer import DecentralizedOptimizer
 from ....optim.settings import CommunicationType
 from ....runtime.agent import current
 from ....topology._validate import check_size
-from ....topology.families.circulant import Circulant
 from ....topology.families.one_peer import ShiftOne
+from ....topology.families.static import Circulant
 from ....topology.schedule import Schedule
 from .base import Algorithm
 

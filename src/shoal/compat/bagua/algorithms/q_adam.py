@@ -9,7 +9,7 @@ import torch
 
 from ....algorithms.gradient_descent import ParallelGradientDescent
 from ....compression import MinMaxUInt8
-from ....optim.one_bit_adam import OneBitAdam
+from ....optim.adam import OneBitAdam
 from ....optim.optimizer import DecentralizedOptimizer
 from .base import Algorithm
 

@@ -1,0 +1,199 @@
+"""The states in a checkpoint: of plain data and random generators, and the states of several agents as one.
+
+Models, optimizers and other parts with ``state_dict()`` have states of their own. :func:`mean_state` merges the states
+of several agents, which are nested dicts, lists and tuples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...data import AgentSampler
+from ...ops import safe_serialization
+
+
+class Stateful(Protocol):
+    """Models, optimizers, schedulers, samplers, scalers."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def as_stateful(name: str, part: Any) -> Stateful:
+    """A part that was given to a checkpoint, as an object with a state.
+
+    Raises:
+        TypeError: It has none, or is data that cannot be filled in place.
+    """
+    if isinstance(part, torch.Generator):
+        return GeneratorState(part)
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        found: Stateful = part
+        return found
+    if isinstance(part, dict | list):
+        return PlainData(name, part)
+    raise TypeError(
+        f"checkpoint: {name} is a {type(part).__name__}, which load() cannot change in place. Give plain data in a "
+        f'dict, state={{"{name}": ...}}, or an object with state_dict() and load_state_dict()'
+    )
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """A learning-rate schedule of torch's has been made for this optimizer, or for the one that it wraps."""
+    wrapped = getattr(optimizer, "optimizer", None)  # torch marks the step of an optimizer for which one is made
+    return any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in (optimizer, wrapped))
+
+
+class GeneratorState:
+    """The state of a generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], /) -> None:
+        self._generator.set_state(state_dict["state"])
+
+
+class PlainData:
+    """A dict or list of the script's, which is read when it is saved and filled in place when it is loaded.
+
+    Raises:
+        TypeError: It has something that would not be loaded again; the message says what and where.
+    """
+
+    def __init__(self, name: str, data: dict[Any, Any] | list[Any]) -> None:
+        self._name, self._data = name, data
+        # Tried now: data that cannot be loaded again would otherwise be found at the first save, hours later.
+        self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        try:
+            written = safe_serialization.write(_with_python_numbers(self._data), self._name)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"checkpoint: {error}. A dict or list of a checkpoint has plain data: numbers, strings, None, tensors, "
+                "and collections of these. An object with state_dict() and load_state_dict() is a part of its own"
+            ) from None
+        return {"data": safe_serialization.read(written)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        # A copy: the script changes its data in place, and would change the loaded state that other parts may still
+        # read.
+        data = copy.deepcopy(state_dict["data"])
+        if isinstance(self._data, dict) != isinstance(data, dict):
+            raise ValueError(
+                f"checkpoint: {self._name} is a {type(self._data).__name__} here, and a {type(data).__name__} in the "
+                "checkpoint. Give the same kind to save() and load()"
+            )
+        # In place, because the script holds this very object; after the check of its kind, so that an error leaves it
+        # as it was.
+        self._data.clear()
+        if isinstance(self._data, dict):
+            self._data.update(data)
+        else:
+            self._data.extend(data)
+
+
+def _with_python_numbers(value: Any) -> Any:
+    """The data with numpy's numbers as Python's, and a dict or list of a subclass as a plain one."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {_with_python_numbers(key): _with_python_numbers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_python_numbers(one) for one in value]
+    if type(value) is tuple:
+        return tuple(_with_python_numbers(one) for one in value)
+    return value
+
+
+NO_SCHEDULES = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, AgentSampler, PlainData, GeneratorState)
+"""Parts that have no learning-rate schedule in them. An object of the script's may have one."""
+
+
+def mean_state(states: Sequence[Any], path: str) -> Any:
+    """The mean over agents for values that have one, else the first agent's.
+
+    Floating-point and complex tensors, and numbers with a fraction, are summed in float64 in the order given, over
+    those agents that have them; where all have the same, it stays that. Integers, of whatever kind, are counters: the
+    first agent's, as are strings, and lists that differ in length.
+
+    Raises:
+        ValueError: Tensors of different shapes; it names the place, beginning with ``path``.
+    """
+    return _joined(states, _mean, path)
+
+
+def in_own_memory(state: Any) -> Any:
+    """The state, with copies of those tensors that are a part of something larger, such as a bucket of parameters.
+
+    To save a tensor is to save all of its storage.
+    """
+    copies: dict[object, torch.Tensor] = {}
+
+    def own(values: Sequence[Any], path: str) -> Any:
+        [value] = values
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return value
+        if value.untyped_storage().nbytes() == value.nbytes:
+            return value
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if place not in copies:  # shared parameters stay one
+            copies[place] = value.detach().clone()
+        return copies[place]
+
+    return _joined([state], own, "")
+
+
+def _joined(states: Sequence[Any], leaf: Callable[[Sequence[Any], str], Any], path: str) -> Any:
+    """One tree from several that are alike; ``leaf`` merges the values at one position."""
+    states = [one for one in states if one is not None] or [None]
+    first = states[0]
+    if any(_kind(one) is not _kind(first) for one in states):
+        raise ValueError(
+            f"{path}: the agents have different things there, {', '.join(type(s).__name__ for s in states)}"
+        )
+    if isinstance(first, Mapping):
+        made: Any = copy.copy(first)  # keeps the attributes of a model's state_dict
+        for key in dict.fromkeys(key for one in states for key in one):
+            made[key] = _joined([one[key] for one in states if key in one], leaf, f"{path}.{key}")
+        return made
+    if isinstance(first, list | tuple):
+        alike = all(len(one) == len(first) for one in states)
+        items = zip(*(states if alike else [first]), strict=True)
+        joined = [_joined(item, leaf, f"{path}.{number}") for number, item in enumerate(items)]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    return leaf(states, path)
+
+
+def _kind(state: Any) -> type:
+    kinds: tuple[type, ...] = (Mapping, list, tuple, torch.Tensor)
+    return next((kind for kind in kinds if isinstance(state, kind)), object)
+
+
+def _mean(values: Sequence[Any], path: str) -> Any:
+    first = values[0]
+    if isinstance(first, float) and any(one != first for one in values):
+        return sum(values) / len(values)
+    if not isinstance(first, torch.Tensor):
+        return first
+    if not (first.is_floating_point() or first.is_complex()):
+        return first.clone()
+    shapes = dict.fromkeys(tuple(one.shape) for one in values)
+    if len(shapes) > 1:
+        raise ValueError(f"{path}: the agents have tensors of the shapes {', '.join(map(str, shapes))}, without a mean")
+    if all(torch.equal(one, first) for one in values[1:]):
+        return first.clone()
+    total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
+    for one in values[1:]:
+        total += one
+    return (total / len(values)).to(first.dtype)
