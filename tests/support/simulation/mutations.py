@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import sys
@@ -133,6 +134,7 @@ def _search(folder: str, part: str, most: int, seconds: float) -> str:
     from .runs import run
     from .scenarios import Scenario
 
+    gc.freeze()
     affected = AFFECTED.get(part, lambda scenario: True)
     for seed in range(most):
         if time.process_time() > seconds:
