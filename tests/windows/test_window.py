@@ -293,6 +293,7 @@ def test_an_owner_gives_its_mutex_to_neighbours_only() -> None:
     def run() -> list[int]:
         shoal.set_topology(shoal.topology.RingGraph(4, connect_style=1))
         window, rank = shoal.windows.create(torch.zeros(2), "x"), shoal.rank()
+        shoal.barrier()  # create() waits for neighbours only: an agent that is none could ask before there is a window
         part, refused = window._part, []
         for owner in range(4):
             if owner != rank:
