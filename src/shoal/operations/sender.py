@@ -95,7 +95,8 @@ class Sender:
         what |= ON_DEVICE if exchange.on_device else 0
         tail = b""
         last: Send | None = None
-        view, lost = self._membership.view, operation.lost_ranks
+        view = self._membership.view
+        lost = operation.lost_ranks if view.epoch else ()
         links: list[tuple[Send, Link]] = []
         for send in exchange.sends:
             # The operation fails, or continues without it. An agent admitted in its place would refuse the message.

@@ -134,7 +134,8 @@ class DepartedPeerPolicy:
         """
         view = self._membership.view
         # An agent admitted in the place of a lost one is alive, and never sends its part of this round.
-        stage.missing.difference_update(operation.lost_ranks)
+        if view.epoch:
+            stage.missing.difference_update(operation.lost_ranks)
         # An agent that has shut down after it sent its part of this stage is not needed any more.
         through = {rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()
         gone = sorted(rank for rank in needs if rank not in view.alive and rank not in through) if view.epoch else []
