@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import shoal
 from shoal.engine import watchdog
 from shoal.operations import deadlock, lifecycle
+from shoal.operations.deadlock import Deadlocks
 from shoal.operations.deferred_callbacks import Callbacks
 from shoal.operations.lifecycle import Lifecycle
 from shoal.operations.operation import Operation
@@ -90,6 +91,32 @@ def test_a_cycle_of_several_agents_is_one_error_on_each(fleet: Fleets) -> None:
     assert outside is None
     assert found == [found[0]] * 3
     assert found[0][0] == (0, 1, 2)
+
+
+def test_a_cycle_is_not_detected_again_while_its_verdict_is_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent that detects it goes on to its next call, and probes. The others still wait in the cycle."""
+    judge, serve = Deadlocks.judge, Deadlocks.serve
+    held: list[tuple[Deadlocks, int, Message]] = []
+
+    def judge_later(deadlocks: Deadlocks, source: int, message: Message) -> None:
+        held.append((deadlocks, source, message))
+
+    def serve_before(deadlocks: Deadlocks, source: int, message: Message) -> None:
+        serve(deadlocks, source, message)
+        if held and held[0][0] is deadlocks and "after" in message.text:
+            monkeypatch.setattr(Deadlocks, "judge", judge)
+            judge(*held.pop())
+
+    monkeypatch.setattr(Deadlocks, "judge", judge_later)
+    monkeypatch.setattr(Deadlocks, "serve", serve_before)
+
+    def run() -> tuple[int, ...]:
+        rank = shoal.rank()
+        ranks, _ = circle(lambda: shoal.pair_gossip(torch.ones(2), (rank + 1) % 3))
+        assert call("after") == 3.0
+        return ranks
+
+    assert shoal.Fleet(3).run(run) == [(0, 1, 2)] * 3
 
 
 @pytest.mark.parametrize("numel", [2, 200_000])

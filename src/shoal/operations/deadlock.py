@@ -36,10 +36,11 @@ import sys
 import sysconfig
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
 from ..errors import NONSENSE, Mismatch
@@ -48,6 +49,7 @@ from .lifecycle import Lifecycle
 from .operation import SAME_CALLS, Handle, Operation, describe
 from .shared_parts import SharedParts
 
+T = TypeVar("T")
 DEADLOCK = "~deadlock"
 """The operation of probes and verdicts. A probe has the name, round and stage of the awaited message."""
 LOOK_AFTER = 1.0
@@ -55,7 +57,7 @@ LOOK_AFTER = 1.0
 LONGEST_CIRCLE = 64
 """The largest number of agents in a cycle that is detected."""
 _REMEMBERED = 1024
-"""The number of probes that an agent remembers, to pass each on once."""
+"""The number of probes that an agent remembers, to pass each on once, and of waits that it has condemned."""
 _OWN_THREADS = re.compile(r"shoal-(\d+(-\w+)?|(watch|timeline)-\d+|rendezvous)")
 """The names of Shoal's own threads; these begin no operation that another agent waits for."""
 _FEEDERS = ("multiprocessing.queues", "multiprocessing.resource_sharer")
@@ -86,6 +88,7 @@ class Deadlocks:
         self._timeout = timeout
         self._probes = 0
         self._passed_on: OrderedDict[tuple[int, int], None] = OrderedDict()  # by the probe's origin and number
+        self._condemned: OrderedDict[tuple[_WaitEdge, int], None] = OrderedDict()  # each wait, and the awaited rank
 
     def look(self, operation: Operation) -> None:
         """Send a probe for an operation that has waited for a while, if the only calling thread waits for it."""
@@ -149,6 +152,10 @@ class Deadlocks:
         """Handle a probe: another agent waits for this one in a call, and others may wait for that agent."""
         way = _read(message.text, source)
         first = way[0]
+        # Such a call ends when the verdict arrives there. Meanwhile this agent may wait in its next call, and would be
+        # found in a cycle with a call that is over.
+        if any(wait in self._condemned for wait in _waits([*way, _WaitEdge(self._rank, "", "", 0)])):
+            return
         operation = self._blocking_operation(message)
         if operation is None:
             return
@@ -164,9 +171,7 @@ class Deadlocks:
         if on_its_way or key in self._passed_on or len(way) >= LONGEST_CIRCLE:
             return
         # Without this record, a probe would be passed on once for each path that leads here.
-        self._passed_on[key] = None
-        if len(self._passed_on) > _REMEMBERED:
-            self._passed_on.popitem(last=False)
+        _remember(self._passed_on, key)
         self._send(operation, way, message.token)
 
     def _blocking_operation(self, message: Message) -> Operation | None:
@@ -205,10 +210,23 @@ class Deadlocks:
         # still end well.
         if operation is None or operation.error is not None or after not in operation.waiting_for:
             return
+        for wait in _waits([*circle, circle[0]]):
+            _remember(self._condemned, wait)
         if at != 1:  # the origin knows
             self._sender.send_message(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
         ranks = tuple(sorted(one.rank for one in circle))
         self._lifecycle.fail(operation, Mismatch(f"{operation} on rank {self._rank}: {_explained(circle)}", ranks))
+
+
+def _waits(way: Sequence[_WaitEdge]) -> Iterator[tuple[_WaitEdge, int]]:
+    """The wait of each agent for the next one on a path."""
+    return ((one, after.rank) for one, after in pairwise(way))
+
+
+def _remember(known: OrderedDict[T, None], one: T) -> None:
+    known[one] = None
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
 
 
 def _is_of_a_library(thread: threading.Thread, frame: FrameType | None) -> bool:
