@@ -33,6 +33,14 @@ BREAK_UP_SECONDS = 5.0
 """Seconds at most that rank 0 keeps the store open after a failed attempt, so that other agents can read the reason.
 
 It is longer than any agent takes, unless its process was killed or is stopped."""
+STORE_CHECK_SECONDS = 1.0
+"""Seconds between two looks into the store for an agent that has failed, while an agent waits for its links.
+
+Links take less, so most agents never look: a look at the moment when rank 0 closes its store makes torch print a
+warning."""
+LINKS_BREAK_UP_SECONDS = 2 * STORE_CHECK_SECONDS
+"""Like :data:`BREAK_UP_SECONDS`, while agents wait for their links: an agent with a link to rank 0 gets a notice by it,
+and may not look into the store."""
 _LOOK_AGAIN = 0.01
 LOST = "lost"
 """The key, outside of attempts, for a launcher's notice that an agent has ended while the others continue."""
@@ -64,6 +72,7 @@ class BootstrapBarrier:
         self._complete = False  # whether all agents have joined
         self._notified = False  # whether another agent has published the failure
         self._hopeless = False  # whether an agent has ended, so that no attempt can succeed
+        self._may_link = False  # whether other agents may have all addresses, and wait for links instead of the store
         self._done = False
 
     def join(self, published: dict[str, Any]) -> list[dict[str, Any]]:
@@ -88,15 +97,23 @@ class BootstrapBarrier:
         return not self._joined and self._launch.rank > 0 and not self._hopeless
 
     def gather(self, key: str, published: dict[str, Any]) -> list[dict[str, Any]]:
-        """Publish more data, and return the data of all, by rank."""
+        """Publish the last data of this agent, and return the data of all, by rank.
+
+        Agents with the data of all connect. Until :meth:`end` they call :meth:`check` while they wait for their links.
+        """
         self._set(f"{key}/{self._launch.rank}", json.dumps(published).encode())
         try:
             if self._launch.rank == 0:
                 parts = [self._await(f"{key}/{other}").decode() for other in range(self._launch.begins)]
+                # From here on rank 0 keeps its store for agents that look into it now and then: one that has read these
+                # data has also set the key by which it needs the store no more.
+                self._may_link = True
                 self._set(f"{key}/all", f"[{','.join(parts)}]".encode())
             found: list[dict[str, Any]] = json.loads(self._await(f"{key}/all"))
         except DeadlineExceeded:
             raise self._too_late(key) from None
+        self._may_link = True
+        self._need_no_store()
         return found
 
     def forget(self, key: str) -> None:
@@ -114,9 +131,22 @@ class BootstrapBarrier:
         """The unique name of the attempt."""
         return self._attempt
 
+    def check(self) -> bool:
+        """Whether this may be called again: not after rank 0 has closed its store, as it does once it has its links.
+
+        Raises:
+            PeerLost: Another agent has failed since :meth:`gather`, and has published that in the store.
+        """
+        try:
+            note = json.loads(self._get("over")) if self.store.has(self._key("over")) else None
+        except (DeadlineExceeded, PeerLost, RuntimeError):
+            return False
+        if note is not None:
+            raise self._failed(note)
+        return True
+
     def end(self) -> None:
-        """Mark the barrier as complete. The agents report later failures themselves."""
-        self._need_no_store()
+        """Mark the barrier as complete: this agent has its links, or a notice by them. Links report later failures."""
         self._done = True
 
     # Join
@@ -299,6 +329,7 @@ class BootstrapBarrier:
                     self._publish_failure(error)
             finally:
                 self._need_no_store()
+                self._set(self._seen(self._launch.rank), b"1")
 
     def _publish_failure(self, error: BaseException) -> None:
         """Publish the failure of this agent and its reason, if other agents would wait for it in vain."""
@@ -315,7 +346,7 @@ class BootstrapBarrier:
             self._set("over", json.dumps(note).encode())
         if rank:
             return
-        limit = clock.monotonic() + BREAK_UP_SECONDS
+        limit = clock.monotonic() + (LINKS_BREAK_UP_SECONDS if self._may_link else BREAK_UP_SECONDS)
         while clock.monotonic() < limit and any(map(self._needs_store, range(1, self._launch.begins))):
             pause(_LOOK_AGAIN)
 
@@ -324,8 +355,13 @@ class BootstrapBarrier:
         if self._launch.rank and self._ticket:
             self.store.set(f"read/{self._launch.rank}", str(self._ticket).encode())
 
+    def _seen(self, rank: int) -> str:
+        return f"seen/{rank}"
+
     def _needs_store(self, other: int) -> bool:
         """Whether another agent is connected and has not read the reason of this attempt's failure."""
+        if self._may_link:
+            return not self.store.has(self._key(self._seen(other)))
         key = f"read/{other}"
         read = int(self._read(key)) if self.store.has(key) else 0
         return self.store.add(f"came/{other}", 0) > read

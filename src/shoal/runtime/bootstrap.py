@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
@@ -23,10 +23,16 @@ from .._signals import deferred
 from ..config import BEGIN_WITH, CONTINUE, RAISE, STOP, Config, read
 from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend, check_backend, check_transport
 from ..engine.engine import Engine
-from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
 from ..operations.operation import Operation, Steps
-from ..rendezvous.bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
+from ..rendezvous.bootstrap_barrier import (
+    DIRECTORY,
+    STORE_CHECK_SECONDS,
+    AlreadyMet,
+    BootstrapBarrier,
+    gather_agents,
+)
 from ..rendezvous.launch import Launch, among_counterparts, check_that_all_must_live, current, join_address
 from ..rendezvous.peer_directory import (
     ENDPOINT,
@@ -50,6 +56,7 @@ log = logging.getLogger("shoal")
 """Seconds that a restarted agent waits for admission, until the members reach their next point for it."""
 FAREWELL_SECONDS = 10.0
 """Seconds at most that ``shutdown`` waits until other agents have received the messages that they still need."""
+_FAILED = "its shoal.init() failed"
 _taken: dict[int, AgentContext] = {}
 """The contexts of this process whose agents hold resources, by the ids of the contexts."""
 _abandoned: list[Engine] = []
@@ -212,11 +219,12 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
             if launch.begins < launch.size:
                 engine.begin_without(tuple(range(launch.begins, launch.size)))
             comes_back = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
-            with gather_agents(mine.store, launch, deadline, published, comes_back) as (meeting, found):
+            # A failed engine closes before the barrier does: rank 0 then waits until others have read the reason.
+            gathering = gather_agents(mine.store, launch, deadline, published, comes_back)
+            with gathering as (meeting, found), _closed_if_failed(engine):
                 _check_agreement(found, alike)
                 endpoint = _listen(engine, config, launch, forced, with_absent(found, launch.size))
                 met = introduce(meeting, launch, found, endpoint, config.secret)
-                meeting.end()
                 engine.meet(met.endpoints, met.key, met.is_private)
                 if wanted is not None:
                     attach_backend(engine, wanted)
@@ -224,7 +232,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
                     engine.expect_no_calls_of(threading.enumerate())
                 engine.start()
                 agent = Agent(engine, _machines(met.places, per_machine, launch), launch, config)
-                _await_links(agent, deadline)
+                _await_links(agent, deadline, meeting)
                 meeting.forget(ENDPOINT)
                 if on_loss == CONTINUE and met.is_private and launch.store_is_served:
                     meeting.store.set(DIRECTORY, met.written())
@@ -234,10 +242,19 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
             agent = _rejoin(engine, config, launch, forced, per_machine, published, deadline, wanted)
     except BaseException:
         _free(mine)
-        engine.close(clock.monotonic() + 1.0, "its shoal.init() failed", died=True)
+        engine.close(clock.monotonic() + 1.0, _FAILED, died=True)
         raise
     mine.has_met = True
     return agent
+
+
+@contextlib.contextmanager
+def _closed_if_failed(engine: Engine) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        engine.close(clock.monotonic() + 1.0, _FAILED, died=True)
+        raise
 
 
 def _numbered(
@@ -301,15 +318,32 @@ def _free(mine: AgentContext) -> None:
     _taken.pop(id(mine), None)
 
 
-def _await_links(agent: Agent, deadline: float) -> None:
-    """Wait for all connections. Each agent then has a link to rank + 1, so notices of a loss reach all agents."""
+def _await_links(agent: Agent, deadline: float, meeting: BootstrapBarrier | None = None) -> None:
+    """Wait for all connections. Each agent then has a link to rank + 1, so notices of a loss reach all agents.
+
+    Until then only the store of ``meeting`` can report an agent that fails: without the check, the others would wait
+    until their deadline for a link to it.
+    """
     from ..engine.discovery import discover, submit_to_all
 
     def steps(operation: Operation) -> Steps[list[int]]:
         return discover(agent.engine, operation, ())
 
     rest = max(1.0, deadline - clock.monotonic())
-    submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False).wait()
+    handle = submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False)
+    if meeting is None:
+        handle.wait()
+        return
+    limit = clock.monotonic() + rest
+    while not agent.engine.wait_for(handle, STORE_CHECK_SECONDS) and clock.monotonic() < limit:
+        if not meeting.check():
+            break
+    try:
+        handle.wait()
+    except (DeadlineExceeded, PeerLost):
+        meeting.end()  # the others have the same deadline, and get notices of a loss by links: a note may be wrong
+        raise
+    meeting.end()
 
 
 def _await_all(agent: Agent, deadline: float) -> None:
