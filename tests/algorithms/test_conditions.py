@@ -335,8 +335,11 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(code, "docs/unreliable-networks.md", "exec", dont_inherit=True), names)
-    first, second, third = capsys.readouterr().out.splitlines()
+    first, gossip, second, third = capsys.readouterr().out.splitlines()
     assert first == "tensor(True)"
+    reached, time = gossip.split()
+    assert reached == "tensor(True)"
+    assert 270 < int(time) < 330
     assert second == "tensor([1.5000, 1.5000, 1.5000, 1.5000])"
     assert third == "True"
 

@@ -2,11 +2,11 @@
 
 :class:`StackedFleet` runs an algorithm on all of them (:class:`StackedMix` has its operations), with :func:`per_agent`
 and :func:`loss_of` for gradients and :class:`StackedModel` for neural networks. :class:`Pace` is the clock of a run:
-the time of its steps on a :class:`shoal.netmodel.Network`. :class:`Conditions` describe an unreliable network, and an
-:class:`Adversary` controls some agents of a run (:class:`SignFlip`, :class:`InnerProductManipulation`,
-:class:`ALittleIsEnough`, :class:`LabelFlip`). :func:`flipped_and_shifted` augments images. :func:`sweep` runs
-algorithms on topologies with several seeds; its result, a :class:`Sweep`, has a table of means with confidence
-intervals.
+the time of its steps on a :class:`shoal.netmodel.Network`. :class:`Conditions` describe an unreliable network,
+:class:`PoissonGossip` asynchronous gossip, and an :class:`Adversary` controls some agents of a run (:class:`SignFlip`,
+:class:`InnerProductManipulation`, :class:`ALittleIsEnough`, :class:`LabelFlip`). :func:`flipped_and_shifted` augments
+images. :func:`sweep` runs algorithms on topologies with several seeds; its result, a :class:`Sweep`, has a table of
+means with confidence intervals.
 """
 
 from .._lazy_import import public_names as _public_names
@@ -18,6 +18,7 @@ from .adversaries import ALittleIsEnough as ALittleIsEnough
 from .adversaries import InnerProductManipulation as InnerProductManipulation
 from .adversaries import LabelFlip as LabelFlip
 from .adversaries import SignFlip as SignFlip
+from .clocks import PoissonGossip as PoissonGossip
 from .networks import StackedModel as StackedModel
 from .networks import loss_of as loss_of
 from .pace import Pace as Pace
