@@ -165,9 +165,9 @@ def compare(algorithm: Algorithm, name: str) -> None:
         with pytest.warns(UserWarning, match="needs") if is_warning else pytest.raises(ValueError, match="needs"):
             check("it", algorithm.needs, topology)
         return
-    found = refused(algorithm, topology)
+    result = refused(algorithm, topology)
     remains = left(algorithm, topology, 200)
-    assert remains > 0.2 if found else remains < 0.1, (name, found, remains)
+    assert remains > 0.2 if result else remains < 0.1, (name, result, remains)
 
 
 def test_the_error_names_the_eigenvalue_and_the_remedy() -> None:
@@ -235,8 +235,8 @@ def test_signs_agree_with_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_topology_is_checked_once_for_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    found: Callable[..., object] = module.growth_of
-    monkeypatch.setattr(module, "growth_of", lambda *given: calls.append(given) or found(*given))
+    result: Callable[..., object] = module.growth_of
+    monkeypatch.setattr(module, "growth_of", lambda *given: calls.append(given) or result(*given))
     W = permuted(np.array([[0.7, 0.4, -0.1], [0.4, 0.2, 0.4], [-0.1, 0.4, 0.7]]), 5) + 1e-9
     W -= np.diag(W.sum(1) - 1)
     for _ in range(5):
