@@ -47,10 +47,10 @@ def launched(script: str, agents: int, picture: Path, *options: str) -> str:
 
 def in_fleet(example: Any, agents: int, picture: Path, *options: str) -> Any:
     """What its agents found, after checking that all found the same and that there is a picture."""
-    found = shoal.Fleet(agents, timeout=50.0).run(example.main, example.parse(["--picture", str(picture), *options]))
-    assert all(one == found[0] for one in found)
+    results = shoal.Fleet(agents, timeout=50.0).run(example.main, example.parse(["--picture", str(picture), *options]))
+    assert all(one == results[0] for one in results)
     assert is_png(picture)
-    return found[0]
+    return results[0]
 
 
 def is_png(path: Path) -> bool:
@@ -175,7 +175,7 @@ def test_curves_of_different_lengths_are_sent_to_all() -> None:
 
 
 def test_intervals_differ_tenfold() -> None:
-    found = shoal.Fleet(4).run(lambda: _asynchrony.interval(0.5))
-    assert found[0] == 0.5
-    assert found[-1] == pytest.approx(5.0)
-    assert torch.tensor(found).diff().min() > 0
+    results = shoal.Fleet(4).run(lambda: _asynchrony.interval(0.5))
+    assert results[0] == 0.5
+    assert results[-1] == pytest.approx(5.0)
+    assert torch.tensor(results).diff().min() > 0
