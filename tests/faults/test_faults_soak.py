@@ -54,11 +54,13 @@ def test_all_survivors_are_notified_within_a_second_of_a_kill_at_a_random_time(
 
 
 def assert_each_side_names_the_other(outcomes: list[Outcome], at: float, first_of_second: int) -> None:
-    for one in outcomes:
-        assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"
-        [lost] = one.ranks
-        assert (lost < first_of_second) != (one.rank < first_of_second), f"rank {one.rank}: {one.message}"
-        assert one.ended - at < scaled(SILENT_SECONDS), f"rank {one.rank} learnt it after {one.ended - at:.1f} s"
+    for outcome in outcomes:
+        assert outcome.error == "PeerLost", f"rank {outcome.rank}: {outcome.error}: {outcome.trace}"
+        [failed] = outcome.ranks
+        assert (failed < first_of_second) != (outcome.rank < first_of_second), f"rank {outcome.rank}: {outcome.message}"
+        assert outcome.ended - at < scaled(SILENT_SECONDS), (
+            f"rank {outcome.rank} learnt it after {outcome.ended - at:.1f} s"
+        )
 
 
 @pytest.mark.timeout(120)
@@ -100,9 +102,9 @@ def test_a_third_machine_names_the_unreachable_one() -> None:
         at = time.monotonic()
         machines[2].plug(False)
         outcomes = [one.outcome(SILENT_SECONDS + 10.0) for one in pending]
-        for one in outcomes[:2]:
-            assert (one.error, one.ranks) == ("PeerLost", (2,)), one.trace
-            assert one.ended - at < scaled(SILENT_SECONDS)
+        for outcome in outcomes[:2]:
+            assert (outcome.error, outcome.ranks) == ("PeerLost", (2,)), outcome.trace
+            assert outcome.ended - at < scaled(SILENT_SECONDS)
         assert outcomes[2].error == "PeerLost"
 
 

@@ -83,11 +83,13 @@ def test_an_interrupt_in_shutdown_and_in_init_leaves_nothing_behind(environment:
             ):
                 at = number * total // count
                 other = world.run_on(1, other_does)
-                told = f"{interrupted.__name__}, line {at} of {total}"
+                case_name = f"{interrupted.__name__}, line {at} of {total}"
                 [one] = world.run(interrupted, at, on=[0])
-                assert not one.error, f"{told}, rank 0: {one.trace}"  # before the other, which may wait for it in vain
+                assert not one.error, (
+                    f"{case_name}, rank 0: {one.trace}"
+                )  # before the other, which may wait for it in vain
                 one = other.outcome()
-                assert not one.error, f"{told}, rank 1: {one.trace}"
+                assert not one.error, f"{case_name}, rank 1: {one.trace}"
 
 
 def _barrier() -> None:

@@ -47,9 +47,9 @@ def test_connections_reset_repeatedly_are_reestablished_without_a_failure(numel:
             for here, there in PAIRS:
                 within(machines[here], "ss", "-K", "dst", machines[there].address)
         outcomes = [one.outcome() for one in pending]
-        assert not any(one.error for one in outcomes), [one.trace for one in outcomes]
-        found = [one.value for one in outcomes]
-        assert len(set(found)) == 1 and found[0][0] >= 10 and found[0][1] == 4
+        assert not any(outcome.error for outcome in outcomes), [outcome.trace for outcome in outcomes]
+        results = [outcome.value for outcome in outcomes]
+        assert len(set(results)) == 1 and results[0][0] >= 10 and results[0][1] == 4
 
 
 @pytest.mark.soak
@@ -65,8 +65,8 @@ def test_if_reconnection_attempts_are_dropped_the_agent_is_reported_failed() -> 
         outcomes = [one.outcome(50.0) for one in pending]
         machines[2].cut(machines[1], False)
         expected = {0: "ranks 1 and 2 have lost each other", 1: "counts it as lost", 2: "rank 1 was lost"}
-        for one in outcomes:
-            assert expected[one.rank] in one.message, f"rank {one.rank}: {one.trace}"
+        for outcome in outcomes:
+            assert expected[outcome.rank] in outcome.message, f"rank {outcome.rank}: {outcome.trace}"
         assert max(one.ended for one in outcomes) - at < scaled(25.0)
         world.destroy()
 
@@ -83,9 +83,9 @@ def test_when_two_machines_are_partitioned_no_third_one_is_blamed() -> None:
         for here, there in PAIRS:
             within(machines[here], "ss", "-K", "dst", machines[there].address)
         outcomes = [one.outcome() for one in pending]
-        for one in outcomes:
-            assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"
-            expected = {1: (2,), 2: (1,)}.get(one.rank, (1, 2))
-            assert one.ranks == expected, f"rank {one.rank}: {one.message}"
-            assert one.ended - at < scaled(3.0)
+        for outcome in outcomes:
+            assert outcome.error == "PeerLost", f"rank {outcome.rank}: {outcome.error}: {outcome.trace}"
+            expected = {1: (2,), 2: (1,)}.get(outcome.rank, (1, 2))
+            assert outcome.ranks == expected, f"rank {outcome.rank}: {outcome.message}"
+            assert outcome.ended - at < scaled(3.0)
         world.destroy()

@@ -82,8 +82,8 @@ def assert_it_learnt_who_died(one: Outcome, at: float, victim: int = VICTIM) -> 
 def assert_the_rest_goes_on(world: World, rest: list[int] = REST) -> None:
     """Now, and also when everybody knows who died."""
     for _ in range(2):
-        for found in world.results(go_on, rest, on=rest):
-            assert all(slot.smallest == slot.largest == 11.0 for slot in found)
+        for result in world.results(go_on, rest, on=rest):
+            assert all(slot.smallest == slot.largest == 11.0 for slot in result)
         world.results(all_learnt_it, SIZE - len(rest), on=rest)
 
 
@@ -102,10 +102,10 @@ def test_a_slot_holds_the_old_or_the_new_value_when_its_sender_is_killed(how: st
         world.results(open_window)
         dead = world.run_on(VICTIM, write_twice, how, TARGET, place).outcome()
         assert_it_was_killed(dead)
-        [found] = world.run(read, VICTIM, on=[TARGET])
+        [result] = world.run(read, VICTIM, on=[TARGET])
         new = 5.0 if how == PUT else 8.0
-        assert found.value == whole(new if place in AFTER_THE_FLIP else 3.0), found.trace
-        assert found.ended - dead.ended < scaled(SECONDS)
+        assert result.value == whole(new if place in AFTER_THE_FLIP else 3.0), result.trace
+        assert result.ended - dead.ended < scaled(SECONDS)
         if how == ACCUMULATE:
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [2 if place in AFTER_THE_FLIP else 1]
         assert all(world.results(take_mutex, TARGET, on=REST))
@@ -128,8 +128,8 @@ def test_an_owner_applies_complete_writes_of_a_killed_sender(how: str, point: Po
         world.results(open_window, LARGE)
         dead = world.run_on(VICTIM, write_twice, how, TARGET, point).outcome()
         assert_it_was_killed(dead)
-        [found] = world.run(read, VICTIM, on=[TARGET])
-        assert found.value == whole((5.0 if how == PUT else 8.0) if new else 3.0), found.trace
+        [result] = world.run(read, VICTIM, on=[TARGET])
+        assert result.value == whole((5.0 if how == PUT else 8.0) if new else 3.0), result.trace
         assert all(world.results(take_mutex, TARGET, on=REST))
 
 
@@ -178,8 +178,8 @@ def test_writing_to_a_killed_agent_raises_within_a_second(environment: dict[str,
         assert world.results(read_until, 0, 3, on=[VICTIM]) == [[]]
         at = world.kill(VICTIM)
         see_its_end(world)
-        for one in writers:
-            assert_it_learnt_who_died(one.outcome(), at)
+        for writer in writers:
+            assert_it_learnt_who_died(writer.outcome(), at)
         assert_the_rest_goes_on(world)
 
 
@@ -386,8 +386,8 @@ def test_a_shutdown_with_open_windows_ends_only_calls_that_need_the_agent(enviro
         for one in [each.outcome() for each in writers]:
             assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
             assert one.ended - left.ended < scaled(SECONDS)
-        for found in world.results(go_on, REST, on=REST):
-            assert all(slot.smallest == slot.largest == 11.0 for slot in found)
+        for result in world.results(go_on, REST, on=REST):
+            assert all(slot.smallest == slot.largest == 11.0 for slot in result)
 
 
 @OVER
