@@ -106,11 +106,11 @@ class Served:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    found = b""
+    result = b""
     with contextlib.suppress(ConnectionResetError):
         while data := sock.recv(1 << 16):
-            found += data
-    return found
+            result += data
+    return result
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_page_that_does_not_read_fills_no_memory_and_blocks_no_other(
         for number in range(30):
             served.say([number, "x" * 200_000])
             assert until_said(stream, [number, "x" * 200_000])
-        assert max(len(one.out) for one in served.server._connections) <= server.MOST_WAITING
+        assert max(len(connection.out) for connection in served.server._connections) <= server.MOST_WAITING
         # What the page has read may not be noted as sent yet.
-        assert wait_until(lambda: sum(bool(one.out) for one in served.server._connections) <= 1)
+        assert wait_until(lambda: sum(bool(connection.out) for connection in served.server._connections) <= 1)
         stream.close()
