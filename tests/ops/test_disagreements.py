@@ -183,22 +183,22 @@ def test_broadcast_roots_that_differ(fleet: Fleets, size: int) -> None:
                 shoal.broadcast(torch.ones(3), root)
             else:
                 shoal.broadcast_object(3, root)
-            found = False
+            result = False
         except shoal.Mismatch:
-            found = True
+            result = True
         assert time.monotonic() - started < scaled(SOON)
         try:
             shoal.barrier()
         except shoal.Mismatch:  # its own broadcast had ended when the refusal came; the barrier has not begun
-            found = True
+            result = True
             shoal.barrier()
-        return found
+        return result
 
     for kind in ("tensor", "object"):
         for odd in range(size):
-            found = fleet(size).run(run, odd, kind)
-            assert any(found), (kind, odd)
-            assert found[odd] or any(found[other] for other in (0, 1)), (kind, odd, found)
+            results = fleet(size).run(run, odd, kind)
+            assert any(results), (kind, odd)
+            assert results[odd] or any(results[other] for other in (0, 1)), (kind, odd, results)
 
 
 @pytest.mark.parametrize("form", ["allreduce", "allgather"])
