@@ -175,8 +175,8 @@ except ConnectionResetError:
 def test_another_users_connection_gets_no_greeting() -> None:
     with World(SIZE) as world, undisturbed(world) as way:
         command = [sys.executable, "-I", "-c", TOO_MUCH, way.unix]
-        heard = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
-        assert heard == "0\n"
+        stdout = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
+        assert stdout == "0\n"
 
 
 # Who knows the secret, and then says what no agent would say
@@ -232,7 +232,10 @@ def test_corruption_on_the_network_ends_a_connection_and_no_agent(noise: Callabl
                 assert is_closed(sock)
 
 
-UNIX_NONSENSE: dict[str, Packets] = {**{name: [(said, [])] for name, said in NONSENSE.items()}, **NONSENSE_OVER_UNIX}
+UNIX_NONSENSE: dict[str, Packets] = {
+    **{name: [(output, [])] for name, output in NONSENSE.items()},
+    **NONSENSE_OVER_UNIX,
+}
 
 
 @pytest.mark.transport("shared_memory")
