@@ -36,9 +36,9 @@ def test_an_algorithm_that_learns_less_is_reported() -> None:
 
 
 def test_other_costs_than_the_papers_are_reported() -> None:
-    found = {way: {name: one * 3 for name, one in values.items()} for way, values in costs().items()}
-    assert verdict(experiment.cost_claims(found, NBYTES)) == "agrees: all 6 claims hold"
-    slow = found | {experiment.SHIFT_ONE: {"seconds": [1.0, 1.1, 1.2], "bytes": [2e6] * 3}}
+    result = {way: {name: one * 3 for name, one in values.items()} for way, values in costs().items()}
+    assert verdict(experiment.cost_claims(result, NBYTES)) == "agrees: all 6 claims hold"
+    slow = result | {experiment.SHIFT_ONE: {"seconds": [1.0, 1.1, 1.2], "bytes": [2e6] * 3}}
     assert verdict(experiment.cost_claims(slow, NBYTES)).startswith(
         "differs in 2 of 6 claims: shift_one: a machine sends 1 times"
     )

@@ -21,8 +21,8 @@ MANY = replace(FEW, school=experiment.School(100, 10), gap=[5.0] * 2, changed=[0
 
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert experiment.main(["--quick", "--seeds", "1", "--figure", str(tmp_path / "fish.png")]) == 0
-    told = capsys.readouterr().out
-    assert "of 8 claims" in told or "all 8 claims hold" in told
+    stdout = capsys.readouterr().out
+    assert "of 8 claims" in stdout or "all 8 claims hold" in stdout
     assert (tmp_path / "fish.png").stat().st_size > 10_000
     assert 2_000 < (tmp_path / "fish.gif").stat().st_size < 500_000
 

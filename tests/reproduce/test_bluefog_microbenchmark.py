@@ -27,8 +27,8 @@ MODELLED = {
 def test_the_command_ends_with_a_verdict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(experiment, "measure", lambda agents, quick, report: MEASURED)
     assert experiment.main(["--quick"]) == 0
-    told = capsys.readouterr().out
-    assert "claims" in told and "figure 11" in told
+    stdout = capsys.readouterr().out
+    assert "claims" in stdout and "figure 11" in stdout
 
 
 def test_the_model_prefers_neighbors_and_shows_the_second_machine() -> None:
@@ -45,5 +45,9 @@ def test_results_that_differ_are_named() -> None:
         experiment.claims(slow, MODELLED)
     )
     flat = MODELLED | {16: MODELLED[8], 32: MODELLED[8]}
-    told = verdict(experiment.claims(MEASURED, flat))
-    assert told.startswith("differs in 2 of 9") and "slows down much" in told and "grows more with the number" in told
+    verdict_text = verdict(experiment.claims(MEASURED, flat))
+    assert (
+        verdict_text.startswith("differs in 2 of 9")
+        and "slows down much" in verdict_text
+        and "grows more with the number" in verdict_text
+    )

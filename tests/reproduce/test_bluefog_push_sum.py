@@ -19,8 +19,8 @@ REAL = [experiment.RealRun(1e-12, 1e-15, [100, 10])] * 2
 
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(["--quick"]) == 0
-    told = capsys.readouterr().out
-    assert ("the paper" in told and "of 6 claims" in told) or "all 6 claims hold" in told
+    stdout = capsys.readouterr().out
+    assert ("the paper" in stdout and "of 6 claims" in stdout) or "all 6 claims hold" in stdout
 
 
 def test_mass_is_conserved_and_the_mean_is_found_where_plain_averaging_does_not_find_it() -> None:

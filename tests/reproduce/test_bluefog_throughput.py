@@ -25,11 +25,11 @@ def one(workload: Workload, size: int, speedups: dict[str, float]) -> Figure12:
 
 
 def as_printed(change: float = 0.0) -> experiment.Modelled:
-    found: experiment.Modelled = {}
+    result: experiment.Modelled = {}
     for size in experiment.SIZES:
         faster = {way: value + change + 0.05 * (size == 128) for way, value in experiment.TABLE_2.items()}
-        found[size] = {workload.name: one(workload, size, faster) for workload in FIGURE_12}
-    return found
+        result[size] = {workload.name: one(workload, size, faster) for workload in FIGURE_12}
+    return result
 
 
 def test_the_command_ends_with_a_verdict(
@@ -41,18 +41,18 @@ def test_the_command_ends_with_a_verdict(
     steps = {"DDP": [2.0, 2.1], "ATC": [1.0, 1.1]}
     measured.write_text(json.dumps({"figures": [{"kind": "table2", "values": steps}]}))
     assert experiment.main(["--quick", "--measured", str(measured)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Seconds of a step, measured" in told and "1.26 to 1.43 times Horovod" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Seconds of a step, measured" in printed and "1.26 to 1.43 times Horovod" in printed
 
 
 def test_results_that_differ_are_named() -> None:
     fine = as_printed()
-    told = verdict(experiment.claims(fine, fine))
-    assert "1.2 to 1.8" not in told and "table II" not in told and "always faster" not in told
-    told = verdict(experiment.claims(fine, as_printed(1.0)))
-    assert "table II), 10 Gbit/s" in told and "table II), 25 Gbit/s" not in told
-    told = verdict(experiment.claims(as_printed(-0.4), fine))
-    assert "always faster" in told and "1.2 to 1.8" in told
+    printed = verdict(experiment.claims(fine, fine))
+    assert "1.2 to 1.8" not in printed and "table II" not in printed and "always faster" not in printed
+    printed = verdict(experiment.claims(fine, as_printed(1.0)))
+    assert "table II), 10 Gbit/s" in printed and "table II), 25 Gbit/s" not in printed
+    printed = verdict(experiment.claims(as_printed(-0.4), fine))
+    assert "always faster" in printed and "1.2 to 1.8" in printed
 
 
 def test_measured_steps_are_judged() -> None:

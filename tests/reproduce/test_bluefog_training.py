@@ -27,8 +27,8 @@ SECONDS = {way: 1.0 if way.endswith(experiment.STATIC) else 0.9 for way in exper
 def test_the_command_ends_with_a_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "training.png"
     assert experiment.main(["--quick", "--seeds", "2", "--steps", "20", "--figure", str(picture)]) == 0
-    told = capsys.readouterr().out
-    assert all(way in told for way in experiment.WAYS) and "of 14 claims" in told
+    stdout = capsys.readouterr().out
+    assert all(way in stdout for way in experiment.WAYS) and "of 14 claims" in stdout
     assert picture.stat().st_size > 10_000
 
 
@@ -37,7 +37,7 @@ def test_cifar10_is_read_from_the_given_folder(tmp_path: Path) -> None:
     chance = np.random.default_rng(0)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         pixels = chance.integers(0, 256, (60, 3072), dtype=np.uint8)
-        (tmp_path / name).write_bytes(pickle.dumps({b"data": pixels, b"labels": [one % 10 for one in range(60)]}))
+        (tmp_path / name).write_bytes(pickle.dumps({b"data": pixels, b"labels": [index % 10 for index in range(60)]}))
     task = experiment.cifar10(experiment.AGENTS, [0], 10.0, str(tmp_path))
     (curve,) = experiment.train(experiment.ATC, task, 0.1, experiment.PARTS)
     assert len(curve.accuracy) == experiment.PARTS and all(0 <= one <= 100 for one in curve.accuracy)
@@ -52,8 +52,8 @@ def test_agents_with_equal_starts_and_data_are_equal() -> None:
     one = task.gradient
 
     def gradient(x):
-        found = one(x)
-        return found[:, :1].expand_as(found)
+        result = one(x)
+        return result[:, :1].expand_as(result)
 
     task.gradient = gradient
     losses = [experiment.train(way, task, 0.1, 10)[0].loss[-1] for way in (experiment.PARALLEL, *experiment.TABLE_3)]

@@ -19,8 +19,8 @@ SEEDS = (0.0, 0.001, 0.002)
 def steps(
     seconds: float, busy: float, waiting: float, negotiations: float, sizes: list[float]
 ) -> dict[str, list[float]]:
-    found = {"seconds": seconds, "all-reduce": busy, "waiting": waiting}
-    return {name: [value + of_seed for of_seed in SEEDS] for name, value in found.items()} | {
+    result = {"seconds": seconds, "all-reduce": busy, "waiting": waiting}
+    return {name: [value + of_seed for of_seed in SEEDS] for name, value in result.items()} | {
         "rounds": [9.0] * 3,
         "negotiations": [negotiations] * 3,
         "messages": [9.0] * 3,
@@ -54,8 +54,8 @@ def test_steps_that_differ_are_named() -> None:
     assert verdict(experiment.step_claims(FINE)) == "agrees: all 6 claims hold"
     slower = FINE | {("cache", groups): steps(0.5, 0.4, 0.01, 0.0, [4e6]) for groups in (5, 10)}
     assert verdict(experiment.step_claims(slower)).startswith("differs in 3 of 6 claims: Figure 8")
-    asked = FINE | {("cache", 0): SINGLE | {"negotiations": [1.0] * 3}}
-    assert verdict(experiment.step_claims(asked)).startswith("differs in 1 of 6 claims: Section 3.1")
+    requested = FINE | {("cache", 0): SINGLE | {"negotiations": [1.0] * 3}}
+    assert verdict(experiment.step_claims(requested)).startswith("differs in 1 of 6 claims: Section 3.1")
 
 
 def test_a_coordinator_with_another_scaling_is_reported() -> None:

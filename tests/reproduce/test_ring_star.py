@@ -113,5 +113,5 @@ def test_cifar_10_replaces_the_digits(tmp_path: Path) -> None:
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         batch = {b"data": chance.integers(256, size=(52, 3072), dtype=np.uint8), b"labels": [1] * 52}
         (tmp_path / name).write_bytes(pickle.dumps(batch))
-    found = experiment.train(experiment.cifar10(str(tmp_path), 1), experiment.RING_STAR, 8, 0)
-    assert found.steps_per_epoch == 1 and 0 <= found.own <= 100
+    result = experiment.train(experiment.cifar10(str(tmp_path), 1), experiment.RING_STAR, 8, 0)
+    assert result.steps_per_epoch == 1 and 0 <= result.own <= 100
