@@ -121,14 +121,14 @@ def test_agents_connect_beside_a_flood_in_one_shared_queue(transport: str, monke
 
 def turn_away(count: int) -> None:
     """Let this agent have no room for so many connections."""
-    strangers = current().engine.router.acceptor.unauthenticated
-    has_room, left = strangers.has_room, [count]
+    intruders = current().engine.router.acceptor.unauthenticated
+    has_room, left = intruders.has_room, [count]
 
     def perhaps(origin: str, now: float) -> bool:
         left[0] -= 1
         return left[0] < 0 and has_room(origin, now)
 
-    setattr(strangers, "has_room", perhaps)  # noqa: B010 - mypy: a method
+    setattr(intruders, "has_room", perhaps)  # noqa: B010 - mypy: a method
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
@@ -208,17 +208,17 @@ def test_a_listener_uses_only_its_share_of_the_time() -> None:
 
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:
         listener.setblocking(False)
-        door = RateLimitedListener(listener, poller, slowly)
-        came = [socket.create_connection(listener.getsockname()) for _ in range(500)]
+        server = RateLimitedListener(listener, poller, slowly)
+        arrived = [socket.create_connection(listener.getsockname()) for _ in range(500)]
         began = time.monotonic()
         while (now := time.monotonic()) < began + 1.0:
-            door.check(now)
-            for callback, events in poller.poll(min(0.01, max(0.0, door.next_turn - now))):
+            server.check(now)
+            for callback, events in poller.poll(min(0.01, max(0.0, server.next_turn - now))):
                 callback(events)
         fair = AT_ONCE_SECONDS + SHARE * 1.0
         assert fair / 2 < sum(let_in) < fair + listeners.A_TURN * 0.003, f"{len(let_in)} in {sum(let_in):.3f} s"
-        door.close()
-        for sock in came:
+        server.close()
+        for sock in arrived:
             sock.close()
     poller.close()
 
@@ -228,12 +228,12 @@ def test_a_listener_does_not_pause_for_time_in_which_its_process_was_stopped() -
     poller = Poller()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        door = RateLimitedListener(listener, poller, lambda sock, _: (sock.close(), time.sleep(0.3)))
+        server = RateLimitedListener(listener, poller, lambda sock, _: (sock.close(), time.sleep(0.3)))
         with socket.create_connection(listener.getsockname()):
             for callback, events in poller.poll(5.0):
                 callback(events)
-        assert door.next_turn == float("inf")
-        door.close()
+        assert server.next_turn == float("inf")
+        server.close()
     poller.close()
 
 
@@ -249,12 +249,12 @@ def test_a_listener_does_not_pause_for_interpreter_work_during_an_accept() -> No
     poller = Poller()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        door = RateLimitedListener(listener, poller, collect)
+        server = RateLimitedListener(listener, poller, collect)
         with socket.create_connection(listener.getsockname()):
             for callback, events in poller.poll(5.0):
                 callback(events)
-        assert door.next_turn == float("inf")
-        door.close()
+        assert server.next_turn == float("inf")
+        server.close()
     poller.close()
 
 
@@ -312,12 +312,12 @@ def test_other_users_cannot_connect_to_this_users_socket() -> None:
 
 def open_more(count: int) -> None:
     """Connections to rank 0 besides this agent's link."""
-    mine = current().engine.router
-    kind: Any = type(mine.link(0))
+    own = current().engine.router
+    kind: Any = type(own.link(0))
     nobody: Any = SimpleNamespace(on_closed=lambda *_, **__: None)
     for _ in range(count):
-        sock, greeting = mine._connect(0)
-        OPENED.append(kind(sock, 0, greeting, mine.poller, nobody))
+        sock, greeting = own._connect(0)
+        OPENED.append(kind(sock, 0, greeting, own.poller, nobody))
 
 
 OPENED: list[Any] = []
@@ -397,7 +397,7 @@ def test_ten_thousand_unauthenticated_peers_change_no_result_and_leave_nothing()
         for source in [*ELSEWHERE, "127.0.0.1"]:
             connect_and_leave(2500, host, port, source)
         for one in pending:
-            assert not (said := one.outcome(300.0)).error, said.trace
+            assert not (output := one.outcome(300.0)).error, output.trace
         with flood(*(Flooder(host, port, source=source, keep=2000) for source in ELSEWHERE), after=1.0):
             world.results(averages, 500)
         assert settled(lambda: world.results(held) == before), (before, world.results(held))
