@@ -52,14 +52,14 @@ class _Lines:
 
 
 def blocking(name: str) -> None:
-    mine = torch.full((3,), float(shoal.rank()))
+    own = torch.full((3,), float(shoal.rank()))
     mean = (shoal.size() - 1) / 2
-    assert torch.equal(shoal.neighbor_allreduce(mine, name=name), torch.full((3,), mean))
+    assert torch.equal(shoal.neighbor_allreduce(own, name=name), torch.full((3,), mean))
 
 
 def large(name: str) -> None:
-    mine = torch.full((100_000,), float(shoal.rank()))
-    assert shoal.neighbor_allreduce(mine, name=name)[-1] == (shoal.size() - 1) / 2
+    own = torch.full((100_000,), float(shoal.rank()))
+    assert shoal.neighbor_allreduce(own, name=name)[-1] == (shoal.size() - 1) / 2
 
 
 def nonblocking(name: str) -> None:

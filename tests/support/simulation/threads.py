@@ -109,15 +109,15 @@ def namespace(scheduler: Scheduler) -> Any:
             try:
                 scheduler.block(_until(scheduler, timeout))
             finally:
-                came = me not in self.waiting
-                if not came:
+                arrived = me not in self.waiting
+                if not arrived:
                     self.waiting.remove(me)
                 if not scheduler.over:
                     lock.acquire()
                 else:
                     lock.owner = me
                 lock.depth = depth
-            return came
+            return arrived
 
         def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
             until = _until(scheduler, timeout)
@@ -209,8 +209,8 @@ def namespace(scheduler: Scheduler) -> Any:
         if task is None:
             return real.current_thread()
         if task not in threads:
-            threads[task] = one = Thread(name=task.name)
-            one.task = task
+            threads[task] = thread = Thread(name=task.name)
+            thread.task = task
         return threads[task]
 
     class Namespace:
@@ -230,7 +230,7 @@ def namespace(scheduler: Scheduler) -> Any:
             me = scheduler.current
             return [thread_of(task) for task in scheduler.tasks if task.alive and me and task.agent == me.agent]
 
-    found: Any = Namespace
-    found.Lock, found.RLock, found.Condition, found.Event = Lock, RLock, Condition, Event
-    found.Thread, found.SimpleQueue = Thread, SimpleQueue
-    return found
+    result: Any = Namespace
+    result.Lock, result.RLock, result.Condition, result.Event = Lock, RLock, Condition, Event
+    result.Thread, result.SimpleQueue = Thread, SimpleQueue
+    return result
