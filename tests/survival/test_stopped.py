@@ -26,10 +26,10 @@ def rounds(ends: float) -> tuple[float, tuple[int, ...]]:
     shoal.set_topology(topology_util.RingGraph(SIZE, connect_style=1), is_weighted=True)
     longest = 0.0
     while True:
-        begun = time.monotonic()
+        started = time.monotonic()
         shoal.neighbor_allreduce(torch.ones(1000))
         over = shoal.allreduce(torch.tensor([float(time.monotonic() > ends)]), average=False)
-        longest = max(longest, time.monotonic() - begun)
+        longest = max(longest, time.monotonic() - started)
         if float(over):
             return longest, shoal.alive()
 
@@ -37,11 +37,11 @@ def rounds(ends: float) -> tuple[float, tuple[int, ...]]:
 def busy_for(seconds: float) -> float:
     """A long evaluation on one agent; how long the others waited."""
     shoal.barrier()
-    begun = time.monotonic()
+    started = time.monotonic()
     if shoal.rank() == STOPPED:
         time.sleep(seconds)
     shoal.allreduce(torch.ones(10))
-    return time.monotonic() - begun
+    return time.monotonic() - started
 
 
 @over_one("shared_memory")
