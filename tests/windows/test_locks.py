@@ -40,12 +40,12 @@ def soon() -> float:
 
 def waits(path: str, byte: int, count: int) -> bool:
     """Whether so many places in the queue of a byte are held."""
-    node, found = Path(path).stat().st_ino, 0
+    node, result = Path(path).stat().st_ino, 0
     for line in Path("/proc/locks").read_text().splitlines():
         words = line.split()
         if f":{node}" in line and words[1] != "->" and words[-2] != "EOF":
-            found += int(words[-2]) // locks._PLACES == byte + 1
-    return found == count
+            result += int(words[-2]) // locks._PLACES == byte + 1
+    return result == count
 
 
 def take_in_line(line: ByteLocks, order: list[int], me: int) -> None:
