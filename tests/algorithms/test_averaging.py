@@ -134,7 +134,7 @@ def left(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
     return apart(after) / apart(before) if apart(before) else 0.0
 
 
-def speaks_of_w(algorithm: Algorithm, topology: Schedule) -> bool:
+def mentions_w(algorithm: Algorithm, topology: Schedule) -> bool:
     """What else it needs is there."""
     facts = Facts(topology)
     return not any(need.problem(facts) for need in algorithm.needs if need.name != DIES_OUT)
@@ -158,7 +158,7 @@ def test_wrapped_algorithms_are_checked_like_plain_ones(algorithm: Algorithm) ->
 
 def compare(algorithm: Algorithm, name: str) -> None:
     topology = TOPOLOGIES[name]
-    if not speaks_of_w(algorithm, topology):
+    if not mentions_w(algorithm, topology):
         facts = Facts(topology)
         need = next(need for need in algorithm.needs if need.name != DIES_OUT and need.problem(facts))
         is_warning = need.tolerated(facts)
