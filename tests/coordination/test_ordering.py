@@ -537,11 +537,11 @@ def test_a_failure_agreed_on_during_a_shutdown_leaves_no_thread(
 ) -> None:
     stop = CollectiveOrdering.stop
 
-    def stopped_and_then_told(self: CollectiveOrdering) -> None:
+    def stop_then_call(self: CollectiveOrdering) -> None:
         stop(self)
         with self._engine.lock:
             getattr(self, what)()
 
-    monkeypatch.setattr(CollectiveOrdering, "stop", stopped_and_then_told)
+    monkeypatch.setattr(CollectiveOrdering, "stop", stop_then_call)
     fleet(2).run(lambda: shoal.allreduce(torch.ones(2), name="x"))
     assert wait_until(lambda: not [one.name for one in threading.enumerate() if one.name.endswith("-gloo")])
