@@ -72,7 +72,7 @@ def test_push_sum_runs_in_processes(tmp_path: Path) -> None:
     picture = tmp_path / "not yet there" / "p.png"
     options = ("--picture", str(picture), "--steps", "100", *FAST)
     printed, other = in_processes(2, EXAMPLES / "push_sum_async.py", *options)
-    assert_push_sum_says_so(printed, picture)
+    assert_push_sum_reports_success(printed, picture)
     assert other == ""
 
 
@@ -80,10 +80,10 @@ def test_push_sum_runs_in_processes(tmp_path: Path) -> None:
 @LAUNCHES
 def test_push_sum_runs_under_shoal_run(tmp_path: Path) -> None:
     picture = tmp_path / "p.png"
-    assert_push_sum_says_so(launched("push_sum_async.py", 2, picture, "--steps", "100", *FAST), picture)
+    assert_push_sum_reports_success(launched("push_sum_async.py", 2, picture, "--steps", "100", *FAST), picture)
 
 
-def assert_push_sum_says_so(printed: str, picture: Path) -> None:
+def assert_push_sum_reports_success(printed: str, picture: Path) -> None:
     errors = [float(error) for error in re.findall(r"agent \d: +\d+ steps in .*, error (\S+)", printed)]
     assert len(errors) == 2
     assert max(errors) < 1e-12
