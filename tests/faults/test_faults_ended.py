@@ -44,7 +44,7 @@ def exit_with_an_error() -> None:
     sys.exit(3)
 
 
-def exit_without_a_word() -> None:
+def exit_abruptly() -> None:
     os._exit(4)
 
 
@@ -70,7 +70,7 @@ def end_and_rest(world: World, end: Callable[[], None]) -> list[Outcome]:
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize(
     ("end", "code"),
-    [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_without_a_word, 4)],
+    [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_abruptly, 4)],
     ids=["raises", "sys.exit", "os._exit"],
 )
 def test_all_survivors_are_notified_within_a_second_of_an_agents_end(

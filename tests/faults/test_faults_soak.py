@@ -87,7 +87,7 @@ def test_an_unreachable_machine_is_reported_failed_also_without_traffic() -> Non
         at = time.monotonic()
         machines[1].plug(False)
         # Rank 1 says nothing, so rank 0 has nothing under way either that could fail to be acknowledged.
-        outcome = world.run_on(0, known_as_gone).outcome(SILENT_SECONDS + 10.0)
+        outcome = world.run_on(0, failed_ranks_within_limit).outcome(SILENT_SECONDS + 10.0)
         assert outcome.value == [1], outcome.trace
         assert outcome.ended - at < scaled(SILENT_SECONDS)
 
@@ -171,7 +171,7 @@ def exchange_for(seconds: float) -> int:
     return rounds
 
 
-def known_as_gone() -> list[int]:
+def failed_ranks_within_limit() -> list[int]:
     limit = time.monotonic() + SILENT_SECONDS + 5.0
     while not shoal.membership().died and time.monotonic() < limit:
         time.sleep(0.05)

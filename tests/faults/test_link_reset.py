@@ -22,7 +22,7 @@ def within(machine: Namespace, *command: str) -> None:
     subprocess.run(["ip", "netns", "exec", machine.name, *command], check=True, capture_output=True)
 
 
-def average_until_told(numel: int) -> tuple[int, int]:
+def average_until_notified(numel: int) -> tuple[int, int]:
     """Round after round, each checked, until rank 0 has been told to end by a file; how many, and how many are left."""
     rank, size = shoal.rank(), shoal.size()
     shoal.set_topology(shoal.topology.RingGraph(size))
@@ -41,7 +41,7 @@ def average_until_told(numel: int) -> tuple[int, int]:
 @pytest.mark.parametrize("numel", [pytest.param(16, marks=pytest.mark.soak), 1 << 20])
 def test_connections_reset_repeatedly_are_reestablished_without_a_failure(numel: int) -> None:
     with network_namespaces(4) as machines, World(4, namespaces=machines) as world:
-        pending = [world.run_on(rank, average_until_told, numel) for rank in range(4)]
+        pending = [world.run_on(rank, average_until_notified, numel) for rank in range(4)]
         for _ in range(10):
             time.sleep(0.25)
             for here, there in PAIRS:
