@@ -105,7 +105,7 @@ def test_without_an_observer_there_is_no_thread_and_no_counting() -> None:
 ROUNDS = 300
 
 
-def tell_without_a_pause(path: str) -> bool:
+def publish_continuously(path: str) -> bool:
     """Many summaries, and rounds meanwhile; whether anything is counted afterwards."""
     agent = current()
     one = status_publisher.StatusPublisher(agent, path, seconds=0.001)
@@ -122,9 +122,9 @@ def test_observers_that_do_not_read_or_have_exited_block_nothing() -> None:
     listener, name = result
     with World(2) as world:
         path = f"/proc/{os.getpid()}/fd/{name}"
-        assert world.results(tell_without_a_pause, path) == [False, False]
+        assert world.results(publish_continuously, path) == [False, False]
         listener.close()
-        assert {one.error for one in world.run(tell_without_a_pause, path)} == {"ConnectionRefusedError"}
+        assert {one.error for one in world.run(publish_continuously, path)} == {"ConnectionRefusedError"}
         os.close(name)
 
 
