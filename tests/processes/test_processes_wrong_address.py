@@ -21,7 +21,7 @@ TIMEOUT = 60.0
 """Seconds for what should take two; far below ``SHOAL_TIMEOUT``."""
 
 
-def said_by(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0) -> list[str]:
+def stderr_of(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0) -> list[str]:
     """What launchers of one job, given -n and --node-rank, print to stderr; both must fail."""
     script = tmp_path / "script.py"
     script.write_text("import shoal\nshoal.init()\n")
@@ -56,13 +56,13 @@ def test_launchers_with_different_numbers_of_agents_raise_at_once(
     launchers: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     """No launcher starts some of the agents that one waits for."""
-    for text in said_by(tmp_path, *launchers):
+    for text in stderr_of(tmp_path, *launchers):
         assert "also calls itself rank" in text or "WORLD_SIZE is" in text, text
 
 
 def test_launchers_without_a_first_one_name_what_is_missing(tmp_path: Path) -> None:
     """No launcher hosts the store. One may still start, as far as they know."""
-    for text in said_by(tmp_path, (1, 1), (1, 1), timeout=1.0):
+    for text in stderr_of(tmp_path, (1, 1), (1, 1), timeout=1.0):
         assert "Check that a launcher was started with --node-rank 0" in text, text
 
 
