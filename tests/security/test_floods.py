@@ -40,7 +40,7 @@ def in_a_ring() -> float:
     return shoal.neighbor_allreduce(torch.ones(3), name="ring")[0].item()
 
 
-def with_everybody() -> float:
+def average_with_all() -> float:
     """Uses links that the ring has no use for. Seconds."""
     began = time.monotonic()
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
@@ -73,7 +73,7 @@ def test_half_open_connections_from_foreign_addresses_block_no_agent() -> None:
         world.results(in_a_ring)
         _, host, port = world.results(endpoint, on=[0])[0]
         with flood(*(Flooder(host, port, source=source, keep=800) for source in ELSEWHERE), after=0.5):
-            assert max(world.results(with_everybody)) < 5.0
+            assert max(world.results(average_with_all)) < 5.0
 
 
 @pytest.mark.soak
@@ -83,7 +83,7 @@ def test_half_open_connections_from_the_agents_addresses_block_no_agent() -> Non
         world.results(in_a_ring)
         _, host, port = world.results(endpoint, on=[0])[0]
         with flood(*(Flooder(host, port, keep=5000, seconds=100.0) for _ in range(3)), after=2.0):
-            world.results(with_everybody, patience=70.0)
+            world.results(average_with_all, patience=70.0)
 
 
 @pytest.mark.transport("shared_memory")
@@ -93,7 +93,7 @@ def test_a_flood_by_another_user_blocks_no_agent() -> None:
         world.results(in_a_ring)
         name, _, _ = world.results(endpoint, on=[0])[0]
         with flood(Flooder(name, uid=NOBODY)):
-            assert max(world.results(with_everybody)) < 5.0
+            assert max(world.results(average_with_all)) < 5.0
 
 
 @pytest.mark.soak
@@ -111,7 +111,7 @@ def test_agents_connect_beside_a_flood_in_one_shared_queue(transport: str, monke
             with_flood = [Flooder(host if port else name, port, keep=300 if port else 0)]
         with flood(*with_flood):
             shoal.barrier()
-            return with_everybody()
+            return average_with_all()
 
     assert max(shoal.Fleet(SIZE, transport=transport, timeout=30.0).run(run)) < 25.0
 
@@ -171,7 +171,7 @@ def test_an_agent_that_exits_during_a_reconnection_is_soon_reported_failed(envir
         world.results(in_a_ring)
         world.results(turn_away, 1_000_000, on=[0])
         others = range(1, SIZE)
-        pending = [world.run_on(rank, with_everybody) for rank in others]
+        pending = [world.run_on(rank, average_with_all) for rank in others]
         time.sleep(0.3)
         world.kill(0)
         killed = time.monotonic()
