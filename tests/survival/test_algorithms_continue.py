@@ -43,7 +43,7 @@ def killed() -> list[object]:
     return cases
 
 
-def check_that_they_are_a_fleet_of_their_own(name: str, stories: dict[int, Story]) -> None:
+def check_that_survivors_are_a_fleet(name: str, stories: dict[int, Story]) -> None:
     assert [one.alive for one in stories.values()] == [tuple(LEFT)] * len(LEFT)
     assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
     expected = fleet_of_the_rest(name, SIZE, LEFT, stories, STEPS)
@@ -54,13 +54,13 @@ def check_that_they_are_a_fleet_of_their_own(name: str, stories: dict[int, Story
 @pytest.mark.parametrize(("name", "transport"), in_turn(SMOOTH), indirect=["transport"])
 def test_survivors_form_a_fleet_of_their_own_from_one_step_on(name: str, fleet: Fleets) -> None:
     results = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40})
-    check_that_they_are_a_fleet_of_their_own(name, {rank: results[rank] for rank in LEFT})
+    check_that_survivors_are_a_fleet(name, {rank: results[rank] for rank in LEFT})
 
 
 @pytest.mark.parametrize("name", ["EXTRA", "gradient tracking (ATC)"])
 def test_survivors_form_a_fleet_if_one_agent_leaves_between_two_runs(name: str, fleet: Fleets) -> None:
     results = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40}, pause=40)
-    check_that_they_are_a_fleet_of_their_own(name, {rank: results[rank] for rank in LEFT})
+    check_that_survivors_are_a_fleet(name, {rank: results[rank] for rank in LEFT})
 
 
 @pytest.mark.parametrize(("name", "point", "environment"), killed())
@@ -75,7 +75,7 @@ def test_survivors_form_a_fleet_wherever_one_agent_is_killed(
             if outcome.error
         ]
         assert outcomes[GONE].error == "Died" and len(failed) == 1, "\n".join(failed)
-        check_that_they_are_a_fleet_of_their_own(name, {rank: outcomes[rank].value for rank in LEFT})
+        check_that_survivors_are_a_fleet(name, {rank: outcomes[rank].value for rank in LEFT})
 
 
 @pytest.mark.parametrize(("name", "transport"), in_turn(COMPRESSED), indirect=["transport"])

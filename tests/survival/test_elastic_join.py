@@ -136,14 +136,14 @@ def test_two_agents_join_at_once(environment: dict[str, str]) -> None:
 def test_an_agent_killed_while_joining_does_not_affect_the_others(point: Point, environment: dict[str, str]) -> None:
     """The next agent that joins on another rank is admitted normally."""
     with beginners(environment) as world:
-        pending = [world.run_on(rank, until_three_are_there) for rank in range(BEGIN)]
+        pending = [world.run_on(rank, until_three_are_members) for rank in range(BEGIN)]
         dies = world.run_on(world.join(), die_entering, point)
         assert dies.outcome(60.0).error == "Died"
-        pending.append(world.run_on(world.join(), until_three_are_there))
+        pending.append(world.run_on(world.join(), until_three_are_members))
         assert ends(pending) == [(0, 1, 3)] * 3
 
 
-def until_three_are_there() -> tuple[int, ...]:
+def until_three_are_members() -> tuple[int, ...]:
     """Train until the last rank is there, and then some more, on the data of those that are."""
     model = Point3()
     optimizer = shoal.DecentralizedOptimizer(
@@ -167,7 +167,7 @@ def until_three_are_there() -> tuple[int, ...]:
 
 def die_entering(point: Point) -> None:
     arm(point)
-    until_three_are_there()
+    until_three_are_members()
 
 
 @over_both
@@ -243,13 +243,13 @@ def test_machines_average_between_them_also_with_joined_agents(environment: dict
 
 def between_machines() -> tuple[int, int, float]:
     shoal.set_machine_topology(topology_util.FullyConnectedGraph(2))
-    enter_until_whole()
+    save_until_all_have_joined()
     x = torch.tensor([float(shoal.rank())])
     mean = shoal.hierarchical_neighbor_allreduce(x)
     return shoal.machine_rank(), shoal.local_rank(), mean.item()
 
 
-def enter_until_whole(sampler: shoal.AgentSampler | None = None) -> list[list[int]]:
+def save_until_all_have_joined(sampler: shoal.AgentSampler | None = None) -> list[list[int]]:
     """Save until all are there; what was dealt before each."""
     model, dealt = torch.nn.Linear(1, 1), []
     checkpoint = shoal.Checkpoint(model=model, **({} if sampler is None else {"sampler": sampler}))
@@ -265,7 +265,7 @@ def enter_until_whole(sampler: shoal.AgentSampler | None = None) -> list[list[in
 
 def dealt() -> list[int]:
     sampler = shoal.AgentSampler(range(40))
-    enter_until_whole(sampler)
+    save_until_all_have_joined(sampler)
     return list(sampler)
 
 

@@ -83,7 +83,7 @@ def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
     return began, seen, there
 
 
-def come_together(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
+def heal_the_partition(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
     """The cable is back: the smaller part gives way, is started again, and goes on with what the larger part has."""
     for rank in smaller:
         outcome = running[rank].outcome(6.0)
@@ -123,7 +123,7 @@ def test_both_parts_continue_and_the_smaller_one_yields_when_the_partition_heals
         time.sleep(DROP_AFTER + 1.5)
         assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
-        come_together(world, running, first, others)
+        heal_the_partition(world, running, first, others)
 
 
 def test_an_agent_that_rejoined_in_the_smaller_part_yields_with_it(machines: list[Namespace]) -> None:
@@ -140,7 +140,7 @@ def test_an_agent_that_rejoined_in_the_smaller_part_yields_with_it(machines: lis
         time.sleep(DROP_AFTER + 1.5)
         assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
-        come_together(world, running, larger, smaller)
+        heal_the_partition(world, running, larger, smaller)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_an_agent_that_leaves_early_is_excluded_from_then_on(fleet: Fleets, last
     assert 1 <= check_averages(left, SIZE, FIRST) <= 3
 
 
-def until_it_is_gone() -> bool:
+def until_it_has_departed() -> bool:
     """Whether this is one of those that are left, all of whom know it."""
     if shoal.rank() == FIRST:
         shoal.shutdown()
@@ -67,7 +67,7 @@ def saved(folder: Any) -> float | None:
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    if not until_it_is_gone():
+    if not until_it_has_departed():
         return None
     checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
     checkpoint.save(folder, 7)

@@ -47,7 +47,7 @@ def a_few_rounds(count: int) -> float:
     return float(mean[0])
 
 
-def rounds_until_it_is_gone(victim: int) -> float:
+def rounds_until_it_has_departed(victim: int) -> float:
     """Average until somebody takes part no more; when that was known, as ``time.monotonic()``."""
     there = [victim]
     while victim in there:
@@ -155,7 +155,7 @@ def test_the_last_survivor_continues_alone(environment: dict[str, str]) -> None:
 def test_survivors_continue_within_a_second(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         world.results(a_few_rounds, 20)
-        pending = [world.run_on(rank, rounds_until_it_is_gone, VICTIM) for rank in range(SIZE)]
+        pending = [world.run_on(rank, rounds_until_it_has_departed, VICTIM) for rank in range(SIZE)]
         time.sleep(0.3)
         died = world.kill(VICTIM)
         outcomes = [one.outcome() for one in pending]

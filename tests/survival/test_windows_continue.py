@@ -114,7 +114,7 @@ def test_the_others_converge_to_the_survivors_fixed_point(environment: dict[str,
     np.testing.assert_allclose(parameters(result), expected, rtol=0, atol=NEAR[way])
 
 
-def look_until_lost() -> tuple[int, ...]:
+def poll_until_failed() -> tuple[int, ...]:
     """Ask the neighbours whether they are there, without a pause, until the victim has died; who is there then."""
     shoal.set_topology(topology_util.RingGraph(SIZE))
     shoal.bluefog.win_create(torch.zeros(3), "asked")
@@ -132,7 +132,7 @@ def look_until_lost() -> tuple[int, ...]:
 @over_both
 def test_a_neighbour_that_dies_during_a_probe_is_no_error(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
-        outcomes = world.run(look_until_lost)
+        outcomes = world.run(poll_until_failed)
     assert outcomes.pop(VICTIM).error == "Died"
     assert not [outcome.trace for outcome in outcomes if outcome.error]
     assert {outcome.value for outcome in outcomes} == {tuple(LEFT)}
