@@ -30,7 +30,7 @@ VALUES = {
 
 
 def field_of(name: str) -> str:
-    return next(one.name for one in fields(config.Config) if one.metadata["variable"].name == name)
+    return next(field.name for field in fields(config.Config) if field.metadata["variable"].name == name)
 
 
 def test_unset_and_empty_variables_have_their_defaults() -> None:
@@ -41,10 +41,12 @@ def test_unset_and_empty_variables_have_their_defaults() -> None:
 @pytest.mark.parametrize("name", config.NAMES)
 def test_each_variable_sets_its_own_field(name: str) -> None:
     text, value = VALUES.get(name, ("text", "text"))
-    found, default = config.read({name: text}), config.Config()
-    changed = {one.name for one in fields(config.Config) if getattr(found, one.name) != getattr(default, one.name)}
+    result, default = config.read({name: text}), config.Config()
+    changed = {
+        field.name for field in fields(config.Config) if getattr(result, field.name) != getattr(default, field.name)
+    }
     assert changed == {field_of(name)}
-    assert getattr(found, field_of(name)) == value
+    assert getattr(result, field_of(name)) == value
 
 
 @pytest.mark.parametrize(
@@ -85,5 +87,5 @@ def test_no_other_module_reads_them() -> None:
     [package] = shoal.__path__
     constants = [name for name, text in vars(config).items() if isinstance(text, str) and text in config.NAMES]
     reads = re.compile(rf"environ(?:\.get\(|\[)\s*(?:\"SHOAL_|{'|'.join(constants)})")
-    found = {path.name for path in Path(package).rglob("*.py") if reads.search(path.read_text())}
-    assert found == {"exit_notes.py", "agent_processes.py"}
+    results = {path.name for path in Path(package).rglob("*.py") if reads.search(path.read_text())}
+    assert results == {"exit_notes.py", "agent_processes.py"}

@@ -116,8 +116,8 @@ print(len(went_well) == len(ways))
 @pytest.mark.parametrize(("name", "place"), [(n, p) for p, names in shoal._MOVED.items() for n in names.split()])
 def test_a_moved_name_is_the_same_object_with_a_warning(name: str, place: str) -> None:
     with pytest.warns(DeprecationWarning, match=rf"^shoal\.{name} is now shoal\.{place}\.{name}$"):
-        found = getattr(shoal, name)
-    assert found is getattr(getattr(shoal, place), name)
+        result = getattr(shoal, name)
+    assert result is getattr(getattr(shoal, place), name)
     assert name not in dir(shoal)
 
 
@@ -152,4 +152,4 @@ init()
 shutdown()
 """
     said(program)
-    assert {one.name for one in tmp_path.iterdir()} == {"agent0.jsonl", "shoal-rank0.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"agent0.jsonl", "shoal-rank0.json"}

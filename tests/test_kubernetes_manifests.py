@@ -113,9 +113,9 @@ def containers(value: object) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_container_gets_the_secret_from_a_secret_and_only_existing_variables(path: Path) -> None:
-    found = [one for document in documents(path) for one in containers(document)]
-    assert found
-    for container in found:
+    results = [one for document in documents(path) for one in containers(document)]
+    assert results
+    for container in results:
         variables = {one["name"]: one for one in container["env"]}
         assert "value" not in variables["SHOAL_SECRET"]
         assert variables["SHOAL_SECRET"]["valueFrom"]["secretKeyRef"] == {"name": "shoal", "key": "secret"}
@@ -157,7 +157,7 @@ def test_the_command_is_valid_for_shoal_run_and_uses_the_first_pods_address(
 def container_grace(value: object) -> float:
     """The shortest time that a pod has to end."""
     if isinstance(value, dict):
-        inside = [container_grace(one) for one in value.values()]
+        inside = [container_grace(value) for value in value.values()]
         return float(min([value.get("terminationGracePeriodSeconds", float("inf")), *inside]))
     return (
         min([container_grace(one) for one in value], default=float("inf")) if isinstance(value, list) else float("inf")

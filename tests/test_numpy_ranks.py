@@ -104,15 +104,15 @@ OPERATIONS: dict[str, Op] = {
 
 def _next() -> tuple[list[Any], list[Any]]:
     """A round of BlueFog's dynamic graph, of an agent that calls itself by numpy's number."""
-    found = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.RingGraph(SIZE), n(shoal.rank()))
-    send, receive = next(iter(found))
+    result = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.RingGraph(SIZE), n(shoal.rank()))
+    send, receive = next(iter(result))
     return [n(one) for one in send], [n(one) for one in receive]
 
 
 def numpy_graph() -> nx.DiGraph:
     graph = nx.DiGraph()
     graph.add_nodes_from(np.arange(SIZE))
-    graph.add_weighted_edges_from((n(one), n((one + 1) % SIZE), HALF) for one in range(SIZE))
+    graph.add_weighted_edges_from((n(index), n((index + 1) % SIZE), HALF) for index in range(SIZE))
     return graph
 
 
@@ -130,8 +130,8 @@ def test_operations_between_machines_accept_them() -> None:
     def run() -> None:
         shoal.set_machine_topology(shoal.topology.RingGraph(2))
         other = n(1 - shoal.machine_rank())
-        found = shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: HALF}, {other: 1.0})
-        assert found.tolist() == [1.0] * 3
+        result = shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: HALF}, {other: 1.0})
+        assert result.tolist() == [1.0] * 3
         assert shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: 0.5}, [other]).tolist() == [1.0] * 3
 
     shoal.Fleet(SIZE, agents_per_machine=2, timeout=10.0).run(run)

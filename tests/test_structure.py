@@ -79,14 +79,14 @@ def test_every_folder_is_in_the_list() -> None:
 @pytest.mark.parametrize("room", ["engine", "windows"])
 def test_no_module_assigns_attributes_of_its_arguments(room: str) -> None:
     """``self.engine.closing = True``: the owner of the attribute should do that itself."""
-    found = []
+    results = []
     for path in sorted((PACKAGE / room).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute):
-                    found.append(f"{path.name}:{target.lineno} {ast.unparse(target)}")
-    assert not found
+                    results.append(f"{path.name}:{target.lineno} {ast.unparse(target)}")
+    assert not results
 
 
 OF_THE_HOUSE = {
@@ -97,14 +97,14 @@ OF_THE_HOUSE = {
 
 
 def test_names_are_the_fields_words() -> None:
-    found = set()
+    result = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         with path.open("rb") as file:
             for token in tokenize.tokenize(file.readline):
                 words = re.split(r"_|(?<=[a-z])(?=[A-Z])", token.string)
                 if token.type == tokenize.NAME and OF_THE_HOUSE & {word.lower() for word in words}:
-                    found.add(f"{path.relative_to(PACKAGE)}:{token.start[0]} {token.string}")
-    assert not found
+                    result.add(f"{path.relative_to(PACKAGE)}:{token.start[0]} {token.string}")
+    assert not result
 
 
 FORBIDDEN_STEMS = {
@@ -129,8 +129,8 @@ MOST_CLASSES_WITH_TWO_MEANINGS = 5
 
 
 def test_file_names_are_the_fields_terms() -> None:
-    found = [module for module, path in MODULES.items() if FORBIDDEN_STEMS & set(path.stem.split("_"))]
-    assert not found
+    results = [module for module, path in MODULES.items() if FORBIDDEN_STEMS & set(path.stem.split("_"))]
+    assert not results
 
 
 def test_class_names_have_one_meaning() -> None:

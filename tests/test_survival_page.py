@@ -19,9 +19,9 @@ def test_the_pages_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     code, comes_back, robust, *_ = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 
     def run() -> list[int]:
-        found: dict[str, object] = {}
-        exec(code, found)
-        there = found["there"]
+        result: dict[str, object] = {}
+        exec(code, result)
+        there = result["there"]
         assert isinstance(there, list)
         return there
 

@@ -57,9 +57,9 @@ def test_every_survivor_logs_an_error_if_the_survivors_are_not_connected(caplog:
             schedule = AgentSchedule(CecaPairs(8), rank, alone)
             for round_ in range(3):
                 schedule.mixing(round_, gone=(0, 2))
-    said = [record.message for record in caplog.records]
-    assert [one.split(":")[0] for one in said] == ["rank 1", "rank 3"]
-    assert all("without ranks [0, 2]" in one and "are not connected" in one for one in said)
+    logged = [record.message for record in caplog.records]
+    assert [one.split(":")[0] for one in logged] == ["rank 1", "rank 3"]
+    assert all("without ranks [0, 2]" in one and "are not connected" in one for one in logged)
 
 
 def test_agents_that_were_never_connected_are_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -68,29 +68,29 @@ def samples_of(algorithm: Algorithm, steps: int, **options: Any) -> torch.Tensor
 
 @pytest.mark.parametrize("calls", [1, 2, 5])
 def test_an_epoch_takes_each_sample_at_most_once_and_each_agent_its_own(calls: int) -> None:
-    found = samples_of(Alone(calls), 6, epochs=True)
-    assert len(found) == 6 * calls
+    result = samples_of(Alone(calls), 6, epochs=True)
+    assert len(result) == 6 * calls
     for agent in range(SIZE):
-        mine = found[:, agent]
-        assert set(mine.flatten().tolist()) <= set(LABELS[agent].tolist())
-        for begin in range(0, len(found) - PER_EPOCH + 1, PER_EPOCH):
-            of_pass = mine[begin : begin + PER_EPOCH].flatten().tolist()
+        own = result[:, agent]
+        assert set(own.flatten().tolist()) <= set(LABELS[agent].tolist())
+        for begin in range(0, len(result) - PER_EPOCH + 1, PER_EPOCH):
+            of_pass = own[begin : begin + PER_EPOCH].flatten().tolist()
             assert len(set(of_pass)) == PER_EPOCH * BATCH
 
 
 def test_orders_differ_between_epochs_agents_and_seeds() -> None:
-    found = samples_of(Alone(), 3 * PER_EPOCH, epochs=True) - LABELS[:, :1]
-    orders = [found[begin : begin + PER_EPOCH, agent] for begin in range(0, 9, 3) for agent in range(SIZE)]
+    result = samples_of(Alone(), 3 * PER_EPOCH, epochs=True) - LABELS[:, :1]
+    orders = [result[begin : begin + PER_EPOCH, agent] for begin in range(0, 9, 3) for agent in range(SIZE)]
     assert len({tuple(one.flatten().tolist()) for one in orders}) == len(orders)
     seen: list[torch.Tensor] = []
     StackedFleet(ring(SIZE), seed=4).run(Alone(), ORIGIN, watched(seen, epochs=True), PER_EPOCH)
-    assert not torch.equal(torch.stack(seen) - LABELS[:, :1], found[:PER_EPOCH])
+    assert not torch.equal(torch.stack(seen) - LABELS[:, :1], result[:PER_EPOCH])
 
 
 def test_all_samples_are_used_over_many_epochs() -> None:
-    found = samples_of(Alone(), 40, epochs=True)
+    result = samples_of(Alone(), 40, epochs=True)
     for agent in range(SIZE):
-        assert set(found[:, agent].flatten().tolist()) == set(LABELS[agent].tolist())
+        assert set(result[:, agent].flatten().tolist()) == set(LABELS[agent].tolist())
 
 
 @pytest.mark.parametrize("epochs", [False, True])
@@ -123,9 +123,9 @@ def test_variance_reduction_compares_both_points_on_one_batch() -> None:
     """At the anchor x the two gradients cancel, and the full gradient remains."""
     gradient = per_agent(lambda x, samples: ((x[0] - samples) ** 2).sum() / len(samples), LABELS, batch=BATCH)
     fleet = StackedFleet(ring(SIZE), seed=1)
-    found = fleet.run(DecentralizedSVRG(GradientDescent(0.1), period=5), ORIGIN, gradient, 1).x
+    results = fleet.run(DecentralizedSVRG(GradientDescent(0.1), period=5), ORIGIN, gradient, 1).x
     expected = fleet.run(GradientDescent(0.1), ORIGIN, gradient.full, 1).x
-    assert (found - expected).abs().max() < 1e-12
+    assert (results - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("epochs", [False, True])
@@ -134,9 +134,9 @@ def test_a_resumed_run_takes_the_batches_of_an_uninterrupted_one(epochs: bool) -
         return per_agent(lambda x, samples: ((x - samples.mean()) ** 2).sum(), LABELS, batch=BATCH, epochs=epochs)
 
     fleet = StackedFleet(ring(SIZE), seed=5)
-    whole = fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 10)
+    full = fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 10)
     half = fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 5)
-    assert torch.equal(fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 5, resume=half).x, whole.x)
+    assert torch.equal(fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 5, resume=half).x, full.x)
 
 
 def noisy(samples: torch.Tensor, uniform: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -162,12 +162,12 @@ def test_real_agents_take_the_same_batches_augmentation_and_schedule() -> None:
 def test_a_schedule_multiplies_the_learning_rate() -> None:
     rates = [0.1, 0.1, 0.05, 0.3]
     fleet, c = StackedFleet(ring(SIZE)), LABELS[:, :2]
-    found = fleet.run(GradientDescent(0.5), ORIGIN, lambda x: x - c, 4, lr_lambda=lambda step: rates[step])
+    results = fleet.run(GradientDescent(0.5), ORIGIN, lambda x: x - c, 4, lr_lambda=lambda step: rates[step])
     run_of_parts = None
     for rate in rates:
         run_of_parts = fleet.run(GradientDescent(0.5 * rate), ORIGIN, lambda x: x - c, 1, resume=run_of_parts)
     assert run_of_parts is not None
-    assert torch.equal(found.x, run_of_parts.x)
+    assert torch.equal(results.x, run_of_parts.x)
 
 
 def test_a_schedule_is_refused_for_algorithms_without_a_rate() -> None:
@@ -192,9 +192,9 @@ def test_images_are_shifted_by_whole_pixels_and_half_of_them_mirrored() -> None:
     draw = torch.Generator().manual_seed(1)
     images = torch.rand(200, 3, 6, 5, generator=draw)
     chance = torch.rand(200, 3, generator=draw)
-    found = flipped_and_shifted(2)(images, lambda k: chance)
+    result = flipped_and_shifted(2)(images, lambda k: chance)
     mirrored = 0
-    for image, got, (row, column, flip) in zip(images, found, chance.tolist(), strict=True):
+    for image, got, (row, column, flip) in zip(images, result, chance.tolist(), strict=True):
         padded = torch.zeros(3, 10, 9)
         padded[:, 2:8, 2:7] = image
         top, left = int(row * 5), int(column * 5)

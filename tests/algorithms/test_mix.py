@@ -105,9 +105,9 @@ def test_mix_pull_and_push_are_w_r_and_c(topology: nx.Graph | Schedule, dtype: t
     mix, x = StackedMix(topology), values(dtype=dtype)
     for round_ in range(2 * ROUNDS):
         mix.begin(round_)
-        for found, matrix in zip((mix(x), mix.pull(x), mix.push(x)), dense(topology, round_), strict=True):
-            assert found.dtype == dtype
-            assert (found.double() - matrix @ x.double()).abs().max() < tolerance
+        for result, matrix in zip((mix(x), mix.pull(x), mix.push(x)), dense(topology, round_), strict=True):
+            assert result.dtype == dtype
+            assert (result.double() - matrix @ x.double()).abs().max() < tolerance
 
 
 @every_topology
@@ -184,9 +184,9 @@ def test_edges_swaps_the_two_rows_of_a_link(topology: nx.Graph | Schedule) -> No
         links = links_of(topology, round_)
         sent = torch.tensor([[10.0 * here + there, float(here)] for here, there in links]).view(-1, 2)
         expected = torch.tensor([[10.0 * there + here, float(there)] for here, there in links]).view(-1, 2)
-        found = mix.edges(sent)
-        assert torch.equal(found, expected)
-        assert torch.equal(mix.edges(found), sent)
+        result = mix.edges(sent)
+        assert torch.equal(result, expected)
+        assert torch.equal(mix.edges(result), sent)
 
 
 @undirected
@@ -248,10 +248,10 @@ def test_sent_counts_the_messages_of_active_agents(topology: nx.Graph | Schedule
 
 def everything(mix: Mix, x: torch.Tensor, *, links: bool) -> dict[str, torch.Tensor]:
     """What each verb gives in some rounds; rows of links are summed in ways that tell them apart."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for round_ in range(ROUNDS):
         mix.begin(round_)
-        found |= {
+        result |= {
             f"mix {round_}": mix(x),
             f"pull {round_}": mix.pull(x),
             f"push {round_}": mix.push(x),
@@ -263,22 +263,22 @@ def everything(mix: Mix, x: torch.Tensor, *, links: bool) -> dict[str, torch.Ten
         if links:
             signs = mix.sign(x)
             rows = mix.spread(x)
-            found |= {
+            result |= {
                 f"degree {round_}": mix.gather(mix.spread(mix.ones(x))),
                 f"signs {round_}": mix.gather(signs),
                 f"from neighbours {round_}": mix.gather(mix.edges(rows)),
                 f"told each its own {round_}": mix.gather(signs * mix.edges(rows * signs + rows.square())),
             }
-    return found
+    return result
 
 
 def same(real: list[dict[str, torch.Tensor]], stacked: dict[str, torch.Tensor], tolerance: float) -> None:
     for name, expected in stacked.items():
-        found = torch.stack([one[name] for one in real])
-        assert found.dtype == expected.dtype, name
-        assert found.shape == expected.shape, name
+        result = torch.stack([one[name] for one in real])
+        assert result.dtype == expected.dtype, name
+        assert result.shape == expected.shape, name
         limit = 0.0 if name.startswith("uniform") else tolerance
-        assert (found - expected).abs().max() <= limit, name
+        assert (result - expected).abs().max() <= limit, name
 
 
 @pytest.mark.parametrize(
@@ -293,13 +293,13 @@ def test_real_agents_equal_the_stacked_fleet(
 
     def agent() -> tuple[dict[str, torch.Tensor], int]:
         mix = Exchange(topology, seed=11)
-        found = everything(mix, x[shoal.rank()], links=links)
-        return {name: one.clone() for name, one in found.items()}, mix.sent
+        result = everything(mix, x[shoal.rank()], links=links)
+        return {name: one.clone() for name, one in result.items()}, mix.sent
 
     mix = StackedMix(topology, seed=11, agents_per_machine=2)
     stacked = everything(mix, x, links=links)
     results = fleet(SIZE, agents_per_machine=2).run(agent)
-    same([found for found, _ in results], stacked, tolerance)
+    same([result for result, _ in results], stacked, tolerance)
     assert sum(sent for _, sent in results) == mix.sent
 
 
@@ -315,9 +315,9 @@ def test_a_real_agent_has_a_row_for_each_neighbour_ascending(fleet: Fleets) -> N
         own = torch.tensor([float(shoal.rank())])
         return mix.edges(mix.spread(own)).tolist(), mix.sign(own).flatten().tolist()
 
-    for rank, (heard, signs) in enumerate(fleet(SIZE).run(agent)):
+    for rank, (received, signs) in enumerate(fleet(SIZE).run(agent)):
         there = [there for here, there in links_of(graph, 0) if here == rank]
-        assert heard == [[float(one)] for one in there]
+        assert received == [[float(one)] for one in there]
         assert signs == [1.0 if rank < one else -1.0 for one in there]
 
 
@@ -346,20 +346,20 @@ def test_a_real_agent_counts_the_bytes_that_it_declares(fleet: Fleets) -> None:
 
 def test_a_censored_agent_sends_a_header_and_counts_as_zeros(fleet: Fleets) -> None:
     def agent() -> list[tuple[list[float], int, int]]:
-        mix, found = Exchange(StarGraph(4)), []
+        mix, results = Exchange(StarGraph(4)), []
         for round_ in range(4):
             mix.begin(round_)
             speaks = torch.tensor([shoal.rank() != round_])
             before, counted = mix.sent, shoal.bytes_sent()
             mixed = mix(torch.full((3,), 1.0 + shoal.rank()) * speaks, speaks=speaks)
-            found.append((mixed.tolist(), mix.sent - before, shoal.bytes_sent() - counted))
-        return found
+            results.append((mixed.tolist(), mix.sent - before, shoal.bytes_sent() - counted))
+        return results
 
-    stacked, found = StackedMix(StarGraph(4)), fleet(4).run(agent)
+    stacked, result = StackedMix(StarGraph(4)), fleet(4).run(agent)
     for round_ in range(4):
         speaks = torch.arange(4).unsqueeze(1) != round_
         mixed = stacked((1.0 + torch.arange(4).unsqueeze(1)).expand(4, 3) * speaks, speaks=speaks)
-        for rank, (own, books, engine) in enumerate(one[round_] for one in found):
+        for rank, (own, books, engine) in enumerate(one[round_] for one in result):
             assert own == pytest.approx(mixed[rank].tolist(), abs=1e-6)
             assert books == engine == (rank != round_) * 12 * (1 if rank else 3)
 

@@ -76,8 +76,8 @@ def test_the_fixed_point_of_gradient_descent_is_that_of_linear_algebra(atc: bool
 def test_the_fixed_point_of_local_momentum_is_that_of_gradient_descent_with_the_longer_step(
     atc: bool, nesterov: bool
 ) -> None:
-    found = rest(Momentum(GradientDescent(LR * (1 - BETA), atc), BETA, nesterov))
-    assert (found - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
+    result = rest(Momentum(GradientDescent(LR * (1 - BETA), atc), BETA, nesterov))
+    assert (result - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_decentlam_is_refused_on_directed_and_changing_mixings_where_it_diverges
 
 @pytest.mark.parametrize("topology", [exponential(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
 def test_quasi_global_momentum_accepts_directed_and_changing_mixings(topology: Schedule) -> None:
-    found = StackedFleet(topology).run(QuasiGlobalMomentum(0.01, 0.9), START, GRADIENT, 1000).x
+    results = StackedFleet(topology).run(QuasiGlobalMomentum(0.01, 0.9), START, GRADIENT, 1000).x
     plain = StackedFleet(topology).run(GradientDescent(0.01), START, GRADIENT, 1000).x
-    assert (found - optimum()).norm() < 1.5 * (plain - optimum()).norm()
+    assert (results - optimum()).norm() < 1.5 * (plain - optimum()).norm()
 
 
 def test_quasi_global_momentum_is_refused_where_it_amplifies_disagreement() -> None:
@@ -250,10 +250,10 @@ SWINGS = [
 def test_averaged_momentum_is_refused_exactly_where_it_diverges_without_a_gradient(
     algorithm: Algorithm, topology: Schedule, refused: bool
 ) -> None:
-    seen, found = growth_seen(algorithm, topology), growth(algorithm, Facts(topology))
-    assert (seen > 1) == (found > 1) == refused
+    seen, result = growth_seen(algorithm, topology), growth(algorithm, Facts(topology))
+    assert (seen > 1) == (result > 1) == refused
     if refused:
-        assert found == pytest.approx(seen, rel=0.01)
+        assert result == pytest.approx(seen, rel=0.01)
         with pytest.raises(ValueError, match=r"die out under its momentum.*unchecked='differences die out'"):
             check("it", algorithm.needs, topology)
     else:

@@ -32,7 +32,7 @@ class Told(EdgeSchedule):
         self._other, self.size, self.period = other, other.size, other.period
 
     def _edges(self, round: int) -> Edges:
-        return Edges(*(one.copy() for one in self._other.edges(round)))
+        return Edges(*(edge.copy() for edge in self._other.edges(round)))
 
     def describe(self) -> str:
         return self._other.describe()

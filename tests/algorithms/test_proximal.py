@@ -75,8 +75,8 @@ FORMS = [
 
 @pytest.mark.parametrize(("algorithm", "paper"), FORMS, ids=[str(one) for one, _ in FORMS])
 def test_it_is_the_papers_recursion(algorithm: Algorithm, paper: Callable[[], Vectors]) -> None:
-    found = StackedFleet(RING).run(algorithm, START, GRADIENT, STEPS).x.numpy()
-    assert np.abs(found - paper()).max() < 1e-12
+    results = StackedFleet(RING).run(algorithm, START, GRADIENT, STEPS).x.numpy()
+    assert np.abs(results - paper()).max() < 1e-12
     assert not algorithm.separable
 
 
@@ -139,8 +139,8 @@ def test_an_operator_as_the_gradient_finds_the_saddle_point_of_the_sum(algorithm
     F, c = saddle()
     solution = torch.linalg.solve(F.mean(0), -c.mean(0))
     start = torch.zeros(2 * M, dtype=torch.float64)
-    found = StackedFleet(RING).run(algorithm, start, lambda z: (F @ z.unsqueeze(-1)).squeeze(-1) + c, 3000).x
-    assert (found - solution).abs().max() < 1e-9 < 0.1 < solution.abs().max()
+    results = StackedFleet(RING).run(algorithm, start, lambda z: (F @ z.unsqueeze(-1)).squeeze(-1) + c, 3000).x
+    assert (results - solution).abs().max() < 1e-9 < 0.1 < solution.abs().max()
 
 
 @pytest.mark.transport("threads")

@@ -23,13 +23,13 @@ class Sink:
         self.reader, self.writer = reader, writer
 
     def read(self) -> bytes:
-        found = b""
+        result = b""
         while select.select([self.reader], [], [], 0)[0]:
             piece = os.read(self.reader, 1 << 20)
             if not piece:
                 break
-            found += piece
-        return found
+            result += piece
+        return result
 
 
 @pytest.fixture

@@ -50,10 +50,10 @@ class Shell:
 
     def said(self, command: subprocess.Popen[str], status: int = 0) -> str:
         """What it printed; it has ended with this status, and imported no torch."""
-        said, _ = command.communicate(timeout=TIMEOUT)
+        output, _ = command.communicate(timeout=TIMEOUT)
         assert not self._log.exists(), self._log.read_text()
-        assert command.returncode == status, said
-        return said
+        assert command.returncode == status, output
+        return output
 
     def run(self, *arguments: str | Path, status: int = 0) -> str:
         return self.said(self.start(*arguments), status)
@@ -67,18 +67,18 @@ def shell(tmp_path: Path) -> Shell:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What two agents have written in a run: traces and records."""
-    found = tmp_path / "written"
-    found.mkdir()
+    result = tmp_path / "written"
+    result.mkdir()
     for rank in range(2):
         trace = Written(rank)
         trace.step(1, 0.0, 10.0)
         trace.call(10.0, 12.0)
         trace.message("to", 1 - rank, 10.5)
         trace.message("from", 1 - rank, 11.0)
-        trace.into(found)
+        trace.into(result)
         entries = [MembershipEvent(100.0, rank, 0, CAME, alive=(0, 1)), MembershipEvent(130.0, rank, 0, LEFT)]
-        (found / f"agent{rank}.jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in entries))
-    return found
+        (result / f"agent{rank}.jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in entries))
+    return result
 
 
 def test_torch_imports_are_detected(shell: Shell) -> None:
@@ -110,8 +110,8 @@ def test_the_overview_starts_without_torch(shell: Shell) -> None:
 def test_agents_are_started_without_torch(shell: Shell, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
-    said = shell.run("run", "-n", "2", script)
-    assert "rank 0" in said and "rank 1" in said
+    output = shell.run("run", "-n", "2", script)
+    assert "rank 0" in output and "rank 1" in output
 
 
 def test_agents_are_queried_without_torch(shell: Shell) -> None:

@@ -49,8 +49,8 @@ class Cell:
 
     def by_rank(self) -> dict[int, str]:
         """What each engine printed."""
-        found = re.findall(r"\[stdout:(\d+)\] ?\n?(.*?)(?=\n\[stdout|\Z)", self.said, re.DOTALL)
-        return {int(rank): text.strip() for rank, text in found}
+        results = re.findall(r"\[stdout:(\d+)\] ?\n?(.*?)(?=\n\[stdout|\Z)", self.said, re.DOTALL)
+        return {int(rank): text.strip() for rank, text in results}
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class Notebook:
 
     def processes(self) -> list[int]:
         """Those that were started with this directory in their environment."""
-        wanted, found = f"IPYTHONDIR={self.home}".encode(), []
-        for one in Path("/proc").iterdir():
-            if one.name.isdigit() and one.name != str(os.getpid()):
+        wanted, result = f"IPYTHONDIR={self.home}".encode(), []
+        for path in Path("/proc").iterdir():
+            if path.name.isdigit() and path.name != str(os.getpid()):
                 try:
-                    if wanted in (one / "environ").read_bytes().split(b"\0"):
-                        found.append(int(one.name))
+                    if wanted in (path / "environ").read_bytes().split(b"\0"):
+                        result.append(int(path.name))
                 except OSError:
                     continue
-        return found
+        return result
 
     def owner(self) -> int:
         """The process behind the job."""
@@ -149,9 +149,9 @@ def test_an_exception_in_one_engines_cell_ends_the_others_soon(job: Notebook, wa
     # Every wait would end after a minute; this one ends when it is told to.
     assert broken.seconds < scaled(30)
     assert broken.error == f"{SIZE} errors"
-    lost = [text for text in broken.raised if "its cell raised ValueError: no luck" in text]
-    assert len(lost) == SIZE - 1
-    assert all(text.startswith("PeerLost") for text in lost)
+    failed = [text for text in broken.raised if "its cell raised ValueError: no luck" in text]
+    assert len(failed) == SIZE - 1
+    assert all(text.startswith("PeerLost") for text in failed)
     assert again.error == ""
     assert again.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
 

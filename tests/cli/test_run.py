@@ -83,8 +83,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def marks(directory: Path, name: str) -> dict[int, int]:
     """The pids that agents have written with ``mark(name)``, by rank."""
-    found = directory.glob(f"{name}.[0-9]*")
-    return {int(path.suffix[1:]): int(path.read_text()) for path in found}
+    result = directory.glob(f"{name}.[0-9]*")
+    return {int(path.suffix[1:]): int(path.read_text()) for path in result}
 
 
 def is_running(pid: int) -> bool:
@@ -96,8 +96,10 @@ def is_running(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    found = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
-    return found | {below for child in found for below in descendants(child)}
+    results = {
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    }
+    return results | {below for child in results for below in descendants(child)}
 
 
 def test_the_command_runs_a_script_in_agents(script: Script) -> None:
@@ -108,23 +110,23 @@ def test_the_command_runs_a_script_in_agents(script: Script) -> None:
 
 def test_agents_find_the_variables_that_torchrun_sets(script: Script, tmp_path: Path) -> None:
     path = script("import json; (here / f'environ.{rank}').write_text(json.dumps(dict(os.environ)))")
-    found = lambda: {rank: json.loads((tmp_path / f"environ.{rank}").read_text()) for rank in range(2)}  # noqa: E731
+    content = lambda: {rank: json.loads((tmp_path / f"environ.{rank}").read_text()) for rank in range(2)}  # noqa: E731
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", path]
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("SHOAL_", "OMP_"))}
     subprocess.run(run, env=clean, capture_output=True, timeout=TIMEOUT, check=True)
-    reference = found()
+    reference = content()
     assert shoal_run("-n", 2, path)[0] == 0
-    ours = found()
+    ours = content()
     assert ours != reference
     # Its error log and its own signals concern torchrun alone; the others differ by job.
     own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     by_job = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     for rank in (0, 1):
-        theirs = {name: text for name, text in reference[rank].items() if clean.get(name) != text}
-        assert theirs.keys() - ours[rank].keys() <= own
-        assert theirs.keys() >= by_job | {"LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"}
-        same = theirs.keys() - own - by_job
-        assert {name: ours[rank][name] for name in same} == {name: theirs[name] for name in same}
+        remote = {name: text for name, text in reference[rank].items() if clean.get(name) != text}
+        assert remote.keys() - ours[rank].keys() <= own
+        assert remote.keys() >= by_job | {"LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"}
+        same = remote.keys() - own - by_job
+        assert {name: ours[rank][name] for name in same} == {name: remote[name] for name in same}
         assert ours[rank]["MASTER_ADDR"] == "127.0.0.1"
 
 

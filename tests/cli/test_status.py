@@ -94,7 +94,7 @@ def test_each_agent_reports_its_call_its_missing_peers_and_its_last_result(
     seen = tmp_path / "seen"
     with World(3, environment=environment) as world:
         pending = [world.run_on(rank, chain, seen) for rank in range(3)]
-        found = until(
+        result = until(
             lambda: agents_of(status.look(pids(world))),
             lambda agents: (
                 len(agents) == 3
@@ -103,16 +103,16 @@ def test_each_agent_reports_its_call_its_missing_peers_and_its_last_result(
             ),
         )
         for rank, other in ((0, 1), (1, 2)):
-            (waits,) = found[rank]["waiting"]
+            (waits,) = result[rank]["waiting"]
             assert (waits["call"], waits["ranks"]) == (f"pair_gossip of ranks {rank} and {other} round 0", [other])
-            assert found[rank]["stands_still"] and 0.0 <= waits["seconds"] < 10.0 < waits["gives_up"]
-        assert found[2]["waiting"] == [] and not found[2]["stands_still"]
-        for rank, agent in found.items():
+            assert result[rank]["stands_still"] and 0.0 <= waits["seconds"] < 10.0 < waits["gives_up"]
+        assert result[2]["waiting"] == [] and not result[2]["stands_still"]
+        for rank, agent in result.items():
             assert agent["ended"] == "allreduce (average) 'before' round 0", rank
             assert (agent["rank"], agent["size"], agent["pid"]) == (rank, 3, pids(world)[rank])
             assert agent["host"] == socket.gethostname() and abs(time.time() - agent["since"]) < 60.0
-        said = words(status.look(pids(world)))
-        assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in said and "runs its script" in said
+        output = words(status.look(pids(world)))
+        assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in output and "runs its script" in output
         seen.touch()
         assert all(not one.outcome().error for one in pending)
 
@@ -131,11 +131,11 @@ def train(steps: int) -> int:
 def test_steps_and_bytes_are_those_that_the_agent_counts(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:
         sent = world.results(train, 7)
-        found = agents_of(status.look(pids(world)))
+        result = agents_of(status.look(pids(world)))
         for rank in range(2):
-            assert list(found[rank]["steps"].values()) == [7]
-            assert found[rank]["bytes_sent"] == sent[rank] > 0
-            assert 0.0 <= found[rank]["stepped_ago"] < 20.0
+            assert list(result[rank]["steps"].values()) == [7]
+            assert result[rank]["bytes_sent"] == sent[rank] > 0
+            assert 0.0 <= result[rank]["stepped_ago"] < 20.0
 
 
 @over_both
@@ -145,13 +145,13 @@ def test_a_stopped_agent_is_named_within_two_seconds_with_its_state(environment:
         world.kill(1, signal.SIGSTOP)
         try:
             began = time.monotonic()
-            found = status.look(pids(world))
+            result = status.look(pids(world))
             assert time.monotonic() - began < scaled(2.0)
-            assert status.status_of(found) == status.SOME_DID_NOT
-            (silent,) = [one for one in found if one.silent]
+            assert status.status_of(result) == status.SOME_DID_NOT
+            (silent,) = [one for one in result if one.silent]
             assert (silent.pid, silent.rank, silent.state) == (pids(world)[1], 1, "stopped")
-            assert f"rank 1 (pid {silent.pid}): it does not answer: continue it" in words(found)
-            assert list(agents_of(found)) == [0]
+            assert f"rank 1 (pid {silent.pid}): it does not answer: continue it" in words(result)
+            assert list(agents_of(result)) == [0]
         finally:
             world.kill(1, signal.SIGCONT)
         assert status.status_of(status.look(pids(world))) == status.ALL_ANSWERED
@@ -177,12 +177,12 @@ def test_a_waiting_window_call_is_reported_too(environment: dict[str, str], tmp_
     seen = tmp_path / "seen"
     with World(2, environment=environment) as world:
         pending = [world.run_on(rank, hold_the_mutex, seen) for rank in range(2)]
-        found = until(
+        result = until(
             lambda: agents_of(status.look(pids(world))),
             lambda agents: any("'weights'" in one["call"] for one in agents[1].get("waiting", ())),
         )
-        first = found[1]["waiting"][0]
-        assert first["call"].startswith("win_") and first["ranks"] == [0] and found[1]["stands_still"]
+        first = result[1]["waiting"][0]
+        assert first["call"].startswith("win_") and first["ranks"] == [0] and result[1]["stands_still"]
         seen.touch()
         assert all(not one.outcome().error for one in pending)
 
@@ -196,17 +196,17 @@ def test_agents_over_process_groups_name_the_peers_missing_from_their_call() -> 
     with World(3, environment={"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
         world.results(train, 3)
         pending = [world.run_on(rank, sum_all) for rank in range(2)]
-        found = until(
+        result = until(
             lambda: agents_of(status.look(pids(world))),
-            lambda agents: all([2] in [one["ranks"] for one in agents[rank]["waiting"]] for rank in (0, 1)),
+            lambda agents: all([2] in [agent["ranks"] for agent in agents[rank]["waiting"]] for rank in (0, 1)),
         )
         for rank in (0, 1):
-            (waits,) = found[rank]["waiting"]  # the rounds of coordination are nobody's call
-            assert waits["call"] == "allreduce (average) 'all' round 0" and found[rank]["stands_still"]
-            assert list(found[rank]["steps"].values()) == [3] and found[rank]["bytes_sent"] > 0
-        assert found[2]["waiting"] == []
-        said = words(status.look(pids(world)))
-        assert said.count("in allreduce (average) 'all' round 0 for rank 2 ") == 2 and "runs its script" in said
+            (waits,) = result[rank]["waiting"]  # the rounds of coordination are nobody's call
+            assert waits["call"] == "allreduce (average) 'all' round 0" and result[rank]["stands_still"]
+            assert list(result[rank]["steps"].values()) == [3] and result[rank]["bytes_sent"] > 0
+        assert result[2]["waiting"] == []
+        output = words(status.look(pids(world)))
+        assert output.count("in allreduce (average) 'all' round 0 for rank 2 ") == 2 and "runs its script" in output
         world.results(sum_all, on=[2])
         assert all(not one.outcome().error for one in pending)
 
@@ -222,12 +222,12 @@ def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> N
     running = threading.Thread(target=shoal.Fleet(3, transport=transport).run, args=(run,))
     running.start()
     try:
-        found = until(
+        result = until(
             lambda: agents_of(status.look([os.getpid()])),
-            lambda agents: len(agents) == 3 and all("allreduce" in one["ended"] for one in agents.values()),
+            lambda agents: len(agents) == 3 and all("allreduce" in agent["ended"] for agent in agents.values()),
         )
-        assert all(one["ended"] == "allreduce (average) 'all' round 0" for one in found.values())
-        assert all(one["waiting"] == [] and not one["stands_still"] for one in found.values())
+        assert all(value["ended"] == "allreduce (average) 'all' round 0" for value in result.values())
+        assert all(value["waiting"] == [] and not value["stands_still"] for value in result.values())
     finally:
         go_on.set()
         running.join()
@@ -235,8 +235,8 @@ def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> N
 
 def test_a_single_agent_is_found() -> None:
     with World(1) as world:
-        found = status.look(pids(world))
-        assert list(agents_of(found)) == [0] and "one agent" in words(found)
+        result = status.look(pids(world))
+        assert list(agents_of(result)) == [0] and "one agent" in words(result)
 
 
 def test_all_threads_of_a_fleet_are_found_through_one_socket_also_after_its_owner_has_left() -> None:
@@ -254,19 +254,19 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_after_its_owne
     try:
         assert left.wait(30)
         for keeper in range(4):  # whoever has the socket goes next
-            doors = status.find()[os.getpid()]
-            assert len(doors) == 1
+            listeners = status.find()[os.getpid()]
+            assert len(listeners) == 1
             deadline = time.monotonic() + 10.0
             while True:  # word that rank 0 left may still be under way
-                found = agents_of(status.ask({os.getpid(): doors}))
-                if all(0 in agent["left"] for agent in found.values()) or time.monotonic() > deadline:
+                result = agents_of(status.ask({os.getpid(): listeners}))
+                if all(0 in agent["left"] for agent in result.values()) or time.monotonic() > deadline:
                     break
-            assert set(found) == {1, 2, 3, 4}, keeper
-            assert all(agent["size"] == 5 and 0 in agent["left"] for agent in found.values())
-            (mine,) = [one for one in status_socket.here._agents if one.has_private_listener]
-            status_socket.here.leave(mine)  # as if it closed
-            mine.acceptor.close()  # type: ignore[attr-defined]
-            status_socket.here.join(mine)
+            assert set(result) == {1, 2, 3, 4}, keeper
+            assert all(agent["size"] == 5 and 0 in agent["left"] for agent in result.values())
+            (own,) = [agent for agent in status_socket.here._agents if agent.has_private_listener]
+            status_socket.here.leave(own)  # as if it closed
+            own.acceptor.close()  # type: ignore[attr-defined]
+            status_socket.here.join(own)
     finally:
         go_on.set()
         running.join()
@@ -288,10 +288,10 @@ def question(path: str, word: bytes = status_socket.QUESTION) -> bytes:
         sock.connect(path)
         sock.recv(HELLO_SIZE)
         sock.send(word)
-        heard = []
+        received = []
         while packet := sock.recv(status_socket.PACKET_BYTES):
-            heard.append(packet)
-        return b"".join(heard)
+            received.append(packet)
+        return b"".join(received)
 
 
 def test_the_reply_is_json_without_the_secret() -> None:
@@ -323,7 +323,7 @@ except OSError as error:
     with World(2) as world:
         [path] = status.find()[pids(world)[0]]
         unix = world.results(door, on=[0])[0].unix
-        said = [
+        stdout = [
             subprocess.run(
                 [sys.executable, "-I", "-c", ask, where, str(NOBODY), status_socket.QUESTION.decode()],
                 capture_output=True,
@@ -332,7 +332,7 @@ except OSError as error:
             ).stdout.strip()
             for where in (path, f"@{unix}")
         ]
-        assert said[0] == "PermissionError" and said[1] in ("heard 0", "ConnectionResetError", "BrokenPipeError")
+        assert stdout[0] == "PermissionError" and stdout[1] in ("heard 0", "ConnectionResetError", "BrokenPipeError")
         world.results(shoal.barrier)
 
 
@@ -358,8 +358,8 @@ except OSError:
         [sys.executable, "-I", "-c", listen, name, str(NOBODY), str(HELLO_SIZE)], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "listens\n"
-        [found] = status.ask({os.getpid(): [name.replace("@", "\0")]})
-        assert "another user" in found.silent
+        [result] = status.ask({os.getpid(): [name.replace("@", "\0")]})
+        assert "another user" in result.silent
         assert other.stdout.readline() == "heard 0\n"
 
 
@@ -399,13 +399,13 @@ def test_a_flood_of_queries_holds_no_descriptor_for_long_and_blocks_no_client(en
     with World(2, environment=environment) as world:
         [path] = status.find()[pids(world)[0]]
         before = world.results(count_of_descriptors)
-        stop, asked = threading.Event(), [0] * 4
+        stop, requested = threading.Event(), [0] * 4
 
         def ask(number: int) -> None:
             while not stop.is_set():
                 try:
                     question(path)
-                    asked[number] += 1
+                    requested[number] += 1
                 except OSError:
                     pass  # there is no room just now
 
@@ -413,7 +413,7 @@ def test_a_flood_of_queries_holds_no_descriptor_for_long_and_blocks_no_client(en
         for one in askers:
             one.start()
         try:
-            assert wait_until(lambda: min(asked) > 5)
+            assert wait_until(lambda: min(requested) > 5)
             assert world.results(averages, 200) == [200, 200]
             assert world.results(count_of_descriptors)[0] <= before[0] + 40
         finally:
@@ -439,8 +439,10 @@ def test_many_agents_are_sent_in_packets_that_fit_a_socket() -> None:
     agents = [{"rank": rank, "text": "x" * 500} for rank in range(1000)]
     packets = status_socket._in_packets(agents)
     assert max(map(len, packets)) <= status_socket.PACKET_BYTES and sum(map(len, packets)) <= status_socket.MOST_BYTES
-    said = json.loads(b"".join(packets))
-    assert said["there"] == 1000 and said["agents"] == agents[: len(said["agents"])] and len(said["agents"]) > 200
+    status = json.loads(b"".join(packets))
+    assert (
+        status["there"] == 1000 and status["agents"] == agents[: len(status["agents"])] and len(status["agents"]) > 200
+    )
 
 
 def fork_and_wait() -> int:
@@ -520,28 +522,28 @@ NONSENSE = [
 @pytest.mark.parametrize("answer", NONSENSE)
 def test_an_invalid_reply_is_reported_as_such(answer: bytes) -> None:
     with one_that_answers(answer) as path:
-        [found] = status.ask({os.getpid(): path})
-    assert found.agents == () and "makes no sense" in found.silent
+        [result] = status.ask({os.getpid(): path})
+    assert result.agents == () and "makes no sense" in result.silent
 
 
 def test_a_process_with_a_wrong_greeting_is_not_queried() -> None:
     with one_that_answers(b"", greeting=b"220 mail") as path:
-        [found] = status.ask({os.getpid(): path})
-    assert "makes no sense" in found.silent
+        [result] = status.ask({os.getpid(): path})
+    assert "makes no sense" in result.silent
 
 
 def test_an_endless_reply_is_cut_off() -> None:
-    said: list[bytes] = []
-    with one_that_answers(*[b"x" * 10_000] * 1000, said=said) as path:
-        [found] = status.ask({os.getpid(): path}, within=5.0)
-    assert "makes no sense" in found.silent
-    assert len(said) < 100  # a megabyte, with what the socket holds
+    output: list[bytes] = []
+    with one_that_answers(*[b"x" * 10_000] * 1000, said=output) as path:
+        [result] = status.ask({os.getpid(): path}, within=5.0)
+    assert "makes no sense" in result.silent
+    assert len(output) < 100  # a megabyte, with what the socket holds
 
 
 def test_a_busy_agent_gives_its_identity() -> None:
     with one_that_answers(json.dumps({"there": 1, "agents": [AGENT]}).encode()) as path:
-        found = status.ask({os.getpid(): path})
-    assert "has no time to say more" in words(found)
+        result = status.ask({os.getpid(): path})
+    assert "has no time to say more" in words(result)
 
 
 def test_terminal_control_characters_are_not_printed() -> None:
@@ -554,9 +556,9 @@ def test_the_script_the_job_and_its_start_are_printed() -> None:
     agents = [
         AGENT | {"rank": rank, "size": 2, "script": "train.py --lr 1", "since": now - 65 + rank} for rank in (0, 1)
     ]
-    said = words([Process(1, "running", 0, tuple(agents), 2)])
+    output = words([Process(1, "running", 0, tuple(agents), 2)])
     at = time.strftime("%H:%M:%S", time.localtime(now - 65))
-    assert f"2 of 2 agents of train.py --lr 1, job here:1, started {at} (1:05 ago)" in said or "started 20" in said
+    assert f"2 of 2 agents of train.py --lr 1, job here:1, started {at} (1:05 ago)" in output or "started 20" in output
 
 
 def test_only_the_agents_of_a_job_are_listed() -> None:
@@ -584,9 +586,9 @@ def test_no_agent_found_has_its_own_exit_status(capsys: pytest.CaptureFixture[st
 def test_json_has_all_fields_of_each_process(capsys: pytest.CaptureFixture[str]) -> None:
     with World(2) as world:
         assert main(["status", "--json", *map(str, pids(world))]) == status.ALL_ANSWERED == 0
-        said = json.loads(capsys.readouterr().out)
-        assert [one["pid"] for one in said] == sorted(pids(world))
-    assert {one["agents"][0]["rank"] for one in said} == {0, 1}
+        decoded = json.loads(capsys.readouterr().out)
+        assert [one["pid"] for one in decoded] == sorted(pids(world))
+    assert {one["agents"][0]["rank"] for one in decoded} == {0, 1}
 
 
 def test_only_the_requested_processes_are_listed() -> None:

@@ -42,7 +42,7 @@ def test_a_round_of_one_message_a_nic_takes_the_latency_and_its_bytes() -> None:
 def test_a_progress_bar_is_shown_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours, theirs = pty.openpty()
+    ours, remote = pty.openpty()
     shown = bytearray()
 
     def look() -> None:
@@ -54,7 +54,7 @@ def test_a_progress_bar_is_shown_on_a_terminal(
     looking.start()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+    with os.fdopen(remote, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
         assert main(["topology", "recommend", "-n", "8"]) == 0
     looking.join()
@@ -72,7 +72,7 @@ def test_agents_of_one_machine_share_its_nic() -> None:
 
 def test_the_fastest_is_listed_first() -> None:
     """Within 5%, fewer rounds count more than a difference below the model's error."""
-    seconds = [one["seconds"] for one in recommended(*NETWORK).values() if one["rounds"] is not None]
+    seconds = [value["seconds"] for value in recommended(*NETWORK).values() if value["rounds"] is not None]
     assert all(one <= 1.056 * min(later) for one, later in ((one, seconds[at:]) for at, one in enumerate(seconds)))
     assert len(set(seconds)) > 10
 
@@ -83,11 +83,11 @@ def test_all_options_reach_the_prediction(capsys: pytest.CaptureFixture[str]) ->
     training = ["--local-steps", "4", "--compute", "1s", "--compression", "0.5", "--difference", "0.1"]
     training += ["--accuracy", "0.2"]
     assert main(["topology", "recommend", "--json", *nic, *training]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["network"]["between"] == {"latency": 1e-3, "bandwidth": 1.25e7, "overhead": 0.0, "download": 1.25e8}
-    asked = {"difference": 0.1, "local_steps": 4, "compute": 1.0, "compression": "0.5", "accuracy": 0.2}
-    assert found["training"] == asked
-    by_name = {one["name"]: one for one in found["candidates"]}
+    status = json.loads(capsys.readouterr().out)
+    assert status["network"]["between"] == {"latency": 1e-3, "bandwidth": 1.25e7, "overhead": 0.0, "download": 1.25e8}
+    requested = {"difference": 0.1, "local_steps": 4, "compute": 1.0, "compression": "0.5", "accuracy": 0.2}
+    assert status["training"] == requested
+    by_name = {one["name"]: one for one in status["candidates"]}
     assert by_name["all-reduce (parameter server)"]["seconds"] == pytest.approx(0.801 + 2.401, rel=1e-3)
     ring = by_name["ring"]
     assert ring["seconds_per_round"] == pytest.approx(1.601, rel=1e-3)
@@ -95,7 +95,7 @@ def test_all_options_reach_the_prediction(capsys: pytest.CaptureFixture[str]) ->
     assert ring["training_seconds"] == pytest.approx(
         ring["seconds_per_step"] * math.hypot(1, 0.5 * ring["steps_apart"])
     )
-    assert found["to_train"] and by_name[found["to_train"][0]]["refused"] == ""
+    assert status["to_train"] and by_name[status["to_train"][0]]["refused"] == ""
 
 
 def test_topologies_unfit_for_training_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,9 +155,9 @@ def test_invalid_options_are_refused_with_the_valid_ones(
 
 def document(text: str) -> dict[str, Any]:
     """The one JSON document in it: rank 0 prints, and nobody else."""
-    found = json.loads(text)
-    assert isinstance(found, dict)
-    return found
+    status = json.loads(text)
+    assert isinstance(status, dict)
+    return status
 
 
 def is_a_measured_machine_of_two(found: dict[str, Any]) -> bool:
@@ -196,14 +196,14 @@ def test_measure_under_a_launcher_queries_its_agents_and_rank_0_prints() -> None
 @pytest.fixture
 def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measuring takes no time and finds one machine; the numbers of agents that were asked to."""
-    asked: list[int] = []
+    requested: list[int] = []
 
     def found(agents: int) -> MeasuredNetwork:
-        asked.append(agents)
+        requested.append(agents)
         return MeasuredNetwork(agents, agents, Link(1e-5, 4e9), None)
 
     monkeypatch.setattr("shoal.netmodel.probe.measure_this_machine", found)
-    return asked
+    return requested
 
 
 def test_a_measurement_of_few_agents_predicts_for_many(

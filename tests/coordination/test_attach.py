@@ -55,15 +55,15 @@ def by_script(script: str) -> list[str]:
         )
         for rank in range(SIZE)
     ]
-    said = [one.communicate(timeout=scaled(50)) for one in processes]
-    assert [one.returncode for one in processes] == [0] * SIZE, said
-    return [out.strip() for out, _ in said]
+    output = [process.communicate(timeout=scaled(50)) for process in processes]
+    assert [process.returncode for process in processes] == [0] * SIZE, output
+    return [out.strip() for out, _ in output]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=found("ucc"))])
 def test_the_scripts_own_group_moves_tensors_and_is_not_destroyed(engine: str) -> None:
-    said = by_script(
+    output = by_script(
         f"""
         import torch, torch.distributed as dist, shoal
         dist.init_process_group("{engine}")
@@ -79,7 +79,7 @@ def test_the_scripts_own_group_moves_tensors_and_is_not_destroyed(engine: str) -
         dist.destroy_process_group()
         """
     )
-    assert said == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
+    assert output == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
 
 
 @found("ucc")

@@ -37,9 +37,9 @@ def test_only_requests_of_all_are_ready_in_cache_order() -> None:
     for cache in caches:
         for name in "abc":
             cache.put(request(name))
-    asked = ["cab", "ac", "cba"]
+    requested = ["cab", "ac", "cba"]
     common = -1
-    for cache, names in zip(caches, asked, strict=True):
+    for cache, names in zip(caches, requested, strict=True):
         common &= cache.vector(request(name, 1) for name in names)
     for cache in caches:
         assert [entry.key.name for entry in cache.ready(common)] == ["a", "c"]

@@ -100,8 +100,8 @@ CALLS: dict[str, Callable[[float], shoal.Handle[Any]]] = {
 
 def expected(kind: str, rank: int) -> float:
     """The first number of the result, where each agent gives its rank; of a fully connected topology."""
-    found = {"average": (SIZE - 1) / 2, "push": 0.5 * rank + (rank - 1) % SIZE, "gather": 0.0, "broadcast": 1.0}
-    return found.get(kind, SIZE * (SIZE - 1) / 2)
+    result = {"average": (SIZE - 1) / 2, "push": 0.5 * rank + (rank - 1) % SIZE, "gather": 0.0, "broadcast": 1.0}
+    return result.get(kind, SIZE * (SIZE - 1) / 2)
 
 
 REFUSED: list[Callable[[], Any]] = [

@@ -126,8 +126,8 @@ def test_a_tensor_on_the_cpu_of_one_agent_only_is_a_mismatch_on_both(fleet: Flee
         assert torch.equal(average_of_two().cpu(), expected_of_two(shoal.rank()))  # and both go on
         return str(caught.value)
 
-    for said in fleet(2).run(run):
-        assert "rank 1" in said and "rank 0" in said and "a device" in said and "the CPU" in said, said
+    for output in fleet(2).run(run):
+        assert "rank 1" in output and "rank 0" in output and "a device" in output and "the CPU" in output, output
 
 
 def test_small_tensors_mismatch_as_well(fleet: Fleets, device: SlowDevice) -> None:
@@ -172,9 +172,9 @@ def test_a_device_without_memory_fails_the_call_and_not_the_agent(fleet: Fleets,
         assert torch.equal(average_of_two().cpu(), expected_of_two(shoal.rank()))
         return f"{type(caught.value).__name__}: {caught.value}", took
 
-    said = fleet(2).run(run)
-    assert all("no memory left" in one for one, _ in said), said
-    assert all(took < scaled(5.0) for _, took in said)
+    output = fleet(2).run(run)
+    assert all("no memory left" in one for one, _ in output), output
+    assert all(took < scaled(5.0) for _, took in output)
 
 
 def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
@@ -194,8 +194,8 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
         assert shoal.allreduce(torch.ones(1)).item() == 1.0
         return str(caught.value)
 
-    for said in fleet(2).run(run):
-        assert "cannot be mapped" in said and "SHOAL_DEVICE_MEMORY" in said, said
+    for output in fleet(2).run(run):
+        assert "cannot be mapped" in output and "SHOAL_DEVICE_MEMORY" in output, output
 
 
 def test_a_device_error_is_raised_and_the_others_are_notified(fleet: Fleets, device: SlowDevice) -> None:

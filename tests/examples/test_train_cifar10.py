@@ -68,9 +68,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, folder: Path,
     assert (stopped.done, stopped.evaluated) == (1, [1])
     (resumed,) = in_fleet(3, folder, *options, str(tmp_path / "parts"), "--resume")[0]
     assert (resumed.done, resumed.evaluated, len(resumed.seconds)) == (2, [1, 2], 2)
-    whole = saved(tmp_path / "whole")
-    assert list(whole) == [f"{algorithm}/step-2/agent-{rank}" for rank in range(3)]
-    assert_same_bits(whole, saved(tmp_path / "parts"))
+    full = saved(tmp_path / "whole")
+    assert list(full) == [f"{algorithm}/step-2/agent-{rank}" for rank in range(3)]
+    assert_same_bits(full, saved(tmp_path / "parts"))
 
 
 @pytest.mark.slow  # test_train_digits.py runs its script in processes, and this one in a fleet
@@ -116,9 +116,9 @@ def test_adapt_then_combine_with_all_is_all_reduce(tmp_path: Path, folder: Path)
     states = saved(tmp_path / "c")
     names = [name for name, _ in train_cifar10.resnet20(0).named_parameters()]
     for rank in range(4):
-        ours, theirs = (states[f"{algorithm}/step-2/agent-{rank}"]["model"] for algorithm in ("atc", "allreduce"))
+        ours, remote = (states[f"{algorithm}/step-2/agent-{rank}"]["model"] for algorithm in ("atc", "allreduce"))
         for name in names:
-            assert (ours[name] - theirs[name]).norm() < 1e-3 * theirs[name].norm() + 1e-5, name
+            assert (ours[name] - remote[name]).norm() < 1e-3 * remote[name].norm() + 1e-5, name
         assert (ours["0.weight"] - train_cifar10.resnet20(0).state_dict()["0.weight"]).norm() > 1e-3
 
 
@@ -142,13 +142,13 @@ def test_evaluation_is_of_each_agent_and_of_the_consensus_and_changes_nothing() 
         with torch.no_grad():
             model[1].weight.zero_()
             model[1].bias.copy_(bias)
-        found = train_cifar10.Run("atc", done=7)
-        train_cifar10.evaluate(model, test, found)
-        return found, model[1].bias.tolist(), model.training
+        results = train_cifar10.Run("atc", done=7)
+        train_cifar10.evaluate(model, test, results)
+        return results, model[1].bias.tolist(), model.training
 
-    for rank, (found, bias, training) in enumerate(shoal.Fleet(2).run(run)):
-        assert (found.evaluated, found.of_agents, found.of_consensus) == ([7], [[0.3, 0.2]], [0.5])
-        assert found.distance == [pytest.approx(2**0.5)]
+    for rank, (result, bias, training) in enumerate(shoal.Fleet(2).run(run)):
+        assert (result.evaluated, result.of_agents, result.of_consensus) == ([7], [[0.3, 0.2]], [0.5])
+        assert result.distance == [pytest.approx(2**0.5)]
         assert bias[rank] == 2.0 and bias[1 - rank] == 0.0
         assert training
 
@@ -156,7 +156,7 @@ def test_evaluation_is_of_each_agent_and_of_the_consensus_and_changes_nothing() 
 def test_the_model_is_the_paper_s() -> None:
     model = train_cifar10.resnet20(seed=3)
     assert sum(param.numel() for param in model.parameters()) == 269_722
-    assert sum(isinstance(one, (nn.Conv2d, nn.Linear)) for one in model.modules()) == 20
+    assert sum(isinstance(module, (nn.Conv2d, nn.Linear)) for module in model.modules()) == 20
     seen = []
     for block in model:
         block.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
@@ -205,7 +205,7 @@ def test_every_epoch_and_seed_has_its_own_images_and_draws(folder: Path, monkeyp
 
 
 def test_the_verdict_is_below_for_lower_accuracy() -> None:
-    runs = [train_cifar10.Run(name, of_consensus=[found]) for name, found in (("atc", 0.871), ("allreduce", 0.8755))]
+    runs = [train_cifar10.Run(name, of_consensus=[result]) for name, result in (("atc", 0.871), ("allreduce", 0.8755))]
     assert "reads 87.10% of the test images, 0.45 points below all-reduce" in train_cifar10.verdict(*runs, "ring")
     assert "reads 87.55% of the test images, 0.45 points above" in train_cifar10.verdict(*reversed(runs), "ring")
 

@@ -85,8 +85,8 @@ class Router:
         self._one = one
 
     def waits(self, rank: int, incarnation: int) -> bool:
-        found = self._one.net.there.get(rank)
-        return (rank, incarnation) in self.waiting and found is not None and found.incarnation == incarnation
+        result = self._one.net.there.get(rank)
+        return (rank, incarnation) in self.waiting and result is not None and result.incarnation == incarnation
 
     def begin_pending(self) -> None:
         self.is_joining = True
@@ -201,11 +201,11 @@ class Simulated:
         self.attempts(operation)
 
     def attempts(self, operation: Operation) -> None:
-        said = None
+        output = None
         if operation.name == IN:
             self.entry.admit_after(operation)
-            said = self.entry.asking(), self.entry.begun()
-        self.net.here[operation.name, operation.round, operation.plan][self.rank] = said
+            output = self.entry.asking(), self.entry.begun()
+        self.net.here[operation.name, operation.round, operation.plan][self.rank] = output
 
     def go_on(self) -> None:
         """Take a result that all of an attempt have contributed to, or the first of them alone, as the root of a
@@ -243,22 +243,22 @@ class Simulated:
 
 
 def as_plan(result: torch.Tensor) -> Plan:
-    entered, *gone = result.tolist()
-    return Plan(tuple(gone), entered)
+    entered, *departed = result.tolist()
+    return Plan(tuple(departed), entered)
 
 
 def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, JoiningPeer], dict[str, int]]:
     """As ``ops/state_transfer.py`` joins what all say."""
-    found: dict[int, JoiningPeer] = {}
-    begun: dict[str, int] = {}
+    result: dict[int, JoiningPeer] = {}
+    started: dict[str, int] = {}
     for asking, counts in parts.values():
         for rank, one in asking.items():
-            known = found.get(rank)
+            known = result.get(rank)
             if rank in operation.excluded_ranks and (known is None or known.place.incarnation < one.place.incarnation):
-                found[rank] = one
+                result[rank] = one
         for name, count in counts.items():
-            begun[name] = max(count, begun.get(name, 0))
-    return found, begun
+            started[name] = max(count, started.get(name, 0))
+    return result, started
 
 
 class Net:
@@ -274,7 +274,7 @@ class Net:
 
     @property
     def inside(self) -> list[Simulated]:
-        return [one for one in self.there.values() if not one.entry.is_joining]
+        return [value for value in self.there.values() if not value.entry.is_joining]
 
     def put(self, link: Link, message: Message) -> None:
         self.links.setdefault(link, deque()).append(message)
@@ -282,7 +282,7 @@ class Net:
     @property
     def waiting(self) -> list[Link]:
         """Who has something to hear."""
-        there = {(one.rank, one.incarnation) for one in self.there.values()}
+        there = {(value.rank, value.incarnation) for value in self.there.values()}
         return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in there]
 
     def deliver(self, link: Link) -> None:
@@ -388,7 +388,7 @@ def test_surviving_agents_plan_and_end_all_rounds_equally(
     first: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(result_cache, "TELL_AFTER", 3)
-    lost = entered = handed_on = 0
+    failed = entered = handed_on = 0
     returns = how != "lost"
     for seed in range(first, first + 250):
         draw = random.Random(seed)
@@ -398,10 +398,10 @@ def test_surviving_agents_plan_and_end_all_rounds_equally(
             net.step(draw, returns)
         net.finish(draw)
         check(net)
-        lost += len(net.dead)
+        failed += len(net.dead)
         entered += net.inside[0].lifecycle.gate.entered
         handed_on += net.handed_on
-    assert lost > 250 and handed_on > 10
+    assert failed > 250 and handed_on > 10
     assert entered > 150 or not returns
 
 
@@ -518,8 +518,8 @@ def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
 def test_results_of_two_attempts_are_not_mixed() -> None:
     net = Net(4)
     first, second = net.there[0], net.there[1]
-    for one in net.there.values():
-        one.begin(ALL)
+    for value in net.there.values():
+        value.begin(ALL)
     first.go_on()
     second.go_on()  # both have a result with rank 3; rank 2 has none
     net.lose(3)

@@ -31,7 +31,7 @@ def in_state(state: AgentState) -> MembershipTable:
     graph = nx.DiGraph([(one, after) for (one, _), after in TRANSITIONS.items()])
     path = nx.shortest_path(graph, AgentState.MEMBER, state)
     for before, after in pairwise(path):
-        event = next(event for (one, event), found in TRANSITIONS.items() if (one, found) == (before, after))
+        event = next(event for (one, event), result in TRANSITIONS.items() if (one, result) == (before, after))
         table.apply(event, 1, "the cause")
     assert table.state(1) is state
     return table

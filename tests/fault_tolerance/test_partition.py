@@ -120,15 +120,15 @@ def part(count: int, lowest: int) -> int:
 
 
 def test_without_unreachable_agents_there_are_no_probes_and_no_clock_reads() -> None:
-    whole = Agent(1, 4)
-    assert whole.partition_resolver.check(100.0) == float("inf")
-    whole.membership.apply(AgentEvent.LOSE, 0, "its process ended")
-    whole.membership.apply(AgentEvent.LEAVE, 2)
-    whole.membership.begin_without([3])
+    full = Agent(1, 4)
+    assert full.partition_resolver.check(100.0) == float("inf")
+    full.membership.apply(AgentEvent.LOSE, 0, "its process ended")
+    full.membership.apply(AgentEvent.LEAVE, 2)
+    full.membership.begin_without([3])
     assert (
-        whole.partition_resolver.check(200.0) == float("inf")
-        and not whole.asked
-        and not whole.partition_resolver.descriptors()
+        full.partition_resolver.check(200.0) == float("inf")
+        and not full.asked
+        and not full.partition_resolver.descriptors()
     )
 
 
@@ -251,17 +251,17 @@ def test_exactly_the_largest_of_any_parts_continues(seed: int) -> None:
     """Agents have died in each part, unknown to the others. The reachability is random."""
     draws = random.Random(seed)
     size = draws.randint(2, 9)
-    of = [draws.randrange(draws.randint(1, 4)) for _ in range(size)]
+    index = [draws.randrange(draws.randint(1, 4)) for _ in range(size)]
     left = [rank for rank in range(size) if draws.random() < 0.7] or [0]
     agents = {rank: Agent(rank, size) for rank in left}
     for rank, agent in agents.items():
         for other in range(size):
-            if of[other] != of[rank]:
+            if index[other] != index[rank]:
                 agent.lose(other)
             elif other not in agents:
                 agent.membership.apply(AgentEvent.LOSE, other, "its process ended")
-    parts = [[rank for rank in left if of[rank] == one] for one in set(of)]
-    largest = max((one for one in parts if one), key=lambda one: (len(one), -one[0]))
+    parts = [[rank for rank in left if index[rank] == one] for one in set(index)]
+    largest = max((part for part in parts if part), key=lambda one: (len(one), -one[0]))
     for step in range(20 * size):
         for rank in draws.sample(left, len(left)):
             agent = agents[rank]

@@ -77,7 +77,7 @@ def waits(asking: PeerProbe) -> bool:
 
 def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[int, str]]:
     """One agent asks another, which is there; the answers, and who has died for each."""
-    engine, heard = current().engine, []
+    engine, received = current().engine, []
     router = engine.router
     if shoal.rank() == ASKED:
         router.answer_by(lambda rank, incarnation: 1000 + 10 * rank + incarnation)
@@ -87,7 +87,7 @@ def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[
         router._secret, kept = secret(router._secret), router._secret
         asking = PeerProbe(router)
         with engine.lock:
-            asking.ask(ASKED, heard.append)
+            asking.ask(ASKED, received.append)
         assert wait_until(lambda: not waits(asking))
         asking.cancel()
         router._secret = kept
@@ -95,7 +95,7 @@ def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[
     if shoal.rank() == ASKED:
         assert wait_until(lambda: not list(router.acceptor.unauthenticated))
         assert {one for known in router.incoming.values() for one in known} <= before
-    return heard, engine.membership.view.died
+    return received, engine.membership.view.died
 
 
 @pytest.mark.parametrize("transport", OVER)
@@ -119,7 +119,7 @@ def test_a_stopped_process_and_a_closed_port_give_no_reply(transport: str, monke
     def run() -> list[int]:
         if shoal.rank() == ASKED:
             return []
-        engine, heard = current().engine, []
+        engine, received = current().engine, []
         asking, router = PeerProbe(engine.router), engine.router
         family = socket.AF_INET if transport == "network" else socket.AF_UNIX
         kind = socket.SOCK_STREAM if transport == "network" else socket.SOCK_SEQPACKET
@@ -132,16 +132,16 @@ def test_a_stopped_process_and_a_closed_port_give_no_reply(transport: str, monke
             router.endpoints[ASKED] = shut
             for _ in range(5):  # the last ones find the queue full
                 with engine.lock:
-                    asking.ask(ASKED, heard.append)
+                    asking.ask(ASKED, received.append)
                 time.sleep(0.01)
             withdrawn = asking._question
             with engine.lock:
                 asking.cancel()
             assert withdrawn is None or withdrawn.sock.fileno() < 0
         with engine.lock:
-            asking.ask(ASKED, heard.append)
+            asking.ask(ASKED, received.append)
         assert wait_until(lambda: not waits(asking))
-        return heard
+        return received
 
     with nothing_is_left():
         assert shoal.Fleet(2, transport=transport, timeout=10.0).run(run) == [[], []]

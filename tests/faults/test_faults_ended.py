@@ -44,7 +44,7 @@ def exit_with_an_error() -> None:
     sys.exit(3)
 
 
-def exit_without_a_word() -> None:
+def exit_abruptly() -> None:
     os._exit(4)
 
 
@@ -70,7 +70,7 @@ def end_and_rest(world: World, end: Callable[[], None]) -> list[Outcome]:
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize(
     ("end", "code"),
-    [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_without_a_word, 4)],
+    [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_abruptly, 4)],
     ids=["raises", "sys.exit", "os._exit"],
 )
 def test_all_survivors_are_notified_within_a_second_of_an_agents_end(
@@ -80,20 +80,22 @@ def test_all_survivors_are_notified_within_a_second_of_an_agents_end(
         outcomes = end_and_rest(world, end)
         dead = outcomes[VICTIM]
         assert dead.message == f"exit code {code}"
-        for one in outcomes:
-            if one.rank == VICTIM:
+        for outcome in outcomes:
+            if outcome.rank == VICTIM:
                 continue
-            assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"
-            assert one.ranks == (VICTIM,), f"rank {one.rank}: {one.message}"
-            assert one.ended - dead.ended < scaled(SECONDS)
+            assert outcome.error == "PeerLost", (
+                f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+            )
+            assert outcome.ranks == (VICTIM,), f"rank {outcome.rank}: {outcome.message}"
+            assert outcome.ended - dead.ended < scaled(SECONDS)
 
 
 @pytest.mark.transport("shared_memory")
 def test_the_survivors_get_the_exception_that_ended_an_agent() -> None:
     with World(SIZE) as world:
         outcomes = end_and_rest(world, raise_an_exception)
-        for one in outcomes:
-            assert one.rank == VICTIM or "Unlucky: out of luck" in one.message, one.message
+        for outcome in outcomes:
+            assert outcome.rank == VICTIM or "Unlucky: out of luck" in outcome.message, outcome.message
         log = world.members[VICTIM].log.read_text()
         assert "Traceback" in log and "Unlucky: out of luck" in log
 
@@ -110,14 +112,14 @@ def test_the_survivors_get_the_exception_that_ended_an_agent() -> None:
 def test_the_survivors_get_the_exit_status_that_ended_an_agent(status: object, said: str) -> None:
     with World(SIZE) as world:
         outcomes = [one for one in end_and_rest(world, partial(sys.exit, status)) if one.rank != VICTIM]
-        needed = [one for one in outcomes if said in one.message]
-        assert len(needed) >= (len(outcomes) if status else 1), [one.message for one in outcomes]
-        assert all(one.error == "PeerLost" and one.ranks == (VICTIM,) for one in outcomes)
+        needed = [outcome for outcome in outcomes if said in outcome.message]
+        assert len(needed) >= (len(outcomes) if status else 1), [outcome.message for outcome in outcomes]
+        assert all(outcome.error == "PeerLost" and outcome.ranks == (VICTIM,) for outcome in outcomes)
 
 
 def end_in_time(world: World, end: Callable[[], None]) -> None:
     outcomes = [world.run_on(rank, end, caught=False) for rank in range(SIZE)]
-    assert [one.outcome().message for one in outcomes] == ["exit code 0"] * SIZE
+    assert [outcome.outcome().message for outcome in outcomes] == ["exit code 0"] * SIZE
 
 
 def average_and_end() -> None:
@@ -158,10 +160,10 @@ def test_a_kill_during_a_common_shutdown_delays_the_others_less_than_a_second(
     with World(SIZE, environment=environment) as world:
         outcomes = world.run(shut_down_all, place)
         assert outcomes[VICTIM].message == "exit code -9"
-        for one in outcomes:
-            if one.rank != VICTIM:
-                assert not one.error, one.trace
-                assert one.ended - outcomes[VICTIM].ended < scaled(SECONDS)
+        for outcome in outcomes:
+            if outcome.rank != VICTIM:
+                assert not outcome.error, outcome.trace
+                assert outcome.ended - outcomes[VICTIM].ended < scaled(SECONDS)
 
 
 @pytest.mark.parametrize("environment", OVER)
@@ -267,8 +269,8 @@ def operation_in_a_forked_child() -> str:
 @pytest.mark.transport("shared_memory")
 def test_a_forked_child_is_no_agent_and_raises() -> None:
     with World(2) as world:
-        for said in world.results(operation_in_a_forked_child):
-            assert said.startswith("NotInitialized: ")
+        for result in world.results(operation_in_a_forked_child):
+            assert result.startswith("NotInitialized: ")
         assert world.is_sound()
 
 
@@ -402,10 +404,10 @@ def wait_until_asked(name: str) -> None:
     """Until a message of that operation has come from the agent that waits."""
     import threading
 
-    came = threading.Event()
-    shoal.events().subscribe(lambda event: came.set() if event.name == name else None)
+    arrived = threading.Event()
+    shoal.events().subscribe(lambda event: arrived.set() if event.name == name else None)
     rounds = current().engine.matcher
-    while not any(key[0] == name for key in rounds.early) and not came.wait(0.005):
+    while not any(key[0] == name for key in rounds.early) and not arrived.wait(0.005):
         pass
 
 

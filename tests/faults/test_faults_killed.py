@@ -130,7 +130,11 @@ def test_two_agents_killed_at_once_are_both_named() -> None:
         world.kill(1)
         world.kill(4)
         outcomes = [one.outcome() for one in pending]
-        assert all(one.error == "PeerLost" and one.ranks in ((1,), (4,)) for one in outcomes if one.rank not in (1, 4))
+        assert all(
+            outcome.error == "PeerLost" and outcome.ranks in ((1,), (4,))
+            for outcome in outcomes
+            if outcome.rank not in (1, 4)
+        )
         for known in world.results(known_as_dead, 2, on=world.alive):
             assert known == [1, 4]
 

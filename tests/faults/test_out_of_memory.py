@@ -56,23 +56,23 @@ def send_without_memory(numel: int) -> str:
         resource.setrlimit(resource.RLIMIT_AS, (used + LITTLE, resource.RLIM_INFINITY))
     try:
         shoal.neighbor_allreduce(x, out=out)
-        told = "nothing"
+        error_text = "nothing"
     except (MemoryError, shoal.ShoalError) as error:
-        told = f"{type(error).__name__} {getattr(error, 'ranks', ())} {error}"
+        error_text = f"{type(error).__name__} {getattr(error, 'ranks', ())} {error}"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert bool((shoal.neighbor_allreduce(x, out=out) == 1).all())
-    return told
+    return error_text
 
 
 @pytest.mark.parametrize("environment", OVER)
 def test_an_agent_without_send_memory_raises_and_the_others_get_the_reason(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
-        told = world.results(send_without_memory, 5_000_000)
-    assert told[SHORT].startswith("MemoryError () the system cannot give 20,9"), told
+        errors = world.results(send_without_memory, 5_000_000)
+    assert errors[SHORT].startswith("MemoryError () the system cannot give 20,9"), errors
     for rank in (0, 2):
-        assert told[rank].startswith(f"Mismatch {tuple(sorted((rank, SHORT)))} "), told
-        assert "whose own call failed there (MemoryError: the system cannot give" in told[rank], told
+        assert errors[rank].startswith(f"Mismatch {tuple(sorted((rank, SHORT)))} "), errors
+        assert "whose own call failed there (MemoryError: the system cannot give" in errors[rank], errors
 
 
 def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
@@ -96,5 +96,5 @@ def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
         return str(caught.value)
 
     with nothing_is_left():
-        found = shoal.Fleet(2, timeout=20.0).run(run)
-    assert "MemoryError" in found[0], found
+        results = shoal.Fleet(2, timeout=20.0).run(run)
+    assert "MemoryError" in results[0], results

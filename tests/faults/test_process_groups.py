@@ -94,8 +94,8 @@ def end() -> None:
 
 def average(count: int, numel: int = LARGE, timeout: float | None = None) -> float:
     for _ in range(count):
-        found = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), timeout=timeout)
-    return found[0].item()
+        result = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), timeout=timeout)
+    return result[0].item()
 
 
 def stop_when(point: Point) -> None:
@@ -109,9 +109,9 @@ def test_a_stopped_agent_is_named_at_the_deadline_and_reconnects(point: Point, v
         world.results(average, 4)
         world.results(stop_when, point, on=[victim])
         pending = {rank: world.run_on(rank, average, 20, LARGE, 1.0) for rank in range(3)}
-        found = [pending[rank].outcome() for rank in range(3) if rank != victim]
-        assert all(one.error == "DeadlineExceeded" for one in found), [(one.error, one.message) for one in found]
-        assert all(victim in one.ranks or "moved" in one.message for one in found), [one.message for one in found]
+        results = [pending[rank].outcome() for rank in range(3) if rank != victim]
+        assert all(one.error == "DeadlineExceeded" for one in results), [(one.error, one.message) for one in results]
+        assert all(victim in one.ranks or "moved" in one.message for one in results), [one.message for one in results]
         world.kill(victim, signal.SIGCONT)
         pending[victim].outcome()
         rounds = world.results(begun)

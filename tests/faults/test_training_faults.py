@@ -37,7 +37,7 @@ def check(fault: Fault) -> None:
         _send_signals(world, fault)
         patience = UNTIL_SECONDS + 2 * fault.timeout + ENDED_SECONDS
         outcomes = [one.outcome(max(1.0, began + patience - time.monotonic())) for one in pending]
-        complaints = [line for one in outcomes for line in _complaints(fault, one, outcomes)]
+        complaints = [line for outcome in outcomes for line in _complaints(fault, outcome, outcomes)]
         assert not complaints, f"{fault}\n" + "\n".join(complaints)
 
 
@@ -61,10 +61,10 @@ def _complaints(fault: Fault, one: Outcome, all_: list[Outcome]) -> list[str]:
         return [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"]
     ended: Ended = one.value
     wrong = _misjudged(fault, one.rank, ended, all_)
-    found = [f"rank {one.rank} {wrong}: {ended.error} {ended.ranks}: {ended.said}"] if wrong else []
+    results = [f"rank {one.rank} {wrong}: {ended.error} {ended.ranks}: {ended.said}"] if wrong else []
     if ended.shutdown > SHUTDOWN_SECONDS:
-        found.append(f"rank {one.rank} needed {ended.shutdown:.1f} s to shut down after {ended.error} {ended.said}")
-    return found
+        results.append(f"rank {one.rank} needed {ended.shutdown:.1f} s to shut down after {ended.error} {ended.said}")
+    return results
 
 
 def _misjudged(fault: Fault, rank: int, ended: Ended, all_: list[Outcome]) -> str:
@@ -73,16 +73,22 @@ def _misjudged(fault: Fault, rank: int, ended: Ended, all_: list[Outcome]) -> st
         return "failed, though nobody did" if ended.error else ""
     if rank == fault.victim:
         return _victim_misjudged(fault, ended)
-    gone = {other.rank for other in all_ if isinstance(other.value, Ended) and other.value.noticed < ended.noticed}
+    departed = {other.rank for other in all_ if isinstance(other.value, Ended) and other.value.noticed < ended.noticed}
     if fault.kind in ONE_IS_LOST or (fault.kind == "unequal" and fault.then == "leave"):
         right = (ended.error, ended.ranks) == ("PeerLost", (fault.victim,))
         return "" if right else f"does not name rank {fault.victim}, which failed first"
     # A deadline, or somebody who has ended the loop and does not leave: whoever is impatient first, leaves.
     if ended.error == "PeerLost":
-        return "" if set(ended.ranks) <= gone and ended.ranks else f"names who has not left before (left: {gone})"
+        return (
+            "" if set(ended.ranks) <= departed and ended.ranks else f"names who has not left before (left: {departed})"
+        )
     if ended.error in ("DeadlineExceeded", "Mismatch"):
         # A neighbour that waits for the late one is late itself.
-        late = {fault.victim, *gone, *(one.rank for one in all_ if one.rank != rank and (one.error or one.value.error))}
+        late = {
+            fault.victim,
+            *departed,
+            *(one.rank for one in all_ if one.rank != rank and (one.error or one.value.error)),
+        }
         return "" if set(ended.ranks) & late else f"names neither rank {fault.victim} nor one that it held up ({late})"
     return "" if not ended.error and not fault.in_step else "did not notice"
 

@@ -73,7 +73,7 @@ def see_its_end(world: World) -> None:
     assert_it_was_killed(world.members[VICTIM].outcome(PATIENCE))
 
 
-def assert_it_learnt_who_died(one: Outcome, at: float, victim: int = VICTIM) -> None:
+def assert_it_names_the_killed(one: Outcome, at: float, victim: int = VICTIM) -> None:
     assert (one.error, one.ranks) == ("PeerLost", (victim,)), f"rank {one.rank}: {one.error}: {one.trace}"
     assert f"rank {victim}" in one.message
     assert one.ended - at < scaled(SECONDS), f"rank {one.rank} learnt it after {one.ended - at:.2f} s"
@@ -82,12 +82,12 @@ def assert_it_learnt_who_died(one: Outcome, at: float, victim: int = VICTIM) -> 
 def assert_the_rest_goes_on(world: World, rest: list[int] = REST) -> None:
     """Now, and also when everybody knows who died."""
     for _ in range(2):
-        for found in world.results(go_on, rest, on=rest):
-            assert all(slot.smallest == slot.largest == 11.0 for slot in found)
-        world.results(all_learnt_it, SIZE - len(rest), on=rest)
+        for result in world.results(go_on, rest, on=rest):
+            assert all(slot.smallest == slot.largest == 11.0 for slot in result)
+        world.results(assert_all_name_the_killed, SIZE - len(rest), on=rest)
 
 
-def all_learnt_it(count: int) -> None:
+def assert_all_name_the_killed(count: int) -> None:
     assert wait_until(lambda: len(shoal.membership().died) == count, 2.0)
 
 
@@ -102,10 +102,10 @@ def test_a_slot_holds_the_old_or_the_new_value_when_its_sender_is_killed(how: st
         world.results(open_window)
         dead = world.run_on(VICTIM, write_twice, how, TARGET, place).outcome()
         assert_it_was_killed(dead)
-        [found] = world.run(read, VICTIM, on=[TARGET])
+        [result] = world.run(read, VICTIM, on=[TARGET])
         new = 5.0 if how == PUT else 8.0
-        assert found.value == whole(new if place in AFTER_THE_FLIP else 3.0), found.trace
-        assert found.ended - dead.ended < scaled(SECONDS)
+        assert result.value == whole(new if place in AFTER_THE_FLIP else 3.0), result.trace
+        assert result.ended - dead.ended < scaled(SECONDS)
         if how == ACCUMULATE:
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [2 if place in AFTER_THE_FLIP else 1]
         assert all(world.results(take_mutex, TARGET, on=REST))
@@ -128,8 +128,8 @@ def test_an_owner_applies_complete_writes_of_a_killed_sender(how: str, point: Po
         world.results(open_window, LARGE)
         dead = world.run_on(VICTIM, write_twice, how, TARGET, point).outcome()
         assert_it_was_killed(dead)
-        [found] = world.run(read, VICTIM, on=[TARGET])
-        assert found.value == whole((5.0 if how == PUT else 8.0) if new else 3.0), found.trace
+        [result] = world.run(read, VICTIM, on=[TARGET])
+        assert result.value == whole((5.0 if how == PUT else 8.0) if new else 3.0), result.trace
         assert all(world.results(take_mutex, TARGET, on=REST))
 
 
@@ -178,8 +178,8 @@ def test_writing_to_a_killed_agent_raises_within_a_second(environment: dict[str,
         assert world.results(read_until, 0, 3, on=[VICTIM]) == [[]]
         at = world.kill(VICTIM)
         see_its_end(world)
-        for one in writers:
-            assert_it_learnt_who_died(one.outcome(), at)
+        for writer in writers:
+            assert_it_names_the_killed(writer.outcome(), at)
         assert_the_rest_goes_on(world)
 
 
@@ -191,7 +191,7 @@ def test_writing_to_a_dead_agent_raises_within_a_second(environment: dict[str, s
         at = world.kill(VICTIM)
         see_its_end(world)
         for one in world.run(write_for_ever, how, VICTIM, on=REST):
-            assert_it_learnt_who_died(one, at)
+            assert_it_names_the_killed(one, at)
         assert_the_rest_goes_on(world)
 
 
@@ -203,7 +203,7 @@ def test_writes_before_the_kill_of_their_target_have_succeeded(environment: dict
         at = world.kill(VICTIM)
         see_its_end(world)
         for one in world.run(write_for_ever_without_waiting, PUT, VICTIM, on=REST):
-            assert_it_learnt_who_died(one, at)
+            assert_it_names_the_killed(one, at)
 
 
 @pytest.mark.parametrize("place", ["locked", "half copied", "flipped"])
@@ -216,7 +216,7 @@ def test_a_write_completes_when_its_target_is_killed_during_it(how: str, place: 
         world.results(write_twice, how, VICTIM, place, act, on=[TARGET])
         at = time.monotonic()
         see_its_end(world)
-        assert_it_learnt_who_died(world.run(write_for_ever, how, VICTIM, on=[TARGET])[0], at)
+        assert_it_names_the_killed(world.run(write_for_ever, how, VICTIM, on=[TARGET])[0], at)
 
 
 @pytest.mark.parametrize("place", ["locked", "copied", "flipped"])
@@ -230,7 +230,7 @@ def test_a_target_killed_while_it_serves_a_request_is_named(how: str, place: str
         [writer] = world.run(write, how, 5.0, VICTIM, on=[TARGET])
         dead = world.run_on(VICTIM, sleep_for_ever).outcome()
         assert_it_was_killed(dead)
-        assert_it_learnt_who_died(writer, dead.ended)
+        assert_it_names_the_killed(writer, dead.ended)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -242,7 +242,7 @@ def test_a_target_killed_during_a_transfer_is_named(count: int) -> None:
         [writer] = world.run(write, PUT, 5.0, VICTIM, on=[TARGET])
         dead = world.run_on(VICTIM, sleep_for_ever).outcome()
         assert_it_was_killed(dead)
-        assert_it_learnt_who_died(writer, dead.ended)
+        assert_it_names_the_killed(writer, dead.ended)
 
 
 def arm_chunk(count: int) -> None:
@@ -386,8 +386,8 @@ def test_a_shutdown_with_open_windows_ends_only_calls_that_need_the_agent(enviro
         for one in [each.outcome() for each in writers]:
             assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
             assert one.ended - left.ended < scaled(SECONDS)
-        for found in world.results(go_on, REST, on=REST):
-            assert all(slot.smallest == slot.largest == 11.0 for slot in found)
+        for result in world.results(go_on, REST, on=REST):
+            assert all(slot.smallest == slot.largest == 11.0 for slot in result)
 
 
 @OVER
@@ -417,7 +417,7 @@ def test_writers_get_the_exception_that_ended_their_target(environment: dict[str
         assert ended.message == "exit code 1"
         one = writer.outcome()
         assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
-        assert_it_learnt_who_died(world.run(write_for_ever, PUT, VICTIM, on=[TARGET])[0], ended.ended)
+        assert_it_names_the_killed(world.run(write_for_ever, PUT, VICTIM, on=[TARGET])[0], ended.ended)
         assert_the_rest_goes_on(world)
 
 

@@ -87,8 +87,8 @@ def assert_it_names_the_stopped(one: Outcome) -> None:
 
 def assert_all_is_as_before(world: World) -> None:
     everybody = list(range(SIZE))
-    for found in world.results(go_on, everybody):
-        assert all(slot.smallest == slot.largest == 11.0 for slot in found)
+    for result in world.results(go_on, everybody):
+        assert all(slot.smallest == slot.largest == 11.0 for slot in result)
     world.results(shoal.barrier)
 
 
@@ -263,8 +263,8 @@ def test_a_stopped_target_does_not_block_writes_to_others() -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, 100_000)
         with stopped(world):
-            found = world.results(accumulate_with_deadlines, STOPPED, 4, SHORT, on=[OTHER])
-            assert found == [Tried(0, 4)]
+            result = world.results(accumulate_with_deadlines, STOPPED, 4, SHORT, on=[OTHER])
+            assert result == [Tried(0, 4)]
             [outcome] = world.run(write, PUT, 2.0, healthy, SHORT, on=[OTHER])
             assert not outcome.error, outcome.trace
         assert world.results(read, OTHER, on=[healthy]) == [whole(2.0)]

@@ -56,7 +56,7 @@ def steps_to_the_accuracy(local: int, name: str, difference: float) -> float:
 
 def regrets(count: int) -> tuple[list[float], list[float]]:
     """Of the recommendations on drawn networks; and of those that leave out how far training is to go."""
-    draw, found, without = np.random.default_rng(5), list[float](), list[float]()
+    draw, result, without = np.random.default_rng(5), list[float](), list[float]()
     for number in range(count):
         local = (1, 1, 4)[number % 3]
         latency, bandwidth, nbytes = (10 ** draw.uniform(*span) for span in ((-5, -1.5), (7, 9.5), (4, 8)))
@@ -70,9 +70,9 @@ def regrets(count: int) -> tuple[list[float], list[float]]:
             replace(one, training_seconds=one.seconds_per_step * plain.times_the_steps(one.steps_apart))
             for one in made.candidates
         )
-        for regret, one in ((found, made), (without, replace(made, candidates=tuple(anew)))):
+        for regret, one in ((result, made), (without, replace(made, candidates=tuple(anew)))):
             regret.append(seconds[one.to_train[0].name] / min(seconds.values()))
-    return found, without
+    return result, without
 
 
 FEW = {
@@ -91,12 +91,12 @@ FEW = {
 @pytest.mark.timeout(600)  # for a busy machine; alone it takes seconds
 def test_the_recommendation_is_near_the_best_on_random_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     def some(size: int, local: int) -> tuple[list[Averaging], dict[str, str]]:
-        found, passed_over = averagings(size, local)
-        return [one for one in found if one.name in FEW], passed_over
+        results, passed_over = averagings(size, local)
+        return [one for one in results if one.name in FEW], passed_over
 
     monkeypatch.setattr(recommendation, "averagings", some)
-    found, without = regrets(12)
-    print("regrets", np.round(found, 2), "without the accuracy", np.round(without, 2))
-    assert max(found) < 1.3
-    assert np.mean(found) < 1.1
+    result, without = regrets(12)
+    print("regrets", np.round(result, 2), "without the accuracy", np.round(without, 2))
+    assert max(result) < 1.3
+    assert np.mean(result) < 1.1
     assert max(without) > 2.0, "the problems are too easy to tell one rule from another"

@@ -90,14 +90,14 @@ def expected(index: int) -> list[torch.Tensor]:
 
 
 def outcomes(handles: dict[str, Handle], seconds: float = 10.0) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, handle in handles.items():
         try:
-            found[name] = handle.wait(seconds).tolist()
+            result[name] = handle.wait(seconds).tolist()
         except shoal.ShoalError as error:
             assert repr(name) in str(error), str(error)
-            found[name] = type(error).__name__, tuple(sorted(error.ranks))
-    return found
+            result[name] = type(error).__name__, tuple(sorted(error.ranks))
+    return result
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -116,8 +116,8 @@ def test_fifty_push_pull_calls_are_one_message_to_each_destination(fleet: Fleets
         return [handle.wait() for handle in handles], post.of("neighbor_allreduce")
 
     averages = [push_pull(samples(SIZE, (5,), seed=i), [0.1] * SIZE, RECEIVE, SEND) for i in range(COUNT)]
-    for rank, (found, sent) in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(found))
+    for rank, (result, sent) in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(result))
         assert sent == (len(SEND[rank]), 0)
 
 
@@ -134,8 +134,8 @@ def test_fifty_all_reduces_are_one_message_to_the_owner_and_one_from_it(
         return [handle.wait() for handle in handles], post.of("allreduce")
 
     averages = [reduced("average", samples(SIZE, (5,), seed=i)) for i in range(COUNT)]
-    for rank, (found, sent) in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, averages[i]) for i, one in enumerate(found))
+    for rank, (result, sent) in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, averages[i]) for i, one in enumerate(result))
         assert sent == (1 if rank else SIZE - 1, 0)
 
 
@@ -157,9 +157,9 @@ def test_calls_in_the_same_round_of_a_schedule_are_fused_and_others_are_not(flee
                 ]
         return [handle.wait().item() for handle in handles], post.of("neighbor_allreduce")
 
-    for rank, (found, sent) in enumerate(fleet(8).run(run)):
+    for rank, (result, sent) in enumerate(fleet(8).run(run)):
         behind = [(rank - hop) % 8 for hop in (1, 2, 4)]
-        assert found == [(rank + other) / 2 + i for other in behind for i in range(10)]
+        assert result == [(rank + other) / 2 + i for other in behind for i in range(10)]
         assert sent == (3, 0)
 
 
@@ -179,11 +179,11 @@ def test_agents_that_submit_the_same_in_another_order_fuse_equally(
         with current().engine.lock:
             for i in order:
                 handles[i] = shoal.allreduce_nonblocking(torch.tensor(float(i + shoal.rank())), name=f"gradient {i}")
-        found = [handles[i].wait().item() for i in range(COUNT)]
-        return found, len(apart), post.sent
+        results = [handles[i].wait().item() for i in range(COUNT)]
+        return results, len(apart), post.sent
 
-    for rank, (found, apart, sent) in enumerate(fleet(2).run(run)):
-        assert found == [i + 0.5 for i in range(COUNT)], rank
+    for rank, (result, apart, sent) in enumerate(fleet(2).run(run)):
+        assert result == [i + 0.5 for i in range(COUNT)], rank
         assert (apart, sent) == (0, Counter({("allreduce", True): 1}))
 
 
@@ -229,9 +229,9 @@ def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleet
 
     wanted = [expected(index) for index in range(60)]
     for seed in range(3):
-        for rank, found in enumerate(fleet(SIZE).run(run, seed)):
-            assert len(found) == 60
-            for index, one in found:
+        for rank, result in enumerate(fleet(SIZE).run(run, seed)):
+            assert len(result) == 60
+            for index, one in result:
                 assert same_bits(one, wanted[index][rank]), (seed, rank, index)
 
 
@@ -246,8 +246,8 @@ def test_an_agent_with_single_calls_works_with_agents_that_fuse(fleet: Fleets, o
             handles = [exchanged(index) for index in range(20)]
         return [handle.wait() for handle in handles]
 
-    for rank, found in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, expected(index)[rank]) for index, one in enumerate(found))
+    for rank, result in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, expected(index)[rank]) for index, one in enumerate(result))
 
 
 @pytest.mark.parametrize("kind", [pushed_and_pulled, all_reduced])
@@ -263,9 +263,9 @@ def test_a_shape_that_differs_in_one_call_fails_only_that_call(fleet: Fleets, ki
                 else:
                     edge = {other: 0.5}
                     handles[name] = shoal.neighbor_allreduce_nonblocking(given, 0.5, edge, edge, name=name)
-        found = outcomes(handles)
+        result = outcomes(handles)
         shoal.barrier()
-        return found
+        return result
 
     well = {name: [1.0 if kind is all_reduced else 0.75] * 4 for name in "abde"}
     assert fleet(2).run(run) == [{**well, "c": ("Mismatch", (0, 1))}] * 2
@@ -276,14 +276,14 @@ def test_one_shape_that_differs_fails_only_its_all_reduce_of_one_owner(fleet: Fl
         x = {name: torch.ones(3 if name == "b" and shoal.rank() == 2 else 2) for name in "abc"}
         with current().engine.lock:
             handles = {name: shoal.allreduce_nonblocking(one, name=name) for name, one in x.items()}
-        found = outcomes(handles)
+        results = outcomes(handles)
         shoal.barrier()
-        return found
+        return results
 
-    for found in fleet(SIZE).run(run):
-        assert (found["a"], found["c"]) == ([1.0, 1.0], [1.0, 1.0])
-        assert found["b"][0] == "Mismatch"
-        assert 0 in found["b"][1]
+    for result in fleet(SIZE).run(run):
+        assert (result["a"], result["c"]) == ([1.0, 1.0], [1.0, 1.0])
+        assert result["b"][0] == "Mismatch"
+        assert 0 in result["b"][1]
 
 
 def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
@@ -295,28 +295,28 @@ def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
             named = {} if name == "b" and shoal.rank() == unaware else {1 - shoal.rank(): 1.0}
             edge: Edges = [{}, named] if shoal.rank() == 0 else [named, {}]
             handles[name] = shoal.neighbor_allreduce_nonblocking(torch.ones(2), 0.5, *edge, name=name)
-    found = outcomes(handles)
+    result = outcomes(handles)
     if shoal.rank() != unaware:
         assert told.wait(10)  # it is there until the other has heard
-        return found
-    if found["b"] == [0.5, 0.5]:
+        return result
+    if result["b"] == [0.5, 0.5]:
         assert wait_until(lambda: current().engine.lifecycle._refused is not None)
         with pytest.raises(shoal.Mismatch) as caught:
             shoal.barrier()
         assert "'b'" in str(caught.value)
-        found["b"] = "Mismatch", tuple(sorted(caught.value.ranks))
+        result["b"] = "Mismatch", tuple(sorted(caught.value.ranks))
     told.set()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("unaware", [0, 1])
 def test_an_edge_that_one_end_omits_in_one_call_is_an_error_at_both(fleet: Fleets, unaware: int) -> None:
     """As without fusion: a sender with a complete result still waits until the receiver has confirmed the edge."""
-    found = fleet(2).run(edges_from_0_to_1, unaware, threading.Event())
-    right: list[dict[str, Any]] = [{name: [one] * 2 for name in "ac"} for one in (0.5, 1.5)]
+    results = fleet(2).run(edges_from_0_to_1, unaware, threading.Event())
+    right: list[dict[str, Any]] = [{name: [value] * 2 for name in "ac"} for value in (0.5, 1.5)]
     for one in right:
         one["b"] = "Mismatch", (0, 1)
-    assert found == right
+    assert results == right
 
 
 def test_a_sender_is_not_confirmed_before_the_receivers_call(fleet: Fleets) -> None:
@@ -356,17 +356,17 @@ def test_a_call_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets, kind
                 else:
                     one, behind = {(rank + 1) % 3: 1.0}, {(rank - 1) % 3: 0.5}
                     handles[name] = shoal.neighbor_allreduce_nonblocking(x, 0.5, behind, one, name=name, timeout=0.7)
-        found = outcomes(handles)
+        result = outcomes(handles)
         shoal.barrier()
-        return found
+        return result
 
     well = {name: [1.0, 1.0] for name in "abc"}
-    found = fleet(3).run(run)
-    assert found[1] == well
+    results = fleet(3).run(run)
+    assert results[1] == well
     for rank in (0, 2):
-        assert {**found[rank], "d": None} == {**well, "d": None}
-        assert found[rank]["d"][0] == "DeadlineExceeded"
-        assert 1 in found[rank]["d"][1]
+        assert {**results[rank], "d": None} == {**well, "d": None}
+        assert results[rank]["d"][0] == "DeadlineExceeded"
+        assert 1 in results[rank]["d"][1]
 
 
 def test_no_state_is_left(fleet: Fleets) -> None:
@@ -411,7 +411,7 @@ def test_survivors_continue_with_fused_operations(fleet: Fleets, monkeypatch: py
             shoal.shutdown()
             return None
         rank = shoal.rank()
-        x, others = torch.tensor(10.0**rank, dtype=torch.float64), [one for one in range(SIZE) if one != rank]
+        x, others = torch.tensor(10.0**rank, dtype=torch.float64), [index for index in range(SIZE) if index != rank]
         handles = []
         with current().engine.lock:
             for _ in range(5):
@@ -420,12 +420,12 @@ def test_survivors_continue_with_fused_operations(fleet: Fleets, monkeypatch: py
                 handles.append(shoal.neighbor_allreduce_nonblocking(x, 0.25, weights, others))
         return [handle.wait().item() for handle in handles]
 
-    for gone in (3, 0):
-        left = [rank for rank in range(SIZE) if rank != gone]
+    for departed in (3, 0):
+        left = [rank for rank in range(SIZE) if rank != departed]
         total = sum(10.0**rank for rank in left)
-        found = fleet(SIZE).run(run, gone)
+        results = fleet(SIZE).run(run, departed)
         for rank in left:
-            assert found[rank] == pytest.approx([total, (total + 10.0**rank) / 4] * 5), (gone, rank)
+            assert results[rank] == pytest.approx([total, (total + 10.0**rank) / 4] * 5), (departed, rank)
 
 
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
@@ -464,19 +464,19 @@ class Alike:
 
 def unbegun(plans: list[Plan]) -> deque[Operation]:
     """Calls that were submitted while others were lost, or entered: each with whom it is planned for."""
-    found: deque[Operation] = deque()
+    result: deque[Operation] = deque()
     for round_, plan in enumerate(plans):
-        one = Operation("op", "x", round_, 1.0)
-        one.handle = cast("Handle", object())
-        one.fusible = FusionSpec(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
-        one.recovery = Recovery(one.fusible.alone, FailurePolicy.SKIP_MISSING, plan)
-        found.append(one)
-    return found
+        operation = Operation("op", "x", round_, 1.0)
+        operation.handle = cast("Handle", object())
+        operation.fusible = FusionSpec(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
+        operation.recovery = Recovery(operation.fusible.alone, FailurePolicy.SKIP_MISSING, plan)
+        result.append(operation)
+    return result
 
 
 def test_calls_planned_for_a_subset_are_not_fused() -> None:
-    lost, entered = Plan((3,)), Plan((), 1)
-    waiting = unbegun([lost, lost, Plan(), entered, Plan()])
+    failed, entered = Plan((3,)), Plan((), 1)
+    waiting = unbegun([failed, failed, Plan(), entered, Plan()])
     taken = []
     while waiting:
         members: list[Operation] = []

@@ -126,5 +126,5 @@ def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
     progress = Progress(late, late, "test")  # type: ignore[arg-type]
     progress.next_check = clock.now + (5.0 if held_up else 0.001)
     progress.drive_until(lambda: "deadline" in seen)
-    messages = [f"message {one}" for one in (2, 1, 0)]
+    messages = [f"message {value}" for value in (2, 1, 0)]
     assert seen == ([*messages, "deadline"] if held_up else [messages[0], "deadline"])

@@ -54,7 +54,9 @@ FORMS: Mapping[str, Callable[[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [compressor for compressor in COMPRESSORS if deterministic(compressor)], ids=repr
+)
 def test_the_compressed_average_is_its_equation(
     fleet: Fleets, anywhere: None, compressor: Compressor, form: str
 ) -> None:
@@ -64,18 +66,18 @@ def test_the_compressed_average_is_its_equation(
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = mine()
         before = x.clone()
-        found = shoal.neighbor_allreduce(x, compression=compressor, **FORMS[form](shoal.rank()))
+        results = shoal.neighbor_allreduce(x, compression=compressor, **FORMS[form](shoal.rank()))
         assert torch.equal(x, before)
-        return x, found
+        return x, results
 
     both = fleet(SIZE).run(run)
     x = np.stack([one.numpy() for one, _ in both])
     sent = np.stack([compressor(one, Redrawn(0, 0, 0)).numpy() for one, _ in both])
-    for rank, (_, found) in enumerate(both):
+    for rank, (_, result) in enumerate(both):
         around = {"static": (-1, 1)}.get(form, (-1,))
         share = 1 / 3 if form == "static" else 0.5
         averaged = share * sent[rank] + sum(share * sent[(rank + one) % SIZE] for one in around)
-        assert np.allclose(found.numpy(), x[rank] - sent[rank] + averaged, rtol=0, atol=1e-14)
+        assert np.allclose(result.numpy(), x[rank] - sent[rank] + averaged, rtol=0, atol=1e-14)
 
 
 @every_compressor
@@ -105,8 +107,8 @@ def test_encoding_changes_no_bits(
 ) -> None:
     def run() -> list[bytes]:
         shoal.set_topology(shoal.topology.ExponentialTwoGraph(SIZE))
-        found = [shoal.neighbor_allreduce(mine(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)]
-        return [one.view(torch.uint8).numpy().tobytes() for one in found]
+        results = [shoal.neighbor_allreduce(mine(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)]
+        return [one.view(torch.uint8).numpy().tobytes() for one in results]
 
     plain = fleet(SIZE).run(run)
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
@@ -152,8 +154,8 @@ def test_a_robust_rule_uses_the_decoded_messages(fleet: Fleets, anywhere: None) 
         x = mine()
         if shoal.rank() == 2:
             x[5] = torch.nan
-        found = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.robust.FiniteOnly())
-        assert bool(found.isfinite().all()) == (shoal.rank() != 2)
+        result = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.robust.FiniteOnly())
+        assert bool(result.isfinite().all()) == (shoal.rank() != 2)
 
     fleet(SIZE).run(run)
 
@@ -164,9 +166,9 @@ def test_messages_are_compressed_between_machines_and_not_within_one(transport: 
         shoal.neighbor_allreduce(mine(100_000, torch.float32), compression=MinMaxUInt8())
         return shoal.bytes_sent()
 
-    whole, short = 2 * 400_000, 2 * (100_000 + 8)
+    full, short = 2 * 400_000, 2 * (100_000 + 8)
     assert set(shoal.Fleet(SIZE, transport=transport).run(run)) == {
-        whole if transport in ("threads", "shared_memory") else short
+        full if transport in ("threads", "shared_memory") else short
     }
 
 
@@ -207,7 +209,7 @@ class OfOnesOwn(Compressor):
 def test_tensors_that_cannot_be_compressed_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
-        for wrong, compressor, said in [
+        for wrong, compressor, output in [
             (mine(), OfOnesOwn(), "no wire format"),
             (mine(), "Sign", "is no compressor"),
             (mine(), Sign, "is no compressor"),
@@ -215,7 +217,7 @@ def test_tensors_that_cannot_be_compressed_are_refused_before_anything_is_sent(f
             (mine().to(torch.complex64), Sign(), "takes float"),
             ([1.0], Sign(), "tensor"),
         ]:
-            with pytest.raises(TypeError, match=said):
+            with pytest.raises(TypeError, match=output):
                 shoal.neighbor_allreduce(wrong, compression=compressor)  # type: ignore[arg-type]
         assert torch.equal(shoal.neighbor_allreduce(torch.ones(3), compression=Sign()), torch.ones(3))
 
@@ -229,10 +231,10 @@ def spoiled(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Enc
     def of(
         cls: type[Encoded], tensor: torch.Tensor, compressor: Compressor, rank: int, *rest: Any, **named: Any
     ) -> Any:
-        found = make(cls, tensor, compressor, rank, *rest, **named)
+        result = make(cls, tensor, compressor, rank, *rest, **named)
         if rank == 1 and len(tensor) == 1001:
-            object.__setattr__(found, "message", change(found.message.clone()))
-        return found
+            object.__setattr__(result, "message", change(result.message.clone()))
+        return result
 
     return of
 
@@ -284,7 +286,9 @@ def test_a_message_that_is_never_sent_names_its_sender_and_the_next_call_works(
 # Between machines
 
 
-@pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [compressor for compressor in COMPRESSORS if deterministic(compressor)], ids=repr
+)
 def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     """mean_m - C(mean_m) + sum_k w_mk C(mean_k), for each share alone, with numpy."""
     given = {"self_weight": 0.75, "src_machine_weights": {0: 0.25}, "dst_machine_weights": {0: 1.0}}
@@ -298,20 +302,20 @@ def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere
     both = fleet(SIZE, agents_per_machine=2).run(run)
     means = np.stack([one.numpy() for one, _ in both]).reshape(2, 2, -1).mean(axis=1)
     shares = means.reshape(4, -1)
-    sent = np.stack([compressor(torch.from_numpy(one), Redrawn(0, 0, 0)).numpy() for one in shares]).reshape(2, -1)
+    sent = np.stack([compressor(torch.from_numpy(share), Redrawn(0, 0, 0)).numpy() for share in shares]).reshape(2, -1)
     expected = means - sent + 0.75 * sent + np.array([[0.5], [0.25]]) * sent[::-1]
-    for rank, (_, found) in enumerate(both):
-        assert np.allclose(found.numpy(), expected[rank // 2], rtol=0, atol=1e-14)
+    for rank, (_, result) in enumerate(both):
+        assert np.allclose(result.numpy(), expected[rank // 2], rtol=0, atol=1e-14)
 
 
 @every_compressor
 def test_the_mean_of_machines_is_preserved(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
-        x = found = mine()
+        x = result = mine()
         for _ in range(3):
-            found = shoal.hierarchical_neighbor_allreduce(found, compression=compressor, name="x")
-        return x, found
+            result = shoal.hierarchical_neighbor_allreduce(result, compression=compressor, name="x")
+        return x, result
 
     both = fleet(SIZE, agents_per_machine=2).run(run)
     before, after = (torch.stack(list(one)).mean(0) for one in zip(*both, strict=True))

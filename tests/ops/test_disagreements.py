@@ -49,7 +49,7 @@ def told(call: Call) -> tuple[shoal.Mismatch, float]:
     return refused(call_and_go_on)
 
 
-def everybody_is_told(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *words: str) -> None:
+def assert_all_raise(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *words: str) -> None:
     """Every agent's call ends in a Mismatch about ``ranks``, soon, and afterwards the fleet works as before."""
 
     def run() -> str:
@@ -92,7 +92,7 @@ def test_shapes_that_differ(fleet: Fleets, numel: int, name: str | None) -> None
         lambda: shoal.neighbor_allreduce(torch.ones(numel + shoal.rank()), 1.0, None, [1 - shoal.rank()], name=name),
     ]
     for call in calls:
-        everybody_is_told(fleet, 2, call, (0, 1), "shape")
+        assert_all_raise(fleet, 2, call, (0, 1), "shape")
 
 
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
@@ -118,7 +118,7 @@ def test_dtypes_that_differ(fleet: Fleets, numel: int) -> None:
 
     for operation in operations:
         for make in (given, bits):
-            everybody_is_told(fleet, 2, partial(call, operation, make), (0, 1), "float")
+            assert_all_raise(fleet, 2, partial(call, operation, make), (0, 1), "float")
 
 
 def test_different_operations_under_one_name(fleet: Fleets) -> None:
@@ -132,7 +132,7 @@ def test_different_operations_under_one_name(fleet: Fleets) -> None:
         (lambda: shoal.barrier("n"), lambda: shoal.allreduce(x, name="n")),
     ]
     for pair in pairs:
-        everybody_is_told(fleet, 2, partial(each_its_own, pair), (0, 1), "called")
+        assert_all_raise(fleet, 2, partial(each_its_own, pair), (0, 1), "called")
 
 
 def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
@@ -150,7 +150,7 @@ def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
         lambda: shoal.neighbor_allreduce(x, 1.0, None, {other(): 1.0}, name="n", enable_topo_check=False),
     ]
     for form in forms:
-        everybody_is_told(fleet, 2, partial(each_its_own, (static, form)), (0, 1))
+        assert_all_raise(fleet, 2, partial(each_its_own, (static, form)), (0, 1))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -183,22 +183,22 @@ def test_broadcast_roots_that_differ(fleet: Fleets, size: int) -> None:
                 shoal.broadcast(torch.ones(3), root)
             else:
                 shoal.broadcast_object(3, root)
-            found = False
+            result = False
         except shoal.Mismatch:
-            found = True
+            result = True
         assert time.monotonic() - started < scaled(SOON)
         try:
             shoal.barrier()
         except shoal.Mismatch:  # its own broadcast had ended when the refusal came; the barrier has not begun
-            found = True
+            result = True
             shoal.barrier()
-        return found
+        return result
 
     for kind in ("tensor", "object"):
         for odd in range(size):
-            found = fleet(size).run(run, odd, kind)
-            assert any(found), (kind, odd)
-            assert found[odd] or any(found[other] for other in (0, 1)), (kind, odd, found)
+            results = fleet(size).run(run, odd, kind)
+            assert any(results), (kind, odd)
+            assert results[odd] or any(results[other] for other in (0, 1)), (kind, odd, results)
 
 
 @pytest.mark.parametrize("form", ["allreduce", "allgather"])

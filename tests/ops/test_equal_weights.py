@@ -51,11 +51,11 @@ def test_a_round_with_equal_weights_on_integer_valued_floats_is_the_exact_sum_di
             return [shoal.wait(handle) for handle in [shoal.neighbor_allreduce_nonblocking(x) for x in inputs]]
         return [shoal.neighbor_allreduce(x) for x in inputs]
 
-    found = fleet(5).run(run)
+    results = fleet(5).run(run)
     for rank in range(5):
         for case, numel in enumerate(SIZES):
             expected = mean([whole(other % 5, numel) for other in (rank - 1, rank, rank + 1)])
-            assert torch.equal(found[rank][case], expected)
+            assert torch.equal(results[rank][case], expected)
 
 
 def test_fifty_fused_tensors_have_exact_means(fleet: Fleets) -> None:
@@ -94,7 +94,7 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
         shoal.bluefog.win_create(x.clone(), "window")
         shoal.bluefog.win_put(x, "window")
         shoal.barrier()
-        found = {
+        result = {
             "pull": shoal.neighbor_allreduce(x, 1 / 3, third),
             "push": shoal.neighbor_allreduce(x, 1 / 3, dst_weights=third),
             "push-pull": shoal.neighbor_allreduce(x, 1 / 3, third, [before, after]),
@@ -102,12 +102,12 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
             "allreduce": shoal.allreduce(x),
         }
         shoal.bluefog.win_free()
-        return found
+        return result
 
-    for rank, found in enumerate(fleet(size).run(run)):
+    for rank, results in enumerate(fleet(size).run(run)):
         near = mean([whole(other % size, 1_000) for other in (rank - 1, rank, rank + 1)])
         everybody = mean([whole(other, 1_000) for other in range(size)])
-        for name, result in found.items():
+        for name, result in results.items():
             assert torch.equal(result, everybody if name == "allreduce" else near), name
 
 
@@ -117,8 +117,8 @@ def test_machines_with_equal_weights_have_exact_means(fleet: Fleets) -> None:
         others = {other: 1 / 3 for other in range(3) if other != machine}
         return shoal.hierarchical_neighbor_allreduce(whole(shoal.rank(), 1_000), 1 / 3, others, list(others))
 
-    found = fleet(3, agents_per_machine=1).run(run)
-    assert all(torch.equal(one, mean([whole(rank, 1_000) for rank in range(3)])) for one in found)
+    results = fleet(3, agents_per_machine=1).run(run)
+    assert all(torch.equal(one, mean([whole(rank, 1_000) for rank in range(3)])) for one in results)
 
 
 def test_an_empty_slot_counts_as_zeros() -> None:

@@ -74,10 +74,10 @@ def test_broadcasts_gathers_and_barriers_of_groups(fleet: Fleets) -> None:
             [one[0].item() for one in shoal.grouped_broadcast([torch.full((2,), rank)], max(group), group=group)],
         ]
 
-    for rank, found in enumerate(fleet(SIZE).run(run)):
+    for rank, result in enumerate(fleet(SIZE).run(run)):
         group = sorted(TWO if rank in TWO else THREE)
         gathered = [float(one) for one in group for _ in range(one + 1)]
-        assert found == [
+        assert result == [
             [group[-1]] * 4,
             group[0],
             gathered,
@@ -119,8 +119,8 @@ def test_neighbours_in_a_group_average_without_the_others(fleet: Fleets, graph: 
         left.add_nodes_from(range(SIZE))
         for i, j in zip(*np.nonzero(w), strict=True):
             left.add_edge(int(j), int(i), weight=float(w[i, j]))
-        found = averaged_over(left, inputs, is_weighted=True)
-        expected |= {rank: found[rank] for rank in group}
+        result = averaged_over(left, inputs, is_weighted=True)
+        expected |= {rank: result[rank] for rank in group}
         sources |= {rank: [j for j in range(SIZE) if j != rank and w[rank, j]] for rank in group}
     for rank, (one, two, grouped, gathered) in enumerate(fleet(SIZE).run(run)):
         assert same_bits(one, expected[rank]) and same_bits(two, expected[rank]) and same_bits(grouped, expected[rank])
@@ -167,16 +167,16 @@ def test_invalid_groups_are_refused_before_anything_is_sent(fleet: Fleets) -> No
 
 def test_a_mismatch_in_a_group_names_its_members_and_does_not_affect_others(fleet: Fleets) -> None:
     def run() -> tuple[int, ...]:
-        found: tuple[int, ...] = ()
+        result: tuple[int, ...] = ()
         if shoal.rank() in THREE:
             with pytest.raises(shoal.Mismatch, match="of ranks 0, 2, 4") as caught:
                 shoal.allreduce(torch.ones(3 + (shoal.rank() == 2)), name="x", group=THREE)
-            found = caught.value.ranks
+            result = caught.value.ranks
         assert shoal.allreduce(torch.ones(2), False)[0] == SIZE
-        return found
+        return result
 
-    found = fleet(SIZE).run(run)
-    assert all(2 in found[rank] and set(found[rank]) <= set(THREE) for rank in THREE)
+    results = fleet(SIZE).run(run)
+    assert all(2 in results[rank] and set(results[rank]) <= set(THREE) for rank in THREE)
 
 
 def test_an_absent_member_is_named_and_no_other_group_waits(fleet: Fleets) -> None:
@@ -206,7 +206,7 @@ def test_calls_of_large_groups_have_a_short_name(fleet: Fleets) -> None:
         handle.wait()
         return repr(handle)
 
-    assert all("of 9 ranks (" in told for told in fleet(10).run(run)[:9])
+    assert all("of 9 ranks (" in error_text for error_text in fleet(10).run(run)[:9])
 
 
 def by_process_groups(port: int, other: int) -> list[float]:
@@ -214,7 +214,7 @@ def by_process_groups(port: int, other: int) -> list[float]:
     rank = shoal.rank()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    found = shoal.allreduce(torch.full((2,), float(rank)), False, group=groups[rank == 1])[0].item()
+    result = shoal.allreduce(torch.full((2,), float(rank)), False, group=groups[rank == 1])[0].item()
     of_all = shoal.allreduce(torch.full((2,), float(rank)), False, group=dist.group.WORLD)[0].item()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{other}", rank=-rank % 3, world_size=3)
@@ -223,7 +223,7 @@ def by_process_groups(port: int, other: int) -> list[float]:
             shoal.allreduce(torch.ones(2), group=dist.group.WORLD)
     shoal.barrier()  # a group that is destroyed closes connections that other agents may still be opening
     dist.destroy_process_group()
-    return [found, of_all]
+    return [result, of_all]
 
 
 def test_a_process_group_defines_the_members() -> None:

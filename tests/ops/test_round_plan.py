@@ -50,9 +50,9 @@ def test_equal_weights_share_a_plan_and_others_do_not(fleet: Fleets) -> None:
         agent, other, counts, results = current(), 1 - shoal.rank(), [], []
         for weight in (0.5, 0.5, 0.25):
             x = torch.full((1,), float(shoal.rank()))
-            found = shoal.neighbor_allreduce(x, 1 - weight, {other: weight}, [other], name="x")
+            result = shoal.neighbor_allreduce(x, 1 - weight, {other: weight}, [other], name="x")
             counts.append(len(agent.plans))
-            results.append(found.item())
+            results.append(result.item())
         shoal.barrier()
         return counts, results
 
@@ -63,17 +63,17 @@ def test_another_topology_drops_the_plans_and_the_next_call_follows_it(fleet: Fl
     graphs = [shoal.topology.RingGraph(4, 1), shoal.topology.RingGraph(4, 2)]
 
     def run() -> list[torch.Tensor]:
-        agent, found = current(), []
+        agent, result = current(), []
         for graph in graphs:
             shoal.set_topology(graph)
             assert not agent.plans
-            found += [shoal.neighbor_allreduce(sample(shoal.rank(), (3,)), name="x") for _ in range(2)]
-        return found
+            result += [shoal.neighbor_allreduce(sample(shoal.rank(), (3,)), name="x") for _ in range(2)]
+        return result
 
-    found = fleet(4).run(run)
+    results = fleet(4).run(run)
     for place, graph in enumerate((graphs[0], graphs[0], graphs[1], graphs[1])):
         expected = averaged_over(graph, samples(4, (3,)), is_weighted=False)
-        assert all(same_bits(one[place], wanted) for one, wanted in zip(found, expected, strict=True))
+        assert all(same_bits(one[place], wanted) for one, wanted in zip(results, expected, strict=True))
 
 
 def test_a_membership_change_drops_the_plans(fleet: Fleets) -> None:
@@ -111,9 +111,9 @@ def test_the_edges_of_an_operation_are_those_of_its_included_ranks(fleet: Fleets
             return
         shoal.set_topology(shoal.topology.RingGraph(4))
         plan = make_plan(agent, {}, key_of())
-        whole = plan.edges(agent, excluding(()), None)
-        assert list(whole.destinations) == [1, 3]
-        assert plan.edges(agent, excluding(()), None) is whole
+        full = plan.edges(agent, excluding(()), None)
+        assert list(full.destinations) == [1, 3]
+        assert plan.edges(agent, excluding(()), None) is full
         less = plan.edges(agent, excluding((1,)), None)
         assert list(less.destinations) == [2, 3]  # the ring is closed over the gap
         assert plan.edges(agent, excluding((1,)), None) is less
@@ -170,9 +170,9 @@ def test_a_group_has_its_own_plan(fleet: Fleets) -> None:
         if shoal.rank() < 2:
             assert shoal.neighbor_allreduce(x, name="x", group=[0, 1]).item() == 0.5
         shoal.neighbor_allreduce(x, name="x")
-        found = [0 if key[-1] == ALL else len(key[-1].ranks) for key in agent.plans]
+        result = [0 if key[-1] == ALL else len(key[-1].ranks) for key in agent.plans]
         shoal.barrier()
-        return found
+        return result
 
-    found = fleet(3).run(run)
-    assert found == [[2, 0], [2, 0], [0]]
+    results = fleet(3).run(run)
+    assert results == [[2, 0], [2, 0], [0]]

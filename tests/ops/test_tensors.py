@@ -84,7 +84,7 @@ def test_conjugate_and_negative_views_count_by_value(fleet: Fleets, numel: int) 
     inputs = samples(2, (numel,), torch.complex64)
     conjugates = [x.conj().resolve_conj() for x in inputs]
     negatives = [-x.imag for x in inputs]
-    for rank, found in enumerate(fleet(2).run(run)):
+    for rank, result in enumerate(fleet(2).run(run)):
         other = 1 - rank
         expected = [
             weighted(conjugates[rank], 0.5, {other: (0.5, conjugates[other])}),
@@ -93,7 +93,7 @@ def test_conjugate_and_negative_views_count_by_value(fleet: Fleets, numel: int) 
             conjugates[1],
             torch.cat(conjugates),
         ]
-        assert all(map(same_bits, found, expected))
+        assert all(map(same_bits, result, expected))
 
 
 @pytest.mark.filterwarnings("ignore:.*no gradient flows back")

@@ -120,8 +120,8 @@ def for_each_parameter(
         touches, instructions = (((many - few) - (many_plain - few_plain)) / (MANY - FEW)).tolist()
         return touches, instructions
 
-    found = shoal.Fleet(size).run(run)
-    return max(one[0] for one in found), max(one[1] for one in found)
+    results = shoal.Fleet(size).run(run)
+    return max(one[0] for one in results), max(one[1] for one in results)
 
 
 def equation(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:

@@ -116,11 +116,11 @@ def in_pieces(entry: Entry, pieces: list[slice]) -> Tensor:
     algorithm = entry.example()
     if isinstance(algorithm, CensoredGradientDescent):
         algorithm = CensoredGradientDescent(0.1, 0.5, 0.9)  # so that some agents are silent, and with pieces others
-    if any(one.name == "compressor" for one in fields(algorithm)):  # type: ignore[arg-type]
+    if any(field.name == "compressor" for field in fields(algorithm)):  # type: ignore[arg-type]
         algorithm = replace(algorithm, compressor=Cast(torch.bfloat16))  # type: ignore[type-var]
     curves = torch.linspace(0.5, 2.0, 12, dtype=torch.float64)
     goals = torch.randn(SIZE, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    found = []
+    results = []
     for piece in pieces:
         fleet = StackedFleet(case_of(entry).topology(SIZE), seed=3)
         start = torch.zeros(len(goals[0, piece]), dtype=torch.float64)
@@ -130,20 +130,20 @@ def in_pieces(entry: Entry, pieces: list[slice]) -> Tensor:
 
         run = fleet.run(algorithm, start, gradient_of, 20, unchecked=[need.name for need in algorithm.needs])
         assert run.estimate is run.x or not algorithm.separable
-        found.append(run.estimate)
-    return torch.cat(found, dim=1)
+        results.append(run.estimate)
+    return torch.cat(results, dim=1)
 
 
 @pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
 def test_only_algorithms_that_declare_it_are_separable(entry: Entry) -> None:
     """A separable algorithm without the declaration gets its gradients in one vector, apart from the model."""
-    whole, pieces = in_pieces(entry, [slice(0, 12)]), in_pieces(entry, [slice(0, 5), slice(5, 12)])
+    full, pieces = in_pieces(entry, [slice(0, 12)]), in_pieces(entry, [slice(0, 5), slice(5, 12)])
     algorithm = entry.example()
     if algorithm.separable:
         assert algorithm.one_gradient
-        assert torch.equal(whole, pieces)
+        assert torch.equal(full, pieces)
     elif algorithm.one_gradient and type(algorithm).estimate is Algorithm.estimate:
-        assert not torch.equal(whole, pieces)
+        assert not torch.equal(full, pieces)
 
 
 def test_each_bucket_is_a_message_of_its_own(fleet: Fleets) -> None:
@@ -157,14 +157,14 @@ def test_each_bucket_is_a_message_of_its_own(fleet: Fleets) -> None:
     for step in range(STEPS):
         momentum = 0.5 * momentum + torch.stack([gradient(model, x[k], k, step) for k in range(SIZE)])
         y = x - LR * momentum
-        parts = [one.clone() for one in (y - h).split(sizes, dim=1)]
+        parts = [part.clone() for part in (y - h).split(sizes, dim=1)]
         for part in parts:
             kept = max(1, round(share * part.shape[1]))
             part *= part.abs() >= part.abs().sort(dim=1, descending=True).values[:, kept - 1 : kept]
         h = h + torch.cat(parts, dim=1)
         x = y + gamma * (RING @ h - h)
-    found = torch.stack(fleet(SIZE).run(train, ChocoSGD(1.0, gamma, TopK(share)), "backward"))
-    assert (found - x).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(train, ChocoSGD(1.0, gamma, TopK(share)), "backward"))
+    assert (results - x).abs().max() < 1e-12
 
 
 def test_buckets_draw_independently(fleet: Fleets) -> None:
@@ -173,9 +173,9 @@ def test_buckets_draw_independently(fleet: Fleets) -> None:
 
     class Watched(RandomK):
         def __call__(self, x: Tensor, draws: Any) -> Tensor:
-            found = super().__call__(x, draws)
-            chosen.setdefault(shoal.rank(), []).append(found != 0)
-            return found
+            result = super().__call__(x, draws)
+            chosen.setdefault(shoal.rank(), []).append(result != 0)
+            return result
 
         @property
         def encodes(self) -> bool:
@@ -205,10 +205,10 @@ def test_buckets_may_have_several_dtypes(fleet: Fleets) -> None:
 
     mixed = Mixed()
     agents = fleet(SIZE)
-    found = [torch.stack(agents.run(train, ExactDiffusion(1.0, lazy=True), how, mixed)) for how in (None, "backward")]
-    assert torch.equal(*found)
-    spread = (found[0] - found[0].mean(0)).norm()
-    assert 0 < spread < 0.5 * (found[0] - flat(mixed)).norm()
+    results = [torch.stack(agents.run(train, ExactDiffusion(1.0, lazy=True), how, mixed)) for how in (None, "backward")]
+    assert torch.equal(*results)
+    spread = (results[0] - results[0].mean(0)).norm()
+    assert 0 < spread < 0.5 * (results[0] - flat(mixed)).norm()
 
 
 def test_agents_without_batches_contribute_a_zero_gradient(fleet: Fleets) -> None:
@@ -242,8 +242,8 @@ def test_agents_without_batches_contribute_a_zero_gradient(fleet: Fleets) -> Non
         x, before = (phi + RING @ phi) / 2, psi
     agents = fleet(SIZE)
     for overlap in (None, "backward"):
-        found = torch.stack(agents.run(run, ExactDiffusion(1.0, lazy=True), overlap))
-        assert (found - x).abs().max() < 1e-12
+        results = torch.stack(agents.run(run, ExactDiffusion(1.0, lazy=True), overlap))
+        assert (results - x).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
@@ -276,8 +276,8 @@ def test_local_steps_before_the_last_batch_are_kept(fleet: Fleets, overlap: Lite
                     psi[rank] -= LR * gradient(model, psi[rank], rank, step)
         phi = psi + x - before
         x, before = (phi + RING @ phi) / 2, psi
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found - x).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results - x).abs().max() < 1e-12
 
 
 def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Fleets) -> None:
@@ -298,13 +298,13 @@ def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Flee
 @pytest.mark.parametrize("algorithm", [ExactDiffusion(1.0, lazy=True), ChocoSGD(1.0, 1.0, MinMaxUInt8())], ids=str)
 def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
     def run() -> bool:
-        whole, first, second, other = (deepcopy(MODEL) for _ in range(4))
-        go_on(whole, make(whole, algorithm, "backward"), range(STEPS))
-        begun = make(first, algorithm, "backward")
-        go_on(first, begun, range(3))
-        saved = deepcopy((first.state_dict(), begun.state_dict()))
+        full, first, second, other = (deepcopy(MODEL) for _ in range(4))
+        go_on(full, make(full, algorithm, "backward"), range(STEPS))
+        started = make(first, algorithm, "backward")
+        go_on(first, started, range(3))
+        saved = deepcopy((first.state_dict(), started.state_dict()))
         for_another = deepcopy(saved[1])
-        begun.close()
+        started.close()
         resumed = make(second, algorithm, "backward")
         second.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
@@ -315,8 +315,8 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         elsewhere.load_state_dict(for_another)
         assert elsewhere.state_dict()["shoal"]["way"].keys() == {"parts"}
         go_on(other, elsewhere, range(3, STEPS))
-        assert torch.equal(flat(other), flat(whole))
-        return torch.equal(flat(second), flat(whole))
+        assert torch.equal(flat(other), flat(full))
+        return torch.equal(flat(second), flat(full))
 
     assert fleet(SIZE).run(run) == [True] * SIZE
 
@@ -380,8 +380,8 @@ def test_added_parameters_start_when_they_are_added(fleet: Fleets, algorithm: Al
 
     agents = fleet(SIZE)
     firsts, seconds = zip(*agents.run(growing), strict=True)
-    for found, name, steps in ((firsts, "first", 12), (seconds, "second", 8)):
-        assert torch.equal(torch.stack(found), torch.stack(agents.run(alone, name, steps)))
+    for result, name, steps in ((firsts, "first", 12), (seconds, "second", 8)):
+        assert torch.equal(torch.stack(result), torch.stack(agents.run(alone, name, steps)))
     assert (torch.stack(seconds) - 1).abs().max() > 0.01
 
 
@@ -411,10 +411,10 @@ def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fle
 
     class Telling(GradientDescent):
         def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
-            found = super().step(x, state, grad, mix)
+            result = super().step(x, state, grad, mix)
             if len(x) == MODEL[2].bias.numel():
                 come[shoal.rank()].set()
-            return found
+            return result
 
     def run() -> None:
         model = deepcopy(MODEL)

@@ -26,7 +26,9 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 def momentum(run: Run) -> Tensor:
-    return torch.cat([run.optimizer.state[one]["momentum_buffer"].view(-1) for one in run.model.parameters()])
+    return torch.cat(
+        [run.optimizer.state[parameter]["momentum_buffer"].view(-1) for parameter in run.model.parameters()]
+    )
 
 
 def flat(run: Run) -> Tensor:
@@ -285,9 +287,9 @@ def test_every_agent_starts_at_the_mean_of_the_consensus(size: int, tmp_path: Pa
         noise = run.noise.get_state()
         assert run.checkpoint.load(tmp_path, start="consensus") == 6
         assert torch.equal(run.noise.get_state(), noise), "agents would draw alike"
-        found = flat(run), momentum(run), run.all()
+        result = flat(run), momentum(run), run.all()
         run.steps(2)
-        return found
+        return result
 
     results = shoal.Fleet(size, timeout=20.0).run(run)
     for x, v, state in results:
@@ -319,9 +321,9 @@ def masses(folder: Path, start: Any = None) -> dict[str, Any]:
         checkpoint.save(folder, 3)
     else:
         checkpoint.load(folder, start=start)
-    [found] = deepcopy(optimizer.state_dict()["shoal"]["way"]).values()
+    [result] = deepcopy(optimizer.state_dict()["shoal"]["way"]).values()
     optimizer.close()
-    return dict(found)
+    return dict(result)
 
 
 def test_an_asynchronous_run_keeps_its_masses_and_starts_from_their_mean_with_another_size(tmp_path: Path) -> None:

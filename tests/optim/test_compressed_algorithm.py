@@ -62,10 +62,10 @@ def test_the_algorithm_is_sound_for_the_compressor_and_the_topology() -> None:
 def test_the_chosen_algorithm_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shoal"):
         shoal.Fleet(SIZE).run(taken, None, TopK(0.1))
-    said = [record.getMessage() for record in caplog.records if "compression" in record.getMessage()]
-    assert len(said) == 1
-    assert "ChocoSGD" in said[0]
-    assert "gamma" in said[0]
+    logged = [record.getMessage() for record in caplog.records if "compression" in record.getMessage()]
+    assert len(logged) == 1
+    assert "ChocoSGD" in logged[0]
+    assert "gamma" in logged[0]
 
 
 def _phi(z: float) -> float:
@@ -85,10 +85,10 @@ def _phi(z: float) -> float:
     ],
 )
 def test_the_fraction_of_a_message_that_is_kept(compressor: Compressor, expected: float) -> None:
-    found = share_kept(compressor, 200_000)
-    assert 0.95 * expected <= found <= 1.01 * expected  # two digits, downwards
-    assert found == share_kept(compressor, 200_000)
-    assert math.isclose(found, float(f"{found:.2g}"))
+    result = share_kept(compressor, 200_000)
+    assert 0.95 * expected <= result <= 1.01 * expected  # two digits, downwards
+    assert result == share_kept(compressor, 200_000)
+    assert math.isclose(result, float(f"{result:.2g}"))
 
 
 def test_the_fraction_kept_of_more_numbers_than_are_tried() -> None:
@@ -114,8 +114,8 @@ def train(compressor: Compressor | None, algorithm: Algorithm | None, topology: 
 def test_a_step_is_the_algorithms(fleet: Fleets) -> None:
     ring = shoal.topology.RingGraph(SIZE)
     algorithm = ChocoSGD(1.0, share_kept(TopK(0.2), NUMBERS), TopK(0.2))
-    short, whole = (fleet(SIZE).run(train, *how, ring, 5) for how in ((TopK(0.2), None), (None, algorithm)))
-    assert all(torch.equal(one, other) for one, other in zip(short, whole, strict=True))
+    short, full = (fleet(SIZE).run(train, *how, ring, 5) for how in ((TopK(0.2), None), (None, algorithm)))
+    assert all(torch.equal(one, other) for one, other in zip(short, full, strict=True))
 
 
 def targets() -> torch.Tensor:
@@ -164,9 +164,9 @@ SLOW = pytest.mark.slow  # each of them learns on a ring, and so do two others w
 def test_agents_converge_to_the_joint_optimum_on_a_changing_topology(compressor: Compressor) -> None:
     optimum = targets().mean(0)
     alone = (targets() - optimum).norm(dim=1).max()
-    found = torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, OnePeerHypercube(SIZE)))
-    print((found - optimum).norm(dim=1).max() / alone)
-    assert (found - optimum).norm(dim=1).max() < 0.6 * alone
+    results = torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, OnePeerHypercube(SIZE)))
+    print((results - optimum).norm(dim=1).max() / alone)
+    assert (results - optimum).norm(dim=1).max() < 0.6 * alone
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,12 @@ def test_grouping_changes_no_bits(fleet: Fleets, make: Any, overlap: str | None)
         each: list[Options] = [{}, {"num_groups": 1}, {"num_groups": 3}, {"groups": [[first, rest[-1]], rest[:1]]}]
         return [train(make, options | {"overlap": overlap}) for options in each]
 
-    for found in fleet(SIZE).run(run):
-        assert all(torch.equal(model, found[0][0]) for model, _ in found)
-        assert [len(layout) for _, layout in found[1:3]] == [1, 3]
+    for result in fleet(SIZE).run(run):
+        assert all(torch.equal(model, result[0][0]) for model, _ in result)
+        assert [len(layout) for _, layout in result[1:3]] == [1, 3]
         first, *rest = names()
-        assert found[3][1][:2] == [[first, rest[-1]], rest[:1]]
-        assert sorted(name for group in found[3][1] for name in group) == sorted(names())
+        assert result[3][1][:2] == [[first, rest[-1]], rest[:1]]
+        assert sorted(name for group in result[3][1] for name in group) == sorted(names())
 
 
 def test_a_group_is_one_message_to_each_neighbour(fleet: Fleets) -> None:

@@ -47,8 +47,8 @@ def test_weights_make_the_mean_that_over_all_samples(fleet: Fleets) -> None:
     samples = [[1.0, 2.0, 6.0], [4.0]]
 
     def run() -> shoal.Metric:
-        mine = samples[shoal.rank()]
-        return shoal.metrics({"loss": sum(mine) / len(mine)}, weight=len(mine))["loss"]
+        own = samples[shoal.rank()]
+        return shoal.metrics({"loss": sum(own) / len(own)}, weight=len(own))["loss"]
 
     assert [one.mean for one in fleet(2).run(run)] == [3.25] * 2
 
@@ -56,10 +56,10 @@ def test_weights_make_the_mean_that_over_all_samples(fleet: Fleets) -> None:
 def test_all_metrics_share_one_message_between_each_two_agents() -> None:
     def run() -> list[str]:
         shoal.barrier()
-        begun: list[str] = []
-        shoal.events().subscribe(lambda event: begun.append(event.operation) if event.kind == "submitted" else None)
+        started: list[str] = []
+        shoal.events().subscribe(lambda event: started.append(event.operation) if event.kind == "submitted" else None)
         shoal.metrics({f"metric {number}": number for number in range(20)})
-        return begun
+        return started
 
     assert shoal.Fleet(2).run(run) == [["allgather"]] * 2
 

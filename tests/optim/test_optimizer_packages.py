@@ -104,7 +104,7 @@ def wrapped(known: Known, way: str, model: nn.Module, **said: Any) -> Any:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([one.detach().reshape(-1) for one in model.parameters()]).clone()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def average(tensors: list[list[Tensor]]) -> None:
 def average_all(known: Known, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
     average([list(model.parameters()) for model in models])
     for key in known.mixed:
-        kept = [[state[key] for state in one.state.values() if key in state] for one in optimizers]
+        kept = [[state[key] for state in optimizer.state.values() if key in state] for optimizer in optimizers]
         average(kept)
 
 
@@ -149,11 +149,11 @@ def grads(model: nn.Module) -> list[Tensor]:
 @each
 @pytest.mark.parametrize("way", ["gradients", "adapt then combine", "adapt with combine"])
 def test_an_optimizer_takes_its_own_steps_between_averages(known: Known, way: str) -> None:
-    expected, found = by_hand(known, way), trained(known, way)
+    expected, result = by_hand(known, way), trained(known, way)
     assert (expected - flat(initial())).abs().max() > 1e-3
-    assert (found - expected).abs().max() < 2e-5
+    assert (result - expected).abs().max() < 2e-5
     if way == "gradients":
-        assert torch.equal(found[0], found[1])
+        assert torch.equal(result[0], result[1])
 
 
 @each
@@ -171,13 +171,13 @@ def test_overlap_gives_the_same_result_or_is_refused(known: Known) -> None:
 def test_a_schedule_free_optimizer_whose_z_is_not_averaged_is_refused(known: Known) -> None:
     def agent() -> None:
         model = initial()
-        for how, said in (
+        for how, output in (
             (shoal.optim.DistributedAdaptThenCombineOptimizer, r'give mix_state=\("z",\)'),
             (shoal.optim.DistributedAdaptWithCombineOptimizer, r'give mix_state=\("z",\)'),
             (partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0, lazy=True)), "the parameters alone"),
             (shoal.optim.DistributedWinPutOptimizer, "the parameters alone"),
         ):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=output):
                 how(known.make(model), model)
 
     shoal.Fleet(AGENTS, timeout=20.0).run(agent)
@@ -202,8 +202,8 @@ def test_schedule_free_agents_stay_together_on_different_data() -> None:
         optimizer.optimizer.eval()
         return model.weight.detach()[0].clone()
 
-    found = torch.stack(shoal.Fleet(4, timeout=20.0).run(agent))
-    assert (found - centres.mean(0)).norm(dim=1).max() < 0.3  # 0.149; without z it is 10.7, and grows
+    results = torch.stack(shoal.Fleet(4, timeout=20.0).run(agent))
+    assert (results - centres.mean(0)).norm(dim=1).max() < 0.3  # 0.149; without z it is 10.7, and grows
 
 
 @each
@@ -223,5 +223,5 @@ def test_a_resumed_run_equals_an_uninterrupted_one(known: Known, tmp_path: Path)
             gradients_through(other, later, step)
         return flat(model), flat(other)
 
-    for whole, resumed in shoal.Fleet(AGENTS, timeout=20.0).run(agent):
-        assert torch.equal(whole, resumed)
+    for full, resumed in shoal.Fleet(AGENTS, timeout=20.0).run(agent):
+        assert torch.equal(full, resumed)

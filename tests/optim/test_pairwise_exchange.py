@@ -93,7 +93,9 @@ def test_two_peers_average_their_models_and_add_their_local_steps(fleet: Fleets)
                 optimizer.zero_grad()
                 x = flat(model)
                 model(batch(shoal.rank(), step)).square().mean().backward()
-                gradient = torch.cat([one.grad.view(-1) for one in model.parameters() if one.grad is not None])
+                gradient = torch.cat(
+                    [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
+                )
                 optimizer.step()
                 total += LR * gradient
                 moved.append((x, flat(model), gradient))
@@ -103,8 +105,8 @@ def test_two_peers_average_their_models_and_add_their_local_steps(fleet: Fleets)
         optimizer.close()
         return flat(model).tolist(), total.tolist(), (moved[-1][1] + LR * moved[-1][2]).tolist()
 
-    found = fleet(2).run(run)
-    x, steps, averaged = (torch.tensor([one[k] for one in found], dtype=torch.float64) for k in range(3))
+    results = fleet(2).run(run)
+    x, steps, averaged = (torch.tensor([one[k] for one in results], dtype=torch.float64) for k in range(3))
     assert (x.mean(0) - (flat(MODEL) + 0.5 - steps.mean(0))).abs().max() < 1e-12
     # The last average is that of agent 1, in the middle; its local step is its own.
     assert (x[0] - averaged[1]).abs().max() < 1e-12
@@ -167,8 +169,8 @@ def test_the_number_of_averages_accepted_between_two_forward_passes_is_limited(
         if shoal.rank() == 0:
             for _ in range(4):
                 with torch.no_grad():
-                    for one in model.parameters():
-                        one += 1
+                    for parameter in model.parameters():
+                        parameter += 1
                 optimizer.step()
                 optimizer.synchronize()
         shoal.barrier()
@@ -176,9 +178,9 @@ def test_the_number_of_averages_accepted_between_two_forward_passes_is_limited(
         optimizer.close()
         return flat(model).tolist()
 
-    found = shoal.Fleet(2, transport="threads", timeout=20.0).run(run)
-    assert found[1] == [accepted / 2] * 7
-    assert found[0] == [4 - accepted / 2] * 7
+    results = shoal.Fleet(2, transport="threads", timeout=20.0).run(run)
+    assert results[1] == [accepted / 2] * 7
+    assert results[0] == [4 - accepted / 2] * 7
 
 
 @pytest.mark.transport("threads")
@@ -228,25 +230,25 @@ def test_one_agent_is_killed(on_loss: str, environment: dict[str, str]) -> None:
     ways = environment | (CONTINUE if on_loss == "continue" else {})
     with World(SIZE, environment=ways) as world:
         outcomes = world.run(run_until_lost, 1)
-    for one in outcomes:
-        if one.rank == 1:
-            assert one.error == "Died"
+    for outcome in outcomes:
+        if outcome.rank == 1:
+            assert outcome.error == "Died"
         else:
-            assert not one.error, f"{one.error}: {one.message}\n{one.trace}"
-            steps, said, seconds = one.value
+            assert not outcome.error, f"{outcome.error}: {outcome.message}\n{outcome.trace}"
+            steps, output, seconds = outcome.value
             assert seconds < scaled(10)
-            assert (steps == STEPS and not said) if on_loss == "continue" else "rank 1" in said
+            assert (steps == STEPS and not output) if on_loss == "continue" else "rank 1" in output
 
 
 def test_a_peer_that_fails_after_it_was_drawn_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     put = pairwise_exchange.ops.win_put_nonblocking
-    lost: list[bool] = []
+    failed: list[bool] = []
 
     def refused(*given: Any, **named: Any) -> Any:
-        if shoal.rank() or lost:
+        if shoal.rank() or failed:
             return put(*given, **named)
-        lost.append(True)
+        failed.append(True)
         raise shoal.PeerLost("the peer was lost after it was drawn", (1,))
 
     def run() -> None:
@@ -262,4 +264,4 @@ def test_a_peer_that_fails_after_it_was_drawn_ends_no_step(monkeypatch: pytest.M
 
     monkeypatch.setattr(pairwise_exchange.ops, "win_put_nonblocking", refused)
     shoal.Fleet(2, timeout=20.0).run(run)
-    assert lost
+    assert failed

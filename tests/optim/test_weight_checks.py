@@ -87,12 +87,12 @@ def test_machine_schedules_are_checked_too(fleet: Fleets) -> None:
 
 def test_other_algorithms_requirements_are_checked_when_a_topology_is_set(fleet: Fleets) -> None:
     def run() -> None:
-        for algorithm, topology, told in (
+        for algorithm, topology, warned in (
             (ExactDiffusion(1.0), Circulant(SIZE, {0: 0.2, 1: 0.4, -1: 0.4}), "above -1/3"),
             (ExactDiffusion(1.0, lazy=True), OnePeerExponential(SIZE), "static"),
             (ChocoSGD(1.0, 0.2, RandomK(0.1, scaled=True)), shoal.topology.RingGraph(SIZE), "contraction"),
         ):
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=warned):
                 make(partial(shoal.DecentralizedOptimizer, algorithm=algorithm), topology=topology)
 
     fleet(SIZE).run(run)
@@ -151,16 +151,16 @@ def train(wrap: Wrap, graph: nx.DiGraph | None, weighted: bool = True, steps: in
 
 @pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
 def test_an_unbalanced_static_topology_causes_one_warning(wrap: Wrap) -> None:
-    (told,) = heard(SIZE, lambda: train(wrap, STAR))
-    assert "needs W to be doubly stochastic, and column 0 of W sums to 1.75" in told
-    assert "the static topology of 4 agents" in told
+    (warned,) = heard(SIZE, lambda: train(wrap, STAR))
+    assert "needs W to be doubly stochastic, and column 0 of W sums to 1.75" in warned
+    assert "the static topology of 4 agents" in warned
 
 
 def test_uniform_weights_that_replace_a_graphs_own_are_named() -> None:
     graph = shoal.topology.StarGraph(SIZE)
-    (told,) = heard(SIZE, lambda: train(atc, nx.DiGraph(graph.edges), weighted=False))
-    assert "column 0 of W sums to 1.75" in told
-    assert "with uniform weights since it was set without is_weighted=True" in told
+    (warned,) = heard(SIZE, lambda: train(atc, nx.DiGraph(graph.edges), weighted=False))
+    assert "column 0 of W sums to 1.75" in warned
+    assert "with uniform weights since it was set without is_weighted=True" in warned
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_methods_that_ignore_the_static_topology_or_are_sound_on_it_cause_no_war
 
 def test_push_sum_on_a_graph_that_is_not_strongly_connected_causes_a_warning() -> None:
     pairs = nx.DiGraph([(0, 1), (1, 0), (2, 3), (3, 2)])
-    (told,) = heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, pairs, weighted=False))
-    assert "needs W to be connected, and its agents fall into 2 parts" in told
+    (warned,) = heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, pairs, weighted=False))
+    assert "needs W to be connected, and its agents fall into 2 parts" in warned
 
 
 def test_a_topology_set_later_is_checked_too() -> None:
@@ -195,8 +195,8 @@ def test_a_topology_set_later_is_checked_too() -> None:
         for step in range(3):
             one_step(model, optimizer, step)
 
-    (told,) = heard(SIZE, run)
-    assert "column 0 of W sums to 1.75" in told
+    (warned,) = heard(SIZE, run)
+    assert "column 0 of W sums to 1.75" in warned
 
 
 # By hand
@@ -235,10 +235,10 @@ def push_of_star(rank: int, step: int) -> dict[str, Any]:
 
 
 def too_much_later(rank: int, step: int) -> dict[str, Any]:
-    found = one_peer(rank, step)
+    result = one_peer(rank, step)
     if step >= 2 and rank == 3:
-        found["self_weight"] = 0.75
-    return found
+        result["self_weight"] = 0.75
+    return result
 
 
 def push_too_little_later(rank: int, step: int) -> dict[str, Any]:
@@ -274,8 +274,8 @@ def test_balanced_explicit_weights_cause_no_warning(weights: Callable[[int, int]
 def test_unbalanced_explicit_weights_cause_one_warning_by_name(
     weights: Callable[[int, int], dict[str, Any]], told: str, wrap: Wrap
 ) -> None:
-    (found,) = heard(SIZE, lambda: by_hand(weights, steps=6, wrap=wrap))
-    assert told in found
+    (result,) = heard(SIZE, lambda: by_hand(weights, steps=6, wrap=wrap))
+    assert told in result
     assert heard(SIZE, lambda: by_hand(weights, wrap=wrap, unchecked="doubly stochastic")) == []
 
 
@@ -283,8 +283,8 @@ def test_weights_that_windows_would_apply_twice_cause_a_warning() -> None:
     def half(rank: int, step: int) -> dict[str, Any]:
         return {"dst_weights": {(rank + 1) % SIZE: 0.5 if rank == 1 else 1.0}}
 
-    (found,) = heard(SIZE, lambda: by_hand(half, wrap=shoal.optim.DistributedWinPutOptimizer))
-    assert "dst_weights scales what is then averaged with the weights of the static topology: 0.5 for rank 2" in found
+    (result,) = heard(SIZE, lambda: by_hand(half, wrap=shoal.optim.DistributedWinPutOptimizer))
+    assert "dst_weights scales what is then averaged with the weights of the static topology: 0.5 for rank 2" in result
 
 
 def test_explicit_machine_weights_are_checked() -> None:
@@ -292,13 +292,13 @@ def test_explicit_machine_weights_are_checked() -> None:
         other = 1 - rank // 2
         return {"self_weight": 0.75, "src_machine_weights": {other: 0.5}, "dst_machine_weights": [other]}
 
-    found = heard(
+    result = heard(
         SIZE,
         lambda: by_hand(weights, communication_type=KINDS.hierarchical_neighbor_allreduce),
         agents_per_machine=2,
     )
-    assert found
-    assert all("sums to 1.25" in one for one in found)
+    assert result
+    assert all("sums to 1.25" in one for one in result)
 
 
 # Mixings that cannot bring agents together
@@ -332,9 +332,9 @@ def test_a_topology_without_consensus_is_refused_by_every_wrapper(fleet: Fleets,
 
 @pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
 def test_a_static_topology_without_consensus_causes_one_warning(wrap: Wrap) -> None:
-    (told,) = heard(SIZE, lambda: train(wrap, without_self_weights()))
-    assert "differences between agents to die out" in told and "W has the eigenvalue -1" in told
-    assert "Agents then do not come to agree" in told
+    (warned,) = heard(SIZE, lambda: train(wrap, without_self_weights()))
+    assert "differences between agents to die out" in warned and "W has the eigenvalue -1" in warned
+    assert "Agents then do not come to agree" in warned
     assert heard(SIZE, lambda: train(wrap, without_self_weights(), unchecked="differences die out")) == []
 
 
@@ -343,8 +343,8 @@ def test_push_sum_uses_its_own_shares_if_the_graph_has_none() -> None:
 
 
 def test_explicit_weights_with_growing_disagreement_cause_a_warning() -> None:
-    (found,) = heard(SIZE, lambda: by_hand(beyond_one))
-    assert "differences between agents not to grow in any round, and weights below 0 make them grow up to 1.5" in found
+    (result,) = heard(SIZE, lambda: by_hand(beyond_one))
+    assert "differences between agents not to grow in any round, and weights below 0 make them grow up to 1.5" in result
     assert heard(SIZE, lambda: by_hand(beyond_one, unchecked="differences die out")) == []
 
 
@@ -354,9 +354,9 @@ def swapped(rank: int, step: int) -> dict[str, Any]:
 
 
 def test_repeated_explicit_weights_without_consensus_cause_a_warning() -> None:
-    (found,) = heard(2, lambda: by_hand(swapped, steps=9))
-    assert "differences between agents to die out" in found and "eigenvalue -1" in found
-    assert "weights by hand of the first round, which rank 0 has repeated" in found
+    (result,) = heard(2, lambda: by_hand(swapped, steps=9))
+    assert "differences between agents to die out" in result and "eigenvalue -1" in result
+    assert "weights by hand of the first round, which rank 0 has repeated" in result
     assert heard(2, lambda: by_hand(swapped, steps=9, unchecked="differences die out")) == []
 
     def in_turns(rank: int, step: int) -> dict[str, Any]:

@@ -119,8 +119,8 @@ def test_an_agent_that_gave_up_before_is_not_reported_absent(
         assert (outcome.error, outcome.ranks) == ("DeadlineExceeded", ranks), outcome
         assert said in outcome.message
         if late is not None:  # rank 0 waits until it has read why
-            told = late.outcome()
-            assert (told.error, told.ranks) == ("DeadlineExceeded", (1,)), told
+            late_outcome = late.outcome()
+            assert (late_outcome.error, late_outcome.ranks) == ("DeadlineExceeded", (1,)), late_outcome
 
 
 # torch.distributed
@@ -204,7 +204,7 @@ def learn_from_the_process_group(file: Path) -> tuple[int, int, float]:
 def test_without_any_variable_a_process_group_gives_rank_and_size(tmp_path: Path) -> None:
     world = World(SIZE, init=False)
     try:
-        found = world.results(learn_from_the_process_group, tmp_path / "store")
-        assert found == [(rank, SIZE, 1.0) for rank in range(SIZE)]
+        result = world.results(learn_from_the_process_group, tmp_path / "store")
+        assert result == [(rank, SIZE, 1.0) for rank in range(SIZE)]
     finally:
         world.destroy()

@@ -81,7 +81,7 @@ def test_pods_of_one_agent_that_start_in_any_order_connect(controller: Callable[
         pods = [controller(rank, machines[0].address) for rank in range(3)]
         pending = [world.run_on(rank, meet, pods[rank], late[rank]) for rank in range(3)]
         outcomes = [one.outcome() for one in pending]
-        assert [one.value for one in outcomes] == [(rank, 3, rank, 1.0) for rank in range(3)], outcomes
+        assert [outcome.value for outcome in outcomes] == [(rank, 3, rank, 1.0) for rank in range(3)], outcomes
 
 
 def lines_of(log: Path) -> list[str]:
@@ -92,8 +92,8 @@ def await_line(logs: list[Path], said: str, after: int = 0, seconds: float = 50.
     """Until the first log has a line that ends so, after so many lines."""
     limit = time.monotonic() + seconds
     while not any(line.endswith(said) for line in lines_of(logs[0])[after:]):
-        whole = "\n".join(f"{log.name}:\n" + "\n".join(lines_of(log)[-25:]) for log in logs)
-        assert time.monotonic() < limit, f"nobody has said {said!r}\n{whole}"
+        full = "\n".join(f"{log.name}:\n" + "\n".join(lines_of(log)[-25:]) for log in logs)
+        assert time.monotonic() < limit, f"nobody has said {said!r}\n{full}"
         time.sleep(0.05)
 
 
@@ -145,6 +145,6 @@ def test_pods_under_shoal_run_connect_and_a_rescheduled_one_rejoins(tmp_path: Pa
             await_line(logs[2:], "rank 2 of 4 machine 1 with [0, 1, 2, 3]")
             stop.touch()
             codes = [pods[machine].wait(30) for machine in (0, 2)]
-            said = "\n".join(lines_of(logs[0]) + lines_of(logs[2]))
-            assert codes == [0, 0], said
-            assert sum(line.endswith("ends") for line in said.splitlines()) == 4
+            output = "\n".join(lines_of(logs[0]) + lines_of(logs[2]))
+            assert codes == [0, 0], output
+            assert sum(line.endswith("ends") for line in output.splitlines()) == 4

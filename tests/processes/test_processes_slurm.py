@@ -30,8 +30,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "machines.md"
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as found:
-        yield found
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as result:
+        yield result
 
 
 @pytest.fixture
@@ -67,10 +67,10 @@ def path(tmp_path: Path) -> str:
 def await_text(file: Path, text: str, seconds: float = 50.0) -> str:
     """What is in a file, once that is."""
     limit = time.monotonic() + seconds
-    while text not in (said := file.read_text() if file.exists() else ""):
-        assert time.monotonic() < limit, f"{text!r} is not in {file.name}:\n{said}"
+    while text not in (content := file.read_text() if file.exists() else ""):
+        assert time.monotonic() < limit, f"{text!r} is not in {file.name}:\n{content}"
         time.sleep(0.05)
-    return said
+    return content
 
 
 def test_a_batch_script_starts_a_launcher_on_each_node_as_documented(slurm: Slurm, script: Path, path: str) -> None:
@@ -82,8 +82,8 @@ def test_a_batch_script_starts_a_launcher_on_each_node_as_documented(slurm: Slur
     batch.write_text(f"#!/bin/bash\n#SBATCH --nodes 2 --output {log}\n{lines}\necho it ended with $?.\n")
     done = slurm.run("sbatch", str(batch), PATH=path, SHOAL_SECRET="of this job", SHOAL_TIMEOUT="40")
     assert done.returncode == 0, done.stdout + done.stderr
-    said = await_text(log, "it ended with ")
-    assert said.endswith("it ended with 0.\n")
+    output = await_text(log, "it ended with ")
+    assert output.endswith("it ended with 0.\n")
     assert found_in(script.parent) == [[f"node{rank}", 2, rank, 0, 1.0] for rank in range(2)]
 
 

@@ -74,7 +74,7 @@ def test_ten_thousand_rounds_take_no_more_memory_than_a_thousand(environment: di
             assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
 
 
-def come_and_go(times: int) -> tuple[Usage, Usage]:
+def init_and_shut_down(times: int) -> tuple[Usage, Usage]:
     """What is used after ten lives of an agent, and after all."""
     before = None
     for life in range(times):
@@ -94,7 +94,7 @@ def come_and_go(times: int) -> tuple[Usage, Usage]:
 @pytest.mark.parametrize("environment", OVER)
 def test_two_hundred_init_shutdown_cycles_leave_nothing_in_the_process(environment: dict[str, str]) -> None:
     with World(3, environment=environment, init=False, timeout=60.0) as world:
-        for before, after in world.results(come_and_go, 200, patience=280.0):
+        for before, after in world.results(init_and_shut_down, 200, patience=280.0):
             assert after.arena == before.arena
             assert after.resident - before.resident < SPARE_BYTES
             assert (after.descriptors, after.threads) == (before.descriptors, before.threads)

@@ -175,14 +175,14 @@ except ConnectionResetError:
 def test_another_users_connection_gets_no_greeting() -> None:
     with World(SIZE) as world, undisturbed(world) as way:
         command = [sys.executable, "-I", "-c", TOO_MUCH, way.unix]
-        heard = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
-        assert heard == "0\n"
+        stdout = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
+        assert stdout == "0\n"
 
 
 # Who knows the secret, and then says what no agent would say
 
 
-def lose_the_claimed_one(world: World, speak: Callable[[socket.socket, Keys], None]) -> None:
+def fail_the_claimed_rank(world: World, speak: Callable[[socket.socket, Keys], None]) -> None:
     """Connect to one agent as if one were rank ``CLAIMED`` and speak; the others lose that rank, and nothing else."""
     world.results(average)
     before = world.results(count_of_descriptors, on=[VICTIM])
@@ -215,7 +215,7 @@ def test_an_agent_with_a_protocol_error_over_tcp_fails(said: bytes) -> None:
             sock.shutdown(socket.SHUT_WR)
 
     with World(SIZE, environment=NETWORK) as world:
-        lose_the_claimed_one(world, speak)
+        fail_the_claimed_rank(world, speak)
 
 
 @pytest.mark.transport("network")
@@ -232,17 +232,20 @@ def test_corruption_on_the_network_ends_a_connection_and_no_agent(noise: Callabl
                 assert is_closed(sock)
 
 
-UNIX_NONSENSE: dict[str, Packets] = {**{name: [(said, [])] for name, said in NONSENSE.items()}, **NONSENSE_OVER_UNIX}
+UNIX_NONSENSE: dict[str, Packets] = {
+    **{name: [(output, [])] for name, output in NONSENSE.items()},
+    **NONSENSE_OVER_UNIX,
+}
 
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize("packets", UNIX_NONSENSE.values(), ids=UNIX_NONSENSE)
 def test_an_agent_with_a_protocol_error_over_a_unix_socket_fails(packets: Packets) -> None:
     with World(SIZE) as world:
-        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, packets))
+        fail_the_claimed_rank(world, lambda sock, _: send_packets(sock, packets))
 
 
 @pytest.mark.transport("shared_memory")
 def test_an_agent_whose_packets_are_corrupt_fails() -> None:
     with World(SIZE) as world:
-        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, [(ASK, [])], sealed=False))
+        fail_the_claimed_rank(world, lambda sock, _: send_packets(sock, [(ASK, [])], sealed=False))

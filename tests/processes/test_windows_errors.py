@@ -95,8 +95,8 @@ def counts(name: str = "x") -> int:
 def create_another(odd: int, shape: int, dtype: torch.dtype) -> bool:
     """Make a window together; agent ``odd`` with another shape or dtype than the others' two float32."""
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
-    mine = torch.zeros(shape, dtype=dtype) if shoal.rank() == odd else torch.zeros(2)
-    return shoal.bluefog.win_create(mine, "x", timeout=10.0)
+    own = torch.zeros(shape, dtype=dtype) if shoal.rank() == odd else torch.zeros(2)
+    return shoal.bluefog.win_create(own, "x", timeout=10.0)
 
 
 def put_to(to: int, name: str = "x") -> bool:
@@ -132,19 +132,19 @@ def all_go_on(world: World) -> Iterator[None]:
     yield
     assert world.alive == [0, 1, 2, 3]
     assert world.results(names) == [[]] * 4
-    found = world.results(every_operation, 3)
-    assert [one["put"] for one in found] == [[10.0 * (j + 1) * (i + 1) for j in range(4) if j != i] for i in range(4)]
+    result = world.results(every_operation, 3)
+    assert [one["put"] for one in result] == [[10.0 * (j + 1) * (i + 1) for j in range(4) if j != i] for i in range(4)]
 
 
 def test_invalid_calls_are_errors_at_the_caller_while_the_others_work(world: World) -> None:
     world.results(make_window)
     busy = [world.run_on(rank, keep_working, 40) for rank in (RIGHT, STRANGER, LEFT)]
-    found = world.results(wrong_calls, STRANGER, on=[CALLER])[0]
+    result = world.results(wrong_calls, STRANGER, on=[CALLER])[0]
     assert [one.outcome().error for one in busy] == [""] * 3
-    for what, (error, message) in found.items():
-        expected, said = next(one for end, one in COMPLAINTS.items() if what.endswith(end))
+    for what, (error, message) in result.items():
+        expected, output = next(one for end, one in COMPLAINTS.items() if what.endswith(end))
         assert error == expected, what
-        assert said in message, f"{what}: {message}"
+        assert output in message, f"{what}: {message}"
     world.results(free)
 
 
@@ -161,10 +161,10 @@ def test_a_window_of_another_kind_is_an_error_at_both_ends_of_each_of_its_edges(
 ) -> None:
     outcomes = world.run(create_another, CALLER, shape, dtype)
     assert [one.error for one in outcomes] == ["Mismatch", "Mismatch", "", "Mismatch"]
-    for one in outcomes:
-        if one.error:
-            assert CALLER in one.ranks
-            assert str(dtype) in one.message and f"[{shape}]" in one.message
+    for outcome in outcomes:
+        if outcome.error:
+            assert CALLER in outcome.ranks
+            assert str(dtype) in outcome.message and f"[{shape}]" in outcome.message
     assert world.results(names) == [[], [], ["x"], []]
     [writer] = world.run(put_to, RIGHT, on=[STRANGER])  # it made its window, its neighbours did not
     assert writer.error == "Mismatch" and RIGHT in writer.ranks and "freed" in writer.message

@@ -118,11 +118,11 @@ def test_a_key_set_before_another_is_not_missed(monkeypatch: pytest.MonkeyPatch)
         check = store._check
 
         def set_meanwhile(key: str) -> bool:
-            found = check(key)
-            if key == "all" and not found:
+            result = check(key)
+            if key == "all" and not result:
                 store._store.set(store._prefix + "all", "x")  # type: ignore[arg-type]
                 store._store.set(store._prefix + "over", "y")  # type: ignore[arg-type]
-            return found
+            return result
 
         monkeypatch.setattr(store, "_check", set_meanwhile)
         assert store.first(["all", "over"], soon()) == ("all", b"x")

@@ -146,11 +146,11 @@ def test_a_single_agent_opens_no_port() -> None:
 
 def test_agents_wait_for_rank_0_to_start() -> None:
     port = free_port()
-    found: list[bytes] = []
+    results: list[bytes] = []
 
     def come_early() -> None:
         with closing(open_store(launch(1, port), soon())) as store:
-            found.append(store.get("key", soon()))
+            results.append(store.get("key", soon()))
 
     early = threading.Thread(target=come_early)
     early.start()
@@ -158,7 +158,7 @@ def test_agents_wait_for_rank_0_to_start() -> None:
     with closing(open_store(launch(0, port), soon())) as host:
         host.set("key", b"x")
         early.join()
-    assert found == [b"x"]
+    assert results == [b"x"]
 
 
 def test_without_rank_0_the_error_comes_in_time_with_the_address() -> None:
@@ -171,8 +171,8 @@ def test_without_rank_0_the_error_comes_in_time_with_the_address() -> None:
 
 
 def test_an_unresponsive_server_does_not_outlast_the_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as intruder:
+        port = intruder.getsockname()[1]
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=f"127.0.0.1:{port} is not the rendezvous store"):
             open_store(launch(1, port), started + 0.5)
@@ -182,11 +182,11 @@ def test_an_unresponsive_server_does_not_outlast_the_deadline() -> None:
 def test_an_agent_accepted_by_a_previous_server_finds_the_right_one() -> None:
     port = free_port()
     old = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    found: list[bytes] = []
+    results: list[bytes] = []
 
     def come() -> None:
         with closing(open_store(launch(1, port), soon())) as store:
-            found.append(store.get("key", soon()))
+            results.append(store.get("key", soon()))
 
     agent = threading.Thread(target=come)
     agent.start()
@@ -195,7 +195,7 @@ def test_an_agent_accepted_by_a_previous_server_finds_the_right_one() -> None:
     with closing(open_store(launch(0, port), soon())) as host:
         host.set("key", b"right")
         agent.join()
-    assert found == [b"right"]
+    assert results == [b"right"]
 
 
 def test_foreign_clients_have_a_quota_in_the_store_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,12 +203,12 @@ def test_foreign_clients_have_a_quota_in_the_store_of_rank_0(monkeypatch: pytest
     port = free_port()
     request = struct.pack("=BQ3sQ", 1, 3, b"key", 1 << 19) + bytes(1 << 19)
     with closing(open_store(Launch(0, 2, "a test", "127.0.0.2", port), soon())) as host:
-        with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.1", 0)) as stranger:
-            stranger.settimeout(20.0)
+        with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.1", 0)) as intruder:
+            intruder.settimeout(20.0)
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
-                stranger.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
+                intruder.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
                 for number in range(64):  # more than any socket buffers
-                    stranger.sendall(request.replace(b"key", b"%03d" % number))
+                    intruder.sendall(request.replace(b"key", b"%03d" % number))
         host.set("key", b"x")
         assert host.get("key", soon()) == b"x"
 
@@ -257,8 +257,8 @@ def test_a_loopback_rendezvous_is_not_open_to_the_network() -> None:
 def test_a_launch_that_contradicts_the_process_group_is_refused() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        found = current({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"})
-        assert found == Launch(0, 1, "torch.distributed", "10.0.0.7", 29500)
+        result = current({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"})
+        assert result == Launch(0, 1, "torch.distributed", "10.0.0.7", 29500)
         with pytest.raises(
             ValueError, match=r"initialised as rank 0 of 1, but the launch \(torchrun\) says rank 1 of 2"
         ):
@@ -314,11 +314,11 @@ def test_a_process_group_finds_the_port_free_and_provides_its_own_store(tmp_path
 
 
 def test_an_invalid_host_name_is_refused_with_the_setting() -> None:
-    begun = time.monotonic()
+    started = time.monotonic()
     impossible = Launch(rank=1, size=2, launcher="test", host="no..host", port=free_port())
     with pytest.raises(ValueError, match=r"'no\.\.host'.*cannot be the name.*SHOAL_RENDEZVOUS=host:port"):
         open_store(impossible, soon())
-    assert time.monotonic() - begun < scaled(5.0)
+    assert time.monotonic() - started < scaled(5.0)
 
 
 SERVE_LATE = "import sys, time; time.sleep(8); from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]))"

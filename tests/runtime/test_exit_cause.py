@@ -121,9 +121,9 @@ def test_fleets_on_an_overloaded_machine_end_without_an_error() -> None:
     ]
     try:
         for process in processes:
-            said, complained = process.communicate(timeout=scaled(300))
+            output, complained = process.communicate(timeout=scaled(300))
             assert process.returncode == 0, complained[-2000:]
-            assert int(said) > 10
+            assert int(output) > 10
     finally:
         for process in processes:
             with process:

@@ -49,8 +49,8 @@ def test_every_run_starts_fresh(fleet: Fleets) -> None:
 
     one = fleet(3)
     one.run(change)
-    found = one.run(lambda: (shoal.bytes_sent(), shoal.topology.IsTopologyEquivalent(*graphs())))
-    assert found == [(0, True)] * 3
+    results = one.run(lambda: (shoal.bytes_sent(), shoal.topology.IsTopologyEquivalent(*graphs())))
+    assert results == [(0, True)] * 3
 
 
 def graphs() -> tuple[nx.DiGraph, nx.DiGraph]:
@@ -91,12 +91,12 @@ def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Flee
     program = [chance.choice(["mix", "sum", "gather", "broadcast", "barrier"]) for _ in range(12)]
 
     def run() -> None:
-        mine = random.Random(100 * seed + shoal.rank())
+        own = random.Random(100 * seed + shoal.rank())
         x = torch.ones(chance_numel)
         for step, kind in enumerate(program):
             if shoal.rank() == odd and step == step_of_fall:
                 fall(odd)
-            time.sleep(mine.random() * 0.002)
+            time.sleep(own.random() * 0.002)
             if kind == "mix":
                 shoal.neighbor_allreduce(x)
             elif kind == "sum":
@@ -114,7 +114,7 @@ def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Flee
 
 
 def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None:
-    heard: list[shoal.PeerLost] = []
+    received: list[shoal.PeerLost] = []
     together = threading.Barrier(3)
 
     def run() -> None:
@@ -125,13 +125,13 @@ def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None
             for _ in range(1000):
                 shoal.allreduce(torch.ones(3))
         except shoal.PeerLost as error:
-            heard.append(error)
+            received.append(error)
             raise
 
     with pytest.raises(Unlucky):
         fleet(3).run(run)
-    assert len(heard) == 2
-    for error in heard:
+    assert len(received) == 2
+    for error in received:
         assert error.ranks == (1,)
         assert "Unlucky: of rank 1" in str(error)
 
@@ -189,15 +189,15 @@ def test_a_fleet_inside_an_agent_is_independent(fleet: Fleets) -> None:
         return shoal.rank(), shoal.size(), shoal.allreduce(torch.tensor(float(outer))).item()
 
     def run() -> tuple[list[tuple[int, int, float]], int, float]:
-        mine = shoal.rank()
-        found = fleet(2).run(inner, mine)
-        return found, shoal.rank(), shoal.allreduce(torch.tensor(float(mine))).item()
+        own = shoal.rank()
+        results = fleet(2).run(inner, own)
+        return results, shoal.rank(), shoal.allreduce(torch.tensor(float(own))).item()
 
     assert fleet(3).run(run) == [([(0, 2, float(r)), (1, 2, float(r))], r, 1.0) for r in range(3)]
 
 
 def test_two_concurrent_fleets_are_independent(fleet: Fleets) -> None:
-    found: dict[int, list[float]] = {}
+    result: dict[int, list[float]] = {}
 
     def run(base: float) -> float:
         x = torch.tensor(base + shoal.rank())
@@ -206,15 +206,15 @@ def test_two_concurrent_fleets_are_independent(fleet: Fleets) -> None:
         return x.item()
 
     def start(base: int) -> None:
-        found[base] = fleet(4).run(run, float(base))
+        result[base] = fleet(4).run(run, float(base))
 
     threads = [threading.Thread(target=start, args=(base,)) for base in (0, 1000)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] == pytest.approx([1.5] * 4)
-    assert found[1000] == pytest.approx([1001.5] * 4)
+    assert result[0] == pytest.approx([1.5] * 4)
+    assert result[1000] == pytest.approx([1001.5] * 4)
 
 
 def test_the_caller_of_a_fleet_is_no_agent_of_it(fleet: Fleets) -> None:
@@ -320,35 +320,35 @@ def test_a_finished_fleet_ends_at_once(fleet: Fleets) -> None:
 
 def test_an_agent_with_an_error_in_shutdown_fails_the_fleet(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example because a listener cannot write to its full disk. The other listeners are still called."""
-    told: list[int] = []
+    reported: list[int] = []
 
     def fail(agent: Agent) -> None:
         if agent.rank == 1:
             raise Unlucky("of the disk")
 
-    monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: told.append(agent.rank)])
+    monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: reported.append(agent.rank)])
     with pytest.raises(Unlucky, match="of the disk"):
         within(10.0, lambda: fleet(3).run(shoal.barrier))
-    assert sorted(told) == [0, 1, 2]
+    assert sorted(reported) == [0, 1, 2]
 
 
 def within(seconds: float, call: Callable[[], object]) -> object:
     """What a call comes to, made in another thread, so that one that hangs fails its test instead of the whole run."""
-    found: list[object] = []
+    results: list[object] = []
 
     def attempt() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
-    assert found, f"not done after {seconds} s"
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    assert results, f"not done after {seconds} s"
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
 
 
 def test_an_agent_that_fails_before_init_ends_the_agents_that_wait_for_it(
@@ -418,7 +418,7 @@ def test_an_extraordinary_exception_ends_all_too(fleet: Fleets, kind: type[BaseE
 
 
 def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
-    heard: list[shoal.PeerLost] = []
+    received: list[shoal.PeerLost] = []
     inside = threading.Barrier(3)
 
     def inner() -> None:
@@ -428,7 +428,7 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
                 shoal.allreduce(torch.ones(3))
                 time.sleep(0.01)
         except shoal.PeerLost as error:
-            heard.append(error)
+            received.append(error)
             raise
 
     def outer() -> None:
@@ -441,13 +441,13 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
     with pytest.raises(Unlucky):
         fleet(2).run(outer)
     assert time.monotonic() - started < scaled(4.0)
-    assert len(heard) == 2
-    assert all("Unlucky: of rank 0" in str(error) for error in heard)
+    assert len(received) == 2
+    assert all("Unlucky: of rank 0" in str(error) for error in received)
 
 
 def test_after_a_failure_no_nested_fleet_starts(fleet: Fleets) -> None:
     failed = threading.Event()
-    begun: list[int] = []
+    started: list[int] = []
 
     def outer() -> None:
         if shoal.rank() == 0:
@@ -457,11 +457,11 @@ def test_after_a_failure_no_nested_fleet_starts(fleet: Fleets) -> None:
                 shoal.allreduce(torch.ones(1))
             except shoal.PeerLost:
                 failed.set()
-        fleet(2).run(lambda: begun.append(1))
+        fleet(2).run(lambda: started.append(1))
 
     with pytest.raises(Unlucky):
         fleet(2).run(outer)
-    assert not begun
+    assert not started
 
 
 def test_an_interrupt_while_agents_are_in_init_ends_them(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,6 +526,6 @@ def test_agents_own_generators_repeat_in_threads() -> None:
         generator = torch.Generator().manual_seed(5 + shoal.rank())
         return torch.randn(3, generator=generator).tolist()
 
-    found = shoal.Fleet(3).run(draw)
-    assert found == shoal.Fleet(3).run(draw)
-    assert found[0] != found[1]
+    results = shoal.Fleet(3).run(draw)
+    assert results == shoal.Fleet(3).run(draw)
+    assert results[0] != results[1]

@@ -89,13 +89,13 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
 
 
 def test_a_peer_that_exceeds_the_early_message_quota_fails(fleet: Fleets, few: None) -> None:
-    [said, _] = loss(fleet(3), lambda: (early(k) for k in range(FEW + 10)))
-    assert f"its budget of {FEW} messages that came before this agent's call" in said
+    [output, _] = loss(fleet(3), lambda: (early(k) for k in range(FEW + 10)))
+    assert f"its budget of {FEW} messages that came before this agent's call" in output
 
 
 def test_a_peer_that_exceeds_the_query_quota_fails(fleet: Fleets, few: None) -> None:
-    [said, _] = loss(fleet(3), lambda: (question(k) for k in range(FEW + 10)))
-    assert f"its budget of {FEW} questions" in said
+    [output, _] = loss(fleet(3), lambda: (question(k) for k in range(FEW + 10)))
+    assert f"its budget of {FEW} questions" in output
 
 
 def test_a_repeated_message_or_query_counts_once(fleet: Fleets, few: None) -> None:
@@ -113,10 +113,10 @@ def test_a_repeated_message_or_query_counts_once(fleet: Fleets, few: None) -> No
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 def test_a_peer_that_exceeds_the_early_byte_quota_fails(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
-    [said, _] = loss(
+    [output, _] = loss(
         shoal.Fleet(3, transport=transport, timeout=20.0), lambda: (early(k, numel=10_000) for k in range(11))
     )
-    assert "100,000 bytes" in said
+    assert "100,000 bytes" in output
 
 
 @pytest.mark.transport("network")
@@ -125,10 +125,10 @@ def test_a_peer_that_announces_too_many_bytes_fails(
     count: int, numel: int, monkeypatch: pytest.MonkeyPatch, few: None
 ) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
-    [said, _] = loss(
+    [output, _] = loss(
         shoal.Fleet(3, transport="network", timeout=20.0), lambda: (announced(k, numel) for k in range(count))
     )
-    assert "tensors that are announced and have not come" in said
+    assert "tensors that are announced and have not come" in output
 
 
 @pytest.mark.transport("shared_memory")
@@ -161,8 +161,8 @@ def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, few: N
             for handle in handles:
                 assert handle.wait()[0].item() == 1.0
         with engine.lock:
-            return sum(abs(one.count) + abs(one.nbytes) for one in engine.matcher._kept.values()) + sum(
-                one.count for one in engine.matcher._asked.values()
+            return sum(abs(value.count) + abs(value.nbytes) for value in engine.matcher._kept.values()) + sum(
+                value.count for value in engine.matcher._asked.values()
             )
 
     assert fleet(2).run(run) == [0, 0]

@@ -45,9 +45,9 @@ def test_a_relay_that_forges_checksums_changes_no_tensor_if_a_secret_is_set(
     fooled = False
     for seed in range(5):  # what he wants to change may come in two pieces, and he looks at one
         with in_the_middle(forges(random.Random(seed))):
-            found = shoal.Fleet(2, transport="network", timeout=5.0).run(rounds)
-        fooled = fooled or any(wrong for _, wrong, _ in found)
-        assert not secret or all(not wrong and end for _, wrong, end in found), found
+            results = shoal.Fleet(2, transport="network", timeout=5.0).run(rounds)
+        fooled = fooled or any(wrong for _, wrong, _ in results)
+        assert not secret or all(not wrong and end for _, wrong, end in results), results
     assert fooled == (not secret)
 
 

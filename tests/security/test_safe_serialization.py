@@ -49,7 +49,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, (set, frozenset)):
-        return one == other and all(any(same(mine, theirs) for theirs in other) for mine in one)
+        return one == other and all(any(same(own, remote) for remote in other) for own in one)
     return bool(one == other)
 
 
@@ -322,12 +322,12 @@ SPECIAL: dict[str, torch.Tensor] = {
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_special_tensors_arrive_with_their_values(kind: str) -> None:
     tensor = SPECIAL[kind]
-    found = read(write([tensor]))[0]
-    assert type(found) is type(tensor)
-    assert same_bits(found.detach(), tensor.detach())
-    assert found.requires_grad == tensor.requires_grad
+    result = read(write([tensor]))[0]
+    assert type(result) is type(tensor)
+    assert same_bits(result.detach(), tensor.detach())
+    assert result.requires_grad == tensor.requires_grad
     if kind in ("channels last", "transposed"):
-        assert found.stride() == tensor.stride()
+        assert result.stride() == tensor.stride()
     assert write(tensor).numel() < 8 + 80 + tensor.numel() * tensor.element_size()
 
 
@@ -336,17 +336,17 @@ def test_tensors_get_their_own_memory_and_shared_ones_stay_shared() -> None:
     state = {"first": model.weight.detach(), "tied": model.weight.detach(), "other": model.weight.t()[:1], "b": {}}
     message = write(state)
     assert message.numel() < 30 * 31 * 4 + 300
-    found = read(message)
-    assert found["first"] is found["tied"]
-    assert all(one.untyped_storage().nbytes() == one.numel() * 4 for one in (found["first"], found["other"]))
+    result = read(message)
+    assert result["first"] is result["tied"]
+    assert all(one.untyped_storage().nbytes() == one.numel() * 4 for one in (result["first"], result["other"]))
     message.zero_()
-    assert same_bits(found["first"], state["first"])
+    assert same_bits(result["first"], state["first"])
 
 
 def test_a_models_version_metadata_is_sent() -> None:
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict()
-    found = read(write(state))
-    assert found._metadata == state._metadata and same(found, state)
+    result = read(write(state))
+    assert result._metadata == state._metadata and same(result, state)
 
 
 def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -426,9 +426,9 @@ def test_between_agents_that_trust_each_other_any_object_is_sent(fleet: Fleets) 
     value = {"pair": Pair(1, Foo), "tensor": torch.ones(3), "array": np.arange(3.0)}
 
     def run() -> None:
-        found = shoal.broadcast_object(value if shoal.rank() == 1 else None, 1, trusted=True)
-        assert found is not None and found["pair"] == Pair(1, Foo)
-        assert same_bits(found["tensor"], value["tensor"]) and np.array_equal(found["array"], value["array"])
+        result = shoal.broadcast_object(value if shoal.rank() == 1 else None, 1, trusted=True)
+        assert result is not None and result["pair"] == Pair(1, Foo)
+        assert same_bits(result["tensor"], value["tensor"]) and np.array_equal(result["array"], value["array"])
 
     fleet(3).run(run)
 

@@ -58,7 +58,7 @@ PLACES: list[tuple[str, list[str], str, tuple[str, ...]]] = [
 
 def places() -> list[tuple[str, str]]:
     """Where this machine listens for each of ``PLACES``, and what came of a connection to it."""
-    found = []
+    results = []
     real = socket.getaddrinfo
     for host, addresses, interface, _ in PLACES:
 
@@ -72,24 +72,24 @@ def places() -> list[tuple[str, str]]:
         socket.getaddrinfo = resolve
         try:
             with listen(host, 0, interface) as server:
-                found.append(server.getsockname()[0])
+                results.append(server.getsockname()[0])
         finally:
             socket.getaddrinfo = real
-    return found
+    return results
 
 
 def test_the_store_listens_on_the_reachable_address_or_on_all_if_that_is_unknown() -> None:
     with network_namespaces(1) as machines:
         machines[0].add_address(f"{OTHER}/24", INTERFACE, f"{INTERFACE}:1")
         with World(1, namespaces=machines, init=False) as world:
-            [found] = world.results(places)
-    for (host, addresses, interface, expected), address in zip(PLACES, found, strict=True):
+            [result] = world.results(places)
+    for (host, addresses, interface, expected), address in zip(PLACES, result, strict=True):
         assert address in expected, (host, addresses, interface)
 
 
 def listeners(pid: int) -> list[tuple[str, int]]:
     """Addresses and ports that some process of the machine of ``pid`` listens on."""
-    found = []
+    results = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             local, state = (line.split()[at] for at in (1, 3))
@@ -98,8 +98,8 @@ def listeners(pid: int) -> list[tuple[str, int]]:
                 words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
                 packed = struct.pack(f"={len(words)}I", *words)
                 family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-                found.append((socket.inet_ntop(family, packed), int(port, 16)))
-    return found
+                results.append((socket.inet_ntop(family, packed), int(port, 16)))
+    return results
 
 
 def listeners_here() -> list[tuple[str, int]]:

@@ -116,14 +116,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def failures(first: int, count: int, most: int = 1) -> list[Scenario]:
-    found = []
+    results = []
     for seed in range(first, first + count):
         scenario = Scenario.draw(seed)
         if run(scenario).problems:
-            found.append(scenario)
-            if len(found) == most:
+            results.append(scenario)
+            if len(results) == most:
                 break
-    return found
+    return results
 
 
 def check(seed: int) -> None:
@@ -154,15 +154,15 @@ def test_many_seeds(first: int) -> None:
 
 def drawn(of: type[Program], with_kind: str, count: int) -> list[int]:
     """The first seeds whose runs are of a kind of program, and have a call of a kind or a fault of it."""
-    found = []
+    results = []
     for seed in range(10_000):
         scenario = Scenario.draw(seed)
-        kinds = {one.kind for one in scenario.program.calls} | {one.kind for one in scenario.faults}
+        kinds = {call.kind for call in scenario.program.calls} | {fault.kind for fault in scenario.faults}
         if type(scenario.program) is of and with_kind in kinds:
-            found.append(seed)
-            if len(found) == count:
+            results.append(seed)
+            if len(results) == count:
                 break
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", ["returns", "joins", "optimizer"])
@@ -184,7 +184,7 @@ def test_a_rejoined_agent_has_the_results_of_the_others() -> None:
     assert not report.problems
     members = list(report.history.there.values())
     assert [set(one.values()) for one in (members[0], members[-1])] == [{(0, 1, 2)}] * 2
-    assert {(0, 2)} in [set(one.values()) for one in members]
+    assert {(0, 2)} in [set(member.values()) for member in members]
     assert report.history.plans == dict.fromkeys(range(3), Plan((), 1))
 
 
@@ -235,8 +235,8 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
         return result
 
     monkeypatch.setattr(neighbor, "mix_steps", wrong)
-    (found,) = failures(0, 100)
-    short = shrunk(found)
+    (results,) = failures(0, 100)
+    short = shrunk(results)
     assert len(short.program.calls) == 1 and not short.faults
     assert "of 7 numbers" in str(short)
 

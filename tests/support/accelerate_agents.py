@@ -55,8 +55,8 @@ def prepared(made: ShoalAccelerator, batch: int = 2) -> tuple[nn.Module, Any, An
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, gamma=0.5)
     loader = DataLoader(dataset(), batch_size=batch, shuffle=True)
-    found: tuple[nn.Module, Any, Any, DataLoader[Any]] = made.prepare(model, optimizer, schedule, loader)
-    return found
+    result: tuple[nn.Module, Any, Any, DataLoader[Any]] = made.prepare(model, optimizer, schedule, loader)
+    return result
 
 
 def one_epoch(made: ShoalAccelerator, parts: tuple[nn.Module, Any, Any, DataLoader[Any]], skip: int = 0) -> list[int]:
@@ -105,22 +105,22 @@ def prepare() -> dict[str, Any]:
 
 def gather() -> dict[str, Any]:
     made = accelerator()
-    rank, found = made.process_index, {}
+    rank, result = made.process_index, {}
     loader = made.prepare(DataLoader(dataset(), batch_size=4))
-    found["numbers"] = torch.cat([made.gather_for_metrics(numbers) for _, numbers in loader]).tolist()
-    found["objects"] = [name for _, numbers in loader for name in made.gather_for_metrics([f"a{n}" for n in numbers])]
-    found["nested"] = made.gather({"bool": torch.tensor([rank == 1]), "nan": [torch.tensor(float("nan"))]})
-    found["nested"] = str(found["nested"])
-    found["reduced"] = [made.reduce(torch.tensor(float(rank)), how).item() for how in ("sum", "mean", "max")]
-    found["padded"] = made.pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist()
+    result["numbers"] = torch.cat([made.gather_for_metrics(numbers) for _, numbers in loader]).tolist()
+    result["objects"] = [name for _, numbers in loader for name in made.gather_for_metrics([f"a{n}" for n in numbers])]
+    result["nested"] = made.gather({"bool": torch.tensor([rank == 1]), "nan": [torch.tensor(float("nan"))]})
+    result["nested"] = str(result["nested"])
+    result["reduced"] = [made.reduce(torch.tensor(float(rank)), how).item() for how in ("sum", "mean", "max")]
+    result["padded"] = made.pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist()
     for name, options in (("stream", {}), ("full rounds", {"drop_last": True})):
         streamed = made.prepare(DataLoader(Stream(), batch_size=4, **options))
         for _ in range(2):
-            found[name] = torch.cat([made.gather_for_metrics(numbers) for numbers in streamed]).tolist()
+            result[name] = torch.cat([made.gather_for_metrics(numbers) for numbers in streamed]).tolist()
     if rank == 2:
         made.set_trigger()
-    found["trigger"] = made.check_trigger()
-    return found
+    result["trigger"] = made.check_trigger()
+    return result
 
 
 def functions() -> dict[str, Any]:
@@ -130,7 +130,7 @@ def functions() -> dict[str, Any]:
     halves = torch.full((1, 2), float(rank), dtype=torch.bfloat16)
     given = torch.full((2,), float(rank), requires_grad=True)
     synchronize_rng_states(["torch"])
-    found = {
+    result = {
         "gathered": gather_tensors(torch.tensor(rank)).tolist(),
         "nested": str(gather_tensors(nested)),
         "halves": gather_tensors(halves).tolist(),
@@ -145,10 +145,10 @@ def functions() -> dict[str, Any]:
     try:
         gather_tensors(torch.ones(rank + 1))
     except DistributedOperationException as error:
-        found["shapes"] = str(error)
+        result["shapes"] = str(error)
     finally:
         PartialState().debug = False
-    return found
+    return result
 
 
 def save_and_resume(folder: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     made.save_state(folder)
     saved = [param.detach().numpy().copy() for param in parts[0].parameters()]
     whole_seen = one_epoch(made, parts)
-    whole = numbers_of(parts)
+    full = numbers_of(parts)
 
     made = accelerator()
     parts = prepared(made)
@@ -171,8 +171,8 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     parts = prepared(made)
     made.load_state(folder, start="consensus")
     mean = [param.detach().numpy().copy() for param in parts[0].parameters()]
-    found = {"whole": whole, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
-    return found | {"drawn": torch.rand(()).item()}
+    result = {"whole": full, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
+    return result | {"drawn": torch.rand(()).item()}
 
 
 def save_model(folder: str) -> dict[str, Any]:

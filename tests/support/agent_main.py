@@ -105,15 +105,15 @@ class Holdings:
 
     def beyond(self, before: Holdings) -> list[str]:
         """What is there now and was not before."""
-        found = []
+        results = []
         # Gloo never wakes who waits for a message of which a part has come when its sender was killed: that thread
         # keeps its group, and the tensors that it was to receive.
         if not any(name.startswith("abandoned to") for name in self.threads):
-            found += [f"descriptor {fd} -> {target}" for fd, target in sorted(self.descriptors - before.descriptors)]
-            found += [f"thread {name}" for name in _added(self.threads, before.threads)]
-            found += [f"memory {line}" for line in self.maps if line not in before.maps]
-        found += [f"child process {pid}" for pid in self.children if pid not in before.children]
-        return found
+            results += [f"descriptor {fd} -> {target}" for fd, target in sorted(self.descriptors - before.descriptors)]
+            results += [f"thread {name}" for name in _added(self.threads, before.threads)]
+            results += [f"memory {line}" for line in self.maps if line not in before.maps]
+        results += [f"child process {pid}" for pid in self.children if pid not in before.children]
+        return results
 
 
 def _added(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
@@ -159,9 +159,9 @@ def left_over() -> list[str]:
     """What this process holds beyond what it had when it began. Threads get a moment to end."""
     assert _before is not None
     limit = time.monotonic() + 2.0
-    while (found := holdings().beyond(_before)) and time.monotonic() < limit:
+    while (result := holdings().beyond(_before)) and time.monotonic() < limit:
         time.sleep(0.01)
-    return found
+    return result
 
 
 def main() -> None:
@@ -227,12 +227,12 @@ def _serve(control: socket.socket) -> tuple[Spawn, int] | None:
 
 def _orphans(agents: set[int]) -> list[tuple[int, str]]:
     """Processes that agents have left behind; they have become children of the template."""
-    found = []
+    results = []
     for text in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         pid = int(text)
         if pid not in agents and os.waitpid(pid, os.WNOHANG) == (0, 0):
-            found.append((pid, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")))
-    return found
+            results.append((pid, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")))
+    return results
 
 
 def _agent(spawn: Spawn, descriptor: int) -> None:

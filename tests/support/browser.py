@@ -71,10 +71,10 @@ class Browser:
     def until(self, script: str, true: Callable[[Any], bool] = bool, seconds: float = _PATIENCE) -> Any:
         """What it returns, once that is so."""
         limit = time.monotonic() + seconds
-        while not true(found := self.run(script)):
-            assert time.monotonic() < limit, f"{script} gives {found!r}"
+        while not true(results := self.run(script)):
+            assert time.monotonic() < limit, f"{script} gives {results!r}"
             time.sleep(0.05)
-        return found
+        return results
 
     def picture(self, path: Path) -> None:
         """Of what can be seen, as PNG."""

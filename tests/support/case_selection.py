@@ -61,8 +61,8 @@ def chosen(name: str, cases: list[pytest.Item], way: str) -> Iterable[pytest.Ite
     # Another first case for each function, so that not all of them test their first size over the first transport.
     first = crc32(name.encode()) % len(cases)
     order = [*range(first, len(cases)), *range(first)]
-    found = cover([values[index] for index in order], 2 if pairs else 1, order, TRANSPORT if over_any else ())
-    return [cases[index] for index in sorted(found)]
+    result = cover([values[index] for index in order], 2 if pairs else 1, order, TRANSPORT if over_any else ())
+    return [cases[index] for index in sorted(result)]
 
 
 def cover(
@@ -83,10 +83,10 @@ def cover(
     combined: list[set[Hashable]] = [set(combinations(sorted(one), min(length, len(one)))) for one in needed]
     missing = set().union(*combined)
     welcome = [set(case) - set(one) for case, one in zip(values, needed, strict=True)]
-    found, met = [], set[tuple[str, int]]()
+    result, met = [], set[tuple[str, int]]()
     while missing:
         best = max(range(len(combined)), key=lambda case: (len(combined[case] & missing), len(welcome[case] - met)))
         missing -= combined[best]
         met |= welcome[best]
-        found.append(order[best])
-    return found
+        result.append(order[best])
+    return result

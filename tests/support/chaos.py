@@ -176,7 +176,7 @@ def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") ->
     draw = Draw.of(seed)
     environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": over or draw.transport}
     environment["SHOAL_CHECK_FINITE"] = str(int(any(fault == REFUSED for fault, _ in draw.faults.values())))
-    told = f"seed {seed}, {draw}:"
+    prefix = f"seed {seed}, {draw}:"
     with World(draw.size, environment=environment) as world:
         world.excused = {rank for rank, (fault, _) in draw.faults.items() if fault == NO_MEMORY}
         children = []
@@ -192,41 +192,41 @@ def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") ->
         }
         outcomes = {rank: pending[rank].outcome(locked + 30.0) for rank in draw.left}
         for rank, one in outcomes.items():
-            assert not one.error, f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+            assert not one.error, f"{prefix} rank {rank}: {one.error}: {one.message}\n{one.trace}"
         for rank, (fault, _) in draw.faults.items():
             if fault == STOPPED:
                 world.kill(rank, signal.SIGCONT)
             problem = _wrong(fault, pending[rank].outcome(locked + 30.0), world.members[rank].log.read_text())
-            assert not problem, f"{told} rank {rank}: {problem}"
+            assert not problem, f"{prefix} rank {rank}: {problem}"
         expected, distance = _expected(draw), 0.0
         for rank, one in outcomes.items():
             x, _, steps, rounds = one.value
             distance = max(distance, float(np.abs(np.array(x) - expected[rank]).max()))
-            assert not distance >= 1e-8 and not math.isnan(distance), f"{told} {distance:g} from where they must be"
-            assert steps == draw.batches[rank], f"{told} rank {rank} made {steps} steps"
-            assert rounds == outcomes[draw.left[0]].value[3], f"{told} rank {rank} was in {rounds} rounds"
+            assert not distance >= 1e-8 and not math.isnan(distance), f"{prefix} {distance:g} from where they must be"
+            assert steps == draw.batches[rank], f"{prefix} rank {rank} made {steps} steps"
+            assert rounds == outcomes[draw.left[0]].value[3], f"{prefix} rank {rank} was in {rounds} rounds"
         for sender, receiver in _names(draw):
-            said = f"rank {receiver} leaves out what rank {sender} sends"
-            assert said in world.members[receiver].log.read_text(), f"{told} the log lacks: {said}"
+            output = f"rank {receiver} leaves out what rank {sender} sends"
+            assert output in world.members[receiver].log.read_text(), f"{prefix} the log lacks: {output}"
         for child in children:  # it has lived to the end
             os.kill(child, signal.SIGKILL)
         wait_for_no_orphans()
-        return Found(max(one.value[1] for one in outcomes.values()), distance)
+        return Found(max(outcome.value[1] for outcome in outcomes.values()), distance)
 
 
 def _wrong(fault: str, one: Outcome, log: str) -> str:
     """Why an agent must not end like this that had such a fault; empty where it may."""
-    said = f"{one.error}: {one.message}\n{one.trace}"
+    output = f"{one.error}: {one.message}\n{one.trace}"
     if fault == LEFT_OUT:  # nobody has told it, and it goes on
-        return said if one.error or not np.isnan(one.value[0]).all() else ""
+        return output if one.error or not np.isnan(one.value[0]).all() else ""
     if fault == REFUSED:
         right = one.message == "exit code 1" and "NotFinite" in log and "nothing of it was sent" in log
-        return "" if right else f"{said}\n{log}"
+        return "" if right else f"{output}\n{log}"
     if fault == NO_MEMORY:
-        return "" if one.error == "Died" and one.message != "exit code 0" else f"{said}\n{log}"
+        return "" if one.error == "Died" and one.message != "exit code 0" else f"{output}\n{log}"
     if fault in (STOPPED, LOCKED):  # it wakes, and learns that it is not there any more
-        return "" if one.error == "ShoalError" and "counts it as lost" in one.message else said
-    return "" if one.error == "Died" else said
+        return "" if one.error == "ShoalError" and "counts it as lost" in one.message else output
+    return "" if one.error == "Died" else output
 
 
 def _schedule(draw: Draw) -> Any:

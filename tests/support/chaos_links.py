@@ -143,7 +143,7 @@ def run(seed: int, over: str = "") -> Found:
     """Draw, train, and compare, over TCP or another transport. AssertionError where an agent ends otherwise than it
     must."""
     draw = Draw.of(seed)
-    told = f"seed {seed}, {draw}:"
+    prefix = f"seed {seed}, {draw}:"
     environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": over}
     if draw.stops:
         environment["SHOAL_ON_PARTITION"] = "stop"
@@ -161,28 +161,28 @@ def run(seed: int, over: str = "") -> Found:
             if draw.for_good or draw.kind == SLOW_FOR_GOOD:
                 befall(False)  # so that all can say goodbye
             parts, shut_out = _parts(draw, outcomes)
-            assert sorted([*shut_out, *(rank for part in parts for rank in part)]) == list(range(draw.size)), told
-            assert parts or (draw.kind in LOPSIDED and draw.stops), f"{told} nobody goes on"
-            assert not draw.stops or len(parts) < 2, f"{told} {parts} go on apart"
+            assert sorted([*shut_out, *(rank for part in parts for rank in part)]) == list(range(draw.size)), prefix
+            assert parts or (draw.kind in LOPSIDED and draw.stops), f"{prefix} nobody goes on"
+            assert not draw.stops or len(parts) < 2, f"{prefix} {parts} go on apart"
             for rank, one in enumerate(outcomes):
-                said = f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+                output = f"{prefix} rank {rank}: {one.error}: {one.message}\n{one.trace}"
                 if rank in shut_out:
-                    assert one.error in ("PeerLost", "ShoalError"), said
+                    assert one.error in ("PeerLost", "ShoalError"), output
                     why = ("as the smaller part", "counts it as lost", "gives way")
-                    assert any(text in one.message for text in why), said
+                    assert any(text in one.message for text in why), output
                 else:
-                    assert not one.error, said
+                    assert not one.error, output
             distance, longest = 0.0, 0.0
             for part in parts:
                 for rank in part:
                     seen: Seen = outcomes[rank].value
-                    assert seen.alive == tuple(part), f"{told} rank {rank} is with {seen.alive}, not {part}"
-                    lost = sorted(one for change in seen.changes for one in change)
-                    assert lost == sorted(set(range(draw.size)) - set(part)), f"{told} rank {rank}: {seen.changes}"
+                    assert seen.alive == tuple(part), f"{prefix} rank {rank} is with {seen.alive}, not {part}"
+                    failed = sorted(one for change in seen.changes for one in change)
+                    assert failed == sorted(set(range(draw.size)) - set(part)), f"{prefix} rank {rank}: {seen.changes}"
                     expected = _expected(draw, part, seen.steps)[rank]
                     distance = max(distance, float(np.abs(np.array(seen.x) - expected).max()))
                     longest = max(longest, seen.longest)
-            assert distance < 1e-8, f"{told} {distance:g} from where they must be"
+            assert distance < 1e-8, f"{prefix} {distance:g} from where they must be"
     return Found(longest, distance)
 
 
@@ -194,7 +194,7 @@ def _parts(draw: Draw, outcomes: list[Outcome]) -> tuple[list[list[int]], list[i
         return [everybody], []
     if draw.kind == CUT + FOR_GOOD:
         return ([rest], [victim]) if draw.stops else ([rest, [victim]], [])
-    views = sorted({one.value.alive for one in outcomes if not one.error})
+    views = sorted({outcome.value.alive for outcome in outcomes if not outcome.error})
     return [list(view) for view in views], [rank for rank in everybody if outcomes[rank].error]
 
 
@@ -203,5 +203,5 @@ def _expected(draw: Draw, part: list[int], steps: int) -> np.ndarray:
     if draw.way not in AVERAGING:
         return np.tile(optimum(part), (draw.size, 1))
     topology = TOPOLOGIES[draw.topology](draw.size) or Static(topology_util.RingGraph(draw.size))
-    gone = [rank for rank in range(draw.size) if rank not in part]
-    return resting_place(topology, draw.size, gone, draw.way == "AWC", steps=steps)
+    departed = [rank for rank in range(draw.size) if rank not in part]
+    return resting_place(topology, draw.size, departed, draw.way == "AWC", steps=steps)

@@ -101,12 +101,12 @@ class Draw:
     def conditions(self) -> list[str]:
         """What else is so, for a table."""
         points = {point.kind for faults in self.faults.values() for _, point in faults}
-        told = {
+        problems = {
             "killed while a loss is agreed on": points & set(LATE),
             "killed while it enters": "Entering" in points,
             "killed while a checkpoint is written": "Writing" in points,
         }
-        return [text for text, so in told.items() if so]
+        return [text for text, so in problems.items() if so]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def run(seed: int, over: str = "") -> Found:
 
 
 def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) -> Found:
-    told = f"seed {seed}, {draw}:"
+    problems = f"seed {seed}, {draw}:"
     options = ALGORITHMS[draw.way] | {"topology": TOPOLOGIES[draw.topology](draw.size)}
     environment = transport | CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER)}
     drawn = {fault for faults in draw.faults.values() for fault, _ in faults}
@@ -156,7 +156,7 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
             if time.monotonic() > limit:
                 late = sorted(set(pending) - set(ended))
                 stacks = "\n".join(world.members[rank].stacks() for rank in late)
-                raise AssertionError(f"{told} ranks {late} have not ended\n{stacks}")
+                raise AssertionError(f"{problems} ranks {late} have not ended\n{stacks}")
             if time.monotonic() > woken:  # whoever was stopped is let go on, some time after it was dropped
                 woken = time.monotonic() + 1.0
                 for rank in pending:
@@ -168,9 +168,9 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
                 if not one.error:
                     ended[rank] = one.value
                     continue
-                assert _may_end(has[rank], one), f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+                assert _may_end(has[rank], one), f"{problems} rank {rank}: {one.error}: {one.message}\n{one.trace}"
                 starts += 1
-                assert starts < MOST_STARTS, f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+                assert starts < MOST_STARTS, f"{problems} rank {rank}: {one.error}: {one.message}\n{one.trace}"
                 if one.error != "Died":  # as its script would end
                     world.kill(rank)
                     world.members[rank].outcome(5.0)
@@ -182,16 +182,16 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
         wait_for_no_orphans()
     expected_x = _expected(draw, ended[0].steps)
     distance = max(float(np.abs(np.array(ended[rank].x) - expected_x[rank]).max()) for rank in ended)
-    assert distance < 1e-8, f"{told} {distance}"
+    assert distance < 1e-8, f"{problems} {distance}"
     for seen in ended.values():
         for step, mean in seen.reloaded:
             if step and all(step in other.at for other in ended.values()):  # else it is of fewer agents
                 saved = np.mean([other.at[step] for other in ended.values()], axis=0)
-                assert float(np.abs(saved - mean).max()) < 1e-12, f"{told} step {step}: {mean} instead of {saved}"
+                assert float(np.abs(saved - mean).max()) < 1e-12, f"{problems} step {step}: {mean} instead of {saved}"
     unsaved = max(len(seen.reloaded) for seen in ended.values())
-    assert unsaved or FULL not in drawn, f"{told} the disk was never full"
+    assert unsaved or FULL not in drawn, f"{problems} the disk was never full"
     if sum(map(len, draw.faults.values())) == 1 and drawn & {RESET, CORRUPTED}:
-        assert not starts, f"{told} what was cut, or spoiled, cost an agent"
+        assert not starts, f"{problems} what was cut, or spoiled, cost an agent"
     return Found(starts, [seen.waited for seen in ended.values() if seen.began[0]], distance, unsaved)
 
 

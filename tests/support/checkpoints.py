@@ -56,7 +56,7 @@ class Run:
 
     def all(self) -> dict[str, Any]:
         """A copy of the whole state."""
-        found = {
+        result = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -64,7 +64,7 @@ class Run:
             "noise": self.noise.get_state(),
             "scaler": self.scaler.state_dict(),
         }
-        return deepcopy(found)
+        return deepcopy(result)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -79,7 +79,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def folders(of: Path) -> list[str]:
-    return sorted(one.name for one in of.iterdir())
+    return sorted(path.name for path in of.iterdir())
 
 
 def weight(value: float) -> nn.Linear:

@@ -51,9 +51,9 @@ def closed_ports(*ranks: int) -> Iterator[ClosedPorts]:
     listen, listen_for = Router.listen, acceptor.listen_for
 
     def closed_listen(router: Router, *args: object, **options: object) -> object:
-        found = listen(router, *args, **options)  # type: ignore[arg-type]
+        result = listen(router, *args, **options)  # type: ignore[arg-type]
         ports.close(router.rank, router.acceptor._far)
-        return found
+        return result
 
     def closed_listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | None:
         return None if ports.is_closed(beside) else listen_for(known, beside)
@@ -71,10 +71,10 @@ def refused(code: int, *ranks: int) -> Iterator[None]:
     listen, start = Router.listen, tcp.start_connecting
 
     def noted_listen(router: Router, *args: object, **options: object) -> object:
-        found = listen(router, *args, **options)  # type: ignore[arg-type]
+        result = listen(router, *args, **options)  # type: ignore[arg-type]
         if router.rank in ranks:
-            ports.add(found.port)
-        return found
+            ports.add(result.port)
+        return result
 
     def refuse(address: str, port: int) -> socket.socket:
         if port not in ports:

@@ -17,10 +17,10 @@ def _average_on_a_ring(alive: tuple[int, ...]) -> None:
     others = sorted({alive[place - 1], alive[(place + 1) % len(alive)]} - {rank})
     weight = 1 / (len(others) + 1)
     own = to_device(torch.full((NUMEL,), float(rank)))
-    found = shoal.neighbor_allreduce(own, weight, dict.fromkeys(others, weight), others, timeout=20.0)
-    assert isinstance(found, Slow)
+    result = shoal.neighbor_allreduce(own, weight, dict.fromkeys(others, weight), others, timeout=20.0)
+    assert isinstance(result, Slow)
     expected = torch.tensor((rank + sum(others)) * weight)
-    assert torch.allclose(found.cpu(), expected), f"{found.cpu()} instead of {expected}"
+    assert torch.allclose(result.cpu(), expected), f"{result.cpu()} instead of {expected}"
 
 
 def average_until_it_fails(victim: int, point: Point) -> None:

@@ -133,20 +133,20 @@ def hierarchical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hierarchical_dynamic(tensor: torch.Tensor) -> torch.Tensor:
-    mine, count = shoal.machine_rank(), shoal.machine_size()
+    own, count = shoal.machine_rank(), shoal.machine_size()
     if count == 1:
         return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {}, {})
-    return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {(mine - 1) % count: 0.9}, {(mine + 1) % count: -0.3})
+    return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {(own - 1) % count: 0.9}, {(own + 1) % count: -0.3})
 
 
 def in_flight_together(tensor: torch.Tensor) -> torch.Tensor:
     """Four operations, begun in an order that differs between the agents."""
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
-    begun = {}
+    started = {}
     for turn in range(4):
         k = (turn + shoal.rank()) % 4
-        begun[k] = shoal.neighbor_allreduce_nonblocking(tensor * (k + 1), name=f"bucket {k}")
-    return torch.stack([begun[k].wait() for k in range(4)])
+        started[k] = shoal.neighbor_allreduce_nonblocking(tensor * (k + 1), name=f"bucket {k}")
+    return torch.stack([started[k].wait() for k in range(4)])
 
 
 EXCHANGES: tuple[Exchange, ...] = (
@@ -182,6 +182,6 @@ def times_of_a_barrier(late: int) -> tuple[float, float]:
     """When this agent came to the barrier and when it went on; agent ``late`` comes after the others."""
     if shoal.rank() == late:
         time.sleep(0.05)
-    came = time.monotonic()
+    arrived = time.monotonic()
     shoal.barrier()
-    return came, time.monotonic()
+    return arrived, time.monotonic()

@@ -205,10 +205,10 @@ def find_order(history: Iterable[Record], start: Slot | None = None) -> list[Rec
             after = records[index].effect.after(slot)
             if after is None:
                 continue
-            found = placed | 1 << index, after
-            if found not in came_from:
-                came_from[found] = state, index
-                pending.append(found)
+            result = placed | 1 << index, after
+            if result not in came_from:
+                came_from[result] = state, index
+                pending.append(result)
     assert culprit is not None
     raise NoPlace(culprit, slots)
 
@@ -269,11 +269,11 @@ class Recorder:
 
 def merged(parts: Iterable[dict[Edge, list[Record]]]) -> dict[Edge, list[Record]]:
     """The histories of several threads or agents as one for each slot."""
-    found: dict[Edge, list[Record]] = defaultdict(list)
+    result: dict[Edge, list[Record]] = defaultdict(list)
     for part in parts:
         for edge, records in part.items():
-            found[edge] += records
-    return found
+            result[edge] += records
+    return result
 
 
 def check_all(histories: dict[Edge, list[Record]], starts: dict[Edge, Slot] | None = None) -> int:

@@ -28,8 +28,8 @@ def train(folder: Path, began: list[int] | None = None, dies_at: int = STEPS, sa
         saving: Not before that step, but in the midst of the next save.
     """
     run, chance = Run(), torch.Generator().manual_seed(1)
-    for one in run.model.parameters():  # each process has drawn others
-        torch.nn.init.normal_(one, std=0.3, generator=chance)
+    for parameter in run.model.parameters():  # each process has drawn others
+        torch.nn.init.normal_(parameter, std=0.3, generator=chance)
     step = run.checkpoint.load(folder, missing_ok=True)
     if began is not None:
         began.append(step)

@@ -121,7 +121,7 @@ def fit(
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         ranks=(trainer.global_rank, trainer.world_size, trainer.is_global_zero, shoal.rank()),
         dtypes=net.dtypes,
-        files=sorted(str(one.relative_to(folder)) for one in Path(folder).rglob("*.ckpt*")),
+        files=sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.ckpt*")),
         said=[str(one.message) for one in caught],
     )
 
@@ -147,9 +147,9 @@ def evaluate(folder: str) -> dict[str, Any]:
         "validated": validated,
         "tested": tested,
         "predicted": torch.cat(predicted).numpy(),
-        "released": all(one.dist_sync_fn is None for one in metrics),
+        "released": all(metric.dist_sync_fn is None for metric in metrics),
         "logged": dict(trainer.logged_metrics),
-        "trained_under_grad": all(one.requires_grad for one in net.net.parameters()),
+        "trained_under_grad": all(parameter.requires_grad for parameter in net.net.parameters()),
     }
 
 
@@ -192,14 +192,14 @@ def refusals(cases: list[str]) -> dict[str, str]:
     """With which error each case is refused."""
     from support import lightning_modules as modules
 
-    found = {}
+    result = {}
     for case in cases:
         try:
             modules.CASES[case]()
-            found[case] = "accepted"
+            result[case] = "accepted"
         except Exception as error:
-            found[case] = f"{type(error).__name__}: {error}"
-    return found
+            result[case] = f"{type(error).__name__}: {error}"
+    return result
 
 
 def fit_until_killed(folder: str, victim: int) -> tuple[str, list[str]]:
@@ -210,12 +210,12 @@ def fit_until_killed(folder: str, victim: int) -> tuple[str, list[str]]:
     try:
         modules.trainer(folder, max_epochs=1000).fit(modules.Net(optimizer="sgd", dies=victim), *modules.loaders())
     except PeerLost as lost:
-        said = f"PeerLost {lost.ranks}"
+        output = f"PeerLost {lost.ranks}"
         lost.__traceback__ = None
     else:
-        said = "ended"
+        output = "ended"
     shoal.shutdown()
-    return said, left_over()
+    return output, left_over()
 
 
 def run_page(folder: str) -> Fitted:
@@ -256,4 +256,4 @@ def run_cli(folder: str) -> tuple[str, list[int]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that arguments are not the command line's
         cli = LightningCLI(modules.Net, modules.Samples, args=["fit", f"--config={path}", *quiet, *options])
-    return cli.trainer.strategy._wrapper.__name__, [one.rounds for one in cli.trainer.optimizers]
+    return cli.trainer.strategy._wrapper.__name__, [optimizer.rounds for optimizer in cli.trainer.optimizers]

@@ -128,9 +128,9 @@ def network_namespaces(count: int) -> Iterator[list[Namespace]]:
     """``count`` machines with addresses 10.77.0.1 and fd77::1, 10.77.0.2 and fd77::2, ... on one Ethernet."""
     require_namespaces()
     _remove_leftovers()
-    mine = f"{_PREFIX}-{os.getpid()}-{_start_of(os.getpid())}-{next(_numbers)}"
-    switch = f"{mine}-switch"
-    machines = [Namespace(f"{mine}-{k}", f"10.77.0.{k + 1}", switch, f"port{k}") for k in range(count)]
+    own = f"{_PREFIX}-{os.getpid()}-{_start_of(os.getpid())}-{next(_numbers)}"
+    switch = f"{own}-switch"
+    machines = [Namespace(f"{own}-{k}", f"10.77.0.{k + 1}", switch, f"port{k}") for k in range(count)]
     try:
         _ip("netns", "add", switch)
         _batch(switch, ["link add bridge0 type bridge", "link set bridge0 up"])

@@ -31,7 +31,7 @@ def gradient(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
     nn.utils.vector_to_parameters(x.clone(), model.parameters())
     model.zero_grad()
     model(batch(rank, step)).square().mean().backward()
-    return torch.cat([one.grad.view(-1) for one in model.parameters() if one.grad is not None])
+    return torch.cat([parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None])
 
 
 def by_hand(way: Algorithm, W: Tensor) -> Tensor:

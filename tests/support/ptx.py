@@ -60,9 +60,9 @@ def launched(program: Any) -> list[str]:
     )
     tensor = torch.empty(64)
     samples = {"fp64": 0.1, "i64": 1 << 20}
-    given = {one.name: 1 if one.is_constexpr else samples.get(one.annotation, tensor) for one in program.params}
+    given = {param.name: 1 if param.is_constexpr else samples.get(param.annotation, tensor) for param in program.params}
     _, specialization, _ = bind(**given)
-    return [found[0] for one, found in zip(program.params, specialization, strict=False) if one.annotation in samples]
+    return [result[0] for one, result in zip(program.params, specialization, strict=False) if one.annotation in samples]
 
 
 def instructions(case: Case) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def instructions(case: Case) -> dict[str, Any]:
     text = re.sub(r"//.*", "", made.asm["ptx"])
     operations = made.asm["ttir"].splitlines()
     return {
-        "declared": [one.annotation for one in program.params if one.annotation in ("fp64", "i64")],
+        "declared": [param.annotation for param in program.params if param.annotation in ("fp64", "i64")],
         "launched": launched(program),
         "narrow": [
             line

@@ -145,8 +145,8 @@ class Progress:
         """All that are there call it, and say whether what is to befall them has."""
         there = shoal.allgather(torch.tensor([fired]))
         entered = current().engine.agreement.now.entered
-        whole = len(there) == shoal.size() and entered >= entries and bool(there.all())
-        self.since = self.since + BETWEEN if whole else 0
+        full = len(there) == shoal.size() and entered >= entries and bool(there.all())
+        self.since = self.since + BETWEEN if full else 0
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self)

@@ -21,8 +21,8 @@ def rounds() -> tuple[int, int, str]:
     try:
         for step in range(6):
             x = torch.full((SIZES[step % 3],), 10.0 * step + shoal.rank())
-            found = shoal.neighbor_allreduce(x, name="x")
-            exact = bool((found == 10.0 * step + 0.5).all())
+            result = shoal.neighbor_allreduce(x, name="x")
+            exact = bool((result == 10.0 * step + 0.5).all())
             right, wrong = right + exact, wrong + (not exact)
     except shoal.ShoalError as error:
         return right, wrong, type(error).__name__
@@ -38,10 +38,10 @@ def flips(draws: random.Random) -> Callable[[], Change]:
     def of_a_connection() -> Change:
         nonlocal count
         count += 1
-        mine = count
+        own = count
 
         def change(said: bytes, before: int) -> bytes:
-            if mine != 1 or not before <= place < before + len(said):
+            if own != 1 or not before <= place < before + len(said):
                 return said
             changed = bytearray(said)
             changed[place - before] ^= bit
@@ -104,10 +104,10 @@ def attack(over: str, first: int, count: int) -> None:
         with nothing_is_left(), in_the_middle(draws.choice([flips, flips, leaves_out, repeats])(draws)):
             try:
                 # A packet that was left out is missed at the deadline, if nothing comes behind it.
-                found = shoal.Fleet(2, transport=over, timeout=1.0).run(rounds)
+                results = shoal.Fleet(2, transport=over, timeout=1.0).run(rounds)
             except shoal.ShoalError as error:
-                found = [(0, 0, type(error).__name__)]
-        assert not any(wrong for _, wrong, _ in found), (seed, found)
-        for *_, end in found:
+                results = [(0, 0, type(error).__name__)]
+        assert not any(wrong for _, wrong, _ in results), (seed, results)
+        for *_, end in results:
             ends[end] = ends.get(end, 0) + 1
     assert count < 10 or ends.get("PeerLost", 0) > 0, ends

@@ -128,5 +128,7 @@ def of_replica(replica: int, step: int) -> torch.Tensor:
 
 def whole(model: nn.Module) -> torch.Tensor:
     """All parameters, put together; the processes of a replica call it together."""
-    tensors = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
-    return torch.cat([one.detach().reshape(-1) for one in tensors])
+    tensors = [
+        parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters()
+    ]
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

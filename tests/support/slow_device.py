@@ -263,9 +263,9 @@ def in_use() -> Iterator[SlowDevice]:
     def mapped(fd: int, size: int) -> Slow:
         ident = next(numbers)
         memory.add(ident, os.dup(fd))
-        whole = memory.segment(ident)
-        assert whole is not None and whole[0].numel() >= size
-        return Slow(whole[0][:size])
+        full = memory.segment(ident)
+        assert full is not None and full[0].numel() >= size
+        return Slow(full[0][:size])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "open_device", opened)

@@ -7,7 +7,7 @@ from typing import Any
 
 def summary(rank: int, size: int = 4, **of_it: Any) -> dict[str, Any]:
     """A whole one, of an agent that computes, but for what is given."""
-    said: dict[str, Any] = {
+    output: dict[str, Any] = {
         "rank": rank,
         "size": size,
         "incarnation": 0,
@@ -28,4 +28,4 @@ def summary(rank: int, size: int = 4, **of_it: Any) -> dict[str, Any]:
         "sent": [],
         "edges": [],
     }
-    return said | of_it
+    return output | of_it

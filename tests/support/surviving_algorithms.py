@@ -52,12 +52,12 @@ def run_through(
     if victims and rank in victims:
         arm(victims[rank])
     gradient, topology = own(loss, A[rank], b[rank]), case_of(entry).topology(size)
-    found = run(algorithm, start, gradient, topology, pause or leaves.get(rank, steps), seed=3, every=0)
+    result = run(algorithm, start, gradient, topology, pause or leaves.get(rank, steps), seed=3, every=0)
     if pause and rank not in leaves:
         while set(leaves) & set(shoal.allgather(torch.tensor([rank])).tolist()):
             pass
-        found = run(algorithm, start, gradient, topology, steps - pause, seed=3, every=0, resume=found)
-    story.estimate = found.estimate.tolist()
+        result = run(algorithm, start, gradient, topology, steps - pause, seed=3, every=0, resume=result)
+    story.estimate = result.estimate.tolist()
     if rank not in leaves:
         shoal.barrier()
         story.alive = shoal.alive()
@@ -67,9 +67,9 @@ def run_through(
 def left_of(name: str, size: int, left: list[int]) -> nx.DiGraph:
     """What the algorithm's topology is among those that are left, numbered anew."""
     entry = CATALOG[name]
-    gone = tuple(rank for rank in range(size) if rank not in left)
-    healed = as_schedule(entry.example().healed(as_schedule(case_of(entry).topology(size)), gone)).graph(0)
-    healed.remove_nodes_from(gone)
+    departed = tuple(rank for rank in range(size) if rank not in left)
+    healed = as_schedule(entry.example().healed(as_schedule(case_of(entry).topology(size)), departed)).graph(0)
+    healed.remove_nodes_from(departed)
     return nx.convert_node_labels_to_integers(healed)
 
 
@@ -83,12 +83,12 @@ def fleet_of_the_rest(name: str, size: int, left: list[int], stories: dict[int, 
     x = torch.tensor([stories[rank].restarts[-1][1] for rank in left], dtype=torch.float64)
     mix = StackedMix(as_schedule(topology), seed=3)
     mix.begin(first)
-    begun = Run(x, x, algorithm.init(x, gradient, mix), first)
-    return StackedFleet(topology, seed=3).run(algorithm, x, gradient, steps - first, resume=begun).estimate
+    started = Run(x, x, algorithm.init(x, gradient, mix), first)
+    return StackedFleet(topology, seed=3).run(algorithm, x, gradient, steps - first, resume=started).estimate
 
 
 def optimum_of(size: int, left: list[int]) -> torch.Tensor:
     """Where the sum of the losses of those that are left is least, ``[d]``."""
     A, b = (one[left] for one in problem(size))
-    found: torch.Tensor = torch.linalg.solve((A.mT @ A).sum(0), (A.mT @ b.unsqueeze(-1)).sum(0)).squeeze(-1)
-    return found
+    result: torch.Tensor = torch.linalg.solve((A.mT @ A).sum(0), (A.mT @ b.unsqueeze(-1)).sum(0)).squeeze(-1)
+    return result

@@ -37,7 +37,7 @@ def train_through(victims: dict[int, Point], options: dict[str, Any]) -> list[fl
     """The parameters that training ends with, while the victims end where they are told to."""
     rank = shoal.rank()
     *_, last = steps_of_training(lambda: arm(victims[rank]) if rank in victims else None, options)
-    assert sorted(victims) == [one for one in range(shoal.size()) if one not in shoal.alive()]
+    assert sorted(victims) == [index for index in range(shoal.size()) if index not in shoal.alive()]
     return last
 
 

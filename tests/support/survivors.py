@@ -113,7 +113,7 @@ def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
     """What those came to that are left, of whom none may have failed; the victims have been killed."""
     for rank in victims:
         assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
-    left = [one for one in outcomes if one.rank not in victims]
+    left = [outcome for outcome in outcomes if outcome.rank not in victims]
     failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in left if one.error]
     assert not failed, "\n".join(failed)
     return {one.rank: one.value for one in left}
@@ -138,7 +138,9 @@ def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
     assert first.sums[-1] == sum(2.0**rank for rank in left)
     assert first.gathered[-1] == tuple(float(rank) for rank in left)
     for diary in diaries.values():
-        assert sorted(rank for lost, _ in diary.changes for rank in lost) == [r for r in range(size) if r not in left]
+        assert sorted(rank for failed, _ in diary.changes for rank in failed) == [
+            r for r in range(size) if r not in left
+        ]
         assert diary.changes[-1][1] == tuple(left)
 
 
@@ -149,7 +151,7 @@ def check_averages(values: dict[int, list[float]], size: int, victim: int, direc
         In how many rounds not all had the same plan of whom to count.
     """
     graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
-    whole, healed = Static(graph).matrix(0), Without(graph, [victim]).matrix(0)
+    full, healed = Static(graph).matrix(0), Without(graph, [victim]).matrix(0)
     states = []
     rounds = len(next(iter(values.values())))
     offset = next(iter(values.values()))[0] - first_value(min(values))
@@ -160,11 +162,11 @@ def check_averages(values: dict[int, list[float]], size: int, victim: int, direc
             now[rank] = one[k]
         if k + 1 == rounds:
             break
-        kinds = {rank: _kinds(rank, one[k + 1], now, whole, healed, victim) for rank, one in values.items()}
+        kinds = {rank: _kinds(rank, one[k + 1], now, full, healed, victim) for rank, one in values.items()}
         assert all(kinds.values()), f"round {k}: {kinds}: nobody could compute that"
         states.append(kinds)
-        now[victim] = whole[victim] @ now
-    healed_from = next(k for k in range(len(states)) if all("healed" in one for one in states[k].values()))
+        now[victim] = full[victim] @ now
+    healed_from = next(k for k in range(len(states)) if all("healed" in value for value in states[k].values()))
     assert all("healed" in one for kinds in states[healed_from:] for one in kinds.values())
     for kinds in states[:healed_from]:
         assert not any(one == {"healed"} for one in kinds.values()), "some had a new plan, and others not"

@@ -115,12 +115,12 @@ def a_clock_of_another_schedule_is_refused(topology: Topology, size: int, round:
 
 def everybody_hears_of_everybody(topology: Topology, size: int, round: int) -> None:
     schedule = schedule_of(topology, size)
-    heard = nx.DiGraph()
-    heard.add_nodes_from(range(size))
+    received = nx.DiGraph()
+    received.add_nodes_from(range(size))
     for later in range(round, round + (schedule.period or 64)):
         edges = schedule.edges(later)
-        heard.add_edges_from(zip(edges.source.tolist(), edges.destination.tolist(), strict=True))
-    assert nx.is_strongly_connected(heard)
+        received.add_edges_from(zip(edges.source.tolist(), edges.destination.tolist(), strict=True))
+    assert nx.is_strongly_connected(received)
 
 
 def it_is_exact_as_declared(topology: Topology, size: int, round: int) -> None:
@@ -180,7 +180,7 @@ def assert_same_edges(one: Schedule, round: int, other: Schedule, other_round: i
 
 
 def other(topology: Topology, size: int) -> int:
-    return next(found for found in sizes(topology) if found != size)
+    return next(result for result in sizes(topology) if result != size)
 
 
 def run_all(topology: Topology) -> None:

@@ -149,25 +149,25 @@ def ready() -> None:
 def train(fault: Fault) -> Ended:
     """Train until the end or an error, catch it, and leave. What the fault does with this agent it does itself, but
     for the signals."""
-    error, ranks, said, steps = "", (), "", 0
+    error, ranks, output, steps = "", (), "", 0
     loop = _Loop(fault)
     try:
         loop.run()
     except shoal.ShoalError as caught:
-        error, ranks, said = type(caught).__name__, caught.ranks, str(caught)
+        error, ranks, output = type(caught).__name__, caught.ranks, str(caught)
     except KeyboardInterrupt:
         error = "KeyboardInterrupt"
     except OwnError as caught:
         if fault.kind == "exception":
             raise
-        error, said = type(caught).__name__, str(caught)
+        error, output = type(caught).__name__, str(caught)
     noticed = time.monotonic()
     steps = loop.steps
     del loop
     started = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
         shoal.shutdown()
-    return Ended(error, ranks, said, steps, noticed, time.monotonic() - started)
+    return Ended(error, ranks, output, steps, noticed, time.monotonic() - started)
 
 
 class _Loop:

@@ -63,11 +63,11 @@ def every_operation(numel: int) -> dict[str, list[float]]:
     me = shoal.rank()
     x = torch.full((numel,), me + 1.0)
     shoal.bluefog.win_create(x, "x", zero_init=True)
-    found = {}
+    result = {}
 
     def note(what: str) -> None:
         shoal.barrier()
-        found[what] = [
+        result[what] = [
             common_value(shoal.bluefog.win_update("x", 0.0, {source: 1.0}, clone=True))
             for source in shoal.in_neighbor_ranks()
         ]
@@ -82,22 +82,22 @@ def every_operation(numel: int) -> dict[str, list[float]]:
     shoal.bluefog.win_get("x", src_weights=dict.fromkeys(shoal.in_neighbor_ranks(), 0.5))
     note("get")
     shoal.bluefog.win_free("x")
-    return found
+    return result
 
 
 def times_in_mutex(rounds: int) -> list[tuple[int, int]]:
     """From when to when, in ``time.monotonic_ns()``, this agent had the mutex of agent 0 each time."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     shoal.bluefog.win_create(torch.zeros(1), "x")
-    found = []
+    results = []
     for _ in range(rounds):
         with shoal.bluefog.win_mutex("x", for_self=shoal.rank() == 0, ranks=[0]):
             began = time.monotonic_ns()
             time.sleep(0.0002)
-            found.append((began, time.monotonic_ns()))
+            results.append((began, time.monotonic_ns()))
     shoal.barrier()
     shoal.bluefog.win_free("x")
-    return found
+    return results
 
 
 # Histories
@@ -337,15 +337,15 @@ def move_mass(flow: Flow) -> list[Mass]:
     x = shoal.empty(flow.numel, dtype=torch.float64).copy_(first) if flow.in_place else first
     shoal.bluefog.win_create(x, "x", zero_init=True)
     movers = [_Mover(flow, x, thread) for thread in range(flow.threads)]
-    found = []
+    results = []
     for _ in range(flow.phases):
         in_threads(flow.threads, lambda thread: movers[thread].run())
         shoal.barrier()
-        found.append(_count())
+        results.append(_count())
         shoal.barrier()
     shoal.bluefog.win_free("x")
     shoal.bluefog.turn_off_win_ops_with_associated_p()
-    return found
+    return results
 
 
 def _count() -> Mass:

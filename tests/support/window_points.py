@@ -231,9 +231,9 @@ def go_on(neighbours: list[int]) -> list[Slot]:
             write(PUT, 7.0, rank)
         write(PUT, 11.0, rank)
     limit = time.monotonic() + 10.0
-    found = [_read_when(rank, 11.0, limit) for rank in others]
+    results = [_read_when(rank, 11.0, limit) for rank in others]
     assert all(take_mutex(rank) for rank in neighbours)
-    return found
+    return results
 
 
 def _read_when(source: int, value: float, limit: float) -> Slot:

@@ -104,9 +104,9 @@ class Template:
         other.close()
 
     def spawn(self, spawn: Spawn) -> tuple[int, Connection[Any, Any]]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        pid: int = self._ask("spawn", spawn, theirs.fileno())
-        theirs.close()
+        ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pid: int = self._ask("spawn", spawn, remote.fileno())
+        remote.close()
         return pid, Connection(ours.detach())
 
     def reap(self, pid: int) -> int:
@@ -116,8 +116,8 @@ class Template:
 
     def orphans(self) -> list[tuple[int, str]]:
         """Processes that dead agents have left running: (pid, command)."""
-        found: list[tuple[int, str]] = self._ask("orphans", None)
-        return found
+        result: list[tuple[int, str]] = self._ask("orphans", None)
+        return result
 
     def imports(self, module: str) -> None:
         """Import a module, which agents that are forked from now on have: what takes seconds."""
@@ -223,15 +223,15 @@ class Member:
 
     def _hear(self) -> Outcome | None:
         try:
-            heard = self._connection.recv()
+            received = self._connection.recv()
         except (EOFError, ConnectionResetError):
             self._silent = True
             return None
-        if isinstance(heard, Dying):
-            self.died_at = heard.at
+        if isinstance(received, Dying):
+            self.died_at = received.at
             return None
-        assert isinstance(heard, Outcome)
-        return heard
+        assert isinstance(received, Outcome)
+        return received
 
     def stacks(self) -> str:
         """What each of its threads is doing, and the rest of its log."""
@@ -360,9 +360,9 @@ class World:
     ) -> list[Any]:
         """The values that the agents returned; raises if one did not."""
         outcomes = self.run(function, *args, on=on, patience=patience)
-        failed = [one for one in outcomes if one.error]
+        failed = [outcome for outcome in outcomes if outcome.error]
         assert not failed, "\n".join(f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in failed)
-        return [one.value for one in outcomes]
+        return [outcome.value for outcome in outcomes]
 
     def start_again(self, rank: int) -> None:
         """A new process in the place of one that has ended, or was dropped; an agent when it has said so."""
@@ -406,7 +406,7 @@ class World:
             outcomes = self.run(_in_step, patience=10.0)
         except AssertionError:
             return False
-        return all(not one.error for one in outcomes)
+        return all(not outcome.error for outcome in outcomes)
 
     # The end
 

@@ -43,10 +43,10 @@ def go_through(leaves: dict[int, int], victims: dict[int, Point]) -> list[float]
     if rank in victims:
         arm(victims[rank])
     algorithm = OfMachines(EXTRA(0.3))
-    found = run(algorithm, start, own(ridge, A[rank], b[rank]), TOPOLOGY, leaves.get(rank, STEPS), every=0)
+    result = run(algorithm, start, own(ridge, A[rank], b[rank]), TOPOLOGY, leaves.get(rank, STEPS), every=0)
     if rank not in leaves:
         shoal.barrier()
-    return found.x.tolist()
+    return result.x.tolist()
 
 
 def check(found: dict[int, list[float]]) -> None:
@@ -69,8 +69,8 @@ def check(found: dict[int, list[float]]) -> None:
 def test_machines_reach_the_survivors_optimum(name: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     leaves = LOSSES[name]
-    found = fleet(SIZE, agents_per_machine=EACH).run(go_through, leaves, {})
-    check({rank: found[rank] for rank in range(SIZE) if rank not in leaves})
+    results = fleet(SIZE, agents_per_machine=EACH).run(go_through, leaves, {})
+    check({rank: results[rank] for rank in range(SIZE) if rank not in leaves})
 
 
 @each_over_one(f"{victim}, {point}" for point in POINTS for victim in (2, 3))
@@ -80,6 +80,10 @@ def test_machines_reach_the_survivors_optimum_wherever_one_agent_is_killed(
     victim, point = next((victim, point) for point in POINTS for victim in (2, 3) if way == f"{victim}, {point}")
     with World(SIZE, environment=environment | CONTINUE | {"SHOAL_AGENTS_PER_MACHINE": str(EACH)}) as world:
         outcomes = world.run(go_through, {}, {victim: point})
-    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+    failed = [
+        f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        for outcome in outcomes
+        if outcome.error
+    ]
     assert outcomes[victim].error == "Died" and len(failed) == 1, "\n".join(failed)
-    check({one.rank: one.value for one in outcomes if one.rank != victim})
+    check({outcome.rank: outcome.value for outcome in outcomes if outcome.rank != victim})

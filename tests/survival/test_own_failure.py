@@ -55,8 +55,8 @@ def test_the_others_continue_and_are_notified(environment: dict[str, Any], kind:
             assert outcomes[rank].value[1] == tuple(left)
         if kind == "all":
             assert [outcomes[rank].value[0] for rank in left] == [[pytest.approx(sum(left) / len(left))]] * len(left)
-        [said] = world.results(is_shut_out, on=[CULPRIT])
-        assert "counts it as lost (its own call failed: NotFinite" in said
+        [output] = world.results(is_shut_out, on=[CULPRIT])
+        assert "counts it as lost (its own call failed: NotFinite" in output
 
 
 def average_until_memory_runs_out(op: str, kind: str) -> tuple[list[float], tuple[int, ...]]:
@@ -97,8 +97,8 @@ def leave_in_the_midst(kind: str) -> tuple[int, ...]:
     if shoal.rank() == 0:
         time.sleep(1.0)
     if shoal.rank() == CULPRIT:
-        begun = shoal.allreduce_nonblocking if kind == "all" else shoal.neighbor_allreduce_nonblocking
-        begun(x, name="x")
+        started = shoal.allreduce_nonblocking if kind == "all" else shoal.neighbor_allreduce_nonblocking
+        started(x, name="x")
         time.sleep(0.5)
         shoal.shutdown()
         return ()

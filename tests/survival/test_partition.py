@@ -83,7 +83,7 @@ def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
     return began, seen, there
 
 
-def come_together(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
+def heal_the_partition(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
     """The cable is back: the smaller part gives way, is started again, and goes on with what the larger part has."""
     for rank in smaller:
         outcome = running[rank].outcome(6.0)
@@ -97,7 +97,7 @@ def come_together(world: World, running: list[Pending], larger: list[int], small
         world.start_again(rank)
         running[rank] = world.run_on(rank, live, world.size)
     outcomes = [one.outcome(45.0) for one in running]
-    assert not [one.trace for one in outcomes if one.error]
+    assert not [outcome.trace for outcome in outcomes if outcome.error]
     everybody = tuple(range(world.size))
     began, seen, there = outcomes[larger[0]].value
     assert began == 0
@@ -123,7 +123,7 @@ def test_both_parts_continue_and_the_smaller_one_yields_when_the_partition_heals
         time.sleep(DROP_AFTER + 1.5)
         assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
-        come_together(world, running, first, others)
+        heal_the_partition(world, running, first, others)
 
 
 def test_an_agent_that_rejoined_in_the_smaller_part_yields_with_it(machines: list[Namespace]) -> None:
@@ -140,7 +140,7 @@ def test_an_agent_that_rejoined_in_the_smaller_part_yields_with_it(machines: lis
         time.sleep(DROP_AFTER + 1.5)
         assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
-        come_together(world, running, larger, smaller)
+        heal_the_partition(world, running, larger, smaller)
 
 
 @pytest.mark.slow
@@ -162,9 +162,9 @@ def test_the_smaller_part_stops_and_rejoins_when_the_partition_heals(machines: l
         for rank in others:
             world.kill_and_start_again(rank)
             running[rank] = world.run_on(rank, keep_saving, 20.0, size)
-        came = [running[rank].outcome().value for rank in range(size)]
-    assert [one[2] for one in came] == [tuple(range(size))] * size and len({one[1] for one in came}) == 1
-    assert all(came[rank][0] > 0 for rank in others)
+        arrived = [running[rank].outcome().value for rank in range(size)]
+    assert [one[2] for one in arrived] == [tuple(range(size))] * size and len({one[1] for one in arrived}) == 1
+    assert all(arrived[rank][0] > 0 for rank in others)
 
 
 def load_outside() -> float:
@@ -184,10 +184,10 @@ def test_a_rejoining_agent_without_any_connection_names_the_closed_ports(machine
         world.kill(1)
         machines[0].let_no_connection_in(but_port=29400)
         world.start_again(1)
-        said = world.run_on(1, load_outside).outcome(60.0)
-        assert said.error == "PeerLost" and said.ranks == (0,), said.trace
-        assert f"rank 1 cannot connect to rank 0 at {machines[0].address}:" in said.message
-        assert "(no answer: a firewall?)" in said.message and "none of the others" in said.message
+        output = world.run_on(1, load_outside).outcome(60.0)
+        assert output.error == "PeerLost" and output.ranks == (0,), output.trace
+        assert f"rank 1 cannot connect to rank 0 at {machines[0].address}:" in output.message
+        assert "(no answer: a firewall?)" in output.message and "none of the others" in output.message
 
 
 @pytest.mark.slow
@@ -204,5 +204,5 @@ def test_an_agent_rejoins_through_reachable_members(machines: list[Namespace]) -
         world.start_again(3)
         running[3] = world.run_on(3, keep_saving, 1.0, 4)
         outcomes = [one.outcome(60.0) for one in running]
-    assert not [one.trace for one in outcomes if one.error]
-    assert {one.value[2] for one in outcomes} == {(0, 1, 2, 3)} and outcomes[3].value[0] > 0
+    assert not [outcome.trace for outcome in outcomes if outcome.error]
+    assert {outcome.value[2] for outcome in outcomes} == {(0, 1, 2, 3)} and outcomes[3].value[0] > 0

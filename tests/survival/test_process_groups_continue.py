@@ -58,7 +58,7 @@ def test_with_many_calls_in_flight_each_continues(point: Point, numel: int) -> N
         outcomes = world.run(burst_through, numel, ROUNDS, {2: point})
         seen = survivors(outcomes, {2})
         for k in range(8):
-            check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, 2)
+            check_averages({rank: [value[k] for value in values] for rank, values in seen.items()}, SIZE, 2)
 
 
 @pytest.mark.parametrize("victims", [(1, 4), (0, 1), (0, 2, 3)])

@@ -82,9 +82,9 @@ def test_a_result_missing_because_of_a_failure_is_transferred(environment: dict[
             pending = [world.run_on(rank, lose_one, kind, victim, number, only, SIZE % 2 == 1) for rank in before]
             outcomes = [one.outcome() for one in pending]
             assert outcomes.pop(before.index(victim)).error == "Died"
-            assert not [f"{one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+            assert not [f"{outcome.error}: {outcome.message}\n{outcome.trace}" for outcome in outcomes if outcome.error]
             total = 0.0 if kind == "barrier" else float(sum(2**rank for rank in before))
-            assert [one.value[0] for one in outcomes] == [[total]] * len(left)
-            by_rank = [one.value[1] for one in outcomes]
+            assert [outcome.value[0] for outcome in outcomes] == [[total]] * len(left)
+            by_rank = [outcome.value[1] for outcome in outcomes]
             assert sum(by_rank) >= 1 and (kind == "barrier" or by_rank == [len(left) - 1, *[0] * (len(left) - 1)])
-            assert [one.value[2] for one in outcomes] == [tuple(left)] * len(left)
+            assert [outcome.value[2] for outcome in outcomes] == [tuple(left)] * len(left)

@@ -43,14 +43,14 @@ def averages(last: int, calls_all: bool) -> tuple[list[float], tuple[int, ...]]:
 @pytest.mark.parametrize("calls_all", [False, True])
 @pytest.mark.parametrize("last", [1, 6])
 def test_an_agent_that_leaves_early_is_excluded_from_then_on(fleet: Fleets, last: int, calls_all: bool) -> None:
-    found = fleet(SIZE).run(averages, last, calls_all)
-    left = {rank: seen for rank, (seen, _) in enumerate(found) if rank != FIRST}
-    assert [alive for rank, (_, alive) in enumerate(found) if rank != FIRST] == [(0, 2, 3)] * 3
+    results = fleet(SIZE).run(averages, last, calls_all)
+    left = {rank: seen for rank, (seen, _) in enumerate(results) if rank != FIRST}
+    assert [alive for rank, (_, alive) in enumerate(results) if rank != FIRST] == [(0, 2, 3)] * 3
     # The round that it did not take part in, and what others had begun before they had agreed on that.
     assert 1 <= check_averages(left, SIZE, FIRST) <= 3
 
 
-def until_it_is_gone() -> bool:
+def until_it_has_departed() -> bool:
     """Whether this is one of those that are left, all of whom know it."""
     if shoal.rank() == FIRST:
         shoal.shutdown()
@@ -67,7 +67,7 @@ def saved(folder: Any) -> float | None:
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    if not until_it_is_gone():
+    if not until_it_has_departed():
         return None
     checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
     checkpoint.save(folder, 7)
@@ -79,9 +79,9 @@ def loaded(folder: Any, start: Any) -> float:
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     assert shoal.Checkpoint(model=model, optimizer=optimizer).load(folder, start=start) == 7
     model(torch.ones(1, 1)).sum().backward()
-    found = model.weight.item()
+    result = model.weight.item()
     optimizer.step()
-    return found
+    return result
 
 
 def test_a_checkpoint_of_the_survivors_loads_into_the_same_and_any_number(fleet: Fleets, tmp_path: Any) -> None:

@@ -47,7 +47,7 @@ def a_few_rounds(count: int) -> float:
     return float(mean[0])
 
 
-def rounds_until_it_is_gone(victim: int) -> float:
+def rounds_until_it_has_departed(victim: int) -> float:
     """Average until somebody takes part no more; when that was known, as ``time.monotonic()``."""
     there = [victim]
     while victim in there:
@@ -86,9 +86,9 @@ def test_on_a_directed_graph_the_mean_of_the_survivors_is_unbiased(
         diaries = survivors(outcomes, {VICTIM})
         values = {rank: diary.values for rank, diary in diaries.items()}
         check_averages(values, SIZE, VICTIM, directed=True)
-        means = [sum(one[k] for one in values.values()) / len(values) for k in range(len(values[0]))]
+        means = [sum(value[k] for value in values.values()) / len(values) for k in range(len(values[0]))]
         assert max(means[20:]) - min(means[20:]) < 1e-12
-        assert max(abs(one[-1] - means[-1]) for one in values.values()) < 1e-6
+        assert max(abs(value[-1] - means[-1]) for value in values.values()) < 1e-6
 
 
 @over_both
@@ -100,7 +100,7 @@ def test_with_many_calls_in_flight_each_continues(environment: dict[str, str], n
         outcomes = world.run(burst_through, numel, ROUNDS, {VICTIM: Point("sent", sent)})
         seen = survivors(outcomes, {VICTIM})
         for k in range(8):
-            check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, VICTIM)
+            check_averages({rank: [value[k] for value in values] for rank, values in seen.items()}, SIZE, VICTIM)
 
 
 @over_both
@@ -155,12 +155,12 @@ def test_the_last_survivor_continues_alone(environment: dict[str, str]) -> None:
 def test_survivors_continue_within_a_second(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         world.results(a_few_rounds, 20)
-        pending = [world.run_on(rank, rounds_until_it_is_gone, VICTIM) for rank in range(SIZE)]
+        pending = [world.run_on(rank, rounds_until_it_has_departed, VICTIM) for rank in range(SIZE)]
         time.sleep(0.3)
         died = world.kill(VICTIM)
         outcomes = [one.outcome() for one in pending]
-        found = survivors(outcomes, {VICTIM})
-        for rank, ended in found.items():
+        result = survivors(outcomes, {VICTIM})
+        for rank, ended in result.items():
             assert ended - died < scaled(SECONDS), f"rank {rank} went on after {ended - died:.2f} s"
         assert world.results(a_few_rounds, 3, on=world.alive) == [4 / 4] * 4
 
@@ -193,5 +193,5 @@ def average_beside_a_refused_link(victim: int) -> tuple[float, float]:
 def test_an_agent_that_cannot_connect_to_the_failed_one_sends_to_the_others(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(average_beside_a_refused_link, VICTIM)
-        left = [one for one in outcomes if one.rank != VICTIM]
+        left = [outcome for outcome in outcomes if outcome.rank != VICTIM]
         assert [one.value for one in left] == [(1.0, SIZE - 1.0)] * (SIZE - 1), [one.message for one in left]

@@ -28,15 +28,15 @@ from support.topology_suite import schedule_of, sizes
 
 def losses(size: int) -> list[tuple[int, ...]]:
     """One agent, the first, two beside each other, three apart, and all but one."""
-    found = [(0,), (size - 1,), (0, 1), tuple(range(0, size, 3)), tuple(range(1, size))]
-    return [gone for gone in dict.fromkeys(found) if len(gone) < size]
+    results = [(0,), (size - 1,), (0, 1), tuple(range(0, size, 3)), tuple(range(1, size))]
+    return [departed for departed in dict.fromkeys(results) if len(departed) < size]
 
 
 CASES = [
-    pytest.param(topology, size, gone, id=f"{name}-{size}-without-{'-'.join(map(str, gone))}")
+    pytest.param(topology, size, departed, id=f"{name}-{size}-without-{'-'.join(map(str, departed))}")
     for name, topology in sorted(CATALOG.items())
-    for size in [one for one in (5, 8) if one in sizes(topology)]
-    for gone in losses(size)
+    for size in [value for value in (5, 8) if value in sizes(topology)]
+    for departed in losses(size)
 ]
 
 
@@ -47,21 +47,21 @@ def complement(matrix: NDArray[np.float64], gone: tuple[int, ...]) -> NDArray[np
     if np.linalg.cond(inner) > 1e9:
         return None
     through = matrix[np.ix_(left, gone)] @ np.linalg.solve(inner, matrix[np.ix_(gone, left)])
-    found = np.eye(len(matrix))
-    found[np.ix_(left, left)] = matrix[np.ix_(left, left)] + through
-    return found
+    result = np.eye(len(matrix))
+    result[np.ix_(left, left)] = matrix[np.ix_(left, left)] + through
+    return result
 
 
 @pytest.mark.parametrize(("topology", "size", "gone"), CASES)
 def test_the_survivors_keep_the_topologys_properties(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
-    whole = schedule_of(topology, size)
-    healed = Without(whole, gone)
-    planned = whole.among([rank for rank in range(size) if rank not in gone]) is not None
+    full = schedule_of(topology, size)
+    healed = Without(full, gone)
+    planned = full.among([rank for rank in range(size) if rank not in gone]) is not None
     product = np.eye(size)
     for round in range(min(healed.period or 6, 12)):
         matrix = healed.matrix(round)
         product = matrix @ product
-        expected = None if planned else complement(whole.matrix(round), gone)
+        expected = None if planned else complement(full.matrix(round), gone)
         if expected is not None:
             np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-12)
@@ -80,9 +80,9 @@ def test_the_survivors_keep_the_topologys_properties(topology: Topology, size: i
 
 @pytest.mark.parametrize(("topology", "size", "gone"), CASES)
 def test_survivors_of_a_connected_topology_are_connected(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
-    whole = schedule_of(topology, size)
-    healed = Without(whole, gone)
-    assert _connected(whole, list(range(min(whole.period or 40, 40))), ()), "the case shows nothing"
+    full = schedule_of(topology, size)
+    healed = Without(full, gone)
+    assert _connected(full, list(range(min(full.period or 40, 40))), ()), "the case shows nothing"
     assert _connected(healed, list(range(min(healed.period or 40, 40))), gone)
 
 
@@ -118,14 +118,14 @@ def test_the_order_of_the_failures_does_not_matter() -> None:
 
 
 def test_the_mean_of_the_survivors_is_reached_and_preserved() -> None:
-    schedule, gone = Without(OnePeerExponential(8), [2, 5]), [2, 5]
-    left = [rank for rank in range(8) if rank not in gone]
+    schedule, departed = Without(OnePeerExponential(8), [2, 5]), [2, 5]
+    left = [rank for rank in range(8) if rank not in departed]
     values = np.random.default_rng(0).normal(size=8)
-    found = values.copy()
+    result = values.copy()
     for round in range(60):
-        found = schedule.matrix(round) @ found
-    np.testing.assert_allclose(found[left], values[left].mean(), rtol=0, atol=1e-9)
-    np.testing.assert_array_equal(found[gone], values[gone])
+        result = schedule.matrix(round) @ result
+    np.testing.assert_allclose(result[left], values[left].mean(), rtol=0, atol=1e-9)
+    np.testing.assert_array_equal(result[departed], values[departed])
 
 
 def test_without_failures_it_is_the_topology_itself() -> None:

@@ -21,10 +21,10 @@ Sets = NDArray[np.int64]
 
 def closure(edges: Bools) -> Bools:
     """Who reaches whom, bool [sets, n, n]."""
-    found = edges | np.eye(edges.shape[-1], dtype=bool)
-    for _ in range(int(found.shape[-1]).bit_length()):
-        found = np.matmul(found.astype(np.float32), found.astype(np.float32)) > 0
-    return found
+    result = edges | np.eye(edges.shape[-1], dtype=bool)
+    for _ in range(int(result.shape[-1]).bit_length()):
+        result = np.matmul(result.astype(np.float32), result.astype(np.float32)) > 0
+    return result
 
 
 def left_out_alone(schedule: Schedule, rounds: int, sets: Sets) -> Bools:
@@ -33,15 +33,15 @@ def left_out_alone(schedule: Schedule, rounds: int, sets: Sets) -> Bools:
     union = np.zeros((len(sets), size, size), dtype=bool)
     for round in range(rounds):
         edges = np.repeat((schedule.matrix(round) != 0)[None], len(sets), axis=0)
-        for lost in sets.T:
-            edges |= edges[each, :, lost][:, :, None] & edges[each, lost][:, None, :]
-            edges[each, :, lost] = edges[each, lost] = False
+        for failed in sets.T:
+            edges |= edges[each, :, failed][:, :, None] & edges[each, failed][:, None, :]
+            edges[each, :, failed] = edges[each, failed] = False
         union |= edges
     reach = closure(union)
-    for lost in sets.T:
-        reach[each, lost] = reach[each, :, lost] = True
-    found: Bools = reach.all(axis=(1, 2))
-    return found
+    for failed in sets.T:
+        reach[each, failed] = reach[each, :, failed] = True
+    result: Bools = reach.all(axis=(1, 2))
+    return result
 
 
 def is_connected(healed: Schedule, gone: tuple[int, ...], rounds: int) -> bool:
@@ -84,16 +84,16 @@ def test_any_failures_leave_the_survivors_connected_over_the_period(name: str) -
     for size in range(2, 17):
         if topology.refuses(size):
             continue
-        whole = topology.schedule(size)
+        full = topology.schedule(size)
         for count in range(1, min(LOSSES, size - 1) + 1):
             sets = np.array(list(itertools.combinations(range(size), count)))
             # A family that plans anew is looked at as it is: what its rounds would be without that says nothing.
-            planned = whole.among(list(range(size - count))) is not None
-            rounds = min(whole.period or ROUNDS, 64)
-            peers = 0 if planned else max(_peers(whole.matrix(round)) for round in range(rounds))
-            apart = [] if planned else np.flatnonzero(~left_out_alone(whole, rounds, sets)).tolist()
+            planned = full.among(list(range(size - count))) is not None
+            rounds = min(full.period or ROUNDS, 64)
+            peers = 0 if planned else max(_peers(full.matrix(round)) for round in range(rounds))
+            apart = [] if planned else np.flatnonzero(~left_out_alone(full, rounds, sets)).tolist()
             for number in {*apart[:8], *draw.choice(len(sets), 1).tolist()}:
-                check_what_is_promised(topology, whole, tuple(sets[number].tolist()), peers)
+                check_what_is_promised(topology, full, tuple(sets[number].tolist()), peers)
 
 
 def _peers(matrix: NDArray[np.float64]) -> int:
@@ -109,10 +109,10 @@ def test_the_cases_include_disconnected_survivors() -> None:
 
 
 def test_a_round_is_changed_only_if_the_survivors_would_be_disconnected() -> None:
-    whole = CecaPairs(8)
-    alone, paired = whole.matrix(0), Without(whole, (0, 2, 4)).matrix(1)
-    assert Without(whole, (0, 1, 2)).period == Without(whole, (0, 2, 4)).period == whole.period
-    np.testing.assert_array_equal(Without(whole, (5,)).matrix(0)[6], alone[6])
+    full = CecaPairs(8)
+    alone, paired = full.matrix(0), Without(full, (0, 2, 4)).matrix(1)
+    assert Without(full, (0, 1, 2)).period == Without(full, (0, 2, 4)).period == full.period
+    np.testing.assert_array_equal(Without(full, (5,)).matrix(0)[6], alone[6])
     np.testing.assert_array_equal(paired[[3, 5]], 0.5 * (np.eye(8)[[3, 5]] + np.eye(8)[[5, 3]]))
 
 
@@ -134,9 +134,9 @@ def test_parts_disconnected_before_the_failure_are_not_joined() -> None:
 
 @pytest.mark.parametrize("schedule", [ShiftOne(4), RingRandom(4)], ids=repr)
 def test_two_agents_of_one_half_average_after_the_failure_of_the_other_half(schedule: Schedule) -> None:
-    gone = (1, 3) if isinstance(schedule, RingRandom) else (2, 3)
-    left = [rank for rank in range(4) if rank not in gone]
-    np.testing.assert_array_equal(Without(schedule, gone).matrix(5)[np.ix_(left, left)], 0.5)
+    departed = (1, 3) if isinstance(schedule, RingRandom) else (2, 3)
+    left = [rank for rank in range(4) if rank not in departed]
+    np.testing.assert_array_equal(Without(schedule, departed).matrix(5)[np.ix_(left, left)], 0.5)
 
 
 class _Pairs(EdgeSchedule):

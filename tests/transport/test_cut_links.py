@@ -74,15 +74,15 @@ def test_sent_units_are_not_kept_for_ever() -> None:
 
 def rounds() -> list[torch.Tensor]:
     """Twenty rounds of each size, with others in flight."""
-    found = []
+    results = []
     for step in range(20):
         handles = [
             shoal.neighbor_allreduce_nonblocking(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
             for size in SIZES
         ]
-        found += [shoal.wait(handle) for handle in handles]
-        found.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
-    return found
+        results += [shoal.wait(handle) for handle in handles]
+        results.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
+    return results
 
 
 @pytest.mark.transport("network")
@@ -91,9 +91,9 @@ def test_repeatedly_cut_links_give_the_same_results(seed: int) -> None:
     undisturbed = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
     seen: list[int] = []
     with nothing_is_left(), in_the_middle(cuts(random.Random(seed), seen)):
-        found = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
+        results = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
     assert len(seen) > 10
-    for one, other in zip(found, undisturbed, strict=True):
+    for one, other in zip(results, undisturbed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -154,5 +154,5 @@ def test_repeated_corruption_ends_a_link_and_other_links_keep_their_limit() -> N
         return str(caught.value)
 
     with nothing_is_left(), in_the_middle(of_a_direction):
-        found = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
-    assert any("changed on the way" in text for text in found), found
+        results = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
+    assert any("changed on the way" in text for text in results), results

@@ -50,14 +50,14 @@ def on_one_machine() -> tuple[socket.socket, socket.socket]:
 def test_an_exit_message_is_received_before_later_sends_fail(
     connect: Callable[[], tuple[socket.socket, socket.socket]], kind: type[Outgoing]
 ) -> None:
-    ours, theirs = connect()
+    ours, remote = connect()
     ours.setblocking(False)
     ear, poller = Ear(), Poller()
     link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, ear))
     link.open = True
     link._seal, link._goodbye = kind.seal_of(b"one"), kind.seal_of(b"other")
-    theirs.send(kind.seal_of(b"other").close(CONTROL.pack(GOODBYE, 0, 2, b"its process ended")))
-    theirs.close()
+    remote.send(kind.seal_of(b"other").close(CONTROL.pack(GOODBYE, 0, 2, b"its process ended")))
+    remote.close()
 
     def has_failed() -> bool:
         link.post(Message(Kind.ASK, "barrier", "x"))

@@ -44,10 +44,10 @@ class Connection:
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ours = socket.create_connection(listener.getsockname())
-            theirs, _ = listener.accept()
+            remote, _ = listener.accept()
         ours.setblocking(False)
         self.poller, self.heard, self.arena = Poller(), Recorder(), Arena()
-        self.incoming = NetworkIncoming(theirs, Accepting(b"key", 0, 2), self.poller, self.heard, ResultPool())
+        self.incoming = NetworkIncoming(remote, Accepting(b"key", 0, 2), self.poller, self.heard, ResultPool())
         self.link = NetworkLink(ours, 1, Connecting(b"key", 1, 0, purpose=MESSAGES), self.poller, self.heard)
         while not self.link.open:
             self.poll()
@@ -105,8 +105,8 @@ def test_messages_overtake_queued_chunks(connection: Connection) -> None:
     connection.post("large", 1, chunks(64))  # more than the system takes at once
     connection.link.flush()
     connection.post("small", 2)
-    came = connection.until(66)
-    assert came.index("small") < 64
+    arrived = connection.until(66)
+    assert arrived.index("small") < 64
 
 
 def test_a_chunk_that_was_changed_on_the_way_is_begun_again(connection: Connection) -> None:

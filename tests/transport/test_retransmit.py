@@ -15,17 +15,17 @@ from shoal.transport.wire import ProtocolError
 
 
 def sent(*units: int) -> SendBuffer[int]:
-    found: SendBuffer[int] = SendBuffer()
+    result: SendBuffer[int] = SendBuffer()
     for unit in units:
-        found.keep(unit)
-    return found
+        result.keep(unit)
+    return result
 
 
 def again(one: SendBuffer[int]) -> list[int | None]:
-    found = []
+    results = []
     while not one.idle:
-        found.append(one.next_to_resend())
-    return found
+        results.append(one.next_to_resend())
+    return results
 
 
 def test_only_unacknowledged_units_are_sent_again_in_order_and_once() -> None:

@@ -250,10 +250,10 @@ def test_pooled_memory_is_evicted_for_requested_sizes(monkeypatch: pytest.Monkey
 
     def used_before(numel: int, count: int) -> int:
         tensors = [pool.empty((numel,), torch.uint8) for _ in range(count)]
-        found = sum(int(tensor[0]) for tensor in tensors)  # new memory is zero
+        result = sum(int(tensor[0]) for tensor in tensors)  # new memory is zero
         for tensor in tensors:
             tensor.fill_(1)
-        return found
+        return result
 
     small, large = 1 << 20, 3 << 20
     assert used_before(small, 4) == 0

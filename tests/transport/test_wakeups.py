@@ -67,7 +67,7 @@ def test_wakeups_come_for_a_large_enough_part_and_for_the_last_bytes() -> None:
     far.sendall(over_tcp(seal, encode(message)) + over_tcp(seal, encode(chunk)) + data[:sent])
     assert is_readable(incoming, PATIENCE_SECONDS)
     incoming.on_event()
-    assert [one.name for one in ear.messages] == ["x"]
+    assert [message.name for message in ear.messages] == ["x"]
     # A little more of the tensor is not worth it; as much as that is.
     far.sendall(data[sent : sent + WAKE_BYTES // 2])
     assert not is_readable(incoming, 0.1)

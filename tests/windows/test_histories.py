@@ -145,8 +145,8 @@ def test_the_checker_names_the_operation_without_a_valid_position(name: str) -> 
 
 def any_order(records: list[Record]) -> bool:
     """By brute force: whether some choice of the unknown steps, in some order, keeps to the times and the model."""
-    known = [one for one in records if one.returned != NEVER]
-    unknown = [one for one in records if one.returned == NEVER]
+    known = [record for record in records if record.returned != NEVER]
+    unknown = [record for record in records if record.returned == NEVER]
     for count in range(len(unknown) + 1):
         for some in itertools.combinations(unknown, count):
             for order in itertools.permutations([*known, *some]):
@@ -190,7 +190,7 @@ def test_the_checker_agrees_with_brute_force(records: list[Record]) -> None:
 @given(st.lists(steps, max_size=6))
 def test_the_named_operation_is_where_the_history_is_violated(records: list[Record]) -> None:
     def as_it_was(known: Callable[[Record], bool]) -> list[Record]:
-        return [one if known(one) else replace(one, returned=NEVER) for one in records]
+        return [record if known(record) else replace(record, returned=NEVER) for record in records]
 
     try:
         find_order(records)
@@ -308,7 +308,7 @@ def test_a_call_that_timed_out_takes_effect_at_most_once(fleet: Fleets) -> None:
 
     def run() -> list[list[Record]]:
         shoal.set_topology(shoal.topology.RingGraph(2))
-        found = []
+        results = []
         for number in rounds:
             name, recorder = f"x{number}", Recorder(f"rank {shoal.rank()}")
             shoal.bluefog.win_create(torch.zeros(50), name, zero_init=True)
@@ -324,10 +324,10 @@ def test_a_call_that_timed_out_takes_effect_at_most_once(fleet: Fleets) -> None:
                 read(name, recorder)
             shoal.barrier()
             shoal.bluefog.win_free(name)
-            found.append(recorder.histories[1, 0])
-        return found
+            results.append(recorder.histories[1, 0])
+        return results
 
-    for ours, theirs in zip(*fleet(2).run(run), strict=True):
-        history = [*ours, *theirs]
+    for ours, remote in zip(*fleet(2).run(run), strict=True):
+        history = [*ours, *remote]
         assert any(one.returned == NEVER for one in history), "no write ran into its deadline"
         find_order(history)

@@ -40,12 +40,12 @@ def soon() -> float:
 
 def waits(path: str, byte: int, count: int) -> bool:
     """Whether so many places in the queue of a byte are held."""
-    node, found = Path(path).stat().st_ino, 0
+    node, result = Path(path).stat().st_ino, 0
     for line in Path("/proc/locks").read_text().splitlines():
         words = line.split()
         if f":{node}" in line and words[1] != "->" and words[-2] != "EOF":
-            found += int(words[-2]) // locks._PLACES == byte + 1
-    return found == count
+            result += int(words[-2]) // locks._PLACES == byte + 1
+    return result == count
 
 
 def take_in_line(line: ByteLocks, order: list[int], me: int) -> None:
@@ -93,7 +93,7 @@ def test_a_thread_that_acquires_a_lock_repeatedly_lets_waiters_in_between(path: 
     thread.join(60.0)
 
 
-def stand_in_line(path: str) -> None:
+def wait_in_queue(path: str) -> None:
     opened(path).acquire(0, soon())
     time.sleep(60.0)
 
@@ -102,7 +102,7 @@ def stand_in_line(path: str) -> None:
 def test_a_killed_or_stopped_waiter_does_not_block_a_lock(path: str, by: signal.Signals) -> None:
     holder, other = opened(path), opened(path)
     holder.acquire(0, soon())
-    process = multiprocessing.get_context("fork").Process(target=stand_in_line, args=(path,))
+    process = multiprocessing.get_context("fork").Process(target=wait_in_queue, args=(path,))
     process.start()
     try:
         assert wait_until(lambda: waits(path, 0, 1), 20.0)
@@ -122,7 +122,7 @@ def test_a_killed_or_stopped_waiter_does_not_block_a_lock(path: str, by: signal.
 
 
 def test_a_lock_whose_holder_is_killed_is_granted_to_the_next_waiter(path: str) -> None:
-    process = multiprocessing.get_context("fork").Process(target=stand_in_line, args=(path,))
+    process = multiprocessing.get_context("fork").Process(target=wait_in_queue, args=(path,))
     process.start()
     other = opened(path)
     try:

@@ -93,20 +93,20 @@ def test_a_launcher_without_the_secret_gets_and_sends_nothing(monkeypatch: pytes
 
 def test_a_first_launcher_without_the_secret_gets_nothing() -> None:
     with nothing_is_left(), socket.create_server(("127.0.0.1", 0)) as listener:
-        teller = StatusSender(socket.AF_INET, listener.getsockname(), "secret")
-        teller.serve()
+        sender = StatusSender(socket.AF_INET, listener.getsockname(), "secret")
+        sender.serve()
         sock, _ = listener.accept()
         sock.sendall(struct.pack(">I", NONCE) + bytes(NONCE))
-        _serve_for(teller, 0.05)
+        _serve_for(sender, 0.05)
         sock.sendall(struct.pack(">I", 32) + bytes(32))  # no proof
-        teller.process(0, 1, "there", "S")
-        _serve_for(teller, 0.05)
-        heard = b""
+        sender.process(0, 1, "there", "S")
+        _serve_for(sender, 0.05)
+        received = b""
         while data := sock.recv(4096):
-            heard += data
-        assert len(heard) == 4 + 2 * NONCE  # its own number and proof, and no word more
+            received += data
+        assert len(received) == 4 + 2 * NONCE  # its own number and proof, and no word more
         sock.close()
-        teller.close()
+        sender.close()
 
 
 def _serve_for(teller: StatusSender, seconds: float) -> None:

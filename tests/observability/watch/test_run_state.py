@@ -164,8 +164,8 @@ PLAIN = st.recursive(
 @given(st.sampled_from([*summary(0), "none"]), PLAIN)
 def test_invalid_messages_are_ignored_and_the_state_stays_json(name: str, value: Any) -> None:
     state = RunState(4, "four")
-    whole = copy.deepcopy(summary(1, waiting=WAITS, measured={"loss": {"times": 1}}))
-    state.take({**whole, name: value})
+    full = copy.deepcopy(summary(1, waiting=WAITS, measured={"loss": {"times": 1}}))
+    state.take({**full, name: value})
     state.take({name: value})
     state.draw()
     json.dumps(state.as_json(), allow_nan=False)

@@ -106,11 +106,11 @@ class Served:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    found = b""
+    result = b""
     with contextlib.suppress(ConnectionResetError):
         while data := sock.recv(1 << 16):
-            found += data
-    return found
+            result += data
+    return result
 
 
 @pytest.fixture
@@ -149,16 +149,16 @@ def test_it_listens_on_the_loopback_interface_only(served: Served) -> None:
 def test_an_open_page_gets_updates_and_a_final_event(served: Served) -> None:
     with served.look() as page:
         stream = page.makefile("rb")
-        assert until_said(stream, 0)
+        assert contains_number(stream, 0)
         served.say(1)
-        assert until_said(stream, 1)
+        assert contains_number(stream, 1)
         served.say("last")
         served.end()
-        assert until_said(stream, "last") and stream.read() in (b"\n", b"")
+        assert contains_number(stream, "last") and stream.read() in (b"\n", b"")
         stream.close()
 
 
-def until_said(stream: Any, number: Any) -> bool:
+def contains_number(stream: Any, number: Any) -> bool:
     return any(line.startswith(b"data: ") and json.loads(line[6:])["number"] == number for line in stream)
 
 
@@ -201,8 +201,8 @@ def test_a_page_that_does_not_read_fills_no_memory_and_blocks_no_other(
         stream = page.makefile("rb")
         for number in range(30):
             served.say([number, "x" * 200_000])
-            assert until_said(stream, [number, "x" * 200_000])
-        assert max(len(one.out) for one in served.server._connections) <= server.MOST_WAITING
+            assert contains_number(stream, [number, "x" * 200_000])
+        assert max(len(connection.out) for connection in served.server._connections) <= server.MOST_WAITING
         # What the page has read may not be noted as sent yet.
-        assert wait_until(lambda: sum(bool(one.out) for one in served.server._connections) <= 1)
+        assert wait_until(lambda: sum(bool(connection.out) for connection in served.server._connections) <= 1)
         stream.close()

@@ -53,21 +53,21 @@ class Job:
             self.lines.append(line)
             if "watch the run at" in line or "error" in line:
                 break
-        found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", self.lines[-1])
-        self.address = found[0] if found else ""
+        result = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", self.lines[-1])
+        self.address = result[0] if result else ""
         joins = re.search(r"--join (\S+) -n K", "".join(self.lines))
         self.where = joins[1] if joins else ""
 
     def rest(self) -> tuple[int, str]:
         """Its exit status, and what it says until then."""
-        _, said = self.process.communicate(timeout=scaled(60))
-        return self.process.returncode, said
+        _, output = self.process.communicate(timeout=scaled(60))
+        return self.process.returncode, output
 
     def news(self) -> dict[str, Any]:
         """What a page is shown now."""
         with urllib.request.urlopen(f"{self.address}news", timeout=10) as page:
-            said: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
-        return said
+            status: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
+        return status
 
     def until(self, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         assert wait_until(lambda: true(self.news()), 45.0), self.news()
@@ -106,8 +106,8 @@ def test_agents_do_not_get_the_address_and_nothing_outlives_the_launcher(
     script = tmp_path / "script.py"
     script.write_text(ENVIRON)
     job = start("--watch", "-n", 2, script, tmp_path)
-    said = job.until(lambda said: states(said) == ["starting"] * 2 and len(list(tmp_path.glob("[01]"))) == 2)
-    pids = [one["pid"] for one in said["agents"]]
+    output = job.until(lambda said: states(said) == ["starting"] * 2 and len(list(tmp_path.glob("[01]"))) == 2)
+    pids = [one["pid"] for one in output["agents"]]
     token = job.address.rstrip("/").rpartition("/")[2]
     for rank, pid in enumerate(pids):
         environ = (tmp_path / str(rank)).read_text()
@@ -168,10 +168,10 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
             text=True,
         )
         try:
-            said = first.until(lambda said: all(one["step"] and one["loss"] for one in said["agents"]))
-            os.kill(said["agents"][1]["pid"], signal.SIGKILL)
-            said = first.until(lambda said: states(said)[1] == "lost")
-            assert "SIGKILL" in said["agents"][1]["words"]
+            output = first.until(lambda said: all(one["step"] and one["loss"] for one in said["agents"]))
+            os.kill(output["agents"][1]["pid"], signal.SIGKILL)
+            output = first.until(lambda said: states(said)[1] == "lost")
+            assert "SIGKILL" in output["agents"][1]["words"]
             stop.touch()
             assert first.rest()[0] == 0
             other.communicate(timeout=scaled(60))
@@ -204,16 +204,16 @@ def test_joined_agents_are_shown_and_failed_ones_with_their_exit_status(
         launched = [launch("--watch", *common, "--node-rank", 1)] if machines == 2 else []
         assert states(job.news())[2:] == ["not there"] * 2
         launched.append(launch("--join", job.where, "-n", 2))
-        said = job.until(
+        output = job.until(
             lambda said: (
                 all(one["step"] and one["loss"] for one in said["agents"])
                 and {*states(said)} <= {"computing", "waiting"}
             )
         )
-        assert [one["again"] for one in said["agents"]] == [0] * 4
-        events = [text for _, text, _ in said["events"]]
+        assert [one["again"] for one in output["agents"]] == [0] * 4
+        events = [text for _, text, _ in output["events"]]
         assert sorted(text for text in events if "joined" in text) == [f"rank {rank} has joined" for rank in (2, 3)]
-        os.kill(said["agents"][3]["pid"], signal.SIGKILL)
+        os.kill(output["agents"][3]["pid"], signal.SIGKILL)
         job.until(lambda said: states(said)[3] == "lost" and "SIGKILL" in said["agents"][3]["words"])
         stop.touch()
         for one in launched:
@@ -227,7 +227,7 @@ def late(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
     lines = [line.split() for line in (folder / "logged").read_text().splitlines()]
     logged = {int(number): float(at) for number, at in lines}
     first, last = seen[0][1], seen[-1][1]  # where two came at once, the later one is shown
-    return [min(at for at, found in seen if found >= one) - logged[one] for one in range(first + 1, last + 1)]
+    return [min(at for at, result in seen if result >= index) - logged[index] for index in range(first + 1, last + 1)]
 
 
 def loss_in(said: dict[str, Any]) -> int:
@@ -241,8 +241,8 @@ def test_logged_values_are_served_within_a_second(start: Start, tmp_path: Path) 
     with urllib.request.urlopen(f"{job.address}news", timeout=45) as page:
         while not seen or seen[-1][1] < seen[0][1] + UPDATES:
             line = page.readline()
-            if line.startswith(b"data: ") and (found := loss_in(json.loads(line.removeprefix(b"data: ")))):
-                seen.append((time.time(), found))
+            if line.startswith(b"data: ") and (status := loss_in(json.loads(line.removeprefix(b"data: ")))):
+                seen.append((time.time(), status))
     (tmp_path / "stop").touch()
     assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
     assert job.rest()[0] == 0
@@ -325,8 +325,8 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
         stop.touch()
         assert job.rest()[0] == 0
         page.until("return document.getElementById('status').textContent", lambda text: text == ENDED)
-        asked = page.run("return performance.getEntriesByType('resource').map(one => one.name)")
-        assert asked and all(one.startswith(job.address) for one in asked)
+        requested = page.run("return performance.getEntriesByType('resource').map(one => one.name)")
+        assert requested and all(one.startswith(job.address) for one in requested)
         assert page.complaints() == []
 
 

@@ -160,9 +160,9 @@ class Agents:
         self.world.scheduler.dead.discard(rank)
         self.returning.discard(rank)
         self.absent.discard(rank)
-        mine = AgentContext(launch, self.world.store, timeout=self._timeout)
-        self.contexts.append(mine)
-        self.world.scheduler.spawn(lambda: self._live(mine, rank), rank, f"agent-{rank}")
+        own = AgentContext(launch, self.world.store, timeout=self._timeout)
+        self.contexts.append(own)
+        self.world.scheduler.spawn(lambda: self._live(own, rank), rank, f"agent-{rank}")
 
     def _live(self, mine: AgentContext, rank: int) -> None:
         enter_context(mine)
@@ -215,9 +215,9 @@ class Agents:
 
     def end(self) -> None:
         self.world.scheduler.end()
-        for mine in self.contexts:
-            bootstrap._taken.pop(id(mine), None)
-            engine = mine.engine
+        for own in self.contexts:
+            bootstrap._taken.pop(id(own), None)
+            engine = own.engine
             if engine is not None:
                 with suppress(Exception):
                     engine.arena.close()

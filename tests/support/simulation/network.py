@@ -280,18 +280,20 @@ class Network:
 
     def cut(self, one: int, other: int) -> int:
         """Break the connections between two agents; how many."""
-        found = [sock for sock in self.sockets.values() if sock.peer and {sock.agent, sock.peer.agent} == {one, other}]
-        for sock in found:
+        results = [
+            sock for sock in self.sockets.values() if sock.peer and {sock.agent, sock.peer.agent} == {one, other}
+        ]
+        for sock in results:
             sock.fail(errno.ECONNRESET)
-        return len(found)
+        return len(results)
 
     def part(self, groups: list[list[int]], seconds: float) -> None:
         """Nothing passes between groups of agents for some time."""
         heals = self.scheduler.now + seconds
-        for a, mine in enumerate(groups):
-            for theirs in groups[a + 1 :]:
-                for one in mine:
-                    for other in theirs:
+        for a, own in enumerate(groups):
+            for remote in groups[a + 1 :]:
+                for one in own:
+                    for other in remote:
                         self.parted[min(one, other), max(one, other)] = heals
                         if seconds > DEAD_HOST_SECONDS:
                             self._give_up(one, other)
@@ -345,10 +347,10 @@ class Poller:
         self.notice(number)
 
     def remove(self, number: int) -> None:
-        found = self._watched.pop(number, None)
+        result = self._watched.pop(number, None)
         self._changed.pop(number, None)
-        if found is not None:
-            found[0].watchers.remove(self)
+        if result is not None:
+            result[0].watchers.remove(self)
 
     def notice(self, number: int) -> None:
         self._changed[number] = None
@@ -366,9 +368,9 @@ class Poller:
             watched = self._watched.get(number)
             if watched is not None:
                 sock, callback, events = watched
-                found = sock.ready() & (events | READ)
-                if found & events:
-                    due.append((callback, found))
+                result = sock.ready() & (events | READ)
+                if result & events:
+                    due.append((callback, result))
                     continue
             del self._changed[number]  # until it changes again
         return due

@@ -45,8 +45,8 @@ STYLES = tuple(Style(adapts_first, one_peer) for adapts_first in (True, False) f
 
 @lru_cache(maxsize=4096)
 def _matrix(style: Style, graph: nx.DiGraph, number: int, gone: tuple[int, ...]) -> Array:
-    whole: Schedule = OnePeerExponential(len(graph)) if style.one_peer else Static(graph, weighted=False)
-    return (Without(whole, gone) if gone else whole).matrix(number)
+    full: Schedule = OnePeerExponential(len(graph)) if style.one_peer else Static(graph, weighted=False)
+    return (Without(full, gone) if gone else full).matrix(number)
 
 
 class Point(torch.nn.Module):

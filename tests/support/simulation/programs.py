@@ -119,7 +119,7 @@ class Program:
         done: list[tuple[str, Call]] = []
         waiting: list[Call] = []
         burst: list[Call] = []
-        for call in [*(one for one in self.calls if not one.spans), None]:
+        for call in [*(call for call in self.calls if not call.spans), None]:
             if call is not None and not call.blocking:
                 burst.append(call)  # those that are together may begin in any order
                 continue
@@ -162,35 +162,35 @@ class Program:
     def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
         """What a call gives to an agent, when ``there`` take part (all, where none are named)."""
         ranks = there or tuple(range(self.size))
-        x = {one: self.numbers(call, one) for one in range(self.size)}
-        kind, mine = call.kind, x[rank]
+        x = {index: self.numbers(call, index) for index in range(self.size)}
+        kind, own = call.kind, x[rank]
         if kind in ("static", "compressed", "window"):
-            return sum((x[one] for one in self.sources[rank]), mine) / (len(self.sources[rank]) + 1)
+            return sum((x[source] for source in self.sources[rank]), own) / (len(self.sources[rank]) + 1)
         if kind == "grouped":
-            both = sum((x[one] for one in self.sources[rank]), mine) / (len(self.sources[rank]) + 1)
+            both = sum((x[source] for source in self.sources[rank]), own) / (len(self.sources[rank]) + 1)
             return np.concatenate([both, 2 * both])
         if kind in ("push", "pull", "push-pull"):
             weight = {one: call.sends[one].get(rank) for one in ranks}
             power = 2 if kind == "push-pull" else 1
-            return sum((w**power * x[one] for one, w in weight.items() if w is not None), 0.5 * mine)
+            return sum((w**power * x[one] for one, w in weight.items() if w is not None), 0.5 * own)
         if kind == "group":
-            return sum(x[one] for one in call.members) / len(call.members)
+            return sum(x[member] for member in call.members) / len(call.members)
         if kind in ("average", "sum"):
-            total = sum(x[one] for one in ranks)
+            total = sum(x[rank] for rank in ranks)
             return total / len(ranks) if kind == "average" else total
         if kind == "max":
-            return np.max([x[one] for one in ranks], axis=0)
+            return np.max([x[rank] for rank in ranks], axis=0)
         if kind in ("broadcast", "object"):
             return x[call.root]
         if kind == "allgather":
-            return np.concatenate([x[one] for one in ranks])
+            return np.concatenate([x[rank] for rank in ranks])
         if kind == "optimizer":
             if call.number not in self._stepped:
                 gradients = [self.drawn(call, step) for step in range(optimizers.STEPS)]
                 self._stepped[call.number] = optimizers.after(call.style, self.graph, self.drawn(call), gradients)
             return self._stepped[call.number][rank]
         if kind == "neighbor_allgather":
-            return np.concatenate([np.zeros(0), *(x[one] for one in self.sources[rank])])
+            return np.concatenate([np.zeros(0), *(x[source] for source in self.sources[rank])])
         return np.zeros(0)
 
     def begin(self, call: Call, rank: int, tensor: torch.Tensor) -> Any:
@@ -254,10 +254,10 @@ def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:
     shoal.bluefog.win_create(tensor.clone(), name)
     shoal.bluefog.win_put(tensor, name, require_mutex=True)
     shoal.barrier(name=f"{name}: all have put")
-    found = shoal.bluefog.win_update(name, clone=True)
+    result = shoal.bluefog.win_update(name, clone=True)
     shoal.barrier(name=f"{name}: all have read")
     shoal.bluefog.win_free(name)
-    return found
+    return result
 
 
 def as_array(result: Any) -> Array:

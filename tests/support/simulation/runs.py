@@ -37,7 +37,7 @@ def run(scenario: Scenario) -> Report:
     level = log.level
     log.setLevel(logging.CRITICAL)
     with simulated(scenario.seed, scenario.weather) as world:
-        joins = any(one.kind == "joins" for one in scenario.faults)
+        joins = any(fault.kind == "joins" for fault in scenario.faults)
         begin_with = program.size - 1 if joins else 0
         agents = Agents(world, program.size, TIMEOUT, scenario.on_loss, begin_with)
         faults = Faults(world, agents, scenario)
@@ -63,7 +63,7 @@ def run(scenario: Scenario) -> Report:
 
         agents.start(live_and_look)
         try:
-            slow = any(one.kind == "slow" and one.seconds > 0.001 for one in scenario.faults)
+            slow = any(fault.kind == "slow" and fault.seconds > 0.001 for fault in scenario.faults)
             agents.run((10 if slow else 3) * TIMEOUT)
         except Stuck as error:
             report.problems.append(f"{error}; rank(s) {sorted(set(range(program.size)) - agents.done)} have not ended")
@@ -92,16 +92,16 @@ class Faults:
         self._world, self._agents, self._size = world, agents, scenario.program.size
         self._to_come: set[Fault] = set()
         scheduler = world.scheduler
-        for one in scenario.faults:
-            if one.kind == "slow":
-                scheduler.slow[one.rank] = one.seconds
-            elif one.kind == "joins":
-                scheduler.at(scheduler.now + one.seconds, agents.start_one, one.rank)
-            elif one.kind == "departs":
-                self._to_come.add(one)
-            elif one.kind in ("cut", "partition", "crash", "returns"):
-                self._to_come.add(one)
-                scheduler.at_step(one.at, lambda one=one: self._happen(one))  # type: ignore[misc]
+        for fault in scenario.faults:
+            if fault.kind == "slow":
+                scheduler.slow[fault.rank] = fault.seconds
+            elif fault.kind == "joins":
+                scheduler.at(scheduler.now + fault.seconds, agents.start_one, fault.rank)
+            elif fault.kind == "departs":
+                self._to_come.add(fault)
+            elif fault.kind in ("cut", "partition", "crash", "returns"):
+                self._to_come.add(fault)
+                scheduler.at_step(fault.at, lambda one=fault: self._happen(one))  # type: ignore[misc]
 
     def over(self) -> bool:
         """All faults have been, and all agents that come back have been started again."""
@@ -138,8 +138,8 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
     """What an agent does: the calls of its program, each with the fault that is drawn for it."""
     scenario = report.scenario
     program = scenario.program
-    by_call = {(one.rank, one.at): one.kind for one in scenario.faults}
-    pending = {one.rank for one in scenario.faults if one.kind == "leaves pending"}
+    by_call = {(fault.rank, fault.at): fault.kind for fault in scenario.faults}
+    pending = {fault.rank for fault in scenario.faults if fault.kind == "leaves pending"}
 
     def live(rank: int) -> bool:
         """False where it leaves early."""

@@ -132,9 +132,9 @@ def _how_many(chance: random.Random, kind: str) -> int:
 def _cut_again(chance: random.Random, faults: list[Fault]) -> list[Fault]:
     """Cuts that follow others on the same connections so soon that these may still be sending again."""
     return [
-        replace(one, at=one.at + chance.choice((5, 15, 50)) + chance.randrange(10))
-        for one in faults
-        if one.kind == "cut" and chance.random() < 0.5
+        replace(fault, at=fault.at + chance.choice((5, 15, 50)) + chance.randrange(10))
+        for fault in faults
+        if fault.kind == "cut" and chance.random() < 0.5
     ]
 
 

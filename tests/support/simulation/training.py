@@ -150,14 +150,14 @@ def live_training(
             if departs(rank, step):
                 return False
             one.take(step)
-            found = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
-            there = tuple(int(row[0]) for row in found)
+            result = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
+            there = tuple(int(row[0]) for row in result)
             history.there.setdefault(step, {})[me] = there
-            whole = len(there) == program.size and all(row[1] for row in found)
-            progress.whole = progress.whole + 1 if whole else 0
-            begun = one.begin_spanning(step, there)
+            full = len(there) == program.size and all(row[1] for row in result)
+            progress.whole = progress.whole + 1 if full else 0
+            started = one.begin_spanning(step, there)
             checkpoint.save(None, step + 1)
-            one.end_spanning(step, there, begun)
+            one.end_spanning(step, there, started)
             step += 1
             if not progress.whole:
                 world.scheduler.sleep(PAUSE)

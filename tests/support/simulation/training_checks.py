@@ -30,8 +30,8 @@ def check(report: Report, program: Training) -> None:
     if problems:
         return
     everybody = tuple(range(program.size))
-    waits = sum(one.seconds for one in report.scenario.faults if one.kind != "slow")
-    slow = any(one.kind == "slow" and one.seconds > 0.001 for one in report.scenario.faults)
+    waits = sum(fault.seconds for fault in report.scenario.faults if fault.kind != "slow")
+    slow = any(fault.kind == "slow" and fault.seconds > 0.001 for fault in report.scenario.faults)
     if report.seconds - 1000.0 > SLACK + waits and not slow:
         problems.append(f"it took {report.seconds - 1000.0:.1f} s, though nothing had to wait")
     problems += report.left
@@ -43,13 +43,13 @@ def check(report: Report, program: Training) -> None:
     for step, there in history.there.items():
         if len({ranks for me, ranks in there.items() if history.agreed(*me, step)}) > 1:
             problems.append(f"step {step}: the agents have different members: {there}")
-    lost = {one.rank for one in report.scenario.faults if one.kind in ("returns", "joins", "departs")}
+    failed = {fault.rank for fault in report.scenario.faults if fault.kind in ("returns", "joins", "departs")}
     by_call: dict[tuple[int, int], list[Entry]] = {}
     for entry in history.entries:
         by_call.setdefault((entry.step, entry.call.number), []).append(entry)
     for (step, _), entries in by_call.items():
         agreed = [one for one in entries if history.agreed(one.rank, one.start, step)]
-        for problem in _Event(program, step, entries, agreed, lost).problems():
+        for problem in _Event(program, step, entries, agreed, failed).problems():
             problems.append(f"step {step}, {entries[0].call}: {problem}")
 
 
@@ -124,17 +124,17 @@ class _Event:
             return
         if not results:
             return
-        found = results[0]
+        result = results[0]
         if self.call.kind == "allgather":
-            found = found.reshape(-1, self.x.shape[1])
-            took_part = tuple(int(rank) for rank in found[:, :size].argmax(1))
+            result = result.reshape(-1, self.x.shape[1])
+            took_part = tuple(int(rank) for rank in result[:, :size].argmax(1))
             right = self.x[list(took_part)]
         else:
-            took_part = tuple(int(rank) for rank in np.flatnonzero(found[:size]))
+            took_part = tuple(int(rank) for rank in np.flatnonzero(result[:size]))
             total = self.x[list(took_part)].sum(0)
             right = total / len(took_part) if self.call.kind == "average" else total
-        if not alike(found, right):
-            yield f"the agents have {found[:8]}, not {right[:8]}, of ranks {took_part}"
+        if not alike(result, right):
+            yield f"the agents have {result[:8]}, not {right[:8]}, of ranks {took_part}"
         if took_part not in map(self._members, self.gone):
             yield f"ranks {took_part} took part, with the plans {sorted(self.plans)}"
         if not set(took_part) <= {one.rank for one in self.entries}:
@@ -153,29 +153,29 @@ class _Event:
             right = row @ self.x
         if not alike(one.result, right):
             yield f"rank {rank} has {one.result[:8]}, not {right[:8]}"
-        allowed = [row for gone in self.gone for row in self._rows(gone, rank)]
+        allowed = [row for departed in self.gone for row in self._rows(departed, rank)]
         if not any(alike(row, other) for other in allowed):
             yield f"rank {rank} has the weights {row}, and may have {sorted({tuple(map(float, a)) for a in allowed})}"
 
     def _of_one_plan(self) -> Iterable[str]:
         """All agents have averaged by the plan of one of them: a round has one plan."""
-        found = {one.rank: one.result[: self.program.size] for one in self.ended}
-        for gone in self.gone:
-            if all(any(alike(row, other) for other in self._rows(gone, rank)) for rank, row in found.items()):
+        result = {one.rank: one.result[: self.program.size] for one in self.ended}
+        for departed in self.gone:
+            if all(any(alike(row, other) for other in self._rows(departed, rank)) for rank, row in result.items()):
                 return
-        yield f"the agents have the weights {found}, of different plans"
+        yield f"the agents have the weights {result}, of different plans"
 
     def _rows(self, gone: tuple[int, ...], rank: int) -> Iterable[Array]:
         """The weights of an average, on one agent."""
-        whole = self._row(gone, rank)
-        yield whole
-        missing = [other for other in self.lacking[rank] if whole[other]]
+        full = self._row(gone, rank)
+        yield full
+        missing = [other for other in self.lacking[rank] if full[other]]
         for count in range(1, len(missing) + 1):
             for some in combinations(missing, count):
-                row = whole.copy()
+                row = full.copy()
                 for other in some:
                     row[other] = 0.0
-                    row[rank] += self._weight_kept(other, rank, whole)
+                    row[rank] += self._weight_kept(other, rank, full)
                 yield row
 
     def _weight_kept(self, other: int, rank: int, whole: Array) -> float:
@@ -202,12 +202,12 @@ class _Event:
 
     def _gathered(self, one: Entry) -> Iterable[str]:
         """The tensors of the neighbours that are there, by rank."""
-        found: Any = one.result.reshape(-1, self.x.shape[1])
-        ranks = {int(rank) for rank in found[:, : self.program.size].argmax(1)}
-        if not alike(found, self.x[sorted(ranks)]):
+        result: Any = one.result.reshape(-1, self.x.shape[1])
+        ranks = {int(rank) for rank in result[:, : self.program.size].argmax(1)}
+        if not alike(result, self.x[sorted(ranks)]):
             yield f"rank {one.rank} has other tensors than those of ranks {sorted(ranks)}"
-        for gone in self.gone:
-            sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, gone)[one.rank])) - {one.rank}
+        for departed in self.gone:
+            sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, departed)[one.rank])) - {one.rank}
             if ranks <= sources and sources - ranks <= self.lacking[one.rank]:
                 return
         yield f"rank {one.rank} has the tensors of ranks {sorted(ranks)}, with the plans {sorted(self.plans)}"
