@@ -27,7 +27,7 @@ def test_the_local_step_is_that_of_torch() -> None:
 
 
 def test_every_form_on_equal_agents_is_the_form_on_one() -> None:
-    """Averages of equal values change nothing, so forms that differ only in what they average are equal then."""
+    """Averages of equal values change nothing, so forms that differ only in the averaged state are equal then."""
     x, W = torch.ones(1, 4, 3, dtype=torch.float64), torch.full((4, 4), 0.25, dtype=torch.float64)
     results = []
     for name in ("atc", "v", "m", "both", "allreduce"):

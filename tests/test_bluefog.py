@@ -55,7 +55,7 @@ BLUEFOGS = re.findall(
 
 
 def rows(section: str) -> dict[str, str]:
-    """Each name of the first column of a section's table, with what the second column says of it."""
+    """Each name of the first column of a section's table, with the text of its second column."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     table = re.findall(r"^\| (`.*?) \| ?(.*) \|$", text, re.MULTILINE)
     results = [(name, output) for names, output in table for name in re.findall(r"`(\w+)`", names)]

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as that can be seen without an engine: its form, what it copies, and who runs in it."""
+"""The Dockerfile, as far as a test without an engine can check it: its form, its copied files, and its user."""
 
 from __future__ import annotations
 

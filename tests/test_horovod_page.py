@@ -1,4 +1,4 @@
-"""The code on the page about Horovod runs, on real agents, and what it says of each name is so."""
+"""The code on the page about Horovod runs, on real agents, and its statements on each name hold."""
 
 from __future__ import annotations
 

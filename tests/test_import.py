@@ -17,7 +17,7 @@ BROKEN = 'raise OSError("libtorch_cpu.so: cannot open shared object file")'
 
 
 def said(program: str, *front: Path) -> str:
-    """What a program prints, in an interpreter of its own; with folders in front of what is installed."""
+    """The output of a program in a new interpreter; with folders before the installed packages."""
     path = os.pathsep.join([*map(str, front), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,5 +1,5 @@
-"""The manifests in ``deploy/kubernetes`` are what Kubernetes, JobSet and Kubeflow take: each field has a name and a
-type of their published schemas. What they say beyond that agrees with itself, and with Shoal."""
+"""The manifests in ``deploy/kubernetes`` are valid for Kubernetes, JobSet and Kubeflow: each field has a name and a
+type of their published schemas. Their other content is consistent, also with Shoal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lost(document: object, known: object, where: str) -> Iterator[str]:
 
 
 def check_fields(models: Any, name: str, document: Any, where: str) -> None:
-    """By a model of the training operator's, whose own checks are of what is missing."""
+    """Check the fields against a model of the training operator, which itself checks only for missing ones."""
     if match := re.fullmatch(r"(?:dict\(str, |list\[)(.*)[)\]]", name):
         for key, one in document.items() if isinstance(document, dict) else enumerate(document):
             check_fields(models, match[1], one, f"{where}.{key}")
@@ -92,7 +92,7 @@ def test_a_manifest_is_accepted_by_its_controllers_schema(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_wrong_field_or_type_is_detected(path: Path) -> None:
-    """The check above can fail: in each document, for a field that does not exist, and for another type."""
+    """The check above can fail: in each document, with an unknown field, and with another type."""
     for document in documents(path):
         for spoil in ({"completons": 3}, {next(iter(document["spec"])): ["no such thing"]}):
             with pytest.raises(Exception):  # noqa: B017 - each schema has an error of its own
@@ -100,7 +100,7 @@ def test_a_wrong_field_or_type_is_detected(path: Path) -> None:
 
 
 def containers(value: object) -> Iterator[dict[str, Any]]:
-    """Whatever has a command, or is to run one."""
+    """Every container: a mapping with an image."""
     if isinstance(value, dict):
         if "image" in value:
             yield value

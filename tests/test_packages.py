@@ -1,4 +1,4 @@
-"""What a dotted name of Shoal's leads to."""
+"""The objects that Shoal's dotted names resolve to."""
 
 from __future__ import annotations
 

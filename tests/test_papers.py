@@ -1,4 +1,4 @@
-"""The page of what papers report: it is what the code prints, and what it says of the figures is so."""
+"""The page of the papers' reports: it equals the code's output, and its statements on the figures hold."""
 
 import runpy
 import subprocess

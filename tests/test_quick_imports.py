@@ -1,4 +1,4 @@
-"""Interpreters that tests start import torch without collecting garbage, and collect it as ever afterwards."""
+"""Interpreters that tests start import torch without collecting garbage, and collect it as usual afterwards."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Scalars:
 
 
 def small_task() -> dict[str, Any]:
-    """What the page takes for granted."""
+    """The names that the page takes for granted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     inputs, labels = torch.randn(48, 4), torch.randint(0, 2, (48,))

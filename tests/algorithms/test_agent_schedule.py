@@ -43,7 +43,7 @@ def test_row_and_column_stochastic_forms_equal_those_of_the_stacked_fleet() -> N
 
 
 def alone(topology: Schedule, gone: tuple[int, ...]) -> Schedule:
-    """What an algorithm might make of its topology that cannot keep the survivors connected."""
+    """A view of the topology that an algorithm could build, and that cannot keep the survivors connected."""
     return Static(nx.DiGraph([(rank, rank) for rank in range(topology.size)]))
 
 

@@ -112,12 +112,15 @@ WRAPPED: list[Algorithm] = [
 
 
 def refused(algorithm: Algorithm, topology: Schedule) -> str:
-    """What is said of differences; None if other conditions come first."""
+    """The problem found by the condition on differences; empty where the algorithm has no such condition."""
     return next((need.problem(Facts(topology)) for need in algorithm.needs if need.name == DIES_OUT), "")
 
 
 def left(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
-    """Which part of the differences is left after steps without a gradient, of those that a few with one have made."""
+    """The fraction of the differences that remains after steps without a gradient.
+
+    A few steps with a gradient have made the differences.
+    """
     start = torch.randn(topology.size, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     noise = torch.Generator().manual_seed(1)
     mix = StackedMix(topology, seed=2)

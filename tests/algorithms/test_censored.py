@@ -1,4 +1,4 @@
-"""Censored gradient descent: who has little news keeps silent, and the books show it."""
+"""Censored gradient descent: an agent whose model changed little sends nothing, and the counters show it."""
 
 from __future__ import annotations
 

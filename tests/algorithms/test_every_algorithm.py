@@ -1,4 +1,4 @@
-"""What holds for every algorithm in the catalog: one object, one result, wherever it runs."""
+"""Properties of every algorithm in the catalog: one object gives one result, wherever it runs."""
 
 from __future__ import annotations
 

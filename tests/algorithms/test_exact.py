@@ -1,4 +1,4 @@
-"""Exact diffusion, EXTRA and NIDS: their recursions, the conditions on W, and what lies beyond them."""
+"""Exact diffusion, EXTRA and NIDS: their recursions, their conditions on W, and their limits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_exact_diffusion_converges_above_an_eigenvalue_of_minus_a_third(own: flo
 
 
 def spread(algorithm: Algorithm, topology: Circulant, steps: int) -> float:
-    """Of agents that have nothing but noise for their gradients, where it was largest."""
+    """The largest difference between agents during a run whose gradients are only noise."""
     noise = torch.Generator().manual_seed(2)
     start = torch.zeros(SIZE, 4, dtype=torch.float64)
     run = steps_of(

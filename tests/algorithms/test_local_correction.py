@@ -1,4 +1,4 @@
-"""K-GT and LED: their published algorithms written anew in numpy, their invariants, limits, and where they end."""
+"""K-GT and LED: their published algorithms in numpy, their invariants and limits, and their end points."""
 
 from __future__ import annotations
 

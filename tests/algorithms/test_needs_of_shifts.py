@@ -1,4 +1,4 @@
-"""What is said of a topology in which all agents do alike, without its edges, is what its edges say."""
+"""The requirements of a topology of shifts, computed without its edges, equal those computed from its edges."""
 
 from __future__ import annotations
 

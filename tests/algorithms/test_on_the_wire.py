@@ -1,4 +1,4 @@
-"""What an algorithm's books say it has sent is what the network interface of its machine has sent."""
+"""The bytes that an algorithm's counters report equal the bytes that the machine's network interface has sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers' own forms, each written anew in numpy from its equations: stacked, and on agents that are threads."""
+"""The papers' own forms, each written in numpy from its equations: stacked, and on agents that are threads."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_mu_defaults_to_beta() -> None:
 
 
 def test_quasi_global_momentum_is_checked_with_its_own_mu() -> None:
-    """With equal W and beta, a slow momentum decays, and one that follows the averaging diverges."""
+    """With equal W and beta, a slow momentum decays; a momentum that follows the averaging diverges."""
     little = Circulant(16, {0: 0.1, 1: 0.45, -1: 0.45})
     start = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     results = StackedFleet(little).run(QuasiGlobalMomentum(0.01, 0.9, mu=0.9), start, torch.zeros_like, 600).x

@@ -1,6 +1,6 @@
-"""``prox=``: the papers' recursions in numpy, and optima of sums with a term that is not smooth, or with constraints.
+"""``prox=``: the papers' recursions in numpy, and optima of sums with a nonsmooth term, or with constraints.
 
-And minimax: an operator in the place of the gradient.
+And minimax: an operator replaces the gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Push-sum and what is built on it: unbiased over one-way links, where plain averaging is not."""
+"""Push-sum and the algorithms built on it: unbiased over one-way links, where plain averaging is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def starts(size: int = SIZE) -> torch.Tensor:
 
 
 def shares(graph: nx.DiGraph) -> torch.Tensor:
-    """C of uniform shares: agent j splits what it has between itself and those that it sends to."""
+    """C of uniform shares: agent j splits its value equally between itself and its receivers."""
     C = torch.eye(len(graph), dtype=torch.float64)
     for source, destination in graph.edges:
         C[destination, source] = 1.0

@@ -51,7 +51,7 @@ def links_of(tree: nx.DiGraph) -> list[tuple[int, int]]:
 
 
 def behind(tree: nx.DiGraph, i: int, k: int) -> dict[int, int]:
-    """{agent: steps from it to k} of the part of the tree that agent i hears of through k."""
+    """{agent: steps from it to k} of the part of the tree whose values reach agent i through k."""
     rest = nx.Graph(tree)
     rest.remove_node(i)
     return dict(nx.single_source_shortest_path_length(rest, k))

@@ -1,4 +1,4 @@
-"""What a run records, in a simulation and on agents, and its file, plot and frame."""
+"""The records of a run, in a simulation and on agents, and its file, plot and frame."""
 
 from __future__ import annotations
 

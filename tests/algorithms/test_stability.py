@@ -1,4 +1,4 @@
-"""Learning rates: the matrix of a period's steps says what a run does, and those that are called safe are."""
+"""Learning rates: the matrix of a period's steps predicts a run, and the rates reported as stable are stable."""
 
 from __future__ import annotations
 

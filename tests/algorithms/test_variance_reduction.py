@@ -1,4 +1,4 @@
-"""Variance reduction: noise that vanishes, by hand over a few steps, and to the optimum over many."""
+"""Variance reduction: noise that vanishes, computed explicitly over a few steps, and to the optimum over many."""
 
 from __future__ import annotations
 

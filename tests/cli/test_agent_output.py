@@ -17,7 +17,7 @@ from shoal.cli.agent_output import STDERR, STDOUT, AgentOutput
 
 
 class Sink:
-    """A descriptor to write to, and what has arrived there since it was last read."""
+    """A descriptor to write to; returns the bytes that have arrived since the last read."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer

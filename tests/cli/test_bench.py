@@ -230,7 +230,7 @@ def ignored(doing: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Figures, list[tuple[str, int, int]]]:
-    """The figures of two agents of which rank 1 is slow, and what they told of their progress."""
+    """The figures of two agents of which rank 1 is slow, and the progress that they reported."""
     meeting = tmp_path_factory.mktemp("comparison") / "meeting"
     reported: list[tuple[str, int, int]] = []
     command = [sys.executable, "-c", COMPARISON, str(meeting)]

@@ -1,4 +1,4 @@
-"""``shoal doctor``: a healthy machine is OK, what is wrong is said with what to do, and nothing hangs."""
+"""``shoal doctor``: a healthy machine is OK, each problem is reported with its remedy, and no check hangs."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_available_engines_and_the_selected_one_are_listed(capsys: pytest.Captur
 
 
 def results_of(script: str, monkeypatch: pytest.MonkeyPatch, patience: float) -> dict[str, str]:
-    """The problem of each check when ``script`` runs in the place of the live checks."""
+    """The problem of each check when ``script`` replaces the live checks."""
     monkeypatch.setattr(live_checks, "_COMMAND", (sys.executable, "-I", "-S", "-c", script))
     with LiveChecks(patience) as checks:
         pids = [process.process.pid for process in checks._processes]

@@ -1,6 +1,6 @@
-"""``shoal run --on-failure restart``: a job of which no agent is left begins again, and where it does not.
+"""``shoal run --on-failure restart``: when a job whose agents have all failed restarts, and when it does not.
 
-Most of these agents know nothing of Shoal: what is tested is the launcher. The last tests train.
+Most of these agents do not import Shoal, as these tests concern the launcher. The last tests train.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Jobs:
         return self._begun[-1]
 
     def marks(self, name: str) -> dict[tuple[int, int, int], str]:
-        """What agents have marked, by attempt, rank and incarnation."""
+        """The marks that agents have written, by attempt, rank and incarnation."""
         result = {}
         for path in self.folder.glob(f"{name}.*"):
             attempt, rank, incarnation = map(int, path.name.split(".")[1:])

@@ -84,7 +84,7 @@ class Notebook:
     def cells(self, *cells: str) -> list[Cell]:
         """Run them one after the other, each on all engines.
 
-        ``%%px`` alone waits a second for what engines print. Until it is to show progress it waits for all of it.
+        ``%%px`` alone waits a second for the engines' output. Until it is to show progress it waits for all of it.
         """
         given = json.dumps([f"%%px --progress-after 60\n{cell}" for cell in cells])
         command = [sys.executable, str(CELLS), "shoal"]

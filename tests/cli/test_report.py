@@ -1,4 +1,4 @@
-"""``shoal report``: of records that were written by hand, and of a run in which agents were killed and came back."""
+"""``shoal report``: of records that the test wrote, and of a run in which agents were killed and rejoined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal status`: what running agents do, asked from another shell, and who may ask."""
+"""`shoal status`: the status of running agents, queried from another shell, and the permission to query it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def agents_of(found: list[Process]) -> Agents:
 
 
 def words(found: list[Process]) -> str:
-    """What is printed, as one line."""
+    """The printed output, as one line."""
     console = Console(width=300)
     with console.capture() as captured:
         console.print(status.rendered(found))
@@ -56,7 +56,7 @@ def words(found: list[Process]) -> str:
 
 
 def until(found: Callable[[], Agents], true: Callable[[Agents], bool]) -> Agents:
-    """What was found when it was as it should be."""
+    """Poll until the value is as expected, and return it."""
     last: Agents = {}
 
     def look() -> bool:
@@ -282,7 +282,7 @@ def test_an_agent_without_queries_runs_no_timer() -> None:
 
 
 def question(path: str, word: bytes = status_socket.QUESTION) -> bytes:
-    """What an agent answers to a word; empty where it hangs up."""
+    """An agent's answer to a request; empty where it closes the connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(GREETING_SECONDS + 5.0)
         sock.connect(path)

@@ -1,4 +1,4 @@
-"""``shoal topology``: what it prints and draws, and what it says to requests that make no sense."""
+"""``shoal topology``: its output and pictures, and its errors for invalid requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shoal topology recommend``: the ranking, and figures that can be worked out by hand."""
+"""``shoal topology recommend``: the ranking, and figures that the test derives independently."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_measure_alone_starts_agents_on_this_machine(capfd: pytest.CaptureFixtur
 
 
 def printed_by(*options: str) -> str:
-    """What the command prints in this process, which a launcher has started."""
+    """The command's output in this process, which a launcher has started."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["topology", "recommend", *options]) == 0
     return out.getvalue()

@@ -24,7 +24,7 @@ from support.written_traces import Written, exchange
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What it prints, with single spaces."""
+    """The printed report, with single spaces."""
     assert main(["report", *arguments]) == 0
     return " ".join(capsys.readouterr().out.split())
 
@@ -218,7 +218,7 @@ def test_markup_in_names_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def train(straggler: int, steps: int, numel: int, pause: float) -> None:
-    """Steps of a model of so many numbers; one agent does something else meanwhile."""
+    """Train a model of the given size for some steps; one agent does other work between them."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     model = torch.nn.Linear(numel, 1, bias=False)
     optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -246,7 +246,7 @@ def machines() -> Iterator[list[Namespace]]:
 
 @pytest.mark.transport("network")
 def test_a_machine_with_a_slow_link_is_named_first(machines: list[Namespace], tmp_path: Path) -> None:
-    """Of three, one of which sends and receives two megabytes a second."""
+    """Of three machines, one sends and receives two megabytes a second."""
     machines[2].slow(16_000)
     try:
         with World(3, namespaces=machines, environment={"SHOAL_TIMELINE": str(tmp_path)}) as world:

@@ -1,4 +1,4 @@
-"""When launchers that join a run tell the one that shows it, and when not."""
+"""When launchers that join a run report to the launcher that displays it, and when not."""
 
 from __future__ import annotations
 

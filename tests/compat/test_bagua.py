@@ -1,4 +1,4 @@
-"""BAGUA's names: each algorithm against what BAGUA does, written down here once more, and the user's loop around it."""
+"""BAGUA's names: each algorithm against a numpy version of BAGUA's, and the user's loop around it."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_low_precision_on_one_machine_is_not_compressed() -> None:
 
 
 def what_is_kept(steps: int) -> list[list[float]]:
-    """In float32, after so many steps: this agent's parameters, and what it holds of the mean of all three."""
+    """In float32, after the given steps: this agent's parameters, and its estimate of the mean of all three."""
     model = deepcopy(MODEL).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False))

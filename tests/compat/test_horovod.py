@@ -209,7 +209,7 @@ def by_one_process(what: str, xs: list[Tensor], weights: list[Tensor]) -> list[T
 
 
 def by_all(what: str) -> tuple[Tensor, Tensor]:
-    """What an agent's gradient is, and what its loss has been weighed by."""
+    """An agent's gradient, and the weight of its loss."""
     hvd.init()
     rank = hvd.rank()
     x = x_of(rank, rank + 2 if what.endswith("allgather") else 5).requires_grad_()

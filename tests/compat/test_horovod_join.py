@@ -171,7 +171,7 @@ def test_without_joined_agents_nothing_is_sent() -> None:
 
 
 def left_after_a_loss() -> tuple[list[float], int]:
-    """Rank 1 dies between two steps, one agent has joined by then, and two go on to train."""
+    """Rank 1 dies between two steps; one agent has joined by then, and two continue to train."""
     hvd.init()
     model, rank = torch.nn.Linear(1, 1, bias=False), hvd.rank()
     torch.nn.init.zeros_(model.weight)

@@ -88,7 +88,7 @@ def digits() -> list[tuple[Tensor, Tensor]]:
 
 
 def by_one_process(begin: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[float]]:
-    """Its batches are those of all agents, of whom each has every fourth digit."""
+    """Its batches are those of all agents: each of four agents has every fourth digit."""
     (images, labels), (test_images, test_labels) = digits()
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
     model.load_state_dict(begin)

@@ -323,7 +323,7 @@ def test_min_max_is_within_half_a_step_and_keeps_the_maximum(chunk: int | None, 
 
 
 def kernel_of_bagua(x: np.ndarray) -> tuple[np.ndarray, bool]:
-    """What arrives of a float32 or float16 vector, and whether all its codes fit into a byte, as they must there."""
+    """The decoded float32 or float16 vector, and whether all its codes fit into a byte, as BAGUA's kernel needs."""
     wide = x.astype(np.float32)
     least, greatest = wide.min(), wide.max()
     width = np.float32(np.float32(greatest - least) + np.float32(1e-7))

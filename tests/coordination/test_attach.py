@@ -1,4 +1,4 @@
-"""Who moves tensors: a group that the script has, those that Shoal makes beside it, and what is refused."""
+"""The backend that moves tensors: a group of the script's own, groups that Shoal makes, and refused groups."""
 
 from __future__ import annotations
 

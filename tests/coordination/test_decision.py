@@ -1,4 +1,4 @@
-"""What is decided from what all agents ask for: what is ready, in which order, and what cannot go on."""
+"""The decision from all agents' requests: which operations are ready, in which order, and which cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One order on all agents, over process groups of Gloo: that there is one, what it costs, and what ends it."""
+"""One order on all agents, over process groups of Gloo: that it exists, its cost, and how it ends."""
 
 from __future__ import annotations
 
@@ -514,7 +514,10 @@ def test_an_agent_whose_last_round_fails_leaves_in_good_order(fleet: Fleets) -> 
 
 
 def test_a_call_that_times_out_after_all_have_requested_it_still_runs(fleet: Fleets) -> None:
-    """A round that says it is ready binds everybody: who gives up then is not missed by the others."""
+    """A round that reports an operation as ready binds all agents.
+
+    The others do not miss an agent whose call times out later.
+    """
 
     def run() -> list[float]:
         results = []
@@ -534,7 +537,7 @@ def test_a_call_that_times_out_after_all_have_requested_it_still_runs(fleet: Fle
 
 
 def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_is_back() -> None:
-    """What it knew of the lost one, that it moves nothing any more, does not hold for the one that is back."""
+    """The fact that the lost agent moves no tensors any more does not hold for its next incarnation."""
     calls: list[Callable[[], None]] = []
     groups = SimpleNamespace(stop=lambda: None, then=calls.append)
     engine = SimpleNamespace(rank=0, alive=(0, 1), matcher=None, current_plan=None, notify=lambda: None)
@@ -550,7 +553,7 @@ def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_i
 
 
 def test_values_of_earlier_memberships_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each membership makes its groups anew. Their values together may be more than an agent may send for one."""
+    """Each membership makes its own groups. Their values together may exceed the limit on what one agent may send."""
     monkeypatch.setattr(group_store, "MOST_WORDS", 3)
     stores = GroupStores(SimpleNamespace(rank=0, timeout=1.0))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What agents tell each other in a round, as bytes and together."""
+"""The vectors that agents exchange in a coordination round, as bytes and combined."""
 
 from __future__ import annotations
 

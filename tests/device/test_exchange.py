@@ -1,4 +1,4 @@
-"""Averages of tensors that stay on their device: what a caller may do meanwhile, and what goes wrong."""
+"""Averages of tensors that stay on their device: the caller's options during one, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL of an agent whose device memory others have mapped: they get its name, and go on with each other."""
+"""SIGKILL of an agent whose device memory others have mapped: they learn its rank, and continue with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for long says so in the log: for whom, since when, and what those say that they do."""
+"""An agent that waits for long logs it: for which ranks, since when, and with the status of those ranks."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_call_that_all_have_requested_waits_for_no_rank(
 
 
 def test_only_backend_operations_are_reported_as_requested_by_all() -> None:
-    """A computing operation, or one that has not started, waits for no rank either."""
+    """A computing operation, or an operation that has not started, waits for no rank either."""
     assert (needed_by([3], True), needed_by([], False)) == (" for ranks [3]", "")
     assert "all have come" in needed_by([], True)
 

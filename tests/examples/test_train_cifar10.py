@@ -1,4 +1,4 @@
-"""ResNet-20 on CIFAR-10: what is read, what each agent gets, that resuming is exact, and what is said at the end."""
+"""ResNet-20 on CIFAR-10: the data format, each agent's share, exact resuming, and the final output."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def test_an_epoch_is_independent_of_the_number_of_agents() -> None:
         return list(images.batches(shoal.AgentSampler(images), 12 // shoal.size(), seed=5))
 
     def total(agents: int) -> list[dict[int, list[float]]]:
-        """Each step's images by number, whoever has them."""
+        """Each step's images by number, over all agents."""
         steps = zip(*shoal.Fleet(agents).run(batches), strict=True)
         return [
             {int(n): x.flatten().tolist() for inputs, labels in step for x, n in zip(inputs, labels, strict=True)}

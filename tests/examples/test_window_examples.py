@@ -30,7 +30,7 @@ LAUNCHES = pytest.mark.timeout(150)  # each agent imports torch, which takes lon
 
 
 def launched(script: str, agents: int, picture: Path, *options: str) -> str:
-    """What a script prints under ``shoal run``."""
+    """The output of a script under ``shoal run``."""
     command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), str(EXAMPLES / script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -46,7 +46,7 @@ def launched(script: str, agents: int, picture: Path, *options: str) -> str:
 
 
 def in_fleet(example: Any, agents: int, picture: Path, *options: str) -> Any:
-    """What its agents found, after checking that all found the same and that there is a picture."""
+    """The results of its agents, after checking that all are equal and that a picture exists."""
     results = shoal.Fleet(agents, timeout=50.0).run(example.main, example.parse(["--picture", str(picture), *options]))
     assert all(one == results[0] for one in results)
     assert is_png(picture)

@@ -281,7 +281,7 @@ class Net:
 
     @property
     def waiting(self) -> list[Link]:
-        """Who has something to hear."""
+        """The links with undelivered notices."""
         there = {(value.rank, value.incarnation) for value in self.there.values()}
         return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in there]
 
@@ -324,7 +324,7 @@ class Net:
             one.go_on()
 
     def finish(self, draw: random.Random) -> None:
-        """All losses are noticed, all that was said is heard, and who is behind calls what the others have called."""
+        """Notice all losses, deliver all notices, and let each agent that is behind make the calls of the others."""
         for _ in range(30):
             for rank in self.there:
                 for dead in self.dead:

@@ -17,7 +17,7 @@ from shoal.transport.wire import CERTAIN, DIED, Kind, Message, ProtocolError
 
 @dataclass
 class Connections:
-    """To whom this agent is connected, and who is to it."""
+    """The outgoing and the incoming connections of this agent."""
 
     known: set[int] = field(default_factory=set)
     heard: set[int] = field(default_factory=set)

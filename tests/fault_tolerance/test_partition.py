@@ -1,4 +1,4 @@
-"""Who asks whom whether a network is whole again, and which part gives way: agents with a network that the test has."""
+"""Probes that detect a healed partition, and the part that yields: agents on a network of the test."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Place:
 
 @dataclass
 class Agent:
-    """One agent, and all that its reunion is given; it is in a job of ``size``."""
+    """One agent with all parts of its partition resolver; it is in a job of ``size``."""
 
     rank: int
     size: int

@@ -32,7 +32,7 @@ def shake_hands(incarnation: int) -> int:
 
 
 def told(prepare: Callable[[], None], incarnation: int) -> Callable[[], dict[int, str]]:
-    """What an agent does that is told, and the one that tells it; who has died for each."""
+    """The actions of the probed and the probing agent; the dead agents as each counts them."""
 
     def run() -> dict[int, str]:
         shoal.barrier()
@@ -76,7 +76,7 @@ def waits(asking: PeerProbe) -> bool:
 
 
 def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[int, str]]:
-    """One agent asks another, which is there; the answers, and who has died for each."""
+    """One agent probes another, which is running; the answers, and the dead agents as each counts them."""
     engine, received = current().engine, []
     router = engine.router
     if shoal.rank() == ASKED:

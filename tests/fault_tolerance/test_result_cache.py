@@ -1,4 +1,4 @@
-"""Results that are kept for others: how long, what is said of them, and what is taken from whom."""
+"""The result cache: how long results are kept, how they are announced, and from which agents they are accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULT_HERE = torch.arange(3.0)
 
 
 class Agent:
-    """Rank 0 of some, and what it says."""
+    """Rank 0 of a job, and the messages that it sends."""
 
     def __init__(self, size: int = 3) -> None:
         self.matcher, self.membership = Matcher(), MembershipTable(size)
@@ -186,7 +186,7 @@ def test_a_result_is_accepted_only_from_a_member() -> None:
 
 
 class Steps:
-    """A lifecycle of which it is written down what it is told to do."""
+    """A lifecycle that records the calls made to it."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -196,7 +196,7 @@ class Steps:
 
 
 def in_the_midst(agent: Agent, take: Callable[[torch.Tensor], Any]) -> Operation:
-    """An operation of all that waits in a stage; and, of another attempt, for somebody to confirm."""
+    """An operation of all agents in a stage; and one of another attempt that waits for a confirmation."""
     operation = agent.begin()
     assert operation.recovery is not None
     operation.recovery.take, operation.generator = take, cast(Any, (one for one in ()))

@@ -17,7 +17,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, tuple[int, ...], str]:
-    """The error of a call: its type, its ranks, and what it says of the one that left."""
+    """The error of a call: its type, its ranks, and its text about the agent that left."""
     with pytest.raises(shoal.ShoalError) as caught:
         call()
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""Agents that end by themselves: with an exception, with an exit code, without a word, or while they shut down."""
+"""Agents that end by themselves: with an exception, with an exit code, abruptly, or while they shut down."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def take_part_then(end: Callable[[], None]) -> None:
 
 
 def end_and_rest(world: World, end: Callable[[], None]) -> list[Outcome]:
-    """One agent ends as a script would, and the others go on averaging."""
+    """One agent ends as a script would, and the others continue to average."""
     pending = [
         world.run_on(rank, take_part_then, end, caught=False)
         if rank == VICTIM
@@ -137,7 +137,7 @@ def test_a_script_that_ends_without_shutdown_affects_no_other(environment: dict[
 
 
 def shut_down_and_die(place: str) -> None:
-    """Die in ``shutdown``: before it has said anything, or between its goodbye and its end."""
+    """Die in ``shutdown``: before any message of it, or between its goodbye and its end."""
     if place == "before":
         bootstrap.on_stop.append(lambda _: die())
     else:

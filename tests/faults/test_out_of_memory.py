@@ -1,4 +1,4 @@
-"""An agent that has no memory for what others send has failed itself, and is the one that all name."""
+"""An agent that runs out of receive memory fails itself, and is the agent that all errors name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LITTLE = 1 << 20
 
 
 def read_what_is_sent(numel: int) -> None:
-    """A round in which rank 1 sends nothing, so that it needs memory for nothing but what it hears; then leave."""
+    """A round in which rank 1 sends nothing, so that it needs memory only to receive; then leave."""
     rank, size = shoal.rank(), shoal.size()
     shoal.barrier()
     if rank == SHORT:

@@ -1,5 +1,5 @@
 """SIGKILL, SIGSTOP and Ctrl-C where process groups carry tensors: swept points of coordination and of a movement. Every
-survivor names the agent, soon, and nothing of its own is left."""
+survivor names the agent, soon, and leaves no resource behind."""
 
 from __future__ import annotations
 

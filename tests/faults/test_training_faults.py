@@ -1,6 +1,6 @@
-"""Faults drawn at random over training loops of every wrapper: who is named, how soon, and what is left behind.
+"""Random faults over training loops of every wrapper: errors name the failed rank, soon, and no resources stay.
 
-A seed is a fault (``training_faults.draw``), so one that fails can be repeated: ``-k 137-``. A few run always, many by
+A seed is a fault (``training_faults.draw``), so a failure can be repeated: ``-k 137-``. A few run always, many in
 ``make soak``.
 """
 
@@ -53,7 +53,7 @@ def _send_signals(world: World, fault: Fault) -> None:
 
 
 def _complaints(fault: Fault, one: Outcome, all_: list[Outcome]) -> list[str]:
-    """What is not as it must be with one agent."""
+    """The differences between one agent's outcome and the expected one."""
     if one.rank == fault.victim and fault.kind in ("kill", "busy", "exception"):
         code = "exit code 1" if fault.kind == "exception" else "exit code -9"
         return [] if one.message == code else [f"rank {one.rank} ended with {one.message} instead of {code}"]

@@ -1,7 +1,7 @@
-"""SIGKILL of agents that write to windows, are written to, or hold a mutex; and agents that end in other ways.
+"""SIGKILL of agents that write to windows, are written to, or hold a mutex; and other ends.
 
-A slot then holds the old or the new value, never half; no lock stays; who needs the dead is told who it was; and those
-who do not need it go on.
+A slot then holds the old or the new value, never half; no lock stays; an agent that needs the killed one gets an error
+with its rank; the other agents continue.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What windows leave behind when they are made and freed again and again, also while somebody uses them.
+"""The resources that windows leave behind when they are made and freed repeatedly, also while in use.
 
-The long counts are for ``make soak``; each has a shorter one that runs always.
+``make soak`` runs the long counts; each test has a shorter variant for every run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SIGSTOP of agents that are written to, write, or hold a lock, for longer than the deadline, and their return.
 
-On one machine a stopped target keeps nobody from writing to it, unless it was stopped with a lock in its hands; between
-machines it does not answer. Whoever is waited for is named, and afterwards all is as if it had been slow.
+On one machine a stopped target does not block writes to it, unless it holds a lock; between machines it does not
+answer. Errors name the awaited agent. After its return the state is that of a slow agent.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_stopped(world: World) -> bool:
 
 @contextmanager
 def stopped(world: World) -> Iterator[None]:
-    """An agent that has nothing to do is stopped meanwhile."""
+    """An idle agent is stopped during the operation."""
     world.kill(STOPPED, signal.SIGSTOP)
     assert wait_until(lambda: is_stopped(world))
     yield

@@ -1,6 +1,6 @@
-"""Training through windows when an agent is killed, or ends before the others: everybody stops, and names that one.
+"""Training through windows when an agent is killed, or ends before the others: all stop, and name that agent.
 
-Also those who hear of it from a survivor: it closes its optimizer, or leaves, and its windows are gone then too.
+Agents that learn of it from a survivor stop too: it closes its optimizer or leaves, and its windows are gone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train(kind: str, steps: int | None, then: str, at: Callable[[int], object] =
 
 
 def train_and_die(kind: str, place: str, step: int) -> None:
-    """Die at a place in a write that this process does: of its own, or one that it does for another machine's."""
+    """Die at a given place in a write: one of this process, or one executed for another machine's agent."""
 
     def at(now: int) -> None:
         if now == step:

@@ -1,4 +1,4 @@
-"""Accelerate with agents of Shoal: what prepare() gives, what is gathered, saved and resumed, and what starts it."""
+"""Accelerate with agents of Shoal: prepare(), gathering, saving and resuming, and launching."""
 
 from __future__ import annotations
 

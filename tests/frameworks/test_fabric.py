@@ -1,4 +1,4 @@
-"""Fabric of Lightning with agents of Shoal: what setup gives, what is averaged, saved, resumed, and what is refused."""
+"""Fabric of Lightning with agents of Shoal: setup, averaging, saving, resuming, and refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with agents of Shoal: what each sees, what is averaged, evaluated, saved, and what is refused."""
+"""Lightning's Trainer with agents of Shoal: each agent's data, averaging, evaluation, saving, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fit that is resumed from Lightning's checkpoint equals, bit for bit, one that never stopped."""
+"""A fit resumed from Lightning's checkpoint equals, bit for bit, an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loggers of other packages make of a run's numbers: one run, with every agent's series."""
+"""A run's numbers in the loggers of other packages: one run, with every agent's series."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_features_that_need_one_common_model_are_refused(options: dict[str, Any]
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """What makes this process an agent leaves it none."""
+    """Shut the agent of this process down after the test."""
     yield
     shoal.shutdown()
     AcceleratorState._reset_state(reset_partial_state=True)

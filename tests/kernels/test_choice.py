@@ -1,4 +1,4 @@
-"""Which way kernels take, and that it is said why Triton is not the one."""
+"""The choice of the kernels' implementation; a warning gives the reason where it is not Triton."""
 
 from __future__ import annotations
 

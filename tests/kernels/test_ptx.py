@@ -1,7 +1,8 @@
-"""What programs become on a device, read in the text that Triton writes for one, without any.
+"""Programs as compiled for a device, checked in the text that Triton generates, without a device.
 
-Bits are equal where each operation is rounded once and keeps subnormal numbers, so the text is searched for what does
-not: ``.ftz``, ``.approx``, ``.full``, and multiplications and additions without ``.rn``, which the assembler may fuse.
+Bits are equal where each operation is rounded once and keeps subnormal numbers, so the text is searched for other
+instructions: ``.ftz``, ``.approx``, ``.full``, and multiplications and additions without ``.rn``, which the assembler
+may fuse.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Links and networks: what a message passes, and what is refused."""
+"""Links and networks: the links on a message's path, and refused arguments."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Recommendations: what is recommended can be trained with, is trained with, and changes with all that is asked for."""
+"""Recommendations: a recommended topology can be trained with, and changes with each argument."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def found(size: int, local: int = 1, nic: Link = NIC, training: Training = PLAIN
 
 
 def to_train(size: int, local: int, difference: float) -> Candidate:
-    """What is recommended where data differ by so much; all else is as for shuffled ones, and is not computed again."""
+    """The recommendation for data with this difference, from the cached candidates for shuffled data."""
     one, training = found(size, local), Training(difference)
     candidates = (
         replace(each, training_seconds=each.seconds_per_step * training.times_the_steps(each.steps_apart))

@@ -1,4 +1,4 @@
-"""What a recommendation costs in hindsight: its time to an accuracy over that of the best candidate, by simulation.
+"""The regret of a recommendation: its time to an accuracy over that of the best candidate, by simulation.
 
 Networks, models and differences of data are drawn. Every candidate trains quadratics of the drawn difference, whose
 curvatures differ twentyfold, with learning rates from a grid, and counts with the best of them.
@@ -55,7 +55,7 @@ def steps_to_the_accuracy(local: int, name: str, difference: float) -> float:
 
 
 def regrets(count: int) -> tuple[list[float], list[float]]:
-    """Of the recommendations on drawn networks; and of those that leave out how far training is to go."""
+    """Regrets of the recommendations on drawn networks, and of recommendations that ignore the target accuracy."""
     draw, result, without = np.random.default_rng(5), list[float](), list[float]()
     for number in range(count):
         local = (1, 1, 4)[number % 3]

@@ -1,4 +1,4 @@
-"""Steps of training, played on networks so small that every moment can be worked out by hand."""
+"""Steps of training, simulated on networks so small that every time can be derived exactly."""
 
 import math
 

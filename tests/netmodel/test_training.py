@@ -1,4 +1,4 @@
-"""What training costs: agents are as far apart as is said, and what makes no sense is refused."""
+"""The cost of training: agents are as far apart as predicted, and invalid arguments are refused."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def blamed(share: Share) -> dict[int, float]:
 def test_each_moment_of_a_wait_is_attributed_to_its_cause(tmp_path: Path) -> None:
     """Agent 0 computes until 4 ms.
 
-    It waits for the sender until 9, for the first byte until 12, and for the last until 15. It sums until 17, and waits
-    for a missing read confirmation until 20.
+    Its wait ends at 9 for the sender, at 12 for the first byte, and at 15 for the last byte. It sums until 17, and
+    waits for a missing read confirmation until 20.
     """
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 9.0, 12.0, 15.0)

@@ -1,4 +1,4 @@
-"""What the report says stands out: who was made slow is named, and nobody else."""
+"""The findings of the report: it names the agent that was made slow, and no other."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_an_arrow_for_a_message_fused_only_by_its_sender_ends_at_the_first_call(
 
 @pytest.mark.parametrize("ended", [None, 1.5])
 def test_messages_without_a_bar_have_no_arrow(tmp_path: Path, ended: float | None) -> None:
-    """A control message, or one that arrives after its call has failed."""
+    """A control message, or a message that arrives after its call has failed."""
     agents = [Written(0), Written(1)]
     exchange(agents, 0, 1, 1.0, 2.0, name="word")
     if ended:

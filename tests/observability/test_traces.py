@@ -1,4 +1,4 @@
-"""Traces are read as they were written, whole or torn, and those of one run are told from others."""
+"""Traces are read as they were written, complete or truncated; traces of different runs are distinguished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that fails before a backend has moved its tensors: the agents that wait for them are told, and only these."""
+"""A call that fails before a backend has moved its tensors: only the agents that wait for them get the error."""
 
 from __future__ import annotations
 

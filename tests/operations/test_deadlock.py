@@ -45,7 +45,7 @@ def call(name: str, **options: Any) -> float:
 
 
 def circle(make_call: Callable[[], Any]) -> tuple[tuple[int, ...], str]:
-    """What the error of a call says of a circle."""
+    """The cycle that the error of a call names."""
     with pytest.raises(shoal.Mismatch, match="agents wait for each other, and none can go on") as caught:
         make_call()
     return caught.value.ranks, str(caught.value).partition("none can go on: ")[2]
@@ -94,7 +94,7 @@ def test_a_cycle_of_several_agents_is_one_error_on_each(fleet: Fleets) -> None:
 
 
 def test_a_cycle_is_not_detected_again_while_its_verdict_is_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent that detects it goes on to its next call, and probes. The others still wait in the cycle."""
+    """The agent that detects it makes its next call, and probes. The others still wait in the cycle."""
     judge, serve = Deadlocks.judge, Deadlocks.serve
     held: list[tuple[Deadlocks, int, Message]] = []
 

@@ -288,7 +288,7 @@ def test_a_call_that_another_thread_is_about_to_send_reaches_them_too(
 
 
 def test_submitted_calls_reach_neighbours_that_call_later(fleet: Fleets) -> None:
-    """The departed agent has sent its part, and needs nothing of them. The next call needs it and fails."""
+    """The departed agent has sent its part, and does not need theirs. The next call needs it and fails."""
 
     def run() -> float | None:
         shoal.neighbor_allreduce(torch.ones(1))

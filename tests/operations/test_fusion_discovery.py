@@ -38,7 +38,7 @@ def call(form: str, index: int, named: Edges = NAMED, name: str | None = None) -
 
 
 def counted_messages() -> Counter[bool]:
-    """Messages that this agent sends from here on, by whether they move tensors."""
+    """Count the messages that this agent sends during the block, by whether they move tensors."""
     result: Counter[bool] = Counter()
     sender = current().engine.sender
     post = sender.post

@@ -1,4 +1,4 @@
-"""What goes together beside the static averages: push-pull calls of one round, rounds of a schedule, all-reduces."""
+"""Fusion of calls other than static averages: push-pull calls of one round, rounds of a schedule, all-reduces."""
 
 from __future__ import annotations
 
@@ -287,8 +287,10 @@ def test_one_shape_that_differs_fails_only_its_all_reduce_of_one_owner(fleet: Fl
 
 
 def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
-    """Three calls, of which one of the two agents leaves out the edge in the second. It hears of that at its next call,
-    where that one had ended before."""
+    """Three calls; one of the two agents leaves out the edge in the second.
+
+    It learns of that at its next call, where that one had ended before.
+    """
     handles: dict[str, Handle] = {}
     with current().engine.lock:
         for name in "abc":
@@ -463,7 +465,7 @@ class Alike:
 
 
 def unbegun(plans: list[Plan]) -> deque[Operation]:
-    """Calls that were submitted while others were lost, or entered: each with whom it is planned for."""
+    """Calls submitted while others failed or joined: each with the ranks that it is planned for."""
     result: deque[Operation] = deque()
     for round_, plan in enumerate(plans):
         operation = Operation("op", "x", round_, 1.0)

@@ -42,7 +42,7 @@ def call(index: int, name: str | None = None, **more: Any) -> Handle:
 
 
 def counted_messages() -> Counter[int]:
-    """Messages that this agent sends from here on, by stage."""
+    """Count the messages that this agent sends during the block, by stage."""
     result: Counter[int] = Counter()
     sender = current().engine.sender
     post = sender.post

@@ -28,7 +28,7 @@ def spans_of(work: Callable[[], object], *, all_threads: bool = False) -> dict[s
 
 
 def results(size: int, work: Callable[[], dict[str, int]], **options: Any) -> list[dict[str, int]]:
-    """What agents that are processes found. The profiler leaves a thread in them, which is torch's."""
+    """Results of agents that are processes. The profiler leaves a thread of torch in them."""
     world = World(size, **options)
     try:
         result: list[dict[str, int]] = world.results(work)

@@ -1,4 +1,4 @@
-"""Who drives, and when the progress thread is woken for it. The clock is the test's."""
+"""The choice of the driving thread, and the wake-ups of the progress thread. The clock is the test's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG, SHORT = 2 * AFTER_DRIVING, AFTER_DRIVING / 2
 
 
 class Clock:
-    """In the place of ``time``: it stands until it is told to go on."""
+    """Replaces ``time``: it stands still until the test advances it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -24,7 +24,7 @@ class Clock:
 
 
 class Polled:
-    """Driven, and what is polled for it: a call takes as long as one poll."""
+    """Driven and polled object: a call takes as long as one poll."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

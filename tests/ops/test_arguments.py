@@ -1,4 +1,4 @@
-"""Wrong arguments are refused before anything is sent, with what was wrong and what to do, and harm nothing after."""
+"""Wrong arguments are refused before any message is sent, with the error and a remedy, and do no later harm."""
 
 from __future__ import annotations
 

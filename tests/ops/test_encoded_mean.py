@@ -1,4 +1,4 @@
-"""The mean over all agents in a compressor's messages: what it is by its description, written down once more."""
+"""The mean over all agents in a compressor's messages, against a second implementation of its description."""
 
 from __future__ import annotations
 

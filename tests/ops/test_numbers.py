@@ -1,4 +1,4 @@
-"""What has ``__index__`` is a rank and what has ``__float__`` a weight, in every operation; nothing else is."""
+"""An object with ``__index__`` is a rank and one with ``__float__`` a weight, in every operation; no other is."""
 
 from __future__ import annotations
 

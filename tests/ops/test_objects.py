@@ -1,4 +1,4 @@
-"""Models, optimizers and plain objects are brought to one state exactly, and nothing that could run code arrives."""
+"""Models, optimizers and plain objects are synchronized exactly, and no received bytes can run code."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_expanded_and_empty_tensors_are_exchanged_too(fleet: Fleets, kind: str) 
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What all agents of the process submit meanwhile."""
+    """Operations that all agents of the process submit concurrently."""
     submitted: list[str] = []
     submit = Engine.submit
 

@@ -1,4 +1,4 @@
-"""All-reduces by every way that there is: the same bits as a fold in rank order, whoever owns which numbers."""
+"""All-reduces by every algorithm: the same bits as a fold in rank order, however the numbers are split."""
 
 from __future__ import annotations
 

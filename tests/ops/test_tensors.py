@@ -1,4 +1,4 @@
-"""What goes in and what comes out: strides, views, gradients, out=, NaN and infinity, whatever the operation."""
+"""Inputs and outputs: strides, views, gradients, out=, NaN and infinity, for every operation."""
 
 from __future__ import annotations
 

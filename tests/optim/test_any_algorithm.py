@@ -66,7 +66,7 @@ CHOOSES_POINTS += [DualAveraging(1.0), EASGD(1.0, 2), DiLoCo(GradientTracking(1.
 
 
 def simulated(algorithm: Algorithm, steps: int = STEPS) -> Tensor:
-    """What the agents' models should be, ``[n, d]``: the same object on the rows of one tensor."""
+    """The expected models of the agents, ``[n, d]``: the same object on the rows of one tensor."""
     model, now = deepcopy(MODEL), [0]
 
     def of_all(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What an optimizer does for each parameter in a step, counted: it must not cost what the step itself does.
+"""The work of an optimizer for each parameter in a step, counted: it must not cost as much as the step itself.
 
-Two models of different numbers of parameters; by what the longer one has more of, and the plain optimizer has not, it
-is done for each parameter. Nothing is timed.
+Two models have different numbers of parameters. Work that the longer one has more of, and that the plain optimizer
+lacks, is done for each parameter. Nothing is timed.
 """
 
 from __future__ import annotations

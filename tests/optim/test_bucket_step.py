@@ -112,7 +112,7 @@ def test_buckets_give_the_same_bits_as_one_vector(fleet: Fleets, algorithm: Algo
 
 
 def in_pieces(entry: Entry, pieces: list[slice]) -> Tensor:
-    """What agents end at whose gradients have no part in each other, and what of it each piece makes by itself."""
+    """The end points of agents whose losses separate by element, computed for each piece alone."""
     algorithm = entry.example()
     if isinstance(algorithm, CensoredGradientDescent):
         algorithm = CensoredGradientDescent(0.1, 0.5, 0.9)  # so that some agents are silent, and with pieces others

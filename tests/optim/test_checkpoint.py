@@ -1,4 +1,4 @@
-"""A run that is saved and loaded goes on to the bit, and begins at the mean with another number of agents."""
+"""A resumed run is equal to the bit, and begins at the mean with another number of agents."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The BlueFog paper's figure 8, asserted from the events of a trace: which exchange is under way during which layer.
+"""The BlueFog paper's figure 8, asserted from the events of a trace: which exchange runs during which layer.
 
-Nothing is left to speed: layers wait, in the middle of their passes, for what has to happen then (an exchange that
-ends, another agent that gets as far). What never happens is waited for in vain, and the trace then tells.
+The result does not depend on speed: layers wait, in the middle of their passes, for the required event (the end of
+an exchange, the progress of another agent). An event that never happens causes a timeout, which the trace shows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRADIENTS = Way("", shoal.optim.DistributedGradientAllreduceOptimizer)
 
 
 class Pace:
-    """What an agent does in the middle of a pass, and when its exchanges have ended."""
+    """An agent's actions in the middle of a pass, and the times when its exchanges have ended."""
 
     def __init__(self) -> None:
         self.inside: dict[tuple[str, int], Callable[[], object]] = {}

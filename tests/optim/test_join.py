@@ -1,4 +1,4 @@
-"""Agents with different numbers of batches: what those without take part in, and what the mean divides by."""
+"""Agents with different numbers of batches: the operations of agents without batches, and the divisor of the mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrapped optimizer under a schedule of the learning rate: the papers' iterates, written anew in numpy."""
+"""A wrapped optimizer under a learning rate schedule: the papers' iterates, implemented in numpy."""
 
 from __future__ import annotations
 

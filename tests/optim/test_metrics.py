@@ -135,7 +135,7 @@ class Scalars:
 
 
 class Rows:
-    """As those that take all numbers of a step at once."""
+    """A metrics sink of the kind that gets all numbers of a step in one call."""
 
     def __init__(self, method: str) -> None:
         self.had: list[tuple[dict[str, float], int]] = []

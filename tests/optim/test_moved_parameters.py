@@ -290,7 +290,7 @@ def test_parameters_that_share_memory_keep_sharing_it(fleet: Fleets, how: str) -
 
 @pytest.mark.parametrize("way", ["atc", "gradients"])
 def test_tied_parameters_step_as_in_plain_training(fleet: Fleets, way: str) -> None:
-    """With the same batches on all agents, the models equal one that is trained without a wrapper."""
+    """With the same batches on all agents, the models equal a model trained without a wrapper."""
     torch.manual_seed(0)  # from some starts this loss diverges at this rate
     start = Tied().state_dict()
 

@@ -1,4 +1,4 @@
-"""Adam whose messages may be short: torch's own while it warms up, and then its description, written down once more."""
+"""Adam with compressed messages: torch's Adam during the warm-up, then a second implementation of its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers do what their equations say, to rounding: against the same steps taken by hand, all agents at once."""
+"""The optimizers follow their equations, to rounding: against the same steps in plain torch, all agents at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a model and its optimizer around the steps: copies, conversions, parameters and agents that go."""
+"""Events of a model and its optimizer around the steps: copies, conversions, removed parameters and departed agents."""
 
 from __future__ import annotations
 

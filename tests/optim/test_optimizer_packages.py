@@ -1,6 +1,6 @@
-"""Optimizers of torch and of packages inside Shoal's: each is what its own steps and averages by hand come to.
+"""Optimizers of torch and of packages inside Shoal's: each equals its own steps and explicit averages.
 
-The table in docs/optimizers.md says so of each of them.
+The table in docs/optimizers.md states the same of each of them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Known(NamedTuple):
     """An optimizer of the table.
 
     Attributes:
-        package: Where it is.
-        name: What it is called there.
-        options: What it is made with.
-        mixed: The state that the page says to average.
+        package: The package that contains it.
+        name: Its name in the package.
+        options: Its arguments.
+        mixed: The state that the page tells users to average.
         overlaps: It may step bucket by bucket.
     """
 

@@ -1,4 +1,4 @@
-"""DiLoCo and SlowMo around torch's optimizers: what their papers' loops do with the same optimizers, by hand."""
+"""DiLoCo and SlowMo around torch's optimizers: the papers' loops, written out with the same optimizers."""
 
 from __future__ import annotations
 

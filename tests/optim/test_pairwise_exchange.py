@@ -41,8 +41,8 @@ def start() -> torch.nn.Module:
 def gossip(compressor: Compressor | None, bucket_bytes: int, steps: int) -> tuple[list[float], float]:
     """The parameters at the end, and how far the mean of all agents has moved.
 
-    Every agent takes another number of steps at another pace. They go on until all agree to ``CLOSE``, and stop after
-    40 times ``steps``: how fast they agree depends on the order in which the machine runs them.
+    Every agent takes another number of steps at another pace. They continue until all agree to ``CLOSE``, and stop
+    after 40 times ``steps``: how fast they agree depends on the order in which the machine runs them.
     """
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     model = start()
@@ -201,7 +201,7 @@ def test_invalid_combinations_are_refused() -> None:
 
 
 def run_until_lost(victim: int) -> tuple[int, str, float]:
-    """Steps taken, the error's name and what it says, and the seconds to it."""
+    """Steps taken, the error's name and text, and the seconds to it."""
     import os
     import signal
 

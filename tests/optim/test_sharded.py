@@ -245,7 +245,7 @@ class Flat(FullyShardedDataParallel):
 
 
 def refused() -> dict[str, str]:
-    """What is said of what is not sound."""
+    """The error message for each invalid configuration."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
 
     index = mesh()
@@ -342,7 +342,7 @@ def test_counterparts_with_other_shards_raise_a_mismatch(world: World) -> None:
 
 
 def example(traces: str, *options: str) -> str:
-    """What the example prints, in processes that have a process group already."""
+    """The example's output, in processes that have a process group already."""
     sys.path.append(EXAMPLES)
     import sharded_digits
 
@@ -369,7 +369,7 @@ def test_the_example_trains_and_resumes_from_its_checkpoint(world: World, tmp_pa
 
 
 def train_until_it_fails() -> tuple[str, float]:
-    """What this process heard, and when; rank 3 is killed in its third step."""
+    """The error that this process got, and when; rank 3 is killed in its third step."""
     begin()
     index = mesh()
     shoal.init(mesh=index["replicate"])

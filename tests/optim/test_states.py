@@ -1,4 +1,4 @@
-"""Several agents' states made into one, and states freed from what they are a part of."""
+"""Merging the states of several agents, and copying states out of a larger storage."""
 
 from __future__ import annotations
 

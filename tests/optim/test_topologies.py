@@ -24,7 +24,7 @@ ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.Distrib
 
 
 def steps_of(make: Any, count: int = 3, **options: Any) -> list[float]:
-    """What an agent that begins with its rank has after each of some steps that average and do nothing else."""
+    """An agent's values after each of some steps that only average; it begins with its rank."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, float(shoal.rank()))
     optimizer = make(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)

@@ -302,7 +302,7 @@ def test_a_scaler_without_overflow_changes_nothing(fleet: Fleets, unscaled: bool
 
 
 class Awkward(nn.Module):
-    """A parameter of its own beside children, a shared one, one that is never used, and a frozen one."""
+    """Parameters of several kinds: one beside children, a shared one, an unused one, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()

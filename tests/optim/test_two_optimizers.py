@@ -24,7 +24,8 @@ def world() -> Iterator[World]:
 
 
 def by_hand(averages_gradients: bool = False) -> list[Arrays]:
-    """Parameters, and then moments: each optimizer steps by itself, and what the page names is averaged on a ring."""
+    """Parameters, and then moments: each optimizer steps by itself, and the state that the page names is averaged on a
+    ring."""
     W = torch.from_numpy(shoal.topology.mixing_matrix(shoal.topology.RingGraph(SIZE))).float()
     models = [agents.initial() for _ in range(SIZE)]
     pairs = [agents.plain(model) for model in models]

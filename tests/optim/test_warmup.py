@@ -1,4 +1,4 @@
-"""The learning rate that counts agents: where it begins and ends, and what comes after it."""
+"""The learning rate that grows with the number of agents: its start and end, and the schedule after it."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def one_peer(rank: int, step: int) -> dict[str, Any]:
 
 
 def pull_of_star(rank: int, step: int) -> dict[str, Any]:
-    """Every row sums to 1, which is all that an agent sees; the column of the centre sums to more."""
+    """Every row sums to 1, which is all an agent can see; the column of the centre sums to more."""
     others = range(1, SIZE) if rank == 0 else (0,)
     share = 1 / (len(others) + 1)
     return {"self_weight": share, "src_weights": dict.fromkeys(others, share)}

@@ -1,4 +1,4 @@
-"""Processes that agents fork: the agent goes on as if nothing had happened, and the child is told that it is none."""
+"""Processes that agents fork: the agent is unaffected, and the child gets an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVER = [
 
 
 def in_a_child(call: Callable[[], object]) -> str:
-    """What a call comes to in a forked child: the class and the text of its exception, or its value. "hangs" if so."""
+    """The outcome of a call in a forked child: the class and the text of its exception, or its value. "hangs" if so."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:

@@ -1,4 +1,4 @@
-"""Machines as agents see them: which transport leads where, who is on which machine, and what each listens on."""
+"""Machines as agents see them: the transport to each rank, the ranks of each machine, and the listeners of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NETWORK = {"SHOAL_TRANSPORT": "network"}
 
 
 def transports() -> list[str]:
-    """What leads to each other rank."""
+    """The transport to each other rank."""
     router = current().engine.router
     return [router.transport_to(other) for other in range(shoal.size()) if other != shoal.rank()]
 

@@ -46,7 +46,7 @@ shoal.shutdown()
 
 
 def index_of(rank: int, address: str) -> dict[str, str]:
-    """An indexed Job, or a JobSet: what its controller sets, and what the manifest does."""
+    """An indexed Job, or a JobSet: the fields that its controller sets, applied to the manifest."""
     return {"JOB_COMPLETION_INDEX": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": address, "MASTER_PORT": "29400"}
 
 

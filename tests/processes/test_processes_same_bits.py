@@ -17,7 +17,7 @@ from support.world import World
 
 @dataclass(frozen=True)
 class Kind:
-    """Agents somewhere: how many, in machines of how many, and what is forced on them."""
+    """A placement of agents: how many, on machines of how many, and with which forced transport."""
 
     size: int
     per_machine: int

@@ -65,7 +65,7 @@ def path(tmp_path: Path) -> str:
 
 
 def await_text(file: Path, text: str, seconds: float = 50.0) -> str:
-    """What is in a file, once that is."""
+    """The content of a file, once it has some."""
     limit = time.monotonic() + seconds
     while text not in (content := file.read_text() if file.exists() else ""):
         assert time.monotonic() < limit, f"{text!r} is not in {file.name}:\n{content}"

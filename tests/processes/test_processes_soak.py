@@ -25,7 +25,7 @@ OVER = [
 
 @dataclass(frozen=True)
 class Usage:
-    """What an agent uses at one moment."""
+    """The resources of an agent at one moment."""
 
     arena: int
     resident: int
@@ -39,7 +39,7 @@ def usage() -> Usage:
 
 
 def average_in_every_form(rounds: int) -> tuple[Usage, Usage]:
-    """What is used after the first thousand rounds, and after all."""
+    """The resources in use after the first thousand rounds, and after all."""
     rank, size = shoal.rank(), shoal.size()
     shoal.set_topology(shoal.topology.RingGraph(size))
     small, large = torch.full((16,), float(rank)), torch.full((40_000,), float(rank))
@@ -75,7 +75,7 @@ def test_ten_thousand_rounds_take_no_more_memory_than_a_thousand(environment: di
 
 
 def init_and_shut_down(times: int) -> tuple[Usage, Usage]:
-    """What is used after ten lives of an agent, and after all."""
+    """The resources in use after ten cycles of init and shutdown, and after all."""
     before = None
     for life in range(times):
         shoal.init()

@@ -1,4 +1,4 @@
-"""Who is no agent of the job gets nothing and disturbs nobody; who is one and speaks nonsense is lost, by name."""
+"""Connections from outside the job get nothing and disturb no agent; an agent with protocol errors fails, by name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def average() -> None:
 
 @contextlib.contextmanager
 def undisturbed(world: World, turned_away: int = 1) -> Iterator[Door]:
-    """The way to one agent. Afterwards so many strangers were turned away, no descriptor is left, and all goes on."""
+    """Yields the address of one agent.
+
+    Afterwards the given number of strangers were rejected, no descriptor is left, and all agents work.
+    """
     before = world.results(count_of_descriptors)
     [known] = world.results(rejected, on=[VICTIM])
     [way] = world.results(door, on=[VICTIM])

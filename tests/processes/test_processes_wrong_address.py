@@ -1,4 +1,4 @@
-"""Agents that were started wrongly: what a slip in one of several commands is told by ``init``, and how soon."""
+"""Misconfigured agents: the error of ``init`` for a mistake in one of several commands, and how soon it comes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = 60.0
 
 
 def stderr_of(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0) -> list[str]:
-    """What launchers of one job, given -n and --node-rank, print to stderr; both must fail."""
+    """The output on stderr of launchers of one job, given -n and --node-rank; both must fail."""
     script = tmp_path / "script.py"
     script.write_text("import shoal\nshoal.init()\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -90,7 +90,7 @@ def test_both_agents_with_the_same_rank_raise_mismatch_at_once(twins: list[int])
 
 
 def wait_and_listen() -> list[str]:
-    """What the log says of who has not come, while this one waits in ``init`` for longer than that takes."""
+    """The log's lines about missing agents while this one waits in ``init`` for longer than they take."""
     received: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: received.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Wrong calls on windows are errors at the caller alone: its own process and all others go on."""
+"""Wrong calls on windows are errors at the caller alone: its own process and all others continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Failure = tuple[str, str]
 
 
 def failure_of(call: Callable[[], object]) -> Failure:
-    """What a call raises; empty if it raises nothing."""
+    """The error of a call; empty if it raises none."""
     try:
         call()
     except Exception as error:
@@ -76,7 +76,7 @@ def wrong_calls(stranger: int) -> dict[str, Failure]:
 
 
 def keep_working(rounds: int, name: str = "x") -> None:
-    """Put, get and update as usual, whatever others do meanwhile."""
+    """Put, get and update as usual, whatever others do concurrently."""
     for _ in range(rounds):
         shoal.bluefog.win_put(torch.ones(2), name)
         shoal.bluefog.win_get(name)
@@ -128,7 +128,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture(autouse=True)
 def all_go_on(world: World) -> Iterator[None]:
-    """After each test every agent is there, has no window, and all work together as ever."""
+    """After each test every agent is running and has no window, and all can still average."""
     yield
     assert world.alive == [0, 1, 2, 3]
     assert world.results(names) == [[]] * 4

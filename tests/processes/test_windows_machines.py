@@ -51,7 +51,7 @@ def test_every_operation_has_its_documented_result(world: World, numel: int) -> 
 
 
 def collected(rank: int, size: int) -> float:
-    """What an agent has after it has collected all that the others put and accumulated."""
+    """An agent's value after it has collected all puts and accumulates of the others."""
     return rank + 1 + sum((j + 1) * (10.0 * (rank + 1) + 1) for j in range(size) if j != rank)
 
 

@@ -1,4 +1,4 @@
-"""What a run that others may join says of itself, who believes it, and that ranks are claimed once."""
+"""The invitation of an elastic run, its authentication, and the claim of each rank exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent sends last comes, once, however late: its goodbye is not counted before, and nothing comes after it."""
+"""An agent's goodbye message arrives exactly once, however late; it is not counted before, and nothing follows it."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_a_large_fleet_in_one_process_works(fleet: Fleets) -> None:
 
 
 def test_a_fleet_leaves_no_threads_descriptors_or_memory(transport: str) -> None:
-    """Also one whose agents exchanged large tensors, and one that failed."""
+    """Also a fleet whose agents exchanged large tensors, and a fleet that failed."""
 
     def run(fail: bool) -> None:
         for _ in range(3):
@@ -333,7 +333,7 @@ def test_an_agent_with_an_error_in_shutdown_fails_the_fleet(fleet: Fleets, monke
 
 
 def within(seconds: float, call: Callable[[], object]) -> object:
-    """What a call comes to, made in another thread, so that one that hangs fails its test instead of the whole run."""
+    """Make a call in another thread, so that a hanging call fails its test instead of the whole run."""
     results: list[object] = []
 
     def attempt() -> None:

@@ -1,4 +1,4 @@
-"""What an agent can ask about itself, its machine and its topology, and how it sets them."""
+"""Queries of an agent about itself, its machine and its topology, and the setters of these."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_load_topology_returns_the_graph_that_was_set(fleet: Fleets) -> None:
 
 
 def test_changing_a_graph_after_it_was_set_changes_nothing(fleet: Fleets) -> None:
-    """Otherwise two agents that share the object, or one that changes it, would average over different graphs."""
+    """Otherwise two agents that share the object, or a later change of it, would average over different graphs."""
 
     def run() -> tuple[list[int], float]:
         graph = nx.DiGraph(shoal.topology.FullyConnectedGraph(3))

@@ -1,4 +1,4 @@
-"""What a process learns of the end of its own script, in processes that end."""
+"""How a process learns of the end of its own script, in processes that end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOST = "raise PeerLost('rank 1 was lost')"
 
 
 def failure_of(folder: Path, body: str) -> tuple[int, str]:
-    """The exit status of a script that is run as an agent's, and what its exit handler read of it."""
+    """The exit status of a script run as an agent's, and the cause that its exit handler read."""
     script = folder / "script.py"
     script.write_text(PRELUDE.format(path=str(Path(shoal.__path__[0]).parent)) + body)
     run = [sys.executable, agent_script.__file__, str(script)]

@@ -1,4 +1,4 @@
-"""``SHOAL_CHECK_FINITE``: NaN and infinity are not sent; whose they are is said on both sides, and all goes on."""
+"""``SHOAL_CHECK_FINITE``: NaN and infinity are not sent; both sides name their owner, and all agents continue."""
 
 from __future__ import annotations
 

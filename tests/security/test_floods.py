@@ -1,4 +1,4 @@
-"""Floods: who only connects, however often, keeps no agent out and takes little of its time."""
+"""Floods: a client that only connects, however often, blocks no agent and takes little of its time."""
 
 from __future__ import annotations
 

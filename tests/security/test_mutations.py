@@ -1,4 +1,4 @@
-"""Mutated frames: what an agent is told are the first messages that were sent, each as it was, and then the end."""
+"""Mutated frames: an agent receives the first messages that were sent, each unchanged, and then the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Packets = list[tuple[bytes, list[int]]]
 
 
 class Ear:
-    """Writes down what it is told."""
+    """Records the calls that it gets."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -48,7 +48,7 @@ class Ear:
 
 
 def plain(message: Message) -> tuple[Any, ...]:
-    """All that means something to who is told, with as much of the tensor as counts as there."""
+    """All meaningful fields of a received message, with only the significant part of the tensor."""
     there = message.payload
     numbers = b"" if there is None else there.data[: there.available].numpy().tobytes()
     fields = ("kind", "op", "name", "round", "stage", "token", "flags", "digest", "scale", "dtype", "shape", "text")
@@ -86,7 +86,7 @@ def open_incoming(over: str, sock: socket.socket, ear: Any) -> Incoming:
 
 
 def conversation(over: str, arena: Arena) -> tuple[Packets, list[tuple[Any, ...]]]:
-    """Packets of a link as they travel, each with its descriptors; and what they say."""
+    """Packets of a link as they travel, each with its descriptors; and the messages in them."""
     ours, remote = sockets(over)
     link = open_link(over, ours)
     packets: Packets = []
@@ -120,7 +120,7 @@ def conversation(over: str, arena: Arena) -> tuple[Packets, list[tuple[Any, ...]
 
 
 def told(over: str, packets: Packets) -> tuple[list[tuple[Any, ...]], bool]:
-    """What an agent is told that gets these packets, and whether it took the connection for broken."""
+    """The messages that an agent gets from these packets, and whether it counted the connection as broken."""
     ours, remote = sockets(over)
     ear = Ear()
     incoming = open_incoming(over, remote, ear)

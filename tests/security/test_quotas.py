@@ -1,4 +1,4 @@
-"""What one agent may cost another: who passes a budget is lost, by name, and what was kept for it is free again."""
+"""Limits on one agent's cost to another: an agent that exceeds a quota fails, by name, and its memory is freed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def early(number: int, numel: int = 4) -> Message:
-    """A message, with its numbers, for a call that nobody makes."""
+    """A numbered message of a call that no agent makes."""
     message = Message(Kind.DATA, "neighbor_allreduce", f"early {number}", dtype=torch.uint8, shape=(numel,))
     message.where, message.nbytes, message.body = Where.INLINE, numel, bytes(numel)
     message.payload = Payload(torch.zeros(numel, dtype=torch.uint8), numel)
@@ -61,7 +61,10 @@ def average_for_ever() -> None:
 
 
 def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[str]:
-    """What the agents other than the greedy one say when that one has sent these. The victim keeps nothing of them."""
+    """The errors of the agents other than the greedy one, which has sent these.
+
+    The victim keeps none of the messages.
+    """
 
     def run() -> str:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))

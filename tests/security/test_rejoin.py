@@ -1,4 +1,4 @@
-"""Who asks to be let into a run that goes on, and is no agent of it; and what is written down for those who are."""
+"""Requests from outside the job to rejoin a run; and the membership records of real agents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = 3
 
 
 def met(store: ThreadStore) -> PeerDirectory:
-    """What the agents of a job have written down."""
+    """The membership records that the agents of a job have written."""
     output: list[dict[str, Any]] = [
         {"place": asdict(local_peer_id(rank)), "alike": {}, "reached": ""} for rank in range(SIZE)
     ]

@@ -1,4 +1,4 @@
-"""Who stands in the middle of a connection and does not know the secret can end it, and cannot make a result wrong."""
+"""A man in the middle who does not know the secret can end a connection, but cannot make a result wrong."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_call_that_raises_an_earlier_calls_error_counts_as_a_round(fleet: Flee
 
 
 def _make(call: str, step: int, size: int) -> tuple[str, float | str]:
-    """One call of a random program. What comes back is exact for the agents' values of this very step."""
+    """One call of a random program. Its result is exact for the agents' values of this very step."""
     rank = shoal.rank()
     x = torch.full((4,), float(1000 * step + rank))
     ring = {(rank + 1) % size: 1.0}
@@ -87,7 +87,7 @@ def _outcome(handle: shoal.Handle[torch.Tensor]) -> float | str:
 
 
 def _model(call: str, step: int, rank: int, size: int) -> float:
-    """What a call gives where all agents make it."""
+    """The result of a call that all agents make."""
     values = [float(1000 * step + index) for index in range(size)]
     if call == "sum":
         return sum(values)

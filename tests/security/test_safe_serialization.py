@@ -1,4 +1,4 @@
-"""Objects travel as plain data: equal on the other side, and nothing that bytes claim is believed."""
+"""Objects travel as plain data: equal on the other side, and no claim in the bytes is trusted."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_encoded_values_are_decoded_equally(value: Any) -> None:
 
 
 def spoil_and_read(value: Any, chance: random.Random) -> None:
-    """Whatever is accepted is plain: it can be written again, and what that says is the same."""
+    """Accepted data are plain: they can be serialized again, with an equal result."""
     message = write(value)
     for _ in range(8):
         spoiled = bytearray(message.numpy().tobytes())
@@ -388,7 +388,7 @@ class Greeting:
 
 
 def sent_by_rank_0(raw: torch.Tensor, kind: str) -> Callable[[], None]:
-    """What an agent does that sends these bytes as an object, and what the others hear."""
+    """The actions of an agent that sends these bytes as an object, and the others' results."""
 
     def run() -> None:
         agent = current()

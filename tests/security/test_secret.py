@@ -26,7 +26,7 @@ SECRET = "a word that the user has chosen"
 
 @contextmanager
 def relay(to: int) -> Iterator[tuple[int, list[bytes]]]:
-    """Somebody in front of a server who hears every byte; its port, and what it has heard."""
+    """A relay in front of a server that records every byte; its port, and the recorded bytes."""
     received: list[bytes] = []
     over = threading.Event()
 
@@ -92,7 +92,7 @@ def test_an_explicit_secret_is_never_sent_to_the_store(secret: str) -> None:
 
 
 def altered(monkeypatch: pytest.MonkeyPatch, key: str, change: Callable[[list[dict[str, Any]]], object]) -> None:
-    """A store that says something else than what was said, to everybody."""
+    """Make the store change the value of a key, for all clients."""
     honest = ThreadStore.set
 
     def set_(self: ThreadStore, name: str, value: bytes) -> None:

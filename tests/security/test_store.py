@@ -103,7 +103,7 @@ def listeners(pid: int) -> list[tuple[str, int]]:
 
 
 def listeners_here() -> list[tuple[str, int]]:
-    """What this agent's machine listens on; who has answered is on its own machine and no longer on the test's."""
+    """The listeners of this agent's machine. An agent that calls this is on its own machine, not on the test's."""
     return listeners(os.getpid())
 
 
@@ -123,7 +123,7 @@ def test_rank_0_hosts_the_store_on_the_one_interface_of_its_address(version: int
 
 
 def leave(sock: socket.socket, number: int) -> None:
-    """Say something that no agent says, and go; every other one without a word of farewell."""
+    """Send a message that no agent sends, and leave; every other one without a goodbye."""
     greeting = struct.pack("<BI", 0, 0x3C85F7CE)  # so much of torch's protocol that it goes on reading
     chance = random.Random(number)
     words: list[Callable[[], bytes]] = [

@@ -1,4 +1,4 @@
-"""The store that a launcher serves: that it is torch's to torch's clients, and what strangers can have it keep."""
+"""The store that a launcher serves: torch's clients can use it, and strangers can store only a limited amount."""
 
 from __future__ import annotations
 

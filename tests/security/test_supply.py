@@ -1,4 +1,4 @@
-"""What an install brings: locked by hash, looked up, and of licences that we know."""
+"""The installed packages: locked by hash, available in the index, and with known licences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A timeline writes over nothing that somebody else has put in its place."""
+"""A timeline overwrites no file that another process has put in its place."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def fleet(timeout: float = 20.0) -> shoal.Fleet:
 
 
 def everything() -> list[torch.Tensor]:
-    """What operations of all kinds give, tensors of all dtypes and sizes among them."""
+    """Results of operations of all kinds, with tensors of all dtypes and sizes."""
     shoal.set_topology(shoal.topology.RingGraph(SIZE))
     results = [
         shoal.neighbor_allgather(sample(shoal.rank(), (2, *shape), dtype)) for dtype in ALL_DTYPES for shape in SHAPES
@@ -326,7 +326,7 @@ def test_a_listener_with_another_ranks_certificate_is_rejected(made: Path) -> No
 
 
 def await_end(sock: socket.socket) -> bytes:
-    """What comes until the other side ends the connection; without the alerts of TLS."""
+    """The bytes received until the other side ends the connection; without the alerts of TLS."""
     output = b""
     try:
         while more := sock.recv(1000):

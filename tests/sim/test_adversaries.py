@@ -76,7 +76,7 @@ def values() -> torch.Tensor:
 
 
 def message(attack: Adversary, own: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """What an attack sends, from its paper."""
+    """The message of an attack, from its paper."""
     if isinstance(attack, SignFlip):
         return -2.0 * own
     if isinstance(attack, InnerProductManipulation):

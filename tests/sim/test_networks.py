@@ -33,7 +33,7 @@ def convolutional() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """The same weight twice, a scalar parameter, one that is frozen, and a buffer."""
+    """The same weight twice, a scalar parameter, a frozen parameter, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

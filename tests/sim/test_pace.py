@@ -1,4 +1,4 @@
-"""The clock of a stacked run: it says what the network model says of every step, and of what was really sent."""
+"""The clock of a stacked run: it equals the network model for every step, and for the messages actually sent."""
 
 from __future__ import annotations
 

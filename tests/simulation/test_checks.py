@@ -1,4 +1,4 @@
-"""What the checks of a simulated run take for right, and what they report."""
+"""The results that the checks of a simulated run accept, and those they report."""
 
 from __future__ import annotations
 

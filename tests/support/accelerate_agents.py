@@ -1,4 +1,4 @@
-"""What agents of the tests of Accelerate do."""
+"""The agents' functions in the tests of Accelerate."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def one_epoch(made: ShoalAccelerator, parts: tuple[nn.Module, Any, Any, DataLoad
 
 
 def numbers_of(parts: tuple[nn.Module, Any, Any, DataLoader[Any]]) -> list[np.ndarray[Any, Any]]:
-    """All that training has left: parameters, moments, the rate, and what is drawn next."""
+    """The complete state after training: parameters, moments, the rate, and the next random number."""
     model, optimizer, schedule, _ = parts
     moments = [one for state in optimizer.state.values() for _, one in sorted(state.items())]
     drawn = torch.rand(3)
@@ -124,7 +124,7 @@ def gather() -> dict[str, Any]:
 
 
 def functions() -> dict[str, Any]:
-    """What the functions of ``accelerate.utils`` give."""
+    """The results of the functions of ``accelerate.utils``."""
     rank = accelerator().process_index
     nested = {"bool": torch.tensor([rank == 1]), "nan": [torch.tensor([float("nan"), rank])]}
     halves = torch.full((1, 2), float(rank), dtype=torch.bfloat16)
@@ -152,7 +152,7 @@ def functions() -> dict[str, Any]:
 
 
 def save_and_resume(folder: str) -> dict[str, Any]:
-    """Two epochs, one of them in the middle; and from there again, with all made anew."""
+    """Two epochs, saved in the middle of one; and resumed from there with new objects."""
     made = accelerator()
     parts = prepared(made)
     one_epoch(made, parts)

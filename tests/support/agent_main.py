@@ -1,8 +1,8 @@
 """The process of one agent in a :class:`~support.world.World`, and the template that it is forked from.
 
 Importing torch costs a second or two, and forking a process that has imported it ten milliseconds. So one template
-imports everything, before it has a second thread, and forks an agent for each request. An agent then calls whatever
-function it is told to, by name, and sends back what came of it, until its world tells it to leave.
+imports everything, before it has a second thread, and forks an agent for each request. An agent then calls the
+functions that its world requests, by name, and returns their outcomes, until its world shuts it down.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ IMPORTED = (
 
 @dataclass(frozen=True)
 class Spawn:
-    """What the template needs to know to make an agent."""
+    """The parameters with which the template forks a new agent."""
 
     environment: dict[str, str]
     path: list[str]
@@ -96,7 +96,7 @@ class Dying:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds that an agent must give back: descriptors, threads, shared memory, child processes."""
+    """The resources of a process that an agent must give back: descriptors, threads, shared memory, child processes."""
 
     descriptors: frozenset[tuple[str, str]]
     threads: tuple[str, ...]
@@ -104,7 +104,7 @@ class Holdings:
     children: tuple[str, ...]
 
     def beyond(self, before: Holdings) -> list[str]:
-        """What is there now and was not before."""
+        """The resources held now but not before."""
         results = []
         # Gloo never wakes who waits for a message of which a part has come when its sender was killed: that thread
         # keeps its group, and the tensors that it was to receive.
@@ -122,7 +122,7 @@ def _added(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
 
 
 def holdings() -> Holdings:
-    """What this process holds now."""
+    """The resources of this process now."""
     gc.collect()
     descriptors = set()
     for entry in Path("/proc/self/fd").iterdir():
@@ -156,7 +156,7 @@ def die(how: int = signal.SIGKILL) -> NoReturn:
 
 
 def left_over() -> list[str]:
-    """What this process holds beyond what it had when it began. Threads get a moment to end."""
+    """Resources that this process has acquired since its start. Threads get a moment to end."""
     assert _before is not None
     limit = time.monotonic() + 2.0
     while (result := holdings().beyond(_before)) and time.monotonic() < limit:

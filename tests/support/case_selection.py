@@ -70,13 +70,13 @@ def cover(
 ) -> list[int]:
     """Entries of ``order`` whose cases have, together, all combinations of ``length`` values that any case has.
 
-    Greedy: the next case is the first of those with the most combinations that no chosen case has; among these, the
-    first of those with the most new values of the parameters ``as_it_comes``.
+    Greedy: the next case is the first with the most combinations that no chosen case has; ties are broken by the most
+    new values of the parameters ``as_it_comes``.
 
     Args:
         values: The parameters of each case, as names and numbers that stand for their values.
         length: How many parameters' values are combined; all of a case, if it has fewer.
-        order: What is returned for each case.
+        order: The value returned for each case.
         as_it_comes: Parameters of which not every value is needed.
     """
     needed = [[one for one in case if one[0] not in as_it_comes] for case in values]

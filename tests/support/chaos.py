@@ -1,4 +1,4 @@
-"""Training under faults that are drawn from a seed; what must come of it is computed, all else is an error."""
+"""Training under faults drawn from a seed; the expected outcome is computed, and any other is an error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TOPOLOGIES: dict[str, Callable[[int], Any]] = {
 
 @dataclass(frozen=True)
 class Draw:
-    """One run: who trains how, and what befalls whom, where.
+    """One run: how each agent trains, and the fault of each, with its place.
 
     Attributes:
         faults: By rank.
@@ -109,13 +109,13 @@ class Draw:
 
     @property
     def kind(self) -> str:
-        """What befalls, for a table."""
+        """The kind of fault, as tables name it."""
         first = next(iter(self.faults.values()))[0]
         return first if len(self.faults) == 1 else f"{first}, and others killed"
 
     @property
     def conditions(self) -> list[str]:
-        """What else is so, for a table."""
+        """The other conditions, as tables name them."""
         late = any(point.kind in LATE for _, point in self.faults.values())
         return ["unequal batches"] * self.unequal + ["killed while a loss is agreed on"] * late
 
@@ -171,7 +171,7 @@ def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") ->
 
     Args:
         locked: The seconds for which an agent's interpreter lock is held.
-        over: The transport, if not the one that is drawn.
+        over: The transport, if not the drawn one.
     """
     draw = Draw.of(seed)
     environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": over or draw.transport}
@@ -234,7 +234,7 @@ def _schedule(draw: Draw) -> Any:
 
 
 def _names(draw: Draw) -> list[tuple[int, int]]:
-    """Who sends NaN to whom, of those that are left."""
+    """The pairs of a sender of NaN and its receiver, among the survivors."""
     senders = [rank for rank, (fault, _) in draw.faults.items() if fault == LEFT_OUT]
     schedule = Without(_schedule(draw), draw.gone)
     matrices = [schedule.matrix(number) for number in range(schedule.period or 1)]

@@ -1,4 +1,4 @@
-"""Training on machines whose cables are slow, or cut, as drawn from a seed; what must come of it is computed."""
+"""Training on machines whose cables are slow or cut, as drawn from a seed; the expected outcome is computed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ SHORT = 0.45 * DROP_AFTER
 
 @dataclass(frozen=True)
 class Draw:
-    """One run: who trains how, and which cable fails when, and for how long.
+    """One run: how each agent trains, and which cable fails when, with the duration.
 
     Attributes:
-        other: Where two are cut off from each other, the second.
+        other: The second of two that are cut off from each other.
         stops: ``SHOAL_ON_PARTITION=stop``.
     """
 
@@ -77,7 +77,7 @@ class Draw:
 
 @dataclass
 class Seen:
-    """What one agent saw: the parameters in the end, after how many steps, the longest of them, and who was there."""
+    """The outcome of one agent: its final parameters, its steps, the longest of them, and the members."""
 
     x: list[float]
     steps: int
@@ -95,7 +95,7 @@ class Found:
 
 
 def train(draw: Draw, seconds: float) -> Seen:
-    """Train for so long, and then some steps more, as many on all that reach each other."""
+    """Train for the given time, and then a few more steps, as many on all agents that reach each other."""
     model, changes = Point3(), []
     shoal.set_topology(topology_util.RingGraph(draw.size), is_weighted=True)
     options = ALGORITHMS[draw.way] | {"topology": TOPOLOGIES[draw.topology](draw.size)}
@@ -118,7 +118,7 @@ def train(draw: Draw, seconds: float) -> Seen:
 
 
 def _fault(draw: Draw, machines: list[Namespace]) -> Callable[[bool], None]:
-    """What begins the fault, and ends it."""
+    """The functions that begin and end the fault."""
     victim, other = machines[draw.victim], machines[draw.other]
     rest = [machine for machine in machines if machine is not victim]
 
@@ -187,7 +187,7 @@ def run(seed: int, over: str = "") -> Found:
 
 
 def _parts(draw: Draw, outcomes: list[Outcome]) -> tuple[list[list[int]], list[int]]:
-    """Who goes on with whom, and who ends, as docs/survival.md says."""
+    """The expected parts, and the agents that end, as docs/survival.md states."""
     everybody, victim = list(range(draw.size)), draw.victim
     rest = [rank for rank in everybody if rank != victim]
     if not draw.for_good:

@@ -1,5 +1,5 @@
-"""Training under faults that are drawn from a seed, where whoever fails is started again: all must end where they would
-have without a fault."""
+"""Training under faults drawn from a seed, where failed agents are restarted: all must end at the result of a run
+without faults."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ MOST_STARTS = 12
 
 @dataclass(frozen=True)
 class Draw:
-    """One run: who trains how, and what befalls whom, where; after a fault some are hit again, while they enter or
-    later.
+    """One run: how each agent trains, and the fault of each, with its place; some restarted agents get a second fault,
+    while they rejoin or later.
 
     Attributes:
         writes: Checkpoints are written into files.
@@ -68,7 +68,7 @@ class Draw:
 
     @staticmethod
     def of(seed: int, over: str = "") -> Draw:
-        """``over``: the transport, if not the one that is drawn; its links have no connections to cut."""
+        """Draw a run. ``over``: the transport, if not the drawn one; its links have no connections to cut."""
         chance = random.Random(seed)
         way = chance.choice(list(ALGORITHMS))
         topology = chance.choice(list(TOPOLOGIES)) if way in ("ATC", "AWC") else "ring"
@@ -93,13 +93,13 @@ class Draw:
 
     @property
     def kind(self) -> str:
-        """What befalls, for a table."""
+        """The kind of fault, as tables name it."""
         first = next(iter(self.faults.values()))[0][0]
         return first if sum(map(len, self.faults.values())) == 1 else f"{first}, and others killed"
 
     @property
     def conditions(self) -> list[str]:
-        """What else is so, for a table."""
+        """The other conditions, as tables name them."""
         points = {point.kind for faults in self.faults.values() for _, point in faults}
         problems = {
             "killed while a loss is agreed on": points & set(LATE),

@@ -1,4 +1,4 @@
-"""A training run with everything that has a state, for tests of checkpoints."""
+"""A training run with all stateful parts, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7
 
 
 class Run:
-    """A training run with everything that has a state, and noise of its own on every agent."""
+    """A training run with all stateful parts, and a separate noise on every agent."""
 
     def __init__(self) -> None:
         self.model = deepcopy(MODEL)

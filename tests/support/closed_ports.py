@@ -40,7 +40,7 @@ class ClosedPorts:
         return listener in self._closed.values()
 
     def open(self, rank: int) -> None:
-        """Let connections to a rank through from now on."""
+        """Accept connections to a rank again."""
         self._closed.pop(rank).setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 

@@ -1,4 +1,4 @@
-"""What agents with tensors on a slow device do in processes of their own."""
+"""The functions of agents, in their own processes, with tensors on a slow device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMEL = 50_000
 
 
 def _average_on_a_ring(alive: tuple[int, ...]) -> None:
-    """A round over a ring of those that are there, checked."""
+    """A round over a ring of the current members, checked."""
     rank, place = shoal.rank(), alive.index(shoal.rank())
     others = sorted({alive[place - 1], alive[(place + 1) % len(alive)]} - {rank})
     weight = 1 / (len(others) + 1)

@@ -73,9 +73,9 @@ def push_pull(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compressed(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a compressor that draws, and one whose messages are as long as it likes.
+    """Averages with a compressor that draws, and with one whose messages have any length.
 
-    What is drawn depends on the name and on how often that has been used, so the names are this exchange's own.
+    The draws depend on the name and on how often it has been used, so this exchange has its own names.
     """
     shoal.set_topology(weighted_digraph(shoal.size()), is_weighted=True)
     tensor = tensor.real if tensor.is_complex() else tensor
@@ -171,7 +171,7 @@ EXCHANGES: tuple[Exchange, ...] = (
 
 
 def bits_of(exchange: Exchange) -> Bits:
-    """What an operation gives this agent for each shape, and in each dtype for one, hashed."""
+    """The hashed results of an operation on this agent for each shape, and in each dtype for one shape."""
     inputs = [sample(shoal.rank(), shape, seed=len(shape)) for shape in SHAPES]
     inputs += [sample(shoal.rank(), (9, 1000), dtype) for dtype in WEIGHABLE]
     outputs = [exchange(one) for one in inputs]

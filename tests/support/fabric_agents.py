@@ -1,4 +1,4 @@
-"""What agents of the tests of Lightning's Fabric do, in loops of their own. Only agents import Lightning."""
+"""The agents' functions in the tests of Lightning's Fabric, with their own loops. Only agents import Lightning."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def in_turn(names: Sequence[str]) -> list[object]:
 
 @dataclass(frozen=True)
 class Point:
-    """The ``count``-th event of a kind, or, for the kinds that begin with a capital, the place named there."""
+    """The ``count``-th event of a kind, or, if the kind begins with a capital, the place of that name."""
 
     kind: str
     count: int = 1

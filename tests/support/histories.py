@@ -1,13 +1,13 @@
-"""Recorded histories of windows, and the question whether what the agents saw could have happened one step at a time.
+"""Recorded histories of windows, and the check whether the agents' results could have happened one step at a time.
 
-Threads of agents record when they called each operation, when it returned, and what it read. The history of each slot
-is then searched for an order that keeps to these times and to the sequential model of a slot (Wing and Gong 1993,
-"Testing and verifying concurrent objects", with the memory of Lowe 2017, "Testing for linearizability"). If there is
-none, the operation that has no place is named.
+Threads of agents record when they called each operation, when it returned, and the value that it read. The history
+of each slot is then searched for an order that keeps to these times and to the sequential model of a slot (Wing and
+Gong 1993, "Testing and verifying concurrent objects", with the memory of Lowe 2017, "Testing for linearizability").
+If no order exists, the error names the operation without a place.
 
 The sequential model of the slot that agent i has for its in-neighbour j is :class:`Slot`, and each :class:`Effect` says
-what one step does to it. A get is two steps in one interval, as the tensor that it copies is another object than the
-slot that it fills; an update over several slots is one read for each slot, all in one interval.
+the effect of one step on it. A get is two steps in one interval, as the tensor that it copies is another object than
+the slot that it fills; an update over several slots is one read for each slot, all in one interval.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Record:
     """One step of a history.
 
     Attributes:
-        who: the agent and its thread, for the reader of an error.
+        who: the agent and its thread, as errors show them.
         called, returned: in ``time.monotonic_ns()``, one clock for all processes of a machine. ``NEVER`` if the call
             ended in an error or at its deadline: then it has taken effect at any later time, or not at all.
     """
@@ -214,7 +214,7 @@ def find_order(history: Iterable[Record], start: Slot | None = None) -> list[Rec
 
 
 def _possible(records: list[Record], placed: int) -> tuple[list[int], Record | None]:
-    """The steps that may come next, the likeliest last, and the one of all that are not placed that returned first."""
+    """The possible next steps, the likeliest last, and the unplaced step that returned first."""
     possible: list[int] = []
     first: Record | None = None
     lowest = (~placed & placed + 1).bit_length() - 1

@@ -1,4 +1,4 @@
-"""A training run whose agents all die at once, as often as they are told to, and that writes down how it ended."""
+"""A training run whose agents all die at once, as often as configured, and that writes its final state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test leaves behind: threads and descriptors of this process, compared before and after."""
+"""Resources that a test leaves behind: threads and descriptors of this process, compared before and after."""
 
 from __future__ import annotations
 

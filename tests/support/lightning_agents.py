@@ -1,5 +1,7 @@
-"""What agents of the tests of Lightning do. Lightning is imported by them, and not by the test process: it takes
-seconds."""
+"""The agents' functions in the tests of Lightning.
+
+They import Lightning, and the test process does not: it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,7 @@ def loaded_anywhere(path: str) -> dict[str, Any]:
 
 
 def exchange() -> dict[str, Any]:
-    """What the strategy's own operations give."""
+    """The results of the strategy's own operations."""
     from support import lightning_modules as modules
 
     strategy, rank = modules.strategy(), shoal.rank()
@@ -203,7 +205,7 @@ def refusals(cases: list[str]) -> dict[str, str]:
 
 
 def fit_until_killed(folder: str, victim: int) -> tuple[str, list[str]]:
-    """Train until an agent is killed; the error of the others, and what is left in their processes."""
+    """Train until an agent is killed; the error of the others, and the resources left in their processes."""
     from shoal.errors import PeerLost
     from support import lightning_modules as modules
 

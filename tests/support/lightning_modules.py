@@ -116,7 +116,7 @@ class Net(pl.LightningModule):
 
 
 class Resumable(torch.utils.data.DataLoader[Any]):
-    """One that goes on in the middle of an epoch."""
+    """A loader that can resume in the middle of an epoch."""
 
     _done = _skip = 0
 

@@ -66,7 +66,7 @@ class Namespace:
         _ip("-n", self.switch, "link", "set", self.port, "up" if plugged else "down")
 
     def cut(self, to: Namespace, cut: bool) -> None:
-        """Have nothing that this machine sends reach another, which is heard as before; or end that."""
+        """Drop all packets from this machine to another, in one direction; or end that."""
         nobody = "lladdr 02:00:00:00:00:01 nud permanent"
         for address in (to.address, to.address6):
             _ip(
@@ -81,8 +81,8 @@ class Namespace:
             )
 
     def let_no_connection_in(self, but_port: int = 0) -> None:
-        """Drop every request to connect (a TCP segment with SYN and without ACK) that comes through the cable, but
-        those to one port. What this machine connects to answers as before."""
+        """Drop every request to connect (a TCP segment with SYN and without ACK) that comes through the cable, except
+        to one port. Answers to this machine's own connections pass as before."""
         no_syn = _no_syn(but_port)
         commands = "qdisc add dev {} clsact", f"filter add dev {{}} ingress bpf bytecode '{no_syn}' direct-action"
         for command in commands:
@@ -184,7 +184,7 @@ def _start_of(pid: int) -> str:
 
 
 def _remove_leftovers() -> None:
-    """What a killed test run could not remove."""
+    """Remove the remains of a killed test run."""
     folder = Path("/run/netns")
     for entry in folder.iterdir() if folder.exists() else ():
         if not entry.name.startswith(_PREFIX):

@@ -1,5 +1,5 @@
-"""Has a test that knows of tensors of the CPU call Shoal with tensors of a device: they go there before each call, and
-what comes of it comes back."""
+"""Let a test of CPU tensors call Shoal with tensors of a device: arguments move there before each call, and results
+return to the CPU."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _wrapped(call: Callable[..., Any], moves: Moves, in_place: bool) -> Callable
 
 @contextmanager
 def all_on_device(moves: Moves) -> Iterator[None]:
-    """Public operations called meanwhile have their tensors on a device, small ones as well.
+    """Let public operations called in the block have their tensors on a device, small ones as well.
 
     Args:
         moves: Makes a copy of a tensor there, with its strides.

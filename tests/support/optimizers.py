@@ -1,4 +1,4 @@
-"""A small model, its batches, and SGD with momentum by hand, for tests of the optimizers."""
+"""A small model, its batches, and an explicit SGD with momentum, for tests of the optimizers."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ class Case(NamedTuple):
     """A program with some of its constants.
 
     Attributes:
-        types: Of the pointers to numbers, and what the others are.
-        expected: The instructions of floating point that it must have, and no others, with how they round.
+        types: Of the pointers to numbers, and of the other arguments.
+        expected: The exact set of floating-point instructions that it must have, with their rounding.
     """
 
     program: str
@@ -66,7 +66,8 @@ def launched(program: Any) -> list[str]:
 
 
 def instructions(case: Case) -> dict[str, Any]:
-    """Of one case: its instructions, whether the assembler took them, and what computes places in 32 bits."""
+    """Of one case: its instructions, whether the assembler accepted them, and the instructions that compute indices in
+    32 bits."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget

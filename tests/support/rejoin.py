@@ -41,12 +41,12 @@ class Seen:
     """What one agent saw.
 
     Attributes:
-        x: The parameters in the end.
-        began: The step that it began with, and what it began there with.
-        changes: Who was lost, and who entered, in this order.
+        x: The final parameters.
+        began: The step that it began with, and its parameters there.
+        changes: The failed and the joined ranks, in order.
         steps: The step with which training ended.
         waited: Seconds in which it entered.
-        reloaded: The checkpoints that were there after one could not be written: the step, and the mean of all agents.
+        reloaded: The remaining checkpoints after a failed write: the step, and the mean of all agents.
     """
 
     x: list[float] = field(default_factory=list)
@@ -59,13 +59,13 @@ class Seen:
 
 
 def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Path | None = None) -> Seen:
-    """Train until so many agents have entered, all are there, and then some more.
+    """Train until the given number of agents have entered and all are members, and then a few more steps.
 
     Args:
         options: Of the optimizer.
-        fault: What befalls this agent, and where; while it enters, where it does.
+        fault: The fault of this agent, and its place; during its rejoin, if it rejoins.
         entries: How many agents enter at least.
-        folder: Where checkpoints are written; one that could not be is left out.
+        folder: The folder of the checkpoints; a checkpoint that fails to be written is left out.
     """
     rank, size, seen, model = shoal.rank(), shoal.size(), Seen(), Point3()
     shoal.set_topology(topology_util.RingGraph(size), is_weighted=True)
@@ -120,7 +120,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
 
 
 def _loaded(folder: Path) -> tuple[int, list[float]]:
-    """The last checkpoint that is whole, as the mean of those that it is of."""
+    """The last complete checkpoint, as the mean over its agents."""
     while True:
         with contextlib.suppress(shoal.PeerLost):  # who reads for all is lost: for all, and they do it again
             model = Point3()
@@ -129,14 +129,14 @@ def _loaded(folder: Path) -> tuple[int, list[float]]:
 
 
 def make_room(folder: Path, fault: Fault | None, failures: int) -> None:
-    """Whoever has filled the disk ends that after some saves that failed."""
+    """The agent that has filled the disk frees it after some failed saves."""
     if fault is not None and fault[0] == FULL and failures > fault[1].count % 3:
         (folder / "filler").unlink(missing_ok=True)
 
 
 @dataclass
 class Progress:
-    """How far all are; the same on all agents, and handed over to those that enter."""
+    """The progress of the job; equal on all agents, and transferred to joining agents."""
 
     since: int = 0
     """Steps since the last of those came that are to come."""
@@ -156,7 +156,7 @@ class Progress:
 
 
 def _reset_a_connection() -> None:
-    """As a router does that has forgotten a connection: the other side is told that there is none."""
+    """Reset a connection, as a router does that has forgotten it."""
     links = [link for link in current().engine.router.links.values() if isinstance(link, NetworkLink) and link.open]
     nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
     ctypes.CDLL(None).connect(links[0].sock.fileno(), nowhere, len(nowhere))

@@ -1,4 +1,4 @@
-"""Somebody in the middle of every connection between agents of this process, who knows nothing of the job's secret."""
+"""A relay in the middle of every connection between agents of this process, without the job's secret."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Relay:
         self._thread.start()
 
     def join(self, near: socket.socket, far: socket.socket) -> None:
-        """Forward between two connected sockets from now on."""
+        """Forward between two connected sockets until they close."""
         near.setblocking(True)
         far.setblocking(True)
         self._new.append((near, far))
@@ -103,7 +103,7 @@ class Relay:
 
 @contextlib.contextmanager
 def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
-    """Every connection that an agent of this process opens meanwhile goes through a relay."""
+    """During the block, every connection that an agent of this process opens passes through a relay."""
     relay = Relay(change)
 
     def over_tcp(address: str, port: int) -> socket.socket:

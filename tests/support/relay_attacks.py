@@ -1,4 +1,4 @@
-"""What somebody in the middle of a connection may do to what passes, and jobs that live through it."""
+"""Attacks of a relay in the middle of a connection, and jobs that run through it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def leaves_out(draws: random.Random) -> Callable[[], Change]:
 
 
 def repeats(draws: random.Random) -> Callable[[], Change]:
-    """What comes at one time comes twice."""
+    """Delivers the bytes received at one time twice."""
     place = int(10 ** draws.uniform(0, 6.6))
 
     def of_a_connection() -> Change:

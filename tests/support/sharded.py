@@ -93,7 +93,7 @@ def among_replicas(of: DeviceMesh) -> Iterator[None]:
 
 
 def sharded(over: DeviceMesh, model: nn.Module = MODEL) -> nn.Module:
-    """A copy of the model, its first layer sharded, and the rest with what holds both: FSDP leaves that whole after a
+    """A copy of the model with its first layer and its root sharded: FSDP keeps the root's parameters whole after a
     forward pass."""
     model = deepcopy(model)
     fully_shard(model[0], mesh=over)
@@ -122,7 +122,7 @@ def of_process(step: int) -> torch.Tensor:
 
 
 def of_replica(replica: int, step: int) -> torch.Tensor:
-    """What its processes take, in one."""
+    """The batches of its processes, concatenated."""
     return torch.cat([batch(replica * SHARDS + shard, step) for shard in range(SHARDS)])
 
 

@@ -1,7 +1,7 @@
-"""A device made of this machine's CPU, on which work is done late: what forgets to wait reads what is not there yet.
+"""A device emulated on this machine's CPU, which works late: code that forgets to wait reads stale data.
 
-Its tensors say that they are on ``cuda:0``. What is called on them is queued in the calling thread's stream, a thread
-that takes its time, and new memory is full of NaN until something has been written. Its memory lies in memory files, so
+Its tensors say that they are on ``cuda:0``. Operations on them are queued in the calling thread's stream, a thread that
+takes its time, and new memory is full of NaN until something has been written. Its memory lies in memory files, so
 other processes map it like a device's.
 """
 
@@ -250,7 +250,7 @@ def here() -> SlowDevice:
 
 @contextmanager
 def in_use() -> Iterator[SlowDevice]:
-    """Agents that are made meanwhile find it, and leave tensors on it."""
+    """Let agents made in the block find it, and leave tensors on it."""
     global _device
     _device = device = SlowDevice()
     memory, numbers = PeerMemory(), itertools.count()

@@ -1,4 +1,4 @@
-"""What an agent would say of itself, for tests that make it up."""
+"""Status messages of an agent, made up by tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def summary(rank: int, size: int = 4, **of_it: Any) -> dict[str, Any]:
-    """A whole one, of an agent that computes, but for what is given."""
+    """A complete message of a computing agent, with the given fields changed."""
     output: dict[str, Any] = {
         "rank": rank,
         "size": size,

@@ -1,4 +1,4 @@
-"""Algorithms that go on after a loss, and the fleet of those that are left that they must equal from then on."""
+"""Algorithms that continue after a loss, and the fleet of survivors that they must equal afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.least_squares import DIMENSION, loss, problem
 
 @dataclass
 class Story:
-    """What became of an agent: its estimate at the end, and with what it began anew, in which step."""
+    """The outcome of an agent: its final estimate, and the value and the step of its new start."""
 
     estimate: list[float]
     restarts: list[tuple[int, list[float]]] = field(default_factory=list)
@@ -31,10 +31,11 @@ class Story:
 def run_through(
     name: str, steps: int, leaves: dict[int, int], victims: dict[int, Point] | None = None, pause: int = 0
 ) -> Story:
-    """Run an algorithm of the catalog, while some leave after so many steps, and victims end where they are told to.
+    """Run an algorithm of the catalog; some agents leave after a given step, and victims end at given places.
 
     Args:
-        pause: The step after which a run ends, and another goes on with it once all know who has left; 0 for none.
+        pause: The step after which a run ends; another one resumes it once all know the departed ranks; 0 without a
+            pause.
     """
     rank, size = shoal.rank(), shoal.size()
     entry = CATALOG[name]
@@ -65,7 +66,7 @@ def run_through(
 
 
 def left_of(name: str, size: int, left: list[int]) -> nx.DiGraph:
-    """What the algorithm's topology is among those that are left, numbered anew."""
+    """The algorithm's topology among the survivors, renumbered."""
     entry = CATALOG[name]
     departed = tuple(rank for rank in range(size) if rank not in left)
     healed = as_schedule(entry.example().healed(as_schedule(case_of(entry).topology(size)), departed)).graph(0)
@@ -74,7 +75,7 @@ def left_of(name: str, size: int, left: list[int]) -> nx.DiGraph:
 
 
 def fleet_of_the_rest(name: str, size: int, left: list[int], stories: dict[int, Story], steps: int) -> torch.Tensor:
-    """The estimates of a stacked fleet that begins with what they began anew with, at that step: [left, d]."""
+    """The estimates of a stacked fleet that begins with the survivors' estimates at that step: [left, d]."""
     algorithm: Algorithm = CATALOG[name].example()
     topology = left_of(name, size, left)
     A, b = (one[left] for one in problem(size))
@@ -88,7 +89,7 @@ def fleet_of_the_rest(name: str, size: int, left: list[int], stories: dict[int, 
 
 
 def optimum_of(size: int, left: list[int]) -> torch.Tensor:
-    """Where the sum of the losses of those that are left is least, ``[d]``."""
+    """The minimum of the sum of the survivors' losses, ``[d]``."""
     A, b = (one[left] for one in problem(size))
     result: torch.Tensor = torch.linalg.solve((A.mT @ A).sum(0), (A.mT @ b.unsqueeze(-1)).sum(0)).squeeze(-1)
     return result

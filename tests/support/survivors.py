@@ -1,4 +1,4 @@
-"""What agents do that outlive others, and what the mathematics says they must find."""
+"""The functions of agents that survive others, and the expected results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_value(rank: int) -> float:
 
 @dataclass
 class Diary:
-    """What an agent saw, round by round."""
+    """The results of an agent, round by round."""
 
     values: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Diary:
 
 
 def live_through(numel: int, rounds: int, victims: dict[int, Point], directed: bool = False) -> Diary:
-    """Average with the neighbours on a ring, and with all, while the victims end where they are told to."""
+    """Average with the neighbours on a ring, and with all, while the victims end at their given places."""
     rank, size = shoal.rank(), shoal.size()
     graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
     shoal.set_topology(graph, is_weighted=True)
@@ -110,7 +110,7 @@ def sums_through(rounds: int, victims: dict[int, Point]) -> list[list[float]]:
 
 
 def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
-    """What those came to that are left, of whom none may have failed; the victims have been killed."""
+    """The results of the survivors, which must all succeed; the victims have been killed."""
     for rank in victims:
         assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
     left = [outcome for outcome in outcomes if outcome.rank not in victims]
@@ -120,7 +120,7 @@ def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
 
 
 def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
-    """Operations of all gave all the same: of everybody, and from some round on of those that are left."""
+    """Operations of all gave the same results on all: over all agents, and from some round over the survivors."""
     first, *others = diaries.values()
     for other in others:
         assert other.means == first.means
@@ -145,10 +145,10 @@ def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
 
 
 def check_averages(values: dict[int, list[float]], size: int, victim: int, directed: bool = False) -> int:
-    """Each average is that of the topology, with or without what the victim sent, and then of those that are left.
+    """Each average is that of the topology, with or without the victim's tensor, and later of the survivors.
 
     Returns:
-        In how many rounds not all had the same plan of whom to count.
+        The number of rounds in which plans differed between agents.
     """
     graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
     full, healed = Static(graph).matrix(0), Without(graph, [victim]).matrix(0)

@@ -184,7 +184,7 @@ def other(topology: Topology, size: int) -> int:
 
 
 def run_all(topology: Topology) -> None:
-    """Every check, for a few numbers of agents."""
+    """Run every check with a few numbers of agents."""
     for check in CHECKS:
         for size in sizes_for(check, topology)[:12]:
             check(topology, size, 3 * size)

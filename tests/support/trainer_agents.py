@@ -1,4 +1,4 @@
-"""What agents of the tests of Transformers' Trainer do: train a language model of a few thousand numbers."""
+"""The agents' functions in the tests of Transformers' Trainer: train a language model of a few thousand numbers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def small_model(dropout: float = 0.0) -> GPT2LMHeadModel:
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """What a Trainer tells its callbacks."""
+    """The events that a Trainer sends to its callbacks."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []

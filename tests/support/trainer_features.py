@@ -1,4 +1,4 @@
-"""What agents of the tests of Transformers' Trainer do with streams, checkpoints and what people ask a Trainer for."""
+"""The agents' functions in the tests of Transformers' Trainer with streams, checkpoints and common options."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Numbered(Recorded):
 
 
 class Watching(TrainerCallback):  # type: ignore[misc]
-    """Where it is told that it is, and what training begins with."""
+    """Records its process index, and the state at the start of training."""
 
     def __init__(self) -> None:
         self.places: set[tuple[bool, bool]] = set()
@@ -160,7 +160,7 @@ def evaluations(folder: str) -> dict[str, Any]:
 
 
 def _tokens(found: EvalPrediction) -> dict[str, Any]:
-    """How many labels there are that are not padding, and their sum."""
+    """The number of labels that are not padding, and their sum."""
     real = found.label_ids[found.label_ids >= 0]
     return {"tokens": (len(real), int(real.sum()))}
 

@@ -1,4 +1,4 @@
-"""What agents do while they train and one of them fails: the loops and the ways to fail, by name."""
+"""The training of agents of which one fails: the loops and the kinds of fault, by name."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ WINDOWS = ("put", "get", "push")
 
 @dataclass(frozen=True)
 class Fault:
-    """One that was drawn. ``kind`` is a name of ``KINDS``; ``after`` the seconds of training before it.
+    """A drawn fault. ``kind`` is a name of ``KINDS``; ``after`` the seconds of training before it.
 
     Attributes:
-        busy: Who keeps the interpreter lock between steps; -1: nobody.
-        then: What an agent does whose batches have ended: "leave", or "linger" for longer than anybody waits.
+        busy: The rank that keeps the interpreter lock between steps; -1: none.
+        then: The action of an agent whose batches have ended: "leave", or "linger" for longer than all timeouts.
     """
 
     seed: int
@@ -135,7 +135,7 @@ class Ended:
 
 
 class OwnError(Exception):
-    """What goes wrong in one agent's script."""
+    """The exception of one agent's script."""
 
 
 def ready() -> None:
@@ -147,8 +147,7 @@ def ready() -> None:
 
 
 def train(fault: Fault) -> Ended:
-    """Train until the end or an error, catch it, and leave. What the fault does with this agent it does itself, but
-    for the signals."""
+    """Train until the end or an error, catch it, and leave. The agent triggers its own fault, except signals."""
     error, ranks, output, steps = "", (), "", 0
     loop = _Loop(fault)
     try:

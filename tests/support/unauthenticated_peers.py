@@ -1,4 +1,4 @@
-"""Connections that no agent makes: from who knows nothing of the job, or knows its secret and speaks nonsense."""
+"""Connections that no agent makes: from outside the job, or with its secret and protocol errors."""
 
 from __future__ import annotations
 

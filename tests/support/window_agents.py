@@ -1,7 +1,7 @@
-"""What agents do with windows in tests: the same functions in a thread of a fleet and in a process of a world.
+"""The agents' functions with windows in tests: the same in a thread of a fleet and in a process of a world.
 
 :func:`record_history` does random operations and records them for :mod:`support.histories`. :func:`move_mass` does
-random operations that keep the total and counts it in between. Both are told by a plain value what to do.
+random operations that keep the total and counts it in between. A plain value configures each.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def in_threads(count: int, function: Callable[[int], object]) -> None:
 
 
 def every_operation(numel: int) -> dict[str, list[float]]:
-    """What the slots of this agent hold after each operation of all agents, in the order of its in-neighbours."""
+    """The content of this agent's slots after each operation of all agents, in the order of its in-neighbours."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     me = shoal.rank()
     x = torch.full((numel,), me + 1.0)
@@ -161,8 +161,8 @@ def starts(size: int) -> dict[Edge, Slot]:
 class _Thread:
     """One thread of an agent.
 
-    A sum over slots must tell what was in each of them, so each in-neighbour has bits of its own: what it writes is
-    shifted by the weight that goes with it, and what is read is taken apart again.
+    A sum over slots must show the content of each slot, so each in-neighbour has its own bits: its writes are shifted
+    by the associated weight, and reads are split into bits again.
     """
 
     def __init__(self, program: Program, thread: int, x: torch.Tensor, recorder: Recorder) -> None:
@@ -288,14 +288,14 @@ QUANTUM_BITS = 46
 
 @dataclass(frozen=True)
 class Flow:
-    """Random pushes and collections of all agents on one window, none of which makes or destroys mass.
+    """Random pushes and collections of all agents on one window, which conserve the total mass.
 
     Attributes:
         phases: after each, when all agents have done its operations, the mass is counted.
         operations: of each thread in a phase.
         threads: of each agent. Several take turns through the agent's own mutex, as they change one tensor.
         numel: elements of the tensor.
-        dyadic: all shares are powers of two, and none so small that a sum of them must be rounded.
+        dyadic: all shares are powers of two, large enough that their sums are exact.
         in_place: the tensor comes from ``shoal.empty``.
         seed: of the random choices.
     """
@@ -325,12 +325,12 @@ def flow_graph(size: int) -> nx.DiGraph:
 
 
 def first_mass(rank: int, numel: int) -> list[float]:
-    """What an agent's tensor holds when its window is made."""
+    """The first value of an agent's tensor, when its window is made."""
     return [float((rank + 1) * (1 + 2 * (k % 3))) for k in range(numel)]
 
 
 def move_mass(flow: Flow) -> list[Mass]:
-    """Be one agent of a flow. What this agent had after each phase, when no operation was in progress."""
+    """Be one agent of a flow. Returns its mass after each phase, when no operation was in progress."""
     shoal.set_topology(flow_graph(shoal.size()))
     shoal.bluefog.turn_on_win_ops_with_associated_p()
     first = torch.tensor(first_mass(shoal.rank(), flow.numel), dtype=torch.float64)
@@ -395,7 +395,7 @@ class _Mover:
             shoal.bluefog.win_wait(shoal.bluefog.win_accumulate_nonblocking(self._x, "x", kept, sent, require_mutex))
 
     def _shares(self, some: list[int]) -> tuple[float, dict[int, float]]:
-        """What is kept and what each gets; together one."""
+        """The share that is kept and the shares of the receivers; their sum is one."""
         if not self._flow.dyadic:
             return 1 / (1 + len(some)), dict.fromkeys(some, 1 / (1 + len(some)))
         shares = [2.0 ** -(k + 1) for k in range(len(some))]

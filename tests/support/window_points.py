@@ -1,4 +1,5 @@
-"""What agents do with windows in the tests of their faults, and where in a write one is made to end or to stop.
+"""The agents' functions with windows in the tests of their faults, and the places in a write at which one ends or
+stops.
 
 Every write here sends a multiple of ones, and the same multiple as its associated weight. So a slot with one whole
 write in it has a single value, which is also its associated weight; and after accumulates of 1 it is their number too.
@@ -37,7 +38,7 @@ PLACES = (*BEFORE_THE_FLIP, *AFTER_THE_FLIP)
 
 @dataclass(frozen=True)
 class Slot:
-    """What lies in a slot: its smallest and its largest element, and its associated weight."""
+    """The content of a slot: its smallest and its largest element, and its associated weight."""
 
     smallest: float
     largest: float
@@ -160,13 +161,13 @@ def write_for_ever_without_waiting(how: str, to: int) -> None:
 
 
 def read(source: int, timeout: float = 1.0) -> Slot:
-    """What lies in this agent's slot for a neighbour. From then on its own associated weight is that of the slot."""
+    """The content of this agent's slot for a neighbour. Afterwards its own associated weight is that of the slot."""
     value = shoal.bluefog.win_update(NAME, 0.0, {source: 1.0}, clone=True, timeout=timeout)
     return Slot(value.min().item(), value.max().item(), shoal.bluefog.win_associated_p(NAME))
 
 
 def read_until(source: int, count: int, seconds: float = 10.0) -> list[Slot]:
-    """Reads until so many different values have been seen; those that were no whole write."""
+    """Read until the given number of different values have been seen; return the torn ones."""
     seen: set[float] = set()
     broken = []
     limit = time.monotonic() + seconds
@@ -224,7 +225,7 @@ def take_mutex(of: int, timeout: float | None = None) -> float:
 
 
 def go_on(neighbours: list[int]) -> list[Slot]:
-    """Three writes to each neighbour that is left, and what has come from them after theirs; no barrier knows them."""
+    """Three writes to each surviving neighbour, and the values received after theirs; no barrier knows them."""
     others = [rank for rank in neighbours if rank != shoal.rank()]
     for rank in others:
         for _ in range(2):

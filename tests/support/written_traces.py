@@ -61,7 +61,7 @@ class Written:
         error: str = "",
         operation: str = "neighbor_allreduce",
     ) -> None:
-        """An operation; ``moves``: when a process group was asked for it, gave it its turn, and was done."""
+        """An operation; ``moves``: when a process group got the request, gave it its turn, and was done."""
         row = self._row(f"exchange: {name}")
         self._line("B", row, ts=self._at(start), name=operation, args={"round": round_})
         for what, (begins, ends) in [("sum", one) for one in sums or []] + ([("prepare", prepare)] if prepare else []):

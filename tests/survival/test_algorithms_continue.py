@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: every algorithm of the catalog goes on as a fleet of those that are left would."""
+"""``on_loss="continue"``: every algorithm of the catalog continues as a fleet of the survivors would."""
 
 from __future__ import annotations
 

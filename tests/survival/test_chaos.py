@@ -1,7 +1,7 @@
-"""Faults drawn from seeds: whoever is left trains on, and ends where the mathematics says.
+"""Faults drawn from seeds: the survivors continue training, and end at the computed result.
 
-One that fails is run again alone by its seed: ``python tools/chaos.py 1 --first 17``, which also runs as many as one
-likes, and prints the table of docs/fault-injection.md.
+A failing one is repeated alone by its seed: ``python tools/chaos.py 1 --first 17``, which also runs any number of
+seeds, and prints the table of docs/fault-injection.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: an agent dies while all write a checkpoint; those that are left have one that loads."""
+"""``on_loss="continue"``: an agent dies while all write a checkpoint; the survivors have a checkpoint that loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVES = 6
 
 
 def save_through(folder: Path, victim: int, point: Point) -> list[str]:
-    """Save again and again while the victim ends where it is told to; the names of what was saved."""
+    """Save repeatedly while the victim ends at its given place; the names of the saved checkpoints."""
     rank, model = shoal.rank(), torch.nn.Linear(1, 1, bias=False)
     checkpoint = shoal.Checkpoint(model=model)
     shoal.barrier()
@@ -77,7 +77,7 @@ def test_every_checkpoint_is_complete(environment: dict[str, str], victim: int, 
 
 
 def save_on_a_full_disk(folders: list[str]) -> tuple[str, list[float]]:
-    """What is said where one agent has no room, and that all goes on: averages, and a checkpoint elsewhere."""
+    """The error where one agent's disk is full; averages and a checkpoint elsewhere still work."""
     model = torch.nn.Linear(200, 200)
     checkpoint = shoal.Checkpoint(model=model)
     output = ""

@@ -144,7 +144,7 @@ def test_an_agent_killed_while_joining_does_not_affect_the_others(point: Point, 
 
 
 def until_three_are_members() -> tuple[int, ...]:
-    """Train until the last rank is there, and then some more, on the data of those that are."""
+    """Train until the last rank is a member, and then a few more steps, on the data of all members."""
     model = Point3()
     optimizer = shoal.DecentralizedOptimizer(
         torch.optim.SGD(model.parameters(), lr=RATE), model, **WAYS["tracking"], topology=RING

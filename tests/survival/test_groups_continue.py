@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: what a group calls goes on without a member that is killed, and others lose nothing by it."""
+"""``on_loss="continue"``: calls of a group continue without a member that is killed, and others lose nothing by it."""
 
 from __future__ import annotations
 

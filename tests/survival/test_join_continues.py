@@ -1,4 +1,4 @@
-"""``optimizer.join()``: agents with different numbers of batches, of whom one is killed; the others end it."""
+"""``optimizer.join()``: agents have different numbers of batches. One of them is killed; the others finish."""
 
 from __future__ import annotations
 

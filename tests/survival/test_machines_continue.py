@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: algorithms of machines go on with the machines, and the agents of them, that are left."""
+"""``on_loss="continue"``: algorithms of machines continue with the surviving machines and agents."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def go_through(leaves: dict[int, int], victims: dict[int, Point]) -> list[float]
 
 
 def check(found: dict[int, list[float]]) -> None:
-    """Each machine that is left counts once, with the mean of those that are left of it."""
+    """Each surviving machine counts once, with the mean of its surviving agents."""
     A, b = problem(SIZE)
     count = [sum(other // EACH == rank // EACH for other in found) for rank in range(SIZE)]
     weights = torch.tensor([1 / max(1, count[rank]) if rank in found else 0.0 for rank in range(SIZE)]).double()

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: what each operation gives to those that are left, and what one still refuses."""
+"""``on_loss="continue"``: the result of each operation on the survivors, and the operations that are still refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def value(rank: int) -> torch.Tensor:
 
 
 def after_a_loss(does: Callable[[], Any]) -> Any:
-    """What a call gives once rank 1 has left a ring, twice; and that all goes on after it."""
+    """The result of a call once rank 1 has left a ring, twice; and averages still work after it."""
     shoal.set_topology(topology_util.RingGraph(SIZE), is_weighted=True)
     shoal.barrier()
     if shoal.rank() == GONE:
@@ -268,8 +268,10 @@ def test_machine_topologies_that_differ_are_a_mismatch_after_a_machine_has_lost_
 
 
 def test_such_a_mismatch_has_one_outcome_on_all_agents_long_before_the_deadline(fleet: Fleets) -> None:
-    """Also on agents that are not the first of their machine, which exchange nothing with other machines. No agent
-    leaves meanwhile: that would be another event."""
+    """Also on agents that are not the first of their machine, which exchange nothing with other machines.
+
+    No agent leaves during the test: that would be another event.
+    """
     failed = threading.Barrier(5)
 
     def run() -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: one agent's own call fails, and its process lives on; the others go on without it."""
+"""``on_loss="continue"``: one agent's own call fails, and its process lives on; the others continue without it."""
 
 from __future__ import annotations
 

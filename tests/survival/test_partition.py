@@ -1,5 +1,7 @@
-"""A job that falls apart into two: each part goes on with a view of its own, or one at most, by policy; where they can
-reach each other again the smaller one gives way, and its agents enter the other when they are started again."""
+"""A network partition into two parts: by policy each part continues with its own view, or at most one does.
+
+Where they reach each other again the smaller part yields, and its restarted agents rejoin the other.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def machines() -> Iterator[list[Namespace]]:
 
 
 def go_on(seconds: float) -> tuple[float, tuple[int, ...]]:
-    """Average for so long, at least; the mean over all that are there, and who these are."""
+    """Average for at least the given time; the mean over all members, and their ranks."""
     limit = time.monotonic() + seconds
     x = torch.tensor([float(shoal.rank())], dtype=torch.float64)
     over = 0.0
@@ -40,7 +42,10 @@ def go_on(seconds: float) -> tuple[float, tuple[int, ...]]:
 
 
 def keep_saving(seconds: float, most: int) -> tuple[int, int, tuple[int, ...]]:
-    """Save until so many are there, for so long; the steps with which it began and ended, and who was there."""
+    """Save until the given number are members, and the given time is over.
+
+    Returns the first and the last step, and the members.
+    """
     model = torch.nn.Linear(1, 1)
     checkpoint = shoal.Checkpoint(model=model)
     began = step = checkpoint.load(None, missing_ok=True)
@@ -56,10 +61,9 @@ def keep_saving(seconds: float, most: int) -> tuple[int, int, tuple[int, ...]]:
 
 
 def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
-    """Train until all have been apart, and are together again; with which step it began, its number after each step,
-    and who was there in each.
+    """Train until the partition has come and healed; the first step, the number after each step, and its members.
 
-    In a part with rank 0 the number grows by one in each step; in another one it falls: it says with whom it was.
+    In a part with rank 0 the number grows by one in each step; in another part it falls. So it shows the part.
     """
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
@@ -84,7 +88,7 @@ def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
 
 
 def heal_the_partition(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
-    """The cable is back: the smaller part gives way, is started again, and goes on with what the larger part has."""
+    """The cable is back: the smaller part yields, is restarted, and continues with the state of the larger part."""
     for rank in smaller:
         outcome = running[rank].outcome(6.0)
         assert outcome.error == "PeerLost" and "and this one gives way" in outcome.message, outcome.trace

@@ -1,5 +1,5 @@
-"""``on_loss="continue"`` where process groups carry tensors: those that are left compute what they must, wherever one
-is killed, be it the coordinator. What was under way goes by links, and the next round has a group of its own."""
+"""``on_loss="continue"`` where process groups carry tensors: the survivors compute the expected results, wherever one
+is killed, even the coordinator. Operations in flight finish over links, and the next round has its own group."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_all_are_killed_one_after_another_and_no_first_process_is_left(environme
 
 
 def drawn(seed: int) -> tuple[str, str, dict[int, list[Point]]]:
-    """How to train, over what, and who dies when; of whom come back, some die again while they enter, or after."""
+    """How to train, over which transport, and which agents die when; some die again while they rejoin, or after."""
     chance = random.Random(seed)
     victims = chance.sample(range(SIZE), chance.choice([1, 1, 2, 3]))
     deaths = {
@@ -236,7 +236,7 @@ def keep_saving(steps: int, dies_at: int, parts: str) -> int:
 
 
 def alone() -> list[str]:
-    """What an agent hears that does not load first."""
+    """The errors of an agent that does not load first."""
     x, result = torch.ones(2), []
     model = torch.nn.Linear(2, 1)
     optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -302,7 +302,10 @@ def test_an_agent_that_just_received_the_state_forwards_it_if_its_donor_dies() -
 
 
 def puts_before_and_after() -> str:
-    """A window of three agents, of whom one comes back without it: what a call that needs it says, and a new window."""
+    """A window of three agents; a killed agent rejoins without it.
+
+    A call that needs the window raises an error; a new window works.
+    """
     checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
     shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
     x, message = torch.full((2,), float(shoal.rank())), ""

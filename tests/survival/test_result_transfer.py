@@ -48,7 +48,7 @@ def die_in_post(number: int, only: int) -> None:
 
 
 def lose_one(kind: str, victim: int, number: int, only: int, strided: bool) -> tuple[list[float], int, tuple[int, ...]]:
-    """The result of an operation in which the victim dies, how often this agent handed it on, and who is there then."""
+    """The result of an operation in which the victim dies, how often this agent forwarded it, and the members then."""
     engine, handed_on = current().engine, []
     send = engine.result_transfer.send
     engine.result_transfer.send = lambda *what: (handed_on.append(what), send(*what))[1]  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: agents that leave early, over every transport, and what is refused."""
+"""``on_loss="continue"``: agents that leave early, over every transport, and refused calls."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_agent_that_leaves_early_is_excluded_from_then_on(fleet: Fleets, last
 
 
 def until_it_has_departed() -> bool:
-    """Whether this is one of those that are left, all of whom know it."""
+    """Whether this agent is a survivor; returns once all survivors know of the departure."""
     if shoal.rank() == FIRST:
         shoal.shutdown()
         return False
@@ -61,7 +61,7 @@ def until_it_has_departed() -> bool:
 
 
 def saved(folder: Any) -> float | None:
-    """A checkpoint of those that are left; the model's number in it."""
+    """Save a checkpoint of the survivors; returns the model's number in it."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 10.0 + shoal.rank())
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)

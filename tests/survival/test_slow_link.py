@@ -1,4 +1,4 @@
-"""A slow link: with windows those that are not on it make as many steps as without it."""
+"""A slow link: with windows the agents off the link make as many steps as without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: agents are killed at swept points, and those that are left compute what they must."""
+"""``on_loss="continue"``: agents are killed at swept points, and the survivors compute the expected results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with ``on_loss="continue"``: those that are left come to rest where the mathematics says."""
+"""Training with ``on_loss="continue"``: the survivors converge to the computed fixed point."""
 
 from __future__ import annotations
 

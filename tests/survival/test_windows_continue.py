@@ -1,5 +1,5 @@
-"""Optimizers that exchange through windows: where an agent is killed the others go on, and when it comes back all make
-their windows anew with it."""
+"""Optimizers that exchange through windows: where an agent is killed the others continue, and when it rejoins all
+remake their windows with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Ended = tuple[list[float], tuple[int, ...], list[tuple[int, ...]]]
 
 
 def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
-    """The parameters in the end, who is there then, and who was lost and entered, in turn."""
+    """The final parameters, the members then, and the failed and the joined ranks, in turn."""
     rank, model, seen = shoal.rank(), Point3(), []
     shoal.set_topology(topology_util.RingGraph(SIZE), is_weighted=True)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_the_others_converge_to_the_survivors_fixed_point(environment: dict[str,
 
 
 def poll_until_failed() -> tuple[int, ...]:
-    """Ask the neighbours whether they are there, without a pause, until the victim has died; who is there then."""
+    """Probe the neighbours, without a pause, until the victim has died; the members then."""
     shoal.set_topology(topology_util.RingGraph(SIZE))
     shoal.bluefog.win_create(torch.zeros(3), "asked")
     window = windows_of(current("a test")).get("win_put", "asked")

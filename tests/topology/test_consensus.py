@@ -1,4 +1,4 @@
-"""Rounds to a consensus error and exact lengths, by every way there is to find them, against rounds that were run."""
+"""Rounds to a consensus error and exact lengths, by every method, against simulated rounds."""
 
 import networkx as nx
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a round puts on the network, against messages that are counted one by one from every agent's own view."""
+"""The messages of a round on the network, against a count of each from every agent's own view."""
 
 from collections import Counter
 

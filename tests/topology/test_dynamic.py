@@ -46,7 +46,7 @@ def one_peer_fleet(graph):
 
 
 def round_matrix(edges, size):
-    """Everybody averages itself and what it receives, equally."""
+    """All agents average their own and the received values, equally."""
     matrix = np.eye(size)
     for source, destination in edges:
         matrix[destination, source] = 1.0

@@ -41,7 +41,7 @@ CASES = [
 
 
 def complement(matrix: NDArray[np.float64], gone: tuple[int, ...]) -> NDArray[np.float64] | None:
-    """The stochastic complement as it is on paper; None where some of those that are gone hear only each other."""
+    """The stochastic complement by its definition; None where some departed agents receive only from each other."""
     left = [rank for rank in range(len(matrix)) if rank not in gone]
     inner = np.eye(len(gone)) - matrix[np.ix_(gone, gone)]
     if np.linalg.cond(inner) > 1e9:

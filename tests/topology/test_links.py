@@ -20,7 +20,7 @@ Sets = NDArray[np.int64]
 
 
 def closure(edges: Bools) -> Bools:
-    """Who reaches whom, bool [sets, n, n]."""
+    """Reachability between agents, bool [sets, n, n]."""
     result = edges | np.eye(edges.shape[-1], dtype=bool)
     for _ in range(int(result.shape[-1]).bit_length()):
         result = np.matmul(result.astype(np.float32), result.astype(np.float32)) > 0

@@ -1,4 +1,4 @@
-"""The property suite over the catalog, and what the catalog itself promises."""
+"""The property suite over the catalog, and the promises of the catalog itself."""
 
 import inspect
 

@@ -33,7 +33,7 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 def pairs(schedule, round):
-    """{agent: whom it hears}; those that stay out hear nobody."""
+    """{agent: its sender}; idle agents have none."""
     views = [schedule.mixing(round, rank) for rank in range(schedule.size)]
     return {view.rank: view.source_ranks[0] for view in views if view.source_ranks}
 

@@ -1,4 +1,4 @@
-"""What an agent said when it left is heard also by one that finds the connection broken while it sends."""
+"""An agent's exit message is received also by a peer that finds the connection broken while it sends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.leftovers import wait_until
 
 
 class Ear:
-    """Writes down what it is told of the peer."""
+    """Records the calls about the peer."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""What is sealed is opened as it was, in its turn, by who has the key; and checksums see what goes wrong."""
+"""Sealed messages open unchanged, in order, with the key; and checksums detect errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One connection over a network, both of its ends in this thread: what is sent when, and what is noticed."""
+"""One connection over a network, both of its ends in this thread: the order of sends, and detected errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Connection:
         self.link.post(message, Published(tensor, region), 0, tensor.numel())
 
     def until(self, count: int) -> list[str]:
-        """What has come, once so many messages and chunks have."""
+        """The arrived messages and chunks, once the given number of them have arrived."""
         self.link.flush()
         while len(self.heard.came) < count:
             self.poll()

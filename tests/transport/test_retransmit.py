@@ -1,4 +1,4 @@
-"""What outlives a cut connection: which units are sent again, when the receiver acknowledges, when it gives up."""
+"""Recovery from a cut connection: which units are sent again, when the receiver acknowledges, when it gives up."""
 
 from __future__ import annotations
 

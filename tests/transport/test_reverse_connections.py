@@ -106,7 +106,7 @@ def is_open(link: Link) -> bool:
 
 
 def first_contact() -> None:
-    """Ranks 0 and 3 of six have no connection after init; rank 0 sends to rank 3, which asks for nothing of it."""
+    """Ranks 0 and 3 of six have no connection after init; rank 0 sends to rank 3, which needs no tensor of it."""
     shoal.barrier()
     engine = current().engine
     if shoal.rank() == 0:

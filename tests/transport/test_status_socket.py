@@ -1,4 +1,4 @@
-"""What the agents of one process answer to `shoal status`: all of them or as many as fit, made anew now and then."""
+"""Answers of one process's agents to `shoal status`: as many as fit, refreshed now and then."""
 
 from __future__ import annotations
 

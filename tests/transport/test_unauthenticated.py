@@ -1,4 +1,4 @@
-"""Connections that have not proved themselves: how many there may be, and which has to make room."""
+"""Unauthenticated connections: their maximum number, and which one is closed to make room."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def memory() -> Iterator[WindowMemory]:
 
 
 def at_fences(memory: WindowMemory, monkeypatch: pytest.MonkeyPatch, what: Callable[[], Any]) -> list[Any]:
-    """The results of a function at each fence from now on; the fences inside of the function do not count."""
+    """The results of a function at each later fence; the fences inside of the function do not count."""
     found: list[Any] = []
 
     def noted() -> None:

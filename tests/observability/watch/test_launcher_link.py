@@ -1,4 +1,4 @@
-"""Launchers that tell the first one: who is let in, and that what is shown is what they saw."""
+"""Launchers that report to the first one: authentication, and equal reports on both sides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.leftovers import nothing_is_left
 
 
 class Told:
-    """Keeps what it is told."""
+    """Keeps the messages that it receives."""
 
     def __init__(self) -> None:
         self.summaries: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What is shown of a run that is over, from files in which every time is known."""
+"""The display of a finished run, from files in which every time is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a run, from what its agents and launchers say."""
+"""The display of a run, from the messages of its agents and launchers."""
 
 from __future__ import annotations
 

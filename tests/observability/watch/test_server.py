@@ -89,7 +89,7 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
 
     def answer(self, request_: bytes) -> bytes:
-        """All that is said to it."""
+        """The complete response."""
         with self.connect() as sock:
             sock.sendall(request_)
             return read_all(sock)

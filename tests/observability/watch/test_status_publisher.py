@@ -1,4 +1,4 @@
-"""What agents say of themselves to a launcher that shows it, and that it costs nothing where none does."""
+"""Status messages of agents to a launcher that displays them; without such a launcher they cost nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RING = {0: {1}, 1: {2}, 2: {0}}
 
 @contextlib.contextmanager
 def heard() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], dict[int, Any]]]]:
-    """Where agents are heard, and what waits until their last words are as they should be."""
+    """Yield the path of a listener, and a function that waits until its last status messages are as required."""
     last: dict[int, dict[str, Any]] = {}
     inbox = StatusListener(lambda said: last.update({said["rank"]: said}), 16)
 
@@ -106,7 +106,7 @@ ROUNDS = 300
 
 
 def publish_continuously(path: str) -> bool:
-    """Many summaries, and rounds meanwhile; whether anything is counted afterwards."""
+    """Send many summaries during rounds; return whether counters are active afterwards."""
     agent = current()
     one = status_publisher.StatusPublisher(agent, path, seconds=0.001)
     for _ in range(ROUNDS):

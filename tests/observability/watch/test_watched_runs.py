@@ -1,4 +1,4 @@
-"""``shoal run --watch`` with real agents: the page in a real browser, and what is left behind: nothing."""
+"""``shoal run --watch`` with real agents: the page in a real browser, and no resource left behind."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Job:
         self.where = joins[1] if joins else ""
 
     def rest(self) -> tuple[int, str]:
-        """Its exit status, and what it says until then."""
+        """Its exit status, and the output until then."""
         _, output = self.process.communicate(timeout=scaled(60))
         return self.process.returncode, output
 
     def news(self) -> dict[str, Any]:
-        """What a page is shown now."""
+        """The data that a page receives now."""
         with urllib.request.urlopen(f"{self.address}news", timeout=10) as page:
             status: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
         return status
@@ -223,7 +223,7 @@ def test_joined_agents_are_shown_and_failed_ones_with_their_exit_status(
 
 
 def late(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
-    """By how many seconds each of the numbers that ``counting.py`` logged was seen later, of those that were."""
+    """Delays in seconds between the logging of each number by ``counting.py`` and its display, if displayed."""
     lines = [line.split() for line in (folder / "logged").read_text().splitlines()]
     logged = {int(number): float(at) for number, at in lines}
     first, last = seen[0][1], seen[-1][1]  # where two came at once, the later one is shown

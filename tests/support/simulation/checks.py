@@ -21,7 +21,7 @@ SLACK = 30.0
 
 @dataclass
 class Report:
-    """What a run showed: for each call of each agent its result, or its error."""
+    """The outcome of a run: for each call of each agent its result, or its error."""
 
     scenario: Scenario
     results: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class Report:
 
 
 def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[str]:
-    """What an agent has though nothing goes on. A result is kept until all have told that they have it, too.
+    """The state that an idle agent still holds. A result is kept until all agents have confirmed that they have it.
 
     Args:
         rank: The agent.
         engines: Of all agents.
-        failed: The names of its calls that have raised, of which tombstones stay.
+        failed: The names of its calls that have raised; their tombstones stay.
     """
     engine = engines[rank]
     matcher, sender, cache = engine.matcher, engine.sender, engine.result_cache
@@ -165,7 +165,7 @@ def _is_late(report: Report, call: Call, error: Any) -> bool:
 
 
 def _check_survived(report: Report, call: Call, right: list[int], crashed: set[int]) -> None:
-    """All that go on have the same average: of all agents, or of those that are left."""
+    """All survivors have the same average: of all agents, or of the survivors."""
     program = report.scenario.program
     everybody = tuple(range(program.size))
     left = tuple(rank for rank in everybody if rank not in crashed)

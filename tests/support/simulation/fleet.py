@@ -1,4 +1,4 @@
-"""Puts the simulated world in the place of the real one, and runs agents in it."""
+"""Replaces the real threads, clock and network with simulated ones, and runs agents on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECRET = "SHOAL_SECRET"
 
 @lru_cache(maxsize=1)
 def _with_threads(_count: int) -> list[tuple[ModuleType, str]]:
-    """The modules that use threads or queues, and what they call them; for so many loaded modules."""
+    """The modules that use threads or queues, and their names for them; cached by the number of loaded modules."""
     core = [module for name, module in sys.modules.items() if name.startswith("shoal.")]
     locks = [(module, "threading") for module in core if getattr(module, "threading", None) is threading]
     queues = [(module, "SimpleQueue") for module in core if getattr(module, "SimpleQueue", None) is queue.SimpleQueue]
@@ -146,7 +146,7 @@ class Agents:
             self.start_one(rank)
 
     def start_one(self, rank: int) -> None:
-        """Start an agent, again if its process has ended, or as one that joins."""
+        """Start an agent: restarted if its process has ended, or new if it joins."""
         joins = int(0 < self._begin_with <= rank)
         launch = Launch(
             rank,

@@ -1,7 +1,7 @@
-"""Streams of bytes between agents, in the place of TCP sockets: cut into pieces, delayed, broken, parted.
+"""Simulated TCP sockets between agents: streams are cut into pieces, delayed, broken, partitioned.
 
-A socket here has the calls that the transport makes. What it does where a connection ends follows Linux: what has come
-is read before an error is; who closes with something unread resets the connection.
+A socket here has the calls that the transport makes. Its behaviour at the end of a connection follows Linux. Received
+bytes are read before an error. Closing a socket with unread bytes resets the connection.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class _Nobody(Socket):
 
 
 class Poller:
-    """As ``transport/poller.py``, for these sockets. It looks only at those that have changed since they were idle."""
+    """As ``transport/poller.py``, on these sockets. It checks only sockets that have changed since they were idle."""
 
     def __init__(self, network: Network) -> None:
         self._network, self._scheduler = network, network.scheduler

@@ -1,4 +1,4 @@
-"""Decentralized SGD as one of the drawn programs, and what its steps must give, computed with NumPy.
+"""Decentralized SGD as one of the drawn programs, and the expected results of its steps, computed with NumPy.
 
 The gradient of an agent at a step is drawn with the program and is the same at every point, so that a step is linear.
 """
@@ -79,7 +79,7 @@ def take_step(
 
 
 def row_applied(style: Style, row: Array, rank: int, x: Array, gradients: Array) -> Array:
-    """What a step gives to an agent that averages with these weights; ``x`` and ``gradients`` are of all agents."""
+    """The result of a step on an agent that averages with these weights; ``x`` and ``gradients`` are of all agents."""
     if style.adapts_first:
         return row @ (x - RATE * gradients)
     return row @ x - RATE * gradients[rank]

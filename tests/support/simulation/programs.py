@@ -80,7 +80,7 @@ class Call:
 
 @dataclass
 class Program:
-    """What the agents of a run do, by rank and in order.
+    """The calls of the agents of a run, by rank and in order.
 
     Attributes:
         order: By rank: the numbers of the calls as it makes them, and -n - 1 where it waits for call n.
@@ -114,7 +114,7 @@ class Program:
         return Program(size, chance.choice(list(TOPOLOGIES)), calls, chance.randrange(1 << 30), kinds)
 
     def order(self, rank: int) -> list[tuple[str, Call]]:
-        """What one agent does: begins a call, or waits for one that it has begun."""
+        """The schedule of one agent: it begins a call, or waits for a call that it has begun."""
         chance = random.Random(f"{self.seed} {rank}")
         done: list[tuple[str, Call]] = []
         waiting: list[Call] = []
@@ -160,7 +160,7 @@ class Program:
         return self._drawn[key]
 
     def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
-        """What a call gives to an agent, when ``there`` take part (all, where none are named)."""
+        """The expected result of a call on an agent, when ``there`` take part (all, by default)."""
         ranks = there or tuple(range(self.size))
         x = {index: self.numbers(call, index) for index in range(self.size)}
         kind, own = call.kind, x[rank]
@@ -261,7 +261,7 @@ def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def as_array(result: Any) -> Array:
-    """What a call gave, as one flat array."""
+    """The result of a call, as one flat array."""
     if isinstance(result, torch.Tensor):
         return result.detach().numpy().reshape(-1).astype(np.float64, copy=False)
     if isinstance(result, list) and result and isinstance(result[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""One run: drawn from a seed, simulated, checked; and a shorter one that fails as well."""
+"""One run: drawn from a seed, simulated, checked; and shrunk to a shorter failing run."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Faults:
 
 
 def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], bool]:
-    """What an agent does: the calls of its program, each with the fault that is drawn for it."""
+    """Run an agent: the calls of its program, each with its drawn fault."""
     scenario = report.scenario
     program = scenario.program
     by_call = {(fault.rank, fault.at): fault.kind for fault in scenario.faults}
@@ -177,7 +177,7 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
 
 
 def shrunk(scenario: Scenario, tries: int = 150) -> Scenario:
-    """A shorter one that fails as well: with fewer faults and calls."""
+    """A shorter run that fails as well, with fewer faults and calls."""
     changed = True
     while changed and tries > 0:
         changed = False

@@ -1,4 +1,4 @@
-"""What a seed decides: the program, the network, and the faults."""
+"""The draws of a seed: the program, the network, and the faults."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ONLY = {CONTINUED: ("average",), "leaves pending": ONE_EXCHANGE}
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong: at a step of the scheduler, or at a call of an agent.
+    """A fault: at a step of the scheduler, or at a call of an agent.
 
     Attributes:
         kind: One of :data:`FAULTS`.
         at: The step, or the number of the call.
-        rank, other: Whom it befalls; whom the connection leads to.
+        rank, other: The affected agent; the peer of the connection.
         seconds: How long it lasts.
     """
 

@@ -1,4 +1,4 @@
-"""Greenlets in the place of threads, and virtual time: one thing happens after another, in an order drawn by a seed."""
+"""Greenlets replace threads, with virtual time: one event at a time, in an order drawn by a seed."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Scheduler:
             self.current = None
 
     def end(self) -> None:
-        """End all that is left."""
+        """End all remaining tasks."""
         self.over = True
         torch.set_grad_enabled(True)
         for task in self.tasks:

@@ -1,7 +1,7 @@
-"""A script that goes on after losses: the same calls in each step, then ``Checkpoint.save``, where agents enter.
+"""A script that survives losses: the same calls in each step, then ``Checkpoint.save``, where agents enter.
 
 Each tensor begins with the unit vector of its agent. So the result of an average begins with the weights it was made
-with, and that of a collective tells who took part.
+with, and the result of a collective shows its participants.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Entry:
     Attributes:
         start: How often the agent had been started.
         before, after: The agent's plan when it made the call and when the call had ended.
-        members: The agents that it counted as members when the call had ended. It may know then that an agent of its
-            plan has left, and the others have not agreed on that yet.
-        result: What it gave, or raised; None where the agent crashed before that.
+        members: The agents that it counted as members when the call had ended. It may know by then that an agent of its
+            plan has left, before the others have agreed on it.
+        result: Its value or exception; None where the agent crashed before its end.
     """
 
     rank: int
@@ -58,11 +58,11 @@ class Entry:
 
 @dataclass
 class History:
-    """What the agents of a run saw.
+    """The observations of the agents of a run.
 
     Attributes:
-        there: By step, and by rank and start: what each agent took for the members at its end.
-        reached: By rank and start: the last step that was begun, or one more where the agent has ended well.
+        there: By step, and by rank and start: the members at its end, as each agent counted them.
+        reached: By rank and start: the last step begun, or its successor where the agent has ended well.
         steps: By rank: the number of steps that it ended with.
         plans: By rank: its plan at the end.
     """
@@ -74,9 +74,9 @@ class History:
     plans: dict[int, Plan] = field(default_factory=dict)
 
     def agreed(self, rank: int, start: int, step: int) -> bool:
-        """Whether the agent went on to the next step: only with those that had ended this one, too.
+        """Whether the agent reached the next step: only together with agents that had ended this one, too.
 
-        What an agent has seen that crashed before may be seen by nobody else.
+        The result of an agent that crashed before that may be known to no other agent.
         """
         return self.reached.get((rank, start), -1) > step
 
@@ -130,7 +130,7 @@ def live_training(
     over: Callable[[], bool],
     departs: Callable[[int, int], bool],
 ) -> Callable[[int], bool]:
-    """What an agent does, from ``init()`` to ``shutdown()``.
+    """Run an agent, from ``init()`` to ``shutdown()``.
 
     Args:
         over: No fault is to come.
@@ -218,7 +218,7 @@ class _Agent:
                 self._end(entry, as_array(given))
 
     def begin_spanning(self, step: int, there: tuple[int, ...]) -> Handles:
-        """Begin the calls that span the end of a step, but for those that this agent begins later."""
+        """Begin the calls that span the end of a step, except the calls that this agent begins later."""
         handles: Handles = {}
         for call in self._program.calls:
             if call.spans and len(there) > 2 and self._rank != _latest(call, step, there):

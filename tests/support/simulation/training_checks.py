@@ -1,8 +1,8 @@
-"""Compares what a training showed with the model: who took part in each call, and what it gave them.
+"""Compares a training's outcome with the model: the participants of each call, and their results.
 
 While no agent sees the plan change, a call is that of the plan's members. A call during which some do may be that of
 the members before or after, and an average may lack what lost agents have not sent: its weight is then the receiver's.
-An average may also lack what an agent has not sent that the receiver knows to have left, before all agree on it.
+An average may also lack an unsent tensor of an agent that the receiver knows to have left, before all agree on it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check(report: Report, program: Training) -> None:
 
 
 def _between(gone: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
-    """All sets between those that all plans are without and those that some are without, ascending."""
+    """All sets between the ranks missing in every plan and the ranks missing in some plan, ascending."""
     always = set(gone[0]).intersection(*gone)
     sometimes = sorted(set().union(*gone) - always)
     for count in range(len(sometimes) + 1):
@@ -66,9 +66,9 @@ class _Event:
     """One call of all agents at one step.
 
     Attributes:
-        ended: What came of it on the agents that all agree with.
-        plans: All that an agent had before or after it.
-        gone: The ranks that it may have been without: in one of these plans, or in one that came between.
+        ended: The outcomes on the agents whose plans agree.
+        plans: All plans of an agent before or after it.
+        gone: The ranks that it may lack: in one of these plans, or in a plan between them.
         calm: The plan was the same for all, and all agents that began have ended.
         lacking: By rank: the agents of which a neighbour's average there may lack the tensor.
     """
@@ -117,7 +117,7 @@ class _Event:
             yield f"ranks {[one.rank for one in failed]} of {[one.rank for one in self.ended]} raised"
 
     def _collective(self) -> Iterable[str]:
-        """All have the same, of all that the plan names."""
+        """All have the same result, over all agents of the plan."""
         size, results = self.program.size, [one.result for one in self.ended]
         if any(not np.array_equal(one, results[0]) for one in results):
             yield f"the agents have different results: {[one[:size] for one in results]}"
@@ -179,7 +179,7 @@ class _Event:
                 yield row
 
     def _weight_kept(self, other: int, rank: int, whole: Array) -> float:
-        """What the receiver's own tensor gets of the weight of one that is missing."""
+        """The part of a missing agent's weight that the receiver's own tensor gets."""
         if self.call.kind == "push":
             return 0.0
         return self.call.sends[other][rank] if self.call.kind in ("pull", "push-pull") else float(whole[other])
