@@ -38,7 +38,7 @@ def imported(module: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def house() -> nx.DiGraph:
+def import_graph() -> nx.DiGraph:
     graph = nx.DiGraph()
     graph.add_nodes_from(MODULES)
     graph.add_edges_from((module, other) for module in MODULES for other in imported(module) if other in MODULES)
@@ -58,7 +58,7 @@ def rooms() -> list[str]:
 
 
 def test_there_are_no_circular_imports() -> None:
-    circles = [sorted(part) for part in nx.strongly_connected_components(house()) if len(part) > 1]
+    circles = [sorted(part) for part in nx.strongly_connected_components(import_graph()) if len(part) > 1]
     assert not circles
 
 
@@ -66,7 +66,7 @@ def test_imports_follow_the_list_of_folders() -> None:
     order = {room: at for at, room in enumerate(rooms())}
     up = [
         f"{module} -> {other}"
-        for module, other in house().edges
+        for module, other in import_graph().edges
         if room_of(module) in order and order[room_of(module)] > order.get(room_of(other), len(order))
     ]
     assert not up

@@ -96,13 +96,13 @@ def test_agents_share_each_epoch_of_the_digits_between_them():
     images = torch.cat(seen)
     train, test = (part[0].flatten(1) for part in (digits._train, digits._test))
     # Some digits look alike to the last pixel, so they are counted by what they look like.
-    counted, available = Counter(_looks(images)), Counter(_looks(train))
+    counted, available = Counter(_image_bytes(images)), Counter(_image_bytes(train))
     assert len(images) == agents * digits.steps(agents) * _table2.BATCH > 0.9 * len(train)
     assert counted <= available
     assert len(train) + len(test) == 1797
 
 
-def _looks(images):
+def _image_bytes(images):
     return [image.numpy().tobytes() for image in images]
 
 

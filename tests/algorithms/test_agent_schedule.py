@@ -42,7 +42,7 @@ def test_row_and_column_stochastic_forms_equal_those_of_the_stacked_fleet() -> N
     assert schedule.mixing(0, "push") == Mixing(1, 1 / 2, {0: 1 / 3}, [2])
 
 
-def alone(topology: Schedule, gone: tuple[int, ...]) -> Schedule:
+def without_edges(topology: Schedule, gone: tuple[int, ...]) -> Schedule:
     """A view of the topology that an algorithm could build, and that cannot keep the survivors connected."""
     return Static(nx.DiGraph([(rank, rank) for rank in range(topology.size)]))
 
@@ -54,7 +54,7 @@ def test_every_survivor_logs_an_error_if_the_survivors_are_not_connected(caplog:
                 AgentSchedule(CecaPairs(8), rank).mixing(round_, gone=(0, 2, 4))
         assert not caplog.records
         for rank in (1, 3):
-            schedule = AgentSchedule(CecaPairs(8), rank, alone)
+            schedule = AgentSchedule(CecaPairs(8), rank, without_edges)
             for round_ in range(3):
                 schedule.mixing(round_, gone=(0, 2))
     logged = [record.message for record in caplog.records]

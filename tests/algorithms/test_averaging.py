@@ -116,7 +116,7 @@ def refused(algorithm: Algorithm, topology: Schedule) -> str:
     return next((need.problem(Facts(topology)) for need in algorithm.needs if need.name == DIES_OUT), "")
 
 
-def left(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
+def remaining_fraction(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
     """The fraction of the differences that remains after steps without a gradient.
 
     A few steps with a gradient have made the differences.
@@ -129,12 +129,12 @@ def left(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
     before = steps_of(algorithm, start, grad, mix, few)
     after = steps_of(algorithm, start, torch.zeros_like, mix, steps, resume=before)
 
-    def apart(run: object) -> float:
+    def disagreement(run: object) -> float:
         # Dual averaging divides what agents agree on by the root of the step.
         x = run.state[0] if isinstance(algorithm, DualAveraging) else run.x  # type: ignore[attr-defined]
         return float((x - x.mean(0)).norm())
 
-    return apart(after) / apart(before) if apart(before) else 0.0
+    return disagreement(after) / disagreement(before) if disagreement(before) else 0.0
 
 
 def mentions_w(algorithm: Algorithm, topology: Schedule) -> bool:
@@ -169,7 +169,7 @@ def compare(algorithm: Algorithm, name: str) -> None:
             check("it", algorithm.needs, topology)
         return
     result = refused(algorithm, topology)
-    remains = left(algorithm, topology, 200)
+    remains = remaining_fraction(algorithm, topology, 200)
     assert remains > 0.2 if result else remains < 0.1, (name, result, remains)
 
 

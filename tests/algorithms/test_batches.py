@@ -23,7 +23,7 @@ ORIGIN = torch.zeros(2, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Alone(Algorithm):
+class LocalGradients(Algorithm):
     """Each agent takes ``calls`` gradients in a step, and ``first`` of them before the first."""
 
     calls: int = 1
@@ -46,11 +46,11 @@ def watched(seen: list[torch.Tensor], **options: Any) -> Gradient:
     """A gradient of zero that notes the samples ``[n, BATCH]`` of each call."""
     taken: list[torch.Tensor] = []
 
-    def look(samples: torch.Tensor, uniform: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    def record_samples(samples: torch.Tensor, uniform: Callable[[int], torch.Tensor]) -> torch.Tensor:
         taken[:] = [samples.view(-1, BATCH)]
         return samples
 
-    made = per_agent(lambda x, samples: 0 * x.sum(), LABELS, batch=BATCH, augment=look, **options)
+    made = per_agent(lambda x, samples: 0 * x.sum(), LABELS, batch=BATCH, augment=record_samples, **options)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         seen.append(taken[0])
@@ -68,7 +68,7 @@ def samples_of(algorithm: Algorithm, steps: int, **options: Any) -> torch.Tensor
 
 @pytest.mark.parametrize("calls", [1, 2, 5])
 def test_an_epoch_takes_each_sample_at_most_once_and_each_agent_its_own(calls: int) -> None:
-    result = samples_of(Alone(calls), 6, epochs=True)
+    result = samples_of(LocalGradients(calls), 6, epochs=True)
     assert len(result) == 6 * calls
     for agent in range(SIZE):
         own = result[:, agent]
@@ -79,37 +79,37 @@ def test_an_epoch_takes_each_sample_at_most_once_and_each_agent_its_own(calls: i
 
 
 def test_orders_differ_between_epochs_agents_and_seeds() -> None:
-    result = samples_of(Alone(), 3 * PER_EPOCH, epochs=True) - LABELS[:, :1]
+    result = samples_of(LocalGradients(), 3 * PER_EPOCH, epochs=True) - LABELS[:, :1]
     orders = [result[begin : begin + PER_EPOCH, agent] for begin in range(0, 9, 3) for agent in range(SIZE)]
     assert len({tuple(one.flatten().tolist()) for one in orders}) == len(orders)
     seen: list[torch.Tensor] = []
-    StackedFleet(ring(SIZE), seed=4).run(Alone(), ORIGIN, watched(seen, epochs=True), PER_EPOCH)
+    StackedFleet(ring(SIZE), seed=4).run(LocalGradients(), ORIGIN, watched(seen, epochs=True), PER_EPOCH)
     assert not torch.equal(torch.stack(seen) - LABELS[:, :1], result[:PER_EPOCH])
 
 
 def test_all_samples_are_used_over_many_epochs() -> None:
-    result = samples_of(Alone(), 40, epochs=True)
+    result = samples_of(LocalGradients(), 40, epochs=True)
     for agent in range(SIZE):
         assert set(result[:, agent].flatten().tolist()) == set(LABELS[agent].tolist())
 
 
 @pytest.mark.parametrize("epochs", [False, True])
 def test_every_gradient_in_a_step_has_a_batch_of_its_own(epochs: bool) -> None:
-    one, several = samples_of(Alone(1), 12, epochs=epochs), samples_of(Alone(3), 4, epochs=epochs)
+    one, several = samples_of(LocalGradients(1), 12, epochs=epochs), samples_of(LocalGradients(3), 4, epochs=epochs)
     assert torch.equal(one, several)
     assert len({tuple(batch.flatten().tolist()) for batch in one}) == 12
 
 
 def test_the_first_step_does_not_repeat_the_batch_of_the_initial_gradient() -> None:
-    expected = samples_of(Alone(), 5)
-    assert torch.equal(samples_of(Alone(1, first=2), 3), expected)
+    expected = samples_of(LocalGradients(), 5)
+    assert torch.equal(samples_of(LocalGradients(1, first=2), 3), expected)
 
 
 def test_again_keeps_the_batch() -> None:
     gradient = per_agent(lambda x, samples: (x.sum() * samples).sum(), LABELS, batch=BATCH)
 
     @dataclass(frozen=True)
-    class Twice(Alone):
+    class Twice(LocalGradients):
         def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
             first, same, other = grad(x), grad.again(x), grad(x)
             assert torch.equal(first, same)
@@ -172,7 +172,7 @@ def test_a_schedule_multiplies_the_learning_rate() -> None:
 
 def test_a_schedule_is_refused_for_algorithms_without_a_rate() -> None:
     with pytest.raises(ValueError, match="has no learning rate"):
-        StackedFleet(ring(SIZE)).run(Alone(), ORIGIN, lambda x: x, 2, lr_lambda=lambda step: 1.0)
+        StackedFleet(ring(SIZE)).run(LocalGradients(), ORIGIN, lambda x: x, 2, lr_lambda=lambda step: 1.0)
 
 
 @pytest.mark.parametrize(

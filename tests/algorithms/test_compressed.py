@@ -59,7 +59,7 @@ def still(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x)
 
 
-def apart(x: torch.Tensor) -> float:
+def disagreement(x: torch.Tensor) -> float:
     return float((x - x.mean(0)).norm())
 
 
@@ -156,9 +156,9 @@ def test_dpsgd_is_nearer_than_choco_and_choco_nearer_than_deep_squeeze() -> None
 
 def test_at_the_same_gamma_deep_squeeze_leaves_the_agents_farther_apart() -> None:
     plain, choco, squeezed = (
-        apart(ends(GradientDescent(0.1), 1500, lazy_ring(0.5))),
-        apart(ends(ChocoSGD(0.1, 0.5, TopK(0.2)), 1500)),
-        apart(ends(DeepSqueeze(0.1, 0.5, TopK(0.2)), 1500)),
+        disagreement(ends(GradientDescent(0.1), 1500, lazy_ring(0.5))),
+        disagreement(ends(ChocoSGD(0.1, 0.5, TopK(0.2)), 1500)),
+        disagreement(ends(DeepSqueeze(0.1, 0.5, TopK(0.2)), 1500)),
     )
     assert choco == pytest.approx(plain, rel=1e-6)
     assert squeezed > 1.2 * choco
@@ -343,7 +343,9 @@ def test_power_gossip_reaches_consensus_on_the_mean(rows: int | None) -> None:
 
 
 def test_power_gossip_never_drives_agents_apart() -> None:
-    results = StackedFleet(STAR).run(PowerGossip(0.1), scattered(), still, 200, measure=lambda x: {"apart": apart(x)})
+    results = StackedFleet(STAR).run(
+        PowerGossip(0.1), scattered(), still, 200, measure=lambda x: {"apart": disagreement(x)}
+    )
     distance = results.column("apart")
     assert (distance[1:] <= distance[:-1] * (1 + 1e-12)).all()
     assert distance[-1] < 1e-2 * distance[0]
@@ -362,7 +364,7 @@ def test_power_gossip_handles_agents_that_agree() -> None:
     assert all(float(one.norm(dim=-1).min()) > 0 for one in first.state)
     # And they can still disagree, and meet, later.
     later = fleet.run(PowerGossip(0.1), START, still, 1500, resume=dataclasses.replace(first, x=scattered()))
-    assert apart(later.x) < 1e-3 * apart(scattered())
+    assert disagreement(later.x) < 1e-3 * disagreement(scattered())
 
 
 # Wherever they run
@@ -382,11 +384,11 @@ def test_power_gossip_handles_agents_that_agree() -> None:
 def test_random_algorithms_on_agents_equal_the_stacked_fleet_exactly(algorithm: Algorithm) -> None:
     a, b = binary_problem(4)
 
-    def alone() -> list[float]:
+    def on_agent() -> list[float]:
         own, goal = a[shoal.rank()], b[shoal.rank()]
         return run(algorithm, START, lambda x: own * (x - goal), binary_ring(4), 4, seed=3).x.tolist()
 
-    results = torch.tensor(shoal.Fleet(4).run(alone), dtype=torch.float64)
+    results = torch.tensor(shoal.Fleet(4).run(on_agent), dtype=torch.float64)
     together = StackedFleet(binary_ring(4), seed=3).run(algorithm, START, lambda x: a * (x - b), 4).x
     assert torch.equal(results, together)
 

@@ -218,12 +218,12 @@ def growth_seen(algorithm: Algorithm, topology: Schedule) -> float:
     def still(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)
 
-    def apart(run: Run) -> float:
+    def disagreement(run: Run) -> float:
         return float(torch.stack([one - one.mean(0) for one in (run.x, *run.state)]).norm())
 
     first = steps_of(algorithm, start - start.mean(0), still, StackedMix(topology), steps)
     second = steps_of(algorithm, start, still, StackedMix(topology), steps, resume=first)
-    return (apart(second) / apart(first)) ** (1 / steps)
+    return (disagreement(second) / disagreement(first)) ** (1 / steps)
 
 
 SWINGS = [

@@ -278,13 +278,13 @@ def test_outer_steps_above_the_limit_diverge_and_below_it_do_not(algorithm: Algo
     """On rounds that reach their fixed point: with x - 1 for a gradient, and a step of one."""
     start = torch.zeros(4, 1, dtype=torch.float64)
 
-    def away(share: float) -> float:
+    def final_distance(share: float) -> float:
         object.__setattr__(algorithm, name, share * limit)  # which it refuses at its making
         ended = steps_of(algorithm, start, lambda x: x - 1, StackedMix(AllReduce(4)), 2000).x
         return float((ended - 1).abs().max())
 
-    assert away(0.98) < 1e-6
-    assert away(1.02) > 1e6
+    assert final_distance(0.98) < 1e-6
+    assert final_distance(1.02) > 1e6
 
 
 def test_invalid_arguments_are_refused() -> None:

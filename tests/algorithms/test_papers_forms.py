@@ -197,7 +197,7 @@ def of_all(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(CURVED) * (x - torch.from_numpy(CENTRES))
 
 
-def alone(algorithm: Algorithm, topology: nx.Graph | Schedule, steps: int = STEPS) -> torch.Tensor:
+def on_agent(algorithm: Algorithm, topology: nx.Graph | Schedule, steps: int = STEPS) -> torch.Tensor:
     """This agent's x."""
     curved, centre, start = (torch.from_numpy(one[shoal.rank()]) for one in (CURVED, CENTRES, START))
     return run(algorithm, start, lambda x: curved * (x - centre), topology, steps).x
@@ -212,7 +212,7 @@ def test_it_is_the_papers_equation(algorithm: Algorithm, topology: nx.Graph | Sc
 @every_form
 @pytest.mark.transport("threads")
 def test_agents_equal_the_papers_equation(algorithm: Algorithm, topology: nx.Graph | Schedule, paper: Vectors) -> None:
-    results = torch.stack(shoal.Fleet(N).run(alone, algorithm, topology)).numpy()
+    results = torch.stack(shoal.Fleet(N).run(on_agent, algorithm, topology)).numpy()
     assert np.abs(results - paper).max() < 1e-12
 
 
@@ -267,7 +267,7 @@ def test_power_gossip_counts_halves_where_its_authors_count_iterations(iteration
     paper = power_gossip(round(2 * iterations), rows, left, right)
     results = fleet.run(algorithm, torch.from_numpy(START), of_all, STEPS)
     assert np.abs(results.x.numpy() - paper).max() < 1e-10
-    agents = torch.stack(shoal.Fleet(N).run(alone, algorithm, TREE)).numpy()
+    agents = torch.stack(shoal.Fleet(N).run(on_agent, algorithm, TREE)).numpy()
     assert np.abs(agents - paper).max() < 1e-10
 
 

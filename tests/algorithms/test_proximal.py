@@ -150,15 +150,15 @@ def test_real_agents_equal_the_recursion_with_a_prox() -> None:
     def agent() -> torch.Tensor:
         rank = shoal.rank()
 
-        def own(x: torch.Tensor) -> torch.Tensor:
+        def own_gradient(x: torch.Tensor) -> torch.Tensor:
             return GRADIENT(x.expand(SIZE, DIMENSION))[rank]
 
         algorithm = ExactDiffusion(LR, lazy=True, prox=SHRINK)
-        return run(algorithm, START[rank], own, ring_of_halves(few), STEPS).x
+        return run(algorithm, START[rank], own_gradient, ring_of_halves(few), STEPS).x
 
-    def of_few(x: torch.Tensor) -> torch.Tensor:
+    def own_gradients(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([GRADIENT(one.expand(SIZE, DIMENSION))[rank] for rank, one in enumerate(x)])
 
     stacked = StackedFleet(ring_of_halves(few))
-    expected = stacked.run(ExactDiffusion(LR, lazy=True, prox=SHRINK), START[:few], of_few, STEPS).x
+    expected = stacked.run(ExactDiffusion(LR, lazy=True, prox=SHRINK), START[:few], own_gradients, STEPS).x
     assert (torch.stack(shoal.Fleet(few).run(agent)) - expected).abs().max() < 1e-12

@@ -50,7 +50,7 @@ def links_of(tree: nx.DiGraph) -> list[tuple[int, int]]:
     return [(i, k) for i in range(len(tree)) for k in sorted(set(tree.predecessors(i)) - {i})]
 
 
-def behind(tree: nx.DiGraph, i: int, k: int) -> dict[int, int]:
+def subtree_hops(tree: nx.DiGraph, i: int, k: int) -> dict[int, int]:
     """{agent: steps from it to k} of the part of the tree whose values reach agent i through k."""
     rest = nx.Graph(tree)
     rest.remove_node(i)
@@ -65,7 +65,7 @@ def test_a_message_is_the_delayed_sum_of_the_subtree_behind_it(tree: nx.DiGraph)
     for time in (1, 2, 3, 7, 20):
         m, c = result[time].state
         for row, (i, k) in enumerate(links_of(tree)):
-            received = [half[time - 1 - away][j] for j, away in behind(tree, i, k).items() if away < time]
+            received = [half[time - 1 - away][j] for j, away in subtree_hops(tree, i, k).items() if away < time]
             assert (m[row] - torch.stack(received).sum(0)).abs().max() < 1e-12
             assert c[row].item() == len(received)
 

@@ -123,13 +123,13 @@ def test_a_slow_lookup_of_the_own_host_name_is_noted_with_its_remedy(
 ) -> None:
     requested = []
 
-    def look(address: tuple[object, ...], _: int) -> tuple[str, str]:
+    def look_up(address: tuple[object, ...], _: int) -> tuple[str, str]:
         requested.append(address[0])
         time.sleep(0.05 if len(requested) == 2 else 0.0)
         return "localhost", "0"
 
     monkeypatch.setattr(doctor, "SLOW_LOOKUP", 0.04)
-    monkeypatch.setattr("socket.getnameinfo", look)
+    monkeypatch.setattr("socket.getnameinfo", look_up)
     quick, _ = init_report(capsys, {})
     slow, output = init_report(capsys, TORCHRUN)
     assert requested == ["::ffff:127.0.0.1"] * 2
@@ -139,10 +139,10 @@ def test_a_slow_lookup_of_the_own_host_name_is_noted_with_its_remedy(
 
 
 def test_a_missing_host_name_is_no_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(*_: object) -> tuple[str, str]:
+    def look_up(*_: object) -> tuple[str, str]:
         raise OSError("name or service not known")
 
-    monkeypatch.setattr("socket.getnameinfo", look)
+    monkeypatch.setattr("socket.getnameinfo", look_up)
     report, _ = init_report(capsys, TORCHRUN)
     assert (report.problems, report.notes) == ([], [])
 

@@ -202,7 +202,7 @@ time.sleep(0.2 if rank == 0 else 1.5)
     assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
 
 
-def mind(folder: Path, *bodies: str) -> tuple[JobExit, int]:
+def run_job(folder: Path, *bodies: str) -> tuple[JobExit, int]:
     """How a run ends in which each agent has a script of its own, and how many were started in all."""
     begin = f"import os, signal, sys, time; open({str(folder)!r} + f'/{{os.getpid()}}', 'x').close(); "
     failures = FailureHandling(survive=True, grace=5.0, restarts=3)
@@ -214,7 +214,7 @@ def mind(folder: Path, *bodies: str) -> tuple[JobExit, int]:
 
 def test_agents_that_end_one_after_another_are_not_restarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(agent_processes, "SETTLE_SECONDS", 30.0)
-    ending, started = mind(tmp_path, "sys.exit(4)", "time.sleep(0.2); sys.exit(5)", "time.sleep(0.4); sys.exit(6)")
+    ending, started = run_job(tmp_path, "sys.exit(4)", "time.sleep(0.2); sys.exit(5)", "time.sleep(0.4); sys.exit(6)")
     assert (ending.status, ending.all_gone, started) == (4, True, 3)
 
 
@@ -227,7 +227,7 @@ os.kill(os.getppid(), signal.SIGINT)
 end = time.monotonic() + 2.0
 while time.monotonic() < end: time.sleep(0.1)
 """
-    ending, started = mind(tmp_path, "1" + interrupts, "sys.exit(4)")
+    ending, started = run_job(tmp_path, "1" + interrupts, "sys.exit(4)")
     assert (ending.status, ending.all_gone, started) == (130, False, 2)
 
 

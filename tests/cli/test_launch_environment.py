@@ -48,7 +48,7 @@ class Shell:
             text=True,
         )
 
-    def said(self, command: subprocess.Popen[str], status: int = 0) -> str:
+    def output_of(self, command: subprocess.Popen[str], status: int = 0) -> str:
         """What it printed; it has ended with this status, and imported no torch."""
         output, _ = command.communicate(timeout=TIMEOUT)
         assert not self._log.exists(), self._log.read_text()
@@ -56,7 +56,7 @@ class Shell:
         return output
 
     def run(self, *arguments: str | Path, status: int = 0) -> str:
-        return self.said(self.start(*arguments), status)
+        return self.output_of(self.start(*arguments), status)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def folder(tmp_path: Path) -> Path:
 def test_torch_imports_are_detected(shell: Shell) -> None:
     command = shell.start("topology", "recommend", "-n", "4")
     with pytest.raises(AssertionError, match="netmodel"):
-        shell.said(command)
+        shell.output_of(command)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_finished_run_is_shown_without_torch(shell: Shell, folder: Path) -> No
     assert command.stdout is not None
     assert select.select([command.stdout], [], [], TIMEOUT)[0]
     command.send_signal(signal.SIGINT)
-    assert "watch the run at http://127.0.0.1:" in shell.said(command)
+    assert "watch the run at http://127.0.0.1:" in shell.output_of(command)
 
 
 def test_certificates_are_created_without_torch(shell: Shell, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Notebook:
         command = [sys.executable, "-m", "shoal", "notebook", "start", *arguments]
         return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=scaled(200))
 
-    def say(self, *arguments: str) -> tuple[int, str, str]:
+    def run_command(self, *arguments: str) -> tuple[int, str, str]:
         """The exit status, stdout and stderr of a command that starts nothing, run in this process."""
         with (
             mock.patch.dict(os.environ, self.environ),
@@ -120,7 +120,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         assert f"{SIZE} agents are there" in done.stdout
         yield one
     finally:
-        one.say("stop")
+        one.run_command("stop")
 
 
 def test_engines_are_agents_by_rank(job: Notebook) -> None:
@@ -187,21 +187,21 @@ def test_a_client_of_the_ports_without_the_key_receives_nothing(job: Notebook) -
 
 
 def test_a_second_job_of_a_profile_is_refused(job: Notebook) -> None:
-    status, _, err = job.say("start", "-n", "1")
+    status, _, err = job.run_command("start", "-n", "1")
     assert status == 1
     assert "`shoal notebook stop` ends them" in err
-    assert job.say("status")[1] == f"agents are running, started by process {job.owner()}\n"
+    assert job.run_command("status")[1] == f"agents are running, started by process {job.owner()}\n"
 
 
 def test_a_killed_job_leaves_nothing(job: Notebook) -> None:
     os.kill(job.owner(), signal.SIGKILL)
     _until(lambda: not job.processes(), "all of it to end")
-    assert job.say("status")[1] == "no agents are running\n"
+    assert job.run_command("status")[1] == "no agents are running\n"
 
 
 @pytest.mark.slow
 def test_it_restarts_after_that_and_stop_ends_busy_engines(job: Notebook) -> None:
-    job.say("stop")  # where the test before did not run
+    job.run_command("stop")  # where the test before did not run
     again = job.start("-n", "1")
     assert again.returncode == 0, again.stderr
     mark = job.home / "busy"
@@ -212,11 +212,11 @@ def test_it_restarts_after_that_and_stop_ends_busy_engines(job: Notebook) -> Non
         busy.stdin.write(json.dumps([cell + "subprocess.Popen(['sleep', '1000'])\nwhile True: pass"]).encode())
         busy.stdin.close()
         _until(mark.exists, "the engine to be busy")
-        done = job.say("stop")
+        done = job.run_command("stop")
         busy.kill()
     assert done[:2] == (0, "stopped\n"), done[2]
     assert job.processes() == []
-    assert job.say("status")[0] == 1
+    assert job.run_command("status")[0] == 1
 
 
 def test_engines_that_do_not_start_are_an_error_that_leaves_nothing(tmp_path: Path) -> None:

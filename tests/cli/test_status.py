@@ -47,7 +47,7 @@ def agents_of(found: list[Process]) -> Agents:
     return {agent["rank"]: agent for process in found for agent in process.agents}
 
 
-def words(found: list[Process]) -> str:
+def printed_line(found: list[Process]) -> str:
     """The printed output, as one line."""
     console = Console(width=300)
     with console.capture() as captured:
@@ -111,7 +111,7 @@ def test_each_agent_reports_its_call_its_missing_peers_and_its_last_result(
             assert agent["ended"] == "allreduce (average) 'before' round 0", rank
             assert (agent["rank"], agent["size"], agent["pid"]) == (rank, 3, pids(world)[rank])
             assert agent["host"] == socket.gethostname() and abs(time.time() - agent["since"]) < 60.0
-        output = words(status.look(pids(world)))
+        output = printed_line(status.look(pids(world)))
         assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in output and "runs its script" in output
         seen.touch()
         assert all(not one.outcome().error for one in pending)
@@ -150,7 +150,7 @@ def test_a_stopped_agent_is_named_within_two_seconds_with_its_state(environment:
             assert status.status_of(result) == status.SOME_DID_NOT
             (silent,) = [one for one in result if one.silent]
             assert (silent.pid, silent.rank, silent.state) == (pids(world)[1], 1, "stopped")
-            assert f"rank 1 (pid {silent.pid}): it does not answer: continue it" in words(result)
+            assert f"rank 1 (pid {silent.pid}): it does not answer: continue it" in printed_line(result)
             assert list(agents_of(result)) == [0]
         finally:
             world.kill(1, signal.SIGCONT)
@@ -205,7 +205,7 @@ def test_agents_over_process_groups_name_the_peers_missing_from_their_call() -> 
             assert waits["call"] == "allreduce (average) 'all' round 0" and result[rank]["stands_still"]
             assert list(result[rank]["steps"].values()) == [3] and result[rank]["bytes_sent"] > 0
         assert result[2]["waiting"] == []
-        output = words(status.look(pids(world)))
+        output = printed_line(status.look(pids(world)))
         assert output.count("in allreduce (average) 'all' round 0 for rank 2 ") == 2 and "runs its script" in output
         world.results(sum_all, on=[2])
         assert all(not one.outcome().error for one in pending)
@@ -236,7 +236,7 @@ def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> N
 def test_a_single_agent_is_found() -> None:
     with World(1) as world:
         result = status.look(pids(world))
-        assert list(agents_of(result)) == [0] and "one agent" in words(result)
+        assert list(agents_of(result)) == [0] and "one agent" in printed_line(result)
 
 
 def test_all_threads_of_a_fleet_are_found_through_one_socket_also_after_its_owner_has_left() -> None:
@@ -543,12 +543,12 @@ def test_an_endless_reply_is_cut_off() -> None:
 def test_a_busy_agent_gives_its_identity() -> None:
     with one_that_answers(json.dumps({"there": 1, "agents": [AGENT]}).encode()) as path:
         result = status.ask({os.getpid(): path})
-    assert "has no time to say more" in words(result)
+    assert "has no time to say more" in printed_line(result)
 
 
 def test_terminal_control_characters_are_not_printed() -> None:
     evil = AGENT | {"host": "here\x1b[2Jthere", "job": "\x1b[2J:1"}
-    assert "\x1b" not in words([Process(1, "running", 0, (evil,), 1)])
+    assert "\x1b" not in printed_line([Process(1, "running", 0, (evil,), 1)])
 
 
 def test_the_script_the_job_and_its_start_are_printed() -> None:
@@ -556,7 +556,7 @@ def test_the_script_the_job_and_its_start_are_printed() -> None:
     agents = [
         AGENT | {"rank": rank, "size": 2, "script": "train.py --lr 1", "since": now - 65 + rank} for rank in (0, 1)
     ]
-    output = words([Process(1, "running", 0, tuple(agents), 2)])
+    output = printed_line([Process(1, "running", 0, tuple(agents), 2)])
     at = time.strftime("%H:%M:%S", time.localtime(now - 65))
     assert f"2 of 2 agents of train.py --lr 1, job here:1, started {at} (1:05 ago)" in output or "started 20" in output
 
@@ -575,7 +575,7 @@ def test_only_the_agents_of_a_job_are_listed() -> None:
 def test_the_failure_and_its_reason_are_printed() -> None:
     over = {"lost": [3, 1], "over": "rank 3 was lost", "waiting": [], "stands_still": False, "agrees_with": []}
     agent = AGENT | over | {"ended": "", "steps": {}, "calls": 0, "here": [], "bytes_sent": 0, "seconds_ago": 0.0}
-    assert "lost: ranks 1, 3 rank 0: rank 3 was lost" in words([Process(1, "running", 0, (agent,), 1)])
+    assert "lost: ranks 1, 3 rank 0: rank 3 was lost" in printed_line([Process(1, "running", 0, (agent,), 1)])
 
 
 def test_no_agent_found_has_its_own_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,12 +45,12 @@ def test_a_progress_bar_is_shown_on_a_terminal(
     ours, remote = pty.openpty()
     shown = bytearray()
 
-    def look() -> None:
+    def read_terminal() -> None:
         with contextlib.suppress(OSError):  # which is how Linux ends a terminal whose other side is closed
             while piece := os.read(ours, 4096):
                 shown.extend(piece)
 
-    looking = threading.Thread(target=look)
+    looking = threading.Thread(target=read_terminal)
     looking.start()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
@@ -160,15 +160,15 @@ def document(text: str) -> dict[str, Any]:
     return status
 
 
-def is_a_measured_machine_of_two(found: dict[str, Any]) -> bool:
-    network = found["network"]
+def is_a_measured_machine_of_two(measure: dict[str, Any]) -> bool:
+    network = measure["network"]
     assert (network["agents"], network["agents_per_machine"]) == (2, 2)
     # Nothing passes a NIC: all is one machine, and its ports were measured.
     assert network["between"]["bandwidth"] is None
     assert 1e6 < network["inside"]["bandwidth"] < 1e12
     assert 0 <= network["inside"]["latency"] < 10
-    assert all(one["models_on_a_nic"] == 0 for one in found["candidates"])
-    return min(one["seconds"] for one in found["candidates"] if one["seconds"] is not None) > 0
+    assert all(one["models_on_a_nic"] == 0 for one in measure["candidates"])
+    return min(one["seconds"] for one in measure["candidates"] if one["seconds"] is not None) > 0
 
 
 @pytest.mark.slow
@@ -198,11 +198,11 @@ def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measuring takes no time and finds one machine; the numbers of agents that were asked to."""
     requested: list[int] = []
 
-    def found(agents: int) -> MeasuredNetwork:
+    def measure(agents: int) -> MeasuredNetwork:
         requested.append(agents)
         return MeasuredNetwork(agents, agents, Link(1e-5, 4e9), None)
 
-    monkeypatch.setattr("shoal.netmodel.probe.measure_this_machine", found)
+    monkeypatch.setattr("shoal.netmodel.probe.measure_this_machine", measure)
     return requested
 
 

@@ -57,11 +57,11 @@ def with_all(k: int, x: Tensor) -> Tensor:
 
 
 def of_machines(exchange: Exchange, per_machine: int) -> Exchange:
-    def found(k: int, x: Tensor) -> Tensor:
+    def machine_exchange(k: int, x: Tensor) -> Tensor:
         means = x.view(-1, per_machine, x.shape[1]).mean(1)
         return exchange(k, means).repeat_interleave(per_machine, 0)
 
-    return found
+    return machine_exchange
 
 
 def by_hand(size: int, exchange: Exchange, interval: int) -> Tensor:

@@ -539,16 +539,16 @@ def test_an_error_names_the_called_operation(name: str) -> None:
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_sparse_tensors_are_reduced_wherever_their_entries_lie(op: hvd.ReduceOp) -> None:
-    def mine(rank: int) -> Tensor:
+    def own_tensor(rank: int) -> Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[rank, 3, 3]]), x_of(rank, 3, 2), (4, 2), check_invariants=True)
 
     def run() -> list[Tensor]:
         hvd.init()
-        handle = hvd.sparse_allreduce_async(mine(hvd.rank()), "table", op)
+        handle = hvd.sparse_allreduce_async(own_tensor(hvd.rank()), "table", op)
         assert handle().is_coalesced()
         return [hvd.synchronize(handle).to_dense(), handle().to_dense()]
 
-    total = torch.stack([mine(rank).to_dense() for rank in range(SIZE)]).sum(0)
+    total = torch.stack([own_tensor(rank).to_dense() for rank in range(SIZE)]).sum(0)
     for result in shoal.Fleet(SIZE, timeout=20.0).run(run):
         for one in result:
             assert torch.allclose(one, total / (SIZE if op == hvd.Average else 1), rtol=0, atol=1e-14)

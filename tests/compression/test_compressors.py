@@ -150,7 +150,7 @@ def test_the_mean_of_an_unbiased_compressor_is_the_vector(compressor: Compressor
     assert ((drawn.mean(0) - x).abs() <= margin + 1e-12).all()
 
 
-class Evenly:
+class EvenDraws:
     """Random numbers that have every share of [0, 1) equally often, one for each row."""
 
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_qsgd_of_16_bits_has_no_bias(dtype: torch.dtype, share: float, halvings:
     """The mean over all random numbers, to the distance of two of them. The largest number of the vector is 128."""
     count = 1 << 13
     x = torch.tensor([128.0 * share * 0.5**halvings, 128.0], dtype=torch.float64).to(dtype)
-    found = QSGD(levels)(x.expand(count, -1), Evenly()).double().mean(0)
+    found = QSGD(levels)(x.expand(count, -1), EvenDraws()).double().mean(0)
     assert ((found - x.double()).abs() <= 256 / levels / count).all(), (found - x.double()).tolist()
 
 
@@ -188,12 +188,12 @@ def test_compressors_declared_biased_are_biased() -> None:
 def test_an_agent_compresses_its_row_as_the_fleet_does(compressor: Compressor, dtype: torch.dtype) -> None:
     rows = normal(4, 37, dtype=dtype)
 
-    def alone() -> list[float]:
+    def on_agent() -> list[float]:
         exchange = Exchange(ring(4), seed=11)
         exchange.begin(5)
         return [float(one) for one in compressor(rows[shoal.rank()], exchange)]
 
-    results = torch.tensor(shoal.Fleet(4).run(alone), dtype=torch.float64)
+    results = torch.tensor(shoal.Fleet(4).run(on_agent), dtype=torch.float64)
     together = compressor(rows, mix(4, 5))
     assert together.dtype == dtype
     assert torch.equal(results, together.double())

@@ -167,13 +167,13 @@ def test_a_message_may_start_anywhere_in_a_buffer(compressor: Compressor) -> Non
 def test_an_agent_sends_the_message_of_its_row_of_the_fleet(compressor: Compressor) -> None:
     x = normal(4, 37, dtype=torch.float32)
 
-    def alone() -> list[int]:
+    def on_agent() -> list[int]:
         exchange = Exchange(ring(4), seed=11)
         exchange.begin(5)
         result: list[int] = compressor.encode(x[shoal.rank()], exchange).tolist()
         return result
 
-    assert shoal.Fleet(4).run(alone) == compressor.encode(x, mix(4, 5)).tolist()
+    assert shoal.Fleet(4).run(on_agent) == compressor.encode(x, mix(4, 5)).tolist()
 
 
 @every_compressor
@@ -413,24 +413,24 @@ def test_positions_take_about_two_bits_more_than_the_minimum(k: int) -> None:
 
 
 def test_a_compressor_without_a_wire_format_raises() -> None:
-    class Own(Compressor):
+    class WithoutEncoder(Compressor):
         def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
             return x
 
         def nbytes(self, d: int, dtype: torch.dtype) -> int:
             return d
 
-    class HalfOwn(Own):
+    class WithoutDecoder(WithoutEncoder):
         def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: object) -> None:
             data.zero_()
 
     data, output = torch.zeros(1, 3, dtype=torch.uint8), r"Own.* has no wire format: .* _encode and _pieces"
-    assert not Own().encodes
-    assert not HalfOwn().encodes
+    assert not WithoutEncoder().encodes
+    assert not WithoutDecoder().encodes
     with pytest.raises(TypeError, match=output):
-        Own().encode(normal(1, 3), mix(1))
-    assert torch.equal(HalfOwn().encode(normal(1, 3), mix(1)), data)
-    for one in (Own(), HalfOwn()):
+        WithoutEncoder().encode(normal(1, 3), mix(1))
+    assert torch.equal(WithoutDecoder().encode(normal(1, 3), mix(1)), data)
+    for one in (WithoutEncoder(), WithoutDecoder()):
         with pytest.raises(TypeError, match=output):
             one.decode(data, 3, torch.float32, mix(1))
         with pytest.raises(TypeError, match=output):

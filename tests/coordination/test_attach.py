@@ -29,7 +29,7 @@ SIZE = 3
 BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP}
 
 
-def found(engine: str) -> pytest.MarkDecorator:
+def requires_backend(engine: str) -> pytest.MarkDecorator:
     """Passes over a test of an engine that this build of torch has not."""
     return pytest.mark.skipif(engine not in available(), reason=f"this build of torch has no {engine}")
 
@@ -61,7 +61,7 @@ def by_script(script: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=found("ucc"))])
+@pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=requires_backend("ucc"))])
 def test_the_scripts_own_group_moves_tensors_and_is_not_destroyed(engine: str) -> None:
     output = by_script(
         f"""
@@ -82,7 +82,7 @@ def test_the_scripts_own_group_moves_tensors_and_is_not_destroyed(engine: str) -
     assert output == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
 
 
-@found("ucc")
+@requires_backend("ucc")
 def test_ucc_groups_created_by_shoal_give_the_bits_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -96,7 +96,7 @@ def test_ucc_groups_created_by_shoal_give_the_bits_of_threads(monkeypatch: pytes
         assert all(torch.equal(one, other) for one, other in zip(moved, expected, strict=True))
 
 
-@found("mpi")
+@requires_backend("mpi")
 def test_a_group_of_mpi_moves_tensors() -> None:
     script = """
     import torch, torch.distributed as dist, shoal

@@ -181,12 +181,12 @@ def test_with_another_number_of_agents_a_common_dataset_continues_after_the_used
     before = shoal.Fleet(4).run(begin)
     state = before[0][1]
 
-    def go_on() -> list[int]:
+    def resume() -> list[int]:
         sampler = shoal.AgentSampler(data)
         sampler.load_state_dict(state)
         return list(sampler)
 
-    after = shoal.Fleet(2).run(go_on)
+    after = shoal.Fleet(2).run(resume)
     taken = [*chain(*(indices for indices, _ in before)), *chain(*after)]
     assert sorted(taken) == list(data)
 

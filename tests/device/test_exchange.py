@@ -183,10 +183,10 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
     if transport != "shared_memory":
         return  # nothing is mapped
 
-    def cannot(fd: int, size: int) -> torch.Tensor:
+    def raise_unshareable(fd: int, size: int) -> torch.Tensor:
         raise Unshareable("these devices do not reach each other")
 
-    monkeypatch.setattr(cuda, "map_memory", cannot)
+    monkeypatch.setattr(cuda, "map_memory", raise_unshareable)
 
     def run() -> str:
         with pytest.raises((RuntimeError, shoal.ShoalError)) as caught:
@@ -257,10 +257,10 @@ def test_by_default_tensors_are_sent_through_the_cpu(
 ) -> None:
     monkeypatch.delenv("SHOAL_DEVICE_MEMORY")
 
-    def never(one: torch.device) -> SlowDevice:
+    def fail_if_opened(one: torch.device) -> SlowDevice:
         raise AssertionError("the device was opened")
 
-    monkeypatch.setattr(cuda, "open_device", never)
+    monkeypatch.setattr(cuda, "open_device", fail_if_opened)
 
     def run() -> None:
         result = average_of_two()
@@ -275,11 +275,11 @@ def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_works(
     fleet: Fleets, device: SlowDevice, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """The thread that waits for sums, and the progress thread, are available for the next."""
-    goes_on = threading.Event()
+    released = threading.Event()
 
-    def goes_wrong() -> None:
+    def fail_or_hang() -> None:
         if hangs:
-            goes_on.wait(30.0)
+            released.wait(30.0)
         else:
             raise RuntimeError("an illegal memory access was encountered")
 
@@ -292,8 +292,8 @@ def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_works(
             shoal.neighbor_allreduce(x, 0.5, {1 - rank: 0.5}, [1 - rank], name="wrong", timeout=1.0)
         took = time.monotonic() - began
         assert shoal.allreduce(torch.ones(1)).item() == 1.0
-        goes_on.set()
+        released.set()
         return took
 
-    monkeypatch.setattr(device_ops, "weighted_sum", lambda *_: here().current().queue(goes_wrong))
+    monkeypatch.setattr(device_ops, "weighted_sum", lambda *_: here().current().queue(fail_or_hang))
     assert max(fleet(2).run(run)) < 8.0

@@ -43,7 +43,7 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[Fleets]:
         yield partial(shoal.Fleet, transport=request.param, timeout=20.0)
 
 
-def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "shoal"]
 
 
@@ -66,7 +66,7 @@ def test_a_report_names_the_missing_ranks_and_their_status(
         shoal.barrier()
 
     anywhere(3).run(run)
-    logged = heard(caplog)
+    logged = log_lines(caplog)
     waits = [
         one
         for one in logged
@@ -114,7 +114,7 @@ def test_a_call_that_all_have_requested_waits_for_no_rank(
 
     while_held = Barrier(2)
     shoal.Fleet(2, transport=PROCESS_GROUP, timeout=20.0).run(run)
-    waits = [one for one in heard(caplog) if "on rank 0 has waited" in one]
+    waits = [one for one in log_lines(caplog) if "on rank 0 has waited" in one]
     until = ", to which all have come, until its tensors are moved"
     assert len(waits) == 1 and f" s{until}; it gives up" in waits[0], waits
     assert f"neighbor_allreduce 'x' round 0{until}, since " in output[0], output
@@ -141,7 +141,7 @@ def test_a_collective_operation_names_the_absent_ranks(
         shoal.allreduce(torch.ones(1000), name="all")
 
     anywhere(4).run(run)
-    results = [one for one in heard(caplog) if "has waited" in one]
+    results = [one for one in log_lines(caplog) if "has waited" in one]
     assert len(results) == 3, results
     for one in results:
         assert one.startswith("allreduce (average) 'all' round 0 on rank ") and f" for ranks [{late}];" in one, results
@@ -166,10 +166,10 @@ def test_a_call_on_a_window_is_reported_as_well_and_once(
         shoal.bluefog.win_free("weights")
 
     fleet(2).run(run)
-    results = [one for one in heard(caplog) if "on rank 1 has waited" in one]
+    results = [one for one in log_lines(caplog) if "on rank 1 has waited" in one]
     says = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
     assert len(results) == 1 and re.match(says, results[0]), results
-    assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in heard(caplog))
+    assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in log_lines(caplog))
 
 
 def test_a_call_on_a_window_is_checked_in_time_and_reported_once_beside_other_waits(
@@ -182,12 +182,12 @@ def test_a_call_on_a_window_is_checked_in_time_and_reported_once_beside_other_wa
     progress: Any = SimpleNamespace(lock=nullcontext(), check_by=looks.append)
     result = stalls.Stalls(SharedParts(0, 2, nobody, nobody, nobody, nobody, progress, nobody), nobody, services)
     result.begins_to_wait(0.0)
-    assert looks == [30.0] and result.check(29.0) == 30.0 and heard(caplog) == []
+    assert looks == [30.0] and result.check(29.0) == 30.0 and log_lines(caplog) == []
     assert result.check(30.0) == float("inf")
     calls.append(("win_get 'b'", [1], 10.0))
     result.begins_to_wait(10.0)
     assert looks == [30.0, 40.0] and result.check(40.0) == float("inf")
-    assert [one.split(" on rank")[0] for one in heard(caplog)] == ["win_put 'a'", "win_get 'b'"]
+    assert [one.split(" on rank")[0] for one in log_lines(caplog)] == ["win_put 'a'", "win_get 'b'"]
 
 
 def test_many_waiting_calls_are_one_report_and_each_is_reported_once(
@@ -207,10 +207,10 @@ def test_many_waiting_calls_are_one_report_and_each_is_reported_once(
             handle.wait()
 
     fleet(2).run(run)
-    reports = [one for one in heard(caplog) if "on rank 0 has waited" in one]
+    reports = [one for one in log_lines(caplog) if "on rank 0 has waited" in one]
     assert 1 <= len(reports) <= 3, reports  # the first to be due, and what is due a second later
     assert "'call 0' round 0" in reports[0] and re.search(r" and 1?\d more on rank 0", " ".join(reports)), reports
-    assert len([one for one in heard(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
+    assert len([one for one in log_lines(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
 
 
 def test_shorter_waits_are_not_reported(
@@ -225,7 +225,7 @@ def test_shorter_waits_are_not_reported(
         shoal.barrier()
 
     fleet(2).run(run)
-    assert [one for one in heard(caplog) if "has waited" in one] == []
+    assert [one for one in log_lines(caplog) if "has waited" in one] == []
 
 
 def report_a_barrier(path: Path) -> None:
@@ -315,7 +315,7 @@ def test_an_agent_is_queried_again_only_after_its_reply_or_its_failure(caplog: p
     assert [asks(now) for now in (103.0, 104.5)] == [2, 2]
     assert reports.check(104.9) == 103.0 + stalls.ANSWER_WITHIN
     reports.check(105.0)  # it does not answer
-    assert [one for one in heard(caplog) if "does not answer" in one] == [
+    assert [one for one in log_lines(caplog) if "does not answer" in one] == [
         "rank 1 does not answer rank 0: it is stopped, hung, or cut off"
     ]
     assert asks(106.5) == 3 and set(output) == {(1, stalls.DOING)}

@@ -64,7 +64,7 @@ class Fusion:
     def split_all(self) -> None: ...
 
 
-class Nothing:
+class Stub:
     """What nobody looks at here."""
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +104,7 @@ class Router:
         for rank, incarnation in list(self.waiting):
             if not self.is_joining and self.places[rank].incarnation == incarnation:
                 for message in self.waiting.pop((rank, incarnation), []):
-                    self._one.hear(rank, incarnation, message)
+                    self._one.receive(rank, incarnation, message)
 
     def take(self, source: int, incarnation: int, message: Message) -> bool:
         """Whether it is to be heard now."""
@@ -139,7 +139,7 @@ class Simulated:
         lifecycle: Any = Lifecycle(self)
         router: Any = Router(self, net.size)
         fusion: Any = Fusion()
-        nothing: Any = Nothing()
+        nothing: Any = Stub()
         self.lifecycle, self.router = lifecycle, router
         sender = recording_sender(rank, self.membership, self._send)
         parts = SharedParts(rank, net.size, router, nothing, self.membership, self.matcher, nothing, sender)
@@ -178,7 +178,7 @@ class Simulated:
             self.agreement.change()
         self.result_cache.on_departure(departure.rank, None)
 
-    def misses_somebody(self) -> None:
+    def miss_departed_ranks(self) -> None:
         """A round needs an agent that has left, if there is one."""
         for rank in self.membership.view.left:
             self.agreement.missed(rank)
@@ -207,7 +207,7 @@ class Simulated:
             output = self.entry.asking(), self.entry.begun()
         self.net.here[operation.name, operation.round, operation.plan][self.rank] = output
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Take a result that all of an attempt have contributed to, or the first of them alone, as the root of a
         broadcast; end where all of them have it."""
         for operation in self.matcher.in_flight():
@@ -235,7 +235,7 @@ class Simulated:
         if operation.on_end is not None:
             operation.on_end(result)
 
-    def hear(self, source: int, incarnation: int, message: Message) -> None:
+    def receive(self, source: int, incarnation: int, message: Message) -> None:
         if self.router.take(source, incarnation, message):
             services = {ENTRY: self.entry, WORD: self.agreement, HAD: self.result_cache, RESULT: self.result_transfer}
             services[message.name.partition(" ")[0]].serve(source, message)
@@ -286,7 +286,7 @@ class Net:
         return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in there]
 
     def deliver(self, link: Link) -> None:
-        self.there[link.to].hear(link.source, link.source_incarnation, self.links[link].popleft())
+        self.there[link.to].receive(link.source, link.source_incarnation, self.links[link].popleft())
 
     def notices(self, rank: int, dead: int, incarnation: int = 0) -> None:
         one = self.there[rank]
@@ -313,7 +313,7 @@ class Net:
         elif what < 0.47 and len(self.inside) > 2:
             self.lose(one.rank, died=draw.random() < 0.7)
         elif what < 0.49:
-            one.misses_somebody()
+            one.miss_departed_ranks()
         elif what < 0.51 and returns and len(self.there) < self.size:
             self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
         elif one.entry.is_joining or one.lifecycle.gate.paused:
@@ -321,7 +321,7 @@ class Net:
         elif what < 0.7:
             one.begin(draw.choice(["a", ALL, SMALL, SMALL, *([IN] if returns else [])]))
         else:
-            one.go_on()
+            one.advance()
 
     def finish(self, draw: random.Random) -> None:
         """Notice all losses, deliver all notices, and let each agent that is behind make the calls of the others."""
@@ -329,7 +329,7 @@ class Net:
             for rank in self.there:
                 for dead in self.dead:
                     self.notices(rank, *dead)
-            draw.choice(self.inside).misses_somebody()
+            draw.choice(self.inside).miss_departed_ranks()
             while waiting := self.waiting:
                 self.deliver(waiting[0])
             for name in ("a", ALL, SMALL, IN):
@@ -339,7 +339,7 @@ class Net:
                         if not one.lifecycle.gate.paused:
                             one.begin(name)
             for one in self.inside:
-                one.go_on()
+                one.advance()
                 one.router.admit_pending()  # who drives looks at the clock
             if self.asking:
                 for one in self.inside:
@@ -439,7 +439,7 @@ def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it(
         one.begin(IN)
     for _ in range(2):
         for one in (first, second):
-            one.go_on()
+            one.advance()
     assert first.agreement.now == second.agreement.now == Plan((), 1)
     first.begin("a")
     first.begin("a")
@@ -452,7 +452,7 @@ def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more()
     net = Net(2)
     one = net.there[0]
 
-    def notice_and_hear() -> None:
+    def notice_and_receive() -> None:
         for rank, incarnation in list(net.dead):
             net.notices(0, rank, incarnation)
         while net.waiting:
@@ -460,19 +460,19 @@ def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more()
 
     net.lose(1)
     net.come_back(1)
-    notice_and_hear()
+    notice_and_receive()
     one.begin(IN)
     net.lose(1)
     net.come_back(1)
-    notice_and_hear()
-    one.go_on()  # it admits the first of the two
-    one.go_on()
-    notice_and_hear()
+    notice_and_receive()
+    one.advance()  # it admits the first of the two
+    one.advance()
+    notice_and_receive()
     assert one.router.places[1].incarnation == 1 and one.agreement.now == Plan((1,), 1)
     one.begin(IN)
-    one.go_on()
-    one.go_on()
-    notice_and_hear()
+    one.advance()
+    one.advance()
+    notice_and_receive()
     assert not net.there[1].entry.is_joining
     assert one.agreement.now == net.there[1].agreement.now == Plan((), 2)
 
@@ -508,8 +508,8 @@ def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
     joining_peer.router.links.update({0: link(1.0), 1: link(0.0), 2: link(1.0)})
     net.deliver(Link(3, 1, 0, 0))
     inside.begin(IN)
-    inside.go_on()
-    inside.go_on()
+    inside.advance()
+    inside.advance()
     net.deliver(Link(0, 0, 3, 1))
     assert joining_peer.agreement.alive == (0, 3)
     assert set(joining_peer.router.links) == {0, 2}
@@ -520,14 +520,14 @@ def test_results_of_two_attempts_are_not_mixed() -> None:
     first, second = net.there[0], net.there[1]
     for value in net.there.values():
         value.begin(ALL)
-    first.go_on()
-    second.go_on()  # both have a result with rank 3; rank 2 has none
+    first.advance()
+    second.advance()  # both have a result with rank 3; rank 2 has none
     net.lose(3)
     for rank in (0, 1, 2):
         net.notices(rank, 3)
     for source, to in ((1, 0), (2, 0)):
         net.deliver(Link(source, 0, to, 0))
-    first.go_on()  # as a root it has the result of the next attempt at once
+    first.advance()  # as a root it has the result of the next attempt at once
     net.lose(2)
     net.notices(1, 2)  # which therefore never makes that attempt
     net.notices(0, 2)
@@ -567,4 +567,4 @@ def test_with_on_failure_raise_there_is_no_agreement(monkeypatch: pytest.MonkeyP
 def test_an_invalid_failure_report_is_a_protocol_error(said: str) -> None:
     message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(said), body=said.encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
-        Net(4).there[0].hear(1, 0, message)
+        Net(4).there[0].receive(1, 0, message)

@@ -19,7 +19,7 @@ from support.recording_sender import recording_sender
 
 
 @dataclass
-class Question:
+class PendingProbe:
     """One that waits for its answer; also the socket of it."""
 
     peer: int
@@ -27,7 +27,7 @@ class Question:
     open: bool = True
 
     @property
-    def sock(self) -> Question:
+    def sock(self) -> PendingProbe:
         return self
 
     def fileno(self) -> int:
@@ -38,7 +38,7 @@ class Question:
 
 
 @dataclass
-class Place:
+class FakePeerId:
     incarnation: int = 0
 
 
@@ -48,7 +48,7 @@ class Agent:
 
     rank: int
     size: int
-    asked: list[Question] = field(default_factory=list)
+    asked: list[PendingProbe] = field(default_factory=list)
     kinds: dict[int, str] = field(default_factory=dict)
     sent: list[tuple[int, bytes]] = field(default_factory=list)
     error: PeerLost | None = None
@@ -60,7 +60,7 @@ class Agent:
     def __post_init__(self) -> None:
         self.membership = MembershipTable(self.size)
         self.lock = RLock()
-        self.places = [Place() for _ in range(self.size)]
+        self.places = [FakePeerId() for _ in range(self.size)]
         me: Any = self
         keep: Any = lambda peer, message: self.sent.append((peer, message.body))  # noqa: E731
         sender = recording_sender(self.rank, self.membership, keep)
@@ -80,12 +80,12 @@ class Agent:
     def transport_to(self, rank: int) -> str:
         return self.kinds.get(rank, "network")
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> FakePeerId:
         return self.places[rank]
 
-    def outgoing(self, peer: int, receiver: object, asks: bool = False) -> Question:
+    def outgoing(self, peer: int, receiver: object, asks: bool = False) -> PendingProbe:
         assert asks and not any(one.open for one in self.asked), "a link that stays, or two questions"
-        self.asked.append(Question(peer))
+        self.asked.append(PendingProbe(peer))
         return self.asked[-1]
 
     # As all others
@@ -100,13 +100,13 @@ class Agent:
     def yield_to_majority(self, why: PeerLost) -> None:
         self.error = why
 
-    def lose(self, *ranks: int) -> Agent:
+    def lose_touch(self, *ranks: int) -> Agent:
         """They are out of reach."""
         for rank in ranks:
             self.membership.apply(AgentEvent.LOSE_TOUCH, rank, "silent")
         return self
 
-    def hear(self, source: int, text: bytes) -> None:
+    def receive(self, source: int, text: bytes) -> None:
         message = Message(Kind.CONTROL, name="~reunion", nbytes=len(text), body=text)
         self.partition_resolver.serve(source, message)
 
@@ -134,12 +134,12 @@ def test_without_unreachable_agents_there_are_no_probes_and_no_clock_reads() -> 
 
 def test_the_larger_part_sends_no_probes() -> None:
     for agent, beyond in ((Agent(2, 5), (3, 4)), (Agent(1, 4), (2, 3)), (Agent(0, 2), (1,))):
-        agent.lose(*beyond)
+        agent.lose_touch(*beyond)
         assert agent.partition_resolver.check(100.0) == float("inf") and not agent.asked
 
 
 def test_the_smaller_part_probes_one_agent_at_a_time_in_turn() -> None:
-    agent = Agent(3, 5).lose(0, 1, 2)
+    agent = Agent(3, 5).lose_touch(0, 1, 2)
     assert agent.looks_at == 0.0
     now = 100.0
     for _ in range(6):
@@ -151,7 +151,7 @@ def test_the_smaller_part_probes_one_agent_at_a_time_in_turn() -> None:
 
 
 def test_an_unanswered_probe_is_dropped_for_the_next() -> None:
-    agent = Agent(1, 2).lose(0)
+    agent = Agent(1, 2).lose_touch(0)
     assert agent.partition_resolver.check(100.0) == 100.0 + EVERY
     now = 100.0
     while now < 100.0 + PATIENCE:
@@ -165,7 +165,7 @@ def test_an_unanswered_probe_is_dropped_for_the_next() -> None:
 
 
 def test_a_rejoined_agent_is_not_probed() -> None:
-    agent = Agent(1, 2).lose(0)
+    agent = Agent(1, 2).lose_touch(0)
     agent.partition_resolver.check(100.0)
     agent.membership.apply(AgentEvent.ADMIT, 0)
     assert agent.partition_resolver.check(100.5) == float("inf") and not agent.asked[0].open
@@ -173,7 +173,7 @@ def test_a_rejoined_agent_is_not_probed() -> None:
 
 @pytest.mark.parametrize("kind", ["", "threads"])
 def test_an_agent_without_an_address_is_not_probed(kind: str) -> None:
-    agent = Agent(2, 3, kinds={0: kind}).lose(0, 1)
+    agent = Agent(2, 3, kinds={0: kind}).lose_touch(0, 1)
     for step in range(3):
         agent.partition_resolver.check(100.0 + step * PATIENCE)
     assert peers(agent) == [1, 1, 1]
@@ -181,7 +181,7 @@ def test_an_agent_without_an_address_is_not_probed(kind: str) -> None:
 
 @pytest.mark.parametrize("state", ["paused", "closing", "is_joining", "error"])
 def test_an_agent_that_has_not_agreed_or_has_ended_neither_probes_nor_replies(state: str) -> None:
-    agent = Agent(2, 3).lose(0, 1)
+    agent = Agent(2, 3).lose_touch(0, 1)
     assert agent.answer(0, 0) == part(1, 2)
     if state == "is_joining":
         agent.membership = MembershipTable(3)
@@ -198,7 +198,7 @@ def test_an_agent_that_has_not_agreed_or_has_ended_neither_probes_nor_replies(st
 
 
 def test_the_membership_is_reported_only_to_excluded_agents() -> None:
-    agent = Agent(0, 4).lose(2, 3)
+    agent = Agent(0, 4).lose_touch(2, 3)
     agent.membership.apply(AgentEvent.LOSE, 1, "its process ended")
     assert agent.answer(3, 0) == part(1, 0)
     agent.membership.apply(AgentEvent.ADMIT, 3)
@@ -210,7 +210,7 @@ def test_the_membership_is_reported_only_to_excluded_agents() -> None:
 
 @pytest.mark.parametrize("answer", [0, part(2, 3), part(1, 0), part(5, 0), part(1 << 30, 0), (1 << 64) - 1], ids=hex)
 def test_an_invalid_reply_or_one_from_no_larger_part_is_ignored(answer: int) -> None:
-    agent = Agent(2, 5).lose(0, 1, 4)
+    agent = Agent(2, 5).lose_touch(0, 1, 4)
     agent.partition_resolver.check(100.0)
     agent.asked[0].on_answer(answer)
     assert agent.error is None and not agent.sent
@@ -221,11 +221,11 @@ def test_an_invalid_reply_or_one_from_no_larger_part_is_ignored(answer: int) -> 
     [(part(3, 0), "as one of 3: theirs is the larger part"), (part(2, 1), "as large a part, with the lowest rank, 1")],
 )
 def test_the_smaller_part_yields_and_notifies_its_members(answer: int, why: str) -> None:
-    agent, other = Agent(2, 5).lose(0, 1, 4), Agent(3, 5).lose(0, 1, 4)
+    agent, other = Agent(2, 5).lose_touch(0, 1, 4), Agent(3, 5).lose_touch(0, 1, 4)
     agent.partition_resolver.check(100.0)
     agent.asked[0].on_answer(answer)
     [(peer, text)] = agent.sent
-    other.hear(2, text)
+    other.receive(2, text)
     assert peer == 3 and not other.sent
     for one in (agent, other):
         assert one.error is not None and one.error.ranks == (0, 1, 4)
@@ -236,13 +236,13 @@ def test_the_smaller_part_yields_and_notifies_its_members(answer: int, why: str)
 
 
 def test_invalid_and_foreign_messages_end_no_agent() -> None:
-    agent = Agent(3, 5).lose(0, 1, 2)
+    agent = Agent(3, 5).lose_touch(0, 1, 2)
     for text in (b"{", b"7", b"[0, 3]", b'["a", 1, 2]', b"[0, null, 0]", b"\xff"):
         with pytest.raises(ProtocolError, match="another part"):
-            agent.hear(4, text)
-    agent.hear(0, b"[0, 3, 0]")
+            agent.receive(4, text)
+    agent.receive(0, b"[0, 3, 0]")
     assert agent.error is None
-    agent.hear(4, b"[0, 3, 0]")
+    agent.receive(4, b"[0, 3, 0]")
     assert agent.error is not None
 
 
@@ -257,7 +257,7 @@ def test_exactly_the_largest_of_any_parts_continues(seed: int) -> None:
     for rank, agent in agents.items():
         for other in range(size):
             if index[other] != index[rank]:
-                agent.lose(other)
+                agent.lose_touch(other)
             elif other not in agents:
                 agent.membership.apply(AgentEvent.LOSE, other, "its process ended")
     parts = [[rank for rank in left if index[rank] == one] for one in set(index)]
@@ -272,6 +272,6 @@ def test_exactly_the_largest_of_any_parts_continues(seed: int) -> None:
                 if question.peer in agents and draws.random() < 0.5:
                     question.on_answer(agents[question.peer].answer(rank, 0))
             for other, text in agent.sent:
-                agents[other].hear(rank, text)
+                agents[other].receive(rank, text)
             agent.sent.clear()
     assert [rank for rank in left if agents[rank].error is None] == largest

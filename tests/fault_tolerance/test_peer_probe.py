@@ -31,7 +31,7 @@ def shake_hands(incarnation: int) -> int:
     return had
 
 
-def told(prepare: Callable[[], None], incarnation: int) -> Callable[[], dict[int, str]]:
+def probe_actions(prepare: Callable[[], None], incarnation: int) -> Callable[[], dict[int, str]]:
     """The actions of the probed and the probing agent; the dead agents as each counts them."""
 
     def run() -> dict[int, str]:
@@ -67,7 +67,7 @@ def test_an_excluded_process_leaves_nothing_and_is_no_ones_failure(
 ) -> None:
     """So does a process that another one on its rank has replaced."""
     fleet = shoal.Fleet(2, transport=transport, timeout=10.0)
-    assert fleet.run(told(prepare, incarnation)) == [{}, {}]
+    assert fleet.run(probe_actions(prepare, incarnation)) == [{}, {}]
 
 
 def waits(asking: PeerProbe) -> bool:

@@ -50,7 +50,7 @@ class Agent:
         self.result_cache.ended(operation, result)
         self.matcher.end(operation, None)
 
-    def hear(self, source: int, said: object) -> None:
+    def receive(self, source: int, said: object) -> None:
         text = said if isinstance(said, bytes) else json.dumps(said).encode()
         self.result_cache.serve(source, Message(Kind.CONTROL, HAD, HAD, nbytes=len(text), body=text))
 
@@ -62,17 +62,17 @@ def had(name: str, *rounds: tuple[int, int], leaving: bool = False) -> dict[str,
 def test_a_result_is_kept_until_all_participants_have_acknowledged_it() -> None:
     agent = Agent(4)
     agent.end(agent.begin(plan=Plan((3,))))  # of those that are there one takes no part
-    agent.hear(1, had("x", (0, 1)))
+    agent.receive(1, had("x", (0, 1)))
     assert list(agent.result_cache.results) == [("x", 0)]
-    agent.hear(2, had("x", (0, 1)))
+    agent.receive(2, had("x", (0, 1)))
     assert not agent.result_cache.results
 
 
 def test_an_early_acknowledgement_is_counted() -> None:
     agent = Agent()
     first, second = agent.begin(), agent.begin()
-    agent.hear(1, had("x", (0, 2)))
-    agent.hear(2, had("x", (0, 1)))
+    agent.receive(1, had("x", (0, 2)))
+    agent.receive(2, had("x", (0, 1)))
     agent.end(first)
     assert not agent.result_cache.results
     agent.end(second)
@@ -82,7 +82,7 @@ def test_an_early_acknowledgement_is_counted() -> None:
 def test_failed_agents_need_no_result() -> None:
     agent = Agent()
     agent.end(agent.begin())
-    agent.hear(1, had("x", (0, 1)))
+    agent.receive(1, had("x", (0, 1)))
     agent.membership.apply(AgentEvent.LOSE, 2, "it died")
     agent.result_cache.on_departure(2, None)
     assert not agent.result_cache.results
@@ -116,7 +116,7 @@ def test_large_results_are_acknowledged_sooner(monkeypatch: pytest.MonkeyPatch) 
 def test_a_departing_agent_gets_acknowledgements_at_once() -> None:
     agent = Agent()
     agent.end(agent.begin())
-    agent.hear(1, {"had": {}, "leaving": True})
+    agent.receive(1, {"had": {}, "leaving": True})
     assert agent.said == [(peer, had("x", (0, 1))) for peer in (1, 2)]
     agent.end(agent.begin())
     assert agent.said[2:] == [(peer, had("x", (1, 1))) for peer in (1, 2)]
@@ -125,9 +125,9 @@ def test_a_departing_agent_gets_acknowledgements_at_once() -> None:
 def test_a_round_that_failed_locally_is_not_waited_for() -> None:
     agent = Agent()
     operation = agent.begin()
-    agent.hear(1, had("x", (0, 1)))
+    agent.receive(1, had("x", (0, 1)))
     agent.end(operation, None)
-    agent.hear(2, had("x", (0, 1)))
+    agent.receive(2, had("x", (0, 1)))
     assert not agent.result_cache.results and not agent.result_cache._ahead
     agent.result_cache.confirm()
     assert not agent.said
@@ -148,7 +148,7 @@ def test_an_invalid_message_about_results_is_a_protocol_error(said: object) -> N
     agent = Agent()
     agent.begin()
     with pytest.raises(ProtocolError, match="makes no sense"):
-        agent.hear(1, said)
+        agent.receive(1, said)
 
 
 def test_small_results_are_kept_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:

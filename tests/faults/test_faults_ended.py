@@ -32,12 +32,12 @@ OVER = [
 ]
 
 
-class Unlucky(Exception):
+class ScriptError(Exception):
     pass
 
 
 def raise_an_exception() -> None:
-    raise Unlucky("out of luck")
+    raise ScriptError("out of luck")
 
 
 def exit_with_an_error() -> None:
@@ -136,7 +136,7 @@ def test_a_script_that_ends_without_shutdown_affects_no_other(environment: dict[
 # In the middle of the end
 
 
-def shut_down_and_die(place: str) -> None:
+def die_in_shutdown(place: str) -> None:
     """Die in ``shutdown``: before any message of it, or between its goodbye and its end."""
     if place == "before":
         bootstrap.on_stop.append(lambda _: die())
@@ -148,7 +148,7 @@ def shut_down_and_die(place: str) -> None:
 
 def shut_down_all(place: str) -> None:
     if shoal.rank() == VICTIM:
-        shut_down_and_die(place)
+        die_in_shutdown(place)
     shoal.shutdown()
 
 
@@ -170,7 +170,7 @@ def test_a_kill_during_a_common_shutdown_delays_the_others_less_than_a_second(
 def test_an_agent_killed_in_its_shutdown_is_named_to_agents_that_continue(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         others = [rank for rank in range(SIZE) if rank != VICTIM]
-        dead = world.run_on(VICTIM, shut_down_and_die, "before").outcome()
+        dead = world.run_on(VICTIM, die_in_shutdown, "before").outcome()
         for one in world.run(average_until_it_fails, 30_000, on=others):
             assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
             assert one.ended - dead.ended < scaled(SECONDS)
@@ -216,7 +216,7 @@ def average_and_rest() -> None:
 # An agent that forks
 
 
-def descriptors_of_a_child_stay_its_own() -> str:
+def check_descriptors_of_a_child() -> str:
     """In a forked child, open files, let the garbage collector run, and see whether the files are still there."""
     read_end, write_end = os.pipe()
     shoal.neighbor_allreduce(torch.ones(30_000))
@@ -247,7 +247,7 @@ def descriptors_of_a_child_stay_its_own() -> str:
 @pytest.mark.parametrize("environment", OVER)
 def test_a_forked_child_may_use_the_descriptors_that_shoal_closed_in_it(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
-        assert world.results(descriptors_of_a_child_stay_its_own) == ["ok"] * 3
+        assert world.results(check_descriptors_of_a_child) == ["ok"] * 3
 
 
 def operation_in_a_forked_child() -> str:
@@ -319,7 +319,7 @@ def test_an_agent_stopped_during_a_transfer_is_named() -> None:
 @pytest.mark.transport("network")
 def test_the_deadline_counts_if_the_clock_was_last_read_when_all_headers_had_arrived() -> None:
     with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
-        world.results(look_at_the_clock_when_something_comes, on=[0])
+        world.results(check_deadlines_on_each_message, on=[0])
         world.results(stop_at, Point("Chunk out", 6), on=[1])
         pending = [world.run_on(rank, average_with_a_stop, 8_000_000) for rank in range(2)]
         one = pending[0].outcome()
@@ -357,15 +357,15 @@ def stop_at(point: Point) -> None:
     arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def look_at_the_clock_when_something_comes() -> None:
+def check_deadlines_on_each_message() -> None:
     """As happens by itself when something else is due at that moment."""
     engine = current("test").engine
 
-    def look(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == "received":
             engine.progress.next_check = 0.0
 
-    shoal.events().subscribe(look)
+    shoal.events().subscribe(on_event)
 
 
 def average_with_a_stop(numel: int = 30_000) -> None:

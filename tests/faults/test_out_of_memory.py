@@ -80,14 +80,14 @@ def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
         engine = current().engine
         poll, me = engine.poller.poll, threading.current_thread()
 
-        def instead(timeout: float) -> object:
+        def failing_poll(timeout: float) -> object:
             if threading.current_thread() is not me:
                 raise MemoryError
             return poll(timeout)
 
         shoal.barrier()
         if shoal.rank() == 0:
-            engine.poller.poll = instead  # type: ignore[method-assign, assignment]
+            engine.poller.poll = failing_poll  # type: ignore[method-assign, assignment]
         handle = shoal.allreduce_nonblocking(torch.ones(3), name="never" if shoal.rank() else "x")
         assert wait_until(lambda: shoal.rank() == 1 or shoal.poll(handle), 10.0), "it waits"
         engine.poller.poll = poll  # type: ignore[method-assign]

@@ -114,18 +114,18 @@ def test_a_stopped_agent_is_named_at_the_deadline_and_reconnects(point: Point, v
         assert all(victim in one.ranks or "moved" in one.message for one in results), [one.message for one in results]
         world.kill(victim, signal.SIGCONT)
         pending[victim].outcome()
-        rounds = world.results(begun)
+        rounds = world.results(rounds_begun)
         world.results(catch_up, max(rounds))
         assert world.results(average, 3) == [1.0] * 3
 
 
-def begun() -> int:
+def rounds_begun() -> int:
     return current().engine.matcher.begun("~neighbor_allreduce")
 
 
 def catch_up(rounds: int) -> None:
     """Calls that all others have given up."""
-    while begun() < rounds:
+    while rounds_begun() < rounds:
         try:
             average(1, timeout=1.0)
         except shoal.ShoalError:

@@ -79,7 +79,7 @@ def assert_it_names_the_killed(one: Outcome, at: float, victim: int = VICTIM) ->
     assert one.ended - at < scaled(SECONDS), f"rank {one.rank} learnt it after {one.ended - at:.2f} s"
 
 
-def assert_the_rest_goes_on(world: World, rest: list[int] = REST) -> None:
+def assert_survivors_continue(world: World, rest: list[int] = REST) -> None:
     """Now, and also when everybody knows who died."""
     for _ in range(2):
         for result in world.results(go_on, rest, on=rest):
@@ -180,7 +180,7 @@ def test_writing_to_a_killed_agent_raises_within_a_second(environment: dict[str,
         see_its_end(world)
         for writer in writers:
             assert_it_names_the_killed(writer.outcome(), at)
-        assert_the_rest_goes_on(world)
+        assert_survivors_continue(world)
 
 
 @HOW
@@ -192,7 +192,7 @@ def test_writing_to_a_dead_agent_raises_within_a_second(environment: dict[str, s
         see_its_end(world)
         for one in world.run(write_for_ever, how, VICTIM, on=REST):
             assert_it_names_the_killed(one, at)
-        assert_the_rest_goes_on(world)
+        assert_survivors_continue(world)
 
 
 @OVER
@@ -260,7 +260,7 @@ def test_waiters_get_a_mutex_within_a_second_of_its_holders_death(environment: d
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         hold_and_be_killed(world, of)
-        assert_the_rest_goes_on(world)
+        assert_survivors_continue(world)
 
 
 @pytest.mark.transport("network")
@@ -271,7 +271,7 @@ def test_a_mutex_held_from_another_machine_is_released_within_a_second_of_its_ho
     with network_namespaces(2) as machines, World(SIZE, namespaces=machines) as world:
         world.results(open_window)
         hold_and_be_killed(world, of)
-        assert_the_rest_goes_on(world)
+        assert_survivors_continue(world)
 
 
 @SHARED_MEMORY
@@ -418,7 +418,7 @@ def test_writers_get_the_exception_that_ended_their_target(environment: dict[str
         one = writer.outcome()
         assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
         assert_it_names_the_killed(world.run(write_for_ever, PUT, VICTIM, on=[TARGET])[0], ended.ended)
-        assert_the_rest_goes_on(world)
+        assert_survivors_continue(world)
 
 
 @OVER

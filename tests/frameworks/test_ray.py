@@ -38,7 +38,7 @@ def cluster() -> Iterator[Any]:
         result.shutdown()
 
 
-def gone(pids: list[int], seconds: float = 15.0) -> bool:
+def have_exited(pids: list[int], seconds: float = 15.0) -> bool:
     """No such process is there any more, within so long."""
     limit = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -64,7 +64,7 @@ def test_four_agents_on_two_nodes_are_two_machines_of_two_and_return_by_rank(
     nodes = [one[4] for one in result]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert [one[5] for one in result] == [11.5] * 4
-    assert gone([one[6] for one in result])
+    assert have_exited([one[6] for one in result])
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
     output, limit = "", time.monotonic() + 20.0
     while not re.search(r"\(rank \d .*the mean is 11.5", output):  # Ray brings it by way of files
@@ -89,7 +89,7 @@ def test_an_agent_that_is_killed_is_named_and_all_others_end_in_time(cluster: An
     assert time.monotonic() - started < scaled(120)
     assert info.value.ranks == (1,)
     assert isinstance(info.value.__cause__, ray.exceptions.RayActorError)
-    assert gone([int(file.read_text()) for file in tmp_path.iterdir()])
+    assert have_exited([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
 def test_an_agents_exception_is_the_cause_and_an_unresponsive_agent_is_killed(
@@ -107,7 +107,7 @@ def test_an_agents_exception_is_the_cause_and_an_unresponsive_agent_is_killed(
     with pytest.raises(shoal.ray.AgentFailed, match=message) as info:
         shoal.ray.train(run, str(tmp_path), agents=2)
     assert isinstance(info.value.__cause__, KeyError)
-    assert gone([int(file.read_text()) for file in tmp_path.iterdir()])
+    assert have_exited([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
 def test_with_on_loss_continue_the_others_continue_and_the_log_names_the_failed_agent(

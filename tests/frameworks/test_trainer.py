@@ -173,14 +173,14 @@ def test_features_that_need_one_common_model_are_refused(options: dict[str, Any]
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def shut_down_the_agent() -> Iterator[None]:
     """Shut the agent of this process down after the test."""
     yield
     shoal.shutdown()
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("shut_down_the_agent")
 def test_transformers_own_arguments_and_models_without_a_mean_are_refused(tmp_path: Path) -> None:
     plain = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(TypeError, match="ShoalTrainingArguments, which takes the same arguments"):

@@ -30,7 +30,7 @@ def mean_of(found: list[Any]) -> Any:
 
 
 @pytest.fixture
-def doomed() -> Iterator[World]:
+def disposable_world() -> Iterator[World]:
     made = World(SIZE, init=False, timeout=60.0)
     try:
         yield made
@@ -143,11 +143,11 @@ def test_another_number_of_agents_resumes_at_the_mean(world: World, two: World, 
 
 
 def test_after_the_death_of_an_agent_a_resumed_run_equals_an_uninterrupted_one(
-    world: World, doomed: World, tmp_path: Path
+    world: World, disposable_world: World, tmp_path: Path
 ) -> None:
     full = world.results(agents.train, str(tmp_path / "whole"), patience=PATIENCE)
     folder = str(tmp_path / "killed")
-    ended = doomed.run(partial(agents.train, killed=(2, 5)), folder, patience=PATIENCE)
+    ended = disposable_world.run(partial(agents.train, killed=(2, 5)), folder, patience=PATIENCE)
     assert [one.error for one in ended] == ["PeerLost", "PeerLost", "Died", "PeerLost"]
     assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-3"]
     resumed = world.results(partial(agents.train, resume=True), folder, patience=PATIENCE)

@@ -36,13 +36,13 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context in which the compiled kernels are not used."""
 
-    def none() -> pytest.MonkeyPatch:
+    def without_library() -> pytest.MonkeyPatch:
         patch = pytest.MonkeyPatch()
         patch.setattr(sums, "library", lambda: None)
         patch.setattr(codecs, "library", lambda: None)
         return patch
 
-    return none
+    return without_library
 
 
 def drawn(n: int, seed: int, dtype: torch.dtype, special: bool, gap: int = 0) -> torch.Tensor:
@@ -261,14 +261,14 @@ def test_positions_that_torch_refuses_are_refused(by_torch: Any, d: int) -> None
         message = torch.empty(positions_bytes(k, d), dtype=torch.uint8)
         write_positions(d, torch.randperm(d, generator=chance)[:k].sort().values, message)
         for _ in range(40):
-            wrong = message.clone()
-            wrong[int(torch.randint(len(wrong), (), generator=chance))] ^= int(
+            corrupted = message.clone()
+            corrupted[int(torch.randint(len(corrupted), (), generator=chance))] ^= int(
                 torch.randint(1, 256, (), generator=chance)
             )
             outcomes = []
             for undo in (None, by_torch()):
                 try:
-                    outcomes.append(read_positions(wrong, k, d).tolist())
+                    outcomes.append(read_positions(corrupted, k, d).tolist())
                 except ValueError as error:
                     outcomes.append(str(error))
                 if undo is not None:
@@ -391,12 +391,12 @@ class _Wrong:
         if name != self._name:
             return function
 
-        def wrong(dtype: int, out: int, *args: Any) -> int:
+        def corrupted(dtype: int, out: int, *args: Any) -> int:
             result = int(function(dtype, out, *args))
             ctypes.cast(out, ctypes.POINTER(ctypes.c_uint16))[0] ^= 1
             return result
 
-        return wrong
+        return corrupted
 
 
 @NATIVE
@@ -404,10 +404,10 @@ def test_kernels_that_round_differently_are_detected() -> None:
     kernels = library()
     assert kernels is not None
     assert differing(kernels) is None
-    wrong: Any = _Wrong(kernels, "shoal_weigh")
-    assert differing(wrong) == "weighted sums of torch.float32"
-    wrong = _Wrong(kernels, "shoal_reduce")
-    assert differing(wrong) == "reductions (sum) of torch.float32"
+    corrupted: Any = _Wrong(kernels, "shoal_weigh")
+    assert differing(corrupted) == "weighted sums of torch.float32"
+    corrupted = _Wrong(kernels, "shoal_reduce")
+    assert differing(corrupted) == "reductions (sum) of torch.float32"
 
 
 def test_a_variable_disables_them() -> None:

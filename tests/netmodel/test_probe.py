@@ -40,11 +40,11 @@ def test_the_slowest_agents_time_counts(fleet, monkeypatch: pytest.MonkeyPatch) 
     """By clocks that advance by the rank plus one at each reading."""
     clocks = [0, 0, 0]
 
-    def look() -> int:
+    def read_clock() -> int:
         clocks[shoal.rank()] += shoal.rank() + 1
         return clocks[shoal.rank()]
 
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=read_clock))
     monkeypatch.setattr(probe, "fit_link", lambda observations: Link(max(one.seconds for one in observations)))
     assert {result.inside.latency for result in fleet(3).run(measure)} == {3.0}
 
@@ -91,11 +91,11 @@ def test_printed_measurements_are_parsed(monkeypatch: pytest.MonkeyPatch) -> Non
     line = '{"agents": 2, "agents_per_machine": 2, "inside": {"latency": 1e-05, "bandwidth": 2e9, "overhead": 0.0}, '
     printed = f'warming up\n{line}"between": null}}\n'
 
-    def told(command, **_):
+    def run_probe(command, **_):
         assert command[-1] == "shoal.netmodel.probe"
         return subprocess.CompletedProcess(command, 0, stdout=printed, stderr="")
 
-    monkeypatch.setattr(subprocess, "run", told)
+    monkeypatch.setattr(subprocess, "run", run_probe)
     assert measure_this_machine(2) == MeasuredNetwork(2, 2, Link(1e-5, 2e9), None)
 
 

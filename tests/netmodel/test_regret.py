@@ -90,11 +90,11 @@ FEW = {
 
 @pytest.mark.timeout(600)  # for a busy machine; alone it takes seconds
 def test_the_recommendation_is_near_the_best_on_random_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def some(size: int, local: int) -> tuple[list[Averaging], dict[str, str]]:
+    def stub_averagings(size: int, local: int) -> tuple[list[Averaging], dict[str, str]]:
         results, passed_over = averagings(size, local)
         return [one for one in results if one.name in FEW], passed_over
 
-    monkeypatch.setattr(recommendation, "averagings", some)
+    monkeypatch.setattr(recommendation, "averagings", stub_averagings)
     result, without = regrets(12)
     print("regrets", np.round(result, 2), "without the accuracy", np.round(without, 2))
     assert max(result) < 1.3

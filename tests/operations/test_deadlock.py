@@ -36,7 +36,7 @@ LONG = 1.5
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def early_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LOOK_AFTER", LOOK_AFTER)
 
 

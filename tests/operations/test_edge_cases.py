@@ -245,7 +245,7 @@ def test_findings_of_a_clock_check_take_effect_at_their_own_time(fleet: Fleets) 
             engine = current("test").engine
             reported: list[float] = []
 
-            class Suspicious:
+            class FindingDetector:
                 def check(self, now: float) -> float:
                     if not reported:
                         reported.append(now)
@@ -259,7 +259,7 @@ def test_findings_of_a_clock_check_take_effect_at_their_own_time(fleet: Fleets) 
                 def descriptors(self) -> list[int]:
                     return []
 
-            engine.services.add("~suspicious", Suspicious())  # type: ignore[arg-type]
+            engine.services.add("~suspicious", FindingDetector())  # type: ignore[arg-type]
             with pytest.raises(shoal.DeadlineExceeded):
                 shoal.neighbor_allreduce(torch.ones(4), name="alone", timeout=1.0)
             del engine.services._by_word["~suspicious"]

@@ -29,7 +29,7 @@ Handles = dict[str, "shoal.Handle[torch.Tensor]"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 
 
-class Postman:
+class MessageCounter:
     """Counts the messages with a tensor that an agent sends, by whether they are fused."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def test_a_burst_is_one_message_and_keeps_every_bit(fleet: Fleets) -> None:
 
     def run() -> tuple[list[torch.Tensor], int, int]:
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         with current().engine.lock:  # nobody drives meanwhile
             handles = [shoal.neighbor_allreduce_nonblocking(sample(shoal.rank(), (5,), seed=i)) for i in range(count)]
         results = [handle.wait() for handle in handles]
@@ -397,7 +397,7 @@ def test_fusion_is_limited_for_a_receiver_that_is_far_behind(limit: str, monkeyp
     def run() -> tuple[int, int, int]:
         shoal.set_topology(graph)
         shoal.barrier()
-        postman = Postman()
+        postman = MessageCounter()
         if shoal.rank() == 0:
             for _ in range(5):
                 pair()

@@ -30,7 +30,7 @@ RECEIVE: Edges = [{2: 0.5, 3: 0.125}, {0: 0.3}, {0: 0.7, 1: -1.0}, {2: 0.6}]
 HOWS = ("sum", "average", "min", "max", "product")
 
 
-class Postman:
+class MessageCounter:
     """Counts the messages that an agent sends, by operation, and whether they are fused."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def test_fifty_push_pull_calls_are_one_message_to_each_destination(fleet: Fleets
     def run() -> tuple[list[torch.Tensor], tuple[int, int]]:
         rank = shoal.rank()
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         with current().engine.lock:  # nobody drives meanwhile
             handles = [
                 shoal.neighbor_allreduce_nonblocking(
@@ -128,7 +128,7 @@ def test_fifty_all_reduces_are_one_message_to_the_owner_and_one_from_it(
 
     def run() -> tuple[list[torch.Tensor], tuple[int, int]]:
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         with current().engine.lock:
             handles = [shoal.allreduce_nonblocking(sample(shoal.rank(), (5,), seed=i)) for i in range(COUNT)]
         return [handle.wait() for handle in handles], post.of("allreduce")
@@ -145,7 +145,7 @@ def test_calls_in_the_same_round_of_a_schedule_are_fused_and_others_are_not(flee
     def run() -> tuple[list[float], tuple[int, int]]:
         schedule = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.ExponentialTwoGraph(8), shoal.rank())
         shoal.barrier()
-        post, handles = Postman(), []
+        post, handles = MessageCounter(), []
         with current().engine.lock:
             for _ in range(3):
                 send, receive = next(schedule)
@@ -173,7 +173,7 @@ def test_agents_that_submit_the_same_in_another_order_fuse_equally(
         order, handles = list(range(COUNT)), {}
         random.Random(shoal.rank()).shuffle(order)
         shoal.barrier()
-        post, fusion, apart = Postman(), current().engine.fusion, []
+        post, fusion, apart = MessageCounter(), current().engine.fusion, []
         unpack = fusion._unpack
         fusion._unpack = lambda received: (apart.append(received), unpack(received))[1]  # type: ignore[method-assign]
         with current().engine.lock:
@@ -195,7 +195,7 @@ def test_alternating_calls_of_several_kinds_are_one_message_of_each(
     def run() -> Counter[tuple[str, bool]]:
         rank, other = shoal.rank(), 1 - shoal.rank()
         shoal.barrier()
-        post, handles, x = Postman(), [], torch.ones(3)
+        post, handles, x = MessageCounter(), [], torch.ones(3)
         with current().engine.lock:
             for i in range(10):
                 handles.append(shoal.allreduce_nonblocking(x, name=f"mean {i}"))
@@ -390,7 +390,7 @@ def test_large_tensors_and_blocking_calls_do_not_wait_for_others(fleet: Fleets) 
     def run() -> list[tuple[int, int]]:
         other = 1 - shoal.rank()
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         large = torch.ones(5000)
         with current().engine.lock:
             handles = [shoal.allreduce_nonblocking(large) for _ in range(2)]
@@ -451,11 +451,11 @@ def test_operations_that_restart_after_a_failure_are_not_fused(
     assert fleet(2).run(run) == [averages if on_loss == "continue" else averages | {"allreduce (average)"}] * 2
 
 
-class Alike:
+class EqualFamily:
     """A family of which all are equal."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alike)
+        return isinstance(other, EqualFamily)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -470,7 +470,7 @@ def unbegun(plans: list[Plan]) -> deque[Operation]:
     for round_, plan in enumerate(plans):
         operation = Operation("op", "x", round_, 1.0)
         operation.handle = cast("Handle", object())
-        operation.fusible = FusionSpec(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
+        operation.fusible = FusionSpec(torch.zeros(1), (1,), None, lambda _: iter(()), EqualFamily())  # type: ignore[arg-type,return-value]
         operation.recovery = Recovery(operation.fusible.alone, FailurePolicy.SKIP_MISSING, plan)
         result.append(operation)
     return result

@@ -105,7 +105,7 @@ def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
     clock = Clock()
     seen: list[str] = []
 
-    class Late(Polled):
+    class LateMessages(Polled):
         rest = 3
 
         def poll(self, timeout: float) -> list[Any]:
@@ -121,7 +121,7 @@ def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
             seen.append("deadline")
             return float("inf")
 
-    late = Late(clock)
+    late = LateMessages(clock)
     monkeypatch.setattr(module, "clock", clock)
     progress = Progress(late, late, "test")  # type: ignore[arg-type]
     progress.next_check = clock.now + (5.0 if held_up else 0.001)

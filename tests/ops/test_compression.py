@@ -22,7 +22,7 @@ COMPRESSORS = [Sign(), MinMaxUInt8(), QSGD(7), TopK(0.1), RandomK(0.2), Shrunk(Q
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
-def mine(numel: int = 1001, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def own_tensor(numel: int = 1001, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(shoal.rank())).to(dtype)
 
 
@@ -64,7 +64,7 @@ def test_the_compressed_average_is_its_equation(
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x = mine()
+        x = own_tensor()
         before = x.clone()
         results = shoal.neighbor_allreduce(x, compression=compressor, **FORMS[form](shoal.rank()))
         assert torch.equal(x, before)
@@ -86,7 +86,7 @@ def test_the_mean_is_preserved(fleet: Fleets, anywhere: None, compressor: Compre
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x = mine()
+        x = own_tensor()
         return (
             x,
             shoal.neighbor_allreduce(x, compression=compressor),
@@ -107,7 +107,9 @@ def test_encoding_changes_no_bits(
 ) -> None:
     def run() -> list[bytes]:
         shoal.set_topology(shoal.topology.ExponentialTwoGraph(SIZE))
-        results = [shoal.neighbor_allreduce(mine(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)]
+        results = [
+            shoal.neighbor_allreduce(own_tensor(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)
+        ]
         return [one.view(torch.uint8).numpy().tobytes() for one in results]
 
     plain = fleet(SIZE).run(run)
@@ -126,7 +128,7 @@ def test_only_data_that_others_read_is_published(fleet: Fleets, monkeypatch: pyt
 
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        shoal.neighbor_allreduce(mine(1_000_000, torch.float32), compression=Sign())
+        shoal.neighbor_allreduce(own_tensor(1_000_000, torch.float32), compression=Sign())
 
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
     monkeypatch.setattr(Arena, "allocate", counting)
@@ -138,7 +140,7 @@ def test_only_data_that_others_read_is_published(fleet: Fleets, monkeypatch: pyt
 def test_a_nonblocking_call_uses_the_tensor_as_submitted_and_writes_to_out(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x, out = mine(), torch.zeros(1001, dtype=torch.float64)
+        x, out = own_tensor(), torch.zeros(1001, dtype=torch.float64)
         expected = shoal.neighbor_allreduce(x, compression=Sign())
         handle = shoal.neighbor_allreduce_nonblocking(x, compression=Sign(), out=out)
         x.fill_(torch.nan)
@@ -151,7 +153,7 @@ def test_a_nonblocking_call_uses_the_tensor_as_submitted_and_writes_to_out(fleet
 def test_a_robust_rule_uses_the_decoded_messages(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x = mine()
+        x = own_tensor()
         if shoal.rank() == 2:
             x[5] = torch.nan
         result = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.robust.FiniteOnly())
@@ -163,7 +165,7 @@ def test_a_robust_rule_uses_the_decoded_messages(fleet: Fleets, anywhere: None) 
 def test_messages_are_compressed_between_machines_and_not_within_one(transport: str) -> None:
     def run() -> int:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        shoal.neighbor_allreduce(mine(100_000, torch.float32), compression=MinMaxUInt8())
+        shoal.neighbor_allreduce(own_tensor(100_000, torch.float32), compression=MinMaxUInt8())
         return shoal.bytes_sent()
 
     full, short = 2 * 400_000, 2 * (100_000 + 8)
@@ -177,11 +179,13 @@ def test_messages_are_compressed_between_machines_and_not_within_one(transport: 
 
 def test_other_compressors_shapes_and_dtypes_are_a_mismatch(fleet: Fleets, anywhere: None) -> None:
     calls: list[Callable[[], torch.Tensor]] = [
-        lambda: shoal.neighbor_allreduce(mine(), compression=Sign() if shoal.rank() else TopK(0.1)),
-        lambda: shoal.neighbor_allreduce(mine(), compression=Sign() if shoal.rank() else None),
-        lambda: shoal.neighbor_allreduce(mine(1001 + 7 * shoal.rank()), compression=Sign()),
-        lambda: shoal.neighbor_allreduce(mine().view(-1, 7 if shoal.rank() else 13), compression=Sign()),
-        lambda: shoal.neighbor_allreduce(mine(1001, (torch.float16, torch.bfloat16)[shoal.rank()]), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(own_tensor(), compression=Sign() if shoal.rank() else TopK(0.1)),
+        lambda: shoal.neighbor_allreduce(own_tensor(), compression=Sign() if shoal.rank() else None),
+        lambda: shoal.neighbor_allreduce(own_tensor(1001 + 7 * shoal.rank()), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(own_tensor().view(-1, 7 if shoal.rank() else 13), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(
+            own_tensor(1001, (torch.float16, torch.bfloat16)[shoal.rank()]), compression=Sign()
+        ),
     ]
 
     def run() -> None:
@@ -190,13 +194,13 @@ def test_other_compressors_shapes_and_dtypes_are_a_mismatch(fleet: Fleets, anywh
             with pytest.raises(shoal.Mismatch, match="a different topology, form") as caught:
                 call()
             assert set(caught.value.ranks) == {0, 1}, number
-            both = shoal.neighbor_allreduce(mine(), compression=Sign(), name=f"after {number}")
+            both = shoal.neighbor_allreduce(own_tensor(), compression=Sign(), name=f"after {number}")
             assert both.isfinite().all()
 
     fleet(2).run(run)
 
 
-class OfOnesOwn(Compressor):
+class CustomHalving(Compressor):
     """Halves, without a wire format."""
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
@@ -210,11 +214,11 @@ def test_tensors_that_cannot_be_compressed_are_refused_before_anything_is_sent(f
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
         for wrong, compressor, output in [
-            (mine(), OfOnesOwn(), "no wire format"),
-            (mine(), "Sign", "is no compressor"),
-            (mine(), Sign, "is no compressor"),
-            (mine().long(), Sign(), "takes float"),
-            (mine().to(torch.complex64), Sign(), "takes float"),
+            (own_tensor(), CustomHalving(), "no wire format"),
+            (own_tensor(), "Sign", "is no compressor"),
+            (own_tensor(), Sign, "is no compressor"),
+            (own_tensor().long(), Sign(), "takes float"),
+            (own_tensor().to(torch.complex64), Sign(), "takes float"),
             ([1.0], Sign(), "tensor"),
         ]:
             with pytest.raises(TypeError, match=output):
@@ -269,12 +273,12 @@ def test_a_message_that_is_never_sent_names_its_sender_and_the_next_call_works(
         shoal.set_topology(shoal.topology.RingGraph(3))
         message = ""
         try:
-            shoal.neighbor_allreduce(mine(), compression=compressor, name="spoiled")
+            shoal.neighbor_allreduce(own_tensor(), compression=compressor, name="spoiled")
         except shoal.Mismatch as error:
             message = str(error)
             assert 1 in error.ranks, error
         shoal.barrier()
-        x = mine(1000)
+        x = own_tensor(1000)
         assert shoal.neighbor_allreduce(x, compression=compressor).isfinite().all()
         return message
 
@@ -295,7 +299,7 @@ def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere
     others = {"self_weight": 0.75, "src_machine_weights": {1: 0.5}, "dst_machine_weights": {1: 1.0}}
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        x = mine(500)
+        x = own_tensor(500)
         weights = others if shoal.machine_rank() == 0 else given
         return x, shoal.hierarchical_neighbor_allreduce(x, **weights, compression=compressor)
 
@@ -312,7 +316,7 @@ def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere
 def test_the_mean_of_machines_is_preserved(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
-        x = result = mine()
+        x = result = own_tensor()
         for _ in range(3):
             result = shoal.hierarchical_neighbor_allreduce(result, compression=compressor, name="x")
         return x, result
@@ -326,9 +330,11 @@ def test_between_machines_compressors_must_be_the_same(fleet: Fleets, anywhere: 
     def run() -> None:
         shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
         one = Sign() if shoal.machine_rank() else MinMaxUInt8()
-        shoal.hierarchical_neighbor_allreduce(mine(), compression=one, name="x")
+        shoal.hierarchical_neighbor_allreduce(own_tensor(), compression=one, name="x")
 
     with pytest.raises(shoal.Mismatch, match="different shape, machine topology or compression"):
         fleet(SIZE, agents_per_machine=2).run(run)
     with pytest.raises(TypeError, match="hierarchical_neighbor_allreduce: compression=8 is no compressor"):
-        fleet(SIZE, agents_per_machine=2).run(lambda: shoal.hierarchical_neighbor_allreduce(mine(), compression=8))
+        fleet(SIZE, agents_per_machine=2).run(
+            lambda: shoal.hierarchical_neighbor_allreduce(own_tensor(), compression=8)
+        )

@@ -34,11 +34,11 @@ def refused(call: Call) -> tuple[shoal.Mismatch, float]:
     return caught.value, time.monotonic() - started
 
 
-def told(call: Call) -> tuple[shoal.Mismatch, float]:
+def mismatch_of(call: Call) -> tuple[shoal.Mismatch, float]:
     """The Mismatch that the call raises, or the first call after it: its own operation may end before the refusal."""
     started = time.monotonic()
 
-    def call_and_go_on() -> None:
+    def call_until_refused() -> None:
         call()
         while time.monotonic() - started < 2 * SOON:
             shoal.neighbor_allreduce(
@@ -46,7 +46,7 @@ def told(call: Call) -> tuple[shoal.Mismatch, float]:
             )  # has no partners, so nothing else can fail it
             time.sleep(0.001)
 
-    return refused(call_and_go_on)
+    return refused(call_until_refused)
 
 
 def assert_all_raise(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *words: str) -> None:
@@ -64,7 +64,7 @@ def assert_all_raise(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...
             assert word in message, message
 
 
-def each_its_own(calls: tuple[Call, Call]) -> Any:
+def call_by_rank(calls: tuple[Call, Call]) -> Any:
     """Agent 0 makes the first call and agent 1 the second."""
     return calls[shoal.rank()]()
 
@@ -97,7 +97,7 @@ def test_shapes_that_differ(fleet: Fleets, numel: int, name: str | None) -> None
 
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
 def test_dtypes_that_differ(fleet: Fleets, numel: int) -> None:
-    def given() -> torch.Tensor:
+    def tensor_by_rank() -> torch.Tensor:
         return torch.ones(numel, dtype=[torch.float32, torch.float64][shoal.rank()])
 
     def bits() -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_dtypes_that_differ(fleet: Fleets, numel: int) -> None:
         return operation(make())
 
     for operation in operations:
-        for make in (given, bits):
+        for make in (tensor_by_rank, bits):
             assert_all_raise(fleet, 2, partial(call, operation, make), (0, 1), "float")
 
 
@@ -132,7 +132,7 @@ def test_different_operations_under_one_name(fleet: Fleets) -> None:
         (lambda: shoal.barrier("n"), lambda: shoal.allreduce(x, name="n")),
     ]
     for pair in pairs:
-        assert_all_raise(fleet, 2, partial(each_its_own, pair), (0, 1), "called")
+        assert_all_raise(fleet, 2, partial(call_by_rank, pair), (0, 1), "called")
 
 
 def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
@@ -150,7 +150,7 @@ def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
         lambda: shoal.neighbor_allreduce(x, 1.0, None, {other(): 1.0}, name="n", enable_topo_check=False),
     ]
     for form in forms:
-        assert_all_raise(fleet, 2, partial(each_its_own, (static, form)), (0, 1))
+        assert_all_raise(fleet, 2, partial(call_by_rank, (static, form)), (0, 1))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -161,7 +161,7 @@ def test_topologies_that_differ_in_an_edge_or_a_weight(fleet: Fleets, size: int)
             change(graph)
         shoal.set_topology(graph, is_weighted)
         for call in (shoal.neighbor_allreduce, shoal.neighbor_allgather):
-            error, seconds = told(partial(call, torch.ones(3)))
+            error, seconds = mismatch_of(partial(call, torch.ones(3)))
             assert seconds < scaled(SOON)
             assert 0 in error.ranks
         shoal.set_topology(shoal.topology.FullyConnectedGraph(size))
@@ -216,7 +216,7 @@ def test_a_source_that_does_not_send(fleet: Fleets, form: str, numel: int) -> No
     both = threading.Barrier(2)
 
     def run() -> tuple[str, tuple[int, ...]]:
-        error, seconds = told(call)
+        error, seconds = mismatch_of(call)
         both.wait(10)
         assert seconds < scaled(SOON)
         agree_again()
@@ -242,7 +242,7 @@ def test_a_header_that_the_receiver_does_not_expect(fleet: Fleets, form: str, nu
     both = threading.Barrier(2)
 
     def run() -> tuple[str, tuple[int, ...]]:
-        error, seconds = told(call)
+        error, seconds = mismatch_of(call)
         both.wait(10)
         assert seconds < scaled(SOON)
         agree_again()
@@ -264,7 +264,7 @@ def test_an_agent_that_skips_the_call_of_a_round_is_detected(fleet: Fleets) -> N
         else:
             shoal.barrier()
         if rank > 0:
-            error, seconds = told(
+            error, seconds = mismatch_of(
                 lambda: shoal.neighbor_allreduce(torch.ones(3), 0.5, {3 - rank: 0.5}, {3 - rank: 1.0}, name="x")
             )
             assert seconds < scaled(SOON)

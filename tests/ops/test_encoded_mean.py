@@ -136,7 +136,7 @@ def take_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
 def test_a_resumed_optimizer_continues_from_its_saved_state(fleet: Fleets, overlap: Any) -> None:
-    def whole() -> Tensor:
+    def uninterrupted() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = optimizer_of(model, TopK(0.2), overlap=overlap)
         take_steps(model, optimizer, range(8))
@@ -156,7 +156,7 @@ def test_a_resumed_optimizer_continues_from_its_saved_state(fleet: Fleets, overl
         optimizer.close()
         return flat(model)
 
-    first, second = fleet(3).run(whole), fleet(3).run(in_two)
+    first, second = fleet(3).run(uninterrupted), fleet(3).run(in_two)
     assert all(torch.equal(one, first[0]) for one in (*first, *second))
 
 

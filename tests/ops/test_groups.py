@@ -22,7 +22,7 @@ SIZE = 5
 TWO, THREE = [3, 1], (0, 2, 4)
 
 
-def mine() -> Sequence[int]:
+def own_group() -> Sequence[int]:
     return TWO if shoal.rank() in TWO else THREE
 
 
@@ -35,9 +35,9 @@ def test_two_groups_and_a_global_allreduce_under_one_name(fleet: Fleets, transpo
     def run() -> list[torch.Tensor]:
         x = sample(shoal.rank(), (numel,))
         handles = [
-            shoal.allreduce_nonblocking(x, False, name="x", group=mine()),
+            shoal.allreduce_nonblocking(x, False, name="x", group=own_group()),
             shoal.allreduce_nonblocking(x, False, name="x"),
-            shoal.allreduce_nonblocking(x, name="x", group=mine()),
+            shoal.allreduce_nonblocking(x, name="x", group=own_group()),
         ]
         return [handle.wait() for handle in reversed(handles)][::-1]
 
@@ -61,7 +61,7 @@ def test_a_non_member_does_nothing_and_unnamed_global_calls_still_match(fleet: F
 
 def test_broadcasts_gathers_and_barriers_of_groups(fleet: Fleets) -> None:
     def run() -> list[object]:
-        rank, group = shoal.rank(), mine()
+        rank, group = shoal.rank(), own_group()
         x = torch.full((rank + 1,), float(rank))
         shoal.barrier(group=group)
         return [
@@ -91,8 +91,8 @@ def test_broadcasts_gathers_and_barriers_of_groups(fleet: Fleets) -> None:
 def test_parameters_are_broadcast_and_averaged_within_a_group(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
         x, y = torch.full((3,), float(shoal.rank())), torch.full((3,), float(shoal.rank()))
-        shoal.broadcast_parameters({"x": x}, min(mine()), group=mine())
-        shoal.allreduce_parameters({"y": y}, group=mine())
+        shoal.broadcast_parameters({"x": x}, min(own_group()), group=own_group())
+        shoal.allreduce_parameters({"y": y}, group=own_group())
         return x[0].item(), y[0].item()
 
     assert fleet(SIZE).run(run) == [(0.0, 2.0), (1.0, 2.0), (0.0, 2.0), (1.0, 2.0), (0.0, 2.0)]
@@ -105,10 +105,10 @@ def test_neighbours_in_a_group_average_without_the_others(fleet: Fleets, graph: 
     def run() -> list[torch.Tensor]:
         shoal.set_topology(graph)
         x = sample(shoal.rank(), (1000,))
-        handle = shoal.neighbor_allreduce_nonblocking(x, group=mine())
-        (grouped,) = shoal.grouped_neighbor_allreduce([x], group=mine())
-        gathered = shoal.neighbor_allgather(x[:1], group=mine())
-        return [handle.wait(), shoal.neighbor_allreduce(x, group=mine()), grouped, gathered]
+        handle = shoal.neighbor_allreduce_nonblocking(x, group=own_group())
+        (grouped,) = shoal.grouped_neighbor_allreduce([x], group=own_group())
+        gathered = shoal.neighbor_allgather(x[:1], group=own_group())
+        return [handle.wait(), shoal.neighbor_allreduce(x, group=own_group()), grouped, gathered]
 
     inputs = [sample(rank, (1000,)) for rank in range(SIZE)]
     expected: dict[int, torch.Tensor] = {}

@@ -240,14 +240,14 @@ def test_a_callback_that_waits_for_another_operation_raises_a_deadlock_error(fle
         later = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "later")
         errors: list[Exception] = []
 
-        def wait_here(_: shoal.Handle[torch.Tensor]) -> None:
+        def wait_in_callback(_: shoal.Handle[torch.Tensor]) -> None:
             try:
                 later.wait()
             except Exception as error:
                 errors.append(error)
             go.set()
 
-        shoal.allreduce_nonblocking(torch.ones(1), name="now").add_done_callback(wait_here)
+        shoal.allreduce_nonblocking(torch.ones(1), name="now").add_done_callback(wait_in_callback)
         assert go.wait(5)
         assert [type(error) for error in errors] == [RuntimeError]
         assert "would never end" in str(errors[0])

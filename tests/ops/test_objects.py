@@ -242,7 +242,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return submitted
 
 
-def many(rank: int) -> dict[str, torch.Tensor]:
+def mixed_tensors(rank: int) -> dict[str, torch.Tensor]:
     """Small tensors of several dtypes and layouts, and a large one."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
     result = {f"{n:03d}": sample(100 * rank + n, (n % 4, 3), dtypes[n % 6]) for n in range(180)}
@@ -263,8 +263,8 @@ def test_small_tensors_are_fused_with_the_bits_of_single_calls(
     }
 
     def run() -> int:
-        expected = {name: single[kind](one) for name, one in many(shoal.rank()).items()}
-        result = many(shoal.rank())
+        expected = {name: single[kind](one) for name, one in mixed_tensors(shoal.rank()).items()}
+        result = mixed_tensors(shoal.rank())
         shoal.barrier()
         before = len(operations)
         shoal.barrier()

@@ -25,13 +25,13 @@ NUMELS = [1, 7, 1000, 5001, 300_001]
 def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[int]], Sequence[int]]], None]:
     """Says which of a group own the numbers, instead of what their count would pay for."""
 
-    def say(owners: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    def set_owners(owners: Callable[[Sequence[int]], Sequence[int]]) -> None:
         def of(agent: Agent, group: Sequence[int], nbytes: int) -> Sequence[int]:
             return owners(group)
 
         monkeypatch.setattr(reduction, "owners_of", of)
 
-    return say
+    return set_owners
 
 
 @pytest.mark.links("an engine sums in an order of its own")

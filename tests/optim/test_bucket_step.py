@@ -87,7 +87,7 @@ def make(
     )
 
 
-def go_on(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: range) -> None:
+def train_steps(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()
@@ -97,7 +97,7 @@ def go_on(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: rang
 def train(algorithm: Algorithm, overlap: str | None, model: nn.Module = MODEL) -> Tensor:
     model = deepcopy(model)
     optimizer = make(model, algorithm, overlap)
-    go_on(model, optimizer, range(STEPS))
+    train_steps(model, optimizer, range(STEPS))
     optimizer.close()
     assert optimizer.rounds == STEPS
     return flat(model)
@@ -225,7 +225,7 @@ def test_agents_without_batches_contribute_a_zero_gradient(fleet: Fleets) -> Non
             overlap=overlap,  # type: ignore[arg-type]
         )
         with optimizer.join():
-            go_on(model, optimizer, range(batches[shoal.rank()]))
+            train_steps(model, optimizer, range(batches[shoal.rank()]))
         assert optimizer.rounds == max(batches)
         return flat(model)
 
@@ -262,7 +262,7 @@ def test_local_steps_before_the_last_batch_are_kept(fleet: Fleets, overlap: Lite
             num_steps_per_communication=2,
         )
         with optimizer.join():
-            go_on(model, optimizer, range(batches[shoal.rank()]))
+            train_steps(model, optimizer, range(batches[shoal.rank()]))
         assert optimizer.rounds == 3
         return flat(model)
 
@@ -285,7 +285,7 @@ def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Flee
         model = deepcopy(MODEL)
         optimizer = make(model, ExactDiffusion(1.0, lazy=True), overlap)
         optimizer.num_steps_per_communication = 3
-        go_on(model, optimizer, range(STEPS))
+        train_steps(model, optimizer, range(STEPS))
         assert optimizer.rounds == STEPS // 3
         return flat(model)
 
@@ -299,9 +299,9 @@ def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Flee
 def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
     def run() -> bool:
         full, first, second, other = (deepcopy(MODEL) for _ in range(4))
-        go_on(full, make(full, algorithm, "backward"), range(STEPS))
+        train_steps(full, make(full, algorithm, "backward"), range(STEPS))
         started = make(first, algorithm, "backward")
-        go_on(first, started, range(3))
+        train_steps(first, started, range(3))
         saved = deepcopy((first.state_dict(), started.state_dict()))
         for_another = deepcopy(saved[1])
         started.close()
@@ -309,12 +309,12 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         second.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert resumed.state_dict()["shoal"]["way"].keys() == {"parts"}
-        go_on(second, resumed, range(3, STEPS))
+        train_steps(second, resumed, range(3, STEPS))
         elsewhere = make(other, algorithm, None)  # in the parts of what it goes on from
         other.load_state_dict(saved[0])
         elsewhere.load_state_dict(for_another)
         assert elsewhere.state_dict()["shoal"]["way"].keys() == {"parts"}
-        go_on(other, elsewhere, range(3, STEPS))
+        train_steps(other, elsewhere, range(3, STEPS))
         assert torch.equal(flat(other), flat(full))
         return torch.equal(flat(second), flat(full))
 
@@ -349,7 +349,7 @@ def test_added_parameters_start_when_they_are_added(fleet: Fleets, algorithm: Al
             sgd, model, algorithm, topology=shoal.topology.RingGraph(SIZE), overlap=overlap
         )
 
-    def alone(name: str, steps: int) -> Tensor:
+    def train_part(name: str, steps: int) -> Tensor:
         model = Two()
         param = getattr(model, name)
         for other in model.parameters():
@@ -381,7 +381,7 @@ def test_added_parameters_start_when_they_are_added(fleet: Fleets, algorithm: Al
     agents = fleet(SIZE)
     firsts, seconds = zip(*agents.run(growing), strict=True)
     for result, name, steps in ((firsts, "first", 12), (seconds, "second", 8)):
-        assert torch.equal(torch.stack(result), torch.stack(agents.run(alone, name, steps)))
+        assert torch.equal(torch.stack(result), torch.stack(agents.run(train_part, name, steps)))
     assert (torch.stack(seconds) - 1).abs().max() > 0.01
 
 
@@ -396,10 +396,10 @@ def test_parameters_cannot_be_added_to_a_single_vector_after_the_first_step(flee
             PowerGossip(1.0),
             topology=shoal.topology.RingGraph(SIZE),
         )
-        go_on(model, optimizer, range(2))
+        train_steps(model, optimizer, range(2))
         with pytest.raises(ValueError, match="PowerGossip has begun, and takes all parameters as one vector"):
             optimizer.add_param_group({"params": model[2].parameters()})
-        go_on(model, optimizer, range(2, 4))
+        train_steps(model, optimizer, range(2, 4))
         optimizer.close()
 
     fleet(SIZE).run(run)
@@ -409,7 +409,7 @@ def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fle
     """The other agents delay the first layer until they have the message of the last layer."""
     come = [threading.Event() for _ in range(2)]
 
-    class Telling(GradientDescent):
+    class RecordingDescent(GradientDescent):
         def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
             result = super().step(x, state, grad, mix)
             if len(x) == MODEL[2].bias.numel():
@@ -421,7 +421,7 @@ def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fle
         optimizer = shoal.DecentralizedOptimizer(
             torch.optim.SGD(model.parameters(), lr=LR),
             model,
-            Telling(1.0, atc=False),
+            RecordingDescent(1.0, atc=False),
             topology=shoal.topology.RingGraph(2),
             overlap="backward",
             bucket_bytes=1,
@@ -438,7 +438,7 @@ def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fle
 def test_buckets_late_on_some_agents_and_early_on_others_do_not_deadlock(fleet: Fleets) -> None:
     """A layer without a gradient is sent at the step, also while buckets sent before wait for a neighbour's message."""
 
-    class OneOfTwo(nn.Module):
+    class AlternatingLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(2))
@@ -447,7 +447,7 @@ def test_buckets_late_on_some_agents_and_early_on_others_do_not_deadlock(fleet: 
             y: Tensor = self.layers[which](x)
             return y
 
-    either = OneOfTwo()
+    either = AlternatingLayers()
 
     def run(overlap: str | None) -> Tensor:
         model = deepcopy(either)
@@ -472,10 +472,10 @@ def test_an_error_in_a_bucket_is_raised_by_step_and_no_thread_is_left(fleet: Fle
     def run() -> None:
         model, sound = deepcopy(MODEL), deepcopy(MODEL)
         optimizer = make(model, Wrong(0.5), "backward")
-        go_on(model, optimizer, range(1))
+        train_steps(model, optimizer, range(1))
         with pytest.raises(ArithmeticError, match="it does not work out"):
-            go_on(model, optimizer, range(1, 2))
-        go_on(sound, make(sound, GradientDescent(0.5), "backward"), range(2))
+            train_steps(model, optimizer, range(1, 2))
+        train_steps(sound, make(sound, GradientDescent(0.5), "backward"), range(2))
         for (name, one), other in zip(model.named_parameters(), sound.parameters(), strict=True):
             assert torch.equal(one, other) == (name != "0.bias"), name  # the other parts have taken their step
         assert not [one for one in threading.enumerate() if one.name.startswith(f"shoal-part-{shoal.rank()}-")]

@@ -30,38 +30,38 @@ def optimizer_of(model: torch.nn.Module, topology: Any = None, **options: Any) -
     )
 
 
-def taken(topology: Any, compressor: Compressor) -> Algorithm:
+def chosen_algorithm(topology: Any, compressor: Compressor) -> Algorithm:
     optimizer = optimizer_of(deepcopy(MODEL), topology, compression=compressor)
     optimizer.close()
     return optimizer.algorithm
 
 
 def test_the_algorithm_is_sound_for_the_compressor_and_the_topology() -> None:
-    def found(topology: Any, compressor: Compressor) -> Algorithm:
-        one, *others = shoal.Fleet(SIZE).run(taken, topology, compressor)
+    def common_algorithm(topology: Any, compressor: Compressor) -> Algorithm:
+        one, *others = shoal.Fleet(SIZE).run(chosen_algorithm, topology, compressor)
         assert all(other == one for other in others)
         assert isinstance(one, Algorithm)
         return one
 
     ring = shoal.topology.RingGraph(SIZE)
-    assert found(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS) / 2, TopK(0.1))
-    assert found(ring, RandomK(0.1)) == ChocoSGD(1.0, share_kept(RandomK(0.1), NUMBERS), RandomK(0.1))
-    assert found(Static(ring), Sign()) == ChocoSGD(1.0, share_kept(Sign(), NUMBERS), Sign())
-    changing = found(OnePeerHypercube(SIZE), TopK(0.1))
+    assert common_algorithm(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS) / 2, TopK(0.1))
+    assert common_algorithm(ring, RandomK(0.1)) == ChocoSGD(1.0, share_kept(RandomK(0.1), NUMBERS), RandomK(0.1))
+    assert common_algorithm(Static(ring), Sign()) == ChocoSGD(1.0, share_kept(Sign(), NUMBERS), Sign())
+    changing = common_algorithm(OnePeerHypercube(SIZE), TopK(0.1))
     assert isinstance(changing, DeepSqueeze)
     assert changing.compressor == TopK(0.1)
     assert 0 < changing.gamma < share_kept(TopK(0.1), NUMBERS)
-    fine = found(RandomMatchings(SIZE), MinMaxUInt8())
+    fine = common_algorithm(RandomMatchings(SIZE), MinMaxUInt8())
     assert isinstance(fine, DeepSqueeze)
     assert fine.gamma == share_kept(MinMaxUInt8(), NUMBERS) >= 0.99
-    shrunk = found(ring, QSGD(1))  # of which no bound below 1 is known
+    shrunk = common_algorithm(ring, QSGD(1))  # of which no bound below 1 is known
     assert isinstance(shrunk, ChocoSGD)
     assert shrunk.compressor == Shrunk(QSGD(1))
 
 
 def test_the_chosen_algorithm_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shoal"):
-        shoal.Fleet(SIZE).run(taken, None, TopK(0.1))
+        shoal.Fleet(SIZE).run(chosen_algorithm, None, TopK(0.1))
     logged = [record.getMessage() for record in caplog.records if "compression" in record.getMessage()]
     assert len(logged) == 1
     assert "ChocoSGD" in logged[0]

@@ -42,7 +42,7 @@ class Pace:
     def __call__(self, phase: str, layer: int) -> None:
         self.inside.get((phase, layer), bool)()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if event.kind == "finished":
             self._of(event.name).set()
 
@@ -115,7 +115,7 @@ def train(agents: shoal.Fleet, folder: Path, name: str, way: Way, begin: Callabl
 
     def run() -> None:
         pace = Pace()
-        unsubscribe = current("test").engine.events.subscribe(pace.hear)
+        unsubscribe = current("test").engine.events.subscribe(pace.on_event)
         training = Training(name, way, nn.Sequential(*(Paced(number, pace) for number in range(1, LAYERS + 1))))
         training.iterate(torch.ones(NUMEL))
         shoal.barrier()

@@ -389,7 +389,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, what: str, handed_over: bool) -> None:
     turns = [[], [0], [2], [0], [], [2], [0], []]
 
-    def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
+    def train_steps(model: nn.Module, optimizer: Any, steps: range) -> None:
         for step in steps:
             for layer in (0, 2):
                 model[layer].requires_grad_(layer not in turns[step])  # type: ignore[index, union-attr]
@@ -402,7 +402,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, what: str, han
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
         optimizer = made(model)
-        go_on(model, optimizer, range(4))
+        train_steps(model, optimizer, range(4))
         if stop:
             weights = deepcopy(model.state_dict())
             file = io.BytesIO()
@@ -418,7 +418,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, what: str, han
                 optimizer.take_over(state)
             else:
                 optimizer.load_state_dict(state)
-        go_on(model, optimizer, range(4, 8))
+        train_steps(model, optimizer, range(4, 8))
         optimizer.close()
         return flat(model)
 

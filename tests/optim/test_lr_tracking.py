@@ -236,7 +236,7 @@ def test_a_rate_of_zero_at_the_exchange_keeps_earlier_local_steps() -> None:
     assert np.abs(results - W @ (START - 0.5 * LR * slope(START))).max() < 1e-12
 
 
-class Heedless(torch.optim.SGD):
+class ConstantStepSGD(torch.optim.SGD):
     """Moves whatever its ``lr`` says."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -250,7 +250,7 @@ class Heedless(torch.optim.SGD):
 def test_an_optimizer_that_moves_without_a_rate_is_reported() -> None:
     def run() -> None:
         model = Point()
-        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=Heedless)
+        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=ConstantStepSGD)
         step(model, optimizer)
         optimizer.param_groups[0]["lr"] = 0.0
         with pytest.raises(ValueError, match=r"moves parameters whose lr is 0.*a small lr"):
@@ -266,7 +266,7 @@ def test_an_optimizer_without_a_rate_is_tracked_in_displacements(rate: Any) -> N
 
     def run() -> torch.Tensor:
         model = Point()
-        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=Heedless)
+        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=ConstantStepSGD)
         for _ in range(6):
             if rate is None:
                 optimizer.param_groups[0].pop("lr", None)
@@ -290,17 +290,19 @@ def test_a_torch_scheduler_in_a_resumed_run() -> None:
             optimizer = wrapped(QuasiGlobalMomentum(1.0, BETA), model)
             return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
 
-        def go_on(made: tuple[Point, shoal.DecentralizedOptimizer, torch.optim.lr_scheduler.StepLR], n: int) -> None:
+        def train_steps(
+            made: tuple[Point, shoal.DecentralizedOptimizer, torch.optim.lr_scheduler.StepLR], n: int
+        ) -> None:
             for _ in range(n):
                 step(made[0], made[1])
                 made[2].step()
 
         full, first, second = make(), make(), make()
-        go_on(full, 8)
-        go_on(first, 5)
+        train_steps(full, 8)
+        train_steps(first, 5)
         for one, other in zip(first, second, strict=True):
             other.load_state_dict(deepcopy(one.state_dict()))
-        go_on(second, 3)
+        train_steps(second, 3)
         return full[0].x().detach(), second[0].x().detach()
 
     results = shoal.Fleet(SIZE).run(run)

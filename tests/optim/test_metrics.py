@@ -17,7 +17,7 @@ SIZE = 4
 LOSS, ACCURACY = (0.25, 2.0, 0.5, 0.25), (0.5, 0.75, 0.125, 1.0)
 
 
-def found() -> shoal.Metrics:
+def gathered_metrics() -> shoal.Metrics:
     """The dictionary in another order on every second agent."""
     rank = shoal.rank()
     pairs: list[tuple[str, Any]] = [("loss", torch.tensor([LOSS[rank]])), ("accuracy", ACCURACY[rank])]
@@ -25,7 +25,7 @@ def found() -> shoal.Metrics:
 
 
 def test_every_agent_has_rank_0s_value_the_mean_and_the_worst(fleet: Fleets) -> None:
-    for each in fleet(SIZE).run(found):
+    for each in fleet(SIZE).run(gathered_metrics):
         assert set(each) == {"loss", "accuracy"}
         assert each["loss"] == shoal.Metric(LOSS, 0.75, 1)
         assert (each["loss"].rank0, each["loss"].worst) == (0.25, 2.0)
@@ -104,7 +104,7 @@ def test_an_empty_call_raises() -> None:
 
 
 def test_the_table_has_a_row_for_each_name() -> None:
-    each = shoal.Fleet(SIZE).run(found)[1]
+    each = shoal.Fleet(SIZE).run(gathered_metrics)[1]
     console = Console(width=60)
     with console.capture() as capture:
         console.print(each)
@@ -149,7 +149,7 @@ def test_loggers_get_the_mean_the_worst_and_every_agents_value() -> None:
     def run() -> tuple[list[tuple[str, float, int]], ...]:
         scalars, metrics, log = Scalars(), Rows("log_metrics"), Rows("log")
         for step in (1, 5):
-            numbers = found()
+            numbers = gathered_metrics()
             for to in (scalars, metrics, log, None):
                 numbers.log(to, step)
         assert metrics.had == log.had == [(LOGGED, 1), (LOGGED, 5)]

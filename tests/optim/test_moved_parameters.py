@@ -159,7 +159,7 @@ def another_parameter(net: nn.Module) -> None:
     net[1].weight = nn.Parameter(torch.ones(1, 3))  # type: ignore[index, union-attr]
 
 
-def another_parameter_behind(net: nn.Module) -> None:
+def append_parameter(net: nn.Module) -> None:
     net[1].new = nn.Parameter(torch.ones(1, 3))  # type: ignore[index, union-attr]
 
 
@@ -210,7 +210,7 @@ def test_a_modified_model_that_keeps_its_parameters_trains_on(fleet: Fleets) -> 
         net.double()
         net.float()
         step()
-        another_parameter_behind(net)
+        append_parameter(net)
         step()
         del net[0]
         step()

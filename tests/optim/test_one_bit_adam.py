@@ -24,11 +24,11 @@ def train(compression: Compressor | None, batches: int = STEPS, **options: Any) 
     model = deepcopy(MODEL)
     adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS, **options)
     optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=compression)
-    go_on(model, optimizer, range(batches))
+    train_steps(model, optimizer, range(batches))
     return flat(model)
 
 
-def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
+def train_steps(model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()
@@ -152,10 +152,10 @@ def test_after_closing_the_optimizer_steps_with_gradients_again() -> None:
         models = [deepcopy(MODEL) for _ in range(2)]
         adams = [shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS) for model in models]
         around = shoal.optim.DistributedGradientAllreduceOptimizer(adams[0], models[0])
-        go_on(models[0], around, range(WARMUP + 2))
+        train_steps(models[0], around, range(WARMUP + 2))
         around.close()
-        go_on(models[0], adams[0], range(WARMUP + 2, STEPS))
-        go_on(models[1], adams[1], range(STEPS))
+        train_steps(models[0], adams[0], range(WARMUP + 2, STEPS))
+        train_steps(models[1], adams[1], range(STEPS))
         return flat(models[0]), flat(models[1])
 
     [(result, alone)] = shoal.Fleet(1).run(run)
@@ -170,7 +170,7 @@ def test_agents_without_batches_do_not_count(fleet: Fleets) -> None:
         adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
         optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model)
         with optimizer.join():
-            go_on(model, optimizer, range(batches[shoal.rank()]))
+            train_steps(model, optimizer, range(batches[shoal.rank()]))
         return flat(model)
 
     model, x = deepcopy(MODEL), flat(MODEL)
@@ -194,12 +194,12 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
 
     def run() -> bool:
         full, first, second = make(), make(), make()
-        go_on(*full, range(STEPS))
-        go_on(*first, range(at))
+        train_steps(*full, range(STEPS))
+        train_steps(*first, range(at))
         saved = deepcopy((first[0].state_dict(), first[1].state_dict()))
         second[0].load_state_dict(saved[0])
         second[1].load_state_dict(saved[1])
-        go_on(*second, range(at, STEPS))
+        train_steps(*second, range(at, STEPS))
         return torch.equal(flat(full[0]), flat(second[0]))
 
     assert fleet(AGENTS).run(run) == [True] * AGENTS

@@ -182,13 +182,13 @@ def test_imaginary_parts_are_averaged(fleet: Fleets) -> None:
         with shoal.consensus(model):
             return shoal.consensus_distance(deepcopy(model)), complex(model.get_buffer("seen").item())
 
-    def apart() -> float:
+    def imaginary_weight() -> float:
         model = nn.Module()
         model.weight = nn.Parameter(torch.full((3,), 1j * shoal.rank(), dtype=torch.complex64))
         return shoal.consensus_distance(model)
 
     assert fleet(2).run(run) == [(0.0, 0.5j)] * 2
-    assert fleet(2).run(apart) == pytest.approx([(3 * 0.25) ** 0.5] * 2)
+    assert fleet(2).run(imaginary_weight) == pytest.approx([(3 * 0.25) ** 0.5] * 2)
 
 
 # Parameters and optimizers that come and go

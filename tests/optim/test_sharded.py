@@ -199,7 +199,7 @@ def save_after(folder: Path, way: str, steps: int) -> bytes:
         return packed(whole(model))
 
 
-def load_and_go_on(folder: Path, way: str, steps: int) -> bytes:
+def load_and_resume(folder: Path, way: str, steps: int) -> bytes:
     index = mesh()
     with among_replicas(index):
         model = sharded(index["shard"])
@@ -215,7 +215,7 @@ def load_and_go_on(folder: Path, way: str, steps: int) -> bytes:
 def test_a_resumed_run_equals_an_uninterrupted_one(world: World, way: str, tmp_path: Path) -> None:
     whole_run = world.results(save_after, tmp_path, way, 2)
     assert whole_run[0] != whole_run[-1], "replicas that are equal would prove little"
-    assert world.results(load_and_go_on, tmp_path, way, 2) == whole_run
+    assert world.results(load_and_resume, tmp_path, way, 2) == whole_run
 
 
 def read_one_model(folder: Path) -> bytes:
@@ -251,42 +251,44 @@ def refused() -> dict[str, str]:
     index = mesh()
     output: dict[str, str] = {}
 
-    def note(what: str, attempt: Callable[[], Any]) -> None:
+    def record_error(what: str, attempt: Callable[[], Any]) -> None:
         try:
             attempt()
             output[what] = "nothing"
         except (ValueError, TypeError, RuntimeError) as error:
             output[what] = f"{type(error).__name__}: {error}"
 
-    note("two dimensions", lambda: shoal.init(mesh=index))
-    note("no mesh", lambda: shoal.init(mesh=2))
-    note("continue", lambda: shoal.init(mesh=index["replicate"], on_loss="continue"))
+    record_error("two dimensions", lambda: shoal.init(mesh=index))
+    record_error("no mesh", lambda: shoal.init(mesh=2))
+    record_error("continue", lambda: shoal.init(mesh=index["replicate"], on_loss="continue"))
     with among_replicas(index):
         model = sharded(index["shard"])
-        note("HSDP", lambda: ATC(sharded(index)))
-        note("windows", lambda: wrapped(SGD, shoal.optim.DistributedWinPutOptimizer, model))
-        note("pairs", lambda: wrapped(SGD, shoal.optim.DistributedADPSGDOptimizer, model))
-        note(
+        record_error("HSDP", lambda: ATC(sharded(index)))
+        record_error("windows", lambda: wrapped(SGD, shoal.optim.DistributedWinPutOptimizer, model))
+        record_error("pairs", lambda: wrapped(SGD, shoal.optim.DistributedADPSGDOptimizer, model))
+        record_error(
             "overlap", lambda: wrapped(SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, model, overlap="backward")
         )
-        note("tensor", lambda: shoal.neighbor_allreduce(next(model.parameters())))
+        record_error("tensor", lambda: shoal.neighbor_allreduce(next(model.parameters())))
         flat = Flat(deepcopy(MODEL))
-        note("flat", lambda: ATC(flat))
+        record_error("flat", lambda: ATC(flat))
         plain = deepcopy(MODEL)
         zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, index["shard"].get_group(), lr=0.1)
-        note("ZeRO", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(zero, plain))
+        record_error("ZeRO", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(zero, plain))
 
         def convert() -> None:
             with shoal.consensus(model):
                 model.half()
 
-        note("conversion", convert)
-        note("others", lambda: shoal.init(mesh=index["shard"]))
+        record_error("conversion", convert)
+        record_error("others", lambda: shoal.init(mesh=index["shard"]))
     shoal.init(mesh=index["shard"])
-    note("wrong dimension", lambda: ATC(sharded(index["shard"])))
+    record_error("wrong dimension", lambda: ATC(sharded(index["shard"])))
     shoal.shutdown()
     shoal.init()
-    note("no replicas", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(SGD(model.parameters()), model))
+    record_error(
+        "no replicas", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(SGD(model.parameters()), model)
+    )
     shoal.shutdown()
     return output
 

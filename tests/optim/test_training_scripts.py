@@ -301,7 +301,7 @@ def test_a_scaler_without_overflow_changes_nothing(fleet: Fleets, unscaled: bool
     assert (torch.stack(agents.run(run)) - torch.stack(agents.run(plain))).abs().max() < 1e-12
 
 
-class Awkward(nn.Module):
+class MixedParameters(nn.Module):
     """Parameters of several kinds: one beside children, a shared one, an unused one, and a frozen one."""
 
     def __init__(self) -> None:
@@ -318,7 +318,7 @@ class Awkward(nn.Module):
         return y
 
 
-AWKWARD = Awkward()
+AWKWARD = MixedParameters()
 
 
 @both_ways

@@ -30,7 +30,7 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int) 
     return results
 
 
-def alone(function: Callable[[], Any]) -> Any:
+def on_one_agent(function: Callable[[], Any]) -> Any:
     return shoal.Fleet(1).run(function)[0]
 
 
@@ -58,7 +58,7 @@ def test_one_agent_keeps_its_rate() -> None:
         optimizer = sgd()
         return rates(optimizer, shoal.optim.Warmup(optimizer, STEPS), STEPS + 2)
 
-    assert alone(run) == [LR] * (STEPS + 2)
+    assert on_one_agent(run) == [LR] * (STEPS + 2)
 
 
 def followed_by_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -108,7 +108,7 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((100,), float(index))
 
 
-def fork_in_every_way() -> list[object]:
+def fork_by_every_method() -> list[object]:
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(30)
@@ -140,7 +140,7 @@ def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
     threads = [threading.Thread(target=average, args=(k, numel)) for k, numel in enumerate((4, 5_000, 100_000))]
     for thread in threads:
         thread.start()
-    results = fork_in_every_way()
+    results = fork_by_every_method()
     forked.set()
     for thread in threads:
         thread.join(40)

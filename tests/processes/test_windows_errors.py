@@ -47,7 +47,7 @@ def make_window(name: str = "x") -> None:
     shoal.barrier()
 
 
-def wrong_calls(stranger: int) -> dict[str, Failure]:
+def invalid_calls(stranger: int) -> dict[str, Failure]:
     """Call everything wrongly that can be called wrongly, with ``stranger`` for a rank that is no neighbour."""
     good = torch.zeros(2)
     calls: dict[str, Callable[[], object]] = {
@@ -127,7 +127,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 @pytest.fixture(autouse=True)
-def all_go_on(world: World) -> Iterator[None]:
+def all_still_work(world: World) -> Iterator[None]:
     """After each test every agent is running and has no window, and all can still average."""
     yield
     assert world.alive == [0, 1, 2, 3]
@@ -139,7 +139,7 @@ def all_go_on(world: World) -> Iterator[None]:
 def test_invalid_calls_are_errors_at_the_caller_while_the_others_work(world: World) -> None:
     world.results(make_window)
     busy = [world.run_on(rank, keep_working, 40) for rank in (RIGHT, STRANGER, LEFT)]
-    result = world.results(wrong_calls, STRANGER, on=[CALLER])[0]
+    result = world.results(invalid_calls, STRANGER, on=[CALLER])[0]
     assert [one.outcome().error for one in busy] == [""] * 3
     for what, (error, message) in result.items():
         expected, output = next(one for end, one in COMPLAINTS.items() if what.endswith(end))
@@ -150,7 +150,7 @@ def test_invalid_calls_are_errors_at_the_caller_while_the_others_work(world: Wor
 
 def test_invalid_calls_write_to_no_slot(world: World) -> None:
     world.results(make_window)
-    world.results(wrong_calls, STRANGER, on=[CALLER])
+    world.results(invalid_calls, STRANGER, on=[CALLER])
     assert world.results(counts) == [0] * 4
     world.results(free)
 

@@ -30,7 +30,7 @@ def test_a_departing_agent_does_not_count_as_gone_before_its_messages_have_arriv
     made = Router.outgoing
     opens: list[float] = []
 
-    def late(self: Router, peer: int, *rest: Any) -> Outgoing:
+    def delayed_link(self: Router, peer: int, *rest: Any) -> Outgoing:
         link = made(self, peer, *rest)
         if (self.rank, peer) == (SENDER, RECEIVER):
             opens.append(time.monotonic() + 1.5)
@@ -38,7 +38,7 @@ def test_a_departing_agent_does_not_count_as_gone_before_its_messages_have_arriv
             monkeypatch.setattr(link, "_greet", lambda: greet() if time.monotonic() > opens[0] else time.sleep(0.01))
         return link
 
-    monkeypatch.setattr(Router, "outgoing", late)
+    monkeypatch.setattr(Router, "outgoing", delayed_link)
 
     def run() -> list[float]:
         sums = []
@@ -65,7 +65,7 @@ def test_messages_queued_after_the_exit_message_are_not_delivered_twice(monkeypa
     cut: list[int] = []
     once_more = Router._cut
 
-    def note(self: Router, link: Outgoing, cause: str, at_once: bool) -> None:
+    def record_link(self: Router, link: Outgoing, cause: str, at_once: bool) -> None:
         if self.rank == 1 and link.peer == 0 and not link.idle:
             cut.append(link.peer)
         once_more(self, link, cause, at_once)
@@ -76,7 +76,7 @@ def test_messages_queued_after_the_exit_message_are_not_delivered_twice(monkeypa
             self._parts.router.links[0].post(Message(Kind.NOTICE, round=1, token=1, text="as I said"))
 
     monkeypatch.setattr(Shutdown, "_send_shutdown", say_more)
-    monkeypatch.setattr(Router, "_cut", note)
+    monkeypatch.setattr(Router, "_cut", record_link)
 
     def run() -> list[float]:
         rank = shoal.rank()

@@ -57,12 +57,12 @@ def graphs() -> tuple[nx.DiGraph, nx.DiGraph]:
     return shoal.load_topology(), shoal.topology.ExponentialTwoGraph(shoal.size())
 
 
-class Unlucky(Exception):
+class ScriptError(Exception):
     pass
 
 
 def fall(rank: int) -> None:
-    raise Unlucky(f"of rank {rank}")
+    raise ScriptError(f"of rank {rank}")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -77,7 +77,7 @@ def test_an_exception_of_one_agent_ends_all_with_its_traceback(fleet: Fleets, si
         shoal.allreduce(torch.ones(10_000))
 
     started = time.monotonic()
-    with pytest.raises(Unlucky, match=f"of rank {odd}") as caught:
+    with pytest.raises(ScriptError, match=f"of rank {odd}") as caught:
         fleet(size).run(run)
     assert time.monotonic() - started < scaled(5.0)
     assert "in fall" in "".join(traceback.format_tb(caught.value.__traceback__))
@@ -109,7 +109,7 @@ def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Flee
                 shoal.barrier()
 
     chance_numel = chance.choice([1, 3000, 50_000])
-    with pytest.raises(Unlucky, match=f"of rank {odd}"):
+    with pytest.raises(ScriptError, match=f"of rank {odd}"):
         fleet(size).run(run)
 
 
@@ -128,7 +128,7 @@ def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None
             received.append(error)
             raise
 
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(3).run(run)
     assert len(received) == 2
     for error in received:
@@ -150,7 +150,7 @@ def test_an_agent_in_an_endless_loop_is_named_and_abandoned(
         assert go.wait(20)
 
     with nothing_is_left():
-        with caplog.at_level(logging.WARNING, "shoal"), pytest.raises(Unlucky):
+        with caplog.at_level(logging.WARNING, "shoal"), pytest.raises(ScriptError):
             shoal.Fleet(3).run(run)
         assert "[1, 2]" in caplog.text
         go.set()
@@ -277,7 +277,7 @@ def test_a_fleet_leaves_no_threads_descriptors_or_memory(transport: str) -> None
         with nothing_is_left():
             try:
                 shoal.Fleet(3, transport=transport, timeout=20.0).run(run, fail)
-            except Unlucky:
+            except ScriptError:
                 assert fail
 
     for _ in range(2):
@@ -324,10 +324,10 @@ def test_an_agent_with_an_error_in_shutdown_fails_the_fleet(fleet: Fleets, monke
 
     def fail(agent: Agent) -> None:
         if agent.rank == 1:
-            raise Unlucky("of the disk")
+            raise ScriptError("of the disk")
 
     monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: reported.append(agent.rank)])
-    with pytest.raises(Unlucky, match="of the disk"):
+    with pytest.raises(ScriptError, match="of the disk"):
         within(10.0, lambda: fleet(3).run(shoal.barrier))
     assert sorted(reported) == [0, 1, 2]
 
@@ -360,12 +360,12 @@ def test_an_agent_that_fails_before_init_ends_the_agents_that_wait_for_it(
         def __init__(self, rank: int, size: int, timeout: float, incarnation: int) -> None:
             if rank == 1:
                 time.sleep(0.1)
-                raise Unlucky("of the engine")
+                raise ScriptError("of the engine")
             super().__init__(rank, size, timeout, incarnation)
 
     monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Broken)
     started = time.monotonic()
-    with pytest.raises(Unlucky, match="of the engine"):
+    with pytest.raises(ScriptError, match="of the engine"):
         fleet(3).run(shoal.barrier)
     assert time.monotonic() - started < scaled(4.0)
 
@@ -381,7 +381,7 @@ def test_an_agent_that_rejoins_after_a_failure_is_not_waited_for(fleet: Fleets) 
         shoal.init()
 
     started = time.monotonic()
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(3).run(run)
     assert time.monotonic() - started < scaled(4.0)
 
@@ -438,7 +438,7 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
         fleet(2).run(inner)
 
     started = time.monotonic()
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(2).run(outer)
     assert time.monotonic() - started < scaled(4.0)
     assert len(received) == 2
@@ -459,7 +459,7 @@ def test_after_a_failure_no_nested_fleet_starts(fleet: Fleets) -> None:
                 failed.set()
         fleet(2).run(lambda: started.append(1))
 
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(2).run(outer)
     assert not started
 

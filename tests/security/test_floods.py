@@ -119,23 +119,23 @@ def test_agents_connect_beside_a_flood_in_one_shared_queue(transport: str, monke
 # A link that is cut while it begins
 
 
-def turn_away(count: int) -> None:
+def reject_connections(count: int) -> None:
     """Let this agent have no room for so many connections."""
     intruders = current().engine.router.acceptor.unauthenticated
     has_room, left = intruders.has_room, [count]
 
-    def perhaps(origin: str, now: float) -> bool:
+    def has_room_later(origin: str, now: float) -> bool:
         left[0] -= 1
         return left[0] < 0 and has_room(origin, now)
 
-    setattr(intruders, "has_room", perhaps)  # noqa: B010 - mypy: a method
+    setattr(intruders, "has_room", has_room_later)  # noqa: B010 - mypy: a method
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 def test_a_link_cut_during_its_handshake_is_retried_with_all_queued_messages(transport: str) -> None:
     def run() -> list[float]:
         in_a_ring()
-        turn_away(5)
+        reject_connections(5)
         shoal.barrier()
         shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         tensors = [torch.full((numel,), float(shoal.rank())) for numel in (3, 200_000, 3, 5000, 100_000)]
@@ -150,7 +150,7 @@ def test_an_operation_whose_link_is_cut_repeatedly_keeps_its_deadline(transport:
     def run() -> float:
         in_a_ring()
         if shoal.rank() == 0:
-            turn_away(1_000_000)
+            reject_connections(1_000_000)
         shoal.barrier()
         shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         began = time.monotonic()
@@ -169,7 +169,7 @@ def test_an_operation_whose_link_is_cut_repeatedly_keeps_its_deadline(transport:
 def test_an_agent_that_exits_during_a_reconnection_is_soon_reported_failed(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(in_a_ring)
-        world.results(turn_away, 1_000_000, on=[0])
+        world.results(reject_connections, 1_000_000, on=[0])
         others = range(1, SIZE)
         pending = [world.run_on(rank, average_with_all) for rank in others]
         time.sleep(0.3)

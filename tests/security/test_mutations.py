@@ -28,7 +28,7 @@ OVER = [pytest.param(name, marks=pytest.mark.transport(name)) for name in ("shar
 Packets = list[tuple[bytes, list[int]]]
 
 
-class Ear:
+class RecordingReceiver:
     """Records the calls that it gets."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Ear:
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         self.end = cause
 
-    def said(self) -> list[tuple[Any, ...]]:
+    def received(self) -> list[tuple[Any, ...]]:
         return [plain(message) for message in self.messages]
 
 
@@ -114,15 +114,15 @@ def conversation(over: str, arena: Arena) -> tuple[Packets, list[tuple[Any, ...]
             send(data, published, elements)
             send(Message(Kind.ASK, "neighbor_allreduce", "x", token))
             send(Message(Kind.REFUSE, token=token, text="another shape"))
-    ear, _ = told(over, packets)
+    ear, _ = receive_all(over, packets)
     assert len(ear) == 9
     return packets, ear
 
 
-def told(over: str, packets: Packets) -> tuple[list[tuple[Any, ...]], bool]:
+def receive_all(over: str, packets: Packets) -> tuple[list[tuple[Any, ...]], bool]:
     """The messages that an agent gets from these packets, and whether it counted the connection as broken."""
     ours, remote = sockets(over)
-    ear = Ear()
+    ear = RecordingReceiver()
     incoming = open_incoming(over, remote, ear)
     with ours:
         try:
@@ -137,7 +137,7 @@ def told(over: str, packets: Packets) -> tuple[list[tuple[Any, ...]], bool]:
             ours.shutdown(socket.SHUT_WR)
         while not ear.end:
             incoming.on_event()
-        result = ear.said()
+        result = ear.received()
     incoming.close()
     return result, broken
 
@@ -181,7 +181,7 @@ def attack(over: str, count: int) -> None:
     for seed in range(count):
         draws = random.Random(seed)
         attacked = mutated(packets, draws)
-        result, broken = told(over, attacked)
+        result, broken = receive_all(over, attacked)
         noticed += broken or result != truth
         if over == "network":
             full = result == truth[: len(result)]

@@ -23,7 +23,7 @@ FEW = 50
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "MESSAGES", FEW)
 
 
@@ -91,17 +91,17 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
     return [victim, other]
 
 
-def test_a_peer_that_exceeds_the_early_message_quota_fails(fleet: Fleets, few: None) -> None:
+def test_a_peer_that_exceeds_the_early_message_quota_fails(fleet: Fleets, small_quotas: None) -> None:
     [output, _] = loss(fleet(3), lambda: (early(k) for k in range(FEW + 10)))
     assert f"its budget of {FEW} messages that came before this agent's call" in output
 
 
-def test_a_peer_that_exceeds_the_query_quota_fails(fleet: Fleets, few: None) -> None:
+def test_a_peer_that_exceeds_the_query_quota_fails(fleet: Fleets, small_quotas: None) -> None:
     [output, _] = loss(fleet(3), lambda: (question(k) for k in range(FEW + 10)))
     assert f"its budget of {FEW} questions" in output
 
 
-def test_a_repeated_message_or_query_counts_once(fleet: Fleets, few: None) -> None:
+def test_a_repeated_message_or_query_counts_once(fleet: Fleets, small_quotas: None) -> None:
     def run() -> float:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         shoal.barrier()
@@ -125,7 +125,7 @@ def test_a_peer_that_exceeds_the_early_byte_quota_fails(transport: str, monkeypa
 @pytest.mark.transport("network")
 @pytest.mark.parametrize(("count", "numel"), [(3, 50_000), (FEW + 1, 8)], ids=["bytes", "number"])
 def test_a_peer_that_announces_too_many_bytes_fails(
-    count: int, numel: int, monkeypatch: pytest.MonkeyPatch, few: None
+    count: int, numel: int, monkeypatch: pytest.MonkeyPatch, small_quotas: None
 ) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
     [output, _] = loss(
@@ -149,7 +149,7 @@ def test_shared_memory_of_the_sender_counts_against_no_quota(monkeypatch: pytest
     assert shoal.Fleet(2, transport="shared_memory", timeout=20.0).run(run) == [5.0, 5.0]
 
 
-def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, few: None) -> None:
+def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, small_quotas: None) -> None:
     """Ten times the quota of messages, half of them early, never all at once."""
 
     def run() -> int:

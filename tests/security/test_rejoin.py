@@ -104,29 +104,29 @@ def test_the_restart_count_is_part_of_the_authentication(changed: int, purpose: 
         accepting.check(bytes(answer))
 
 
-class Heard:
+class RecordingReceiver:
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def on_message(self, source: int, message: Message) -> None:
-        self.said.append(message.name)
+        self.lines.append(message.name)
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
-        self.said.append(cause)
+        self.lines.append(cause)
 
     def on_arrived(self, source: int, message: object) -> None: ...
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None: ...
 
 
 def test_messages_of_pending_peers_are_buffered_in_order_within_a_quota() -> None:
-    received = Heard()
+    received = RecordingReceiver()
     threshold = BufferingReceiver(received)
     for name in ("a", ENTRY, "b"):
         threshold.on_message(1, Message(Kind.DATA, name, name))
     threshold.on_closed(1, "it ended")
-    assert received.said == [ENTRY]
+    assert received.lines == [ENTRY]
     threshold.open()
-    assert received.said == [ENTRY, "a", "b", "it ended"]
+    assert received.lines == [ENTRY, "a", "b", "it ended"]
     other = BufferingReceiver(received)
     for _ in range(MESSAGES):
         other.on_message(1, Message(Kind.DATA, "a", "a"))

@@ -129,7 +129,7 @@ def spoil_and_read(value: Any, chance: random.Random) -> None:
             spoiled = spoiled or bytearray(1)
             if chance.random() < 0.8 and len(spoiled) >= 8:  # with a length that fits, the text is looked at
                 spoiled[:8] = struct.pack(
-                    "<Q", max(0, len(spoiled) - 8 - sum(map(safe_serialization._nbytes, found(value))))
+                    "<Q", max(0, len(spoiled) - 8 - sum(map(safe_serialization._nbytes, tensors_in(value))))
                 )
         try:
             accepted = read(torch.frombuffer(spoiled, dtype=torch.uint8))
@@ -153,12 +153,12 @@ def test_a_hundred_thousand_corrupt_messages_are_refused_or_give_a_plain_value(
     spoil_and_read(value, chance)
 
 
-def found(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [one for part in value for one in found(part)] if isinstance(value, (list, tuple)) else []
+    return [one for part in value for one in tensors_in(part)] if isinstance(value, (list, tuple)) else []
 
 
 def message(text: str, after: bytes = b"") -> torch.Tensor:
@@ -235,11 +235,11 @@ def test_a_message_that_is_not_text_is_refused(raw: bytes) -> None:
         read(torch.tensor(list(raw), dtype=torch.uint8))
 
 
-class Foo:
+class ForeignClass:
     pass
 
 
-class Word(str):
+class StrSubclass(str):
     pass
 
 
@@ -258,18 +258,18 @@ with warnings.catch_warnings():
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "object": ({"a": [0, 1, 2, Foo()]}, rf"value\['a'\]\[3\] is a {re.escape(Foo.__module__)}.Foo"),
-    "class": (Foo, "value is a type"),
+    "object": ({"a": [0, 1, 2, ForeignClass()]}, rf"value\['a'\]\[3\] is a {re.escape(ForeignClass.__module__)}.Foo"),
+    "class": (ForeignClass, "value is a type"),
     "function": ([print], r"value\[0\] is a builtin_function"),
-    "str": ((1, Word("x")), r"value\[1\] is a .*Word, and no plain str"),
+    "str": ((1, StrSubclass("x")), r"value\[1\] is a .*Word, and no plain str"),
     "int": ({"a": {"b": Colour.RED}}, r"value\['a'\]\['b'\] is a .*Colour, and no plain int"),
     "tuple": ([Pair(1, 2)], r"value\[0\] is a .*Pair, and no plain tuple"),
     "dict": ([defaultdict(int)], r"value\[0\] is a collections.defaultdict, and no plain dict"),
     "numpy's": ([np.float64(1)], r"value\[0\] is a numpy.float64, and no plain float"),
     "array": (np.ones(2), "value is a numpy.ndarray"),
-    "key": ({"a": {Word("x"): 1}}, r"a key of value\['a'\] is a .*Word"),
-    "in a key": ({(1, Foo()): 1}, r"a key of value\[1\] is a"),
-    "element": ([{Foo()}], r"an element of value\[0\] is a"),
+    "key": ({"a": {StrSubclass("x"): 1}}, r"a key of value\['a'\] is a .*Word"),
+    "in a key": ({(1, ForeignClass()): 1}, r"a key of value\[1\] is a"),
+    "element": ([{ForeignClass()}], r"an element of value\[0\] is a"),
     "attribute": ([with_attribute], r"value\[0\] has attributes, which do not travel: other"),
     "sparse": ([torch.eye(2).to_sparse()], r"value\[0\] is a tensor \(sparse_coo, float32\)"),
     "quantized": (quantized, r"value is a tensor \(.*qint8\)"),
@@ -295,7 +295,7 @@ def test_unsupported_values_are_refused_at_the_root_with_their_path(what: str) -
 def test_a_long_integer_is_sent_and_printable_in_an_error() -> None:
     assert read(write({10**5000: 1})) == {10**5000: 1}
     with pytest.raises(TypeError, match=r"value\[a long number\] is a type"):
-        write({10**5000: Foo})
+        write({10**5000: ForeignClass})
 
 
 def test_a_hundred_nested_objects_are_sent() -> None:
@@ -423,11 +423,11 @@ def test_an_agent_that_sends_another_type_is_named(
 
 
 def test_between_agents_that_trust_each_other_any_object_is_sent(fleet: Fleets) -> None:
-    value = {"pair": Pair(1, Foo), "tensor": torch.ones(3), "array": np.arange(3.0)}
+    value = {"pair": Pair(1, ForeignClass), "tensor": torch.ones(3), "array": np.arange(3.0)}
 
     def run() -> None:
         result = shoal.broadcast_object(value if shoal.rank() == 1 else None, 1, trusted=True)
-        assert result is not None and result["pair"] == Pair(1, Foo)
+        assert result is not None and result["pair"] == Pair(1, ForeignClass)
         assert same_bits(result["tensor"], value["tensor"]) and np.array_equal(result["array"], value["array"])
 
     fleet(3).run(run)
@@ -456,7 +456,7 @@ def test_trust_on_some_agents_only_is_a_mismatch_and_nothing_is_unpickled(
 def test_the_root_names_the_refused_value(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(TypeError, match=r"broadcast_object sends plain.*value\['a'\] is a .*Foo.*trusted=True"):
-            shoal.broadcast_object({"a": Foo()}, 0)
+            shoal.broadcast_object({"a": ForeignClass()}, 0)
 
     fleet(1).run(run)
 

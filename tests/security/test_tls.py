@@ -134,12 +134,12 @@ def test_names_and_numbers_are_not_readable_on_the_network(
 
         return change
 
-    def say() -> None:
+    def exchange_needles() -> None:
         for count in (1, 10_000):
             shoal.allgather(torch.frombuffer(bytearray(NEEDLE * count), dtype=torch.uint8), name="the-name")
 
     with in_the_middle(listen):
-        fleet().run(say)
+        fleet().run(exchange_needles)
     assert (NEEDLE in received, b"the-name" in received) == ((False, False) if inside else (True, True))
     assert received.count(NEEDLE) >= (0 if inside else 10_000)
 
@@ -182,7 +182,7 @@ def of_another_rank(folder: Path) -> None:
         shutil.copy(folder / f"rank-2.{end}", folder / f"rank-1.{end}")
 
 
-def taken_back(folder: Path) -> None:
+def revoke_rank_1(folder: Path) -> None:
     kept = {name: (folder / name).read_bytes() for name in ("rank-1.crt", "rank-1.key")}
     certificates.revoke(folder, [1])
     for name, content in kept.items():
@@ -203,7 +203,7 @@ TURNED_AWAY = "it refuses this agent: the secret, the certificate or what was sa
 REASONS: dict[Callable[[Path], None], str] = {
     of_another_authority: "unable to get local issuer|certificate signature failure|unknown ca|decrypt error",
     of_another_rank: f"Hostname mismatch, certificate is not valid for 'rank-1.shoal'|{TURNED_AWAY}",
-    taken_back: "certificate revoked",
+    revoke_rank_1: "certificate revoked",
     expired: "certificate (has )?expired",
 }
 

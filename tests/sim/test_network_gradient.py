@@ -69,7 +69,7 @@ def stacked(
     return run, batches
 
 
-def trained_alone(module: nn.Module, batches: list[Batch], decay: float) -> nn.Module:
+def train_plain_torch(module: nn.Module, batches: list[Batch], decay: float) -> nn.Module:
     """Plain PyTorch: no line of Shoal."""
     module = copy.deepcopy(module)
     sgd = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9, weight_decay=decay)
@@ -95,7 +95,7 @@ def test_each_agent_trains_as_in_torch(decay: float, augment: Augment | None, no
     model = StackedModel(module, SIZE)
     run, batches = stacked(model, torch.float64, augment=augment, decay=decay, vectorize=vectorize)
     for rank in range(SIZE):
-        expected = trained_alone(module, batches[rank], decay).state_dict()
+        expected = train_plain_torch(module, batches[rank], decay).state_dict()
         result = model.module(run.x[rank], rank).state_dict()
         assert expected.keys() == result.keys()
         for name, value in expected.items():
@@ -237,7 +237,7 @@ def test_resnet20_trains_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
         every=0,
         unchecked=("connected", "differences die out"),
     )
-    expected = trained_alone(module, batches, 1e-4).state_dict()
+    expected = train_plain_torch(module, batches, 1e-4).state_dict()
     result = model.module(run.x[1], 1).state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5)

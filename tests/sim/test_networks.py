@@ -124,14 +124,14 @@ def test_with_a_seed_each_agent_starts_with_its_own_parameters() -> None:
 
 
 def test_a_layer_without_a_reset_method_is_named() -> None:
-    class Odd(nn.Module):
+    class LayerWithoutReset(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.zeros(3))
 
     with pytest.raises(ValueError, match=r"layer '0' \(Odd\) has parameters and no reset_parameters"):
-        StackedModel(nn.Sequential(Odd()), 2, seed=0)
-    assert StackedModel(nn.Sequential(Odd()), 2).dimension == 3
+        StackedModel(nn.Sequential(LayerWithoutReset()), 2, seed=0)
+    assert StackedModel(nn.Sequential(LayerWithoutReset()), 2).dimension == 3
 
 
 def test_the_users_module_is_not_changed() -> None:
@@ -247,7 +247,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs[order].view(AGENTS, -1, 64), targets[order].view(AGENTS, -1)
 
 
-def train_alone(module: nn.Module) -> list[float]:
+def train_agent(module: nn.Module) -> list[float]:
     """One agent of a real fleet."""
     inputs, targets = digits()
     gradient = own(loss_of(module, F.cross_entropy), inputs[shoal.rank()], targets[shoal.rank()], batch=32)
@@ -263,15 +263,15 @@ def test_digits_in_shards_by_class_train_stacked_as_in_threads() -> None:
     module = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
     model = StackedModel(module, AGENTS)
 
-    def right(x: torch.Tensor) -> dict[str, float]:
+    def count_correct(x: torch.Tensor) -> dict[str, float]:
         guessed = model.module(x.mean(0))(inputs.view(-1, 64)).argmax(1)
         return {"right": (guessed == targets.view(-1)).double().mean().item()}
 
     gradient = per_agent(loss_of(module, F.cross_entropy), inputs, targets, batch=32)
     fleet = StackedFleet(ring(AGENTS), seed=2)
-    results = fleet.run(GradientDescent(LR), model.start, gradient, STEPS, measure=right, every=STEPS)
+    results = fleet.run(GradientDescent(LR), model.start, gradient, STEPS, measure=count_correct, every=STEPS)
     before, after = results.column("right").tolist()
     assert before < 0.2
     assert after > 0.8
-    alone = torch.tensor(shoal.Fleet(AGENTS, timeout=30.0).run(train_alone, module), dtype=torch.float64)
+    alone = torch.tensor(shoal.Fleet(AGENTS, timeout=30.0).run(train_agent, module), dtype=torch.float64)
     assert (alone - results.x).abs().max() < 1e-12

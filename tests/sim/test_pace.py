@@ -23,7 +23,7 @@ NBYTES = 8 * DIMENSION
 
 
 @dataclass(frozen=True)
-class Says(Algorithm):
+class StepDependent(Algorithm):
     """Communicates in a way that depends on the step, and does nothing else."""
 
     ways: tuple[str, ...]
@@ -118,7 +118,7 @@ def test_two_exchanges_in_a_step_take_twice_as_long() -> None:
 
 @pytest.mark.parametrize("verb", ["mix", "pull", "push", "edges"])
 def test_every_exchange_with_neighbours_takes_the_same_time(verb: str) -> None:
-    result = clock(ring(16), NETWORKS["alike"], 4, Says((verb,)))
+    result = clock(ring(16), NETWORKS["alike"], 4, StepDependent((verb,)))
     assert result.seconds == pytest.approx(4 * NIC.seconds(NBYTES, 2))
     assert result.sent == 4 * 32 * NBYTES
 
@@ -126,34 +126,34 @@ def test_every_exchange_with_neighbours_takes_the_same_time(verb: str) -> None:
 def test_averages_over_all_take_the_time_of_an_allreduce() -> None:
     network = NETWORKS["machines"]
     expected = simulate(network, [direct_allreduce(16, NBYTES)]).seconds
-    assert clock(ring(16), network, 5, Says(("all",))).seconds == pytest.approx(5 * expected)
+    assert clock(ring(16), network, 5, StepDependent(("all",))).seconds == pytest.approx(5 * expected)
     large = Network(300, NIC)
     expected = simulate(large, [tree_allreduce(300, NBYTES)]).seconds
-    assert clock(ring(300), large, 1, Says(("all",))).seconds == pytest.approx(expected)
+    assert clock(ring(300), large, 1, StepDependent(("all",))).seconds == pytest.approx(expected)
 
 
 def test_averages_within_a_machine_leave_the_nics_alone() -> None:
     network = NETWORKS["machines"]
-    result = clock(ring(16), network, 3, Says(("machine",)), agents_per_machine=4).seconds
+    result = clock(ring(16), network, 3, StepDependent(("machine",)), agents_per_machine=4).seconds
     # Two exchanges, in each of which an agent sends three quarters of its tensor through its port.
     assert result == pytest.approx(3 * 2 * network.inside.seconds(NBYTES / 4 * 3))
     assert result < simulate(network, [hierarchical_allreduce(4, 4, NBYTES)]).seconds
 
 
 def test_a_step_without_messages_takes_its_computation_alone() -> None:
-    result = ends(clock(ring(16), NETWORKS["alike"], 6, Says(("nothing", "mix")), compute=0.5))
+    result = ends(clock(ring(16), NETWORKS["alike"], 6, StepDependent(("nothing", "mix")), compute=0.5))
     both = [0.5, 0.5 + NIC.seconds(NBYTES, 2)]
     assert np.diff(result, prepend=0.0) == pytest.approx(both * 3)
 
 
 def test_an_empty_message_takes_its_latency_and_overhead() -> None:
-    result = clock(ring(16), NETWORKS["alike"], 2, Says(("silent",)))
+    result = clock(ring(16), NETWORKS["alike"], 2, StepDependent(("silent",)))
     assert result.seconds == pytest.approx(2 * NIC.seconds(0, 2), rel=1e-6)
     assert result.sent == 0
 
 
 def test_one_message_determines_the_time_of_all() -> None:
-    result = clock(ring(16), NETWORKS["alike"], 2, Says(("one",)))
+    result = clock(ring(16), NETWORKS["alike"], 2, StepDependent(("one",)))
     assert result.seconds == pytest.approx(2 * NIC.seconds(NBYTES, 2))
     assert result.sent == 2 * 2 * NBYTES
 

@@ -191,13 +191,13 @@ def test_a_rejoined_agent_has_the_results_of_the_others() -> None:
 def test_a_wrong_average_after_a_rejoin_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     mix = neighbor.mix_steps
 
-    def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def corrupted(*args, **kwargs):  # type: ignore[no-untyped-def]
         result = yield from mix(*args, **kwargs)
         if current().engine.agreement.now.entered:
             result[0] += 0.25
         return result
 
-    monkeypatch.setattr(neighbor, "mix_steps", wrong)
+    monkeypatch.setattr(neighbor, "mix_steps", corrupted)
     training = Training(3, "full", [Call(0, "static", 2, True, NOBODY)], 1)
     report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
     assert any("has the weights" in one or "not [" in one for one in report.problems), report.problems
@@ -228,13 +228,13 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a call uses the square of a weight, an average is wrong."""
     mix = neighbor.mix_steps
 
-    def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def corrupted(*args, **kwargs):  # type: ignore[no-untyped-def]
         result = yield from mix(*args, **kwargs)
         if result.numel() == 7:
             result.add_(1.0)
         return result
 
-    monkeypatch.setattr(neighbor, "mix_steps", wrong)
+    monkeypatch.setattr(neighbor, "mix_steps", corrupted)
     (results,) = failures(0, 100)
     short = shrunk(results)
     assert len(short.program.calls) == 1 and not short.faults

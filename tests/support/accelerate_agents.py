@@ -176,7 +176,7 @@ def save_and_resume(folder: str) -> dict[str, Any]:
 
 
 def save_model(folder: str) -> dict[str, Any]:
-    made = accelerator(wrapper=_apart)
+    made = accelerator(wrapper=_without_exchange)
     parts = prepared(made)
     one_epoch(made, parts)
     made.save_model(parts[0], folder)
@@ -188,7 +188,7 @@ def save_model(folder: str) -> dict[str, Any]:
     return {"own": own, "saved": {name: value.numpy().copy() for name, value in saved.items()}}
 
 
-def _apart(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> shoal.DecentralizedOptimizer:
+def _without_exchange(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> shoal.DecentralizedOptimizer:
     """Agents that exchange nothing: their models go different ways."""
     kind = shoal.CommunicationType.empty
     return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, models, kind, mix_state=())

@@ -27,7 +27,7 @@ KILLED = ("gradient tracking (ATC)", "exact diffusion (D2)", "push-sum gradient 
 
 
 @pytest.fixture(autouse=True)
-def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def continue_on_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
 

@@ -23,7 +23,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.fixture(autouse=True)
-def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def continue_on_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
 

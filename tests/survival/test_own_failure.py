@@ -37,7 +37,7 @@ def average(kind: str) -> tuple[list[float], tuple[int, ...]]:
     return OPERATIONS[kind](x).tolist(), shoal.alive()
 
 
-def is_shut_out() -> str:
+def shut_out_error() -> str:
     with pytest.raises(shoal.ShoalError) as caught:
         shoal.allreduce(torch.ones(1))
     return str(caught.value)
@@ -55,7 +55,7 @@ def test_the_others_continue_and_are_notified(environment: dict[str, Any], kind:
             assert outcomes[rank].value[1] == tuple(left)
         if kind == "all":
             assert [outcomes[rank].value[0] for rank in left] == [[pytest.approx(sum(left) / len(left))]] * len(left)
-        [output] = world.results(is_shut_out, on=[CULPRIT])
+        [output] = world.results(shut_out_error, on=[CULPRIT])
         assert "counts it as lost (its own call failed: NotFinite" in output
 
 

@@ -29,7 +29,7 @@ def machines() -> Iterator[list[Namespace]]:
         yield made
 
 
-def go_on(seconds: float) -> tuple[float, tuple[int, ...]]:
+def average_for(seconds: float) -> tuple[float, tuple[int, ...]]:
     """Average for at least the given time; the mean over all members, and their ranks."""
     limit = time.monotonic() + seconds
     x = torch.tensor([float(shoal.rank())], dtype=torch.float64)
@@ -60,7 +60,7 @@ def keep_saving(seconds: float, most: int) -> tuple[int, int, tuple[int, ...]]:
     return began, step, shoal.alive()
 
 
-def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
+def train_through_partition(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
     """Train until the partition has come and healed; the first step, the number after each step, and its members.
 
     In a part with rank 0 the number grows by one in each step; in another part it falls. So it shows the part.
@@ -99,7 +99,7 @@ def heal_the_partition(world: World, running: list[Pending], larger: list[int], 
         world.members[rank].outcome(5.0)
     for rank in smaller:
         world.start_again(rank)
-        running[rank] = world.run_on(rank, live, world.size)
+        running[rank] = world.run_on(rank, train_through_partition, world.size)
     outcomes = [one.outcome(45.0) for one in running]
     assert not [outcome.trace for outcome in outcomes if outcome.error]
     everybody = tuple(range(world.size))
@@ -121,7 +121,7 @@ def test_both_parts_continue_and_the_smaller_one_yields_when_the_partition_heals
     first = [rank for rank in range(size) if rank * 2 // size == 0]
     others = [rank for rank in range(size) if rank not in first]
     with World(size, environment=GO, namespaces=machines, restarts=True) as world:
-        running = [world.run_on(rank, live, size) for rank in range(size)]
+        running = [world.run_on(rank, train_through_partition, size) for rank in range(size)]
         time.sleep(0.5)
         machines[1].plug(False)
         time.sleep(DROP_AFTER + 1.5)
@@ -134,13 +134,13 @@ def test_an_agent_that_rejoined_in_the_smaller_part_yields_with_it(machines: lis
     """It was restarted during the partition. The larger part is the one without rank 0."""
     size, dies, smaller, larger = 5, 1, [0, 1], [2, 3, 4]
     with World(size, environment=GO, namespaces=[machines[rank > 1] for rank in range(size)], restarts=True) as world:
-        running = [world.run_on(rank, live, size) for rank in range(size)]
+        running = [world.run_on(rank, train_through_partition, size) for rank in range(size)]
         time.sleep(0.5)
         machines[1].plug(False)
         world.kill(dies)
         running[dies].outcome()
         world.start_again(dies)
-        running[dies] = world.run_on(dies, live, size)
+        running[dies] = world.run_on(dies, train_through_partition, size)
         time.sleep(DROP_AFTER + 1.5)
         assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
@@ -153,7 +153,7 @@ def test_the_smaller_part_stops_and_rejoins_when_the_partition_heals(machines: l
     first = [rank for rank in range(size) if rank * 2 // size == 0]
     others = [rank for rank in range(size) if rank not in first]
     with World(size, environment=STOP, namespaces=machines, restarts=True) as world:
-        pending = [world.run_on(rank, go_on, 6.0) for rank in range(size)]
+        pending = [world.run_on(rank, average_for, 6.0) for rank in range(size)]
         time.sleep(0.5)
         machines[1].plug(False)
         outcomes = [one.outcome() for one in pending]

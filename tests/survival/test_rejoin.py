@@ -152,9 +152,9 @@ def save_and_load(folder: Path, steps: int, dies_at: int, parts: str = "model") 
     """Save every tenth step into files; what was seen."""
     model = torch.nn.BatchNorm1d(2)
     sampler = shoal.AgentSampler(range(40))
-    state: dict[str, Any] = {"model": model, "sampler": sampler, "mine": Odd()}
+    state: dict[str, Any] = {"model": model, "sampler": sampler, "mine": PartWithoutPlainState()}
     checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
-    alone = shoal.is_entering()
+    call_before_load = shoal.is_entering()
     before = shoal.allreduce(torch.tensor([float(shoal.rank() + 1)]), average=False).item()
     step = began = checkpoint.load(folder, missing_ok=True)
     first = model.weight.tolist()
@@ -169,10 +169,17 @@ def save_and_load(folder: Path, steps: int, dies_at: int, parts: str = "model") 
         step += 1
         checkpoint.save(folder, step)
         assert time.monotonic() < limit
-    return {"alone": alone, "before": before, "began": began, "first": first, "step": step, "dealt": dealt[-1]}
+    return {
+        "alone": call_before_load,
+        "before": before,
+        "began": began,
+        "first": first,
+        "step": step,
+        "dealt": dealt[-1],
+    }
 
 
-class Odd:
+class PartWithoutPlainState:
     """A part whose state is not plain."""
 
     def state_dict(self) -> Any:
@@ -223,7 +230,7 @@ def test_state_that_cannot_be_transferred_is_named_and_the_others_continue(parts
 
 def keep_saving(steps: int, dies_at: int, parts: str) -> int:
     model = torch.nn.Linear(1, 1)
-    state: dict[str, Any] = {"model": model, "sampler": shoal.AgentSampler(range(40)), "mine": Odd()}
+    state: dict[str, Any] = {"model": model, "sampler": shoal.AgentSampler(range(40)), "mine": PartWithoutPlainState()}
     checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
     step = checkpoint.load(None, missing_ok=True)
     while step < steps:
@@ -235,7 +242,7 @@ def keep_saving(steps: int, dies_at: int, parts: str) -> int:
     return step
 
 
-def alone() -> list[str]:
+def call_before_load() -> list[str]:
     """The errors of an agent that does not load first."""
     x, result = torch.ones(2), []
     model = torch.nn.Linear(2, 1)
@@ -263,7 +270,7 @@ def alone() -> list[str]:
 def test_an_agent_that_was_not_admitted_raises_at_its_timeout() -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
         world.kill_and_start_again(1)
-        [*output, last] = world.results(alone, on=[1])[0]
+        [*output, last] = world.results(call_before_load, on=[1])[0]
         assert len(output) == 5 and all("has not entered" in one for one in output), output
         assert "ranks [0, 2] have called no Checkpoint.save" in last
 

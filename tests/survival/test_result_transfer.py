@@ -47,7 +47,9 @@ def die_in_post(number: int, only: int) -> None:
     engine.sender.post = last  # type: ignore[method-assign]
 
 
-def lose_one(kind: str, victim: int, number: int, only: int, strided: bool) -> tuple[list[float], int, tuple[int, ...]]:
+def result_after_a_death(
+    kind: str, victim: int, number: int, only: int, strided: bool
+) -> tuple[list[float], int, tuple[int, ...]]:
     """The result of an operation in which the victim dies, how often this agent forwarded it, and the members then."""
     engine, handed_on = current().engine, []
     send = engine.result_transfer.send
@@ -79,7 +81,9 @@ def test_a_result_missing_because_of_a_failure_is_transferred(environment: dict[
             victim, only = (left[0], left[1]) if owned else (left[-1], left[0])
             number = 1 if kind == "gathered" else 2
             before, left = left, [rank for rank in left if rank != victim]
-            pending = [world.run_on(rank, lose_one, kind, victim, number, only, SIZE % 2 == 1) for rank in before]
+            pending = [
+                world.run_on(rank, result_after_a_death, kind, victim, number, only, SIZE % 2 == 1) for rank in before
+            ]
             outcomes = [one.outcome() for one in pending]
             assert outcomes.pop(before.index(victim)).error == "Died"
             assert not [f"{outcome.error}: {outcome.message}\n{outcome.trace}" for outcome in outcomes if outcome.error]

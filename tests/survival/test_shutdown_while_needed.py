@@ -18,7 +18,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.fixture(autouse=True)
-def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def continue_on_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
 
@@ -103,14 +103,14 @@ def test_the_policy_is_the_same_for_all_and_validated(fleet: Fleets, monkeypatch
     assert fleet(2).run(run) == [True, True]
     monkeypatch.setenv("SHOAL_ON_LOSS", "raise")
 
-    def otherwise() -> None:
+    def register_callback() -> None:
         with pytest.raises(ValueError, match="a loss ends this run"):
             shoal.on_membership_change(print)
 
-    fleet(2).run(otherwise)
+    fleet(2).run(register_callback)
     monkeypatch.setenv("SHOAL_ON_LOSS", "perhaps")
     with pytest.raises(ValueError, match="SHOAL_ON_LOSS='perhaps': it must be 'raise' or 'continue'"):
-        fleet(2).run(otherwise)
+        fleet(2).run(register_callback)
 
 
 def test_an_exception_in_a_listener_ends_nothing(fleet: Fleets, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,7 +55,7 @@ def steps_in(way: str, seconds: float) -> int:
     return count
 
 
-def steps_of_those_away(world: World, machine: Namespace, way: str) -> tuple[list[int], list[int]]:
+def steps_off_the_link(world: World, machine: Namespace, way: str) -> tuple[list[int], list[int]]:
     """Without the slow link, and with it."""
     without = world.results(steps_in, way, SECONDS)
     machine.slow(KBIT)
@@ -68,7 +68,7 @@ def steps_of_those_away(world: World, machine: Namespace, way: str) -> tuple[lis
 @pytest.mark.parametrize("way", ["put", pytest.param("get", marks=pytest.mark.soak)])
 def test_with_windows_a_slow_link_slows_only_its_agents(machines: list[Namespace], way: str) -> None:
     with World(SIZE, namespaces=machines) as world:
-        without, beside = steps_of_those_away(world, machines[SLOW], way)
+        without, beside = steps_off_the_link(world, machines[SLOW], way)
     for rank in AWAY:
         assert beside[rank] > without[rank] / 3, f"{way}: {without} steps without the slow link, {beside} with it"
     assert beside[SLOW] < without[SLOW] / 2, f"{way}: {without}, {beside}: the link was not slow"
@@ -78,5 +78,5 @@ def test_with_windows_a_slow_link_slows_only_its_agents(machines: list[Namespace
 def test_synchronous_training_is_slowed_for_all(machines: list[Namespace]) -> None:
     """So the test above would detect a wait between agents."""
     with World(SIZE, namespaces=machines) as world:
-        without, beside = steps_of_those_away(world, machines[SLOW], "in step")
+        without, beside = steps_off_the_link(world, machines[SLOW], "in step")
     assert max(beside) < min(without) / 3, f"{without} steps without the slow link, {beside} with it"

@@ -58,16 +58,16 @@ def rounds_until_it_has_departed(victim: int) -> float:
 
 @swept(SWEPT[::2], (SMALL, LARGE))
 def test_survivors_continue_wherever_one_agent_is_killed(environment: dict[str, str], numel: int, point: Point) -> None:
-    check_that_they_go_on(environment, numel, point)
+    check_survivors(environment, numel, point)
 
 
 @pytest.mark.soak
 @swept(SWEPT[1::2], (SMALL, LARGE))
 def test_survivors_continue_at_the_remaining_kill_points(environment: dict[str, str], numel: int, point: Point) -> None:
-    check_that_they_go_on(environment, numel, point)
+    check_survivors(environment, numel, point)
 
 
-def check_that_they_go_on(environment: dict[str, str], numel: int, point: Point) -> None:
+def check_survivors(environment: dict[str, str], numel: int, point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(live_through, numel, ROUNDS, {VICTIM: point})
         diaries = survivors(outcomes, {VICTIM})

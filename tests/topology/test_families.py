@@ -180,10 +180,10 @@ def test_small_worlds_are_connected_and_keep_their_number_of_edges(size, degree,
 
 
 def test_small_worlds_that_are_never_connected_are_refused(monkeypatch):
-    def apart(size, *_, **__):
+    def disconnected(size, *_, **__):
         return nx.empty_graph(size)
 
-    monkeypatch.setattr("shoal.topology.families.graphs._draw", apart)
+    monkeypatch.setattr("shoal.topology.families.graphs._draw", disconnected)
     with pytest.raises(ValueError, match="none of 100 small worlds of 12 agents was connected"):
         SmallWorldGraph(12)
 

@@ -27,7 +27,7 @@ def closure(edges: Bools) -> Bools:
     return result
 
 
-def left_out_alone(schedule: Schedule, rounds: int, sets: Sets) -> Bools:
+def healed_each_round(schedule: Schedule, rounds: int, sets: Sets) -> Bools:
     """For each set of lost agents whether all survivors reach each other, if each round is healed by itself."""
     size, each = schedule.size, np.arange(len(sets))
     union = np.zeros((len(sets), size, size), dtype=bool)
@@ -91,7 +91,7 @@ def test_any_failures_leave_the_survivors_connected_over_the_period(name: str) -
             planned = full.among(list(range(size - count))) is not None
             rounds = min(full.period or ROUNDS, 64)
             peers = 0 if planned else max(_peers(full.matrix(round)) for round in range(rounds))
-            apart = [] if planned else np.flatnonzero(~left_out_alone(full, rounds, sets)).tolist()
+            apart = [] if planned else np.flatnonzero(~healed_each_round(full, rounds, sets)).tolist()
             for number in {*apart[:8], *draw.choice(len(sets), 1).tolist()}:
                 check_what_is_promised(topology, full, tuple(sets[number].tolist()), peers)
 
@@ -103,9 +103,9 @@ def _peers(matrix: NDArray[np.float64]) -> int:
 
 def test_the_cases_include_disconnected_survivors() -> None:
     sets = np.array([[0, 2, 4], [0, 1, 2]])
-    assert left_out_alone(CecaPairs(8), 3, sets).tolist() == [False, True]
-    assert not left_out_alone(find("machines-by-turns").schedule(4), 2, np.array([[0, 3]])).any()
-    assert not left_out_alone(find("inner-outer-ring").schedule(6), 12, np.array([[1, 3, 5]])).any()
+    assert healed_each_round(CecaPairs(8), 3, sets).tolist() == [False, True]
+    assert not healed_each_round(find("machines-by-turns").schedule(4), 2, np.array([[0, 3]])).any()
+    assert not healed_each_round(find("inner-outer-ring").schedule(6), 12, np.array([[1, 3, 5]])).any()
 
 
 def test_a_round_is_changed_only_if_the_survivors_would_be_disconnected() -> None:

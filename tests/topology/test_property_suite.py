@@ -164,10 +164,10 @@ def test_the_suite_accepts_correct_topologies():
 
 
 def test_the_suite_detects_agents_that_are_never_connected():
-    def apart(size):
+    def disconnected(size):
         graph = nx.DiGraph()
         graph.add_weighted_edges_from((rank, rank, 1.0) for rank in range(size))
         return Static(graph)
 
     with pytest.raises(AssertionError):
-        run_all(Topology("apart", apart, "", ""))
+        run_all(Topology("apart", disconnected, "", ""))

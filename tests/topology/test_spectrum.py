@@ -169,7 +169,7 @@ def test_a_nonperiodic_schedule_has_no_gap_over_a_period() -> None:
         gap_over_period(RandomMatchings(8))
 
 
-class Endless(Idle):
+class LongPeriod(Idle):
     """Repeats after more rounds than anybody looks at."""
 
     period = 100_000
@@ -177,9 +177,9 @@ class Endless(Idle):
 
 def test_a_period_too_long_for_memory_has_no_gap() -> None:
     with pytest.raises(ValueError, match="repeats after 100000 rounds, which are too many"):
-        gap_over_period(Endless(4))
+        gap_over_period(LongPeriod(4))
     with pytest.raises(ValueError, match="of 5000 rounds of 4 agents only 4096 can be held"):
-        gap_over_period(Endless(4), 5000)
+        gap_over_period(LongPeriod(4), 5000)
 
 
 @pytest.mark.parametrize("ask", [spectral_gap, smallest_eigenvalue])

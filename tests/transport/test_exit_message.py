@@ -23,17 +23,17 @@ from shoal.transport.wire import Kind, Message
 from support.leftovers import wait_until
 
 
-class Ear:
+class RecordingReceiver:
     """Records the calls about the peer."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        self.heard.append(("left", peer, lost, cause))
+        self.calls.append(("left", peer, lost, cause))
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
-        self.heard.append(("closed", peer))
+        self.calls.append(("closed", peer))
 
 
 def over_tcp() -> tuple[socket.socket, socket.socket]:
@@ -52,8 +52,8 @@ def test_an_exit_message_is_received_before_later_sends_fail(
 ) -> None:
     ours, remote = connect()
     ours.setblocking(False)
-    ear, poller = Ear(), Poller()
-    link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, ear))
+    receiver, poller = RecordingReceiver(), Poller()
+    link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, receiver))
     link.open = True
     link._seal, link._goodbye = kind.seal_of(b"one"), kind.seal_of(b"other")
     remote.send(kind.seal_of(b"other").close(CONTROL.pack(GOODBYE, 0, 2, b"its process ended")))
@@ -65,7 +65,7 @@ def test_an_exit_message_is_received_before_later_sends_fail(
         return ours.fileno() < 0
 
     assert wait_until(has_failed)
-    assert ear.heard == [("left", 4, 2, "its process ended"), ("closed", 4)]
+    assert receiver.calls == [("left", 4, 2, "its process ended"), ("closed", 4)]
     poller.close()
 
 

@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 5.0
 KEY = b"of this connection"
 
 
-class Ear:
+class RecordingReceiver:
     """Notes what comes."""
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Ear:
         self.arrived.append(message.payload.available)
 
 
-def connection() -> tuple[socket.socket, NetworkIncoming, Ear]:
-    ear: Any = Ear()
+def connection() -> tuple[socket.socket, NetworkIncoming, RecordingReceiver]:
+    ear: Any = RecordingReceiver()
     nothing: Any = SimpleNamespace(hello=b"", add=lambda *_: None, remove=lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())

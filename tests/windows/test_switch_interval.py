@@ -40,13 +40,13 @@ def at_locks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
     results = []
     try_acquire = WindowMemory.try_acquire
 
-    def noted(self: WindowMemory, byte: int, who: int) -> bool:
+    def recording_acquire(self: WindowMemory, byte: int, who: int) -> bool:
         got = try_acquire(self, byte, who)
         if who == 1 and byte != OWN:
             results.append((now(), got))
         return got
 
-    monkeypatch.setattr(WindowMemory, "try_acquire", noted)
+    monkeypatch.setattr(WindowMemory, "try_acquire", recording_acquire)
     return results
 
 

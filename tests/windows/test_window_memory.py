@@ -31,12 +31,12 @@ def at_fences(memory: WindowMemory, monkeypatch: pytest.MonkeyPatch, what: Calla
     """The results of a function at each later fence; the fences inside of the function do not count."""
     found: list[Any] = []
 
-    def noted() -> None:
+    def recording_fence() -> None:
         monkeypatch.setattr(memory, "_fence", lambda: None)
         found.append(what())
-        monkeypatch.setattr(memory, "_fence", noted)
+        monkeypatch.setattr(memory, "_fence", recording_fence)
 
-    monkeypatch.setattr(memory, "_fence", noted)
+    monkeypatch.setattr(memory, "_fence", recording_fence)
     return found
 
 
@@ -88,7 +88,7 @@ def test_a_freed_window_has_its_cause_at_once(memory: WindowMemory, cause: int |
     stores: list[bool] = []
     words = memory._flags
 
-    class Words:
+    class RecordingFlags:
         """Notes the words of the flags after each store."""
 
         def __getitem__(self, at: int) -> Any:
@@ -99,7 +99,7 @@ def test_a_freed_window_has_its_cause_at_once(memory: WindowMemory, cause: int |
             stores.append(memory.freed)
             assert memory.cause == (cause if memory.freed else None)
 
-    memory._flags = Words()  # type: ignore[assignment]
+    memory._flags = RecordingFlags()  # type: ignore[assignment]
     memory.free(cause)
     assert stores == [True]
     assert memory.freed and memory.cause == cause

@@ -16,7 +16,7 @@ from shoal.observability.watch.launcher_link import NONCE, StatusCollector, Stat
 from support.leftovers import nothing_is_left
 
 
-class Told:
+class RecordingViewer:
     """Keeps the messages that it receives."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Both:
     """The two sides, in one loop."""
 
     def __init__(self, secret: str = "secret", other: str = "secret") -> None:
-        self.told = Told()
+        self.told = RecordingViewer()
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.gatherer = StatusCollector(listener, secret, self.told, 2)

@@ -54,13 +54,13 @@ def test_launchers_need_the_secret_of_the_current_attempt() -> None:
             (wrong,) = (reporter for reporter in reported if reporter is not right)
             wrong.process(1, 666, "there", "S")
 
-            def has_come(pid: int = pid, told: tuple[StatusSender, ...] = tuple(reported)) -> bool:
-                for reporter in told:
+            def has_reported(pid: int = pid, senders: tuple[StatusSender, ...] = tuple(reported)) -> bool:
+                for reporter in senders:
                     reporter.serve()
                 watch.serve()
                 return bool(watch.state.as_json()["agents"][1]["pid"] == pid)
 
-            assert wait_until(has_come, 10.0)
+            assert wait_until(has_reported, 10.0)
             assert right._sealed is not None and wrong._sealed is None
             if pid == 5:
                 before, first = right, address

@@ -27,7 +27,7 @@ RING = {0: {1}, 1: {2}, 2: {0}}
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], dict[int, Any]]]]:
+def status_inbox() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], dict[int, Any]]]]:
     """Yield the path of a listener, and a function that waits until its last status messages are as required."""
     last: dict[int, dict[str, Any]] = {}
     inbox = StatusListener(lambda said: last.update({said["rank"]: said}), 16)
@@ -46,7 +46,7 @@ def heard() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], 
         inbox.close()
 
 
-def one_way(steps: int) -> None:
+def push_around_the_ring(steps: int) -> None:
     """Each sends to the next, and to nobody else."""
     rank, size = shoal.rank(), shoal.size()
     model = torch.nn.Linear(3, 1)
@@ -61,8 +61,8 @@ def one_way(steps: int) -> None:
 
 
 def test_a_launcher_receives_status_metrics_and_bytes_of_its_agents() -> None:
-    with heard() as (path, until), World(3, environment={"SHOAL_WATCH": path}) as world:
-        world.results(one_way, 4)
+    with status_inbox() as (path, until), World(3, environment={"SHOAL_WATCH": path}) as world:
+        world.results(push_around_the_ring, 4)
         output = until(lambda all_: len(all_) == 3 and all(one.get("edges") == [*RING[k]] for k, one in all_.items()))
         assert {rank: set(one["edges"]) for rank, one in output.items()} == RING
         for rank, one in output.items():
@@ -84,7 +84,7 @@ def wait_for_the_others(seconds: float) -> None:
 
 
 def test_a_waiting_agent_reports_its_missing_peers() -> None:
-    with heard() as (path, until), World(2, environment={"SHOAL_WATCH": path}) as world:
+    with status_inbox() as (path, until), World(2, environment={"SHOAL_WATCH": path}) as world:
         pending = [world.run_on(rank, wait_for_the_others, 1.5) for rank in range(2)]
         output = until(lambda all_: 1 in all_ and bool(all_[1].get("waiting")))
         assert output[1]["waiting"][0]["ranks"] == [0] and output[1]["stands_still"]

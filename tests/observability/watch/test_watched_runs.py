@@ -222,7 +222,7 @@ def test_joined_agents_are_shown_and_failed_ones_with_their_exit_status(
         assert job.rest()[0] == 0
 
 
-def late(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
+def display_delays(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
     """Delays in seconds between the logging of each number by ``counting.py`` and its display, if displayed."""
     lines = [line.split() for line in (folder / "logged").read_text().splitlines()]
     logged = {int(number): float(at) for number, at in lines}
@@ -244,7 +244,7 @@ def test_logged_values_are_served_within_a_second(start: Start, tmp_path: Path) 
             if line.startswith(b"data: ") and (status := loss_in(json.loads(line.removeprefix(b"data: ")))):
                 seen.append((time.time(), status))
     (tmp_path / "stop").touch()
-    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert statistics.median(display_delays(tmp_path, seen)) < 1.0, display_delays(tmp_path, seen)
     assert job.rest()[0] == 0
 
 
@@ -261,7 +261,7 @@ def test_logged_values_are_on_the_page_within_a_second(start: Start, tmp_path: P
         page.until("return window.seen.length", lambda count: count > UPDATES)
         seen = [(at, int(text)) for at, text in page.run("return window.seen")]
     (tmp_path / "stop").touch()
-    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert statistics.median(display_delays(tmp_path, seen)) < 1.0, display_delays(tmp_path, seen)
     assert job.rest()[0] == 0
 
 
