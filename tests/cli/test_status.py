@@ -32,7 +32,7 @@ from support.fault_points import over_both
 from support.flooders import NOBODY, may_become_others
 from support.leftovers import wait_until
 from support.limits import scaled
-from support.unauthenticated_peers import count_of_descriptors, door
+from support.unauthenticated_peers import count_of_descriptors, listener_address
 from support.world import World
 
 NETWORK = {"SHOAL_TRANSPORT": "network"}
@@ -322,7 +322,7 @@ except OSError as error:
 """
     with World(2) as world:
         [path] = status.find()[pids(world)[0]]
-        unix = world.results(door, on=[0])[0].unix
+        unix = world.results(listener_address, on=[0])[0].unix
         stdout = [
             subprocess.run(
                 [sys.executable, "-I", "-c", ask, where, str(NOBODY), status_socket.QUESTION.decode()],
@@ -365,7 +365,7 @@ except OSError:
 
 def test_over_a_network_a_status_query_is_no_reply_to_a_handshake() -> None:
     with World(2, environment=NETWORK) as world:
-        way = world.results(door, on=[0])[0]
+        way = world.results(listener_address, on=[0])[0]
         with socket.create_connection((way.host, way.port), timeout=1.0) as sock:
             assert len(sock.recv(HELLO_SIZE)) == HELLO_SIZE
             sock.sendall(status_socket.QUESTION)

@@ -17,7 +17,7 @@ from shoal.device import Unshareable, cuda
 from shoal.ops import device_ops
 from support.leftovers import wait_until
 from support.limits import scaled
-from support.slow_device import Slow, SlowDevice, empty, here, in_use, to_device, without_memory
+from support.slow_device import Slow, SlowDevice, current_device, empty, in_use, to_device, without_memory
 
 Fleets = Callable[..., shoal.Fleet]
 NUMEL = 10_000
@@ -105,7 +105,7 @@ def test_other_calls_continue_while_the_device_is_busy(fleet: Fleets, device: Sl
     def run() -> float:
         rank = shoal.rank()
         x = to_device(numbers(rank))
-        here().current().queue(partial(busy.wait, 30.0))  # type: ignore[arg-type]
+        current_device().current().queue(partial(busy.wait, 30.0))  # type: ignore[arg-type]
         handle = shoal.neighbor_allreduce_nonblocking(x, 0.5, {1 - rank: 0.5}, [1 - rank])
         for _ in range(5):
             assert shoal.allreduce(torch.ones(1)).item() == 1.0
@@ -208,7 +208,7 @@ def test_a_device_error_is_raised_and_the_others_are_notified(fleet: Fleets, dev
         if shoal.rank():
             with device.stream().working():
                 x = to_device(numbers(1))
-                here().current().queue(broken)
+                current_device().current().queue(broken)
                 with pytest.raises(RuntimeError) as raised:
                     shoal.neighbor_allreduce(x, 0.5, {0: 0.5}, [0], name="broken")
             shoal.barrier()
@@ -295,5 +295,5 @@ def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_works(
         released.set()
         return took
 
-    monkeypatch.setattr(device_ops, "weighted_sum", lambda *_: here().current().queue(fail_or_hang))
+    monkeypatch.setattr(device_ops, "weighted_sum", lambda *_: current_device().current().queue(fail_or_hang))
     assert max(fleet(2).run(run)) < 8.0

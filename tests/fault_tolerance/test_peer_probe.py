@@ -14,7 +14,7 @@ from shoal.fault_tolerance.partition import PeerProbe
 from shoal.runtime.agent import current
 from shoal.transport.handshake import HELLO_SIZE, SHUT_OUT, WELCOME_SIZE, Connecting
 from support.leftovers import nothing_is_left, wait_until
-from support.unauthenticated_peers import door, is_closed
+from support.unauthenticated_peers import is_closed, listener_address
 
 OVER = [pytest.param(name, marks=pytest.mark.transport(name)) for name in ("shared_memory", "network")]
 ASKER, ASKED = 0, 1
@@ -22,7 +22,7 @@ ASKER, ASKED = 0, 1
 
 def shake_hands(incarnation: int) -> int:
     """Connect to an agent as another one; what it says."""
-    way = door()
+    way = listener_address()
     with way.connect() as sock:
         greeting = Connecting(way.secret, ASKER, ASKED, incarnation)
         sock.sendall(greeting.answer(sock.recv(HELLO_SIZE)))

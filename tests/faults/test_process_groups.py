@@ -24,7 +24,7 @@ from support.fault_points import (
 )
 from support.leftovers import wait_until
 from support.namespaces import network_namespaces
-from support.training_loss import assert_all_learnt_it
+from support.training_loss import assert_all_name_the_killed
 from support.world import World
 
 pytestmark = pytest.mark.transport(PROCESS_GROUP)
@@ -58,14 +58,14 @@ def in_turn() -> list[object]:
 @pytest.mark.parametrize(("point", "victim", "numel"), in_turn())
 def test_all_survivors_name_the_killed_agent(point: Point, victim: int, numel: int) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, numel, victim, point), victim)
+        assert_all_name_the_killed(world.run(average_until_it_fails, numel, victim, point), victim)
 
 
 @pytest.mark.parametrize("loop", [until_killed_allreduces, until_killed_pushes])
 @pytest.mark.parametrize("point", [Point("Deciding order", 1), Point("Telling", 5), Point("Moving", 3)], ids=str)
 def test_a_kill_ends_other_operations_too(loop: Callable[..., None], point: Point) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
-        assert_all_learnt_it(world.run(loop, 0, point), 0)
+        assert_all_name_the_killed(world.run(loop, 0, point), 0)
 
 
 def test_a_transfer_in_flight_ends() -> None:
@@ -73,18 +73,18 @@ def test_a_transfer_in_flight_ends() -> None:
         pending = [world.run_on(rank, average_until_it_fails, 4_000_000) for rank in range(SIZE)]
         time.sleep(0.5)
         world.kill(1)
-        assert_all_learnt_it([one.outcome() for one in pending], 1, 3.0)
+        assert_all_name_the_killed([one.outcome() for one in pending], 1, 3.0)
 
 
 @pytest.mark.transport("namespaces")
 def test_agents_on_another_machine_are_notified() -> None:
     with network_namespaces(2) as machines, World(4, environment=BY_GROUPS, namespaces=machines) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, 2, Point("Moving", 3)), 2)
+        assert_all_name_the_killed(world.run(average_until_it_fails, LARGE, 2, Point("Moving", 3)), 2)
 
 
 def test_after_a_failure_the_job_may_restart() -> None:
     with World(3, environment=BY_GROUPS) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, SMALL, 1, Point("moved", 3)), 1)
+        assert_all_name_the_killed(world.run(average_until_it_fails, SMALL, 1, Point("moved", 3)), 1)
         world.results(end, on=world.alive)
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from support.agent_main import Outcome
-from support.training_faults import KINDS, UNTIL_SECONDS, WRAPPERS, Ended, Fault, draw, ready, train
+from support.training_faults import KINDS, UNTIL_SECONDS, WRAPPERS, AgentEnd, Fault, draw, ready, train
 from support.world import World
 
 SAMPLE = range(10)
@@ -59,7 +59,7 @@ def _complaints(fault: Fault, one: Outcome, all_: list[Outcome]) -> list[str]:
         return [] if one.message == code else [f"rank {one.rank} ended with {one.message} instead of {code}"]
     if one.error:
         return [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"]
-    ended: Ended = one.value
+    ended: AgentEnd = one.value
     wrong = _misjudged(fault, one.rank, ended, all_)
     results = [f"rank {one.rank} {wrong}: {ended.error} {ended.ranks}: {ended.said}"] if wrong else []
     if ended.shutdown > SHUTDOWN_SECONDS:
@@ -67,13 +67,15 @@ def _complaints(fault: Fault, one: Outcome, all_: list[Outcome]) -> list[str]:
     return results
 
 
-def _misjudged(fault: Fault, rank: int, ended: Ended, all_: list[Outcome]) -> str:
+def _misjudged(fault: Fault, rank: int, ended: AgentEnd, all_: list[Outcome]) -> str:
     """Empty if the agent ended as it should, or what is wrong."""
     if fault.kind == "stop":
         return "failed, though nobody did" if ended.error else ""
     if rank == fault.victim:
         return _victim_misjudged(fault, ended)
-    departed = {other.rank for other in all_ if isinstance(other.value, Ended) and other.value.noticed < ended.noticed}
+    departed = {
+        other.rank for other in all_ if isinstance(other.value, AgentEnd) and other.value.noticed < ended.noticed
+    }
     if fault.kind in ONE_IS_LOST or (fault.kind == "unequal" and fault.then == "leave"):
         right = (ended.error, ended.ranks) == ("PeerLost", (fault.victim,))
         return "" if right else f"does not name rank {fault.victim}, which failed first"
@@ -93,7 +95,7 @@ def _misjudged(fault: Fault, rank: int, ended: Ended, all_: list[Outcome]) -> st
     return "" if not ended.error and not fault.in_step else "did not notice"
 
 
-def _victim_misjudged(fault: Fault, ended: Ended) -> str:
+def _victim_misjudged(fault: Fault, ended: AgentEnd) -> str:
     expected = {"interrupt": ("KeyboardInterrupt",), "leave": ("OwnError",), "unequal": ("",)}
     if fault.kind in expected:
         return "" if ended.error in expected[fault.kind] else f"did not end with {expected[fault.kind][0] or 'success'}"

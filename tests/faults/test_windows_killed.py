@@ -32,7 +32,6 @@ from support.window_points import (
     arm_write,
     end_when_waiting,
     free_after,
-    go_on,
     hold_mutex,
     kill,
     open_window,
@@ -40,8 +39,9 @@ from support.window_points import (
     read_until,
     sleep_for_ever,
     take_mutex,
-    whole,
+    whole_write,
     write,
+    write_after_a_loss,
     write_for_ever,
     write_for_ever_without_waiting,
     write_twice,
@@ -82,7 +82,7 @@ def assert_it_names_the_killed(one: Outcome, at: float, victim: int = VICTIM) ->
 def assert_survivors_continue(world: World, rest: list[int] = REST) -> None:
     """Now, and also when everybody knows who died."""
     for _ in range(2):
-        for result in world.results(go_on, rest, on=rest):
+        for result in world.results(write_after_a_loss, rest, on=rest):
             assert all(slot.smallest == slot.largest == 11.0 for slot in result)
         world.results(assert_all_name_the_killed, SIZE - len(rest), on=rest)
 
@@ -104,7 +104,7 @@ def test_a_slot_holds_the_old_or_the_new_value_when_its_sender_is_killed(how: st
         assert_it_was_killed(dead)
         [result] = world.run(read, VICTIM, on=[TARGET])
         new = 5.0 if how == PUT else 8.0
-        assert result.value == whole(new if place in AFTER_THE_FLIP else 3.0), result.trace
+        assert result.value == whole_write(new if place in AFTER_THE_FLIP else 3.0), result.trace
         assert result.ended - dead.ended < scaled(SECONDS)
         if how == ACCUMULATE:
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [2 if place in AFTER_THE_FLIP else 1]
@@ -129,7 +129,7 @@ def test_an_owner_applies_complete_writes_of_a_killed_sender(how: str, point: Po
         dead = world.run_on(VICTIM, write_twice, how, TARGET, point).outcome()
         assert_it_was_killed(dead)
         [result] = world.run(read, VICTIM, on=[TARGET])
-        assert result.value == whole((5.0 if how == PUT else 8.0) if new else 3.0), result.trace
+        assert result.value == whole_write((5.0 if how == PUT else 8.0) if new else 3.0), result.trace
         assert all(world.results(take_mutex, TARGET, on=REST))
 
 
@@ -151,7 +151,7 @@ def kill_a_sender_at_a_random_time(environment: dict[str, str], how: str, seed: 
         world.kill(VICTIM)
         assert_it_was_killed(pending.outcome())
         [slot] = world.results(read, VICTIM, on=[TARGET])
-        assert slot == whole(slot.largest)
+        assert slot == whole_write(slot.largest)
         if how == ACCUMULATE:
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [slot.largest]
 
@@ -322,12 +322,12 @@ def test_writing_to_a_window_that_its_owner_frees_is_a_mismatch_at_the_writer(
         for one in [each.outcome() for each in writers]:
             assert one.error == "Mismatch" and VICTIM in one.ranks, one.trace
             assert "has freed this window" in one.message
-        world.results(go_on, [0, 1], on=[0, 1])
+        world.results(write_after_a_loss, [0, 1], on=[0, 1])
         world.results(shoal.bluefog.win_free, on=[0, 1])
         world.results(open_window)
         for rank in (0, 1):
             world.results(write, how, 2.0, VICTIM, on=[rank])
-        assert world.results(read, 0, on=[VICTIM]) == [whole(2.0)]
+        assert world.results(read, 0, on=[VICTIM]) == [whole_write(2.0)]
 
 
 @OVER
@@ -386,7 +386,7 @@ def test_a_shutdown_with_open_windows_ends_only_calls_that_need_the_agent(enviro
         for one in [each.outcome() for each in writers]:
             assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
             assert one.ended - left.ended < scaled(SECONDS)
-        for result in world.results(go_on, REST, on=REST):
+        for result in world.results(write_after_a_loss, REST, on=REST):
             assert all(slot.smallest == slot.largest == 11.0 for slot in result)
 
 

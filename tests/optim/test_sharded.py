@@ -39,13 +39,13 @@ from support.sharded import (
     among_replicas,
     begin,
     end,
+    full_parameters,
     halved,
     mesh,
     of_process,
     of_replica,
     sharded,
     train,
-    whole,
     wrapped,
 )
 from support.world import World
@@ -76,7 +76,7 @@ def unsharded(way: str, model: nn.Module, batches: Callable[[int, int], torch.Te
         own = deepcopy(model)
         optimizer = WAYS[way](own)
         train(own, optimizer, partial(batches, shoal.rank()), *range(STEPS))
-        return whole(own)
+        return full_parameters(own)
 
     return torch.stack(shoal.Fleet(REPLICAS, timeout=20.0).run(run))
 
@@ -88,7 +88,7 @@ def train_sharded(way: str) -> bytes:
         model = sharded(index["shard"])
         optimizer = WAYS[way](model)
         train(model, optimizer, of_process, *range(STEPS))
-        return packed(whole(model))
+        return packed(full_parameters(model))
 
 
 @pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
@@ -108,7 +108,7 @@ def train_halved(way: str) -> bytes:
         model = halved(index["tensor"])
         optimizer = WAYS[way](model)
         train(model, optimizer, partial(batch, shoal.rank()), *range(STEPS))
-        result = packed(whole(model))
+        result = packed(full_parameters(model))
         with pytest.raises(ValueError, match=r"has a copy of '2.bias'. MinMaxUInt8 looks at several numbers together"):
             wrapped(
                 SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, halved(index["tensor"]),
@@ -154,7 +154,7 @@ def test_the_mean_of_sharded_models_is_that_of_unsharded_ones(world: World) -> N
         train(model, ATC(model), partial(of_replica, shoal.rank()), 0, 1)
 
     shoal.Fleet(REPLICAS).run(run)
-    x = torch.stack([whole(model) for model in models])
+    x = torch.stack([full_parameters(model) for model in models])
     mean = deepcopy(MODEL)
     nn.utils.vector_to_parameters(x.mean(0), mean.parameters())
     distance = (x - x.mean(0)).square().sum(1).mean().sqrt()
@@ -175,7 +175,7 @@ def begin_alike() -> tuple[bytes, bytes]:
         shoal.broadcast_optimizer_state(sgd, root_rank=1)
         train(model, sgd, partial(batch, 7), 1)
         momentum = [value["momentum_buffer"].full_tensor() for value in sgd.state.values()]
-        return packed(whole(model)), packed(momentum)
+        return packed(full_parameters(model)), packed(momentum)
 
 
 def test_replicas_can_start_from_equal_parameters(world: World) -> None:
@@ -196,7 +196,7 @@ def save_after(folder: Path, way: str, steps: int) -> bytes:
             checkpoint.save(folder, 1)
         dcp.save({"training": checkpoint}, checkpoint_id=folder)
         train(model, optimizer, of_process, *range(steps, STEPS))
-        return packed(whole(model))
+        return packed(full_parameters(model))
 
 
 def load_and_resume(folder: Path, way: str, steps: int) -> bytes:
@@ -206,7 +206,7 @@ def load_and_resume(folder: Path, way: str, steps: int) -> bytes:
         optimizer = WAYS[way](model)
         dcp.load({"training": shoal.Checkpoint(model=model, optimizer=optimizer)}, checkpoint_id=folder)
         train(model, optimizer, of_process, *range(steps, STEPS))
-        return packed(whole(model))
+        return packed(full_parameters(model))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def read_one_model(folder: Path) -> bytes:
     model = sharded(dist.device_mesh.init_device_mesh("cpu", (REPLICAS * SHARDS,)))
     state = {"training": {"agent1of2": {"model": model.state_dict()}}}
     dcp.load(state, checkpoint_id=folder)
-    return packed(whole(model))
+    return packed(full_parameters(model))
 
 
 def test_a_saved_model_can_be_loaded_with_another_number_of_shards(world: World, tmp_path: Path) -> None:

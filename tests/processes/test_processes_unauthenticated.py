@@ -29,13 +29,13 @@ from support.unauthenticated_peers import (
     NONSENSE_OVER_TCP,
     NONSENSE_OVER_UNIX,
     SILENCE_SECONDS,
-    Door,
+    ListenerAddress,
     Packets,
     be_impatient,
     count_of_descriptors,
-    door,
     is_closed,
     leave_with,
+    listener_address,
     rejected,
     send_packets,
 )
@@ -65,14 +65,14 @@ def average() -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(world: World, turned_away: int = 1) -> Iterator[Door]:
+def undisturbed(world: World, turned_away: int = 1) -> Iterator[ListenerAddress]:
     """Yields the address of one agent.
 
     Afterwards the given number of strangers were rejected, no descriptor is left, and all agents work.
     """
     before = world.results(count_of_descriptors)
     [known] = world.results(rejected, on=[VICTIM])
-    [way] = world.results(door, on=[VICTIM])
+    [way] = world.results(listener_address, on=[VICTIM])
     yield way
     assert wait_until(lambda: world.results(rejected, on=[VICTIM])[0] == known + turned_away)
     assert wait_until(lambda: world.results(count_of_descriptors) == before), "a descriptor was left"
@@ -145,7 +145,7 @@ def test_a_recorded_reply_opens_no_other_connection(world: World) -> None:
 
 def test_unauthenticated_peers_above_the_limit_block_no_agent() -> None:
     with World(SIZE + 1, environment=NETWORK) as world:
-        [way] = world.results(door, on=[VICTIM])
+        [way] = world.results(listener_address, on=[VICTIM])
         with contextlib.ExitStack() as crowd:
             for _ in range(MOST_UNKNOWN + 50):
                 crowd.enter_context(way.connect())
@@ -189,7 +189,7 @@ def fail_the_claimed_rank(world: World, speak: Callable[[socket.socket, Keys], N
     """Connect to one agent as if one were rank ``CLAIMED`` and speak; the others lose that rank, and nothing else."""
     world.results(average)
     before = world.results(count_of_descriptors, on=[VICTIM])
-    [way] = world.results(door, on=[VICTIM])
+    [way] = world.results(listener_address, on=[VICTIM])
     sock, keys = way.enter(CLAIMED)
     with sock:
         speak(sock, keys)

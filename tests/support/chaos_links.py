@@ -76,7 +76,7 @@ class Draw:
 
 
 @dataclass
-class Seen:
+class AgentResult:
     """The outcome of one agent: its final parameters, its steps, the longest of them, and the members."""
 
     x: list[float]
@@ -87,14 +87,14 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Found:
+class RunFigures:
     """What came of a run: the longest step, and how far all ended from where they must."""
 
     seconds: float
     distance: float
 
 
-def train(draw: Draw, seconds: float) -> Seen:
+def train(draw: Draw, seconds: float) -> AgentResult:
     """Train for the given time, and then a few more steps, as many on all agents that reach each other."""
     model, changes = Point3(), []
     shoal.set_topology(topology_util.RingGraph(draw.size), is_weighted=True)
@@ -114,7 +114,7 @@ def train(draw: Draw, seconds: float) -> Seen:
             time.sleep(0.01)
             over = shoal.allreduce(torch.tensor([float(now - began > seconds)]))
             end = steps + AFTER if over.item() else None
-    return Seen(model.x.tolist(), steps, longest, changes, shoal.alive())
+    return AgentResult(model.x.tolist(), steps, longest, changes, shoal.alive())
 
 
 def _fault(draw: Draw, machines: list[Namespace]) -> Callable[[bool], None]:
@@ -122,7 +122,7 @@ def _fault(draw: Draw, machines: list[Namespace]) -> Callable[[bool], None]:
     victim, other = machines[draw.victim], machines[draw.other]
     rest = [machine for machine in machines if machine is not victim]
 
-    def befall(begins: bool) -> None:
+    def apply_fault(begins: bool) -> None:
         kind = draw.kind.removesuffix(FOR_GOOD)
         if kind in (SLOW, SLOW_FOR_GOOD):
             victim.slow(draw.kbit if begins else 0)
@@ -136,10 +136,10 @@ def _fault(draw: Draw, machines: list[Namespace]) -> Callable[[bool], None]:
         for source, target in pairs.get(kind, []):
             source.cut(target, begins)
 
-    return befall
+    return apply_fault
 
 
-def run(seed: int, over: str = "") -> Found:
+def run(seed: int, over: str = "") -> RunFigures:
     """Draw, train, and compare, over TCP or another transport. AssertionError where an agent ends otherwise than it
     must."""
     draw = Draw.of(seed)
@@ -148,18 +148,18 @@ def run(seed: int, over: str = "") -> Found:
     if draw.stops:
         environment["SHOAL_ON_PARTITION"] = "stop"
     with network_namespaces(draw.size) as machines:
-        befall = _fault(draw, machines)
+        apply_fault = _fault(draw, machines)
         with World(draw.size, environment=environment, namespaces=machines) as world:
             seconds = draw.after + (2 * DROP_AFTER if draw.for_good else draw.lasts + 0.5)
             pending = [world.run_on(rank, train, draw, seconds) for rank in range(draw.size)]
             time.sleep(draw.after)
-            befall(True)
+            apply_fault(True)
             if not draw.for_good and draw.kind != SLOW_FOR_GOOD:
                 time.sleep(draw.lasts)
-                befall(False)
+                apply_fault(False)
             outcomes = [one.outcome(60.0) for one in pending]
             if draw.for_good or draw.kind == SLOW_FOR_GOOD:
-                befall(False)  # so that all can say goodbye
+                apply_fault(False)  # so that all can say goodbye
             parts, shut_out = _parts(draw, outcomes)
             assert sorted([*shut_out, *(rank for part in parts for rank in part)]) == list(range(draw.size)), prefix
             assert parts or (draw.kind in LOPSIDED and draw.stops), f"{prefix} nobody goes on"
@@ -175,7 +175,7 @@ def run(seed: int, over: str = "") -> Found:
             distance, longest = 0.0, 0.0
             for part in parts:
                 for rank in part:
-                    seen: Seen = outcomes[rank].value
+                    seen: AgentResult = outcomes[rank].value
                     assert seen.alive == tuple(part), f"{prefix} rank {rank} is with {seen.alive}, not {part}"
                     failed = sorted(one for change in seen.changes for one in change)
                     assert failed == sorted(set(range(draw.size)) - set(part)), f"{prefix} rank {rank}: {seen.changes}"
@@ -183,7 +183,7 @@ def run(seed: int, over: str = "") -> Found:
                     distance = max(distance, float(np.abs(np.array(seen.x) - expected).max()))
                     longest = max(longest, seen.longest)
             assert distance < 1e-8, f"{prefix} {distance:g} from where they must be"
-    return Found(longest, distance)
+    return RunFigures(longest, distance)
 
 
 def _parts(draw: Draw, outcomes: list[Outcome]) -> tuple[list[list[int]], list[int]]:

@@ -34,8 +34,8 @@ from support.rejoin import (
     RESET,
     STOPPED,
     WITH_CHILD,
+    AgentResult,
     Fault,
-    Seen,
     train,
 )
 from support.surviving_training import optimum, resting_place
@@ -110,7 +110,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Found:
+class RunFigures:
     """What came of a run: how often an agent was started again, how long it took to enter (seconds), how far all ended
     from where they must, and how many checkpoints could not be written."""
 
@@ -124,7 +124,7 @@ def _point(chance: random.Random) -> Point:
     return Point(chance.choice(["received", "sent", "finished"]), chance.randint(5, 150))
 
 
-def run(seed: int, over: str = "") -> Found:
+def run(seed: int, over: str = "") -> RunFigures:
     """Draw, train, and compare, ``over`` the transport that is drawn or another one. AssertionError where an agent ends
     otherwise than it must."""
     draw = Draw.of(seed, over)
@@ -133,7 +133,7 @@ def run(seed: int, over: str = "") -> Found:
         return _run(seed, draw, folder, environment)
 
 
-def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) -> Found:
+def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) -> RunFigures:
     problems = f"seed {seed}, {draw}:"
     options = ALGORITHMS[draw.way] | {"topology": TOPOLOGIES[draw.topology](draw.size)}
     environment = transport | CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER)}
@@ -149,7 +149,7 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
             return world.run_on(rank, train, options, fault, 0, folder)
 
         pending = {rank: start(rank) for rank in range(draw.size)}
-        ended: dict[int, Seen] = {}
+        ended: dict[int, AgentResult] = {}
         world.excused = {rank for rank, faults in draw.faults.items() if faults[0][0] == NO_MEMORY}
         starts, limit, woken = 0, time.monotonic() + SECONDS, time.monotonic() + 2 * DROP_AFTER
         while len(ended) < draw.size:
@@ -192,7 +192,7 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
     assert unsaved or FULL not in drawn, f"{problems} the disk was never full"
     if sum(map(len, draw.faults.values())) == 1 and drawn & {RESET, CORRUPTED}:
         assert not starts, f"{problems} what was cut, or spoiled, cost an agent"
-    return Found(starts, [seen.waited for seen in ended.values() if seen.began[0]], distance, unsaved)
+    return RunFigures(starts, [seen.waited for seen in ended.values() if seen.began[0]], distance, unsaved)
 
 
 @contextlib.contextmanager

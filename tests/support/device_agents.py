@@ -33,7 +33,7 @@ def average_until_it_fails(victim: int, point: Point) -> None:
             _average_on_a_ring(tuple(range(shoal.size())))
 
 
-def average_and_go_on(victim: int, point: Point, rounds: int) -> tuple[int, ...]:
+def average_through_a_loss(victim: int, point: Point, rounds: int) -> tuple[int, ...]:
     """Rounds on the static topology while one is lost, and after it; the latter as on the CPU, to the bit."""
     if shoal.rank() == victim:
         arm(point)

@@ -158,11 +158,11 @@ def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
     """Have ``call`` called before each call of a function that has no event of its own."""
     original = getattr(owner, name)
 
-    def instead(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         call()
         return original(*args)
 
-    setattr(owner, name, instead)
+    setattr(owner, name, wrapped)
 
 
 def average_until_it_fails(numel: int, victim: int = -1, point: Point | None = None) -> None:

@@ -162,7 +162,7 @@ class Record:
     returned: float
 
 
-class NoPlace(AssertionError):
+class NotLinearizable(AssertionError):
     """There is no order. ``record`` is the first operation, by its return, up to which there is none."""
 
     def __init__(self, record: Record, slots: Iterable[Slot]) -> None:
@@ -210,7 +210,7 @@ def find_order(history: Iterable[Record], start: Slot | None = None) -> list[Rec
                 came_from[result] = state, index
                 pending.append(result)
     assert culprit is not None
-    raise NoPlace(culprit, slots)
+    raise NotLinearizable(culprit, slots)
 
 
 def _possible(records: list[Record], placed: int) -> tuple[list[int], Record | None]:
@@ -285,7 +285,7 @@ def check_all(histories: dict[Edge, list[Record]], starts: dict[Edge, Slot] | No
     for edge, records in histories.items():
         try:
             find_order(records, (starts or {}).get(edge))
-        except NoPlace as error:
+        except NotLinearizable as error:
             raise AssertionError(f"the slot that agent {edge[1]} has for agent {edge[0]}: {error}") from error
     return sum(map(len, histories.values()))
 

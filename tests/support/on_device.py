@@ -61,9 +61,9 @@ class _Call:
         self._moves, self._in_place = moves, in_place
         self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what is there: here, there
 
-    def there(self, one: Any) -> Any:
+    def to_device(self, one: Any) -> Any:
         if isinstance(one, list):
-            return [self.there(item) for item in one]
+            return [self.to_device(item) for item in one]
         if type(one) is not torch.Tensor or one.layout is not torch.strided or not one.is_cpu or one.requires_grad:
             return one
         for here, there in self._there.values():  # a tensor that is both input and out stays one
@@ -73,7 +73,7 @@ class _Call:
         self._there[id(moved)] = one, moved
         return moved
 
-    def back(self, result: Any) -> Any:
+    def to_cpu(self, result: Any) -> Any:
         if self._in_place:
             with torch.no_grad():
                 for here, there in self._there.values():
@@ -81,7 +81,7 @@ class _Call:
             if isinstance(result, torch.Tensor):
                 return here
         if isinstance(result, list):
-            return [self.back(item) for item in result]
+            return [self.to_cpu(item) for item in result]
         if not isinstance(result, torch.Tensor):
             return result
         known = self._there.get(id(result))
@@ -98,10 +98,10 @@ def _wrapped(call: Callable[..., Any], moves: Moves, in_place: bool) -> Callable
     @functools.wraps(call)
     def on_device(*args: Any, **kwargs: Any) -> Any:
         one = _Call(moves, in_place)
-        given = [one.there(item) for item in args]
-        named = {name: one.there(item) for name, item in kwargs.items()}
+        given = [one.to_device(item) for item in args]
+        named = {name: one.to_device(item) for name, item in kwargs.items()}
         result = call(*given, **named)
-        return HandleOfDevice(result, one.back) if isinstance(result, shoal.Handle) else one.back(result)
+        return HandleOfDevice(result, one.to_cpu) if isinstance(result, shoal.Handle) else one.to_cpu(result)
 
     return on_device
 

@@ -37,7 +37,7 @@ MOST_SECONDS = 40.0
 
 
 @dataclass
-class Seen:
+class AgentResult:
     """What one agent saw.
 
     Attributes:
@@ -58,7 +58,7 @@ class Seen:
     reloaded: list[tuple[int, list[float]]] = field(default_factory=list)
 
 
-def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Path | None = None) -> Seen:
+def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Path | None = None) -> AgentResult:
     """Train until the given number of agents have entered and all are members, and then a few more steps.
 
     Args:
@@ -67,7 +67,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
         entries: How many agents enter at least.
         folder: The folder of the checkpoints; a checkpoint that fails to be written is left out.
     """
-    rank, size, seen, model = shoal.rank(), shoal.size(), Seen(), Point3()
+    rank, size, seen, model = shoal.rank(), shoal.size(), AgentResult(), Point3()
     shoal.set_topology(topology_util.RingGraph(size), is_weighted=True)
     shoal.broadcast_parameters(model.state_dict(), 0)
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)
@@ -79,13 +79,13 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
     shoal.on_membership_change(lambda change: seen.changes.append((change.lost, change.entered)))
     fired = [True]
     if fault is not None and shoal.is_entering():
-        suffer(fault, fired, folder)
+        inject_fault(fault, fired, folder)
     began = time.monotonic()
     step = checkpoint.load(folder, missing_ok=True)
     saved = step
     seen.began, seen.waited = (step, model.x.tolist()), time.monotonic() - began
     if fault is not None and not step:
-        suffer(fault, fired, folder)
+        inject_fault(fault, fired, folder)
     take_a_step = step_of(optimizer, model)
     limit = time.monotonic() + MOST_SECONDS
     while progress.since < AFTER:
@@ -93,7 +93,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
         step += 1
         if step % BETWEEN == 0:
             seen.at[step] = model.x.tolist()
-            progress.look(entries, fired[0])
+            progress.record(entries, fired[0])
             if fault is not None and fault[0] == RAISED and fired[0]:
                 raise RuntimeError("drawn")
             if folder is not None and fault is not None and fault[0] == FULL and fired[0] and not seen.reloaded:
@@ -141,7 +141,7 @@ class Progress:
     since: int = 0
     """Steps since the last of those came that are to come."""
 
-    def look(self, entries: int, fired: bool) -> None:
+    def record(self, entries: int, fired: bool) -> None:
         """All that are there call it, and say whether what is to befall them has."""
         there = shoal.allgather(torch.tensor([fired]))
         entered = current().engine.agreement.now.entered
@@ -166,13 +166,13 @@ def _corrupt_a_packet() -> None:
     """Turn a bit of the next packet that leaves, behind its length."""
     original: Callable[..., memoryview] = NetworkLink._sealed
 
-    def instead(link: NetworkLink, packet: bytes) -> memoryview:
+    def corrupted(link: NetworkLink, packet: bytes) -> memoryview:
         NetworkLink._sealed = original  # type: ignore[method-assign]
         sealed = bytearray(original(link, packet))
         sealed[len(sealed) // 2] ^= 4
         return memoryview(bytes(sealed))
 
-    NetworkLink._sealed = instead  # type: ignore[method-assign]
+    NetworkLink._sealed = corrupted  # type: ignore[method-assign]
 
 
 ACTS: dict[str, Callable[[], None]] = {
@@ -185,7 +185,7 @@ ACTS: dict[str, Callable[[], None]] = {
 }
 
 
-def suffer(fault: Fault, fired: list[bool], folder: Path | None = None) -> None:
+def inject_fault(fault: Fault, fired: list[bool], folder: Path | None = None) -> None:
     """Have a fault befall this agent; ``fired`` says when it has."""
     what, point = fault
     drawn: dict[str, Callable[[], None]] = {
@@ -196,11 +196,11 @@ def suffer(fault: Fault, fired: list[bool], folder: Path | None = None) -> None:
     }
     act = (ACTS | drawn)[what]
 
-    def befall() -> None:
+    def trigger() -> None:
         fired[0] = True
         act()
 
     fired[0] = False
     if what == WITH_CHILD:
         fork_a_sleeper()
-    arm(point, befall)
+    arm(point, trigger)

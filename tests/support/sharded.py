@@ -126,7 +126,7 @@ def of_replica(replica: int, step: int) -> torch.Tensor:
     return torch.cat([batch(replica * SHARDS + shard, step) for shard in range(SHARDS)])
 
 
-def whole(model: nn.Module) -> torch.Tensor:
+def full_parameters(model: nn.Module) -> torch.Tensor:
     """All parameters, put together; the processes of a replica call it together."""
     tensors = [
         parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters()

@@ -135,7 +135,7 @@ class Slow(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        stream: SlowStream = here().current()
+        stream: SlowStream = current_device().current()
         if func in (_aten.new_empty.default, _aten.empty_like.default):
             shape = args[1] if func is _aten.new_empty.default else args[0].shape
             return empty(tuple(shape), kwargs.get("dtype") or args[0].dtype)
@@ -183,7 +183,7 @@ def to_device(tensor: torch.Tensor) -> Slow:
     """A copy there, at once; what is queued to write it is done later."""
     made = empty(tuple(tensor.shape), tensor.dtype)
     given = tensor.detach().clone()
-    here().current().queue(lambda: made.on_cpu.copy_(given))  # type: ignore[arg-type, func-returns-value]
+    current_device().current().queue(lambda: made.on_cpu.copy_(given))  # type: ignore[arg-type, func-returns-value]
     return made
 
 
@@ -242,7 +242,7 @@ def without_memory() -> Iterator[None]:
 _device: SlowDevice | None = None
 
 
-def here() -> SlowDevice:
+def current_device() -> SlowDevice:
     """That of this process."""
     assert _device is not None, "no slow device is in use"
     return _device

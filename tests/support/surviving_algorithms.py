@@ -20,7 +20,7 @@ from support.least_squares import DIMENSION, loss, problem
 
 
 @dataclass
-class Story:
+class AgentOutcome:
     """The outcome of an agent: its final estimate, and the value and the step of its new start."""
 
     estimate: list[float]
@@ -30,7 +30,7 @@ class Story:
 
 def run_through(
     name: str, steps: int, leaves: dict[int, int], victims: dict[int, Point] | None = None, pause: int = 0
-) -> Story:
+) -> AgentOutcome:
     """Run an algorithm of the catalog; some agents leave after a given step, and victims end at given places.
 
     Args:
@@ -39,11 +39,11 @@ def run_through(
     """
     rank, size = shoal.rank(), shoal.size()
     entry = CATALOG[name]
-    algorithm, story = entry.example(), Story([])
+    algorithm, outcome = entry.example(), AgentOutcome([])
     begin_anew = algorithm.restart
 
     def restart(x: torch.Tensor, state: Any, grad: Any, mix: Mix) -> tuple[torch.Tensor, Any]:
-        story.restarts.append((mix.round, algorithm.estimate(x, state).tolist()))
+        outcome.restarts.append((mix.round, algorithm.estimate(x, state).tolist()))
         return begin_anew(x, state, grad, mix)
 
     object.__setattr__(algorithm, "restart", restart)  # the instance's own, of a frozen dataclass
@@ -58,14 +58,14 @@ def run_through(
         while set(leaves) & set(shoal.allgather(torch.tensor([rank])).tolist()):
             pass
         result = run(algorithm, start, gradient, topology, steps - pause, seed=3, every=0, resume=result)
-    story.estimate = result.estimate.tolist()
+    outcome.estimate = result.estimate.tolist()
     if rank not in leaves:
         shoal.barrier()
-        story.alive = shoal.alive()
-    return story
+        outcome.alive = shoal.alive()
+    return outcome
 
 
-def left_of(name: str, size: int, left: list[int]) -> nx.DiGraph:
+def surviving_topology(name: str, size: int, left: list[int]) -> nx.DiGraph:
     """The algorithm's topology among the survivors, renumbered."""
     entry = CATALOG[name]
     departed = tuple(rank for rank in range(size) if rank not in left)
@@ -74,14 +74,16 @@ def left_of(name: str, size: int, left: list[int]) -> nx.DiGraph:
     return nx.convert_node_labels_to_integers(healed)
 
 
-def fleet_of_the_rest(name: str, size: int, left: list[int], stories: dict[int, Story], steps: int) -> torch.Tensor:
+def fleet_of_survivors(
+    name: str, size: int, left: list[int], outcomes: dict[int, AgentOutcome], steps: int
+) -> torch.Tensor:
     """The estimates of a stacked fleet that begins with the survivors' estimates at that step: [left, d]."""
     algorithm: Algorithm = CATALOG[name].example()
-    topology = left_of(name, size, left)
+    topology = surviving_topology(name, size, left)
     A, b = (one[left] for one in problem(size))
     gradient = per_agent(loss, A, b)
-    [first] = {stories[rank].restarts[-1][0] for rank in left}
-    x = torch.tensor([stories[rank].restarts[-1][1] for rank in left], dtype=torch.float64)
+    [first] = {outcomes[rank].restarts[-1][0] for rank in left}
+    x = torch.tensor([outcomes[rank].restarts[-1][1] for rank in left], dtype=torch.float64)
     mix = StackedMix(as_schedule(topology), seed=3)
     mix.begin(first)
     started = Run(x, x, algorithm.init(x, gradient, mix), first)

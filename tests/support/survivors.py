@@ -25,7 +25,7 @@ def first_value(rank: int) -> float:
 
 
 @dataclass
-class Diary:
+class RoundLog:
     """The results of an agent, round by round."""
 
     values: list[float] = field(default_factory=list)
@@ -38,12 +38,12 @@ class Diary:
     slowest: float = 0.0
 
 
-def live_through(numel: int, rounds: int, victims: dict[int, Point], directed: bool = False) -> Diary:
+def average_through(numel: int, rounds: int, victims: dict[int, Point], directed: bool = False) -> RoundLog:
     """Average with the neighbours on a ring, and with all, while the victims end at their given places."""
     rank, size = shoal.rank(), shoal.size()
     graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
     shoal.set_topology(graph, is_weighted=True)
-    diary = Diary()
+    diary = RoundLog()
     shoal.on_membership_change(lambda change: diary.changes.append((change.lost, change.alive)))
     shoal.barrier()
     if rank in victims:
@@ -119,16 +119,16 @@ def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
     return {one.rank: one.value for one in left}
 
 
-def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
+def check_all_equal(logs: dict[int, RoundLog], size: int) -> None:
     """Operations of all gave the same results on all: over all agents, and from some round over the survivors."""
-    first, *others = diaries.values()
+    first, *others = logs.values()
     for other in others:
         assert other.means == first.means
         assert other.sums == first.sums
         assert other.gathered == first.gathered
         assert other.heard == first.heard
         assert other.alive == first.alive
-    left = sorted(diaries)
+    left = sorted(logs)
     assert first.alive == tuple(left)
     chain = [tuple(range(size)), *(alive for _, alive in first.changes)]
     at = 0
@@ -137,7 +137,7 @@ def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
     assert first.means[-1] == sum(left) / len(left), "the loss came after the last round"
     assert first.sums[-1] == sum(2.0**rank for rank in left)
     assert first.gathered[-1] == tuple(float(rank) for rank in left)
-    for diary in diaries.values():
+    for diary in logs.values():
         assert sorted(rank for failed, _ in diary.changes for rank in failed) == [
             r for r in range(size) if r not in left
         ]

@@ -117,7 +117,7 @@ def draw(seed: int) -> Fault:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentEnd:
     """How one agent's training ended, by its own account.
 
     Attributes:
@@ -146,7 +146,7 @@ def ready() -> None:
     optimizer.step()
 
 
-def train(fault: Fault) -> Ended:
+def train(fault: Fault) -> AgentEnd:
     """Train until the end or an error, catch it, and leave. The agent triggers its own fault, except signals."""
     error, ranks, output, steps = "", (), "", 0
     loop = _Loop(fault)
@@ -166,7 +166,7 @@ def train(fault: Fault) -> Ended:
     started = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
         shoal.shutdown()
-    return Ended(error, ranks, output, steps, noticed, time.monotonic() - started)
+    return AgentEnd(error, ranks, output, steps, noticed, time.monotonic() - started)
 
 
 class _Loop:

@@ -10,7 +10,7 @@ from support.limits import scaled
 SECONDS = 1.0
 
 
-def assert_all_learnt_it(outcomes: Sequence[Outcome], victim: int, seconds: float = SECONDS) -> None:
+def assert_all_name_the_killed(outcomes: Sequence[Outcome], victim: int, seconds: float = SECONDS) -> None:
     """All but the victim have an error that is about it alone, and had it within some seconds of its death."""
     dead = outcomes[victim]
     assert (dead.error, dead.message) == ("Died", "exit code -9")

@@ -27,7 +27,7 @@ _HEADER = struct.Struct("<IBBBBHHHHIIIQQQQd")
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenerAddress:
     """Where one agent listens, and what one must know to be let in."""
 
     rank: int
@@ -60,11 +60,11 @@ class Door:
         return sock, greeting.keys
 
 
-def door() -> Door:
+def listener_address() -> ListenerAddress:
     """This agent's."""
     engine = current().engine
     endpoint = engine.router._endpoints[engine.rank]
-    return Door(engine.rank, endpoint.unix, endpoint.host, endpoint.port, engine.router._secret)
+    return ListenerAddress(engine.rank, endpoint.unix, endpoint.host, endpoint.port, engine.router._secret)
 
 
 def rejected() -> int:

@@ -65,7 +65,7 @@ def every_operation(numel: int) -> dict[str, list[float]]:
     shoal.bluefog.win_create(x, "x", zero_init=True)
     result = {}
 
-    def note(what: str) -> None:
+    def record(what: str) -> None:
         shoal.barrier()
         result[what] = [
             common_value(shoal.bluefog.win_update("x", 0.0, {source: 1.0}, clone=True))
@@ -74,13 +74,13 @@ def every_operation(numel: int) -> dict[str, list[float]]:
         shoal.barrier()
 
     shoal.bluefog.win_put(x * 10, "x", dst_weights={to: to + 1 for to in shoal.out_neighbor_ranks()})
-    note("put")
+    record("put")
     shoal.bluefog.win_accumulate(x, "x", require_mutex=True)
-    note("accumulate")
+    record("accumulate")
     shoal.bluefog.win_update_then_collect("x")
-    note("collect")
+    record("collect")
     shoal.bluefog.win_get("x", src_weights=dict.fromkeys(shoal.in_neighbor_ranks(), 0.5))
-    note("get")
+    record("get")
     shoal.bluefog.win_free("x")
     return result
 
@@ -145,7 +145,7 @@ def record_history(program: Program) -> dict[Edge, list[Record]]:
     shoal.barrier()
     last = _Thread(program, 0, x, recorders[0])
     for _ in range(2):  # nothing that has returned may be missing at the end
-        last.look()
+        last.read_states()
         last.read()
     shoal.barrier()
     shoal.bluefog.win_free("x")
@@ -230,14 +230,14 @@ class _Thread:
 
     def read(self) -> None:
         self._recorder.run(
-            lambda: self._update(reset=False), lambda found: [] if found is None else self._apart(Read, found)
+            lambda: self._update(reset=False), lambda found: [] if found is None else self._split(Read, found)
         )
 
     def collect(self) -> None:
         def effects(found: torch.Tensor | None) -> Steps:
             if found is None:
                 return [((source, self._me), Collect(None)) for source in self._sources]
-            return self._apart(Collect, found)
+            return self._split(Collect, found)
 
         self._recorder.run(lambda: self._update(reset=True), effects)
 
@@ -261,7 +261,7 @@ class _Thread:
             "x", 0, ones, reset=reset, clone=True, require_mutex=self._program.require_mutex
         )
 
-    def _apart(self, kind: type[Read] | type[Collect], found: torch.Tensor) -> Steps:
+    def _split(self, kind: type[Read] | type[Collect], found: torch.Tensor) -> Steps:
         total = common_value(found)
         steps: Steps = []
         for source in self._sources:
@@ -270,7 +270,7 @@ class _Thread:
             steps.append(((source, self._me), kind(value)))
         return steps
 
-    def look(self) -> None:
+    def read_states(self) -> None:
         def effects(found: dict[int, shoal.windows.SlotState] | None) -> Steps:
             assert found is not None
             return [

@@ -210,7 +210,7 @@ class Member:
             if not ready:
                 raise AssertionError(f"rank {self.rank} does not answer after {patience:g} s\n{self.stacks()}")
             if self._connection in ready:  # first of all: what it said last, before its end
-                answer = self._hear()
+                answer = self._receive()
                 if isinstance(answer, Outcome):
                     return answer
             elif self._pidfd in ready:
@@ -223,7 +223,7 @@ class Member:
         waiting: list[Any] = [self._pidfd] if self._silent else [self._pidfd, self._connection]
         return bool(select.select(waiting, [], [], 0.0)[0])
 
-    def _hear(self) -> Outcome | None:
+    def _receive(self) -> Outcome | None:
         try:
             received = self._connection.recv()
         except (EOFError, ConnectionResetError):

@@ -12,7 +12,7 @@ import shoal
 from shoal.algorithms import CATALOG
 from support.algorithm_cases import case_of
 from support.fault_points import OVER, Point, in_turn
-from support.surviving_algorithms import Story, fleet_of_the_rest, optimum_of, run_through
+from support.surviving_algorithms import AgentOutcome, fleet_of_survivors, optimum_of, run_through
 from support.survivors import CONTINUE
 from support.world import World
 
@@ -43,11 +43,11 @@ def killed() -> list[object]:
     return cases
 
 
-def check_that_survivors_are_a_fleet(name: str, stories: dict[int, Story]) -> None:
-    assert [one.alive for one in stories.values()] == [tuple(LEFT)] * len(LEFT)
-    assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
-    expected = fleet_of_the_rest(name, SIZE, LEFT, stories, STEPS)
-    ended = torch.tensor([one.estimate for one in stories.values()], dtype=torch.float64)
+def check_that_survivors_are_a_fleet(name: str, agent_outcomes: dict[int, AgentOutcome]) -> None:
+    assert [one.alive for one in agent_outcomes.values()] == [tuple(LEFT)] * len(LEFT)
+    assert [len(one.restarts) for one in agent_outcomes.values()] == [1] * len(LEFT)
+    expected = fleet_of_survivors(name, SIZE, LEFT, agent_outcomes, STEPS)
+    ended = torch.tensor([one.estimate for one in agent_outcomes.values()], dtype=torch.float64)
     assert (ended - expected).abs().max() < 1e-10
 
 
@@ -81,11 +81,11 @@ def test_survivors_form_a_fleet_wherever_one_agent_is_killed(
 @pytest.mark.parametrize(("name", "transport"), in_turn(COMPRESSED), indirect=["transport"])
 def test_compressed_algorithms_converge_close_to_the_survivors_optimum(name: str, fleet: Fleets) -> None:
     results = fleet(SIZE).run(run_through, name, 150, {GONE: 40})
-    stories = {rank: results[rank] for rank in LEFT}
-    assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
+    agent_outcomes = {rank: results[rank] for rank in LEFT}
+    assert [len(one.restarts) for one in agent_outcomes.values()] == [1] * len(LEFT)
     optimum = optimum_of(SIZE, LEFT)
-    expected = (fleet_of_the_rest(name, SIZE, LEFT, stories, 150) - optimum).norm()
-    ended = torch.tensor([one.estimate for one in stories.values()], dtype=torch.float64)
+    expected = (fleet_of_survivors(name, SIZE, LEFT, agent_outcomes, 150) - optimum).norm()
+    ended = torch.tensor([one.estimate for one in agent_outcomes.values()], dtype=torch.float64)
     assert (ended - optimum).norm() < 2 * expected + 1e-3  # they draw by rank, and those that are left keep theirs
 
 

@@ -31,5 +31,5 @@ def test_seeds_draw_all_kinds_of_faults() -> None:
     assert {fault for draw in draws[:10] for fault, _ in draw.faults.values()} == set(FAULTS)
     assert any(draw.unequal for draw in draws[:10])
     assert {point.kind for draw in draws for _, point in draw.faults.values()} > set(LATE)
-    assert any(0 in draw.faults for draw in draws) and any(len(draw.left) == 1 < draw.size - 1 for draw in draws)
+    assert any(0 in draw.faults for draw in draws) and any(len(draw.survivors) == 1 < draw.size - 1 for draw in draws)
     assert Draw.of(7) == Draw.of(7)

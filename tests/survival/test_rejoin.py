@@ -20,7 +20,7 @@ from shoal.ops.state_transfer import hand_over
 from shoal.runtime.agent import current
 from shoal.topology import OnePeerExponential, Static
 from support.fault_points import OVER, Point, each_over_one, over_both, over_one, seeds
-from support.rejoin import KILLED, MOST_SECONDS, Seen, train
+from support.rejoin import KILLED, MOST_SECONDS, AgentResult, train
 from support.surviving_training import optimum, resting_place
 from support.survivors import CONTINUE
 from support.world import World
@@ -54,7 +54,7 @@ def where_it_ends(way: str) -> np.ndarray:
     return np.tile(optimum(list(range(SIZE))), (SIZE, 1))
 
 
-def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
+def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[AgentResult]:
     """Train; each time an agent dies it is started again, to die at its next point, if it has one."""
     total = sum(map(len, deaths.values()))
     left = {rank: list(points) for rank, points in deaths.items()}

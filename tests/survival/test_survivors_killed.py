@@ -16,10 +16,10 @@ from support.fault_points import Point, over_both, swept
 from support.limits import scaled
 from support.survivors import (
     CONTINUE,
+    average_through,
     burst_through,
-    check_all_alike,
+    check_all_equal,
     check_averages,
-    live_through,
     sums_through,
     survivors,
 )
@@ -69,10 +69,10 @@ def test_survivors_continue_at_the_remaining_kill_points(environment: dict[str, 
 
 def check_survivors(environment: dict[str, str], numel: int, point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
-        outcomes = world.run(live_through, numel, ROUNDS, {VICTIM: point})
-        diaries = survivors(outcomes, {VICTIM})
-        check_all_alike(diaries, SIZE)
-        check_averages({rank: diary.values for rank, diary in diaries.items()}, SIZE, VICTIM)
+        outcomes = world.run(average_through, numel, ROUNDS, {VICTIM: point})
+        logs = survivors(outcomes, {VICTIM})
+        check_all_equal(logs, SIZE)
+        check_averages({rank: log.values for rank, log in logs.items()}, SIZE, VICTIM)
 
 
 @over_both
@@ -82,9 +82,9 @@ def test_on_a_directed_graph_the_mean_of_the_survivors_is_unbiased(
     environment: dict[str, str], numel: int, count: int
 ) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
-        outcomes = world.run(live_through, numel, 40, {VICTIM: Point("sent", 10 + count)}, True)
-        diaries = survivors(outcomes, {VICTIM})
-        values = {rank: diary.values for rank, diary in diaries.items()}
+        outcomes = world.run(average_through, numel, 40, {VICTIM: Point("sent", 10 + count)}, True)
+        logs = survivors(outcomes, {VICTIM})
+        values = {rank: log.values for rank, log in logs.items()}
         check_averages(values, SIZE, VICTIM, directed=True)
         means = [sum(value[k] for value in values.values()) / len(values) for k in range(len(values[0]))]
         assert max(means[20:]) - min(means[20:]) < 1e-12
@@ -138,17 +138,17 @@ def test_several_are_killed_at_once_or_one_after_another(
 ) -> None:
     with World(6, environment=environment | CONTINUE) as world:
         ends = {rank: Point("received", 40 + apart * number) for number, rank in enumerate(victims)}
-        diaries = survivors(world.run(live_through, SMALL, ROUNDS, ends), set(victims))
-        check_all_alike(diaries, 6)
+        logs = survivors(world.run(average_through, SMALL, ROUNDS, ends), set(victims))
+        check_all_equal(logs, 6)
 
 
 @over_both
 def test_the_last_survivor_continues_alone(environment: dict[str, str]) -> None:
     with World(3, environment=environment | CONTINUE) as world:
         ends = {0: Point("sent", 20), 2: Point("received", 26)}
-        diaries = survivors(world.run(live_through, SMALL, ROUNDS, ends), {0, 2})
-        check_all_alike(diaries, 3)
-        assert abs(diaries[1].values[-1] - diaries[1].values[-2]) < 1e-12
+        logs = survivors(world.run(average_through, SMALL, ROUNDS, ends), {0, 2})
+        check_all_equal(logs, 3)
+        assert abs(logs[1].values[-1] - logs[1].values[-2]) < 1e-12
 
 
 @over_both

@@ -30,7 +30,7 @@ from support.histories import (
     Effect,
     Fetch,
     Look,
-    NoPlace,
+    NotLinearizable,
     Put,
     Read,
     Record,
@@ -138,7 +138,7 @@ def test_the_checker_finds_an_order(name: str) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_the_checker_names_the_operation_without_a_valid_position(name: str) -> None:
     records, culprit = WRONG[name]
-    with pytest.raises(NoPlace, match="somebody") as caught:
+    with pytest.raises(NotLinearizable, match="somebody") as caught:
         find_order(records)
     assert caught.value.record == records[culprit]
 
@@ -181,7 +181,7 @@ steps = st.builds(
 def test_the_checker_agrees_with_brute_force(records: list[Record]) -> None:
     try:
         find_order(records)
-    except NoPlace:
+    except NotLinearizable:
         assert not any_order(records)
     else:
         assert any_order(records)
@@ -194,10 +194,10 @@ def test_the_named_operation_is_where_the_history_is_violated(records: list[Reco
 
     try:
         find_order(records)
-    except NoPlace as error:
+    except NotLinearizable as error:
         limit = error.record.returned
         find_order(as_it_was(lambda one: one.returned < limit))
-        with pytest.raises(NoPlace):
+        with pytest.raises(NotLinearizable):
             find_order(as_it_was(lambda one: one.returned <= limit))
 
 

@@ -56,7 +56,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     scheduler, network = world.scheduler, world.network
     threads.use(scheduler)
 
-    def here(rank: int, incarnation: int = 0) -> PeerId:
+    def local_peer(rank: int, incarnation: int = 0) -> PeerId:
         return PeerId(
             rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, 1, incarnation
         )
@@ -85,7 +85,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(deferred, "_main", -1)
         put(bootstrap, "open_store", lambda *_: world.store)
         put(engines, "Poller", lambda: Poller(network))
-        put(router, "local_peer_id", here)
+        put(router, "local_peer_id", local_peer)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
         put(shared_regions, "_populate", lambda *_: None)  # a few pages of each area are touched
         put(status_socket, "here", status_socket.StatusSocket())  # agents that crash do not leave it
@@ -162,9 +162,9 @@ class Agents:
         self.absent.discard(rank)
         own = AgentContext(launch, self.world.store, timeout=self._timeout)
         self.contexts.append(own)
-        self.world.scheduler.spawn(lambda: self._live(own, rank), rank, f"agent-{rank}")
+        self.world.scheduler.spawn(lambda: self._run_agent(own, rank), rank, f"agent-{rank}")
 
-    def _live(self, mine: AgentContext, rank: int) -> None:
+    def _run_agent(self, mine: AgentContext, rank: int) -> None:
         enter_context(mine)
         try:
             bootstrap.init(on_loss=self.on_loss)

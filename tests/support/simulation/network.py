@@ -270,13 +270,13 @@ class Network:
     def disconnect(self, source: Socket, to: Socket, reset: bool) -> None:
         self.scheduler.at(self._when(source, to), to.end, reset)
 
-        def gone() -> None:  # what it sends from now on is answered by a reset
+        def reset_peer() -> None:  # what it sends from now on is answered by a reset
             if to.number >= 0 and to.peer is source:
                 to.peer = None
                 if to.error is None and not reset:
                     to.peer = _Nobody(self, to)
 
-        self.scheduler.at(to.last, gone)
+        self.scheduler.at(to.last, reset_peer)
 
     def cut(self, one: int, other: int) -> int:
         """Break the connections between two agents; how many."""

@@ -19,7 +19,7 @@ from .fleet import Agents, Simulated, simulated
 from .programs import as_array
 from .scenarios import Fault, Scenario
 from .scheduler import Stuck
-from .training import Training, live_training
+from .training import Training, run_training
 
 TIMEOUT = 60.0
 """Seconds for each call. Virtual, as all time here."""
@@ -42,15 +42,15 @@ def run(scenario: Scenario) -> Report:
         agents = Agents(world, program.size, TIMEOUT, scenario.on_loss, begin_with)
         faults = Faults(world, agents, scenario)
         if isinstance(program, Training):
-            live = live_training(program, world, agents, report.history, faults.over, faults.departs)
+            run_calls = run_training(program, world, agents, report.history, faults.over, faults.departs)
         else:
-            live = _calls(world, agents, report)
+            run_calls = _calls(world, agents, report)
         ended: set[int] = set()
         looked: dict[int, float] = {}
         calm = not scenario.faults or isinstance(program, Training)
 
-        def live_and_look(rank: int) -> None:
-            if not live(rank):
+        def run_and_check(rank: int) -> None:
+            if not run_calls(rank):
                 return
             ended.add(rank)
             while calm and len(ended) + len(agents.failed) < program.size:
@@ -61,7 +61,7 @@ def run(scenario: Scenario) -> Report:
             report.left += left_behind(rank, agents.engines, report.history.failed(rank)) if calm else []
             world.scheduler.sleep(0.5)
 
-        agents.start(live_and_look)
+        agents.start(run_and_check)
         try:
             slow = any(fault.kind == "slow" and fault.seconds > 0.001 for fault in scenario.faults)
             agents.run((10 if slow else 3) * TIMEOUT)
@@ -141,7 +141,7 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
     by_call = {(fault.rank, fault.at): fault.kind for fault in scenario.faults}
     pending = {fault.rank for fault in scenario.faults if fault.kind == "leaves pending"}
 
-    def live(rank: int) -> bool:
+    def run_calls(rank: int) -> bool:
         """False where it leaves early."""
         shoal.set_topology(program.graph)
         handles: dict[int, Any] = {}
@@ -173,7 +173,7 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
                 report.results[rank, call.number] = error
         return True
 
-    return live
+    return run_calls
 
 
 def shrunk(scenario: Scenario, tries: int = 150) -> Scenario:

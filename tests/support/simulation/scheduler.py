@@ -32,11 +32,11 @@ class Task:
         self.waits = 0  # how often it has waited, so that a late timer is recognised
         self._scheduler = scheduler
         self._run = run
-        self.greenlet = greenlet(self._live, scheduler.hub)
+        self.greenlet = greenlet(self._main, scheduler.hub)
         self.greenlet.gr_context = contextvars.Context()
         self.joined: list[Task] = []
 
-    def _live(self) -> None:
+    def _main(self) -> None:
         try:
             self._run()
         finally:

@@ -122,7 +122,7 @@ class _Progress:
         self.whole = state["whole"]
 
 
-def live_training(
+def run_training(
     program: Training,
     world: Simulated,
     agents: Agents,
@@ -137,7 +137,7 @@ def live_training(
         departs: Whether an agent leaves before a step.
     """
 
-    def live(rank: int) -> bool:
+    def run_agent(rank: int) -> bool:
         shoal.set_topology(program.graph)
         me = rank, agents.starts[rank]
         one = _Agent(program, world, agents.engines[rank], history, *me)
@@ -166,7 +166,7 @@ def live_training(
         history.plans[rank] = agents.engines[rank].agreement.now
         return True
 
-    return live
+    return run_agent
 
 
 def _latest(call: Call, step: int, there: tuple[int, ...]) -> int:
@@ -199,12 +199,12 @@ class _Agent:
             if what == "wait":
                 if call.number in handles:
                     entry, handle = handles.pop(call.number)
-                    self._note(entry, handle.wait)
+                    self._record(entry, handle.wait)
                 continue
             entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
             self._history.entries.append(entry)
             if call.kind == "optimizer":
-                self._note(entry, partial(self._optimize, step, call))
+                self._record(entry, partial(self._optimize, step, call))
                 continue
             tensor = torch.from_numpy(self._program.at(step, call, self._rank))
             try:
@@ -230,7 +230,7 @@ class _Agent:
             if call.spans and self._rank == _latest(call, step, there) and len(there) > 2:
                 self._begin(step, call, handles)
         for entry, handle in handles.values():
-            self._note(entry, handle.wait)
+            self._record(entry, handle.wait)
 
     def _begin(self, step: int, call: Call, handles: Handles) -> None:
         entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
@@ -241,7 +241,7 @@ class _Agent:
         except shoal.ShoalError as error:
             self._end(entry, error)
 
-    def _note(self, entry: Entry, call: Callable[[], Any]) -> None:
+    def _record(self, entry: Entry, call: Callable[[], Any]) -> None:
         try:
             result = as_array(call())
         except shoal.ShoalError as error:
