@@ -176,11 +176,11 @@ def test_the_shortcut_is_every_other_pixel_and_channels_of_zeros() -> None:
 def test_the_learning_rate_rises_to_that_of_the_total_batch_and_falls(folder: Path) -> None:
     rates = []
 
-    def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def record_rate(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if shoal.rank() == 0:
             rates.append(optimizer.param_groups[0]["lr"])
 
-    hook = register_optimizer_step_pre_hook(note)
+    hook = register_optimizer_step_pre_hook(record_rate)
     options = ("--limit-train", "16", "--epochs", "3", "--warm-up", "1", "--evaluate-every", "3", "--lr", "0.8")
     in_fleet(2, folder, *options)  # two steps in each epoch
     hook.remove()

@@ -171,7 +171,7 @@ def test_batches_iterate_over_a_small_shard_repeatedly_and_evenly():
     assert drawn[:5].sort().values.tolist() == drawn[5:10].sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
-def said(right, right_of_reference, sent=(3e6, 1e6)):
+def verdict_on(right, right_of_reference, sent=(3e6, 1e6)):
     """The verdict on a model that reads the first ``right`` of 449 images."""
     runs = []
     for name, count, nbytes in zip(("atc", "allreduce"), (right, right_of_reference), sent, strict=True):
@@ -185,11 +185,11 @@ def said(right, right_of_reference, sent=(3e6, 1e6)):
 
 
 def test_the_verdict_is_worse_for_lower_accuracy():
-    assert "worse than all-reduce, by more than chance" in said(430, 440)
-    assert "better than all-reduce, by more than chance" in said(440, 430)
-    assert "as accurate as all-reduce" in said(435, 440)
-    assert "sent 200% more, and a step took as much time" in said(435, 440)
-    assert "sent 50% less" in said(435, 440, sent=(1e6, 2e6))
+    assert "worse than all-reduce, by more than chance" in verdict_on(430, 440)
+    assert "better than all-reduce, by more than chance" in verdict_on(440, 430)
+    assert "as accurate as all-reduce" in verdict_on(435, 440)
+    assert "sent 200% more, and a step took as much time" in verdict_on(435, 440)
+    assert "sent 50% less" in verdict_on(435, 440, sent=(1e6, 2e6))
 
 
 def test_chance_is_that_of_a_fair_coin():
