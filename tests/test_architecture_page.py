@@ -40,5 +40,5 @@ def test_the_page_has_ten_tasks() -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_list_of_modules_has_every_module_with_its_sentence(folder: str) -> None:
     rows = dict(re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", MODULES["page"]([folder]), re.MULTILINE))
-    there = {str(path.relative_to(PACKAGE)) for path in (PACKAGE / folder).rglob("*.py")}
-    assert set(rows) == {name for name in there if (PACKAGE / name).read_text().strip()}
+    existing = {str(path.relative_to(PACKAGE)) for path in (PACKAGE / folder).rglob("*.py")}
+    assert set(rows) == {name for name in existing if (PACKAGE / name).read_text().strip()}

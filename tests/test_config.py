@@ -69,8 +69,8 @@ def test_an_invalid_variable_is_named_with_its_value_and_the_valid_ones(name: st
 
 
 def test_the_secret_is_not_shown() -> None:
-    shown = repr(config.read({"SHOAL_SECRET": "open sesame", "SHOAL_TIMEOUT": "5"}))
-    assert "open sesame" not in shown and "timeout=5.0" in shown
+    representation = repr(config.read({"SHOAL_SECRET": "open sesame", "SHOAL_TIMEOUT": "5"}))
+    assert "open sesame" not in representation and "timeout=5.0" in representation
 
 
 def test_the_table_has_each_variable_that_the_library_names() -> None:

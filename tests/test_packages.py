@@ -25,8 +25,8 @@ def test_no_attribute_of_a_package_has_the_name_of_its_module(name: str) -> None
         pytest.skip(f"{name} is for {error.name}")
     modules = {result.name: f"{name}.{result.name}" for result in pkgutil.iter_modules(package.__path__)}
     assert modules
-    there = {module: getattr(package, module) for module in modules if hasattr(package, module)}
-    shadowed = [one for one, result in there.items() if getattr(result, "__name__", "") != modules[one]]
+    resolved = {module: getattr(package, module) for module in modules if hasattr(package, module)}
+    shadowed = [one for one, result in resolved.items() if getattr(result, "__name__", "") != modules[one]]
     assert not shadowed, f"rename the modules {shadowed} of {name}, or what {name} calls so"
 
 

@@ -72,9 +72,9 @@ def written_all(package: str) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_list_has_every_public_name_and_no_other(package: str) -> None:
     listed = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == package}
-    there = public(package)
-    assert not listed - there, "listed, and not there"
-    assert not there - listed, "there, and not listed"
+    defined = public(package)
+    assert not listed - defined, "listed, and not there"
+    assert not defined - listed, "there, and not listed"
 
 
 def test_the_list_is_sorted_and_names_nothing_twice() -> None:
@@ -82,9 +82,9 @@ def test_the_list_is_sorted_and_names_nothing_twice() -> None:
 
 
 def test_every_package_is_listed_or_internal() -> None:
-    there = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or [*path.glob("*.py")]} - {"__init__"}
+    defined = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or [*path.glob("*.py")]} - {"__init__"}
     listed = {package.split(".")[1] for package in PACKAGES if "." in package}
-    assert listed | INTERNAL == there
+    assert listed | INTERNAL == defined
     assert not listed & INTERNAL
 
 

@@ -21,9 +21,9 @@ def test_the_pages_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[int]:
         result: dict[str, object] = {}
         exec(code, result)
-        there = result["there"]
-        assert isinstance(there, list)
-        return there
+        members = result["there"]
+        assert isinstance(members, list)
+        return members
 
     assert shoal.Fleet(3).run(run) == [[0, 1, 2]] * 3
     shoal.Fleet(3).run(lambda: exec(comes_back, {}))

@@ -63,8 +63,8 @@ def run_block(number: int, folder: str) -> bool:
     if "scheduler=scheduler" in code:
         names["scheduler"] = torch.optim.lr_scheduler.StepLR(names["optimizer"], 5)
     names["checkpoint"] = shoal.Checkpoint(model=names["model"], optimizer=names["optimizer"])
-    taken = []
-    names["train"] = taken.append
+    recorded = []
+    names["train"] = recorded.append
     if "start=" in code:
         names["checkpoint"].save(folder, 3)
     if "DecentralizedOptimizer(sgd" in code or "Optimizer(adam" in code or "compression=" in code:
@@ -75,7 +75,7 @@ def run_block(number: int, folder: str) -> bool:
         optimizer.zero_grad()
         names["criterion"](names["model"](inputs), labels).backward()
         optimizer.step()
-    return optimizer.rounds > 0 and ("train(step)" not in code or taken == list(range(20)))
+    return optimizer.rounds > 0 and ("train(step)" not in code or recorded == list(range(20)))
 
 
 @pytest.mark.parametrize("number", [n for n, block in enumerate(BLOCKS) if EXTERNAL not in block])

@@ -42,7 +42,7 @@ def test_row_and_column_stochastic_forms_equal_those_of_the_stacked_fleet() -> N
     assert schedule.mixing(0, "push") == Mixing(1, 1 / 2, {0: 1 / 3}, [2])
 
 
-def without_edges(topology: Schedule, gone: tuple[int, ...]) -> Schedule:
+def without_edges(topology: Schedule, departed: tuple[int, ...]) -> Schedule:
     """A view of the topology that an algorithm could build, and that cannot keep the survivors connected."""
     return Static(nx.DiGraph([(rank, rank) for rank in range(topology.size)]))
 

@@ -44,16 +44,16 @@ class LocalGradients(Algorithm):
 
 def watched(seen: list[torch.Tensor], **options: Any) -> Gradient:
     """A gradient of zero that notes the samples ``[n, BATCH]`` of each call."""
-    taken: list[torch.Tensor] = []
+    recorded: list[torch.Tensor] = []
 
     def record_samples(samples: torch.Tensor, uniform: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        taken[:] = [samples.view(-1, BATCH)]
+        recorded[:] = [samples.view(-1, BATCH)]
         return samples
 
     made = per_agent(lambda x, samples: 0 * x.sum(), LABELS, batch=BATCH, augment=record_samples, **options)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(taken[0])
+        seen.append(recorded[0])
         return torch.zeros_like(x)
 
     return Gradient(function, draw=made.draw)

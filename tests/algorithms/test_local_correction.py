@@ -92,8 +92,8 @@ def test_the_corrections_of_kgt_sum_to_zero_after_every_step() -> None:
 
 
 def test_with_rounds_of_one_step_they_are_gradient_descent_on_all_data_and_exact_diffusion() -> None:
-    everybody = Circulant(SIZE, dict.fromkeys(range(SIZE), 1 / SIZE), "everybody")
-    fleet, start = StackedFleet(everybody), START[0]
+    all_ranks = Circulant(SIZE, dict.fromkeys(range(SIZE), 1 / SIZE), "everybody")
+    fleet, start = StackedFleet(all_ranks), START[0]
     results = fleet.run(KGT(LR, 1), start, GRADIENT, 20).x
     assert (results - fleet.run(ParallelGradientDescent(LR), start, GRADIENT, 20).x).abs().max() < 1e-12
     halves = StackedFleet(HALVES)

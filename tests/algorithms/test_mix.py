@@ -150,11 +150,11 @@ def test_a_tensor_without_a_row_for_each_agent_is_refused(shape: tuple[int, ...]
 @every_dtype
 def test_average_is_the_mean_of_all_or_of_a_machine(dtype: torch.dtype, tolerance: float) -> None:
     mix, x = StackedMix(ring(SIZE), agents_per_machine=2), values(dtype=dtype)
-    everybody, machine = mix.average(x), mix.average(x, "machine")
-    assert everybody.dtype == machine.dtype == dtype
+    over_all, machine = mix.average(x), mix.average(x, "machine")
+    assert over_all.dtype == machine.dtype == dtype
     for rank in range(SIZE):
         first = rank - rank % 2
-        assert (everybody[rank].double() - x.double().mean(0)).abs().max() < tolerance
+        assert (over_all[rank].double() - x.double().mean(0)).abs().max() < tolerance
         assert (machine[rank].double() - (x[first].double() + x[first + 1].double()) / 2).abs().max() < tolerance
 
 
@@ -166,13 +166,13 @@ def test_spread_gives_each_neighbour_the_own_row_and_gather_sums_them(topology: 
         links = links_of(topology, round_)
         rows = mix.spread(x)
         assert rows.shape == (len(links), DIMENSION)
-        assert all(torch.equal(row, x[here]) for row, (here, _) in zip(rows, links, strict=True))
+        assert all(torch.equal(row, x[owner]) for row, (owner, _) in zip(rows, links, strict=True))
         messages = torch.randn(len(links), DIMENSION, dtype=torch.float64)
         expected = torch.zeros_like(x)
-        for row, (here, _) in zip(messages, links, strict=True):
-            expected[here] += row
+        for row, (owner, _) in zip(messages, links, strict=True):
+            expected[owner] += row
         assert (mix.gather(messages) - expected).abs().max() < 1e-14
-        degree = torch.tensor([[float(sum(here == rank for here, _ in links))] for rank in range(SIZE)])
+        degree = torch.tensor([[float(sum(owner == rank for owner, _ in links))] for rank in range(SIZE)])
         assert torch.equal(mix.gather(mix.spread(mix.ones(x))).float(), degree)
 
 
@@ -182,8 +182,8 @@ def test_edges_swaps_the_two_rows_of_a_link(topology: nx.Graph | Schedule) -> No
     for round_ in range(ROUNDS):
         mix.begin(round_)
         links = links_of(topology, round_)
-        sent = torch.tensor([[10.0 * here + there, float(here)] for here, there in links]).view(-1, 2)
-        expected = torch.tensor([[10.0 * there + here, float(there)] for here, there in links]).view(-1, 2)
+        sent = torch.tensor([[10.0 * owner + other, float(owner)] for owner, other in links]).view(-1, 2)
+        expected = torch.tensor([[10.0 * other + owner, float(other)] for owner, other in links]).view(-1, 2)
         result = mix.edges(sent)
         assert torch.equal(result, expected)
         assert torch.equal(mix.edges(result), sent)
@@ -196,7 +196,7 @@ def test_the_two_ends_of_a_link_have_opposite_signs(topology: nx.Graph | Schedul
         mix.begin(round_)
         links = links_of(topology, round_)
         signs = mix.sign(values())
-        assert signs.flatten().tolist() == [1.0 if here < there else -1.0 for here, there in links]
+        assert signs.flatten().tolist() == [1.0 if owner < other else -1.0 for owner, other in links]
         assert torch.equal(mix.edges(signs), -signs)
 
 
@@ -240,7 +240,7 @@ def test_sent_counts_the_messages_of_active_agents(topology: nx.Graph | Schedule
     mix = StackedMix(topology)
     speaks = torch.arange(SIZE).unsqueeze(1) % 2 == 1
     mix(values() * speaks, nbytes=7, speaks=speaks)
-    assert mix.sent == 7 * sum(here % 2 for here, _ in links_of(topology, 0))
+    assert mix.sent == 7 * sum(owner % 2 for owner, _ in links_of(topology, 0))
 
 
 # Real agents, against the stacked fleet
@@ -316,9 +316,9 @@ def test_a_real_agent_has_a_row_for_each_neighbour_ascending(fleet: Fleets) -> N
         return mix.edges(mix.spread(own)).tolist(), mix.sign(own).flatten().tolist()
 
     for rank, (received, signs) in enumerate(fleet(SIZE).run(agent)):
-        there = [there for here, there in links_of(graph, 0) if here == rank]
-        assert received == [[float(one)] for one in there]
-        assert signs == [1.0 if rank < one else -1.0 for one in there]
+        other = [other for owner, other in links_of(graph, 0) if owner == rank]
+        assert received == [[float(one)] for one in other]
+        assert signs == [1.0 if rank < one else -1.0 for one in other]
 
 
 def test_a_real_agent_refuses_edges_over_directed_links(fleet: Fleets) -> None:

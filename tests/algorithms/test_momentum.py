@@ -116,8 +116,8 @@ def test_the_order_of_final_errors_is_as_measured() -> None:
 
 def test_decentlam_is_heavy_ball_momentum_over_the_full_step() -> None:
     x = path(DecentLaM(LR, BETA))
-    for before, here, then in zip([START, *x], x, x[1:], strict=False):
-        expected = W @ (here - LR * GRADIENT(here)) + BETA * (here - before)
+    for before, current, then in zip([START, *x], x, x[1:], strict=False):
+        expected = W @ (current - LR * GRADIENT(current)) + BETA * (current - before)
         assert (then - expected).abs().max() < 1e-12
 
 
@@ -127,8 +127,8 @@ def test_quasi_global_momentum_is_the_exponential_sum_of_all_moves(nesterov: boo
     for number in range(len(x) - 1):
         moves = [(1 - BETA) * BETA ** (number - 1 - k) * (x[k] - x[k + 1]) for k in range(number)]
         momentum = sum(moves, torch.zeros_like(START))
-        here = LR * GRADIENT(x[number])
-        direction = (1 + BETA) * here + BETA**2 * momentum if nesterov else here + BETA * momentum
+        current = LR * GRADIENT(x[number])
+        direction = (1 + BETA) * current + BETA**2 * momentum if nesterov else current + BETA * momentum
         assert (x[number + 1] - W @ (x[number] - direction)).abs().max() < 1e-12
 
 

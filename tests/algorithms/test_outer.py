@@ -109,13 +109,13 @@ RATES = [1.0, 1.0, 0.5, 0.5, 2.0]
 
 
 def at_rates(algorithm: Algorithm) -> Tensor:
-    fleet, so_far = StackedFleet(ring(SIZE)), None
+    fleet, previous = StackedFleet(ring(SIZE)), None
     for rate in RATES:
         scaled = algorithm.scaled(rate)
         assert scaled is not None
-        so_far = fleet.run(scaled, START, GRADIENT, EVERY, resume=so_far)
-    assert so_far is not None
-    return so_far.x
+        previous = fleet.run(scaled, START, GRADIENT, EVERY, resume=previous)
+    assert previous is not None
+    return previous.x
 
 
 def test_slow_momentum_has_the_unit_of_gradients_when_the_learning_rate_changes() -> None:

@@ -71,7 +71,7 @@ def test_the_example_is_connected_irregular_and_directed() -> None:
     graph = irregular_digraph(SIZE)
     assert len({degree for _, degree in graph.out_degree}) > 2
     assert len({degree for _, degree in graph.in_degree}) > 2
-    assert any(not graph.has_edge(there, here) for here, there in graph.edges)
+    assert any(not graph.has_edge(target, receiver) for receiver, target in graph.edges)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_the_two_forms_differ_in_when_the_gradient_change_is_shared() -> None:
     (_, (_, _, g)), (x, (w, before, new)) = trajectory(PushDIGing(0.02), graph, 1)
     (_, _), (same, (_, after, _)) = trajectory(PushDIGing(0.02, atc=False), graph, 1)
     assert torch.equal(x, same)
-    news = gradient(x / w) - g
-    assert (before - after - (shares(graph) @ news - news)).abs().max() < 1e-13
+    change = gradient(x / w) - g
+    assert (before - after - (shares(graph) @ change - change)).abs().max() < 1e-13
     assert torch.equal(new, gradient(x / w))
 
 

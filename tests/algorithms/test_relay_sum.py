@@ -65,7 +65,9 @@ def test_a_message_is_the_delayed_sum_of_the_subtree_behind_it(tree: nx.DiGraph)
     for time in (1, 2, 3, 7, 20):
         m, c = result[time].state
         for row, (i, k) in enumerate(links_of(tree)):
-            received = [half[time - 1 - away][j] for j, away in subtree_hops(tree, i, k).items() if away < time]
+            received = [
+                half[time - 1 - distance][j] for j, distance in subtree_hops(tree, i, k).items() if distance < time
+            ]
             assert (m[row] - torch.stack(received).sum(0)).abs().max() < 1e-12
             assert c[row].item() == len(received)
 
@@ -78,7 +80,7 @@ def test_an_agent_substitutes_its_own_value_for_those_not_yet_received(tree: nx.
         half = result[time - 1].x - lr * gradient(result[time - 1].x)
         m, c = result[time].state
         for i in range(SIZE):
-            rows = [row for row, (here, _) in enumerate(links_of(tree)) if here == i]
+            rows = [row for row, (owner, _) in enumerate(links_of(tree)) if owner == i]
             expected = ((SIZE - c[rows].sum()) * half[i] + m[rows].sum(0)) / SIZE
             assert (result[time].x[i] - expected).abs().max() < 1e-13
 

@@ -33,11 +33,11 @@ def made(steps: int, every: int = 1) -> Run:
     return fleet.run(GradientDescent(0.5), start, lambda x: x - 1, steps, measure=figures, every=every, network=network)
 
 
-def lines_of(found: Run, **options: int) -> list[list[str]]:
+def lines_of(recorded: Run, **options: int) -> list[list[str]]:
     """The words of the table's lines, without the rule under its head."""
     console = Console(width=100, file=None)
     with console.capture() as captured:
-        console.print(found.table(**options))
+        console.print(recorded.table(**options))
     return [words for line in captured.get().splitlines() if (words := line.split()) and words[0].isascii()]
 
 
@@ -103,18 +103,18 @@ def test_the_progress_bar_is_shown_on_a_terminal_and_removed(
     with open(remote, "w") as terminal, monkeypatch.context() as patch:  # noqa: PTH123 - of a descriptor
         patch.setattr(sys, "stderr", terminal)
         _with_a_bar()
-    shown = b""
+    output = b""
     # Linux ends a terminal whose other side is closed with an error.
     try:
         while piece := os.read(ours, 4096):
-            shown += piece
+            output += piece
     except OSError:
         pass
     finally:
         os.close(ours)
     assert capfd.readouterr() == ("", "")
-    assert b"steps" in shown
-    assert shown.rfind(b"\x1b[2K") > shown.rfind(b"steps")  # erased
+    assert b"steps" in output
+    assert output.rfind(b"\x1b[2K") > output.rfind(b"steps")  # erased
 
 
 def _mean() -> float:

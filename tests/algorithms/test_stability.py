@@ -196,7 +196,7 @@ def test_a_safe_learning_rate_is_inverse_to_the_curvature_and_not_of_the_example
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "told"),
+    ("algorithm", "reason"),
     [
         (DecentralizedADMM(1.0, 4.0), "has no learning rate"),
         (AccumAdam(0.1, 2), "are not linear"),
@@ -205,8 +205,8 @@ def test_a_safe_learning_rate_is_inverse_to_the_curvature_and_not_of_the_example
     ],
     ids=repr,
 )
-def test_without_a_matrix_the_reason_is_returned(algorithm: Algorithm, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_without_a_matrix_the_reason_is_returned(algorithm: Algorithm, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         safe_lr(algorithm, ring(4), 4.0)
 
 

@@ -52,7 +52,7 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.script = folder / "script.py"
-        self._begun: list[Job] = []
+        self._started: list[Job] = []
 
     def run(self, body: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
         self.script.write_text(PRELUDE + body)
@@ -61,10 +61,10 @@ class Jobs:
     def begin(self, body: str, *arguments: object, **options: Any) -> Job:
         self.script.write_text(PRELUDE + body)
         command = [*RUN, *RESTART, *map(str, arguments), str(self.script)]
-        self._begun.append(
+        self._started.append(
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
         )
-        return self._begun[-1]
+        return self._started[-1]
 
     def marks(self, name: str) -> dict[tuple[int, int, int], str]:
         """The marks that agents have written, by attempt, rank and incarnation."""
@@ -78,7 +78,7 @@ class Jobs:
         return {attempt for attempt, _, _ in self.marks("up")}
 
     def end(self) -> None:
-        for job in self._begun:
+        for job in self._started:
             job.kill()
             job.communicate()
 

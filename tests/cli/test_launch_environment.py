@@ -88,7 +88,7 @@ def test_torch_imports_are_detected(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["--version"], shoal.__version__),
         *(([name, "--help"], f"usage: shoal {name}") for name in ("run", "report", "watch", "status", "topology")),
@@ -99,8 +99,8 @@ def test_torch_imports_are_detected(shell: Shell) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_commands_that_do_not_need_torch_start_without_it(shell: Shell, arguments: list[str], says: str) -> None:
-    assert says in shell.run(*arguments)
+def test_commands_that_do_not_need_torch_start_without_it(shell: Shell, arguments: list[str], expected: str) -> None:
+    assert expected in shell.run(*arguments)
 
 
 def test_the_overview_starts_without_torch(shell: Shell) -> None:

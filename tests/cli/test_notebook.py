@@ -42,14 +42,14 @@ class Cell:
         seconds: its duration.
     """
 
-    said: str
+    message: str
     error: str
     raised: list[str]
     seconds: float
 
     def by_rank(self) -> dict[int, str]:
         """What each engine printed."""
-        results = re.findall(r"\[stdout:(\d+)\] ?\n?(.*?)(?=\n\[stdout|\Z)", self.said, re.DOTALL)
+        results = re.findall(r"\[stdout:(\d+)\] ?\n?(.*?)(?=\n\[stdout|\Z)", self.message, re.DOTALL)
         return {int(rank): text.strip() for rank, text in results}
 
 
@@ -182,7 +182,7 @@ def test_a_client_of_the_ports_without_the_key_receives_nothing(job: Notebook) -
         listener.connect(f"{connection['interface']}:{connection['iopub']}")
         time.sleep(0.5)
         (cell,) = job.cells("print('a word ' 'for me alone')")
-        assert cell.said.count("a word for me alone") == SIZE
+        assert cell.message.count("a word for me alone") == SIZE
         assert not listener.poll(500)
 
 

@@ -273,7 +273,7 @@ for step in range(1000):
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "said"),
+    ("end", "status", "expected_text"),
     [
         pytest.param("sys.exit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
         pytest.param("raise SystemExit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
@@ -286,13 +286,13 @@ for step in range(1000):
     ],
 )
 def test_the_agent_that_ended_is_named_by_the_launcher_and_by_the_others(
-    script: Script, end: str, status: int, said: str
+    script: Script, end: str, status: int, expected_text: str
 ) -> None:
     code, _, err = shoal_run("-n", 3, script(LOSES_AN_AGENT.format(end=end)))
     assert code == status, err
     assert re.search(r"shoal run: rank 1 \(pid \d+\) (exited|was killed)", err), err
     errors = [line for line in err.splitlines() if line.startswith(("[0]", "[2]")) and "PeerLost:" in line]
-    assert all("rank 1" in line and said in line for line in errors), err
+    assert all("rank 1" in line and expected_text in line for line in errors), err
 
 
 def test_agents_are_monitored_while_the_reader_of_their_output_pauses(
@@ -469,9 +469,9 @@ sys.exit(9)
         terminal.stdin.write(b"\x03")
         terminal.stdin.flush()
         assert terminal.stdout is not None
-        shown = terminal.stdout.read()
+        output = terminal.stdout.read()
         assert terminal.wait(TIMEOUT) == 130
-    assert shown.count(b"interrupts: 1") == 2
+    assert output.count(b"interrupts: 1") == 2
 
 
 def test_ctrl_c_reaches_the_child_that_an_agent_waits_for(
@@ -697,7 +697,7 @@ OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "found"),
+    ("arguments", "environ", "expected"),
     [
         ("-n 2", {"JOB_COMPLETION_INDEX": "3"}, (2, 1, 0)),  # of a sweep
         ("-n 2 --nnodes 4", {"JOB_COMPLETION_INDEX": "3"}, (2, 4, 3)),
@@ -717,7 +717,7 @@ OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1
     ],
 )
 def test_options_not_on_the_command_line_are_read_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, arguments: str, environ: dict[str, str], found: tuple[int, int, int] | str
+    monkeypatch: pytest.MonkeyPatch, arguments: str, environ: dict[str, str], expected: tuple[int, int, int] | str
 ) -> None:
     from shoal.cli import run, run_arguments
 
@@ -726,12 +726,12 @@ def test_options_not_on_the_command_line_are_read_from_the_environment(
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
     args = parser.parse_args([*arguments.split(), "script.py"])
-    if isinstance(found, str):
-        with pytest.raises(ValueError, match=re.escape(found)):
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
             run_arguments.fill_in(args, environ)
         return
     run_arguments.fill_in(args, environ)
-    assert (args.agents, args.nnodes, args.node_rank) == found
+    assert (args.agents, args.nnodes, args.node_rank) == expected
 
 
 def test_the_variables_give_the_address_of_machine_0_with_or_without_brackets() -> None:
@@ -745,8 +745,8 @@ def test_the_variables_give_the_address_of_machine_0_with_or_without_brackets() 
 def test_an_occupied_rendezvous_port_is_an_error(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
     from shoal.cli import main
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert main(["run", "-n", "2", "--rendezvous", address, str(script(""))]) == 1
     assert f"cannot listen on {address}: Address already in use" in capfd.readouterr().err
 

@@ -43,25 +43,25 @@ def pids(world: World) -> list[int]:
     return [member.pid for member in world.members]
 
 
-def agents_of(found: list[Process]) -> Agents:
-    return {agent["rank"]: agent for process in found for agent in process.agents}
+def agents_of(statuses: list[Process]) -> Agents:
+    return {agent["rank"]: agent for process in statuses for agent in process.agents}
 
 
-def printed_line(found: list[Process]) -> str:
+def printed_line(statuses: list[Process]) -> str:
     """The printed output, as one line."""
     console = Console(width=300)
     with console.capture() as captured:
-        console.print(status.rendered(found))
+        console.print(status.rendered(statuses))
     return " ".join(captured.get().split())
 
 
-def until(found: Callable[[], Agents], true: Callable[[Agents], bool]) -> Agents:
+def until(statuses: Callable[[], Agents], true: Callable[[Agents], bool]) -> Agents:
     """Poll until the value is as expected, and return it."""
     last: Agents = {}
 
     def look() -> bool:
         nonlocal last
-        last = found()
+        last = statuses()
         return true(last)
 
     assert wait_until(look, 10.0), last
@@ -281,13 +281,13 @@ def test_an_agent_without_queries_runs_no_timer() -> None:
 # Who may ask, and what
 
 
-def question(path: str, word: bytes = status_socket.QUESTION) -> bytes:
+def question(path: str, query: bytes = status_socket.QUESTION) -> bytes:
     """An agent's answer to a request; empty where it closes the connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(GREETING_SECONDS + 5.0)
         sock.connect(path)
         sock.recv(HELLO_SIZE)
-        sock.send(word)
+        sock.send(query)
         received = []
         while packet := sock.recv(status_socket.PACKET_BYTES):
             received.append(packet)
@@ -374,15 +374,15 @@ def test_over_a_network_a_status_query_is_no_reply_to_a_handshake() -> None:
         world.results(shoal.barrier)
 
 
-@pytest.mark.parametrize("word", [status_socket.QUESTION[:-1], status_socket.QUESTION + b"?", b"SHOAL: stop"])
-def test_other_requests_get_no_reply(word: bytes) -> None:
+@pytest.mark.parametrize("query", [status_socket.QUESTION[:-1], status_socket.QUESTION + b"?", b"SHOAL: stop"])
+def test_other_requests_get_no_reply(query: bytes) -> None:
     with World(1) as world:
         [path] = status.find()[pids(world)[0]]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(0.5)
             sock.connect(path)
             sock.recv(HELLO_SIZE)
-            sock.send(word)
+            sock.send(query)
             with pytest.raises(TimeoutError):
                 sock.recv(1)
 
@@ -469,7 +469,7 @@ def test_a_forked_child_is_no_agent() -> None:
 
 @contextmanager
 def one_that_answers(
-    *packets: bytes, greeting: bytes | None = None, said: list[bytes] | None = None
+    *packets: bytes, greeting: bytes | None = None, answers: list[bytes] | None = None
 ) -> Iterator[list[str]]:
     """Where something listens that looks like an agent, and says this; ``said`` is what it could say."""
     private = listen_privately()
@@ -490,8 +490,8 @@ def one_that_answers(
                 connection.recv(100)
                 for packet in packets:
                     connection.send(packet)
-                    if said is not None:
-                        said.append(packet)
+                    if answers is not None:
+                        answers.append(packet)
             except OSError:
                 pass
 
@@ -534,7 +534,7 @@ def test_a_process_with_a_wrong_greeting_is_not_queried() -> None:
 
 def test_an_endless_reply_is_cut_off() -> None:
     output: list[bytes] = []
-    with one_that_answers(*[b"x" * 10_000] * 1000, said=output) as path:
+    with one_that_answers(*[b"x" * 10_000] * 1000, answers=output) as path:
         [result] = status.ask({os.getpid(): path}, within=5.0)
     assert "makes no sense" in result.silent
     assert len(output) < 100  # a megabyte, with what the socket holds

@@ -203,7 +203,7 @@ def test_matplotlib_is_not_imported_before_something_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "said"),
+    ("refused", "expected_message"),
     [
         (lambda size: False, "any number of agents"),
         (lambda size: size < 3, "3 agents or more"),
@@ -212,11 +212,11 @@ def test_matplotlib_is_not_imported_before_something_is_drawn() -> None:
         (lambda size: size % 5, "5, 10, 15, 20, 25, 30, 35, 40, ... agents"),
     ],
 )
-def test_the_supported_numbers_of_agents_are_described(refused, said: str) -> None:
+def test_the_supported_numbers_of_agents_are_described(refused, expected_message: str) -> None:
     from shoal.topology import Topology
 
     made = Topology("name", RingGraph, "", "", refuses=lambda size: "no" if refused(size) else "")
-    assert words.sizes(made) == said
+    assert words.sizes(made) == expected_message
 
 
 def test_a_topology_with_machines_gets_the_machine_options() -> None:

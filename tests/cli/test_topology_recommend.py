@@ -43,12 +43,12 @@ def test_a_progress_bar_is_shown_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, remote = pty.openpty()
-    shown = bytearray()
+    output = bytearray()
 
     def read_terminal() -> None:
         with contextlib.suppress(OSError):  # which is how Linux ends a terminal whose other side is closed
             while piece := os.read(ours, 4096):
-                shown.extend(piece)
+                output.extend(piece)
 
     looking = threading.Thread(target=read_terminal)
     looking.start()
@@ -60,7 +60,7 @@ def test_a_progress_bar_is_shown_on_a_terminal(
     looking.join()
     os.close(ours)
     assert "8 agents on 8 machines" in capsys.readouterr().out
-    assert b"timing" in shown
+    assert b"timing" in output
 
 
 def test_agents_of_one_machine_share_its_nic() -> None:
@@ -226,17 +226,17 @@ def test_options_about_the_network_are_shown_beside_the_measurement(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected_message"),
     [
         (["-n", "8", "--per-machine", "4"], "puts 8 agents on several machines, but one was measured"),
         (["--inside-bandwidth", "1gbit"], "--inside-bandwidth is what --measure measures"),
     ],
 )
 def test_missing_measurements_are_requested(
-    capsys: pytest.CaptureFixture[str], two_measured: list[int], options: list[str], said: str
+    capsys: pytest.CaptureFixture[str], two_measured: list[int], options: list[str], expected_message: str
 ) -> None:
     assert main(["topology", "recommend", "--measure", *options]) != 0
-    assert said in capsys.readouterr().err
+    assert expected_message in capsys.readouterr().err
 
 
 def test_of_equally_fast_ones_an_exact_and_simple_one_is_listed_first() -> None:

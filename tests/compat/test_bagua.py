@@ -414,7 +414,7 @@ def test_ranks_are_shoals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "give", "error", "said"),
+    ("size", "give", "error", "message"),
     [
         (3, {"algorithm": lambda: DecentralizedAlgorithm(False, "shift_one")}, ValueError, "odd|even"),
         (2, {"algorithm": lambda: "decentralized"}, TypeError, "'decentralized'"),
@@ -423,13 +423,13 @@ def test_ranks_are_shoals() -> None:
         (2, {"optimizers": ["sgd"]}, TypeError, "optimizer"),
     ],
 )
-def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: type[Exception], message: str) -> None:
     def agent() -> None:
         model: Any = deepcopy(MODEL)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         if "ignored" in give:
             model._bagua_params_and_buffers_to_ignore = give["ignored"]
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             model.with_bagua(
                 give.get("optimizers", [optimizer]),
                 give.get("algorithm", DecentralizedAlgorithm)(),
@@ -442,7 +442,7 @@ def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: t
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: DecentralizedAlgorithm(peer_selection_mode="ring"), "'all' and 'shift_one'"),
         (lambda: DecentralizedAlgorithm(communication_interval=0), "communication_interval"),
@@ -451,6 +451,6 @@ def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: t
         (lambda: ByteGradAlgorithm(average=False), "learning rate"),
     ],
 )
-def test_invalid_algorithms_are_refused(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_algorithms_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()

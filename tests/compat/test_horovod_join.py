@@ -52,8 +52,8 @@ def test_a_joined_agent_contributes_zeros_and_averages_are_over_all(fleet: Fleet
         return [*results, hvd.allreduce(torch.tensor([float(hvd.rank())])).item()]
 
     def expected(order: list[int], rank: int) -> list[list[float]]:
-        there = [sum(count > step for count in order) for step in range(order[rank])]
-        return [[n, n, 3.0 * n, n, n, 2 * n, n] for n in there]
+        present = [sum(count > step for count in order) for step in range(order[rank])]
+        return [[n, n, 3.0 * n, n, n, 2 * n, n] for n in present]
 
     for rank, result in enumerate(fleet(SIZE).run(run)):
         assert result == [(expected(ORDERS[0], rank), 1), (expected(ORDERS[1], rank), 0), 1.0]

@@ -171,8 +171,8 @@ def test_qsgd_of_16_bits_has_no_bias(dtype: torch.dtype, share: float, halvings:
     """The mean over all random numbers, to the distance of two of them. The largest number of the vector is 128."""
     count = 1 << 13
     x = torch.tensor([128.0 * share * 0.5**halvings, 128.0], dtype=torch.float64).to(dtype)
-    found = QSGD(levels)(x.expand(count, -1), EvenDraws()).double().mean(0)
-    assert ((found - x.double()).abs() <= 256 / levels / count).all(), (found - x.double()).tolist()
+    empirical_mean = QSGD(levels)(x.expand(count, -1), EvenDraws()).double().mean(0)
+    assert ((empirical_mean - x.double()).abs() <= 256 / levels / count).all(), (empirical_mean - x.double()).tolist()
 
 
 def test_compressors_declared_biased_are_biased() -> None:

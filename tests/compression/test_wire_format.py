@@ -56,13 +56,13 @@ def mix(agents: int, round_: int = 0) -> StackedMix:
     return made
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(values: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit, but for what NaN have beside being one."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
+    if values.dtype != expected.dtype or values.shape != expected.shape:
         return False
-    integer = INTEGERS[found.itemsize]
-    equal = found.contiguous().view(integer) == expected.contiguous().view(integer)
-    return bool((equal | (found.isnan() & expected.isnan())).all())
+    integer = INTEGERS[values.itemsize]
+    equal = values.contiguous().view(integer) == expected.contiguous().view(integer)
+    return bool((equal | (values.isnan() & expected.isnan())).all())
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -322,9 +322,9 @@ def test_the_step_of_16_bits_leaves_the_largest_number_within_the_levels() -> No
     check(QSGD(511), x)
 
 
-def numbers(*found: float) -> list[int]:
+def numbers(*values: float) -> list[int]:
     """The bytes of float32."""
-    return torch.tensor(found, dtype=torch.float32).view(torch.uint8).tolist()
+    return torch.tensor(values, dtype=torch.float32).view(torch.uint8).tolist()
 
 
 @pytest.mark.parametrize(

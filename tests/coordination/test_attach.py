@@ -128,13 +128,19 @@ def test_a_group_without_all_ranks_in_order_is_refused(size: int, rank: int) -> 
         check_backend("gloo", Given(), 3, 0)
 
 
-@pytest.mark.parametrize("said", ["processgroup", "process_group", "gloo"])
-def test_an_unknown_transport_is_refused_with_the_known_ones(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_TRANSPORT", said)
-    with pytest.raises(ValueError, match=f"={said!r}; it may be one of threads, shared_memory, network, process-group"):
+@pytest.mark.parametrize("expected_message", ["processgroup", "process_group", "gloo"])
+def test_an_unknown_transport_is_refused_with_the_known_ones(
+    expected_message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TRANSPORT", expected_message)
+    with pytest.raises(
+        ValueError, match=f"={expected_message!r}; it may be one of threads, shared_memory, network, process-group"
+    ):
         shoal.init()
-    with pytest.raises(ValueError, match=f"={said!r}; it may be one of threads, shared_memory, network, process-group"):
-        shoal.Fleet(2, transport=said)
+    with pytest.raises(
+        ValueError, match=f"={expected_message!r}; it may be one of threads, shared_memory, network, process-group"
+    ):
+        shoal.Fleet(2, transport=expected_message)
 
 
 def begin() -> str:

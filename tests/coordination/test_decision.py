@@ -121,9 +121,9 @@ REQUESTS = st.dictionaries(
 
 @given(REQUESTS)
 @settings(max_examples=200, deadline=None)
-def test_encoded_requests_are_decoded_equally(asked: dict[TransferRequest, list[int]]) -> None:
-    assert requests_of(json.loads(json.dumps(requests_as_data(asked))), 4) == asked
-    decision = decide(asked, range(4))
+def test_encoded_requests_are_decoded_equally(requests: dict[TransferRequest, list[int]]) -> None:
+    assert requests_of(json.loads(json.dumps(requests_as_data(requests))), 4) == requests
+    decision = decide(requests, range(4))
     assert decision_of(json.loads(json.dumps(decision_as_data(decision))), 4) == decision
 
 
@@ -140,7 +140,7 @@ def test_the_result_is_independent_of_where_requests_are_merged(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         [],
         ["x"],
@@ -152,6 +152,6 @@ def test_the_result_is_independent_of_where_requests_are_merged(
         [["x", 0, [], "op", "", "", 0, "peers"], [0]],
     ],
 )
-def test_invalid_messages_are_refused(said: list) -> None:
+def test_invalid_messages_are_refused(message: list) -> None:
     with pytest.raises((ValueError, TypeError)):
-        requests_of([said] if said else [[]], 4)
+        requests_of([message] if message else [[]], 4)

@@ -34,10 +34,10 @@ def fleet() -> Any:
         yield partial(shoal.Fleet, transport=PROCESS_GROUP, timeout=20.0)
 
 
-def pending(matcher: Matcher, number: int, asked_for: bool, name: str = "~allreduce") -> PendingRequest:
+def pending(matcher: Matcher, number: int, requested: bool, name: str = "~allreduce") -> PendingRequest:
     """The next call under a name, in a stage whose tensors are to be moved."""
     operation = matcher.begin("allreduce", name, 10.0, False)
-    operation.stage = stage = Stage(number, Exchange((), ()), set(), {}, to_move=True, asked_for=asked_for)
+    operation.stage = stage = Stage(number, Exchange((), ()), set(), {}, to_move=True, asked_for=requested)
     request = TransferRequest(CallSignature(RequestKey(name, number, ALL), "allreduce"), operation.round)
     return PendingRequest(request, operation, stage, CollectivePlan((), [], []), [])
 

@@ -187,8 +187,8 @@ def test_with_another_number_of_agents_a_common_dataset_continues_after_the_used
         return list(sampler)
 
     after = shoal.Fleet(2).run(resume)
-    taken = [*chain(*(indices for indices, _ in before)), *chain(*after)]
-    assert sorted(taken) == list(data)
+    used = [*chain(*(indices for indices, _ in before)), *chain(*after)]
+    assert sorted(used) == list(data)
 
 
 def test_a_state_of_other_data_is_refused() -> None:
@@ -215,8 +215,8 @@ def test_a_data_loader_accepts_it() -> None:
         dataset = TensorDataset(torch.arange(TOTAL))
         sampler = shoal.AgentSampler(dataset, SHARDS[shoal.rank()])
         loader = DataLoader(dataset, batch_size=3, sampler=sampler)
-        taken = [number for [batch] in loader for number in batch.tolist()]
-        assert taken == epochs(shoal.AgentSampler(dataset, SHARDS[shoal.rank()]), 1)[0]
+        used = [number for [batch] in loader for number in batch.tolist()]
+        assert used == epochs(shoal.AgentSampler(dataset, SHARDS[shoal.rank()]), 1)[0]
         return len(loader), len(list(loader))
 
     assert shoal.Fleet(SIZE).run(run) == [(3, 3)] * SIZE

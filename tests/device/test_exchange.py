@@ -45,12 +45,12 @@ def expected_of_two(rank: int) -> torch.Tensor:
 def test_the_result_is_on_the_device_and_has_the_bits_of_the_cpu(fleet: Fleets, device: SlowDevice) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         own = numbers(shoal.rank())
-        there = shoal.neighbor_allreduce(to_device(own))
-        assert isinstance(there, Slow)
-        return there.cpu(), shoal.neighbor_allreduce(own)
+        on_device = shoal.neighbor_allreduce(to_device(own))
+        assert isinstance(on_device, Slow)
+        return on_device.cpu(), shoal.neighbor_allreduce(own)
 
-    for there, on_cpu in fleet(5).run(run):
-        assert torch.equal(there, on_cpu)
+    for on_device, on_cpu in fleet(5).run(run):
+        assert torch.equal(on_device, on_cpu)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -148,12 +148,12 @@ def test_operations_that_inspect_tensors_use_the_cpu_with_the_same_bits(
 ) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         own = numbers(shoal.rank())
-        there = shoal.neighbor_allreduce(to_device(own), **arguments)
-        assert isinstance(there, Slow)
-        return there.cpu(), shoal.neighbor_allreduce(own, **arguments)
+        on_device = shoal.neighbor_allreduce(to_device(own), **arguments)
+        assert isinstance(on_device, Slow)
+        return on_device.cpu(), shoal.neighbor_allreduce(own, **arguments)
 
-    for there, on_cpu in fleet(3).run(run):
-        assert torch.equal(there, on_cpu)
+    for on_device, on_cpu in fleet(3).run(run):
+        assert torch.equal(on_device, on_cpu)
 
 
 def test_a_device_without_memory_fails_the_call_and_not_the_agent(fleet: Fleets, device: SlowDevice) -> None:

@@ -73,16 +73,16 @@ def test_a_report_names_the_missing_ranks_and_their_status(
         if re.match(r"pair_gossip of ranks 0 and 1 round 0 on rank 0 has waited [\d.]+ s for ranks \[1\]", one)
     ]
     assert len(waits) == 1 and waits[0].endswith("; it gives up after 20 s"), logged
-    says = (
+    log_text = (
         r"rank 1, for which rank 0 waits: it waits in pair_gossip of ranks 1 and 2 round 0 for ranks \[2\], "
         r"since [\d.]+ s; "
     )
-    assert any(re.match(says, one) for one in logged), logged
-    says = (
+    assert any(re.match(log_text, one) for one in logged), logged
+    log_text = (
         r"rank 2, for which rank 1 waits: it waits in no call of Shoal's, so its script does something else; "
         r"the last that ended was allreduce \(average\) 'before' round 0, [\d.]+ s ago"
     )
-    assert any(re.match(says, one) for one in logged), logged
+    assert any(re.match(log_text, one) for one in logged), logged
     assert not any("does not answer" in one for one in logged)
 
 
@@ -167,8 +167,8 @@ def test_a_call_on_a_window_is_reported_as_well_and_once(
 
     fleet(2).run(run)
     results = [one for one in log_lines(caplog) if "on rank 1 has waited" in one]
-    says = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
-    assert len(results) == 1 and re.match(says, results[0]), results
+    log_text = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
+    assert len(results) == 1 and re.match(log_text, results[0]), results
     assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in log_lines(caplog))
 
 
@@ -177,10 +177,10 @@ def test_a_call_on_a_window_is_checked_in_time_and_reported_once_beside_other_wa
 ) -> None:
     calls = [("win_put 'a'", [1], 0.0)]
     looks: list[float] = []
-    nobody: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
+    stub: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
     services: Any = SimpleNamespace(all=lambda: [SimpleNamespace(calls_that_wait=lambda: list(calls))])
     progress: Any = SimpleNamespace(lock=nullcontext(), check_by=looks.append)
-    result = stalls.Stalls(SharedParts(0, 2, nobody, nobody, nobody, nobody, progress, nobody), nobody, services)
+    result = stalls.Stalls(SharedParts(0, 2, stub, stub, stub, stub, progress, stub), stub, services)
     result.begins_to_wait(0.0)
     assert looks == [30.0] and result.check(29.0) == 30.0 and log_lines(caplog) == []
     assert result.check(30.0) == float("inf")
@@ -257,10 +257,10 @@ def test_a_stopped_agent_does_not_reply(environment: dict[str, str], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.3012, "0.301 s"), (31.24, "31.2 s"), (300.0, "300 s"), (3600, "3600 s")]
+    ("seconds", "readable"), [(0.3012, "0.301 s"), (31.24, "31.2 s"), (300.0, "300 s"), (3600, "3600 s")]
 )
-def test_times_have_a_readable_form(seconds: float, said: str) -> None:
-    assert agent_status.format_seconds(seconds) == said
+def test_times_have_a_readable_form(seconds: float, readable: str) -> None:
+    assert agent_status.format_seconds(seconds) == readable
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
@@ -299,9 +299,9 @@ def test_an_agent_is_queried_again_only_after_its_reply_or_its_failure(caplog: p
     matcher, output = Matcher(), list[tuple[int, str]]()
     sender: Any = SimpleNamespace(send_message=lambda rank, message: output.append((rank, message.op)))
     about: Any = SimpleNamespace(waited_for=lambda operation: [0, 1])
-    nobody: Any = SimpleNamespace(all=list)
-    parts = SharedParts(0, 2, nobody, nobody, Membership(2), matcher, nobody, sender)
-    reports = stalls.Stalls(parts, about, nobody)
+    stub: Any = SimpleNamespace(all=list)
+    parts = SharedParts(0, 2, stub, stub, Membership(2), matcher, stub, sender)
+    reports = stalls.Stalls(parts, about, stub)
     reports.after = 30.0
 
     def asks(now: float) -> int:

@@ -87,11 +87,11 @@ def agents(wrapper: Path) -> dict[int, int]:
         (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()), key=lambda e: int(e.name)
     ):
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            argv = (entry / "cmdline").read_bytes().split(b"\0")
             environ = dict(part.partition("=")[::2] for part in (entry / "environ").read_text().split("\0"))
         except OSError:
             continue
-        if str(wrapper).encode() in words and "LOCAL_RANK" in environ:
+        if str(wrapper).encode() in argv and "LOCAL_RANK" in environ:
             result.setdefault(int(environ["RANK"]), int(entry.name))
     return result
 

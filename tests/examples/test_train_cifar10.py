@@ -123,9 +123,9 @@ def test_adapt_then_combine_with_all_is_all_reduce(tmp_path: Path, folder: Path)
 
 
 def test_every_agent_reports_the_same(folder: Path) -> None:
-    everybody = in_fleet(4, folder, "--limit-train", "16", "--epochs", "3", "--evaluate-every", "2")
-    for (run,) in everybody:
-        assert run == everybody[0][0]
+    agents_results = in_fleet(4, folder, "--limit-train", "16", "--epochs", "3", "--evaluate-every", "2")
+    for (run,) in agents_results:
+        assert run == agents_results[0][0]
         assert run.evaluated == [2, 3]
         assert len(run.of_agents[0]) == 4
         assert run.distance[-1] > 0
@@ -275,9 +275,11 @@ def test_a_file_that_would_run_code_is_refused_before_it_does(tmp_path: Path, pr
     assert victim.exists()
 
 
-@pytest.mark.parametrize("asked", [np.load, np.frombuffer, eval, getattr, pickle.loads], ids=lambda one: one.__name__)
-def test_only_the_needed_names_of_numpy_and_python_are_allowed(tmp_path: Path, asked: Any) -> None:
-    (tmp_path / "batch").write_bytes(pickle.dumps(Call(asked, "x")))
+@pytest.mark.parametrize(
+    "unpickled", [np.load, np.frombuffer, eval, getattr, pickle.loads], ids=lambda one: one.__name__
+)
+def test_only_the_needed_names_of_numpy_and_python_are_allowed(tmp_path: Path, unpickled: Any) -> None:
+    (tmp_path / "batch").write_bytes(pickle.dumps(Call(unpickled, "x")))
     with pytest.raises(SystemExit, match="which no file of CIFAR-10 needs"):
         _cifar10.read(tmp_path / "batch")
 

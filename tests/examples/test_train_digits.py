@@ -96,13 +96,13 @@ def test_torchrun_and_shoal_run_train_equally(tmp_path):
     ],
 )
 def test_every_agent_measures_the_same_fleet(tmp_path, algorithm, topology, size):
-    everybody = in_fleet(size, tmp_path, "--algorithm", algorithm, "--topology", topology)
+    results = in_fleet(size, tmp_path, "--algorithm", algorithm, "--topology", topology)
     assert is_png(tmp_path / "picture.png")
     names = [algorithm] if size == 1 else list(dict.fromkeys([algorithm, "allreduce", "alone"]))
-    assert [run.algorithm for run in everybody[0]] == names
-    for runs in everybody:
+    assert [run.algorithm for run in results[0]] == names
+    for runs in results:
         assert [(run.accuracy, run.consensus_distance, run.bytes_sent) for run in runs] == [
-            (run.accuracy, run.consensus_distance, run.bytes_sent) for run in everybody[0]
+            (run.accuracy, run.consensus_distance, run.bytes_sent) for run in results[0]
         ]
 
 
@@ -205,9 +205,9 @@ def test_a_terminal_shows_every_epoch_of_every_agent():
     report._console = Console(file=terminal, force_terminal=True, width=100)
     with report:
         report.show(run)
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
     for expected in ("25.0%", "50.0%", "epoch 1/20", "consensus distance 0.1"):
-        assert expected in shown
+        assert expected in screen
 
 
 @pytest.mark.parametrize("options", [["--epochs", "0"], ["--alpha", "0"], ["--topology", "moebius"]])

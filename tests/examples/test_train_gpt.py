@@ -120,9 +120,9 @@ def test_two_passes_of_two_windows_are_one_pass_of_four(tmp_path: Path, file: Pa
 
 
 def test_every_agent_reports_the_same(file: Path) -> None:
-    everybody = in_fleet(4, file)
-    for (run,) in everybody:
-        assert run == everybody[0][0]
+    results = in_fleet(4, file)
+    for (run,) in results:
+        assert run == results[0][0]
         assert len(run.of_agents[0]) == 4
         assert run.distance[-1] > 0
 

@@ -85,7 +85,7 @@ class Router:
         self._one = one
 
     def waits(self, rank: int, incarnation: int) -> bool:
-        result = self._one.net.there.get(rank)
+        result = self._one.net.running.get(rank)
         return (rank, incarnation) in self.waiting and result is not None and result.incarnation == incarnation
 
     def begin_pending(self) -> None:
@@ -162,7 +162,7 @@ class Simulated:
         """As :meth:`Entry.ask` says it."""
         self.router.endpoints[self.rank] = Endpoint()
         text = JoiningPeer(self.router.place, Endpoint()).as_json()
-        for other in self.net.there.values():
+        for other in self.net.running.values():
             if other is not self:
                 message = Message(Kind.CONTROL, ENTRY, ENTRY, nbytes=len(text), body=text)
                 self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
@@ -205,7 +205,7 @@ class Simulated:
         if operation.name == IN:
             self.entry.admit_after(operation)
             output = self.entry.asking(), self.entry.begun()
-        self.net.here[operation.name, operation.round, operation.plan][self.rank] = output
+        self.net.contributed[operation.name, operation.round, operation.plan][self.rank] = output
 
     def advance(self) -> None:
         """Take a result that all of an attempt have contributed to, or the first of them alone, as the root of a
@@ -214,7 +214,7 @@ class Simulated:
             key, recovery = (operation.name, operation.round, operation.plan), operation.recovery
             assert recovery is not None
             group = set(range(self.net.size)) - set(operation.excluded_ranks)
-            parts = self.net.here[key]
+            parts = self.net.contributed[key]
             if operation.name == SMALL:
                 if set(parts) >= group and operation not in self.awaiting:
                     self.end(operation, operation.plan)
@@ -265,16 +265,16 @@ class Net:
     def __init__(self, size: int, begins: int | None = None) -> None:
         self.size, self.begins, self.handed_on = size, begins or size, 0
         self.links: dict[Link, deque[Message]] = {}
-        self.here: defaultdict[tuple[str, int, Plan], dict[int, Any]] = defaultdict(dict)
+        self.contributed: defaultdict[tuple[str, int, Plan], dict[int, Any]] = defaultdict(dict)
         self.have: defaultdict[tuple[str, int, Plan], set[int]] = defaultdict(set)
-        self.there = {rank: Simulated(rank, self) for rank in range(self.begins)}
+        self.running = {rank: Simulated(rank, self) for rank in range(self.begins)}
         # By rank and incarnation; whether they died, or left. Who has not come yet is as who died before it began.
         self.dead: dict[tuple[int, int], bool] = {(rank, 0): True for rank in range(self.begins, size)}
         self.starts: Counter[int] = Counter()
 
     @property
     def inside(self) -> list[Simulated]:
-        return [value for value in self.there.values() if not value.entry.is_joining]
+        return [value for value in self.running.values() if not value.entry.is_joining]
 
     def put(self, link: Link, message: Message) -> None:
         self.links.setdefault(link, deque()).append(message)
@@ -282,30 +282,30 @@ class Net:
     @property
     def waiting(self) -> list[Link]:
         """The links with undelivered notices."""
-        there = {(value.rank, value.incarnation) for value in self.there.values()}
-        return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in there]
+        running = {(value.rank, value.incarnation) for value in self.running.values()}
+        return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in running]
 
     def deliver(self, link: Link) -> None:
-        self.there[link.to].receive(link.source, link.source_incarnation, self.links[link].popleft())
+        self.running[link.to].receive(link.source, link.source_incarnation, self.links[link].popleft())
 
     def notices(self, rank: int, dead: int, incarnation: int = 0) -> None:
-        one = self.there[rank]
+        one = self.running[rank]
         if not one.entry.is_joining and one.router.places[dead].incarnation == incarnation:
             one.notice(Departure(dead, "gone", self.dead[dead, incarnation], rank))
 
     def lose(self, rank: int, died: bool = True) -> None:
-        self.dead[rank, self.there[rank].incarnation] = died
-        del self.there[rank]
+        self.dead[rank, self.running[rank].incarnation] = died
+        del self.running[rank]
 
     def come_back(self, rank: int) -> None:
         self.starts[rank] += 1
-        one = self.there[rank] = Simulated(rank, self, self.starts[rank])
+        one = self.running[rank] = Simulated(rank, self, self.starts[rank])
         one.ask()
 
     def step(self, draw: random.Random, returns: bool) -> None:
         waiting = self.waiting
         what = draw.random()
-        one = draw.choice(list(self.there.values()))
+        one = draw.choice(list(self.running.values()))
         if what < 0.4 and waiting:
             self.deliver(draw.choice(waiting))
         elif what < 0.45 and self.dead:
@@ -314,8 +314,8 @@ class Net:
             self.lose(one.rank, died=draw.random() < 0.7)
         elif what < 0.49:
             one.miss_departed_ranks()
-        elif what < 0.51 and returns and len(self.there) < self.size:
-            self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
+        elif what < 0.51 and returns and len(self.running) < self.size:
+            self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.running]))
         elif one.entry.is_joining or one.lifecycle.gate.paused:
             pass
         elif what < 0.7:
@@ -326,7 +326,7 @@ class Net:
     def finish(self, draw: random.Random) -> None:
         """Notice all losses, deliver all notices, and let each agent that is behind make the calls of the others."""
         for _ in range(30):
-            for rank in self.there:
+            for rank in self.running:
                 for dead in self.dead:
                     self.notices(rank, *dead)
             draw.choice(self.inside).miss_departed_ranks()
@@ -349,7 +349,7 @@ class Net:
     @property
     def asking(self) -> list[int]:
         """The agents that wait, and of which a member knows."""
-        joining = [one for one in self.there.values() if one.entry.is_joining]
+        joining = [one for one in self.running.values() if one.entry.is_joining]
         known = {of for one in self.inside for of in one.router.waiting}
         return [one.rank for one in joining if (one.rank, one.incarnation) in known]
 
@@ -377,7 +377,7 @@ def check(net: Net) -> None:
             assert planned.setdefault(number, plan) == plan
         for number, partners in one.partners.items():
             for place, takes_part in partners.items():
-                other = net.there.get(place.rank)
+                other = net.running.get(place.rank)
                 if other is not None and other.incarnation == place.incarnation:
                     assert (number in other.planned) == takes_part
 
@@ -407,7 +407,7 @@ def test_surviving_agents_plan_and_end_all_rounds_equally(
 
 def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() -> None:
     net = Net(4)
-    first, second = net.there[0], net.there[1]
+    first, second = net.running[0], net.running[1]
     net.lose(3)
     for rank in (0, 1, 2):
         net.notices(rank, 3)
@@ -427,7 +427,7 @@ def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() ->
 
 def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it() -> None:
     net = Net(3)
-    first, second = net.there[0], net.there[1]
+    first, second = net.running[0], net.running[1]
     second.begin("a")
     net.lose(2)
     for rank in (0, 1):
@@ -450,7 +450,7 @@ def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it(
 
 def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more() -> None:
     net = Net(2)
-    one = net.there[0]
+    one = net.running[0]
 
     def notice_and_receive() -> None:
         for rank, incarnation in list(net.dead):
@@ -473,8 +473,8 @@ def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more()
     one.advance()
     one.advance()
     notice_and_receive()
-    assert not net.there[1].entry.is_joining
-    assert one.agreement.now == net.there[1].agreement.now == Plan((), 2)
+    assert not net.running[1].entry.is_joining
+    assert one.agreement.now == net.running[1].agreement.now == Plan((), 2)
 
 
 def test_the_request_of_an_earlier_start_replaces_no_later_one() -> None:
@@ -486,7 +486,7 @@ def test_the_request_of_an_earlier_start_replaces_no_later_one() -> None:
     net.come_back(1)
     net.deliver(Link(1, 2, 0, 0))
     net.deliver(Link(1, 1, 0, 0))
-    assert [one.place.incarnation for one in net.there[0].entry.asking().values()] == [2]
+    assert [one.place.incarnation for one in net.running[0].entry.asking().values()] == [2]
 
 
 def link(opened_at: float) -> Outgoing:
@@ -501,10 +501,10 @@ def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
     for rank in (1, 2, 3):
         net.lose(rank)
         net.notices(0, rank)
-    inside = net.there[0]
+    inside = net.running[0]
     assert inside.agreement.gone == (1, 2, 3)
     net.come_back(3)
-    joining_peer = net.there[3]
+    joining_peer = net.running[3]
     joining_peer.router.links.update({0: link(1.0), 1: link(0.0), 2: link(1.0)})
     net.deliver(Link(3, 1, 0, 0))
     inside.begin(IN)
@@ -517,8 +517,8 @@ def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
 
 def test_results_of_two_attempts_are_not_mixed() -> None:
     net = Net(4)
-    first, second = net.there[0], net.there[1]
-    for value in net.there.values():
+    first, second = net.running[0], net.running[1]
+    for value in net.running.values():
         value.begin(ALL)
     first.advance()
     second.advance()  # both have a result with rank 3; rank 2 has none
@@ -543,13 +543,13 @@ def test_with_on_failure_raise_there_is_no_agreement(monkeypatch: pytest.MonkeyP
     assert net.waiting
     while net.waiting:
         net.deliver(net.waiting[0])
-    one = net.there[1]
+    one = net.running[1]
     assert not one.agreement.active
     assert (one.lifecycle.gate.paused, one.membership.view.alive, one.agreement.gone) == (False, (0, 1, 2), ())
 
 
 @pytest.mark.parametrize(
-    "said",
+    "report",
     [
         "nonsense",
         "[]",
@@ -564,7 +564,7 @@ def test_with_on_failure_raise_there_is_no_agreement(monkeypatch: pytest.MonkeyP
         '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": [[[2, 1], 0, {}, []]]}',
     ],
 )
-def test_an_invalid_failure_report_is_a_protocol_error(said: str) -> None:
-    message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(said), body=said.encode())
+def test_an_invalid_failure_report_is_a_protocol_error(report: str) -> None:
+    message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(report), body=report.encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
-        Net(4).there[0].receive(1, 0, message)
+        Net(4).running[0].receive(1, 0, message)

@@ -20,14 +20,14 @@ class Connections:
     """The outgoing and the incoming connections of this agent."""
 
     known: set[int] = field(default_factory=set)
-    heard: set[int] = field(default_factory=set)
+    received_from: set[int] = field(default_factory=set)
     cut_off: set[int] = field(default_factory=set)
 
     def knows(self, rank: int) -> bool:
-        return rank in self.known or rank in self.heard
+        return rank in self.known or rank in self.received_from
 
     def receives_from(self, rank: int) -> bool:
-        return rank in self.heard
+        return rank in self.received_from
 
     def reaches(self, rank: int) -> bool:
         return rank in self.known
@@ -88,9 +88,9 @@ def test_a_second_suspicion_does_not_delay_the_first(clock: Clock) -> None:
 
 def test_an_agent_connected_to_the_dead_detects_it_itself(clock: Clock) -> None:
     """If its connections stay, the other two have lost each other, so a report alone is not yet a failure."""
-    result = detector(Connections(heard={2}))
+    result = detector(Connections(received_from={2}))
     assert result.notice(1, died(2, told_by=1)) == clock.now + GRACE
-    certain = detector(Connections(heard={2})).notice(1, died(2, told_by=1, certain=True))
+    certain = detector(Connections(received_from={2})).notice(1, died(2, told_by=1, certain=True))
     assert certain == Departure(2, "its process ended", True, 1, certain=True)
     apart = detector(Connections()).notice(1, died(2, told_by=1))
     assert apart == Departure(2, "its process ended", True, 1)
@@ -112,32 +112,32 @@ def test_an_agent_that_leaves_during_another_failure_is_counted_after_it(clock: 
 
 def test_it_is_counted_after_it_also_when_its_connections_end(clock: Clock) -> None:
     """Seed 4706 of the simulated fleet: rank 2 ends because of rank 1, and its connections end before rank 1's."""
-    found = detector(Connections(known={1, 2}))
-    due = found.suspect(1, "closed", final=False, certain=False)
-    found.notice(2, died(2, told_by=2, certain=True))
-    found.nothing_follows(2)
-    assert not found.confirmed(clock.now) and found.next == due
-    found.suspect(1, "closed", final=True, certain=True)
-    assert [one.rank for one in found.confirmed(clock.now)] == [1, 2]
-    found.forget(1)
-    assert [one.rank for one in found.confirmed(clock.now)] == [2]
+    failure_detector = detector(Connections(known={1, 2}))
+    due = failure_detector.suspect(1, "closed", final=False, certain=False)
+    failure_detector.notice(2, died(2, told_by=2, certain=True))
+    failure_detector.nothing_follows(2)
+    assert not failure_detector.confirmed(clock.now) and failure_detector.next == due
+    failure_detector.suspect(1, "closed", final=True, certain=True)
+    assert [one.rank for one in failure_detector.confirmed(clock.now)] == [1, 2]
+    failure_detector.forget(1)
+    assert [one.rank for one in failure_detector.confirmed(clock.now)] == [2]
 
 
 def test_the_loss_that_a_shutdown_message_names_is_counted_before_it(clock: Clock) -> None:
     """Also if the leaving agent was suspected first."""
-    found = detector(Connections(known={1, 2}))
-    found.suspect(2, "closed", final=False, certain=False)
+    failure_detector = detector(Connections(known={1, 2}))
+    failure_detector.suspect(2, "closed", final=False, certain=False)
     clock.now += 0.1
-    due = found.report(Departure(1, "its process ended", True, 2))
-    found.report(Departure(2, "it called shoal.shutdown()", False, 2))
-    found.nothing_follows(2)
-    assert not found.confirmed(clock.now) and found.next == due
-    assert [one.rank for one in found.confirmed(due)] == [1, 2]
+    due = failure_detector.report(Departure(1, "its process ended", True, 2))
+    failure_detector.report(Departure(2, "it called shoal.shutdown()", False, 2))
+    failure_detector.nothing_follows(2)
+    assert not failure_detector.confirmed(clock.now) and failure_detector.next == due
+    assert [one.rank for one in failure_detector.confirmed(due)] == [1, 2]
 
 
 def test_an_exit_message_on_an_open_link_counts_only_from_its_sender(clock: Clock) -> None:
     left = Departure(2, "it called shoal.shutdown()", False, 1)
-    assert detector(Connections(heard={2})).report(left) == float("inf")
+    assert detector(Connections(received_from={2})).report(left) == float("inf")
     result = detector(Connections())
     assert result.report(left) == clock.now + GRACE
     assert result.confirmed(clock.now + GRACE) == [left]
@@ -168,7 +168,7 @@ def test_a_link_may_end_without_the_exit_message_that_others_have_received(clock
 
 def test_an_exit_message_does_not_undo_the_failure_that_caused_it(clock: Clock) -> None:
     """Rank 1 has excluded rank 2, and leaves after that. Rank 2 sends its exit message. Rank 2 is the cause."""
-    result = detector(Connections(known={1, 2}, heard={2}))
+    result = detector(Connections(known={1, 2}, received_from={2}))
     due = result.suspect(1, "sending to it failed", final=False, certain=False)
     assert result.notice(1, died(2, told_by=1, certain=True)) == due
     assert result.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
@@ -185,11 +185,11 @@ OWN = Departure(2, "it called shoal.shutdown()", False, 2)
 @pytest.mark.parametrize("certain", [False, True])
 def test_the_end_of_a_link_after_its_exit_message_is_no_failure(clock: Clock, certain: bool) -> None:
     """The agent counts as departed once its last messages to this agent have arrived too."""
-    connections = Connections(known={2}, heard={2})
+    connections = Connections(known={2}, received_from={2})
     result = detector(connections)
     assert result.report(OWN) == float("inf")
     assert result.suspect(2, "sending to it failed", final=False, certain=certain) == float("inf")
-    connections.heard.clear()
+    connections.received_from.clear()
     assert result.suspect(2, "closed", final=True, certain=certain) == clock.now
     assert result.confirmed(clock.now) == [OWN]
 
@@ -203,7 +203,7 @@ def test_an_exit_message_on_its_link_explains_the_end_of_its_process(clock: Cloc
 
 def test_an_agent_that_sent_its_exit_message_does_not_delay_a_failure(clock: Clock) -> None:
     """Rank 2 left because rank 1 died. The link to it ended first, and rank 3 reports rank 1."""
-    result = detector(Connections(known={1, 2}, heard={2}))
+    result = detector(Connections(known={1, 2}, received_from={2}))
     result.report(OWN)
     result.suspect(2, "sending to it failed", final=False, certain=False)
     failed = Departure(1, "its process ended", True, 3, certain=True)

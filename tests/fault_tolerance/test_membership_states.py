@@ -98,8 +98,8 @@ def test_the_view_follows_the_states(seed: int) -> None:
         if (before, event) not in TRANSITIONS:
             continue
         after = table.apply(event, rank, f"cause {step}")
-        shown = before is not after and not {before, after} <= {AgentState.MEMBER, AgentState.SUSPECT}
-        assert (table.view is not view) == shown == (len(seen) > count), "a suspect is a member"
+        visible = before is not after and not {before, after} <= {AgentState.MEMBER, AgentState.SUSPECT}
+        assert (table.view is not view) == visible == (len(seen) > count), "a suspect is a member"
         view = table.view
         assert (rank in view.alive) == (after in PRESENT)
         assert (rank in view.left) == (after in (AgentState.LEFT, AgentState.NEEDED))

@@ -48,7 +48,7 @@ class Agent:
 
     rank: int
     size: int
-    asked: list[PendingProbe] = field(default_factory=list)
+    probed: list[PendingProbe] = field(default_factory=list)
     kinds: dict[int, str] = field(default_factory=dict)
     sent: list[tuple[int, bytes]] = field(default_factory=list)
     error: PeerLost | None = None
@@ -84,9 +84,9 @@ class Agent:
         return self.places[rank]
 
     def outgoing(self, peer: int, receiver: object, asks: bool = False) -> PendingProbe:
-        assert asks and not any(one.open for one in self.asked), "a link that stays, or two questions"
-        self.asked.append(PendingProbe(peer))
-        return self.asked[-1]
+        assert asks and not any(one.open for one in self.probed), "a link that stays, or two questions"
+        self.probed.append(PendingProbe(peer))
+        return self.probed[-1]
 
     # As all others
 
@@ -112,7 +112,7 @@ class Agent:
 
 
 def peers(agent: Agent) -> list[int]:
-    return [one.peer for one in agent.asked]
+    return [one.peer for one in agent.probed]
 
 
 def part(count: int, lowest: int) -> int:
@@ -127,7 +127,7 @@ def test_without_unreachable_agents_there_are_no_probes_and_no_clock_reads() -> 
     full.membership.begin_without([3])
     assert (
         full.partition_resolver.check(200.0) == float("inf")
-        and not full.asked
+        and not full.probed
         and not full.partition_resolver.descriptors()
     )
 
@@ -135,7 +135,7 @@ def test_without_unreachable_agents_there_are_no_probes_and_no_clock_reads() -> 
 def test_the_larger_part_sends_no_probes() -> None:
     for agent, beyond in ((Agent(2, 5), (3, 4)), (Agent(1, 4), (2, 3)), (Agent(0, 2), (1,))):
         agent.lose_touch(*beyond)
-        assert agent.partition_resolver.check(100.0) == float("inf") and not agent.asked
+        assert agent.partition_resolver.check(100.0) == float("inf") and not agent.probed
 
 
 def test_the_smaller_part_probes_one_agent_at_a_time_in_turn() -> None:
@@ -144,7 +144,7 @@ def test_the_smaller_part_probes_one_agent_at_a_time_in_turn() -> None:
     now = 100.0
     for _ in range(6):
         assert agent.partition_resolver.check(now) == now + EVERY
-        agent.asked[-1].close()  # refused
+        agent.probed[-1].close()  # refused
         assert agent.partition_resolver.check(now + EVERY / 2) == now + EVERY, "asked before its time"
         now += EVERY
     assert sorted(peers(agent)[:3]) == [0, 1, 2] and peers(agent)[3:] == peers(agent)[:3]
@@ -155,20 +155,20 @@ def test_an_unanswered_probe_is_dropped_for_the_next() -> None:
     assert agent.partition_resolver.check(100.0) == 100.0 + EVERY
     now = 100.0
     while now < 100.0 + PATIENCE:
-        assert len(agent.asked) == 1 and agent.partition_resolver.descriptors() == [5]
+        assert len(agent.probed) == 1 and agent.partition_resolver.descriptors() == [5]
         now = agent.partition_resolver.check(now)
     agent.partition_resolver.check(now)
-    assert [one.open for one in agent.asked] == [False, True]
+    assert [one.open for one in agent.probed] == [False, True]
     agent.partition_resolver.close(0.0)
     assert not agent.partition_resolver.descriptors() and agent.partition_resolver.check(now + EVERY) == float("inf")
-    assert len(agent.asked) == 2
+    assert len(agent.probed) == 2
 
 
 def test_a_rejoined_agent_is_not_probed() -> None:
     agent = Agent(1, 2).lose_touch(0)
     agent.partition_resolver.check(100.0)
     agent.membership.apply(AgentEvent.ADMIT, 0)
-    assert agent.partition_resolver.check(100.5) == float("inf") and not agent.asked[0].open
+    assert agent.partition_resolver.check(100.5) == float("inf") and not agent.probed[0].open
 
 
 @pytest.mark.parametrize("kind", ["", "threads"])
@@ -190,11 +190,11 @@ def test_an_agent_that_has_not_agreed_or_has_ended_neither_probes_nor_replies(st
     else:
         setattr(agent, state, True)
     agent.partition_resolver.check(100.0)
-    assert not agent.asked and agent.answer(0, 0) == 0
+    assert not agent.probed and agent.answer(0, 0) == 0
     if state == "paused":
         agent.paused = False
         agent.partition_resolver.check(100.0 + EVERY)
-        assert agent.asked
+        assert agent.probed
 
 
 def test_the_membership_is_reported_only_to_excluded_agents() -> None:
@@ -212,7 +212,7 @@ def test_the_membership_is_reported_only_to_excluded_agents() -> None:
 def test_an_invalid_reply_or_one_from_no_larger_part_is_ignored(answer: int) -> None:
     agent = Agent(2, 5).lose_touch(0, 1, 4)
     agent.partition_resolver.check(100.0)
-    agent.asked[0].on_answer(answer)
+    agent.probed[0].on_answer(answer)
     assert agent.error is None and not agent.sent
 
 
@@ -223,13 +223,13 @@ def test_an_invalid_reply_or_one_from_no_larger_part_is_ignored(answer: int) -> 
 def test_the_smaller_part_yields_and_notifies_its_members(answer: int, why: str) -> None:
     agent, other = Agent(2, 5).lose_touch(0, 1, 4), Agent(3, 5).lose_touch(0, 1, 4)
     agent.partition_resolver.check(100.0)
-    agent.asked[0].on_answer(answer)
+    agent.probed[0].on_answer(answer)
     [(peer, text)] = agent.sent
     other.receive(2, text)
     assert peer == 3 and not other.sent
     for one in (agent, other):
         assert one.error is not None and one.error.ranks == (0, 1, 4)
-        assert f"rank {agent.asked[0].peer} can be reached again, and has gone on without ranks [2, 3]" in str(
+        assert f"rank {agent.probed[0].peer} can be reached again, and has gone on without ranks [2, 3]" in str(
             one.error
         )
         assert why in str(one.error) and f"rank {one.rank} takes their state" in str(one.error)
@@ -266,7 +266,7 @@ def test_exactly_the_largest_of_any_parts_continues(seed: int) -> None:
         for rank in draws.sample(left, len(left)):
             agent = agents[rank]
             agent.partition_resolver.check(100.0 + step * EVERY)
-            question = next((one for one in agent.asked if one.open), None)
+            question = next((one for one in agent.probed if one.open), None)
             if question is not None:
                 question.close()
                 if question.peer in agents and draws.random() < 0.5:

@@ -126,8 +126,8 @@ def test_a_stopped_process_and_a_closed_port_give_no_reply(transport: str, monke
         with socket.socket(family, kind) as stopped:
             stopped.bind(("127.0.0.1", 0) if transport == "network" else "\0shoal-test-stopped")
             stopped.listen(1)
-            here = stopped.getsockname()
-            port, name = (here[1], "") if transport == "network" else (0, here[1:].decode())
+            local = stopped.getsockname()
+            port, name = (local[1], "") if transport == "network" else (0, local[1:].decode())
             shut = replace(router.endpoints[ASKED], unix=name, port=port, listener=-1)
             router.endpoints[ASKED] = shut
             for _ in range(5):  # the last ones find the queue full

@@ -102,17 +102,17 @@ def test_the_survivors_get_the_exception_that_ended_an_agent() -> None:
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "expected_message"),
     [
         (3, "its script ended with SystemExit: 3"),
         ("no data", "its script ended with SystemExit: no data"),
         (0, "rank 2 has left (it called shoal.shutdown(), or its script ended)"),
     ],
 )
-def test_the_survivors_get_the_exit_status_that_ended_an_agent(status: object, said: str) -> None:
+def test_the_survivors_get_the_exit_status_that_ended_an_agent(status: object, expected_message: str) -> None:
     with World(SIZE) as world:
         outcomes = [one for one in end_and_rest(world, partial(sys.exit, status)) if one.rank != VICTIM]
-        needed = [outcome for outcome in outcomes if said in outcome.message]
+        needed = [outcome for outcome in outcomes if expected_message in outcome.message]
         assert len(needed) >= (len(outcomes) if status else 1), [outcome.message for outcome in outcomes]
         assert all(outcome.error == "PeerLost" and outcome.ranks == (VICTIM,) for outcome in outcomes)
 

@@ -44,8 +44,8 @@ def test_connections_reset_repeatedly_are_reestablished_without_a_failure(numel:
         pending = [world.run_on(rank, average_until_notified, numel) for rank in range(4)]
         for _ in range(10):
             time.sleep(0.25)
-            for here, there in PAIRS:
-                within(machines[here], "ss", "-K", "dst", machines[there].address)
+            for source, target in PAIRS:
+                within(machines[source], "ss", "-K", "dst", machines[target].address)
         outcomes = [one.outcome() for one in pending]
         assert not any(outcome.error for outcome in outcomes), [outcome.trace for outcome in outcomes]
         results = [outcome.value for outcome in outcomes]
@@ -78,10 +78,10 @@ def test_when_two_machines_are_partitioned_no_third_one_is_blamed() -> None:
         pending = [world.run_on(rank, average_until_it_fails, 16) for rank in range(4)]
         time.sleep(0.5)  # in the middle of the work
         at = time.monotonic()
-        for here, there in PAIRS:
-            within(machines[here], "ip", "route", "add", "unreachable", machines[there].address)
-        for here, there in PAIRS:
-            within(machines[here], "ss", "-K", "dst", machines[there].address)
+        for source, target in PAIRS:
+            within(machines[source], "ip", "route", "add", "unreachable", machines[target].address)
+        for source, target in PAIRS:
+            within(machines[source], "ss", "-K", "dst", machines[target].address)
         outcomes = [one.outcome() for one in pending]
         for outcome in outcomes:
             assert outcome.error == "PeerLost", f"rank {outcome.rank}: {outcome.error}: {outcome.trace}"

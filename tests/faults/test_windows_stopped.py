@@ -86,8 +86,8 @@ def assert_it_names_the_stopped(one: Outcome) -> None:
 
 
 def assert_all_is_as_before(world: World) -> None:
-    everybody = list(range(SIZE))
-    for result in world.results(write_after_a_loss, everybody):
+    all_ranks = list(range(SIZE))
+    for result in world.results(write_after_a_loss, all_ranks):
         assert all(slot.smallest == slot.largest == 11.0 for slot in result)
     world.results(shoal.barrier)
 
@@ -133,9 +133,9 @@ def test_a_message_to_a_stopped_target_on_another_machine_takes_effect_at_most_o
         world.results(open_window, numel)
         before = Tried(*world.results(accumulate_with_deadlines, STOPPED, 3, 10.0, on=[OTHER])[0])
         with stopped(world):
-            meanwhile = Tried(*world.results(accumulate_with_deadlines, STOPPED, 2, SHORT, on=[OTHER])[0])
+            while_stopped = Tried(*world.results(accumulate_with_deadlines, STOPPED, 2, SHORT, on=[OTHER])[0])
         after = Tried(*world.results(accumulate_with_deadlines, STOPPED, 3, 10.0, on=[OTHER])[0])
-        assert (before, meanwhile, after) == (Tried(3, 0), Tried(0, 2), Tried(3, 0))
+        assert (before, while_stopped, after) == (Tried(3, 0), Tried(0, 2), Tried(3, 0))
         # Messages of one agent are taken in their order, so what became of those in the middle is decided by now.
         [slot] = world.results(read, OTHER, on=[STOPPED])
         assert slot == whole_write(slot.largest)

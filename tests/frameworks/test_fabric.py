@@ -34,8 +34,8 @@ def close(left: Params, right: Params) -> None:
         np.testing.assert_allclose(value, right[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def mean_of(found: list[Params]) -> Params:
-    return {name: np.mean([one[name] for one in found], axis=0) for name in found[0]}
+def mean_of(models: list[Params]) -> Params:
+    return {name: np.mean([one[name] for one in models], axis=0) for name in models[0]}
 
 
 def with_params(params: Params) -> torch.nn.Module:

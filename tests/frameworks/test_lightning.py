@@ -31,8 +31,8 @@ def fitted(world: World, folder: Path, **options: Any) -> list[Fitted]:
     return world.results(partial(agents.fit, **options), str(folder), patience=PATIENCE)
 
 
-def mean_of(found: list[Params]) -> Params:
-    return {name: np.mean([one[name] for one in found], axis=0) for name in found[0]}
+def mean_of(models: list[Params]) -> Params:
+    return {name: np.mean([one[name] for one in models], axis=0) for name in models[0]}
 
 
 def same(left: Params, right: Params) -> bool:
@@ -51,15 +51,15 @@ def network_with(params: Params) -> torch.nn.Module:
     return net
 
 
-def adapt_then_combine(found: list[Fitted], accumulate: int, clip: float) -> list[Params]:
+def adapt_then_combine(models: list[Fitted], accumulate: int, clip: float) -> list[Params]:
     """What SGD of the tests makes of the batches that the agents saw, averaging with one peer after each step."""
-    nets = [network_with(found[0].first) for _ in found]
+    nets = [network_with(models[0].first) for _ in models]
     sgds = [torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5) for net in nets]
-    batches = len(found[0].seen)
+    batches = len(models[0].seen)
     ends = [k for k in range(batches) if (k % 7 + 1) % accumulate == 0 or k % 7 == 6]  # of seven in an epoch
     for number, end in enumerate(ends):
         begin = ends[number - 1] + 1 if number else 0
-        for net, sgd, one in zip(nets, sgds, found, strict=True):
+        for net, sgd, one in zip(nets, sgds, models, strict=True):
             sgd.zero_grad()
             for indices in one.seen[begin : end + 1]:
                 loss = cross_entropy(net(TRAIN.inputs[indices]), TRAIN.labels[indices]) / accumulate

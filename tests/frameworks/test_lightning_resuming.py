@@ -76,11 +76,11 @@ def test_another_number_of_agents_starts_at_the_mean_and_logs_it(world: World, t
     for one in result:
         for name, value in one.first.items():
             np.testing.assert_allclose(value, mean[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    assert any("saved by 4 agents, and there are 2 now" in text for text in result[0].said)
+    assert any("saved by 4 agents, and there are 2 now" in text for text in result[0].messages)
     assert len(result[0].losses) == 14
     shutil.rmtree(f"{path}.agents")
     alone = fitted(world, tmp_path / "alone", resume=str(path), max_epochs=2, optimizer="adam")
-    assert any("begin at the mean model" in text for text in alone[0].said)
+    assert any("begin at the mean model" in text for text in alone[0].messages)
     assert all(same(one.first, alone[0].first) for one in alone)
 
 

@@ -38,8 +38,8 @@ def trained(world: World, folder: Path, **options: Any) -> list[Trained]:
     return world.results(partial(agents.train, **options), str(folder), patience=120.0)
 
 
-def mean_of(found: list[Params]) -> Params:
-    return {name: np.mean([one[name] for one in found], axis=0) for name in found[0]}
+def mean_of(models: list[Params]) -> Params:
+    return {name: np.mean([one[name] for one in models], axis=0) for name in models[0]}
 
 
 def same(left: Params, right: Params) -> bool:

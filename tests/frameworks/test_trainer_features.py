@@ -25,8 +25,8 @@ PATIENCE = 120.0
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-def mean_of(found: list[Any]) -> Any:
-    return np.mean(np.stack([np.asarray(one, dtype=np.float64) for one in found]), axis=0)
+def mean_of(values: list[Any]) -> Any:
+    return np.mean(np.stack([np.asarray(one, dtype=np.float64) for one in values]), axis=0)
 
 
 @pytest.fixture

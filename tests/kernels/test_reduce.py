@@ -64,9 +64,9 @@ def test_reductions_of_any_number_of_agents(way: Any, how: str, count: int) -> N
 @pytest.mark.parametrize("place", [0, 2, 3])
 def test_the_result_may_be_one_of_the_inputs(way: Any, how: str, place: int) -> None:
     tensors = numbers(1500, 4, torch.float32)
-    there = [tensor.clone().to(DEVICE) for tensor in tensors]
-    reduce(there[place], how, there, way=way)
-    assert same_numbers(there[place], expected(how, tensors, []))
+    on_device = [tensor.clone().to(DEVICE) for tensor in tensors]
+    reduce(on_device[place], how, on_device, way=way)
+    assert same_numbers(on_device[place], expected(how, tensors, []))
 
 
 @WAYS

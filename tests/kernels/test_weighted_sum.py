@@ -94,11 +94,11 @@ def test_the_result_may_be_one_of_the_tensors(
     way: Any, dtype: torch.dtype, equal: bool, count: int, place: int
 ) -> None:
     tensors, weights = numbers(2500, count, dtype), [1 / count] * count if equal else unequal(count)
-    there = [tensor.clone().to(DEVICE) for tensor in tensors]
-    weighted_sum(there[place], there[0], weights[0], there[1:], weights[1:], way=way)
-    assert same_numbers(there[place], expected(tensors, weights))
-    there[place] = tensors[place]
-    assert all(same_numbers(one, other) for one, other in zip(there, tensors, strict=True))
+    on_device = [tensor.clone().to(DEVICE) for tensor in tensors]
+    weighted_sum(on_device[place], on_device[0], weights[0], on_device[1:], weights[1:], way=way)
+    assert same_numbers(on_device[place], expected(tensors, weights))
+    on_device[place] = tensors[place]
+    assert all(same_numbers(one, other) for one, other in zip(on_device, tensors, strict=True))
 
 
 @WAYS

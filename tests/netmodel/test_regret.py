@@ -63,14 +63,14 @@ def regrets(count: int) -> tuple[list[float], list[float]]:
         difference = float(draw.choice(DIFFERENCES))
         network = Network(SIZE, Link(latency, bandwidth), local, Link(0.0, 4e9))
         made = recommend(network, nbytes, training=Training(difference, accuracy=ACCURACY))
-        taken = {one.name: one.seconds_per_step for one in made.to_train}
-        seconds = {name: step * steps_to_the_accuracy(local, name, difference) for name, step in taken.items()}
+        step_seconds = {one.name: one.seconds_per_step for one in made.to_train}
+        seconds = {name: step * steps_to_the_accuracy(local, name, difference) for name, step in step_seconds.items()}
         plain = Training(difference, accuracy=1.0)
-        anew = (
+        rescaled = (
             replace(one, training_seconds=one.seconds_per_step * plain.times_the_steps(one.steps_apart))
             for one in made.candidates
         )
-        for regret, one in ((result, made), (without, replace(made, candidates=tuple(anew)))):
+        for regret, one in ((result, made), (without, replace(made, candidates=tuple(rescaled)))):
             regret.append(seconds[one.to_train[0].name] / min(seconds.values()))
     return result, without
 

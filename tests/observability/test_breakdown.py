@@ -183,12 +183,12 @@ def test_with_several_optimizers_the_busiest_ones_steps_count(tmp_path: Path) ->
     assert [one.number for one in shares_of(tmp_path, [agent])] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("fused_here", [True, False])
-def test_a_call_waits_for_the_fused_message_that_contained_it(tmp_path: Path, fused_here: bool) -> None:
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_call_waits_for_the_fused_message_that_contained_it(tmp_path: Path, is_fused: bool) -> None:
     """The second of two small calls, whose message names the first. This agent may have fused otherwise."""
     agents = [Written(0), Written(1)]
     index = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
-    for agent in agents if fused_here else agents[1:]:
+    for agent in agents if is_fused else agents[1:]:
         row = agent._row(f"exchange: {FUSED}")
         agent._line("B", row, ts=agent._at(0.0), name="neighbor_allreduce x 2", args=index)
         agent._line("E", row, ts=agent._at(8.0))

@@ -34,25 +34,25 @@ def run_of(
     return traces.read(folder).traces
 
 
-def aligned(found: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
-    known = clocks.align(found, traces.match(found))
-    return known, [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
+def aligned(read_traces: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
+    known = clocks.align(read_traces, traces.match(read_traces))
+    return known, [clocks.on_one_clock(trace, clock) for trace, clock in zip(read_traces, known, strict=True)]
 
 
 @given(
     ahead=st.floats(-HOUR, HOUR),
-    there=st.floats(0.01, 50.0),
+    forth=st.floats(0.01, 50.0),
     back=st.floats(0.01, 50.0),
 )
 def test_the_offset_error_is_at_most_half_of_the_fastest_round_trip(
-    ahead: float, there: float, back: float, tmp_path_factory: pytest.TempPathFactory
+    ahead: float, forth: float, back: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    result = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): there, (1, 0): back})
+    result = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): forth, (1, 0): back})
     first, second = clocks.align(result, traces.match(result))
     assert (first.ahead, first.uncertain) == (0.0, 0.0)
-    assert second.uncertain is not None and second.uncertain <= (there + back) / 2 * MS + 100
+    assert second.uncertain is not None and second.uncertain <= (forth + back) / 2 * MS + 100
     assert abs(second.ahead - ahead * MS) <= second.uncertain + 100
-    assert abs(second.ahead - (ahead + (there - back) / 2) * MS) <= 0.1 * max(there, back) * MS + 100
+    assert abs(second.ahead - (ahead + (forth - back) / 2) * MS) <= 0.1 * max(forth, back) * MS + 100
 
 
 def test_no_message_arrives_before_it_was_sent(tmp_path: Path) -> None:

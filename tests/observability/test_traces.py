@@ -87,8 +87,8 @@ def test_real_traces_have_every_message_on_both_sides_and_every_step(
         # init's own messages went before the trace began
         assert sum(one.nbytes for one in trace.sent) <= sent[trace.rank]
         for other in result.traces:
-            there = sorted(one.key for one in trace.sent if one.peer == other.rank and not is_first(one.key))
-            assert there == sorted(
+            received_keys = sorted(one.key for one in trace.sent if one.peer == other.rank and not is_first(one.key))
+            assert received_keys == sorted(
                 one.key for one in other.received if one.peer == trace.rank and not is_first(one.key)
             )
         coordinating = [one for one in trace.sent if one.coordinates]

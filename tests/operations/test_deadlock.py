@@ -282,21 +282,21 @@ def test_a_callback_may_make_the_missing_call(fleet: Fleets) -> None:
     assert fleet(3).run(run) == [6.0] * 3
 
 
-@pytest.mark.parametrize("whose", ["call", "wait"])
-def test_a_wait_with_a_timeout_is_no_deadlock(fleet: Fleets, whose: str) -> None:
+@pytest.mark.parametrize("caller", ["call", "wait"])
+def test_a_wait_with_a_timeout_is_no_deadlock(fleet: Fleets, caller: str) -> None:
     def run() -> float:
         if shoal.rank() == 0:
             return call("a") + call("b")
         handle = shoal.allreduce_nonblocking(
             torch.ones(1),
             average=False,
-            name="b" if whose == "wait" else "nobody",
-            timeout=None if whose == "wait" else LONG,
+            name="b" if caller == "wait" else "nobody",
+            timeout=None if caller == "wait" else LONG,
         )
         with pytest.raises(shoal.DeadlineExceeded):
-            handle.wait(LONG if whose == "wait" else None)
+            handle.wait(LONG if caller == "wait" else None)
         result = call("a")
-        return result + (float(handle.wait()[0]) if whose == "wait" else call("b"))
+        return result + (float(handle.wait()[0]) if caller == "wait" else call("b"))
 
     assert len(set(fleet(2).run(run))) == 1
 

@@ -286,7 +286,7 @@ def test_one_shape_that_differs_fails_only_its_all_reduce_of_one_owner(fleet: Fl
         assert 0 in result["b"][1]
 
 
-def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
+def edges_from_0_to_1(unaware: int, notified: threading.Event) -> dict[str, Any]:
     """Three calls; one of the two agents leaves out the edge in the second.
 
     It learns of that at its next call, where that one had ended before.
@@ -299,7 +299,7 @@ def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
             handles[name] = shoal.neighbor_allreduce_nonblocking(torch.ones(2), 0.5, *edge, name=name)
     result = outcomes(handles)
     if shoal.rank() != unaware:
-        assert told.wait(10)  # it is there until the other has heard
+        assert notified.wait(10)  # it is there until the other has heard
         return result
     if result["b"] == [0.5, 0.5]:
         assert wait_until(lambda: current().engine.lifecycle._refused is not None)
@@ -307,7 +307,7 @@ def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
             shoal.barrier()
         assert "'b'" in str(caught.value)
         result["b"] = "Mismatch", tuple(sorted(caught.value.ranks))
-    told.set()
+    notified.set()
     return result
 
 
@@ -407,9 +407,9 @@ def test_survivors_continue_with_fused_operations(fleet: Fleets, monkeypatch: py
     """Rank 3, or the owner of the all-reduces, fails before it takes part in a burst of the others."""
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
-    def run(gone: int) -> list[float] | None:
+    def run(departing: int) -> list[float] | None:
         shoal.barrier()
-        if shoal.rank() == gone:
+        if shoal.rank() == departing:
             shoal.shutdown()
             return None
         rank = shoal.rank()
@@ -479,9 +479,9 @@ def unbegun(plans: list[Plan]) -> deque[Operation]:
 def test_calls_planned_for_a_subset_are_not_fused() -> None:
     failed, entered = Plan((3,)), Plan((), 1)
     waiting = unbegun([failed, failed, Plan(), entered, Plan()])
-    taken = []
+    taken_plans = []
     while waiting:
         members: list[Operation] = []
         take_fusible(waiting, members)
-        taken.append([one.round for one in members])
-    assert taken == [[0], [1], [2, 3, 4]]
+        taken_plans.append([one.round for one in members])
+    assert taken_plans == [[0], [1], [2, 3, 4]]

@@ -35,9 +35,9 @@ def expected(index: int) -> list[torch.Tensor]:
 
 
 def call(index: int, name: str | None = None, **more: Any) -> Handle:
-    here = shoal.machine_rank()
+    own_machine = shoal.machine_rank()
     return shoal.hierarchical_neighbor_allreduce_nonblocking(
-        value(index, shoal.rank()), 0.1, RECEIVE[here], SEND[here], name=name, **more
+        value(index, shoal.rank()), 0.1, RECEIVE[own_machine], SEND[own_machine], name=name, **more
     )
 
 

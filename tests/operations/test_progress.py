@@ -29,12 +29,12 @@ class Polled:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.takes = 0.0
-        self.came = False
+        self.was_polled = False
         self.waker = -1
 
     def poll(self, timeout: float) -> list[Any]:
         self._clock.now += self.takes
-        self.came = True
+        self.was_polled = True
         return []
 
     def wake(self) -> None: ...
@@ -77,8 +77,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], int]:
             if seconds < 0:
                 clock.now -= seconds
                 continue
-            polled.takes, polled.came = seconds, False
-            progress.drive_until(lambda: polled.came)
+            polled.takes, polled.was_polled = seconds, False
+            progress.drive_until(lambda: polled.was_polled)
         return sleeping.woken
 
     return take
@@ -97,9 +97,9 @@ def test_short_calls_never_wake_it(calls: Callable[[list[float]], int]) -> None:
     assert calls([SHORT, -LONG] * 10) == 0
 
 
-@pytest.mark.parametrize("held_up", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
 def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
-    monkeypatch: pytest.MonkeyPatch, held_up: bool
+    monkeypatch: pytest.MonkeyPatch, delayed: bool
 ) -> None:
     """Another thread held the interpreter lock after the poll had returned one message. Two more have arrived since."""
     clock = Clock()
@@ -110,7 +110,7 @@ def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
 
         def poll(self, timeout: float) -> list[Any]:
             first = self.rest == 3
-            clock.now += 10.0 if held_up and first else 0.001
+            clock.now += 10.0 if delayed and first else 0.001
             self.rest -= 1
             return [self.rest] if self.rest >= 0 else []
 
@@ -124,7 +124,7 @@ def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
     late = LateMessages(clock)
     monkeypatch.setattr(module, "clock", clock)
     progress = Progress(late, late, "test")  # type: ignore[arg-type]
-    progress.next_check = clock.now + (5.0 if held_up else 0.001)
+    progress.next_check = clock.now + (5.0 if delayed else 0.001)
     progress.drive_until(lambda: "deadline" in seen)
     messages = [f"message {value}" for value in (2, 1, 0)]
-    assert seen == ([*messages, "deadline"] if held_up else [messages[0], "deadline"])
+    assert seen == ([*messages, "deadline"] if delayed else [messages[0], "deadline"])

@@ -20,19 +20,19 @@ Fleets = Callable[..., shoal.Fleet]
 SOON = 2.0
 
 
-def row(here: int, there: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def row(source: int, target: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What `here` sends to `there`."""
-    return sample(10 * here + there, shape, dtype)
+    return sample(10 * source + target, shape, dtype)
 
 
-def rows(here: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows(source: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What `here` sends to each of some agents."""
-    return torch.stack([row(here, there, shape, dtype) for there in ranks])
+    return torch.stack([row(source, target, shape, dtype) for target in ranks])
 
 
-def answers(here: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def answers(source: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What each of some agents sends to `here`."""
-    return torch.stack([row(there, here, shape, dtype) for there in ranks])
+    return torch.stack([row(target, source, shape, dtype) for target in ranks])
 
 
 def refused(call: Callable[[], object]) -> shoal.Mismatch:
@@ -254,7 +254,7 @@ def test_an_absent_neighbour_is_named_at_the_deadline(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "error", "words"),
+    ("ranks", "error", "message"),
     [
         ([0], ValueError, "this agent itself"),
         ([2], ValueError, "not one of the 2 ranks"),
@@ -268,11 +268,11 @@ def test_an_absent_neighbour_is_named_at_the_deadline(fleet: Fleets) -> None:
     ids=repr,
 )
 def test_ranks_outside_the_group_or_equal_to_the_own_are_refused(
-    fleet: Fleets, ranks: object, error: type[Exception], words: str
+    fleet: Fleets, ranks: object, error: type[Exception], message: str
 ) -> None:
     def run() -> None:
         if shoal.rank() == 0:
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 shoal.neighbor_alltoall(torch.ones(1, 2), ranks)  # type: ignore[arg-type]
 
     fleet(2).run(run)

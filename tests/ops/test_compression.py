@@ -249,7 +249,7 @@ def with_scale(message: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("compressor", "change", "said"),
+    ("compressor", "change", "expected_message"),
     [
         (Sign(), with_scale, "scale"),
         (Sign(), lambda message: message[:-1], "neither a message"),
@@ -264,7 +264,7 @@ def test_a_message_that_is_never_sent_names_its_sender_and_the_next_call_works(
     monkeypatch: pytest.MonkeyPatch,
     compressor: Compressor,
     change: Callable[[torch.Tensor], torch.Tensor],
-    said: str,
+    expected_message: str,
 ) -> None:
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
     monkeypatch.setattr(encoding.Encoded, "of", classmethod(spoiled(change)))
@@ -284,7 +284,7 @@ def test_a_message_that_is_never_sent_names_its_sender_and_the_next_call_works(
 
     messages = fleet(3).run(run)
     for rank in (0, 2):
-        assert said in messages[rank] and "rank 1" in messages[rank]
+        assert expected_message in messages[rank] and "rank 1" in messages[rank]
 
 
 # Between machines

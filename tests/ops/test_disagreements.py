@@ -49,7 +49,7 @@ def mismatch_of(call: Call) -> tuple[shoal.Mismatch, float]:
     return refused(call_until_refused)
 
 
-def assert_all_raise(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *words: str) -> None:
+def assert_all_raise(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *texts: str) -> None:
     """Every agent's call ends in a Mismatch about ``ranks``, soon, and afterwards the fleet works as before."""
 
     def run() -> str:
@@ -60,8 +60,8 @@ def assert_all_raise(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...
         return str(error)
 
     for message in fleet(size).run(run):
-        for word in words:
-            assert word in message, message
+        for text in texts:
+            assert text in message, message
 
 
 def call_by_rank(calls: tuple[Call, Call]) -> Any:

@@ -104,7 +104,7 @@ def test_error_feedback_makes_the_mean_of_many_rounds_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "said"),
+    ("one", "other", "message"),
     [
         ((torch.ones(100), QSGD(127)), (torch.ones(100), MinMaxUInt8()), r"QSGD.*MinMaxUInt8|MinMaxUInt8.*QSGD"),
         ((torch.ones(100), Sign()), (torch.ones(99), Sign()), "number of elements or dtype"),
@@ -112,10 +112,10 @@ def test_error_feedback_makes_the_mean_of_many_rounds_exact() -> None:
     ],
     ids=["compressor", "number", "dtype"],
 )
-def test_differences_are_a_mismatch_on_both_agents_and_the_next_call_works(one: Any, other: Any, said: str) -> None:
+def test_differences_are_a_mismatch_on_both_agents_and_the_next_call_works(one: Any, other: Any, message: str) -> None:
     def agent() -> None:
         x, compressor = other if shoal.rank() else one
-        with pytest.raises(shoal.Mismatch, match=said):
+        with pytest.raises(shoal.Mismatch, match=message):
             submit_encoded_mean(current(), x.clone(), compressor, "x").wait()
         assert submit_encoded_mean(current(), torch.ones(10), Identity(), "x").wait().tolist() == [1.0] * 10
 

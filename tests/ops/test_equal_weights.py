@@ -106,9 +106,9 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
 
     for rank, results in enumerate(fleet(size).run(run)):
         near = mean([integers(other % size, 1_000) for other in (rank - 1, rank, rank + 1)])
-        everybody = mean([integers(other, 1_000) for other in range(size)])
+        mean_of_all = mean([integers(other, 1_000) for other in range(size)])
         for name, result in results.items():
-            assert torch.equal(result, everybody if name == "allreduce" else near), name
+            assert torch.equal(result, mean_of_all if name == "allreduce" else near), name
 
 
 def test_machines_with_equal_weights_have_exact_means(fleet: Fleets) -> None:

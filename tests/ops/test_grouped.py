@@ -24,13 +24,13 @@ def group(rank: int, dtypes: Any = (torch.float32, torch.float64, torch.bfloat16
     return [sample(rank + 10 * i, shape, dtype) for dtype in dtypes for i, shape in enumerate(SHAPES)]
 
 
-def all_same(found: list[Tensor], expected: list[Tensor], transport: str = "") -> bool:
+def all_same(outputs: list[Tensor], expected: list[Tensor], transport: str = "") -> bool:
     """To the bit; or but for the order of large sums, where a process group takes them."""
-    if len(found) != len(expected):
+    if len(outputs) != len(expected):
         return False
     if transport != PROCESS_GROUP:
-        return all(map(same_bits, found, expected))
-    return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(found, expected, strict=True))
+        return all(map(same_bits, outputs, expected))
+    return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(outputs, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -220,17 +220,17 @@ def test_groups_that_differ_are_listed_in_the_error_and_the_next_call_works(
 
 def test_a_difference_between_long_lists_is_named_and_ends_no_connection(fleet: Fleets) -> None:
     def run() -> str:
-        sizes, said = [2] * 6000, ""
+        sizes, error_message = [2] * 6000, ""
         sizes[5500] += shoal.rank()
         try:
             shoal.grouped_allreduce(list(map(torch.ones, sizes)), name="differs")
         except shoal.Mismatch as error:
-            said = str(error)
+            error_message = str(error)
         shoal.barrier()
-        return said
+        return error_message
 
-    for said in fleet(2).run(run):
-        assert ". tensors[5500] is [" in said and "on rank 1" in said
+    for error_message in fleet(2).run(run):
+        assert ". tensors[5500] is [" in error_message and "on rank 1" in error_message
 
 
 def test_a_mismatch_with_another_operation_lists_the_own_group(fleet: Fleets) -> None:

@@ -146,14 +146,14 @@ def test_explicit_weights_name_ranks_of_the_group(fleet: Fleets) -> None:
 def test_invalid_groups_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
     def run() -> None:
         x, rank = torch.ones(3), shoal.rank()
-        for group, error, says in [
+        for group, error, message in [
             ([(rank + 1) % 3], ValueError, f"allreduce on rank {rank}: group is ranks .* none of them"),
             ([rank, 7], ValueError, r"group names ranks \[7\], of 3 agents"),
             ([rank, rank], ValueError, "group names a rank twice"),
             ("01", TypeError, "group must be a list of ranks"),
             ([rank, 0.5], TypeError, "group"),
         ]:
-            with pytest.raises(error, match=says):
+            with pytest.raises(error, match=message):
                 shoal.allreduce(x, group=group)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=rf"root_rank names ranks \[{(rank + 1) % 3}\], and its group"):
             shoal.broadcast(x, (rank + 1) % 3, group=[rank])

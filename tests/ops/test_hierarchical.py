@@ -69,10 +69,10 @@ def test_explicit_weights_name_machines_also_outside_the_machine_topology(fleet:
     receives = [[{j: 0.5 + j for j in range(machines) if i in send[j]} for i in range(machines)] for send in sends]
 
     def run() -> list[torch.Tensor]:
-        here = shoal.machine_rank()
+        own_machine = shoal.machine_rank()
         return [
             shoal.hierarchical_neighbor_allreduce(
-                sample(shoal.rank(), (33,)), -0.5, receive[here], send[here], enable_topo_check=check
+                sample(shoal.rank(), (33,)), -0.5, receive[own_machine], send[own_machine], enable_topo_check=check
             )
             for send, receive in zip(sends, receives, strict=True)
         ]

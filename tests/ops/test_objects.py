@@ -327,10 +327,16 @@ def test_agents_with_other_tensors_raise_a_mismatch_and_nothing_is_changed(fleet
                 "none": {},
             }
             params = changed[how]
-        words = {"tied": "'b' .*tied to 'a'", "names": "'c'", "shape": r"\[3, 1\]", "dtype": "float64", "none": "none"}
+        messages = {
+            "tied": "'b' .*tied to 'a'",
+            "names": "'c'",
+            "shape": r"\[3, 1\]",
+            "dtype": "float64",
+            "none": "none",
+        }
         with pytest.raises(shoal.Mismatch, match=r"rank 0 has 'b'|rank 0 has 'a'") as caught:
             Exchanges[kind](params)
-        assert re.search(f"only rank 2 has.*{words[how]}", str(caught.value))
+        assert re.search(f"only rank 2 has.*{messages[how]}", str(caught.value))
         assert caught.value.ranks == (0, 2)
         assert not a.any()
         assert not b.any()

@@ -26,10 +26,10 @@ def key_of(name: str | None = "x", mixing: Mixing | None = None, form: str = "st
     return "neighbor_allreduce", name, type(name), mixing, form, checked, False, ALL
 
 
-def excluding(gone: tuple[int, ...]) -> Operation:
+def excluding(departed: tuple[int, ...]) -> Operation:
     operation = Operation("neighbor_allreduce", "x", 0, 1.0)
-    if gone:
-        operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.SKIP_MISSING, Plan(gone))  # type: ignore[arg-type, return-value]
+    if departed:
+        operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.SKIP_MISSING, Plan(departed))  # type: ignore[arg-type, return-value]
     return operation
 
 
@@ -129,9 +129,9 @@ def test_a_round_planned_again_after_a_failure_is_not_cached(fleet: Fleets) -> N
         if shoal.rank():
             return
         plan = make_plan(agent, {}, key_of("x", Mixing(0, 0.5, {1: 0.5}, [1]), "push-pull"))
-        for instead in (2, 3):
-            again = plan.edges(agent, excluding((1,)), lambda _, to=instead: Mixing(0, 0.5, {to: 0.5}, [to]))
-            assert list(again.destinations) == [instead]
+        for substitute in (2, 3):
+            again = plan.edges(agent, excluding((1,)), lambda _, to=substitute: Mixing(0, 0.5, {to: 0.5}, [to]))
+            assert list(again.destinations) == [substitute]
 
     fleet(4).run(run)
 

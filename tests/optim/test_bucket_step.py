@@ -407,13 +407,13 @@ def test_parameters_cannot_be_added_to_a_single_vector_after_the_first_step(flee
 
 def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fleets) -> None:
     """The other agents delay the first layer until they have the message of the last layer."""
-    come = [threading.Event() for _ in range(2)]
+    arrived = [threading.Event() for _ in range(2)]
 
     class RecordingDescent(GradientDescent):
         def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
             result = super().step(x, state, grad, mix)
             if len(x) == MODEL[2].bias.numel():
-                come[shoal.rank()].set()
+                arrived[shoal.rank()].set()
             return result
 
     def run() -> None:
@@ -427,7 +427,7 @@ def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fle
             bucket_bytes=1,
         )
         seen: list[bool] = []
-        model[0].weight.register_hook(lambda _: seen.append(come[shoal.rank()].wait(10.0)))
+        model[0].weight.register_hook(lambda _: seen.append(arrived[shoal.rank()].wait(10.0)))
         model(batch(0, 0)).square().mean().backward()
         optimizer.step()
         assert seen == [True]

@@ -295,14 +295,14 @@ def test_every_agent_starts_at_the_mean_of_the_consensus(size: int, tmp_path: Pa
     for x, v, state in results:
         assert torch.equal(x, results[0][0]) and torch.equal(v, results[0][1])
         for name, tensor in state["model"].items():
-            all_of_it = torch.stack([one["model"][name] for one in saved])
+            stacked = torch.stack([one["model"][name] for one in saved])
             if tensor.is_floating_point():
-                assert torch.equal(tensor, all_of_it.double().mean(0).float()), name
+                assert torch.equal(tensor, stacked.double().mean(0).float()), name
             else:
-                assert tensor == all_of_it[0] == 6, name
+                assert tensor == stacked[0] == 6, name
         for key, entry in state["optimizer"]["state"].items():
-            all_of_it = torch.stack([one["optimizer"]["state"][key]["momentum_buffer"] for one in saved])
-            assert torch.equal(entry["momentum_buffer"], all_of_it.double().mean(0).float())
+            stacked = torch.stack([one["optimizer"]["state"][key]["momentum_buffer"] for one in saved])
+            assert torch.equal(entry["momentum_buffer"], stacked.double().mean(0).float())
         assert state["optimizer"]["shoal"]["rounds"] == 6
         assert same(state["optimizer"]["param_groups"], saved[0]["optimizer"]["param_groups"])
         assert same(state["schedule"], saved[0]["schedule"]) and same(state["scaler"], saved[0]["scaler"])

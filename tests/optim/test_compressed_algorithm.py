@@ -170,7 +170,7 @@ def test_agents_converge_to_the_joint_optimum_on_a_changing_topology(compressor:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"compression": "8 bits"}, TypeError, r"compression='8 bits' is no compressor; .* TopK\(0.1\)"),
         (
@@ -188,13 +188,13 @@ def test_agents_converge_to_the_joint_optimum_on_a_changing_topology(compressor:
     ],
 )
 def test_invalid_combinations_are_refused_with_the_reason(
-    options: dict[str, Any], error: type[Exception], said: str
+    options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     def build() -> None:
         model = torch.nn.Linear(100, 50)
         algorithm = options.get("algorithm")
         rest = {key: value for key, value in options.items() if key != "algorithm"}
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             if algorithm is None:
                 optimizer_of(model, **rest)
             else:

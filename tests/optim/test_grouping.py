@@ -116,7 +116,7 @@ def test_invalid_groupings_are_refused() -> None:
         ATC(sgd(model), model, topology=shoal.topology.RingGraph(2), **options)
 
     def run() -> None:
-        for options, error, says in [
+        for options, error, message in [
             ({"num_groups": 0}, ValueError, "num_groups=0: it must be a whole number, 1 to"),
             ({"num_groups": 99}, ValueError, "num_groups=99"),
             ({"num_groups": 2, "bucket_bytes": 10}, ValueError, "leave groups and bucket_bytes out"),
@@ -126,7 +126,7 @@ def test_invalid_groupings_are_refused() -> None:
             ({"groups": [[torch.ones(2)]]}, ValueError, "a Tensor is no parameter of this optimizer"),
             ({"groups": [names()[:1], names()[:1]]}, ValueError, "is named twice"),
         ]:
-            with pytest.raises(error, match=says):
+            with pytest.raises(error, match=message):
                 make(**options)
         model = deepcopy(MODEL)
         with pytest.raises(ValueError, match="GradientTracking steps one vector of all parameters"):

@@ -37,11 +37,11 @@ def by_hand(algorithm: Algorithm) -> Tensor:
     model = deepcopy(MODEL)
     x = flat(model).repeat(SIZE, 1)
     for step in range(max(BATCHES)):
-        here = [step < count for count in BATCHES]
-        rows = [gradient(model, x[k], k, step) if here[k] else torch.zeros_like(x[k]) for k in range(SIZE)]
+        present = [step < count for count in BATCHES]
+        rows = [gradient(model, x[k], k, step) if present[k] else torch.zeros_like(x[k]) for k in range(SIZE)]
         g = LR * torch.stack(rows)
         if algorithm == PARALLEL:
-            x = x - g.sum(0) / sum(here)
+            x = x - g.sum(0) / sum(present)
         else:
             x = RING @ (x - g) if algorithm == ATC else RING @ x - g
     return x

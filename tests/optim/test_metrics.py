@@ -128,21 +128,21 @@ class Scalars:
     """As TensorBoard's."""
 
     def __init__(self) -> None:
-        self.had: list[tuple[str, float, int]] = []
+        self.logged: list[tuple[str, float, int]] = []
 
     def add_scalar(self, name: str, number: float, step: int) -> None:
-        self.had.append((name, number, step))
+        self.logged.append((name, number, step))
 
 
 class Rows:
     """A metrics sink of the kind that gets all numbers of a step in one call."""
 
     def __init__(self, method: str) -> None:
-        self.had: list[tuple[dict[str, float], int]] = []
+        self.logged: list[tuple[dict[str, float], int]] = []
         setattr(self, method, self._take)
 
     def _take(self, numbers: dict[str, float], step: int) -> None:
-        self.had.append((numbers, step))
+        self.logged.append((numbers, step))
 
 
 def test_loggers_get_the_mean_the_worst_and_every_agents_value() -> None:
@@ -152,13 +152,13 @@ def test_loggers_get_the_mean_the_worst_and_every_agents_value() -> None:
             numbers = gathered_metrics()
             for to in (scalars, metrics, log, None):
                 numbers.log(to, step)
-        assert metrics.had == log.had == [(LOGGED, 1), (LOGGED, 5)]
+        assert metrics.logged == log.logged == [(LOGGED, 1), (LOGGED, 5)]
         with pytest.raises(TypeError, match="int has neither add_scalar, nor log_metrics, nor log"):
             numbers.log(3, 1)
-        return (scalars.had,)
+        return (scalars.logged,)
 
-    for (had,) in shoal.Fleet(SIZE).run(run):
-        assert sorted(had) == sorted((name, number, step) for step in (1, 5) for name, number in LOGGED.items())
+    for (logged,) in shoal.Fleet(SIZE).run(run):
+        assert sorted(logged) == sorted((name, number, step) for step in (1, 5) for name, number in LOGGED.items())
 
 
 def test_a_loss_with_gradient_is_accepted_as_a_number(recwarn: pytest.WarningsRecorder) -> None:

@@ -44,18 +44,18 @@ def by_hand(
     """
     model, batches = deepcopy(MODEL), batches or [steps] * SIZE
     x = flat(model).repeat(SIZE, 1).numpy()
-    m, v, taken = np.zeros_like(x), np.zeros_like(x), np.zeros((SIZE, 1))
+    m, v, steps_taken = np.zeros_like(x), np.zeros_like(x), np.zeros((SIZE, 1))
     for step in range(max(batches)):
         W = Ws[step % len(Ws)].numpy()
-        here = np.array([[step < count] for count in batches])
+        present = np.array([[step < count] for count in batches])
         g = np.stack([gradient(model, torch.from_numpy(x[rank]), rank, step).numpy() for rank in range(SIZE)])
         if make is AWC:
             x, m, v = W @ x, W @ m if "exp_avg" in keys else m, W @ v if "exp_avg_sq" in keys else v
-        taken = taken + here
-        m = np.where(here, BETAS[0] * m + (1 - BETAS[0]) * g, m)
-        v = np.where(here, BETAS[1] * v + (1 - BETAS[1]) * g**2, v)
-        first, second = (1 - beta ** np.maximum(taken, 1) for beta in BETAS)
-        x = x - np.where(here, LR * (m / first) / (np.sqrt(v / second) + EPS), 0)
+        steps_taken = steps_taken + present
+        m = np.where(present, BETAS[0] * m + (1 - BETAS[0]) * g, m)
+        v = np.where(present, BETAS[1] * v + (1 - BETAS[1]) * g**2, v)
+        first, second = (1 - beta ** np.maximum(steps_taken, 1) for beta in BETAS)
+        x = x - np.where(present, LR * (m / first) / (np.sqrt(v / second) + EPS), 0)
         if make is ATC:
             x, m, v = W @ x, W @ m if "exp_avg" in keys else m, W @ v if "exp_avg_sq" in keys else v
     return x
@@ -84,8 +84,8 @@ def train(
     return flat(model)
 
 
-def assert_equal(found: list[Tensor], wanted: Rows) -> None:
-    assert np.abs(torch.stack(found).numpy() - wanted).max() < 1e-12
+def assert_equal(tensors: list[Tensor], wanted: Rows) -> None:
+    assert np.abs(torch.stack(tensors).numpy() - wanted).max() < 1e-12
 
 
 # The equation
@@ -208,7 +208,7 @@ def test_state_received_before_the_first_gradient_is_added_to_the_initial_state(
     # What the optimizer has, and what has come to an agent whose optimizer has nothing.
     state, own, have, wanted = np.zeros(2), np.zeros(2), np.array([False, False]), []
     for step in range(4):
-        here = np.array([True, step >= 2])
+        present = np.array([True, step >= 2])
 
         def exchange(state: Rows, own: Rows, have: Any) -> tuple[Rows, Rows]:
             mean = np.full(2, (state + own).mean())
@@ -216,8 +216,8 @@ def test_state_received_before_the_first_gradient_is_added_to_the_initial_state(
 
         if make is AWC:
             state, own = exchange(state, own, have)
-        state = np.where(here, BETAS[1] * state + (1 - BETAS[1]) * np.array([1.0, 4.0]), state)
-        have = have | here
+        state = np.where(present, BETAS[1] * state + (1 - BETAS[1]) * np.array([1.0, 4.0]), state)
+        have = have | present
         if make is ATC:
             state, own = exchange(state, own, have)
         wanted.append(state)

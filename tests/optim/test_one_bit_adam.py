@@ -206,7 +206,7 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"warmup": 0}, "pass 1 or more"),
         ({"warmup": 1, "lr": -1.0}, "lr=-1.0"),
@@ -214,8 +214,8 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
         ({"warmup": 1, "eps": 0.0}, "eps=0.0"),
     ],
 )
-def test_arguments_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         shoal.optim.OneBitAdam(MODEL.parameters(), **options)
 
 

@@ -76,12 +76,12 @@ def initial() -> nn.Module:
     return model
 
 
-def trained(known: TableEntry, way: str, **said: Any) -> Tensor:
+def trained(known: TableEntry, way: str, **overrides: Any) -> Tensor:
     """The agents' models after some steps, as rows."""
 
     def agent() -> Tensor:
         model = initial()
-        optimizer = wrapped(known, way, model, **said)
+        optimizer = wrapped(known, way, model, **overrides)
         for step in range(STEPS):
             gradients_through(model, optimizer, step)
         return flat(model)
@@ -94,15 +94,15 @@ def gradients_through(model: nn.Module, optimizer: torch.optim.Optimizer, step: 
     optimizer.step()
 
 
-def wrapped(known: TableEntry, way: str, model: nn.Module, **said: Any) -> Any:
+def wrapped(known: TableEntry, way: str, model: nn.Module, **overrides: Any) -> Any:
     inner = known.make(model)
     if way == "gradients":
-        return shoal.optim.DistributedGradientAllreduceOptimizer(inner, model, **said)
+        return shoal.optim.DistributedGradientAllreduceOptimizer(inner, model, **overrides)
     how = {
         "adapt then combine": shoal.optim.DistributedAdaptThenCombineOptimizer,
         "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
     }[way]
-    return how(inner, model, topology=UNEVEN, mix_state=known.mixed, **said)
+    return how(inner, model, topology=UNEVEN, mix_state=known.mixed, **overrides)
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -72,9 +72,9 @@ def test_peers_agree_on_their_mean_by_compressed_messages(compressor: Compressor
     check_agreement(shoal.Fleet(SIZE, transport="network", timeout=20.0).run(gossip, compressor, 1 << 20, 10))
 
 
-def check_agreement(found: list[tuple[list[float], float]]) -> None:
-    ended = torch.tensor([x for x, _ in found], dtype=torch.float64)
-    assert max(moved for _, moved in found) < 1e-12
+def check_agreement(agents_results: list[tuple[list[float], float]]) -> None:
+    ended = torch.tensor([x for x, _ in agents_results], dtype=torch.float64)
+    assert max(moved for _, moved in agents_results) < 1e-12
     assert (ended - (flat(MODEL) + 1.5)).abs().max() < CLOSE
 
 
@@ -117,7 +117,7 @@ def test_two_peers_average_their_models_and_add_their_local_steps(fleet: Fleets)
 def test_a_slow_agent_does_not_slow_the_others(fleet: Fleets, staleness: int | None) -> None:
     """The others take 20 steps between two of the slow agent. If one waited for it, none would advance."""
     slow, batches = SIZE - 1, 8
-    taken = [threading.Semaphore(0) for _ in range(batches)]
+    semaphores = [threading.Semaphore(0) for _ in range(batches)]
 
     def optimum_distance() -> float:
         shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
@@ -132,7 +132,7 @@ def test_a_slow_agent_does_not_slow_the_others(fleet: Fleets, staleness: int | N
             optimizer.step()
 
         with optimizer.join():
-            for one in taken:
+            for one in semaphores:
                 if shoal.rank() == slow:
                     for _ in range(SIZE - 1):
                         assert one.acquire(timeout=15)

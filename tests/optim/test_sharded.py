@@ -296,7 +296,7 @@ def refused() -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore")
 def test_unsound_combinations_are_refused_with_the_reason(world: World) -> None:
     errors_by_case = world.results(refused)[1]
-    for what, words in {
+    for what, message in {
         "two dimensions": 'has 2 dimensions (replicate, shard). Give the one between the replicas, such as mesh["repl',
         "no mesh": "a DeviceMesh is wanted, not int",
         "continue": "a replica has 2 processes, and with one of them lost",
@@ -312,7 +312,7 @@ def test_unsound_combinations_are_refused_with_the_reason(world: World) -> None:
         "wrong dimension": "lies on ranks [0, 1], and this agent averages with ranks [0] of these",
         "no replicas": "is sharded over ranks [0, 1], each of which is an agent",
     }.items():
-        assert words in errors_by_case[what], what
+        assert message in errors_by_case[what], what
 
 
 def other_shards() -> str:

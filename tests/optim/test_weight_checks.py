@@ -261,7 +261,7 @@ def test_balanced_explicit_weights_cause_no_warning(weights: Callable[[int, int]
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "warning"),
     [
         (pull_of_star, "column 0 of W sums to 1.75 (weights by hand, of the first round"),
         (push_of_star, "row 0 of W sums to 1.75 (weights by hand, of the first round"),
@@ -272,10 +272,10 @@ def test_balanced_explicit_weights_cause_no_warning(weights: Callable[[int, int]
 )
 @pytest.mark.parametrize("wrap", [atc, awc], ids=lambda one: one.__name__)
 def test_unbalanced_explicit_weights_cause_one_warning_by_name(
-    weights: Callable[[int, int], dict[str, Any]], told: str, wrap: Wrap
+    weights: Callable[[int, int], dict[str, Any]], warning: str, wrap: Wrap
 ) -> None:
     (result,) = warnings_of(SIZE, lambda: by_hand(weights, steps=6, wrap=wrap))
-    assert told in result
+    assert warning in result
     assert warnings_of(SIZE, lambda: by_hand(weights, wrap=wrap, unchecked="doubly stochastic")) == []
 
 

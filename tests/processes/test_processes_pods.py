@@ -88,12 +88,12 @@ def lines_of(log: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def await_line(logs: list[Path], said: str, after: int = 0, seconds: float = 50.0) -> None:
+def await_line(logs: list[Path], awaited: str, after: int = 0, seconds: float = 50.0) -> None:
     """Until the first log has a line that ends so, after so many lines."""
     limit = time.monotonic() + seconds
-    while not any(line.endswith(said) for line in lines_of(logs[0])[after:]):
+    while not any(line.endswith(awaited) for line in lines_of(logs[0])[after:]):
         full = "\n".join(f"{log.name}:\n" + "\n".join(lines_of(log)[-25:]) for log in logs)
-        assert time.monotonic() < limit, f"nobody has said {said!r}\n{full}"
+        assert time.monotonic() < limit, f"nobody has said {awaited!r}\n{full}"
         time.sleep(0.05)
 
 
@@ -139,9 +139,9 @@ def test_pods_under_shoal_run_connect_and_a_rescheduled_one_rejoins(tmp_path: Pa
             pods[1].send_signal(signal.SIGKILL)  # the pod, with all that is in it
             pods[1].wait()
             await_line(logs, "with [0, 1]")
-            there = len(lines_of(logs[0]))
+            known = len(lines_of(logs[0]))
             start(1, 2, logs[2])  # another node: another address
-            await_line(logs, "with [0, 1, 2, 3]", after=there)
+            await_line(logs, "with [0, 1, 2, 3]", after=known)
             await_line(logs[2:], "rank 2 of 4 machine 1 with [0, 1, 2, 3]")
             stop.touch()
             codes = [pods[machine].wait(30) for machine in (0, 2)]

@@ -89,7 +89,7 @@ def test_a_batch_script_starts_a_launcher_on_each_node_as_documented(slurm: Slur
 
 def test_a_cancelled_job_leaves_no_agent(slurm: Slurm, tmp_path: Path, path: str) -> None:
     """scancel's SIGTERM reaches agents through their launcher, and they may save their work."""
-    script, there, left = (tmp_path / name for name in ("wait.py", "there", "left"))
+    script, started, left = (tmp_path / name for name in ("wait.py", "there", "left"))
     script.write_text(
         "import os, pathlib, signal, sys, time\n"
         "def leave(*_): pathlib.Path(sys.argv[2]).write_text('saved'); sys.exit()\n"
@@ -98,10 +98,10 @@ def test_a_cancelled_job_leaves_no_agent(slurm: Slurm, tmp_path: Path, path: str
         "time.sleep(100)\n"
     )
     batch, log = tmp_path / "job.sh", tmp_path / "job.log"
-    batch.write_text(f"#!/bin/bash\n#SBATCH --output {log}\nsrun -n 1 shoal run -n 1 {script} {there} {left}\n")
+    batch.write_text(f"#!/bin/bash\n#SBATCH --output {log}\nsrun -n 1 shoal run -n 1 {script} {started} {left}\n")
     done = slurm.run("sbatch", "--parsable", str(batch), PATH=path)
     assert done.returncode == 0, done.stderr
-    agent = int(await_text(there, "is here").split()[0])
+    agent = int(await_text(started, "is here").split()[0])
     assert slurm.run("scancel", done.stdout.strip()).returncode == 0
     await_text(left, "saved")
     limit = time.monotonic() + 20.0

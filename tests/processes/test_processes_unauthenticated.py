@@ -65,7 +65,7 @@ def average() -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(world: World, turned_away: int = 1) -> Iterator[ListenerAddress]:
+def undisturbed(world: World, rejections: int = 1) -> Iterator[ListenerAddress]:
     """Yields the address of one agent.
 
     Afterwards the given number of strangers were rejected, no descriptor is left, and all agents work.
@@ -74,7 +74,7 @@ def undisturbed(world: World, turned_away: int = 1) -> Iterator[ListenerAddress]
     [known] = world.results(rejected, on=[VICTIM])
     [way] = world.results(listener_address, on=[VICTIM])
     yield way
-    assert wait_until(lambda: world.results(rejected, on=[VICTIM])[0] == known + turned_away)
+    assert wait_until(lambda: world.results(rejected, on=[VICTIM])[0] == known + rejections)
     assert wait_until(lambda: world.results(count_of_descriptors) == before), "a descriptor was left"
     world.results(average)
 
@@ -134,7 +134,7 @@ def test_a_peer_without_the_secret_or_the_rank_is_refused(
 
 
 def test_a_recorded_reply_opens_no_other_connection(world: World) -> None:
-    with undisturbed(world, turned_away=2) as way:
+    with undisturbed(world, rejections=2) as way:
         with way.connect() as sock:
             overheard = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
         with way.connect() as sock:
@@ -210,10 +210,10 @@ SAID = NONSENSE | NONSENSE_OVER_TCP
 
 
 @pytest.mark.transport("network")
-@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_an_agent_with_a_protocol_error_over_tcp_fails(said: bytes) -> None:
+@pytest.mark.parametrize("packet", SAID.values(), ids=SAID)
+def test_an_agent_with_a_protocol_error_over_tcp_fails(packet: bytes) -> None:
     def speak(sock: socket.socket, keys: Keys) -> None:
-        leave_with(sock, over_tcp(MacSeal(keys.messages), said))
+        leave_with(sock, over_tcp(MacSeal(keys.messages), packet))
         with contextlib.suppress(OSError):  # it has been closed already
             sock.shutdown(socket.SHUT_WR)
 
@@ -226,7 +226,7 @@ def test_an_agent_with_a_protocol_error_over_tcp_fails(said: bytes) -> None:
 def test_corruption_on_the_network_ends_a_connection_and_no_agent(noise: Callable[[MacSeal], bytes]) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(average)
-        with undisturbed(world, turned_away=0) as way:
+        with undisturbed(world, rejections=0) as way:
             sock, keys = way.enter(CLAIMED)
             with sock:
                 leave_with(sock, noise(MacSeal(keys.messages)))

@@ -26,14 +26,14 @@ def room(descriptor: int = -1, size: int = 8) -> Invitation:
 
 
 @contextmanager
-def served(said: str | None) -> Iterator[int]:
+def served(response: str | None) -> Iterator[int]:
     """The port of a launcher's store."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = _torchs_server(listener, time.monotonic() + 60.0)
-    if said is not None:
+    if response is not None:
         store.set(PREFIX + CLAIMED, "0 nobody")
-        store.set(PREFIX + ROOM, said)
+        store.set(PREFIX + ROOM, response)
     yield port
     del store
 

@@ -229,8 +229,8 @@ def test_clients_of_a_newer_torch_use_its_features_if_available(
 
 def test_an_occupied_port_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.rendezvous.rendezvous._PORT_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}.*in use.*SHOAL_RENDEZVOUS"):
             open_store(launch(0, port), deadline_in())
 

@@ -37,7 +37,7 @@ def failed(text: str, is_peer_loss: bool = False) -> str:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ("pass", 0, "None"),
         ("raise ValueError('no data\\nat all')", 1, failed("ValueError: no data")),
@@ -64,9 +64,9 @@ def failed(text: str, is_peer_loss: bool = False) -> str:
     ],
 )
 def test_an_exit_handler_gets_the_exception_that_ended_the_script(
-    tmp_path: Path, body: str, status: int, said: str
+    tmp_path: Path, body: str, status: int, message: str
 ) -> None:
-    assert failure_of(tmp_path, body) == (status, said)
+    assert failure_of(tmp_path, body) == (status, message)
 
 
 def test_shoal_replaces_no_way_to_exit() -> None:

@@ -31,8 +31,8 @@ ELSEWHERE = [f"127.0.0.{k}" for k in (2, 3, 4)]
 
 def endpoint() -> tuple[str, str, int]:
     """Where this agent listens: the name of its Unix socket, its address and its port."""
-    here = current().engine.router._endpoints[shoal.rank()]
-    return here.unix, here.host, here.port
+    own_endpoint = current().engine.router._endpoints[shoal.rank()]
+    return own_endpoint.unix, own_endpoint.host, own_endpoint.port
 
 
 def in_a_ring() -> float:
@@ -314,10 +314,10 @@ def open_more(count: int) -> None:
     """Connections to rank 0 besides this agent's link."""
     own = current().engine.router
     kind: Any = type(own.link(0))
-    nobody: Any = SimpleNamespace(on_closed=lambda *_, **__: None)
+    stub: Any = SimpleNamespace(on_closed=lambda *_, **__: None)
     for _ in range(count):
         sock, greeting = own._connect(0)
-        OPENED.append(kind(sock, 0, greeting, own.poller, nobody))
+        OPENED.append(kind(sock, 0, greeting, own.poller, stub))
 
 
 OPENED: list[Any] = []

@@ -49,8 +49,8 @@ class RecordingReceiver:
 
 def plain(message: Message) -> tuple[Any, ...]:
     """All meaningful fields of a received message, with only the significant part of the tensor."""
-    there = message.payload
-    numbers = b"" if there is None else there.data[: there.available].numpy().tobytes()
+    tensor_field = message.payload
+    numbers = b"" if tensor_field is None else tensor_field.data[: tensor_field.available].numpy().tobytes()
     fields = ("kind", "op", "name", "round", "stage", "token", "flags", "digest", "scale", "dtype", "shape", "text")
     return *(getattr(message, field) for field in fields), numbers
 
@@ -75,12 +75,12 @@ def open_link(over: str, sock: socket.socket) -> Outgoing:
     return link
 
 
-def open_incoming(over: str, sock: socket.socket, ear: Any) -> Incoming:
+def open_incoming(over: str, sock: socket.socket, receiver: Any) -> Incoming:
     incoming: Incoming
     if over == "network":
-        incoming = NetworkIncoming(sock, NOTHING, NOTHING, ear, ResultPool())
+        incoming = NetworkIncoming(sock, NOTHING, NOTHING, receiver, ResultPool())
     else:
-        incoming = SharedMemoryIncoming(sock, NOTHING, NOTHING, ear)
+        incoming = SharedMemoryIncoming(sock, NOTHING, NOTHING, receiver)
     incoming.peer, incoming._seal = 1, type(incoming).seal_of(KEYS.messages)
     return incoming
 
@@ -114,30 +114,30 @@ def conversation(over: str, arena: Arena) -> tuple[Packets, list[tuple[Any, ...]
             send(data, published, elements)
             send(Message(Kind.ASK, "neighbor_allreduce", "x", token))
             send(Message(Kind.REFUSE, token=token, text="another shape"))
-    ear, _ = receive_all(over, packets)
-    assert len(ear) == 9
-    return packets, ear
+    receiver, _ = receive_all(over, packets)
+    assert len(receiver) == 9
+    return packets, receiver
 
 
 def receive_all(over: str, packets: Packets) -> tuple[list[tuple[Any, ...]], bool]:
     """The messages that an agent gets from these packets, and whether it counted the connection as broken."""
     ours, remote = sockets(over)
-    ear = RecordingReceiver()
-    incoming = open_incoming(over, remote, ear)
+    receiver = RecordingReceiver()
+    incoming = open_incoming(over, remote, receiver)
     with ours:
         try:
             for output, descriptors in packets:
-                if output and ear.end == "":
+                if output and receiver.end == "":
                     socket.send_fds(ours, [output], [fd for fd in descriptors if fd >= 0])
                     incoming.on_event()
         except OSError:
-            assert ear.end
-        broken = ear.end != ""
+            assert receiver.end
+        broken = receiver.end != ""
         with contextlib.suppress(OSError):
             ours.shutdown(socket.SHUT_WR)
-        while not ear.end:
+        while not receiver.end:
             incoming.on_event()
-        result = ear.received()
+        result = receiver.received()
     incoming.close()
     return result, broken
 

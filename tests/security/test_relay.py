@@ -19,12 +19,12 @@ def forges(draws: random.Random) -> Callable[[], Change]:
     row, column, apart = draws.randrange(20, 60), draws.randrange(100), draws.randrange(2, 20)
 
     def of_a_connection() -> Change:
-        def change(said: bytes, before: int) -> bytes:
-            changed = bytearray(said)
+        def change(data: bytes, before: int) -> bytes:
+            changed = bytearray(data)
             for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
                 at = 800_000 + 8 * (512 * (row + apart * down) + column + apart * right) - before
                 # A byte that can be one more or less; all numbers are the same, so at all corners it is the same one.
-                for place in range(max(at, 0), min(at + 4, len(said))):
+                for place in range(max(at, 0), min(at + 4, len(data))):
                     if 0 < changed[place] < 255:
                         changed[place] += 1 if down == right else -1
                         break

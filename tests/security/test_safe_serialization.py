@@ -44,8 +44,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, complex):
         return same(one.real, other.real) and same(one.imag, other.imag)
     if isinstance(one, dict):
-        beside = same(getattr(one, "_metadata", None), getattr(other, "_metadata", None))
-        return beside and same(list(one.items()), list(other.items()))
+        same_metadata = same(getattr(one, "_metadata", None), getattr(other, "_metadata", None))
+        return same_metadata and same(list(one.items()), list(other.items()))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, (set, frozenset)):
@@ -287,8 +287,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_unsupported_values_are_refused_at_the_root_with_their_path(what: str) -> None:
-    value, words = REFUSED[what]
-    with pytest.raises((TypeError, ValueError), match=words):
+    value, expected_message = REFUSED[what]
+    with pytest.raises((TypeError, ValueError), match=expected_message):
         write(value)
 
 
@@ -446,9 +446,9 @@ def test_trust_on_some_agents_only_is_a_mismatch_and_nothing_is_unpickled(
             return str(error)
         return ""
 
-    words = fleet(3).run(run)
-    assert "trusted" in words[0]
-    assert all("trusted" in words[rank] for rank in range(1, 3) if (rank in trusting) != (0 in trusting))
+    expected_message = fleet(3).run(run)
+    assert "trusted" in expected_message[0]
+    assert all("trusted" in expected_message[rank] for rank in range(1, 3) if (rank in trusting) != (0 in trusting))
     executed = capsys.readouterr().out.count("executed")
     assert executed == (len(set(trusting) - {0}) if 0 in trusting else 0)
 

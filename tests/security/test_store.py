@@ -95,8 +95,8 @@ def listeners(pid: int) -> list[tuple[str, int]]:
             local, state = (line.split()[at] for at in (1, 3))
             if state == "0A":
                 address, port = local.split(":")
-                words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
-                packed = struct.pack(f"={len(words)}I", *words)
+                requests = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
+                packed = struct.pack(f"={len(requests)}I", *requests)
                 family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
                 results.append((socket.inet_ntop(family, packed), int(port, 16)))
     return results
@@ -126,13 +126,13 @@ def leave(sock: socket.socket, number: int) -> None:
     """Send a message that no agent sends, and leave; every other one without a goodbye."""
     greeting = struct.pack("<BI", 0, 0x3C85F7CE)  # so much of torch's protocol that it goes on reading
     chance = random.Random(number)
-    words: list[Callable[[], bytes]] = [
+    requests: list[Callable[[], bytes]] = [
         lambda: chance.randbytes(chance.randrange(1, 200)),
         lambda: greeting + chance.randbytes(chance.randrange(1, 200)),
         lambda: greeting + bytes([number % 20]) + struct.pack("<Q", 1 << 60) + chance.randbytes(100),
         lambda: b"GET / HTTP/1.0\r\n\r\n",
     ]
-    sock.sendall(words[number % 4]())
+    sock.sendall(requests[number % 4]())
     if number % 8 < 4:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 

@@ -128,9 +128,9 @@ def test_names_and_numbers_are_not_readable_on_the_network(
     received = bytearray()
 
     def listen() -> Change:
-        def change(said: bytes, _: int) -> bytes:
-            received.extend(said)
-            return said
+        def change(data: bytes, _: int) -> bytes:
+            received.extend(data)
+            return data
 
         return change
 
@@ -337,9 +337,9 @@ def await_end(sock: socket.socket) -> bytes:
 
 
 LIES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
-    "endpoint": lambda heard: heard[1]["endpoint"].update(port=9),
-    "exchanged": lambda heard: heard.insert(1, heard.pop(2)),
-    "secret": lambda heard: heard[0].update(secret="known to who said it"),
+    "endpoint": lambda packets: packets[1]["endpoint"].update(port=9),
+    "exchanged": lambda packets: packets.insert(1, packets.pop(2)),
+    "secret": lambda packets: packets[0].update(secret="known to who said it"),
 }
 
 

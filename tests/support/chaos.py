@@ -247,7 +247,7 @@ def _expected(draw: Draw) -> np.ndarray[Any, np.dtype[np.float64]]:
     idle = [rank for rank in range(draw.size) if draw.batches[rank] < steps]
     if draw.way not in AVERAGING:
         return np.broadcast_to(optimum([rank for rank in draw.survivors if rank not in idle]), (draw.size, 3))
-    unheard = [rank for rank, (fault, _) in draw.faults.items() if fault == LEFT_OUT]
+    silent = [rank for rank, (fault, _) in draw.faults.items() if fault == LEFT_OUT]
     return resting_place(
-        _schedule(draw), draw.size, draw.departed, draw.way == "AWC", steps=steps, unheard=unheard, idle=idle
+        _schedule(draw), draw.size, draw.departed, draw.way == "AWC", steps=steps, unheard=silent, idle=idle
     )

@@ -188,14 +188,14 @@ def run(seed: int, over: str = "") -> RunFigures:
 
 def _parts(draw: Draw, outcomes: list[Outcome]) -> tuple[list[list[int]], list[int]]:
     """The expected parts, and the agents that end, as docs/survival.md states."""
-    everybody, victim = list(range(draw.size)), draw.victim
-    rest = [rank for rank in everybody if rank != victim]
+    all_ranks, victim = list(range(draw.size)), draw.victim
+    rest = [rank for rank in all_ranks if rank != victim]
     if not draw.for_good:
-        return [everybody], []
+        return [all_ranks], []
     if draw.kind == CUT + FOR_GOOD:
         return ([rest], [victim]) if draw.stops else ([rest, [victim]], [])
     views = sorted({outcome.value.alive for outcome in outcomes if not outcome.error})
-    return [list(view) for view in views], [rank for rank in everybody if outcomes[rank].error]
+    return [list(view) for view in views], [rank for rank in all_ranks if outcomes[rank].error]
 
 
 def _expected(draw: Draw, part: list[int], steps: int) -> np.ndarray:

@@ -55,8 +55,8 @@ def closed_ports(*ranks: int) -> Iterator[ClosedPorts]:
         ports.close(router.rank, router.acceptor._far)
         return result
 
-    def closed_listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | None:
-        return None if ports.is_closed(beside) else listen_for(known, beside)
+    def closed_listen_for(known: Iterable[str], other: socket.socket) -> socket.socket | None:
+        return None if ports.is_closed(other) else listen_for(known, other)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "listen", closed_listen)
@@ -81,8 +81,8 @@ def refused(code: int, *ranks: int) -> Iterator[None]:
             return start(address, port)
         if code != errno.ECONNREFUSED:
             raise OSError(code, "no way there")
-        with socket.create_server((address, 0)) as nobody:
-            name = nobody.getsockname()
+        with socket.create_server((address, 0)) as unused:
+            name = unused.getsockname()
         return start(*name)
 
     with pytest.MonkeyPatch.context() as patch:

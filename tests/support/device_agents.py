@@ -45,7 +45,7 @@ def average_through_a_loss(victim: int, point: Point, rounds: int) -> tuple[int,
             assert bool(shoal.neighbor_allreduce(to_device(own)).cpu().isfinite().all())
         shoal.barrier()  # from here on all agree on who is there
         for _ in range(rounds):
-            there = shoal.neighbor_allreduce(to_device(own), name="there")
-            assert isinstance(there, Slow)
-            assert torch.equal(there.cpu(), shoal.neighbor_allreduce(own, name="on the CPU"))
+            on_device = shoal.neighbor_allreduce(to_device(own), name="there")
+            assert isinstance(on_device, Slow)
+            assert torch.equal(on_device.cpu(), shoal.neighbor_allreduce(own, name="on the CPU"))
     return shoal.alive()

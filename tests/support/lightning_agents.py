@@ -77,7 +77,7 @@ class Fitted:
     ranks: tuple[Any, ...]
     dtypes: set[str] = field(default_factory=set)
     files: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 def fit(
@@ -124,7 +124,7 @@ def fit(
         ranks=(trainer.global_rank, trainer.world_size, trainer.is_global_zero, shoal.rank()),
         dtypes=net.dtypes,
         files=sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.ckpt*")),
-        said=[str(one.message) for one in caught],
+        messages=[str(one.message) for one in caught],
     )
 
 

@@ -67,14 +67,14 @@ class Namespace:
 
     def cut(self, to: Namespace, cut: bool) -> None:
         """Drop all packets from this machine to another, in one direction; or end that."""
-        nobody = "lladdr 02:00:00:00:00:01 nud permanent"
+        unknown_neighbour = "lladdr 02:00:00:00:00:01 nud permanent"
         for address in (to.address, to.address6):
             _ip(
                 "-n",
                 self.name,
                 "neigh",
                 *(
-                    f"replace {address} dev {INTERFACE} {nobody}".split()
+                    f"replace {address} dev {INTERFACE} {unknown_neighbour}".split()
                     if cut
                     else f"del {address} dev {INTERFACE}".split()
                 ),
@@ -86,8 +86,8 @@ class Namespace:
         no_syn = _no_syn(but_port)
         commands = "qdisc add dev {} clsact", f"filter add dev {{}} ingress bpf bytecode '{no_syn}' direct-action"
         for command in commands:
-            words = shlex.split(command.format(INTERFACE))
-            subprocess.run(["tc", "-n", self.name, *words], check=True, capture_output=True)
+            argv = shlex.split(command.format(INTERFACE))
+            subprocess.run(["tc", "-n", self.name, *argv], check=True, capture_output=True)
 
     def slow(self, kbit: int) -> None:
         """Let so much through the cable in a second, each way; 0: as much as there is."""

@@ -59,24 +59,24 @@ class _Call:
 
     def __init__(self, moves: Moves, in_place: bool) -> None:
         self._moves, self._in_place = moves, in_place
-        self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what is there: here, there
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what is there: here, there
 
     def to_device(self, one: Any) -> Any:
         if isinstance(one, list):
             return [self.to_device(item) for item in one]
         if type(one) is not torch.Tensor or one.layout is not torch.strided or not one.is_cpu or one.requires_grad:
             return one
-        for here, there in self._there.values():  # a tensor that is both input and out stays one
+        for here, there in self._copies.values():  # a tensor that is both input and out stays one
             if here is one:
                 return there
         moved = self._moves(one)
-        self._there[id(moved)] = one, moved
+        self._copies[id(moved)] = one, moved
         return moved
 
     def to_cpu(self, result: Any) -> Any:
         if self._in_place:
             with torch.no_grad():
-                for here, there in self._there.values():
+                for here, there in self._copies.values():
                     here.copy_(there.cpu())
             if isinstance(result, torch.Tensor):
                 return here
@@ -84,9 +84,9 @@ class _Call:
             return [self.to_cpu(item) for item in result]
         if not isinstance(result, torch.Tensor):
             return result
-        known = self._there.get(id(result))
+        known = self._copies.get(id(result))
         if known is None:
-            assert not result.is_cpu or not self._there, "the result is on the CPU, and the tensors were not"
+            assert not result.is_cpu or not self._copies, "the result is on the CPU, and the tensors were not"
             return result.cpu()
         here, there = known
         with torch.no_grad():

@@ -143,9 +143,9 @@ class Progress:
 
     def record(self, entries: int, fired: bool) -> None:
         """All that are there call it, and say whether what is to befall them has."""
-        there = shoal.allgather(torch.tensor([fired]))
+        flags = shoal.allgather(torch.tensor([fired]))
         entered = current().engine.agreement.now.entered
-        full = len(there) == shoal.size() and entered >= entries and bool(there.all())
+        full = len(flags) == shoal.size() and entered >= entries and bool(flags.all())
         self.since = self.since + BETWEEN if full else 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,10 +40,10 @@ def flips(draws: random.Random) -> Callable[[], Change]:
         count += 1
         own = count
 
-        def change(said: bytes, before: int) -> bytes:
-            if own != 1 or not before <= place < before + len(said):
-                return said
-            changed = bytearray(said)
+        def change(data: bytes, before: int) -> bytes:
+            if own != 1 or not before <= place < before + len(data):
+                return data
+            changed = bytearray(data)
             changed[place - before] ^= bit
             return bytes(changed)
 
@@ -57,9 +57,9 @@ def leaves_out(draws: random.Random) -> Callable[[], Change]:
     place, nbytes = int(10 ** draws.uniform(0, 6.6)), draws.choice([1, 16, 1000, MIB])
 
     def of_a_connection() -> Change:
-        def change(said: bytes, before: int) -> bytes:
+        def change(data: bytes, before: int) -> bytes:
             start = max(0, place - before)
-            return said[:start] + said[max(start, place + nbytes - before) :]
+            return data[:start] + data[max(start, place + nbytes - before) :]
 
         return change
 
@@ -71,7 +71,7 @@ def repeats(draws: random.Random) -> Callable[[], Change]:
     place = int(10 ** draws.uniform(0, 6.6))
 
     def of_a_connection() -> Change:
-        return lambda said, before: 2 * said if before <= place < before + len(said) else said
+        return lambda data, before: 2 * data if before <= place < before + len(data) else data
 
     return of_a_connection
 
@@ -86,11 +86,11 @@ def cuts(draws: random.Random, seen: list[int]) -> Callable[[], Change]:
         lasts += 0.02
         place, reset = int(10 ** draws.uniform(1.5, lasts)), draws.random() < 0.5
 
-        def change(said: bytes, before: int) -> bytes:
-            if before + len(said) > place:
+        def change(data: bytes, before: int) -> bytes:
+            if before + len(data) > place:
                 seen.append(place)
                 raise Cut(reset)
-            return said
+            return data
 
         return change
 

@@ -47,8 +47,8 @@ ADAM = partial(torch.optim.AdamW, lr=0.01)
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def wrapped(local: Callable[..., torch.optim.Optimizer], how: Any, model: nn.Module, **said: Any) -> Any:
-    return how(local(model.parameters()), model, **said)
+def wrapped(local: Callable[..., torch.optim.Optimizer], how: Any, model: nn.Module, **options: Any) -> Any:
+    return how(local(model.parameters()), model, **options)
 
 
 WAYS: dict[str, Make] = {

@@ -27,7 +27,7 @@ from shoal.transport.shared_regions import PeerMemory, Segment
 
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
-_here = threading.local()
+_local = threading.local()
 _writes: Counter[int] = Counter()
 """Of each memory, by its address."""
 
@@ -65,12 +65,12 @@ class SlowStream:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        before = getattr(_here, "stream", None)
-        _here.stream = self
+        before = getattr(_local, "stream", None)
+        _local.stream = self
         try:
             yield
         finally:
-            _here.stream = before
+            _local.stream = before
 
     def mark(self) -> SlowMark:
         return SlowMark(self)
@@ -210,14 +210,14 @@ class SlowDevice:
         self._first = self.stream()
 
     def current(self) -> SlowStream:
-        return getattr(_here, "stream", None) or self._first
+        return getattr(_local, "stream", None) or self._first
 
     def stream(self) -> SlowStream:
         self._streams.append(SlowStream(self.longest))
         return self._streams[-1]
 
     def share(self, ident: int, size: int) -> SlowMemory:
-        if getattr(_here, "full", False):
+        if getattr(_local, "full", False):
             raise MemoryError("the device has no memory left")
         return SlowMemory(ident, size)
 
@@ -232,11 +232,11 @@ class SlowDevice:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """The calling thread gets no new memory that others can map."""
-    _here.full = True
+    _local.full = True
     try:
         yield
     finally:
-        _here.full = False
+        _local.full = False
 
 
 _device: SlowDevice | None = None

@@ -43,33 +43,33 @@ def average_through(numel: int, rounds: int, victims: dict[int, Point], directed
     rank, size = shoal.rank(), shoal.size()
     graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
     shoal.set_topology(graph, is_weighted=True)
-    diary = RoundLog()
-    shoal.on_membership_change(lambda change: diary.changes.append((change.lost, change.alive)))
+    log = RoundLog()
+    shoal.on_membership_change(lambda change: log.changes.append((change.lost, change.alive)))
     shoal.barrier()
     if rank in victims:
         arm(victims[rank])
     x = torch.full((numel,), first_value(rank), dtype=torch.float64)
-    diary.values.append(float(x[0]))
+    log.values.append(float(x[0]))
     for number in range(rounds):
         x = shoal.neighbor_allreduce(x, name="x")
         assert bool((x == x[0]).all()), "a sum of which only a part holds what was lost"
-        diary.values.append(float(x[0]))
-        diary.means.append(float(shoal.allreduce(torch.tensor([float(rank)], dtype=torch.float64))))
+        log.values.append(float(x[0]))
+        log.means.append(float(shoal.allreduce(torch.tensor([float(rank)], dtype=torch.float64))))
         total = shoal.allreduce(torch.full((numel,), 2.0**rank, dtype=torch.float64), average=False)
         assert bool((total == total[0]).all())
-        diary.sums.append(float(total[0]))
+        log.sums.append(float(total[0]))
         if number % 3 == 0:
-            diary.gathered.append(tuple(shoal.allgather(torch.tensor([float(rank)])).tolist()))
+            log.gathered.append(tuple(shoal.allgather(torch.tensor([float(rank)])).tolist()))
         if number % 4 == 0:
             try:
-                diary.heard.append(float(shoal.broadcast(torch.tensor([float(rank + number)]), 0)))
+                log.heard.append(float(shoal.broadcast(torch.tensor([float(rank + number)]), 0)))
             except shoal.PeerLost:  # its root is gone, for all of them
                 assert 0 in victims
-                diary.heard.append(-1.0)
+                log.heard.append(-1.0)
         if number % 5 == 0:
             shoal.barrier()
-    diary.alive = shoal.alive()
-    return diary
+    log.alive = shoal.alive()
+    return log
 
 
 def burst_through(numel: int, rounds: int, victims: dict[int, Point]) -> list[list[float]]:
@@ -137,11 +137,9 @@ def check_all_equal(logs: dict[int, RoundLog], size: int) -> None:
     assert first.means[-1] == sum(left) / len(left), "the loss came after the last round"
     assert first.sums[-1] == sum(2.0**rank for rank in left)
     assert first.gathered[-1] == tuple(float(rank) for rank in left)
-    for diary in logs.values():
-        assert sorted(rank for failed, _ in diary.changes for rank in failed) == [
-            r for r in range(size) if r not in left
-        ]
-        assert diary.changes[-1][1] == tuple(left)
+    for log in logs.values():
+        assert sorted(rank for failed, _ in log.changes for rank in failed) == [r for r in range(size) if r not in left]
+        assert log.changes[-1][1] == tuple(left)
 
 
 def check_averages(values: dict[int, list[float]], size: int, victim: int, directed: bool = False) -> int:

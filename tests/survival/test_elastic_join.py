@@ -155,7 +155,7 @@ def until_three_are_members() -> tuple[int, ...]:
     while not last or step < last:
         take()
         step += 1
-        if not last and 3 in (there := shoal.alive()) and 2 not in there:
+        if not last and 3 in (present := shoal.alive()) and 2 not in present:
             last = step + 200
         if step % 10 == 0:
             checkpoint.save(None, step)
@@ -175,11 +175,11 @@ def test_a_job_without_joining_agents_equals_a_fixed_one(environment: dict[str, 
     with beginners(environment) as world:
         for way in ("ATC", "tracking"):
             result = np.array(world.results(last_of_training, WAYS[way]))
-            there = list(range(BEGIN))
+            present = list(range(BEGIN))
             if way == "ATC":
-                expected = resting_place(RING, SIZE, [2, 3], overlapping=False)[there]
+                expected = resting_place(RING, SIZE, [2, 3], overlapping=False)[present]
             else:
-                expected = np.tile(optimum(there), (BEGIN, 1))
+                expected = np.tile(optimum(present), (BEGIN, 1))
             assert np.abs(result - expected).max() < 1e-8
 
 
@@ -312,10 +312,10 @@ def test_absent_spare_ranks_do_not_count_as_a_partition() -> None:
         assert waiting.outcome().value == (2,)
 
 
-def save_until(there: int) -> tuple[int, ...]:
+def save_until(present: int) -> tuple[int, ...]:
     checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
     step, limit = checkpoint.load(None, missing_ok=True), time.monotonic() + 20.0
-    while len(shoal.allgather(torch.ones(1))) != there:
+    while len(shoal.allgather(torch.ones(1))) != present:
         step += 1
         checkpoint.save(None, step)
         time.sleep(0.01)

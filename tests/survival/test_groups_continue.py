@@ -46,7 +46,7 @@ def test_the_group_of_a_killed_agent_continues_without_it_and_the_other_unchange
     assert not [outcome for outcome in outcomes if outcome.rank in left and outcome.error], outcomes
     bereaved = EVEN if victim in EVEN else ODD
     before, after = sum(2.0**rank for rank in bereaved), sum(2.0**rank for rank in bereaved if rank != victim)
-    everybody = 2.0**SIZE - 1
+    sum_of_all = 2.0**SIZE - 1
     for rank in left:
         own = EVEN if rank in EVEN else ODD
         sums, totals, gathered = zip(*outcomes[rank].value, strict=True)
@@ -56,7 +56,7 @@ def test_the_group_of_a_killed_agent_continues_without_it_and_the_other_unchange
         else:
             assert {*sums} == {sum(2.0**one for one in own)}
             assert {*gathered} == {tuple(float(one) for one in own)}
-        assert list(totals) == sorted(totals, reverse=True) and {*totals} <= {everybody, everybody - 2.0**victim}
-        assert totals[-1] == everybody - 2.0**victim
+        assert list(totals) == sorted(totals, reverse=True) and {*totals} <= {sum_of_all, sum_of_all - 2.0**victim}
+        assert totals[-1] == sum_of_all - 2.0**victim
         first = next(one for one in left if one in own)
         assert outcomes[rank].value == outcomes[first].value

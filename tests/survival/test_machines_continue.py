@@ -49,18 +49,18 @@ def go_through(leaves: dict[int, int], victims: dict[int, Point]) -> list[float]
     return result.x.tolist()
 
 
-def check(found: dict[int, list[float]]) -> None:
+def check(estimates: dict[int, list[float]]) -> None:
     """Each surviving machine counts once, with the mean of its surviving agents."""
     A, b = problem(SIZE)
-    count = [sum(other // EACH == rank // EACH for other in found) for rank in range(SIZE)]
-    weights = torch.tensor([1 / max(1, count[rank]) if rank in found else 0.0 for rank in range(SIZE)]).double()
+    count = [sum(other // EACH == rank // EACH for other in estimates) for rank in range(SIZE)]
+    weights = torch.tensor([1 / max(1, count[rank]) if rank in estimates else 0.0 for rank in range(SIZE)]).double()
     one = torch.eye(DIMENSION, dtype=torch.float64)
     sides = (
         (weights.view(-1, 1, 1) * (A.mT @ A + one)).sum(0),
         (weights.view(-1, 1, 1) * (A.mT @ b.unsqueeze(-1))).sum(0),
     )
     expected = torch.linalg.solve(*sides).squeeze(-1)
-    ended = torch.tensor([*found.values()], dtype=torch.float64)
+    ended = torch.tensor([*estimates.values()], dtype=torch.float64)
     assert (ended - expected).abs().max() < 1e-8
 
 

@@ -175,27 +175,27 @@ def test_unequal_shards_are_redistributed(fleet: Fleets) -> None:
             return 0, 0.0, []
         while GONE in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
             pass
-        taken = list(sampler)
-        assert set(taken) <= set(own)
-        return len(taken), sampler.weight, taken
+        indices = list(sampler)
+        assert set(indices) <= set(own)
+        return len(indices), sampler.weight, indices
 
     results = fleet(SIZE).run(run)
     assert [results[rank][0] for rank in LEFT] == [7, 7, 7]  # as many as before, of 22 samples
     assert [results[rank][1] for rank in LEFT] == [3 * count / 22 for count in (4, 8, 10)]
 
 
-@pytest.mark.parametrize("gone", [(1,), (2, 3), (0, 2, 3)])
+@pytest.mark.parametrize("departed", [(1,), (2, 3), (0, 2, 3)])
 @pytest.mark.parametrize("numel", [3, 200_000])
-def test_machines_average_over_their_survivors(fleet: Fleets, gone: tuple[int, ...], numel: int) -> None:
+def test_machines_average_over_their_survivors(fleet: Fleets, departed: tuple[int, ...], numel: int) -> None:
     def run() -> Any:
         rank = shoal.rank()
         shoal.set_machine_topology(topology_util.RingGraph(3), is_weighted=True)
         x = torch.full((numel,), 10.0**rank, dtype=torch.float64)
         shoal.hierarchical_neighbor_allreduce(x)
-        if rank in gone:
+        if rank in departed:
             shoal.shutdown()
             return None
-        while set(gone) & set(shoal.allgather(torch.tensor([rank])).tolist()):
+        while set(departed) & set(shoal.allgather(torch.tensor([rank])).tolist()):
             pass
         result = shoal.hierarchical_neighbor_allreduce(x)
         assert bool((result == result[0]).all())
@@ -208,10 +208,10 @@ def test_machines_average_over_their_survivors(fleet: Fleets, gone: tuple[int, .
     results = fleet(6, agents_per_machine=2).run(run)
     means = {}
     for machine in range(3):
-        left = [rank for rank in (2 * machine, 2 * machine + 1) if rank not in gone]
+        left = [rank for rank in (2 * machine, 2 * machine + 1) if rank not in departed]
         if left:
             means[machine] = sum(10.0**rank for rank in left) / len(left)
-    for rank in set(range(6)) - set(gone):
+    for rank in set(range(6)) - set(departed):
         own = means[rank // 2]
         others = [mean for machine, mean in means.items() if machine != rank // 2]
         assert results[rank][0] == pytest.approx(sum(means.values()) / len(means))  # what is left of a ring of three

@@ -102,13 +102,13 @@ def heal_the_partition(world: World, running: list[Pending], larger: list[int], 
         running[rank] = world.run_on(rank, train_through_partition, world.size)
     outcomes = [one.outcome(45.0) for one in running]
     assert not [outcome.trace for outcome in outcomes if outcome.error]
-    everybody = tuple(range(world.size))
+    all_ranks = tuple(range(world.size))
     began, seen, there = outcomes[larger[0]].value
     assert began == 0
-    assert there[-1] == everybody and tuple(larger) in there
+    assert there[-1] == all_ranks and tuple(larger) in there
     for (before, after), here in zip(itertools.pairwise(seen), there[1:], strict=True):
         assert after - before == pytest.approx(1.0 if here[0] == 0 else -1.0), "of a step with others"
-    for rank in everybody:
+    for rank in all_ranks:
         began, own, here = outcomes[rank].value
         assert own == pytest.approx(seen[began:]) and here[1:] == there[began + 1 :]
         assert (began > 0) == (rank in smaller)

@@ -36,8 +36,8 @@ def averages(last: int, calls_all: bool) -> tuple[list[float], tuple[int, ...]]:
         seen.append(float(x[0]))
         if calls_all:
             shoal.allreduce(x)
-    there = shoal.allgather(torch.tensor([rank])).tolist()
-    return seen, tuple(there)
+    members = shoal.allgather(torch.tensor([rank])).tolist()
+    return seen, tuple(members)
 
 
 @pytest.mark.parametrize("calls_all", [False, True])

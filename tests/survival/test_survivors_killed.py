@@ -49,10 +49,10 @@ def a_few_rounds(count: int) -> float:
 
 def rounds_until_it_has_departed(victim: int) -> float:
     """Average until somebody takes part no more; when that was known, as ``time.monotonic()``."""
-    there = [victim]
-    while victim in there:
+    members = [victim]
+    while victim in members:
         shoal.neighbor_allreduce(torch.ones(3))
-        there = shoal.allgather(torch.tensor([shoal.rank()])).tolist()
+        members = shoal.allgather(torch.tensor([shoal.rank()])).tolist()
     return time.monotonic()
 
 

@@ -68,9 +68,9 @@ def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
         if step % TOGETHER == 0:
             shoal.barrier()
         if step % BETWEEN == 0:
-            there = shoal.allgather(torch.tensor([rank])).tolist()
+            members = shoal.allgather(torch.tensor([rank])).tolist()
             entered = current().engine.agreement.now.entered
-            if entered < returns or len(there) != (SIZE if returns else len(LEFT)):
+            if entered < returns or len(members) != (SIZE if returns else len(LEFT)):
                 since = 0
                 time.sleep(0.01)
                 assert time.monotonic() < limit, f"rank {rank}: {seen}"
@@ -99,8 +99,8 @@ def ended(world: World, way: str, rate: float, point: Point, returns: int = 0) -
     return {rank: one.value for rank, one in outcomes.items()}
 
 
-def parameters(found: dict[int, Ended]) -> NDArray[np.float64]:
-    return np.array([found[rank][0] for rank in sorted(found)])
+def parameters(results: dict[int, Ended]) -> NDArray[np.float64]:
+    return np.array([results[rank][0] for rank in sorted(results)])
 
 
 @over_both

@@ -95,7 +95,7 @@ def notes(topology: object, **network: float) -> str:
 
 
 @pytest.mark.parametrize(
-    ("topology", "said"),
+    ("topology", "note"),
     [
         (Idle(1), "One agent has nobody"),
         (with_metropolis_hastings_weights(nx.Graph([(0, 1), (2, 3)])), "Not all agents hear of all others"),
@@ -110,8 +110,8 @@ def notes(topology: object, **network: float) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_note_states_limitations(topology: object, said: str) -> None:
-    assert said in notes(topology)
+def test_a_note_states_limitations(topology: object, note: str) -> None:
+    assert note in notes(topology)
 
 
 def test_a_topology_without_limitations_has_no_notes() -> None:

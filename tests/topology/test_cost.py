@@ -39,7 +39,7 @@ def counted(schedule: Schedule, round: int, local: int) -> tuple[int, ...]:
     """Messages, handshakes, those of the busiest agent, its NIC's messages, and senders on one NIC."""
     sent = [(rank, peer) for rank in range(schedule.size) for peer in schedule.mixing(round, rank).destination_ranks]
     pairs = {frozenset(ends) for ends in sent}
-    away = [(a, b) for a, b in sent if a // local != b // local]
+    between_machines = [(a, b) for a, b in sent if a // local != b // local]
 
     def most(*columns: list[int]) -> int:
         return max((max(Counter(column).values(), default=0) for column in columns), default=0)
@@ -49,8 +49,8 @@ def counted(schedule: Schedule, round: int, local: int) -> tuple[int, ...]:
         len(pairs),
         most([a for a, _ in sent], [b for _, b in sent]),
         most([rank for pair in pairs for rank in pair]),
-        most([a // local for a, _ in away], [b // local for _, b in away]),
-        most([a // local for a in {a for a, _ in away}]),
+        most([a // local for a, _ in between_machines], [b // local for _, b in between_machines]),
+        most([a // local for a in {a for a, _ in between_machines}]),
     )
 
 

@@ -40,55 +40,59 @@ CASES = [
 ]
 
 
-def complement(matrix: NDArray[np.float64], gone: tuple[int, ...]) -> NDArray[np.float64] | None:
+def complement(matrix: NDArray[np.float64], departed_ranks: tuple[int, ...]) -> NDArray[np.float64] | None:
     """The stochastic complement by its definition; None where some departed agents receive only from each other."""
-    left = [rank for rank in range(len(matrix)) if rank not in gone]
-    inner = np.eye(len(gone)) - matrix[np.ix_(gone, gone)]
+    left = [rank for rank in range(len(matrix)) if rank not in departed_ranks]
+    inner = np.eye(len(departed_ranks)) - matrix[np.ix_(departed_ranks, departed_ranks)]
     if np.linalg.cond(inner) > 1e9:
         return None
-    through = matrix[np.ix_(left, gone)] @ np.linalg.solve(inner, matrix[np.ix_(gone, left)])
+    through = matrix[np.ix_(left, departed_ranks)] @ np.linalg.solve(inner, matrix[np.ix_(departed_ranks, left)])
     result = np.eye(len(matrix))
     result[np.ix_(left, left)] = matrix[np.ix_(left, left)] + through
     return result
 
 
-@pytest.mark.parametrize(("topology", "size", "gone"), CASES)
-def test_the_survivors_keep_the_topologys_properties(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("topology", "size", "departed_ranks"), CASES)
+def test_the_survivors_keep_the_topologys_properties(
+    topology: Topology, size: int, departed_ranks: tuple[int, ...]
+) -> None:
     full = schedule_of(topology, size)
-    healed = Without(full, gone)
-    planned = full.among([rank for rank in range(size) if rank not in gone]) is not None
+    healed = Without(full, departed_ranks)
+    planned = full.among([rank for rank in range(size) if rank not in departed_ranks]) is not None
     product = np.eye(size)
     for round in range(min(healed.period or 6, 12)):
         matrix = healed.matrix(round)
         product = matrix @ product
-        expected = None if planned else complement(full.matrix(round), gone)
+        expected = None if planned else complement(full.matrix(round), departed_ranks)
         if expected is not None:
             np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(matrix[list(gone)], np.eye(size)[list(gone)])
-        np.testing.assert_array_equal(matrix[:, list(gone)], np.eye(size)[:, list(gone)])
+        np.testing.assert_array_equal(matrix[list(departed_ranks)], np.eye(size)[list(departed_ranks)])
+        np.testing.assert_array_equal(matrix[:, list(departed_ranks)], np.eye(size)[:, list(departed_ranks)])
         if topology.doubly:
             np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-12)
         if topology.symmetric:
             np.testing.assert_array_equal(matrix, matrix.T)
     if planned:  # what it promises over a period
-        left = [rank for rank in range(size) if rank not in gone]
+        left = [rank for rank in range(size) if rank not in departed_ranks]
         np.testing.assert_allclose(product.sum(axis=0), 1.0, rtol=0, atol=1e-12)
         if topology.exact:
             np.testing.assert_allclose(product[np.ix_(left, left)], 1 / len(left), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("topology", "size", "gone"), CASES)
-def test_survivors_of_a_connected_topology_are_connected(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("topology", "size", "departed_ranks"), CASES)
+def test_survivors_of_a_connected_topology_are_connected(
+    topology: Topology, size: int, departed_ranks: tuple[int, ...]
+) -> None:
     full = schedule_of(topology, size)
-    healed = Without(full, gone)
+    healed = Without(full, departed_ranks)
     assert _connected(full, list(range(min(full.period or 40, 40))), ()), "the case shows nothing"
-    assert _connected(healed, list(range(min(healed.period or 40, 40))), gone)
+    assert _connected(healed, list(range(min(healed.period or 40, 40))), departed_ranks)
 
 
-def _connected(schedule: Schedule, rounds: list[int], gone: tuple[int, ...]) -> bool:
+def _connected(schedule: Schedule, rounds: list[int], departed_ranks: tuple[int, ...]) -> bool:
     union = nx.compose_all([schedule.graph(round) for round in rounds])
-    union.remove_nodes_from(gone)
+    union.remove_nodes_from(departed_ranks)
     return bool(nx.is_strongly_connected(union))
 
 
@@ -151,10 +155,10 @@ def test_a_healed_topology_is_a_valid_schedule() -> None:
         Clock(OnePeerExponential(8), 0).load_state_dict(clock.state_dict())
 
 
-@pytest.mark.parametrize("gone", [[8], [-1], [1.5], ["1"], [True]])
-def test_invalid_ranks_are_refused(gone: list[object]) -> None:
+@pytest.mark.parametrize("departed_ranks", [[8], [-1], [1.5], ["1"], [True]])
+def test_invalid_ranks_are_refused(departed_ranks: list[object]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        Without(OnePeerExponential(8), gone)  # type: ignore[arg-type]
+        Without(OnePeerExponential(8), departed_ranks)  # type: ignore[arg-type]
 
 
 def test_a_hundred_thousand_agents_with_a_thousand_failures() -> None:

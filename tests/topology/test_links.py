@@ -44,9 +44,9 @@ def healed_each_round(schedule: Schedule, rounds: int, sets: Sets) -> Bools:
     return result
 
 
-def is_connected(healed: Schedule, gone: tuple[int, ...], rounds: int) -> bool:
+def is_connected(healed: Schedule, departed_ranks: tuple[int, ...], rounds: int) -> bool:
     union = np.zeros((1, healed.size, healed.size), dtype=bool)
-    left = np.setdiff1d(np.arange(healed.size), gone)
+    left = np.setdiff1d(np.arange(healed.size), departed_ranks)
     for round in range(rounds):
         union[0] |= healed.matrix(round) != 0
         if (round & (round + 1) == 0 or round + 1 == rounds) and closure(union)[0][np.ix_(left, left)].all():
@@ -54,14 +54,16 @@ def is_connected(healed: Schedule, gone: tuple[int, ...], rounds: int) -> bool:
     return False
 
 
-def check_what_is_promised(topology: Topology, whole: Schedule, gone: tuple[int, ...], peers: int) -> None:
-    healed = Without(whole, gone)
+def check_what_is_promised(
+    topology: Topology, full_schedule: Schedule, departed_ranks: tuple[int, ...], peers: int
+) -> None:
+    healed = Without(full_schedule, departed_ranks)
     rounds = healed.period or 8 * ROUNDS
-    assert is_connected(healed, gone, rounds), f"{healed} falls apart"
+    assert is_connected(healed, departed_ranks, rounds), f"{healed} falls apart"
     for round in range(min(rounds, 9)):
         matrix = healed.matrix(round)
         np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(matrix[list(gone)], np.eye(whole.size)[list(gone)])
+        np.testing.assert_array_equal(matrix[list(departed_ranks)], np.eye(full_schedule.size)[list(departed_ranks)])
         if topology.doubly:
             np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-12)
         if topology.symmetric:

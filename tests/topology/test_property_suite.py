@@ -19,17 +19,17 @@ def catalog(monkeypatch):
 
 
 APPLICABLE = [
-    pytest.param(topology, check, found, id=f"{topology.name}-{check.__name__}")
+    pytest.param(topology, check, numbers, id=f"{topology.name}-{check.__name__}")
     for check in CHECKS
     for topology in CATALOG.values()
-    if (found := sizes_for(check, topology))
+    if (numbers := sizes_for(check, topology))
 ]
 
 
-@pytest.mark.parametrize(("topology", "check", "found"), APPLICABLE)
-def test_every_topology(topology, check, found):
+@pytest.mark.parametrize(("topology", "check", "numbers"), APPLICABLE)
+def test_every_topology(topology, check, numbers):
     @settings(max_examples=8, deadline=None, database=None)
-    @given(size=st.sampled_from(found), round=st.integers(0, 100_000))
+    @given(size=st.sampled_from(numbers), round=st.integers(0, 100_000))
     def holds(size, round):
         check(topology, size, round)
 

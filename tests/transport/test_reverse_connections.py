@@ -61,8 +61,8 @@ def undisturbed() -> list[list[torch.Tensor]]:
     return shoal.Fleet(3, transport="network", timeout=60.0).run(rounds)
 
 
-def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(averages: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    for one, other in zip(averages, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -193,8 +193,8 @@ def test_a_peer_without_the_secret_opens_no_reverse_connection() -> None:
 
 
 def test_agents_listen_on_their_configured_ports_each_on_its_own() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        first = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = listener.getsockname()[1]
         ports = range(first, min(first + 50, 1 << 16))
         socks = [listen("127.0.0.1", ports) for _ in range(3)]
         results = [sock.getsockname()[1] for sock in socks]

@@ -53,12 +53,12 @@ def test_a_released_region_is_reused(arena: Arena) -> None:
 
 
 def test_allocated_regions_do_not_overlap(arena: Arena) -> None:
-    taken: list[tuple[Region, int]] = []
+    acquired: list[tuple[Region, int]] = []
     for step, nbytes in enumerate([100, 17_000, 17_000, 300_000, 64, 100, 1 << 20, 300_000, 17_000] * 4):
         region = arena.allocate(nbytes)
         region.as_tensor(torch.uint8, nbytes).fill_(step % 251)
-        taken.append((region, nbytes))
-    for step, (region, nbytes) in enumerate(taken):
+        acquired.append((region, nbytes))
+    for step, (region, nbytes) in enumerate(acquired):
         assert bool((region.as_tensor(torch.uint8, nbytes) == step % 251).all())
 
 

@@ -14,8 +14,8 @@ from shoal.transport.status_socket import MOST_BYTES, PACKET_BYTES, StatusSocket
 class Agent:
     """One that can be asked."""
 
-    def __init__(self, rank: int, has_own_door: bool = False, text: str = "") -> None:
-        self.rank, self.has_private_listener, self.text = rank, has_own_door, text
+    def __init__(self, rank: int, has_own_listener: bool = False, text: str = "") -> None:
+        self.rank, self.has_private_listener, self.text = rank, has_own_listener, text
         self.times = 0
 
     def open_private_listener(self) -> None:
@@ -27,8 +27,8 @@ class Agent:
         return {"rank": self.rank, "text": self.text}
 
 
-def answered(asked: StatusSocket) -> dict[str, Any]:
-    packets = asked.answer()
+def answered(served: StatusSocket) -> dict[str, Any]:
+    packets = served.answer()
     assert all(len(packet) == PACKET_BYTES for packet in packets[:-1]) and 0 < len(packets[-1]) <= PACKET_BYTES
     status: dict[str, Any] = json.loads(b"".join(packets))
     return status

@@ -303,7 +303,7 @@ def test_a_call_that_timed_out_takes_effect_at_most_once(fleet: Fleets) -> None:
     def read(name: str, recorder: Recorder) -> None:
         recorder.run(
             lambda: common_value(shoal.bluefog.win_update(name, 0.0, {1: 1.0}, clone=True)),
-            lambda found: [] if found is None else [((1, 0), Read(found))],
+            lambda read_value: [] if read_value is None else [((1, 0), Read(read_value))],
         )
 
     def run() -> list[list[Record]]:

@@ -42,9 +42,9 @@ def waits(path: str, byte: int, count: int) -> bool:
     """Whether so many places in the queue of a byte are held."""
     node, result = Path(path).stat().st_ino, 0
     for line in Path("/proc/locks").read_text().splitlines():
-        words = line.split()
-        if f":{node}" in line and words[1] != "->" and words[-2] != "EOF":
-            result += int(words[-2]) // locks._PLACES == byte + 1
+        fields = line.split()
+        if f":{node}" in line and fields[1] != "->" and fields[-2] != "EOF":
+            result += int(fields[-2]) // locks._PLACES == byte + 1
     return result == count
 
 

@@ -99,10 +99,10 @@ def test_charts_have_scales_in_round_numbers(page: Browser) -> None:
 
 
 def test_states_are_complete_and_a_restarted_agent_is_rejoining(page: Browser) -> None:
-    words = page.run(TEXTS.format("#agents td.words"))
-    assert words[1] == f"waiting for 1, 2, since 12 s, in {CALL}"
-    assert words[2] == "lost was killed by SIGKILL after 3.0 s"
-    assert words[3] == "rejoining when the others save their checkpoint"
+    texts = page.run(TEXTS.format("#agents td.words"))
+    assert texts[1] == f"waiting for 1, 2, since 12 s, in {CALL}"
+    assert texts[2] == "lost was killed by SIGKILL after 3.0 s"
+    assert texts[3] == "rejoining when the others save their checkpoint"
     assert page.run("return document.querySelector('[data-figure=\"agents\"] b').textContent") == "2 of 4"
     assert page.run(CUT) == []
 

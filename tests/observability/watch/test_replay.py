@@ -29,9 +29,9 @@ def a_run(folder: Path) -> list[Written]:
     return agents
 
 
-def moment(said: dict[str, Any], at: float) -> dict[str, Any]:
+def moment(message: dict[str, Any], at: float) -> dict[str, Any]:
     """The first of its moments that is not before."""
-    frame: dict[str, Any] = next(one for one in said["frames"] if one["at"] >= at)
+    frame: dict[str, Any] = next(one for one in message["frames"] if one["at"] >= at)
     return frame
 
 

@@ -30,7 +30,7 @@ RING = {0: {1}, 1: {2}, 2: {0}}
 def status_inbox() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], dict[int, Any]]]]:
     """Yield the path of a listener, and a function that waits until its last status messages are as required."""
     last: dict[int, dict[str, Any]] = {}
-    inbox = StatusListener(lambda said: last.update({said["rank"]: said}), 16)
+    inbox = StatusListener(lambda message: last.update({message["rank"]: message}), 16)
 
     def until(true: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
         limit = time.monotonic() + 20.0
@@ -135,7 +135,7 @@ def test_a_launcher_that_has_exited_is_a_warning_and_no_error() -> None:
 
 
 def test_status_messages_arrive_on_a_socket_that_only_this_user_can_reach() -> None:
-    inbox = StatusListener(lambda said: None, 4)
+    inbox = StatusListener(lambda message: None, 4)
     try:
         listener = Path(inbox.path)
         assert stat.S_ISSOCK(listener.stat().st_mode) and stat.S_IMODE(listener.stat().st_mode) == 0o600

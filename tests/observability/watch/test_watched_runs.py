@@ -88,8 +88,8 @@ def start() -> Iterator[Start]:
         job.process.communicate()
 
 
-def states(said: dict[str, Any]) -> list[str]:
-    return [one["state"] for one in said["agents"]]
+def states(message: dict[str, Any]) -> list[str]:
+    return [one["state"] for one in message["agents"]]
 
 
 def is_running(pid: int) -> bool:
@@ -106,7 +106,7 @@ def test_agents_do_not_get_the_address_and_nothing_outlives_the_launcher(
     script = tmp_path / "script.py"
     script.write_text(ENVIRON)
     job = start("--watch", "-n", 2, script, tmp_path)
-    output = job.until(lambda said: states(said) == ["starting"] * 2 and len(list(tmp_path.glob("[01]"))) == 2)
+    output = job.until(lambda message: states(message) == ["starting"] * 2 and len(list(tmp_path.glob("[01]"))) == 2)
     pids = [one["pid"] for one in output["agents"]]
     token = job.address.rstrip("/").rpartition("/")[2]
     for rank, pid in enumerate(pids):
@@ -137,8 +137,8 @@ def test_missing_requirements_are_refused_with_the_reason(start: Start, tmp_path
             job = start(*arguments, script, **environ)
             assert why in "".join(job.lines) + job.rest()[1]
             assert job.process.returncode == status
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        job = start("--watch", "--watch-port", taken.getsockname()[1], "-n", 1, script)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        job = start("--watch", "--watch-port", listener.getsockname()[1], "-n", 1, script)
         assert "Address already in use" in job.lines[-1] and job.rest()[0] == 1
 
 
@@ -168,9 +168,9 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
             text=True,
         )
         try:
-            output = first.until(lambda said: all(one["step"] and one["loss"] for one in said["agents"]))
+            output = first.until(lambda message: all(one["step"] and one["loss"] for one in message["agents"]))
             os.kill(output["agents"][1]["pid"], signal.SIGKILL)
-            output = first.until(lambda said: states(said)[1] == "lost")
+            output = first.until(lambda message: states(message)[1] == "lost")
             assert "SIGKILL" in output["agents"][1]["words"]
             stop.touch()
             assert first.rest()[0] == 0
@@ -205,16 +205,16 @@ def test_joined_agents_are_shown_and_failed_ones_with_their_exit_status(
         assert states(job.news())[2:] == ["not there"] * 2
         launched.append(launch("--join", job.where, "-n", 2))
         output = job.until(
-            lambda said: (
-                all(one["step"] and one["loss"] for one in said["agents"])
-                and {*states(said)} <= {"computing", "waiting"}
+            lambda message: (
+                all(one["step"] and one["loss"] for one in message["agents"])
+                and {*states(message)} <= {"computing", "waiting"}
             )
         )
         assert [one["again"] for one in output["agents"]] == [0] * 4
         events = [text for _, text, _ in output["events"]]
         assert sorted(text for text in events if "joined" in text) == [f"rank {rank} has joined" for rank in (2, 3)]
         os.kill(output["agents"][3]["pid"], signal.SIGKILL)
-        job.until(lambda said: states(said)[3] == "lost" and "SIGKILL" in said["agents"][3]["words"])
+        job.until(lambda message: states(message)[3] == "lost" and "SIGKILL" in message["agents"][3]["words"])
         stop.touch()
         for one in launched:
             _, err = one.communicate(timeout=scaled(60))
@@ -230,8 +230,8 @@ def display_delays(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
     return [min(at for at, result in seen if result >= index) - logged[index] for index in range(first + 1, last + 1)]
 
 
-def loss_in(said: dict[str, Any]) -> int:
-    return next((int(one["points"][-1][1]) for one in said["series"] if one["name"] == "loss"), 0)
+def loss_in(message: dict[str, Any]) -> int:
+    return next((int(one["points"][-1][1]) for one in message["series"] if one["name"] == "loss"), 0)
 
 
 @pytest.mark.soak  # of a quiet machine
@@ -299,7 +299,7 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
         assert {*page.run(STATES)} <= {"computing", "waiting"}
         drawn = "return [...document.querySelectorAll('#graph [data-edge]')].map(one => one.dataset.edge)"
         assert {"0-1", "1-2", "2-3", "3-0", "0-2"} <= {*page.run(drawn)}
-        page.until(STATES, lambda found: "waiting" in found)  # for the slow one
+        page.until(STATES, lambda texts: "waiting" in texts)  # for the slow one
         # It follows.
         updates = int(page.run("return document.body.dataset.updates"))
         step = int(page.run(FIGURE.format("step")))
@@ -308,10 +308,10 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
         # An agent is stopped, and one is killed.
         pids = [int(page.run(f"return {ROW.format(rank)}.cells[7].textContent").split(", ")[1]) for rank in range(4)]
         os.kill(pids[3], signal.SIGSTOP)
-        page.until(STATES, lambda found: found[3] == "stopped")
+        page.until(STATES, lambda texts: texts[3] == "stopped")
         os.kill(pids[3], signal.SIGCONT)
         os.kill(pids[2], signal.SIGKILL)
-        page.until(STATES, lambda found: found[2] == "lost" and found[3] != "stopped")
+        page.until(STATES, lambda texts: texts[2] == "lost" and texts[3] != "stopped")
         page.until("return document.getElementById('events').textContent", lambda text: "SIGKILL" in text)
         # Light and dark, and on a telephone.
         for scheme, ground_is_lighter in (("light", True), ("dark", False)):

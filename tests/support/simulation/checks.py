@@ -52,7 +52,7 @@ def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[st
     """
     engine = engines[rank]
     matcher, sender, cache = engine.matcher, engine.sender, engine.result_cache
-    untold = {other: set(one.result_cache._unconfirmed) for other, one in engines.items()}
+    unconfirmed = {other: set(one.result_cache._unconfirmed) for other, one in engines.items()}
     result = {
         "operations": matcher.in_flight(),
         "early messages": matcher.early,
@@ -60,7 +60,7 @@ def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[st
         "unanswered messages": sender._unacknowledged,
         "tombstones": [key for key in matcher._tombstones if key[0] not in failed],
         "results": [
-            key for key, one in cache.results.items() if any(key not in untold[other] for other in one.without)
+            key for key, one in cache.results.items() if any(key not in unconfirmed[other] for other in one.without)
         ],
     }
     return [f"rank {rank} has {what} left: {one}" for what, one in result.items() if one]
@@ -126,7 +126,9 @@ def _check_call(report: Report, call: Call, kinds: set[str], crashed: set[int]) 
         report.problems.append(f"{call}: one event has several outcomes: {sorted(output)}")
 
 
-def _check_error(report: Report, call: Call, rank: int, error: Exception, at: set[int], gone: set[int]) -> None:
+def _check_error(
+    report: Report, call: Call, rank: int, error: Exception, at: set[int], departed_ranks: set[int]
+) -> None:
     output = f"{call}: rank {rank} raised {type(error).__name__}: {error}"
     if at:
         missed = "missing call" in {fault.kind for fault in report.scenario.faults}  # until its agent has left
@@ -137,9 +139,9 @@ def _check_error(report: Report, call: Call, rank: int, error: Exception, at: se
             )
 
         right = fits(error) or _follows(report, call, error, fits)
-    elif gone:
-        right = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
-        right = right or (rank in gone and isinstance(error, NotInitialized))
+    elif departed_ranks:
+        right = isinstance(error, PeerLost) and bool(set(error.ranks) & departed_ranks)
+        right = right or (rank in departed_ranks and isinstance(error, NotInitialized))
     else:  # a refusal that comes after a call has ended is raised by the next one
         late = partial(_is_late, report, call)
         right = late(error) or _follows(report, call, error, late)
@@ -167,13 +169,13 @@ def _is_late(report: Report, call: Call, error: Any) -> bool:
 def _check_survived(report: Report, call: Call, right: list[int], crashed: set[int]) -> None:
     """All survivors have the same average: of all agents, or of the survivors."""
     program = report.scenario.program
-    everybody = tuple(range(program.size))
-    left = tuple(rank for rank in everybody if rank not in crashed)
+    all_ranks = tuple(range(program.size))
+    left = tuple(rank for rank in all_ranks if rank not in crashed)
     result = {rank: report.results[rank, call.number] for rank in right if rank not in crashed}
     fits = [
-        there
-        for there in {everybody, left}
-        if all(alike(one, program.expected(call, rank, there)) for rank, one in result.items())
+        participants
+        for participants in {all_ranks, left}
+        if all(alike(one, program.expected(call, rank, participants)) for rank, one in result.items())
     ]
     if result and not fits:
         report.problems.append(f"{call}: the agents have different averages: { {r: v[:3] for r, v in result.items()} }")

@@ -188,7 +188,7 @@ class Network:
         self.scheduler, self.weather = scheduler, weather
         self.sockets: dict[int, Socket] = {}
         self.listeners: dict[tuple[str, int], Socket] = {}
-        self.parted: dict[tuple[int, int], float] = {}  # pairs of agents, until when
+        self.partitioned: dict[tuple[int, int], float] = {}  # pairs of agents, until when
         self.log: Callable[[str], None] = lambda what: None
         self._numbers = 10_000
 
@@ -213,8 +213,8 @@ class Network:
 
     def start_connecting(self, address: str, port: int) -> Socket:
         sock = Socket(self, self._me())
-        there = int(address.rpartition(".")[2]) - 1
-        heals = self._heals(sock.agent, there)
+        destination = int(address.rpartition(".")[2]) - 1
+        heals = self._heals(sock.agent, destination)
         if heals - self.scheduler.now > SYN_SECONDS:
             self.scheduler.at(self.scheduler.now + SYN_SECONDS, sock.fail, errno.ETIMEDOUT)
         else:
@@ -245,12 +245,12 @@ class Network:
         return self.scheduler.chance.random() * self.weather.latency
 
     def _heals(self, one: int, other: int) -> float:
-        return self.parted.get((min(one, other), max(one, other)), 0.0) if self.parted else 0.0
+        return self.partitioned.get((min(one, other), max(one, other)), 0.0) if self.partitioned else 0.0
 
     def _when(self, source: Socket, to: Socket) -> float:
         scheduler = self.scheduler
         now = scheduler.now
-        if self.parted:
+        if self.partitioned:
             now = max(now, self._heals(source.agent, to.agent))
         when = now + scheduler.chance.random() * self.weather.latency
         if when > to.last:
@@ -294,7 +294,7 @@ class Network:
             for remote in groups[a + 1 :]:
                 for one in own:
                     for other in remote:
-                        self.parted[min(one, other), max(one, other)] = heals
+                        self.partitioned[min(one, other), max(one, other)] = heals
                         if seconds > DEAD_HOST_SECONDS:
                             self._give_up(one, other)
 

@@ -29,13 +29,13 @@ def check(report: Report, program: Training) -> None:
     problems, history = report.problems, report.history
     if problems:
         return
-    everybody = tuple(range(program.size))
+    all_ranks = tuple(range(program.size))
     waits = sum(fault.seconds for fault in report.scenario.faults if fault.kind != "slow")
     slow = any(fault.kind == "slow" and fault.seconds > 0.001 for fault in report.scenario.faults)
     if report.seconds - 1000.0 > SLACK + waits and not slow:
         problems.append(f"it took {report.seconds - 1000.0:.1f} s, though nothing had to wait")
     problems += report.left
-    problems += [f"rank {rank} counts {ranks} as alive" for rank, ranks in report.members.items() if ranks != everybody]
+    problems += [f"rank {rank} counts {ranks} as alive" for rank, ranks in report.members.items() if ranks != all_ranks]
     if len(set(history.steps.values())) != 1 or len(history.steps) != program.size:
         problems.append(f"the agents ended after different steps: {history.steps}")
     if len(set(history.plans.values())) != 1 or any(plan.gone for plan in history.plans.values()):
