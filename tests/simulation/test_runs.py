@@ -182,7 +182,7 @@ def test_a_rejoined_agent_has_the_results_of_the_others() -> None:
     training = Training(3, "ring", [Call(0, "average", 2, True, NOBODY), Call(1, "static", 2, True, NOBODY)], 1)
     report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
     assert not report.problems
-    members = list(report.history.there.values())
+    members = list(report.history.participants.values())
     assert [set(one.values()) for one in (members[0], members[-1])] == [{(0, 1, 2)}] * 2
     assert {(0, 2)} in [set(member.values()) for member in members]
     assert report.history.plans == dict.fromkeys(range(3), Plan((), 1))

@@ -66,8 +66,8 @@ class _Call:
             return [self.to_device(item) for item in one]
         if type(one) is not torch.Tensor or one.layout is not torch.strided or not one.is_cpu or one.requires_grad:
             return one
-        for here, there in self._copies.values():  # a tensor that is both input and out stays one
-            if here is one:
+        for on_cpu, there in self._copies.values():  # a tensor that is both input and out stays one
+            if on_cpu is one:
                 return there
         moved = self._moves(one)
         self._copies[id(moved)] = one, moved
@@ -76,10 +76,10 @@ class _Call:
     def to_cpu(self, result: Any) -> Any:
         if self._in_place:
             with torch.no_grad():
-                for here, there in self._copies.values():
-                    here.copy_(there.cpu())
+                for on_cpu, there in self._copies.values():
+                    on_cpu.copy_(there.cpu())
             if isinstance(result, torch.Tensor):
-                return here
+                return on_cpu
         if isinstance(result, list):
             return [self.to_cpu(item) for item in result]
         if not isinstance(result, torch.Tensor):
@@ -88,10 +88,10 @@ class _Call:
         if known is None:
             assert not result.is_cpu or not self._copies, "the result is on the CPU, and the tensors were not"
             return result.cpu()
-        here, there = known
+        on_cpu, there = known
         with torch.no_grad():
-            here.copy_(there.cpu())
-        return here
+            on_cpu.copy_(there.cpu())
+        return on_cpu
 
 
 def _wrapped(call: Callable[..., Any], moves: Moves, in_place: bool) -> Callable[..., Any]:

@@ -159,9 +159,9 @@ class Program:
             self._drawn[key] = chance.integers(-8, 9, (self.size, call.elements)).astype(np.float64)
         return self._drawn[key]
 
-    def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
+    def expected(self, call: Call, rank: int, participants: tuple[int, ...] = ()) -> Array:
         """The expected result of a call on an agent, when ``there`` take part (all, by default)."""
-        ranks = there or tuple(range(self.size))
+        ranks = participants or tuple(range(self.size))
         x = {index: self.numbers(call, index) for index in range(self.size)}
         kind, own = call.kind, x[rank]
         if kind in ("static", "compressed", "window"):

@@ -71,7 +71,7 @@ def run(scenario: Scenario) -> Report:
         crashed = set(world.scheduler.dead)
         if not isinstance(program, Training):  # where a crash that came late, or after that, is not known yet
             last = max(agents.crashed.values(), default=0.0) + NOTICED
-            report.members = {rank: there for rank, there in report.members.items() if looked[rank] > last}
+            report.members = {rank: ranks for rank, ranks in report.members.items() if looked[rank] > last}
         for rank, ended_by in agents.failed.items():
             if rank not in crashed and not (crashed and isinstance(ended_by, PeerLost)):
                 report.problems.append(f"rank {rank} ended with {type(ended_by).__name__}: {ended_by}")
@@ -90,7 +90,7 @@ class Faults:
 
     def __init__(self, world: Simulated, agents: Agents, scenario: Scenario) -> None:
         self._world, self._agents, self._size = world, agents, scenario.program.size
-        self._to_come: set[Fault] = set()
+        self._pending: set[Fault] = set()
         scheduler = world.scheduler
         for fault in scenario.faults:
             if fault.kind == "slow":
@@ -98,20 +98,20 @@ class Faults:
             elif fault.kind == "joins":
                 scheduler.at(scheduler.now + fault.seconds, agents.start_one, fault.rank)
             elif fault.kind == "departs":
-                self._to_come.add(fault)
+                self._pending.add(fault)
             elif fault.kind in ("cut", "partition", "crash", "returns"):
-                self._to_come.add(fault)
+                self._pending.add(fault)
                 scheduler.at_step(fault.at, lambda one=fault: self._happen(one))  # type: ignore[misc]
 
     def over(self) -> bool:
         """All faults have been, and all agents that come back have been started again."""
-        return not self._to_come and not self._world.scheduler.dead and not self._agents.returning
+        return not self._pending and not self._world.scheduler.dead and not self._agents.returning
 
     def departs(self, rank: int, step: int) -> bool:
         """Whether an agent leaves before this step of its training, to be started again."""
-        for one in self._to_come:
+        for one in self._pending:
             if one.kind == "departs" and one.rank == rank and one.at <= step and self._agents.loaded - {rank}:
-                self._to_come.discard(one)
+                self._pending.discard(one)
                 self._agents.depart(rank, one.seconds)
                 return True
         return False
@@ -122,7 +122,7 @@ class Faults:
             # Nobody could hand over the state of the run, or not all have met.
             self._world.scheduler.at_step(self._world.scheduler.steps + LATER, lambda: self._happen(fault))
             return
-        self._to_come.discard(fault)
+        self._pending.discard(fault)
         if fault.kind == "cut":
             self._world.network.cut(rank, fault.other)
         elif fault.kind == "partition":

@@ -61,14 +61,14 @@ class History:
     """The observations of the agents of a run.
 
     Attributes:
-        there: By step, and by rank and start: the members at its end, as each agent counted them.
+        participants: By step, and by rank and start: the members at its end, as each agent counted them.
         reached: By rank and start: the last step begun, or its successor where the agent has ended well.
         steps: By rank: the number of steps that it ended with.
         plans: By rank: its plan at the end.
     """
 
     entries: list[Entry] = field(default_factory=list)
-    there: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    participants: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
     reached: dict[tuple[int, int], int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
@@ -113,13 +113,13 @@ class _Progress:
     """How many steps all have been there; handed over to agents that enter."""
 
     def __init__(self) -> None:
-        self.whole = 0
+        self.full_steps = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"whole": self.whole}
+        return {"whole": self.full_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.whole = state["whole"]
+        self.full_steps = state["whole"]
 
 
 def run_training(
@@ -145,23 +145,23 @@ def run_training(
         checkpoint = shoal.Checkpoint(progress=progress, **one.parts)
         step = checkpoint.load(None, missing_ok=True)
         agents.loaded.add(rank)
-        while progress.whole < AFTER:
+        while progress.full_steps < AFTER:
             history.reached[me] = step
             if departs(rank, step):
                 return False
             one.take(step)
             result = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
-            there = tuple(int(row[0]) for row in result)
-            history.there.setdefault(step, {})[me] = there
-            full = len(there) == program.size and all(row[1] for row in result)
-            progress.whole = progress.whole + 1 if full else 0
-            started = one.begin_spanning(step, there)
+            participants = tuple(int(row[0]) for row in result)
+            history.participants.setdefault(step, {})[me] = participants
+            full = len(participants) == program.size and all(row[1] for row in result)
+            progress.full_steps = progress.full_steps + 1 if full else 0
+            started = one.begin_spanning(step, participants)
             checkpoint.save(None, step + 1)
-            one.end_spanning(step, there, started)
+            one.end_spanning(step, participants, started)
             step += 1
-            if not progress.whole:
+            if not progress.full_steps:
                 world.scheduler.sleep(PAUSE)
-            assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {there}"
+            assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {participants}"
         history.steps[rank] = history.reached[me] = step
         history.plans[rank] = agents.engines[rank].agreement.now
         return True
@@ -169,9 +169,9 @@ def run_training(
     return run_agent
 
 
-def _latest(call: Call, step: int, there: tuple[int, ...]) -> int:
+def _latest(call: Call, step: int, participants: tuple[int, ...]) -> int:
     """The agent that begins a call after the step has ended. An agent that enters then takes no part in it."""
-    return there[(step + call.number) % len(there)]
+    return participants[(step + call.number) % len(participants)]
 
 
 class _Agent:
@@ -217,17 +217,17 @@ class _Agent:
             else:
                 self._end(entry, as_array(given))
 
-    def begin_spanning(self, step: int, there: tuple[int, ...]) -> Handles:
+    def begin_spanning(self, step: int, participants: tuple[int, ...]) -> Handles:
         """Begin the calls that span the end of a step, except the calls that this agent begins later."""
         handles: Handles = {}
         for call in self._program.calls:
-            if call.spans and len(there) > 2 and self._rank != _latest(call, step, there):
+            if call.spans and len(participants) > 2 and self._rank != _latest(call, step, participants):
                 self._begin(step, call, handles)
         return handles
 
-    def end_spanning(self, step: int, there: tuple[int, ...], handles: Handles) -> None:
+    def end_spanning(self, step: int, participants: tuple[int, ...], handles: Handles) -> None:
         for call in self._program.calls:
-            if call.spans and self._rank == _latest(call, step, there) and len(there) > 2:
+            if call.spans and self._rank == _latest(call, step, participants) and len(participants) > 2:
                 self._begin(step, call, handles)
         for entry, handle in handles.values():
             self._record(entry, handle.wait)

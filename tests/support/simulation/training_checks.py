@@ -40,9 +40,9 @@ def check(report: Report, program: Training) -> None:
         problems.append(f"the agents ended after different steps: {history.steps}")
     if len(set(history.plans.values())) != 1 or any(plan.gone for plan in history.plans.values()):
         problems.append(f"the agents ended with different plans: {history.plans}")
-    for step, there in history.there.items():
-        if len({ranks for me, ranks in there.items() if history.agreed(*me, step)}) > 1:
-            problems.append(f"step {step}: the agents have different members: {there}")
+    for step, participants in history.participants.items():
+        if len({ranks for me, ranks in participants.items() if history.agreed(*me, step)}) > 1:
+            problems.append(f"step {step}: the agents have different members: {participants}")
     failed = {fault.rank for fault in report.scenario.faults if fault.kind in ("returns", "joins", "departs")}
     by_call: dict[tuple[int, int], list[Entry]] = {}
     for entry in history.entries:
@@ -80,7 +80,7 @@ class _Event:
         self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
         self.calm = len(self.plans) == 1 and len(self.ended) == len(entries)
         departed = {one.rank: set(self._members(one.before.gone)).difference(one.members) for one in agreed}
-        self.lacking = {rank: there if self.calm else lost - {rank} for rank, there in departed.items()}
+        self.lacking = {rank: participants if self.calm else lost - {rank} for rank, participants in departed.items()}
         gone = [plan.gone for plan in self.plans]
         if len({plan.entered for plan in self.plans}) > 1:  # an agent may be lost and admitted again between two plans
             gone.append(tuple(lost - {one.rank for one in agreed}))
