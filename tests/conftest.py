@@ -20,7 +20,7 @@ from support.leftovers import nothing_is_left
 pytest_plugins = ["support.transport_counts", "support.case_selection", "pytester"]
 SITE = str(Path(__file__).parent / "support" / "site")
 gc.disable()  # until all tests are collected: that makes many objects, and no garbage
-# Whoever connects to a store of torch looks up the name of the server's address, 127.0.0.1 too, and prints it nowhere.
+# A client of torch's store looks up the name of the server's address, 127.0.0.1 too, and prints it nowhere.
 # No test waits 10 s for a name server that does not answer.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 

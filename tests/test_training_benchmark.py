@@ -95,7 +95,7 @@ def test_agents_share_each_epoch_of_the_digits_between_them():
     seen = [next(stream)[0].flatten(1) for _ in range(digits.steps(agents)) for stream in streams]
     images = torch.cat(seen)
     train, test = (part[0].flatten(1) for part in (digits._train, digits._test))
-    # Some digits look alike to the last pixel, so they are counted by what they look like.
+    # Some digits look alike to the last pixel, so they are counted by their pixels.
     counted, available = Counter(_image_bytes(images)), Counter(_image_bytes(train))
     assert len(images) == agents * digits.steps(agents) * _table2.BATCH > 0.9 * len(train)
     assert counted <= available
@@ -119,7 +119,7 @@ def test_exchanges_over_one_peer_rounds_average_exactly(way):
     assert shoal.Fleet(4).run(agent) == [1.5] * 4
 
 
-# What is said of it
+# The page's statements
 
 
 def test_the_batch_is_the_one_at_which_ddp_communicates_for_half_of_its_step():

@@ -261,14 +261,14 @@ def test_a_failed_job_shows_its_stderr() -> None:
 
 
 def test_a_job_without_results_has_failed() -> None:
-    with pytest.raises(jobs.JobFailed, match="told no figures"):
+    with pytest.raises(jobs.JobFailed, match="reported no figures"):
         jobs.run_job([python('print(\'{"doing": "x", "done": 1, "total": 2}\')')], {}, ignored)
 
 
 def test_a_job_without_output_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "SILENCE_SECONDS", 0.3)
     start = time.monotonic()
-    with pytest.raises(jobs.JobFailed, match="told nothing for"):
+    with pytest.raises(jobs.JobFailed, match="reported nothing for"):
         jobs.run_job([python("import time; time.sleep(60)")], {}, ignored)
     assert time.monotonic() - start < scaled(10)
 

@@ -19,7 +19,7 @@ from support.world import World
 from support.written_traces import Written
 
 TIMEOUT = 60
-# Found in the place of torch: whoever imports it fails, and is written down also where that is caught.
+# Replaces torch: an import of it fails, and is logged even where the error is caught.
 NO_TORCH = """
 import traceback
 with open({log!r}, "a") as log:

@@ -146,7 +146,7 @@ def test_an_exception_in_one_engines_cell_ends_the_others_soon(job: Notebook, wa
         START + AVERAGE, f"if shoal.rank() == 1: raise ValueError('no ' 'luck')\n{wait}", START + AVERAGE
     )
     assert first.error == ""
-    # Every wait would end after a minute; this one ends when it is told to.
+    # Every wait would end after a minute; this one ends on request.
     assert broken.seconds < scaled(30)
     assert broken.error == f"{SIZE} errors"
     failed = [text for text in broken.raised if "its cell raised ValueError: no luck" in text]

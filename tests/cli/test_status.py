@@ -253,7 +253,7 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_after_its_owne
     running.start()
     try:
         assert left.wait(30)
-        for keeper in range(4):  # whoever has the socket goes next
+        for keeper in range(4):  # the owner of the socket is next
             listeners = status.find()[os.getpid()]
             assert len(listeners) == 1
             deadline = time.monotonic() + 10.0
@@ -278,7 +278,7 @@ def test_an_agent_without_queries_runs_no_timer() -> None:
     assert shoal.Fleet(2).run(lambda: current().engine.router.next_check) == [float("inf")] * 2
 
 
-# Who may ask, and what
+# Permissions and requests
 
 
 def question(path: str, query: bytes = status_socket.QUESTION) -> bytes:
@@ -464,7 +464,7 @@ def test_a_forked_child_is_no_agent() -> None:
             world.results(os.waitpid, child, 0)
 
 
-# What the command makes of it
+# The output of the command
 
 
 @contextmanager

@@ -55,4 +55,4 @@ def test_if_the_collector_cannot_be_found_the_run_continues(capsys: pytest.Captu
     with nothing_is_left():
         assert watch_of_joining(room(watch_port=7), "s", "no.such.host.invalid", 1) is None
     stderr = capsys.readouterr().err
-    assert "who looks on there does not hear of these agents: where is no.such.host.invalid:7" in stderr
+    assert "the page there does not show these agents: where is no.such.host.invalid:7" in stderr

@@ -137,7 +137,7 @@ def test_a_call_that_waits_for_an_absent_agent_names_it() -> None:
             assert ended.wait(20.0)
             return
         with pytest.raises(
-            shoal.DeadlineExceeded, match=r"nothing was heard for 0.5 s of ranks \[1\], which have"
+            shoal.DeadlineExceeded, match=r"nothing was received for 0.5 s from ranks \[1\], which have"
         ) as caught:
             hvd.join()
         assert caught.value.ranks == (1,)
@@ -198,7 +198,7 @@ def test_a_failed_agent_is_not_waited_for() -> None:
     assert [outcomes[rank].value[1] for rank in (0, 2, 3)] == [outcomes[2].value[1]] * 3
     assert outcomes[2].value[1] in (2, 3)
     assert outcomes[0].value[0] == [-12.0]
-    for rank in (2, 3):  # means of three, of whom one has zeros
+    for rank in (2, 3):  # means of three; one has zeros
         assert outcomes[rank].value[0] == [-12.0, -20.0, -28.0]
 
 

@@ -234,7 +234,7 @@ def test_missing_gradients_count_as_zero() -> None:
             (rank * model.first + (rank - 1) * model.second).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model.paused.requires_grad_(True)  # it is learnt from now on
+        model.paused.requires_grad_(True)  # it is trained after this
         (model.paused * rank).sum().backward()
         optimizer.step()
         assert model.never.grad is not None

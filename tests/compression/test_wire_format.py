@@ -380,7 +380,7 @@ def test_an_invalid_row_leaves_all_sums_unchanged() -> None:
     assert torch.equal(total, before)
 
 
-# What the bytes are
+# The layout of the bytes
 
 
 def test_bytes_have_the_documented_layout() -> None:

@@ -160,7 +160,7 @@ def test_between_machines_process_groups_are_refused_together_with_tls(tmp_path:
     ):
         first, second = world.run(begin)
     assert "what a process group of gloo sends to ranks [1] is not encrypted; leave one of the two out" in first.value
-    assert second.value != "it began"  # and may hear of it by the end of the first
+    assert second.value != "it began"  # and may learn of it by the end of the first
 
 
 def test_a_message_without_a_tensor_is_a_protocol_error() -> None:

@@ -277,7 +277,7 @@ def test_a_cache_smaller_than_the_working_set_costs_only_time(fleet: Fleets, mon
             handles = [shoal.allreduce_nonblocking(torch.full((2,), float(i)), name=f"{i}") for i in range(8)]
             assert [handle.wait()[0].item() for handle in handles] == [float(i) for i in range(8)]
         result = len(order()._cache), order().counts.negotiations
-        shoal.barrier()  # who leaves makes the others forget
+        shoal.barrier()  # a departure makes the others forget
         return result
 
     for entries, negotiations in fleet(3).run(run):
@@ -476,7 +476,7 @@ def test_an_agent_that_leaves_with_pending_calls_is_named_and_the_others_continu
                     handle.wait()
             return
         assert left.wait(10)
-        # It has left, and nothing that these two do with each other needs it.
+        # It has left, and operations between these two do not need it.
         pair = shoal.pair_gossip(torch.full((2,), float(rank)), 1 - rank, name="pair")
         assert pair.tolist() == [0.5, 0.5]
         both.wait(10)

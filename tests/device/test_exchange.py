@@ -123,7 +123,7 @@ def test_a_tensor_on_the_cpu_of_one_agent_only_is_a_mismatch_on_both(fleet: Flee
         own = numbers(shoal.rank())
         with pytest.raises(shoal.Mismatch) as caught:
             shoal.neighbor_allreduce(to_device(own) if shoal.rank() else own)
-        assert torch.equal(average_of_two().cpu(), expected_of_two(shoal.rank()))  # and both go on
+        assert torch.equal(average_of_two().cpu(), expected_of_two(shoal.rank()))  # and both continue
         return str(caught.value)
 
     for output in fleet(2).run(run):

@@ -208,7 +208,7 @@ def test_many_waiting_calls_are_one_report_and_each_is_reported_once(
 
     fleet(2).run(run)
     reports = [one for one in log_lines(caplog) if "on rank 0 has waited" in one]
-    assert 1 <= len(reports) <= 3, reports  # the first to be due, and what is due a second later
+    assert 1 <= len(reports) <= 3, reports  # the first due report, and the one due a second later
     assert "'call 0' round 0" in reports[0] and re.search(r" and 1?\d more on rank 0", " ".join(reports)), reports
     assert len([one for one in log_lines(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
 

@@ -340,7 +340,7 @@ class Net:
                             one.begin(name)
             for one in self.inside:
                 one.advance()
-                one.router.admit_pending()  # who drives looks at the clock
+                one.router.admit_pending()  # the driving thread checks the clock
             if self.asking:
                 for one in self.inside:
                     if not one.lifecycle.gate.paused:
@@ -416,7 +416,7 @@ def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() ->
     assert first.agreement.gone == (3,) and second.lifecycle.gate.paused
     first.begin("a")
     net.lose(2)
-    net.notices(1, 2)  # before it has heard what 0 and 2 said of the first
+    net.notices(1, 2)  # before it has received the reports of 0 and 2 on the first
     net.notices(0, 2)
     net.finish(random.Random(0))
     assert first.agreement.gone == second.agreement.gone == (2, 3)

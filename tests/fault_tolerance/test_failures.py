@@ -179,7 +179,7 @@ def test_an_exit_message_does_not_undo_the_failure_that_caused_it(clock: Clock) 
 
 
 OWN = Departure(2, "it called shoal.shutdown()", False, 2)
-"""What an agent says of itself on the link to it."""
+"""The identity that an agent reports on the link to it."""
 
 
 @pytest.mark.parametrize("certain", [False, True])

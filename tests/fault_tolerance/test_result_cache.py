@@ -61,7 +61,7 @@ def had(name: str, *rounds: tuple[int, int], leaving: bool = False) -> dict[str,
 
 def test_a_result_is_kept_until_all_participants_have_acknowledged_it() -> None:
     agent = Agent(4)
-    agent.end(agent.begin(plan=Plan((3,))))  # of those that are there one takes no part
+    agent.end(agent.begin(plan=Plan((3,))))  # one of the members takes no part
     agent.receive(1, had("x", (0, 1)))
     assert list(agent.result_cache.results) == [("x", 0)]
     agent.receive(2, had("x", (0, 1)))

@@ -140,7 +140,7 @@ def test_ctrl_c_ends_a_call_and_nothing_else(numel: int) -> None:
         assert not wait_until(waiting[0].ready, 0.3)
         world.kill(0, signal.SIGINT)
         assert waiting[0].outcome().error == "KeyboardInterrupt"
-        # The call goes on without its caller, who may have other handles to wait for.
+        # The call continues without its caller, which may wait for other handles.
         assert world.run_on(2, average, 1, numel, 20.0).outcome().value == 1.0
         assert waiting[1].outcome().value == 1.0
         assert world.results(average, 3, numel) == [1.0] * 3

@@ -23,7 +23,7 @@ ENDED_SECONDS = 5.0
 """Beyond the deadline of a wait, in which everybody has an answer."""
 SHUTDOWN_SECONDS = 2.0
 ONE_IS_LOST = ("kill", "interrupt", "exception", "leave", "busy")
-"""Faults after which everybody else must name the one that failed."""
+"""Faults after which all other agents must name the failed one."""
 
 
 def check(fault: Fault) -> None:

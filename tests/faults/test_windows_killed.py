@@ -251,7 +251,7 @@ def arm_chunk(count: int) -> None:
     arm(Point("Chunk in", count))
 
 
-# Whoever has a mutex
+# The owner of a mutex
 
 
 @pytest.mark.parametrize("of", [TARGET, 3], ids=["that the owner wants too", "that its owner does not want"])

@@ -170,7 +170,7 @@ def test_a_target_stopped_while_it_reads_its_slots_is_named() -> None:
         assert_all_is_as_before(world)
 
 
-# The sender, and whoever has a lock
+# The sender, and the owner of a lock
 
 
 @pytest.mark.parametrize("place", ["half copied", "flipped"])

@@ -38,7 +38,7 @@ OPTIMIZERS = {
 }
 KIND = pytest.mark.parametrize("kind", OPTIMIZERS)
 Ended = tuple[str, tuple[int, ...], str]
-"""The class of an error, the ranks it is about, and what it says."""
+"""The class of an error, its ranks, and its text."""
 
 
 def train(kind: str, steps: int | None, then: str, at: Callable[[int], object] = lambda step: None) -> Ended:

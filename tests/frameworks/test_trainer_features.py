@@ -51,7 +51,7 @@ def test_a_stream_is_distributed_once_and_all_agents_end_together(world: World, 
             },
             list(range(24)),
         ),
-        # Of 20 the last round is made up by the first four; then the stream begins anew.
+        # Of 20 the last round is made up by the first four; then the stream restarts.
         ({"count": 20, "max_steps": 4}, sorted([*range(20), *range(4), *range(8)])),
     ]
     for options, numbers in cases:

@@ -149,7 +149,7 @@ def test_lag_lets_agents_be_apart_by_that_many_steps() -> None:
     compute = np.ones((6, 2))
     compute[0, 0] = 100.0
     timeline = simulate(Network(2, Link(0.0, 1.0)), list(rounds_of(RingGraph(2), 0.0, 6)), compute, lag=2)
-    # The other one computes steps 0, 1 and 2, and then waits for what comes of step 0.
+    # The other one computes steps 0, 1 and 2, and then waits for the result of step 0.
     assert timeline.started[:, 1] == pytest.approx([0, 1, 2, 100, 101, 102])
 
 

@@ -64,7 +64,7 @@ def in_background(what: Callable[[], Any]) -> threading.Thread:
 def test_two_agents_in_different_calls_get_an_error_that_names_both(fleet: Fleets) -> None:
     def run() -> tuple[tuple[int, ...], str]:
         result = circle(lambda: call("ab"[shoal.rank()]))
-        assert call("after") == 1.0  # the agents go on
+        assert call("after") == 1.0  # the agents continue
         return result
 
     one, other = fleet(2).run(run)

@@ -152,7 +152,7 @@ def test_a_deadline_during_the_copy_releases_the_memory() -> None:
         publish = engine.publisher.publish
 
         def slowly(operation: Operation, tensor: torch.Tensor, **how: Any) -> Published:
-            time.sleep(0.1)  # the progress thread looks at the clock meanwhile
+            time.sleep(0.1)  # the progress thread checks the clock during this
             return publish(operation, tensor, **how)
 
         engine.publish = slowly  # type: ignore[method-assign]

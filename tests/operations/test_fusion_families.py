@@ -213,7 +213,7 @@ def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleet
     def run(seed: int) -> list[tuple[int, torch.Tensor]]:
         rank, chance = shoal.rank(), random.Random(10 * seed)
         handles: dict[int, Handle] = {}
-        for start in range(0, 60, 20):  # who waits for one has all before it, and all others come to it
+        for start in range(0, 60, 20):  # waiting for one completes all before it, and the others join
             order = list(range(start, start + 20))
             random.Random(100 * seed + rank).shuffle(order)
             for index in order:

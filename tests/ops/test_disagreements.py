@@ -407,10 +407,10 @@ def test_an_agent_that_has_left_is_named_by_agents_that_need_it(fleet: Fleets) -
             shoal.shutdown()
             return
         assert wait_until(lambda: 2 in shoal.membership().left)
-        assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), other()).item() == 0.5  # who is left goes on
+        assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), other()).item() == 0.5  # the survivor continues
         together.wait(10)
         started = time.monotonic()
-        # Seen here, or heard from the other one, who saw it first: in the same words.
+        # Detected here, or reported by the other agent, which detected it first: with the same text.
         with pytest.raises(shoal.PeerLost, match=NEEDED) as caught:
             shoal.allreduce(torch.ones(3))
         assert time.monotonic() - started < scaled(SOON)

@@ -96,7 +96,7 @@ def test_an_object_that_could_run_code_is_refused_at_the_root(
         if shoal.rank() == 0:
             with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
                 shoal.broadcast_object(value, 0)
-        # Nothing was sent, so the next broadcast is matched as if the refused one had not been asked for.
+        # Nothing was sent, so the next broadcast is matched as if the refused one had not been called.
         assert shoal.broadcast_object("fine" if shoal.rank() == 0 else None) == "fine"
 
     fleet(2).run(run)

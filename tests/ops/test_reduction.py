@@ -194,7 +194,7 @@ def test_a_group_is_reduced_by_machine_if_it_has_equally_many_agents_on_each(fle
 
     x, half = samples(8, shape), samples(8, shape, torch.bfloat16)
     of_seven, of_four = reduced("sum", [x[rank] for rank in uneven]), by_machine("sum", x, [(0, 1), (6, 7)])
-    of_half = reduced("sum", [torch.cat([one, one]) for one in half])  # it would be rounded once more
+    of_half = reduced("sum", [torch.cat([one, one]) for one in half])  # it would be rounded a second time
     for rank, result in enumerate(fleet(8, agents_per_machine=2).run(run)):
         expected = [one for one, group in ((of_seven, uneven), (of_four, even)) if rank in group] + [of_half]
         assert [same_bits(*pair) for pair in zip(result, expected, strict=True)] == [True] * len(expected), rank

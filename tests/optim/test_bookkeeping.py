@@ -94,7 +94,7 @@ def counts(count: int, numel: int, make: Make | None, local: Local, backward: bo
         param.grad = torch.ones_like(param)
     for _ in range(3):
         step()
-    least = [sys.maxsize, sys.maxsize]  # an agent that waits may do what another has sent it meanwhile
+    least = [sys.maxsize, sys.maxsize]  # a waiting agent may process messages that have arrived
     for _ in range(4):
         with Touches() as touches:
             step()

@@ -310,7 +310,7 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         resumed.load_state_dict(saved[1])
         assert resumed.state_dict()["shoal"]["way"].keys() == {"parts"}
         train_steps(second, resumed, range(3, STEPS))
-        elsewhere = make(other, algorithm, None)  # in the parts of what it goes on from
+        elsewhere = make(other, algorithm, None)  # in the parts of its resumed state
         other.load_state_dict(saved[0])
         elsewhere.load_state_dict(for_another)
         assert elsewhere.state_dict()["shoal"]["way"].keys() == {"parts"}

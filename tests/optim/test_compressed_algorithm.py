@@ -81,7 +81,7 @@ def _phi(z: float) -> float:
         (TopK(0.1), 2 * (1.64485 * _phi(1.64485) + 0.05)),  # the second moment beyond the quantile
         (TopK(0.01), 2 * (2.57583 * _phi(2.57583) + 0.005)),
         (RandomK(0.1), 0.1),
-        (Shrunk(RandomK(0.25, scaled=True)), 0.25),  # by 4, of what was multiplied by 4
+        (Shrunk(RandomK(0.25, scaled=True)), 0.25),  # by 4, after a multiplication by 4
     ],
 )
 def test_the_fraction_of_a_message_that_is_kept(compressor: Compressor, expected: float) -> None:

@@ -136,7 +136,7 @@ def test_pods_under_shoal_run_connect_and_a_rescheduled_one_rejoins(tmp_path: Pa
             )
             assert done.returncode == 0 and "2 of 4 agents" in done.stdout, done.stdout + done.stderr
 
-            pods[1].send_signal(signal.SIGKILL)  # the pod, with all that is in it
+            pods[1].send_signal(signal.SIGKILL)  # the pod, with all its processes
             pods[1].wait()
             await_line(logs, "with [0, 1]")
             known = len(lines_of(logs[0]))

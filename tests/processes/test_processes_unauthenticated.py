@@ -182,7 +182,7 @@ def test_another_users_connection_gets_no_greeting() -> None:
         assert stdout == "0\n"
 
 
-# Who knows the secret, and then says what no agent would say
+# Peers with the secret that then send invalid messages
 
 
 def fail_the_claimed_rank(world: World, speak: Callable[[socket.socket, Keys], None]) -> None:

@@ -23,9 +23,9 @@ COMPLAINTS = {
     "stranger": ("ValueError", f"[{STRANGER}]"),
     "nobody": ("ValueError", "4"),
 }
-"""The class of the exception of each kind of wrong call, and what it must say."""
+"""The class of the exception of each kind of wrong call, and its expected text."""
 Failure = tuple[str, str]
-"""The class of an exception and what it says."""
+"""The class of an exception and its text."""
 
 
 # What agents do

@@ -89,7 +89,7 @@ def test_a_joiner_with_another_secret_is_refused_with_a_message() -> None:
 
 def test_modified_entries_are_rejected() -> None:
     output, proof = json.loads(room().written(SECRET))
-    for changed in ({"size": 100}, {"watch_port": 1}):  # to whom launchers that join would tell what their agents do
+    for changed in ({"size": 100}, {"watch_port": 1}):  # the launcher to which joining launchers would report
         with (
             served(json.dumps([{**output, **changed}, proof])) as port,
             pytest.raises(shoal.ShoalError, match="not signed"),

@@ -50,7 +50,7 @@ def test_a_departing_agent_does_not_count_as_gone_before_its_messages_have_arriv
             shoal.set_topology(graph)
             sums.append(shoal.neighbor_allgather(torch.tensor([float(shoal.rank())])).sum().item())
         if shoal.rank() not in (SENDER, RECEIVER) and not others_leave:
-            time.sleep(2.0)  # they hear that the sender leaves, and say so
+            time.sleep(2.0)  # they learn that the sender leaves, and confirm it
         return sums
 
     results = shoal.Fleet(SIZE, transport="network", timeout=20.0).run(run)

@@ -181,7 +181,7 @@ def test_an_agent_that_exits_during_a_reconnection_is_soon_reported_failed(envir
         world.destroy()
 
 
-# What it costs the job
+# Its cost to the job
 
 
 @pytest.mark.transport("shared_memory")

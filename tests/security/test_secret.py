@@ -121,7 +121,7 @@ CHANGES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], object]]] = {
 def test_a_store_with_false_entries_is_not_trusted(change: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     altered(monkeypatch, *CHANGES[change])
-    # The one about whom it lies finds out, or all do; whoever does tells the others.
+    # The misreported agent detects it, or all do; the detecting agent reports it.
     expected = (shoal.Mismatch, shoal.PeerLost)
     with pytest.raises(expected, match="do not know this job's secret, or the rendezvous store"):
         fleet(3).run(rank_and_answer)

@@ -28,7 +28,7 @@ from support.world import World
 ALL = ("::", "0.0.0.0")
 OWN4, OWN6, OTHER = "10.77.0.1", "fd77::1", "10.77.0.50"
 
-# What a name means on rank 0's machine, SHOAL_INTERFACE there, and where the store may listen.
+# The address of a name on rank 0's machine, SHOAL_INTERFACE there, and where the store may listen.
 PLACES: list[tuple[str, list[str], str, tuple[str, ...]]] = [
     (OWN4, [], "", (OWN4,)),
     (OWN6, [], "", (OWN6,)),
@@ -124,7 +124,7 @@ def test_rank_0_hosts_the_store_on_the_one_interface_of_its_address(version: int
 
 def leave(sock: socket.socket, number: int) -> None:
     """Send a message that no agent sends, and leave; every other one without a goodbye."""
-    greeting = struct.pack("<BI", 0, 0x3C85F7CE)  # so much of torch's protocol that it goes on reading
+    greeting = struct.pack("<BI", 0, 0x3C85F7CE)  # enough of torch's protocol that it continues to read
     chance = random.Random(number)
     requests: list[Callable[[], bytes]] = [
         lambda: chance.randbytes(chance.randrange(1, 200)),

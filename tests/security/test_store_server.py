@@ -89,7 +89,7 @@ def all_requests(port: int) -> list[Any]:
     results += [other.queue_len("queue"), fails(lambda: other.queue_pop("queue", False))]
     with later(lambda: other.queue_push("queue", "three")):
         results.append(one.queue_pop("queue"))
-    for size in (2, 3, 4):  # those who have arrived before count
+    for size in (2, 3, 4):  # earlier arrivals count
         with later(lambda: other.barrier("barrier", 2)):
             results.append(fails(partial(one.barrier, "barrier", size, 10 * short)))
     one.set("big", "z" * (8 << 20))
@@ -198,7 +198,7 @@ def test_a_foreign_client_has_a_quota_and_others_are_served(server: StoreServer,
 def test_a_foreign_client_may_keep_only_some_connections_open(server: StoreServer) -> None:
     intruders = [connect(server) for _ in range(2 * LOCAL_QUOTA // CONNECTION_COST)]
     settle(server)
-    assert len(server._connections) == LOCAL_QUOTA // CONNECTION_COST - 1  # and what they have said
+    assert len(server._connections) == LOCAL_QUOTA // CONNECTION_COST - 1  # and their messages
     assert connect(server, "127.0.0.2") is not None
     settle(server)
     assert any(connection.quota is server._trusted for connection in server._connections)

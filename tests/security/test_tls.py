@@ -198,8 +198,8 @@ def expired(folder: Path) -> None:
         certificates.make(folder, SIZE, timedelta(days=1))
 
 
-TURNED_AWAY = "it refuses this agent: the secret, the certificate or what was said at the rendezvous is not its own"
-# Whoever notices first tells the others; the one that is refused hears it in an alert.
+TURNED_AWAY = "it refuses this agent: the secret, the certificate or the data of the rendezvous is not its own"
+# The first to notice reports it to the others; the refused one gets an alert.
 REASONS: dict[Callable[[Path], None], str] = {
     of_another_authority: "unable to get local issuer|certificate signature failure|unknown ca|decrypt error",
     of_another_rank: f"Hostname mismatch, certificate is not valid for 'rank-1.shoal'|{TURNED_AWAY}",

@@ -19,7 +19,7 @@ from shoal.sim import StackedFleet, StackedModel, flipped_and_shifted
 PARTS = [torch.arange(0, 26), torch.arange(26, 40), torch.arange(40, 60).flip(0)]
 SIZE, BATCH, STEPS, LR = len(PARTS), 5, 17, 0.1
 ALONE = nx.from_edgelist([(rank, rank) for rank in range(SIZE)], nx.DiGraph)
-"""No agent hears of another, so each trains as if it were the only one."""
+"""No agent receives from another, so each trains as if it were the only one."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 

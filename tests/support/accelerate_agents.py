@@ -141,7 +141,7 @@ def functions() -> dict[str, Any]:
         "padded": pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist(),
         "drawn": torch.rand(()).item(),
     }
-    PartialState().debug = True  # has agents compare the shapes of what they gather
+    PartialState().debug = True  # makes agents compare the shapes of gathered tensors
     try:
         gather_tensors(torch.ones(rank + 1))
     except DistributedOperationException as error:

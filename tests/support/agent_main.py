@@ -129,7 +129,7 @@ def holdings() -> Holdings:
         try:
             descriptors.add((entry.name, os.readlink(entry)))  # noqa: PTH115 - a socket's "target" is no path
         except FileNotFoundError:
-            continue  # the one that lists the directory
+            continue  # the descriptor of the listing itself
     threads = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -186,7 +186,7 @@ def main() -> None:
         try:
             _agent(*work)
         except SystemExit as error:
-            script_end.note_exit(error)  # as what runs the scripts of a launcher does
+            script_end.note_exit(error)  # as the runner of a launcher's scripts does
             raise
 
 

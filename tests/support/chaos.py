@@ -46,7 +46,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 AVERAGING, JOINING = ("ATC", "AWC"), ("ATC", "AWC", "gradients", "gradients during backward")
 MANY = 2 * STEPS
-"""Batches of those that have most, where agents have different numbers of them."""
+"""The largest number of batches of an agent, where the numbers differ."""
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "ring": lambda size: None,  # the static topology
     "one-peer exponential": OnePeerExponential,
@@ -217,7 +217,7 @@ def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") ->
 def _problem(fault: str, one: Outcome, log: str) -> str:
     """Why an agent must not end like this that had such a fault; empty where it may."""
     output = f"{one.error}: {one.message}\n{one.trace}"
-    if fault == LEFT_OUT:  # nobody has told it, and it goes on
+    if fault == LEFT_OUT:  # it got no notice, and continues
         return output if one.error or not np.isnan(one.value[0]).all() else ""
     if fault == REFUSED:
         right = one.message == "exit code 1" and "NotFinite" in log and "nothing of it was sent" in log

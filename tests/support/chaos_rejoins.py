@@ -157,7 +157,7 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
                 late = sorted(set(pending) - set(ended))
                 stacks = "\n".join(world.members[rank].stacks() for rank in late)
                 raise AssertionError(f"{problems} ranks {late} have not ended\n{stacks}")
-            if time.monotonic() > woken:  # whoever was stopped is let go on, some time after it was dropped
+            if time.monotonic() > woken:  # a stopped agent is continued, some time after it was dropped
                 woken = time.monotonic() + 1.0
                 for rank in pending:
                     world.kill(rank, signal.SIGCONT)
@@ -177,7 +177,7 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
                 world.start_again(rank)
                 pending[rank] = start(rank)
             time.sleep(0.005)
-        for pid, _ in template().orphans():  # the children of who was killed
+        for pid, _ in template().orphans():  # the children of the killed agent
             os.kill(pid, signal.SIGKILL)
         wait_for_no_orphans()
     expected_x = _expected(draw, ended[0].steps)

@@ -43,7 +43,7 @@ def average_through_a_loss(victim: int, point: Point, rounds: int) -> tuple[int,
         shoal.barrier()
         for _ in range(4 * rounds):  # the victim is killed in one of them
             assert bool(shoal.neighbor_allreduce(to_device(own)).cpu().isfinite().all())
-        shoal.barrier()  # from here on all agree on who is there
+        shoal.barrier()  # after this all agree on the members
         for _ in range(rounds):
             on_device = shoal.neighbor_allreduce(to_device(own), name="there")
             assert isinstance(on_device, Slow)

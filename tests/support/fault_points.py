@@ -111,13 +111,13 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
     """Have ``act`` called when this agent reaches the point for the first time."""
     reached = _counting(point.count, act)
     if point.kind == "Block":
-        native_sums.library = lambda: None  # torch sums block by block, so that there is a middle to be reached
+        native_sums.library = lambda: None  # torch sums block by block, so that the middle of a sum is reachable
         _before(arithmetic, "_weigh", reached)
     elif point.kind == "Chunk in":
         _before(NetworkIncoming, "_advance", reached)
     elif point.kind == "Chunk out":
         _before(NetworkLink, "_fill", reached)
-    elif point.kind == "Agreeing":  # on a loss that this agent has just heard of
+    elif point.kind == "Agreeing":  # on a loss that this agent has just learnt of
         _before(Agreement, "change", reached)
     elif point.kind == "Deciding":
         _before(Agreement, "_decide", reached)

@@ -28,7 +28,7 @@ def descriptors() -> dict[str, str]:
         try:
             result[entry.name] = os.readlink(entry)  # noqa: PTH115 - what a socket or a memfd "links" to is no path
         except FileNotFoundError:
-            continue  # the one that lists the directory
+            continue  # the descriptor of the listing itself
     return result
 
 

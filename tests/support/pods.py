@@ -10,7 +10,7 @@ from pathlib import Path
 from .namespaces import Namespace
 from .world import plain_environment
 
-# What follows is the command, as the pod's first process but one.
+# The rest is the command, as the pod's second process.
 _INSIDE = """
 mount -t tmpfs -o size=4k tmpfs /dev/shm
 exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"

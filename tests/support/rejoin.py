@@ -111,7 +111,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
                     make_room(folder, fault, len(seen.reloaded))
             assert time.monotonic() < limit, f"rank {rank}: {progress}, {shoal.alive()}, {seen.changes}"
             if not progress.since:
-                time.sleep(0.01)  # who comes needs a moment
+                time.sleep(0.01)  # a joining agent needs a moment
     seen.x, seen.steps = model.x.tolist(), step
     if folder is not None:
         last = Point3()
@@ -122,7 +122,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
 def _loaded(folder: Path) -> tuple[int, list[float]]:
     """The last complete checkpoint, as the mean over its agents."""
     while True:
-        with contextlib.suppress(shoal.PeerLost):  # who reads for all is lost: for all, and they do it again
+        with contextlib.suppress(shoal.PeerLost):  # the reading agent is lost: for all, and they repeat it
             model = Point3()
             step = shoal.Checkpoint(model=model).load(folder, start="consensus", missing_ok=True)
             return step, model.x.tolist()

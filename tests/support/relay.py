@@ -27,7 +27,7 @@ class Cut(Exception):
 
 
 Change = Callable[[bytes, int], bytes]
-"""What becomes of some bytes of one direction of a connection, given how many came before them."""
+"""Maps bytes of one direction of a connection, given how many came before them."""
 
 
 class Relay:
@@ -112,7 +112,7 @@ def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
             near = listener.accept()[0]
         try:
             far = socket.create_connection((address, port))
-        except OSError:  # who listened has ended
+        except OSError:  # the listener has ended
             ours.close()
             near.close()
             raise

@@ -49,7 +49,7 @@ class SlowStream:
             time.sleep(self._chance.random() * self._longest)
             try:
                 work()
-            except Exception as error:  # as on a device: whoever waits next hears of it
+            except Exception as error:  # as on a device: the next wait raises it
                 self.error = self.error or error
 
     def queue(self, work: Callable[[], None]) -> None:

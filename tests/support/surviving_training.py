@@ -16,7 +16,7 @@ from support.fault_points import Point, arm
 
 RATE, STEPS = 0.2, 300
 disturbances: list[Callable[[torch.Tensor], torch.Tensor]] = []
-"""What becomes of the losses of this agent: faults add to it."""
+"""Changes to the losses of this agent: faults add to it."""
 
 
 def curvature(rank: int) -> float:

@@ -161,7 +161,7 @@ NOISE: dict[str, Callable[[MacSeal], bytes]] = {
     "a length that is not said twice": lambda _: _LENGTH.pack(100, 100),
     "half a packet": lambda seal: over_tcp(seal, ASK)[:30],
 }
-"""Each what the seal of the connection makes of it; nothing of it is whole, as after an accident on the way."""
+"""Maps each sealed packet to a damaged one, as after an error on the path."""
 
 
 def _memfd(size: int, seals: int) -> int:

@@ -144,7 +144,7 @@ def record_history(program: Program) -> dict[Edge, list[Record]]:
     in_threads(program.threads, lambda thread: _Thread(program, thread, x, recorders[thread]).run())
     shoal.barrier()
     last = _Thread(program, 0, x, recorders[0])
-    for _ in range(2):  # nothing that has returned may be missing at the end
+    for _ in range(2):  # no returned operation may be missing at the end
         last.read_states()
         last.read()
     shoal.barrier()

@@ -86,7 +86,7 @@ def test_compressed_algorithms_converge_close_to_the_survivors_optimum(name: str
     optimum = optimum_of(SIZE, LEFT)
     expected = (fleet_of_survivors(name, SIZE, LEFT, agent_outcomes, 150) - optimum).norm()
     ended = torch.tensor([one.estimate for one in agent_outcomes.values()], dtype=torch.float64)
-    assert (ended - optimum).norm() < 2 * expected + 1e-3  # they draw by rank, and those that are left keep theirs
+    assert (ended - optimum).norm() < 2 * expected + 1e-3  # they draw by rank, and survivors keep their ranks
 
 
 @pytest.mark.slow  # that they are a fleet of their own, and that such a fleet finds the optimum, others test apart

@@ -185,7 +185,7 @@ def test_if_the_last_checkpoint_has_fewer_agents_all_start_at_their_mean(tmp_pat
     """Otherwise no attempt could load it."""
     with World(3, environment=CONTINUE) as world:
         assert [one.error for one in world.run(save_after_a_loss, tmp_path)] == ["", "", "Died"]
-    with World(3) as world:  # which was not begun again: whoever did it knows, or not
+    with World(3) as world:  # which was not restarted
         assert all("of 2 agents, and there are 3 now" in one for one in world.results(refused, tmp_path))
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     with World(3, environment=again) as world:

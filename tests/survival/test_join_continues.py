@@ -45,8 +45,8 @@ def train(way: str, victim: int, point: Point) -> tuple[list[float], list[list[f
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
-        (1, Point("finished", 60)),  # who has the most batches
-        (2, Point("finished", 150)),  # who has none left
+        (1, Point("finished", 60)),  # the agent with the most batches
+        (2, Point("finished", 150)),  # an agent with none left
         pytest.param(0, Point("received", 40), marks=pytest.mark.soak),
         pytest.param(3, Point("sent", 101), marks=pytest.mark.soak),
         pytest.param(3, Point("summed", 77), marks=pytest.mark.soak),

@@ -70,7 +70,7 @@ def average_until_memory_runs_out(op: str, kind: str) -> tuple[list[float], tupl
         if number == 20 and shoal.rank() == CULPRIT:
             with pytest.raises(MemoryError):
                 current().engine.submit(op, "x", no_memory)
-            time.sleep(0.5)  # in which the others ask for what it has not sent
+            time.sleep(0.5)  # in which the others request its unsent tensors
             shoal.shutdown()
             raise MemoryError
         OPERATIONS[kind](x)

@@ -56,7 +56,7 @@ def keep_saving(seconds: float, most: int) -> tuple[int, int, tuple[int, ...]]:
         done = len(shoal.alive()) >= most or time.monotonic() > limit
         over = shoal.allreduce(torch.tensor([float(done)])).item()
         time.sleep(0.01)
-        checkpoint.save(None, step)  # the last of the loop: who enters begins the next turn with the others
+        checkpoint.save(None, step)  # the last of the loop: a joining agent begins the next turn with the others
     return began, step, shoal.alive()
 
 

@@ -97,7 +97,7 @@ def test_all_are_killed_one_after_another_and_no_first_process_is_left(environme
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
         pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, SIZE) for rank in range(SIZE)}
         for rank in range(SIZE):
-            time.sleep(0.5)  # all train, and whoever was started again has entered
+            time.sleep(0.5)  # all train, and restarted agents have entered
             world.kill(rank)
             assert pending[rank].outcome().error == "Died"
             world.start_again(rank)
@@ -328,7 +328,7 @@ def puts_before_and_after() -> str:
         checkpoint.save(None, step)
         time.sleep(0.01)
     if shoal.rank() != 1:
-        shoal.bluefog.win_put(x, "w")  # to those that are left of its neighbours
+        shoal.bluefog.win_put(x, "w")  # to its surviving neighbours
         try:
             shoal.bluefog.win_put(x, "w", dst_weights=[1])
         except shoal.PeerLost as error:

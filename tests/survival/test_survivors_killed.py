@@ -38,7 +38,7 @@ SWEPT = [
     *(Point("waited", k) for k in (3, 6)),
 ]
 SECONDS = 1.0
-"""In which those that are left go on."""
+"""In which the survivors continue."""
 
 
 def a_few_rounds(count: int) -> float:

@@ -128,7 +128,7 @@ def test_a_sender_buffers_only_units_that_it_may_retransmit() -> None:
             if step % 20 == 0:
                 shoal.neighbor_allreduce(torch.full((1 << 20,), float(step)), name="large")
         links = list(current().engine.router.links.values())
-        shoal.barrier()  # who has ended is nobody's link
+        shoal.barrier()  # an ended agent has no link
         return max(len(link._sent._kept) for link in links if isinstance(link, NetworkLink))
 
     assert max(shoal.Fleet(2, transport="network").run(run)) < 2 * ACKNOWLEDGE_AFTER_UNITS

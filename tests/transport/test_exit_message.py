@@ -80,7 +80,7 @@ def test_a_departed_agent_does_not_retransmit_to_peers_that_closed(monkeypatch: 
             shoal.neighbor_allreduce(x)
         if shoal.rank() == 0:
             return
-        if shoal.rank() == 2:  # who leaves waits for this one, too, and meanwhile the other has hung up
+        if shoal.rank() == 2:  # a departing agent waits for this one, too, and the other has closed
             with current("test").engine.lock:
                 time.sleep(0.5)
         other = {3 - shoal.rank(): 0.5}

@@ -239,7 +239,7 @@ def test_a_pool_keeps_no_more_than_its_limit() -> None:
         tensors = [pool.empty((1 << 20,), torch.float32).fill_(1.0) for _ in range(16)]
         del tensors
         gc.collect()
-    pool.tidy()  # as whoever drives does, at least once a second
+    pool.tidy()  # as the driving thread does, at least once a second
     assert resident_bytes() - before < 24 << 20
 
 

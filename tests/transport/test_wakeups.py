@@ -77,7 +77,7 @@ def test_wakeups_come_for_a_large_enough_part_and_for_the_last_bytes() -> None:
     while is_readable(incoming, 0.1):
         incoming.on_event()
     assert not payload.available  # what has come is not checked yet
-    # The last bytes are all that comes; and then a message may be as short as it likes.
+    # Only the last bytes come; after them a message may have any length.
     far.sendall(data[-10:])
     assert is_readable(incoming, PATIENCE_SECONDS)
     incoming.on_event()

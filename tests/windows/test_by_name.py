@@ -306,7 +306,7 @@ def test_windows_created_and_freed_leave_nothing(fleet: Fleets) -> None:
             shoal.barrier()
             if i == 9:
                 early = len(descriptors())
-        # The other agent may still have to hear of the last one's end.
+        # The other agent may not know of the last one's end yet.
         assert wait_until(lambda: len(descriptors()) <= early)
         shoal.barrier()
 

@@ -55,7 +55,7 @@ def test_a_killed_agent_is_lost_at_once_and_then_rejoins() -> None:
     state.process(1, 1001, "here", "S")
     state.take(summary(1, 2))
     state.ended(1, "rank 1 (pid 1001) was killed by SIGKILL after 3.0 s", False)
-    state.take(summary(1, 2, pid=1001))  # its last word, read late
+    state.take(summary(1, 2, pid=1001))  # its last message, read late
     state.take(summary(0, 2, lost=[1]))
     state.take(summary(0, 2, lost=[1]))
     assert states(state)[1] == "lost" and "SIGKILL" in shown(state)[1]["words"]

@@ -203,6 +203,6 @@ def test_a_page_that_does_not_read_fills_no_memory_and_blocks_no_other(
             served.publish([number, "x" * 200_000])
             assert contains_number(stream, [number, "x" * 200_000])
         assert max(len(connection.out) for connection in served.server._connections) <= server.MOST_WAITING
-        # What the page has read may not be noted as sent yet.
+        # Bytes that the page has read may not be counted as sent yet.
         assert wait_until(lambda: sum(bool(connection.out) for connection in served.server._connections) <= 1)
         stream.close()

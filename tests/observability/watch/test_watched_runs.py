@@ -292,7 +292,7 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
     job = start("--watch", "-n", 4, "--on-failure", "continue", TRAIN, stop)
     with browser() as page:
         page.open(job.address)
-        # It loads, and all that is known is there.
+        # It loads, and shows all known data.
         page.until(FIGURE.format("loss, mean"), lambda text: text != DASH)
         page.until(FIGURE.format("consensus distance"), lambda text: text != DASH)
         page.until(FIGURE.format("a step"), lambda text: text.endswith("s"))

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-import shoal.windows.registry  # noqa: F401 - all that is to be replaced has been imported
+import shoal.windows.registry  # noqa: F401 - all modules with replaced names are imported
 from shoal import clock
 from shoal._signals import deferred
 from shoal.engine import engine as engines

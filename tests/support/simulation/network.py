@@ -66,7 +66,7 @@ class Socket:
         self.lowest = 1
         self.watchers: list[Poller] = []
 
-    # What the transport calls
+    # The calls of the transport
 
     def fileno(self) -> int:
         return self.number
@@ -139,7 +139,7 @@ class Socket:
         if peer is not None:
             self.network.disconnect(self, peer, bool(self.unread))
 
-    # What the network does
+    # The behaviour of the network
 
     def ready(self) -> int:
         if self.number < 0:  # its process has crashed: epoll forgets a descriptor that is closed
@@ -149,7 +149,7 @@ class Socket:
         if self.error is not None:
             return READ | WRITE
         room, peer, unread = self.network.weather.room, self.peer, len(self.unread)
-        # The kernel makes room for what is asked for.
+        # The kernel makes room for the requested size.
         events = READ if unread >= self.lowest or self.ended or (self.lowest > 1 and unread >= room // 2) else 0
         if peer is not None and len(peer.unread) + peer.coming < room:
             events |= WRITE
@@ -270,7 +270,7 @@ class Network:
     def disconnect(self, source: Socket, to: Socket, reset: bool) -> None:
         self.scheduler.at(self._when(source, to), to.end, reset)
 
-        def reset_peer() -> None:  # what it sends from now on is answered by a reset
+        def reset_peer() -> None:  # its later packets are answered by a reset
             if to.number >= 0 and to.peer is source:
                 to.peer = None
                 if to.error is None and not reset:

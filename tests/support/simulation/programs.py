@@ -121,7 +121,7 @@ class Program:
         burst: list[Call] = []
         for call in [*(call for call in self.calls if not call.spans), None]:
             if call is not None and not call.blocking:
-                burst.append(call)  # those that are together may begin in any order
+                burst.append(call)  # calls of one group may begin in any order
                 continue
             chance.shuffle(burst)
             for one in burst:

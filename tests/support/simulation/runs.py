@@ -24,7 +24,7 @@ from .training import Training, run_training
 TIMEOUT = 60.0
 """Seconds for each call. Virtual, as all time here."""
 NOTICED = 1.0
-"""Seconds after which all agents count one that has crashed as lost."""
+"""Seconds after which all agents count a crashed one as lost."""
 LATER = 50
 """Steps after which a crash that would leave no member is tried again."""
 
