@@ -20,7 +20,7 @@ from support.leftovers import nothing_is_left
 pytest_plugins = ["support.transport_counts", "support.case_selection", "pytester"]
 SITE = str(Path(__file__).parent / "support" / "site")
 gc.disable()  # until all tests are collected: that makes many objects, and no garbage
-# Whoever connects to a store of torch looks up the name of the server's address, 127.0.0.1 too, and prints it nowhere.
+# A client of torch's store looks up the name of the server's address, 127.0.0.1 too, and prints it nowhere.
 # No test waits 10 s for a name server that does not answer.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 
@@ -39,7 +39,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Over process groups goes the contract suite, and what asks for them by name."""
+    """Only the contract suite, and tests that request process groups by name, run over process groups."""
     left_out = [item for item in items if _over_process_groups(item) and not _is_contract(item)]
     if left_out:
         items[:] = [item for item in items if item not in set(left_out)]
@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def memory_goes_back() -> Iterator[None]:
-    """What agents that are threads had freed, glibc keeps for the next ones: in the end gigabytes that nobody uses."""
+    """Return freed memory to the system: glibc would keep the memory of each test's agents, and gigabytes add up."""
     yield
     gc.collect()
     gc.freeze()  # what the tests have imported, such as torch's compiler

@@ -114,16 +114,16 @@ def test_an_equation_becomes_an_algorithm_on_real_agents(tmp_path: Path) -> None
     exec(STACKED[: STACKED.index("def measure")], names)
     for block in (TWICE, SWEEP, AGENTS):
         exec(compile(block, "docs/algorithms.md", "exec", dont_inherit=True), names)
-    found, runs = names["found"], names["runs"]
-    assert [(row["algorithm"], row["topology"], row["runs"]) for row in found.summary()] == [
+    result, runs = names["found"], names["runs"]
+    assert [(row["algorithm"], row["topology"], row["runs"]) for row in result.summary()] == [
         (algorithm, graph, 3) for algorithm in ("D-PSGD", "twice") for graph in ("ring", "one-peer")
     ]
-    plain, twice = found.summary()[0], found.summary()[2]
+    plain, twice = result.summary()[0], result.summary()[2]
     assert twice["consensus"] < plain["consensus"] and twice["bytes"] == 2 * plain["bytes"]
     names["axes"].figure.savefig(tmp_path / "sweep.png")
     assert len(names["axes"].lines) == 4 and names["axes"].get_xlabel() == "bytes"
     cell = {"algorithm": "twice", "topology": "ring", "seed": 0}
-    simulated = [record for record in found.records if cell.items() <= record.items()]
+    simulated = [record for record in result.records if cell.items() <= record.items()]
     assert len(simulated) == 101
     for run in runs:
         assert [{**cell, **record} for record in run.records] == [pytest.approx(one, abs=1e-5) for one in simulated]

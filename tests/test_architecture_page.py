@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGE = Path(shoal.__file__).parent
 MODULES = runpy.run_path(str(ROOT / "tools" / "modules.py"))
-FOLDERS = sorted(one.parent.name for one in PACKAGE.glob("*/__init__.py"))
+FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
 def test_every_folder_is_listed_once() -> None:
@@ -40,5 +40,5 @@ def test_the_page_has_ten_tasks() -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_list_of_modules_has_every_module_with_its_sentence(folder: str) -> None:
     rows = dict(re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", MODULES["page"]([folder]), re.MULTILINE))
-    there = {str(one.relative_to(PACKAGE)) for one in (PACKAGE / folder).rglob("*.py")}
-    assert set(rows) == {name for name in there if (PACKAGE / name).read_text().strip()}
+    existing = {str(path.relative_to(PACKAGE)) for path in (PACKAGE / folder).rglob("*.py")}
+    assert set(rows) == {name for name in existing if (PACKAGE / name).read_text().strip()}

@@ -33,8 +33,8 @@ def test_the_pages_script_trains() -> None:
 
 def test_names_listed_as_available_exist() -> None:
     rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
-    for names, here, *_ in rows:
-        if here.startswith("not there"):
+    for names, shoals_name, *_ in rows:
+        if shoals_name.startswith("not there"):
             continue
         for name in re.findall(r"`([\w.]+)[(`]", names):
             where: object = bagua

@@ -55,12 +55,12 @@ BLUEFOGS = re.findall(
 
 
 def rows(section: str) -> dict[str, str]:
-    """Each name of the first column of a section's table, with what the second column says of it."""
+    """Each name of the first column of a section's table, with the text of its second column."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     table = re.findall(r"^\| (`.*?) \| ?(.*) \|$", text, re.MULTILINE)
-    found = [(name, said) for names, said in table for name in re.findall(r"`(\w+)`", names)]
-    assert len(found) == len(dict(found)), "a name is there twice"
-    return dict(found)
+    results = [(name, output) for names, output in table for name in re.findall(r"`(\w+)`", names)]
+    assert len(results) == len(dict(results)), "a name is there twice"
+    return dict(results)
 
 
 SAME, ALIASES, ONLY = rows("Unchanged names"), rows("Aliases"), rows("Only in `shoal.bluefog`")
@@ -92,14 +92,14 @@ def test_a_name_listed_as_different_is_another_function_than_shoals(name: str) -
 
 def test_a_second_init_sets_the_exponential_graph_unless_another_is_passed() -> None:
     def run() -> list[bool]:
-        found = []
+        results = []
         for again in (bf.init, lambda: bf.init(bf.StarGraph), shoal.init):
             shoal.set_topology(shoal.topology.RingGraph(4), is_weighted=True)
             again()
             graphs = [bf.ExponentialTwoGraph(4), bf.StarGraph(4), bf.RingGraph(4)]
-            found.append([bf.IsTopologyEquivalent(bf.load_topology(), graph) for graph in graphs])
-            found.append(bf.is_topo_weighted())
-        return found
+            results.append([bf.IsTopologyEquivalent(bf.load_topology(), graph) for graph in graphs])
+            results.append(bf.is_topo_weighted())
+        return results
 
     here = [[True, False, False], False, [False, True, False], False, [False, False, True], True]
     assert shoal.Fleet(4).run(run) == [here] * 4
@@ -221,13 +221,13 @@ def test_queries_about_an_agent_need_one() -> None:
 
 def test_each_agent_keeps_its_skip_negotiation_setting() -> None:
     def run() -> list[bool]:
-        found = [bf.get_skip_negotiate_stage()]
+        results = [bf.get_skip_negotiate_stage()]
         bf.set_skip_negotiate_stage(bf.rank() == 1)
         bf.set_skip_negotiate_stage(bf.rank() == 1)
         bf.barrier()
-        found.append(bf.get_skip_negotiate_stage())
+        results.append(bf.get_skip_negotiate_stage())
         bf.set_skip_negotiate_stage(False)
-        return [*found, bf.get_skip_negotiate_stage()]
+        return [*results, bf.get_skip_negotiate_stage()]
 
     assert shoal.Fleet(2).run(run) == [[False, False, False], [False, True, False]]
 
@@ -235,9 +235,9 @@ def test_each_agent_keeps_its_skip_negotiation_setting() -> None:
 def test_operations_work_between_suspend_and_resume() -> None:
     def run() -> float:
         bf.suspend()
-        found = bf.allreduce(torch.tensor(float(bf.rank()))).item()
+        result = bf.allreduce(torch.tensor(float(bf.rank()))).item()
         bf.resume()
-        return found
+        return result
 
     assert shoal.Fleet(2).run(run) == [0.5, 0.5]
 
@@ -384,10 +384,10 @@ def test_the_calls_on_the_page_give_the_documented_averages() -> None:
         )
         return names["seen"]
 
-    found = shoal.Fleet(4).run(run)
+    results = shoal.Fleet(4).run(run)
     ring = [sum([(rank - 1) % 4, rank, (rank + 1) % 4]) / 3 for rank in range(4)]
     pushed = [0.5 * 0, 0.5 * 1 + 0.5 * (0 + 2 + 3), 0.5 * 2 + 0.5 * 1, 0.5 * 3]
-    for rank, (static, pull, push, push_pull, handle) in enumerate(found):
+    for rank, (static, pull, push, push_pull, handle) in enumerate(results):
         assert torch.tensor([static, handle]).allclose(torch.tensor([ring[rank]] * 2))
         assert pull == 0.5 * rank + 0.5 * (3 if rank != 3 else 0)
         assert push == pushed[rank]

@@ -31,19 +31,19 @@ def test_alone(): pass
 
 @pytest.mark.parametrize(("length", "fewest"), [(1, 4), (2, 12), (3, 24)])
 def test_all_combinations_of_values_are_covered_by_few_cases(length: int, fewest: int) -> None:
-    found = cover(CASES, length, list(range(len(CASES))))
+    result = cover(CASES, length, list(range(len(CASES))))
 
     def combined(cases: list[int]) -> set[object]:
         return {one for case in cases for one in combinations(sorted(CASES[case]), length)}
 
-    assert combined(found) == combined(list(range(len(CASES))))
-    assert fewest <= len(found) <= 1.5 * fewest and len(set(found)) == len(found)
+    assert combined(result) == combined(list(range(len(CASES))))
+    assert fewest <= len(result) <= 1.5 * fewest and len(set(result)) == len(result)
 
 
 def test_a_parameter_that_need_not_be_covered_adds_no_case() -> None:
-    found = [dict(CASES[case]) for case in cover(CASES, 1, list(range(len(CASES))), ("transport",))]
-    assert sorted(case["size"] for case in found) == list(range(4)) and {case["dtype"] for case in found} == {0, 1}
-    assert {case["transport"] for case in found} == {0, 1, 2}
+    results = [dict(CASES[case]) for case in cover(CASES, 1, list(range(len(CASES))), ("transport",))]
+    assert sorted(case["size"] for case in results) == list(range(4)) and {case["dtype"] for case in results} == {0, 1}
+    assert {case["transport"] for case in results} == {0, 1, 2}
 
 
 OVER = """

@@ -30,7 +30,7 @@ VALUES = {
 
 
 def field_of(name: str) -> str:
-    return next(one.name for one in fields(config.Config) if one.metadata["variable"].name == name)
+    return next(field.name for field in fields(config.Config) if field.metadata["variable"].name == name)
 
 
 def test_unset_and_empty_variables_have_their_defaults() -> None:
@@ -41,10 +41,12 @@ def test_unset_and_empty_variables_have_their_defaults() -> None:
 @pytest.mark.parametrize("name", config.NAMES)
 def test_each_variable_sets_its_own_field(name: str) -> None:
     text, value = VALUES.get(name, ("text", "text"))
-    found, default = config.read({name: text}), config.Config()
-    changed = {one.name for one in fields(config.Config) if getattr(found, one.name) != getattr(default, one.name)}
+    result, default = config.read({name: text}), config.Config()
+    changed = {
+        field.name for field in fields(config.Config) if getattr(result, field.name) != getattr(default, field.name)
+    }
     assert changed == {field_of(name)}
-    assert getattr(found, field_of(name)) == value
+    assert getattr(result, field_of(name)) == value
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def test_an_invalid_variable_is_named_with_its_value_and_the_valid_ones(name: st
 
 
 def test_the_secret_is_not_shown() -> None:
-    shown = repr(config.read({"SHOAL_SECRET": "open sesame", "SHOAL_TIMEOUT": "5"}))
-    assert "open sesame" not in shown and "timeout=5.0" in shown
+    representation = repr(config.read({"SHOAL_SECRET": "open sesame", "SHOAL_TIMEOUT": "5"}))
+    assert "open sesame" not in representation and "timeout=5.0" in representation
 
 
 def test_the_table_has_each_variable_that_the_library_names() -> None:
@@ -85,5 +87,5 @@ def test_no_other_module_reads_them() -> None:
     [package] = shoal.__path__
     constants = [name for name, text in vars(config).items() if isinstance(text, str) and text in config.NAMES]
     reads = re.compile(rf"environ(?:\.get\(|\[)\s*(?:\"SHOAL_|{'|'.join(constants)})")
-    found = {path.name for path in Path(package).rglob("*.py") if reads.search(path.read_text())}
-    assert found == {"exit_notes.py", "agent_processes.py"}
+    results = {path.name for path in Path(package).rglob("*.py") if reads.search(path.read_text())}
+    assert results == {"exit_notes.py", "agent_processes.py"}

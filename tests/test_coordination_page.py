@@ -23,4 +23,4 @@ def test_the_numbers_on_the_page_are_those_of_the_code() -> None:
 def test_the_page_names_all_backends_and_how_their_groups_are_created() -> None:
     rows = dict(re.findall(r"\| `(\w+)`(?: \(default\))? \| ([^|]*) \|", PAGE))
     assert set(rows) == set(BACKENDS)
-    assert [name for name, told in rows.items() if told.startswith("Shoal makes")] == list(MADE_HERE)
+    assert [name for name, description in rows.items() if description.startswith("Shoal makes")] == list(MADE_HERE)

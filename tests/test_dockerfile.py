@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as that can be seen without an engine: its form, what it copies, and who runs in it."""
+"""The Dockerfile, as far as a test without an engine can check it: its form, its copied files, and its user."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 def instructions() -> list[tuple[str, str]]:
     parse = pytest.importorskip("dockerfile_parse")
-    found = parse.DockerfileParser(str(DOCKERFILE)).structure
-    return [(one["instruction"], one["value"]) for one in found if one["instruction"] != "COMMENT"]
+    result = parse.DockerfileParser(str(DOCKERFILE)).structure
+    return [(one["instruction"], one["value"]) for one in result if one["instruction"] != "COMMENT"]
 
 
 def test_hadolint_reports_nothing() -> None:

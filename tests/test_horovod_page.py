@@ -1,4 +1,4 @@
-"""The code on the page about Horovod runs, on real agents, and what it says of each name is so."""
+"""The code on the page about Horovod runs, on real agents, and its statements on each name hold."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_the_pages_script_trains() -> None:
 
 
 def test_the_page_has_every_name_and_no_other() -> None:
-    here, missing = set(), set()
+    present, missing = set(), set()
     for names, became, *_ in ROWS:
-        (missing if became.startswith("not there") else here).update(re.findall(r"`([\w.]+)[(`]", names))
-    assert here == set(hvd.__all__)
+        (missing if became.startswith("not there") else present).update(re.findall(r"`([\w.]+)[(`]", names))
+    assert present == set(hvd.__all__)
     assert missing == {"elastic.run", "elastic.TorchState", "elastic.ElasticSampler"}
     assert not hasattr(hvd, "elastic")
     assert [name for name in hvd.__all__ if not hasattr(hvd, name)] == []

@@ -16,8 +16,8 @@ from support.limits import scaled
 BROKEN = 'raise OSError("libtorch_cpu.so: cannot open shared object file")'
 
 
-def said(program: str, *front: Path) -> str:
-    """What a program prints, in an interpreter of its own; with folders in front of what is installed."""
+def output_of(program: str, *front: Path) -> str:
+    """The output of a program in a new interpreter; with folders before the installed packages."""
     path = os.pathsep.join([*map(str, front), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -32,17 +32,19 @@ def said(program: str, *front: Path) -> str:
 
 def test_importing_shoal_imports_no_other_library() -> None:
     unwanted = ("torch", "numpy", "networkx", "rich")
-    assert said(f"import shoal, sys; print([name for name in {unwanted} if name in sys.modules])") == "[]"
+    assert output_of(f"import shoal, sys; print([name for name in {unwanted} if name in sys.modules])") == "[]"
 
 
 def test_using_shoal_imports_no_compiler_of_torch_and_no_notebook() -> None:
     unwanted = ("torch._dynamo.config", "sympy", "IPython")
     program = f"import shoal, sys; shoal.init; print([name for name in {unwanted} if name in sys.modules])"
-    assert said(program) == "[]"
+    assert output_of(program) == "[]"
 
 
 def test_topologies_are_imported_without_torch() -> None:
-    assert said("import shoal, sys; shoal.topology.OnePeerExponential(8); print('torch' in sys.modules)") == "False"
+    assert (
+        output_of("import shoal, sys; shoal.topology.OnePeerExponential(8); print('torch' in sys.modules)") == "False"
+    )
 
 
 @pytest.mark.parametrize("package", ["shoal", "shoal.observability", "shoal.netmodel"])
@@ -58,11 +60,11 @@ from {package} import *
 last = [name for name in names if name in getattr(package, "__all__", names)][-1]
 assert globals()[last] is vars(public)[last]
 """
-    said(program)
+    output_of(program)
 
 
 def test_help_lists_them() -> None:
-    assert "neighbor_allreduce(" in said("import pydoc, shoal; print(pydoc.render_doc(shoal))")
+    assert "neighbor_allreduce(" in output_of("import pydoc, shoal; print(pydoc.render_doc(shoal))")
 
 
 def test_a_missing_name_is_an_attribute_error() -> None:
@@ -73,7 +75,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    assert said(program) == "module 'shoal' has no attribute 'swim'"
+    assert output_of(program) == "module 'shoal' has no attribute 'swim'"
 
 
 def test_an_import_error_of_torch_is_raised_in_every_thread(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ for ask in (lambda: shoal.rank, lambda: hasattr(shoal, "rank"), lambda: dir(shoa
     except OSError as error:
         print(error)
 """
-    assert said(program, tmp_path).splitlines() == [BROKEN.partition('"')[2].rpartition('"')[0]] * 4
+    assert output_of(program, tmp_path).splitlines() == [BROKEN.partition('"')[2].rpartition('"')[0]] * 4
 
 
 def test_concurrent_first_imports_work() -> None:
@@ -110,14 +112,14 @@ threads = [threading.Thread(target=first, args=(way,)) for way in ways]
 [thread.join() for thread in threads]
 print(len(went_well) == len(ways))
 """
-    assert said(program) == "True"
+    assert output_of(program) == "True"
 
 
 @pytest.mark.parametrize(("name", "place"), [(n, p) for p, names in shoal._MOVED.items() for n in names.split()])
 def test_a_moved_name_is_the_same_object_with_a_warning(name: str, place: str) -> None:
     with pytest.warns(DeprecationWarning, match=rf"^shoal\.{name} is now shoal\.{place}\.{name}$"):
-        found = getattr(shoal, name)
-    assert found is getattr(getattr(shoal, place), name)
+        result = getattr(shoal, name)
+    assert result is getattr(getattr(shoal, place), name)
     assert name not in dir(shoal)
 
 
@@ -128,7 +130,7 @@ shoal.rank = None
 dir(shoal), hasattr(shoal, "swim"), shoal.size
 assert shoal.rank is None
 """
-    said(program)
+    output_of(program)
 
 
 def test_a_removed_package_is_imported_again() -> None:
@@ -139,7 +141,7 @@ del sys.modules["shoal"], shoal
 import shoal
 assert shoal.rank is rank and shoal.optim is optim
 """
-    said(program)
+    output_of(program)
 
 
 def test_an_agent_created_by_a_partial_import_is_recorded_too(tmp_path: Path) -> None:
@@ -151,5 +153,5 @@ from shoal.runtime.bootstrap import init, shutdown
 init()
 shutdown()
 """
-    said(program)
-    assert {one.name for one in tmp_path.iterdir()} == {"agent0.jsonl", "shoal-rank0.json"}
+    output_of(program)
+    assert {path.name for path in tmp_path.iterdir()} == {"agent0.jsonl", "shoal-rank0.json"}

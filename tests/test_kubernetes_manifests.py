@@ -1,5 +1,5 @@
-"""The manifests in ``deploy/kubernetes`` are what Kubernetes, JobSet and Kubeflow take: each field has a name and a
-type of their published schemas. What they say beyond that agrees with itself, and with Shoal."""
+"""The manifests in ``deploy/kubernetes`` are valid for Kubernetes, JobSet and Kubeflow: each field has a name and a
+type of their published schemas. Their other content is consistent, also with Shoal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lost(document: object, known: object, where: str) -> Iterator[str]:
 
 
 def check_fields(models: Any, name: str, document: Any, where: str) -> None:
-    """By a model of the training operator's, whose own checks are of what is missing."""
+    """Check the fields against a model of the training operator, which itself checks only for missing ones."""
     if match := re.fullmatch(r"(?:dict\(str, |list\[)(.*)[)\]]", name):
         for key, one in document.items() if isinstance(document, dict) else enumerate(document):
             check_fields(models, match[1], one, f"{where}.{key}")
@@ -92,7 +92,7 @@ def test_a_manifest_is_accepted_by_its_controllers_schema(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_wrong_field_or_type_is_detected(path: Path) -> None:
-    """The check above can fail: in each document, for a field that does not exist, and for another type."""
+    """The check above can fail: in each document, with an unknown field, and with another type."""
     for document in documents(path):
         for spoil in ({"completons": 3}, {next(iter(document["spec"])): ["no such thing"]}):
             with pytest.raises(Exception):  # noqa: B017 - each schema has an error of its own
@@ -100,7 +100,7 @@ def test_a_wrong_field_or_type_is_detected(path: Path) -> None:
 
 
 def containers(value: object) -> Iterator[dict[str, Any]]:
-    """Whatever has a command, or is to run one."""
+    """Every container: a mapping with an image."""
     if isinstance(value, dict):
         if "image" in value:
             yield value
@@ -113,9 +113,9 @@ def containers(value: object) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_container_gets_the_secret_from_a_secret_and_only_existing_variables(path: Path) -> None:
-    found = [one for document in documents(path) for one in containers(document)]
-    assert found
-    for container in found:
+    results = [one for document in documents(path) for one in containers(document)]
+    assert results
+    for container in results:
         variables = {one["name"]: one for one in container["env"]}
         assert "value" not in variables["SHOAL_SECRET"]
         assert variables["SHOAL_SECRET"]["valueFrom"]["secretKeyRef"] == {"name": "shoal", "key": "secret"}
@@ -157,7 +157,7 @@ def test_the_command_is_valid_for_shoal_run_and_uses_the_first_pods_address(
 def container_grace(value: object) -> float:
     """The shortest time that a pod has to end."""
     if isinstance(value, dict):
-        inside = [container_grace(one) for one in value.values()]
+        inside = [container_grace(value) for value in value.values()]
         return float(min([value.get("terminationGracePeriodSeconds", float("inf")), *inside]))
     return (
         min([container_grace(one) for one in value], default=float("inf")) if isinstance(value, list) else float("inf")

@@ -25,14 +25,14 @@ def table() -> dict[str, str]:
 @cache
 def imported() -> set[str]:
     """The modules that test files import by their own names, as paths in the package."""
-    found: set[str] = set()
+    result: set[str] = set()
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                result |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name.removeprefix("shoal.").replace(".", "/") + ".py" for name in found if name.startswith("shoal.")}
+                result |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name.removeprefix("shoal.").replace(".", "/") + ".py" for name in result if name.startswith("shoal.")}
 
 
 def by_name() -> set[str]:
@@ -40,8 +40,8 @@ def by_name() -> set[str]:
 
 
 def test_every_module_has_its_test_by_name_import_or_table() -> None:
-    lacking = MODULES - by_name() - imported() - set(table())
-    assert not lacking, f"no test file is known: add one, or a line in {TABLE.name}"
+    untested = MODULES - by_name() - imported() - set(table())
+    assert not untested, f"no test file is known: add one, or a line in {TABLE.name}"
 
 
 def test_the_table_has_only_needed_rows() -> None:

@@ -27,7 +27,7 @@ def ahead() -> np.int64:
     return n((shoal.rank() + 1) % SIZE)
 
 
-def behind() -> np.int64:
+def previous_rank() -> np.int64:
     return n((shoal.rank() - 1) % SIZE)
 
 
@@ -35,7 +35,7 @@ def pair() -> np.int64:
     return n(shoal.rank() ^ 1)
 
 
-def mine() -> list[np.int64]:
+def own_group() -> list[np.int64]:
     return [n(shoal.rank()), pair()]
 
 
@@ -43,19 +43,23 @@ HALF = np.float64(0.5)
 Op = Callable[[], object]
 
 OPERATIONS: dict[str, Op] = {
-    "neighbor_allreduce": lambda: shoal.neighbor_allreduce(X, 0.5, {behind(): HALF}, {ahead(): 1.0}),
+    "neighbor_allreduce": lambda: shoal.neighbor_allreduce(X, 0.5, {previous_rank(): HALF}, {ahead(): 1.0}),
     "neighbor_allreduce, push": lambda: shoal.neighbor_allreduce(X, 0.5, dst_weights={ahead(): HALF}),
-    "neighbor_allreduce, pull": lambda: shoal.neighbor_allreduce(X, 0.5, {behind(): HALF}),
-    "neighbor_allreduce, a list": lambda: shoal.neighbor_allreduce(X, 0.5, {behind(): 0.5}, [ahead()]),
-    "neighbor_allreduce, an array": lambda: shoal.neighbor_allreduce(X, 0.5, {behind(): 0.5}, np.array([ahead()])),
-    "neighbor_allreduce, group": lambda: shoal.neighbor_allreduce(X, group=mine()),
+    "neighbor_allreduce, pull": lambda: shoal.neighbor_allreduce(X, 0.5, {previous_rank(): HALF}),
+    "neighbor_allreduce, a list": lambda: shoal.neighbor_allreduce(X, 0.5, {previous_rank(): 0.5}, [ahead()]),
+    "neighbor_allreduce, an array": lambda: shoal.neighbor_allreduce(
+        X, 0.5, {previous_rank(): 0.5}, np.array([ahead()])
+    ),
+    "neighbor_allreduce, group": lambda: shoal.neighbor_allreduce(X, group=own_group()),
     "neighbor_allreduce_nonblocking": lambda: shoal.neighbor_allreduce_nonblocking(
-        X, 0.5, {behind(): HALF}, {ahead(): 1.0}
+        X, 0.5, {previous_rank(): HALF}, {ahead(): 1.0}
     ).wait(),
-    "grouped_neighbor_allreduce": lambda: shoal.grouped_neighbor_allreduce([X], 0.5, {behind(): 0.5}, {ahead(): 1.0}),
-    "neighbor_allgather": lambda: shoal.neighbor_allgather(X, src_ranks=[behind()], dst_ranks=[ahead()]),
+    "grouped_neighbor_allreduce": lambda: shoal.grouped_neighbor_allreduce(
+        [X], 0.5, {previous_rank(): 0.5}, {ahead(): 1.0}
+    ),
+    "neighbor_allgather": lambda: shoal.neighbor_allgather(X, src_ranks=[previous_rank()], dst_ranks=[ahead()]),
     "neighbor_allgather, arrays": lambda: shoal.neighbor_allgather(
-        X, src_ranks=np.array([behind()]), dst_ranks=np.array([ahead()])
+        X, src_ranks=np.array([previous_rank()]), dst_ranks=np.array([ahead()])
     ),
     "neighbor_alltoall": lambda: shoal.neighbor_alltoall(X[:1], [pair()]),
     "neighbor_alltoall, an array": lambda: shoal.neighbor_alltoall(X[:1], np.array([pair()])),  # type: ignore[arg-type]
@@ -63,25 +67,27 @@ OPERATIONS: dict[str, Op] = {
     "alltoall, an array": lambda: alltoall_nonblocking(torch.ones(SIZE), np.ones(SIZE, dtype=np.int64)).wait(),
     "pair_gossip": lambda: shoal.pair_gossip(X, pair()),
     "pair_gossip_nonblocking": lambda: shoal.pair_gossip_nonblocking(X, pair()).wait(),
-    "allreduce": lambda: shoal.allreduce(X, group=mine()),
-    "allreduce, an array": lambda: shoal.allreduce(X, group=np.array(mine())),  # type: ignore[arg-type]
-    "allreduce_": lambda: shoal.allreduce_(X.clone(), group=mine()),
-    "grouped_allreduce": lambda: shoal.grouped_allreduce([X], group=mine()),
+    "allreduce": lambda: shoal.allreduce(X, group=own_group()),
+    "allreduce, an array": lambda: shoal.allreduce(X, group=np.array(own_group())),  # type: ignore[arg-type]
+    "allreduce_": lambda: shoal.allreduce_(X.clone(), group=own_group()),
+    "grouped_allreduce": lambda: shoal.grouped_allreduce([X], group=own_group()),
     "broadcast": lambda: shoal.broadcast(X, n(1)),
     "broadcast_": lambda: shoal.broadcast_(X.clone(), n(1)),
-    "broadcast, group": lambda: shoal.broadcast(X, mine()[0] & ~1, group=mine()),
+    "broadcast, group": lambda: shoal.broadcast(X, own_group()[0] & ~1, group=own_group()),
     "grouped_broadcast": lambda: shoal.grouped_broadcast([X], n(1)),
-    "allgather": lambda: shoal.allgather(X, group=mine()),
-    "grouped_allgather": lambda: shoal.grouped_allgather([X], group=mine()),
-    "barrier": lambda: shoal.barrier(group=mine()),
+    "allgather": lambda: shoal.allgather(X, group=own_group()),
+    "grouped_allgather": lambda: shoal.grouped_allgather([X], group=own_group()),
+    "barrier": lambda: shoal.barrier(group=own_group()),
     "broadcast_object": lambda: shoal.broadcast_object({1: 2}, n(1)),
     "broadcast_parameters": lambda: shoal.broadcast_parameters({"x": X.clone()}, n(1)),
-    "allreduce_parameters": lambda: shoal.allreduce_parameters({"x": X.clone()}, group=mine()),
+    "allreduce_parameters": lambda: shoal.allreduce_parameters({"x": X.clone()}, group=own_group()),
     "broadcast_optimizer_state": lambda: shoal.broadcast_optimizer_state(
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), n(1)
     ),
     "InferSourceFromDestinationRanks": lambda: shoal.bluefog.InferSourceFromDestinationRanks([ahead()]),
-    "InferDestinationFromSourceRanks": lambda: shoal.bluefog.InferDestinationFromSourceRanks(np.array([behind()])),
+    "InferDestinationFromSourceRanks": lambda: shoal.bluefog.InferDestinationFromSourceRanks(
+        np.array([previous_rank()])
+    ),
     "dynamic": lambda: shoal.neighbor_allreduce(
         X,
         0.5,
@@ -104,15 +110,15 @@ OPERATIONS: dict[str, Op] = {
 
 def _next() -> tuple[list[Any], list[Any]]:
     """A round of BlueFog's dynamic graph, of an agent that calls itself by numpy's number."""
-    found = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.RingGraph(SIZE), n(shoal.rank()))
-    send, receive = next(iter(found))
+    result = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.RingGraph(SIZE), n(shoal.rank()))
+    send, receive = next(iter(result))
     return [n(one) for one in send], [n(one) for one in receive]
 
 
 def numpy_graph() -> nx.DiGraph:
     graph = nx.DiGraph()
     graph.add_nodes_from(np.arange(SIZE))
-    graph.add_weighted_edges_from((n(one), n((one + 1) % SIZE), HALF) for one in range(SIZE))
+    graph.add_weighted_edges_from((n(index), n((index + 1) % SIZE), HALF) for index in range(SIZE))
     return graph
 
 
@@ -130,8 +136,8 @@ def test_operations_between_machines_accept_them() -> None:
     def run() -> None:
         shoal.set_machine_topology(shoal.topology.RingGraph(2))
         other = n(1 - shoal.machine_rank())
-        found = shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: HALF}, {other: 1.0})
-        assert found.tolist() == [1.0] * 3
+        result = shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: HALF}, {other: 1.0})
+        assert result.tolist() == [1.0] * 3
         assert shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: 0.5}, [other]).tolist() == [1.0] * 3
 
     shoal.Fleet(SIZE, agents_per_machine=2, timeout=10.0).run(run)
@@ -142,7 +148,7 @@ def test_windows_accept_them() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x = torch.ones(3)
         assert bf.win_create(x, "w")
-        both = {behind(): HALF, ahead(): HALF}
+        both = {previous_rank(): HALF, ahead(): HALF}
         assert bf.win_put(x, "w", 1.0, both)
         assert bf.win_accumulate(x, "w", 1.0, both)
         assert bf.win_get("w", both)
@@ -167,8 +173,8 @@ def test_an_optimizer_accepts_them() -> None:
         shoal.broadcast_parameters(model.state_dict(), n(0))
         optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         optimizer.self_weight = HALF
-        optimizer.src_weights = {behind(): HALF / 2, ahead(): HALF / 2}
-        optimizer.dst_weights = np.array([ahead(), behind()])
+        optimizer.src_weights = {previous_rank(): HALF / 2, ahead(): HALF / 2}
+        optimizer.dst_weights = np.array([ahead(), previous_rank()])
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.close()

@@ -1,4 +1,4 @@
-"""What a dotted name of Shoal's leads to."""
+"""The objects that Shoal's dotted names resolve to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import shoal
 from support.limits import scaled
 
-PACKAGES = ["shoal", *(found.name for found in pkgutil.walk_packages(shoal.__path__, "shoal.") if found.ispkg)]
+PACKAGES = ["shoal", *(result.name for result in pkgutil.walk_packages(shoal.__path__, "shoal.") if result.ispkg)]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -23,10 +23,10 @@ def test_no_attribute_of_a_package_has_the_name_of_its_module(name: str) -> None
     except ModuleNotFoundError as error:
         assert not str(error.name).startswith("shoal"), error
         pytest.skip(f"{name} is for {error.name}")
-    modules = {found.name: f"{name}.{found.name}" for found in pkgutil.iter_modules(package.__path__)}
+    modules = {result.name: f"{name}.{result.name}" for result in pkgutil.iter_modules(package.__path__)}
     assert modules
-    there = {one: getattr(package, one) for one in modules if hasattr(package, one)}
-    shadowed = [one for one, found in there.items() if getattr(found, "__name__", "") != modules[one]]
+    resolved = {module: getattr(package, module) for module in modules if hasattr(package, module)}
+    shadowed = [one for one, result in resolved.items() if getattr(result, "__name__", "") != modules[one]]
     assert not shadowed, f"rename the modules {shadowed} of {name}, or what {name} calls so"
 
 

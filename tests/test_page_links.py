@@ -22,7 +22,7 @@ LONG = {"algorithm-catalog.md", "command-line.md", "topologies/README.md", "topo
 
 
 @pytest.mark.parametrize(
-    "page", [one for one in PAGES if one.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem
+    "page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")], ids=lambda page: page.stem
 )
 def test_pages_are_short(page: Path) -> None:
     """A page has under 2,000 words, and instructions for one task under 1,000."""
@@ -71,7 +71,7 @@ def test_headings_cited_in_the_code_exist() -> None:
     cited = []
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml"), ROOT / "Dockerfile"]:
         text = re.sub(r"['\"]?\n\s*#?\s*f?['\"]?", " ", path.read_text())
-        cited += [(path.name, *found) for found in re.findall(r'(docs/[\w/-]+\.md), "([^"\n]+)"', text)]
+        cited += [(path.name, *result) for result in re.findall(r'(docs/[\w/-]+\.md), "([^"\n]+)"', text)]
         for page in re.findall(r"docs/[\w/-]+\.md", text):
             assert (ROOT / page).exists(), (path, page)
     assert len(cited) >= 5

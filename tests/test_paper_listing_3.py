@@ -67,17 +67,17 @@ def test_in_lockstep_every_number_is_that_of_the_equations(fleet: Fleets) -> Non
     extended = torch.cat([vectors(size), torch.ones(size, 1, dtype=torch.float64)], dim=1)
     expected = torch.linalg.matrix_power(W, iterations) @ extended
 
-    found = fleet(size).run(push_sum, 1, iterations)
-    torch.testing.assert_close(torch.stack([before for before, _ in found]), expected, rtol=0, atol=1e-14)
+    results = fleet(size).run(push_sum, 1, iterations)
+    torch.testing.assert_close(torch.stack([before for before, _ in results]), expected, rtol=0, atol=1e-14)
 
 
 def test_without_waiting_every_agent_reaches_the_unbiased_mean(fleet: Fleets) -> None:
     size = 4
-    found = fleet(size).run(push_sum, 4, 40)
+    results = fleet(size).run(push_sum, 4, 40)
     mean = vectors(size).mean(dim=0)
-    for x_ext, _ in found:
+    for x_ext, _ in results:
         torch.testing.assert_close(x_ext[:-1] / x_ext[-1], mean, rtol=0, atol=1e-12)
-    weights = [x_ext[-1].item() for _, x_ext in found]
+    weights = [x_ext[-1].item() for _, x_ext in results]
     assert max(weights) - min(weights) > 0.1, "the correction has something to correct"
 
 

@@ -86,8 +86,8 @@ def school(size: int, seed: int = 2) -> torch.Tensor:
 def get_neighbor_ranks(x: torch.Tensor, positions: torch.Tensor) -> tuple[list[int], list[int]]:
     """The fishes within the threshold of x, and how many fishes each of those sees."""
     near = torch.cdist(positions, positions) < THRESHOLD
-    mine = torch.linalg.norm(positions - x, dim=1) < THRESHOLD
-    ranks = [rank for rank in mine.nonzero().view(-1).tolist() if rank != bf.rank()]
+    own = torch.linalg.norm(positions - x, dim=1) < THRESHOLD
+    ranks = [rank for rank in own.nonzero().view(-1).tolist() if rank != bf.rank()]
     return ranks, [int(near[rank].sum()) - 1 for rank in ranks]
 
 
@@ -128,9 +128,9 @@ def test_listing_2_a_school_of_fish_finds_the_predator_over_a_moving_topology(fl
             seen.append(nb_ranks)
         return w, first_errors, seen
 
-    found = fleet(size).run(swim)
-    assert len({str([seen[k] for _, _, seen in found]) for k in range(50)}) > 10, "the topology moves"
-    for w, first_error, _ in found:
+    results = fleet(size).run(swim)
+    assert len({str([seen[k] for _, _, seen in results]) for k in range(50)}) > 10, "the topology moves"
+    for w, first_error, _ in results:
         assert distance(w, predator) < 1e-3 * first_error
 
 
@@ -145,9 +145,9 @@ def test_listing_2_by_the_equation_preserves_the_average_of_the_estimates(fleet:
         self_weight, src_weights = get_mh_weights(nb_ranks, nb_degrees)
         return bf.neighbor_allreduce(estimates[bf.rank()], self_weight=self_weight, src_weights=src_weights)
 
-    found = torch.stack(fleet(size).run(mix))
-    torch.testing.assert_close(found.mean(0), estimates.mean(0))
-    assert found.var(0).sum() < estimates.var(0).sum()
+    results = torch.stack(fleet(size).run(mix))
+    torch.testing.assert_close(results.mean(0), estimates.mean(0))
+    assert results.var(0).sum() < estimates.var(0).sum()
 
 
 def test_listing_5_the_exchange_runs_while_the_gradient_is_computed(fleet: Fleets) -> None:
@@ -237,11 +237,11 @@ def test_listing_7_push_sum_gradient_tracking_over_the_one_peer_grid(fleet: Flee
             state = gradient_tracking_step(state, dynamic_neighbor_gen, A, b, alpha=0.3)
         return state[0], state[3].sum().item()
 
-    found = fleet(size).run(track)
+    results = fleet(size).run(track)
     solution = global_solution(size)
-    assert max(distance(x, solution) for x, _ in found) < 1e-6
+    assert max(distance(x, solution) for x, _ in results) < 1e-6
     # Every push is column stochastic, so the correction weights of the fleet sum to what they began with.
-    assert sum(mass for _, mass in found) == pytest.approx(size * COLUMNS)
+    assert sum(mass for _, mass in results) == pytest.approx(size * COLUMNS)
 
 
 def test_the_calls_of_section_v_on_machines(fleet: Fleets) -> None:

@@ -157,14 +157,14 @@ def test_bluefog_seconds_are_the_value_of_the_formula(agents: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 8, 100])
 def test_bluefog_counts_equal_explicit_messages(n: int) -> None:
-    found = {name: row.counted for name, row in bluefog(n).items()}
-    assert (found["Parameter Server"].steps, found["Parameter Server"].messages) == (2, 2 * n)
-    assert found["Parameter Server"].bytes == 2 * n * 1000
-    assert (found["Ring-Allreduce"].steps, found["Ring-Allreduce"].messages) == (2 * (n - 1), 2 * (n - 1))
-    assert found["Ring-Allreduce"].bytes == pytest.approx(2 * (n - 1) / n * 1000)
-    assert (found["Byte-PS"].steps, found["Byte-PS"].messages) == (2, 2 * n)
-    assert found["Byte-PS"].bytes == pytest.approx(2000)
-    assert found["BlueFog, partial averaging"] == Counted(1, 1, 1000.0)
+    result = {name: row.counted for name, row in bluefog(n).items()}
+    assert (result["Parameter Server"].steps, result["Parameter Server"].messages) == (2, 2 * n)
+    assert result["Parameter Server"].bytes == 2 * n * 1000
+    assert (result["Ring-Allreduce"].steps, result["Ring-Allreduce"].messages) == (2 * (n - 1), 2 * (n - 1))
+    assert result["Ring-Allreduce"].bytes == pytest.approx(2 * (n - 1) / n * 1000)
+    assert (result["Byte-PS"].steps, result["Byte-PS"].messages) == (2, 2 * n)
+    assert result["Byte-PS"].bytes == pytest.approx(2000)
+    assert result["BlueFog, partial averaging"] == Counted(1, 1, 1000.0)
 
 
 def test_partial_averaging_is_the_only_row_whose_cost_does_not_grow() -> None:

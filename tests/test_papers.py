@@ -1,4 +1,4 @@
-"""The page of what papers report: it is what the code prints, and what it says of the figures is so."""
+"""The page of the papers' reports: it equals the code's output, and its statements on the figures hold."""
 
 import runpy
 import subprocess
@@ -70,8 +70,8 @@ def test_resnet_50_keeps_the_share_that_the_paper_reports(of_16: dict[str, clust
 
 
 def test_no_style_is_slower_than_horovod_and_some_are_faster(of_16: dict[str, clusters.Figure12]) -> None:
-    for one in of_16.values():
-        assert one.speedup[0] > 0.99
+    for value in of_16.values():
+        assert value.speedup[0] > 0.99
     assert of_16["VGG-16"].speedup[1] > 1.2
     assert of_16["BERT-large"].speedup[0] > 1.2
 
@@ -83,9 +83,9 @@ def test_larger_models_keep_less(of_16: dict[str, clusters.Figure12]) -> None:
 
 
 def test_overlapping_with_all_of_the_computation_is_never_slower(of_16: dict[str, clusters.Figure12]) -> None:
-    for one in of_16.values():
-        assert one.efficiency["BlueFog AWC"] >= one.efficiency["BlueFog ATC"]
-        assert one.efficiency["BlueFog H-AWC"] >= one.efficiency["BlueFog H-ATC"]
+    for value in of_16.values():
+        assert value.efficiency["BlueFog AWC"] >= value.efficiency["BlueFog ATC"]
+        assert value.efficiency["BlueFog H-AWC"] >= value.efficiency["BlueFog H-ATC"]
 
 
 def test_a_machine_sends_one_model_a_step_also_with_leaders() -> None:
@@ -103,10 +103,10 @@ def test_figure_12_is_bounded_by_the_bytes_that_go_through_a_nic(of_16: dict[str
     """BERT-large, 1.38 GB at 25 Gbit/s: no style that sends a model a step can take less than 0.44 s."""
     seconds = clusters.BERT_LARGE.nbytes / (25 * clusters.GBIT)
     bound = clusters.BERT_LARGE.compute / seconds
-    found = of_16[clusters.BERT_LARGE.name]
+    result = of_16[clusters.BERT_LARGE.name]
     # The first steps are not counted, so that a message of theirs may be missing from 32.
-    assert max(found.efficiency.values()) <= bound * (1 + 1 / 32)
-    assert found.efficiency["BlueFog AWC"] == pytest.approx(bound, rel=0.02)
+    assert max(result.efficiency.values()) <= bound * (1 + 1 / 32)
+    assert result.efficiency["BlueFog AWC"] == pytest.approx(bound, rel=0.02)
 
 
 def test_the_page_describes_ring_star_seconds_correctly() -> None:
@@ -125,9 +125,9 @@ def test_ring_star_seconds_of_the_ring_equal_an_explicit_calculation() -> None:
 
 
 def test_ring_star_formulas_are_those_of_the_papers_table() -> None:
-    found = clusters.ring_star_formulas(64, 60e6)
+    result = clusters.ring_star_formulas(64, 60e6)
     transfer = 2 * 60e6 / 1.25e9
-    assert list(found.values()) == pytest.approx(
+    assert list(result.values()) == pytest.approx(
         [2 * 63 * 100e-6 + transfer, 2e-4 + transfer, 2e-4 + transfer, 8e-4 + transfer]
     )
 
@@ -141,8 +141,8 @@ def test_a_ring_of_all_of_summit_takes_its_textbook_time() -> None:
 
 def test_a_ring_of_few_gpus_is_simulated_in_full() -> None:
     network = clusters.summit_network(48)
-    (found, _) = clusters.summit_allreduces(48).values()
-    assert found == pytest.approx(simulate(network, [clusters.ring_allreduce(48, 880e6)]).seconds, rel=0.05)
+    (result, _) = clusters.summit_allreduces(48).values()
+    assert result == pytest.approx(simulate(network, [clusters.ring_allreduce(48, 880e6)]).seconds, rel=0.05)
 
 
 def test_trees_between_nodes_are_full_after_shares_inside() -> None:
@@ -151,8 +151,8 @@ def test_trees_between_nodes_are_full_after_shares_inside() -> None:
     exchange = 4 * piece / 23e9 + 5e-6
     inside = 2 * (5 / 6 * 880e6 / 50e9 + 5e-6)
     expected = (2 * 12 + clusters.SUMMIT_CHUNKS - 1) * exchange + inside
-    found = clusters.summit_allreduces(27_600)["shares inside nodes, two trees between"]
-    assert found == pytest.approx(expected, rel=0.01)
+    result = clusters.summit_allreduces(27_600)["shares inside nodes, two trees between"]
+    assert result == pytest.approx(expected, rel=0.01)
 
 
 def test_synchronous_exchanges_of_trees_are_near_a_simulation_by_chunks() -> None:

@@ -54,10 +54,10 @@ def public(package: str) -> set[str]:
     if package in NEEDS:
         return written_all(package)
     module = importlib.import_module(package)
-    found = {name for name in dir(module) if name[0] != "_" and not isinstance(getattr(module, name), ModuleType)}
+    results = {name for name in dir(module) if name[0] != "_" and not isinstance(getattr(module, name), ModuleType)}
     if package == "shoal":
-        return found | set(module.__all__)
-    return set(getattr(module, "__all__", found))
+        return results | set(module.__all__)
+    return set(getattr(module, "__all__", results))
 
 
 def written_all(package: str) -> set[str]:
@@ -72,9 +72,9 @@ def written_all(package: str) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_list_has_every_public_name_and_no_other(package: str) -> None:
     listed = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == package}
-    there = public(package)
-    assert not listed - there, "listed, and not there"
-    assert not there - listed, "there, and not listed"
+    defined = public(package)
+    assert not listed - defined, "listed, and not there"
+    assert not defined - listed, "there, and not listed"
 
 
 def test_the_list_is_sorted_and_names_nothing_twice() -> None:
@@ -82,22 +82,22 @@ def test_the_list_is_sorted_and_names_nothing_twice() -> None:
 
 
 def test_every_package_is_listed_or_internal() -> None:
-    there = {one.stem for one in ROOT.iterdir() if one.suffix == ".py" or [*one.glob("*.py")]} - {"__init__"}
+    defined = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or [*path.glob("*.py")]} - {"__init__"}
     listed = {package.split(".")[1] for package in PACKAGES if "." in package}
-    assert listed | INTERNAL == there
+    assert listed | INTERNAL == defined
     assert not listed & INTERNAL
 
 
 @pytest.mark.parametrize("folder", ["compat", "frameworks"])
 def test_every_module_with_an_all_is_listed(folder: str) -> None:
     """Each is imported by its own name."""
-    found = set()
+    result = set()
     for path in (ROOT / folder).rglob("*.py"):
         if "\n__all__ = " in path.read_text():
             parts = path.relative_to(ROOT.parent).with_suffix("").parts
-            found.add(".".join(parts).removesuffix(".__init__"))
-    assert found <= set(PACKAGES)
-    assert found
+            result.add(".".join(parts).removesuffix(".__init__"))
+    assert result <= set(PACKAGES)
+    assert result
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package not in NEEDS])

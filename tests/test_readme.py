@@ -61,4 +61,4 @@ def test_a_ddp_script_becomes_decentralized_with_the_shown_lines(tmp_path):
     accuracies = [float(re.findall(rf"rank {rank}: ([\d.]+)%", text)[0]) for rank, text in enumerate(printed)]
     assert min(accuracies) > 93
     # Two agents are neighbours: after their last average they have one model.
-    assert [float(found) for found in re.findall(r"distance ([\d.]+)", "".join(printed))] == [0.0] * 2
+    assert [float(result) for result in re.findall(r"distance ([\d.]+)", "".join(printed))] == [0.0] * 2

@@ -26,8 +26,8 @@ MESSAGES = [
 
 
 def section(name: str) -> str:
-    found = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", TROUBLESHOOTING, re.DOTALL | re.MULTILINE)
-    return found[1] if found else ""
+    result = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", TROUBLESHOOTING, re.DOTALL | re.MULTILINE)
+    return result[1] if result else ""
 
 
 @pytest.mark.parametrize("name", [*CLASSES, "AgentFailed"])
@@ -40,15 +40,15 @@ def test_each_error_class_has_its_section(name: str) -> None:
 
 def strings_of_the_source() -> str:
     """All strings of the package, a line each, with an ellipsis for each expression."""
-    found = []
+    results = []
     for path in Path(shoal.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
-                found.append("".join(parts))
+                results.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
+                results.append(node.value)
+    return "\n".join(results)
 
 
 def test_the_messages_are_those_of_the_source() -> None:

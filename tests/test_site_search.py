@@ -80,8 +80,8 @@ def results(page: Browser, question: str) -> list[str]:
     page.run(typed.format("''"))
     page.until(links, lambda found: not found)
     page.run(typed.format(json.dumps(question)))
-    found = page.until(links)
-    paths = [urlsplit(one).path.strip("/").removesuffix("index.html").strip("/") or "index" for one in found]
+    result = page.until(links)
+    paths = [urlsplit(one).path.strip("/").removesuffix("index.html").strip("/") or "index" for one in result]
     return paths[:FIRST]
 
 
@@ -89,5 +89,5 @@ def results(page: Browser, question: str) -> list[str]:
 @pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is a browser")
 @pytest.mark.skipif(not (SITE / "search").exists(), reason="`make docs` has not built the site")
 def test_the_search_finds_the_page(page: Browser, question: str) -> None:
-    found = results(page, question)
-    assert set(EXPECTED[question]) & set(found), found
+    result = results(page, question)
+    assert set(EXPECTED[question]) & set(result), result

@@ -38,7 +38,7 @@ def imported(module: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def house() -> nx.DiGraph:
+def import_graph() -> nx.DiGraph:
     graph = nx.DiGraph()
     graph.add_nodes_from(MODULES)
     graph.add_edges_from((module, other) for module in MODULES for other in imported(module) if other in MODULES)
@@ -58,7 +58,7 @@ def rooms() -> list[str]:
 
 
 def test_there_are_no_circular_imports() -> None:
-    circles = [sorted(part) for part in nx.strongly_connected_components(house()) if len(part) > 1]
+    circles = [sorted(part) for part in nx.strongly_connected_components(import_graph()) if len(part) > 1]
     assert not circles
 
 
@@ -66,7 +66,7 @@ def test_imports_follow_the_list_of_folders() -> None:
     order = {room: at for at, room in enumerate(rooms())}
     up = [
         f"{module} -> {other}"
-        for module, other in house().edges
+        for module, other in import_graph().edges
         if room_of(module) in order and order[room_of(module)] > order.get(room_of(other), len(order))
     ]
     assert not up
@@ -79,14 +79,14 @@ def test_every_folder_is_in_the_list() -> None:
 @pytest.mark.parametrize("room", ["engine", "windows"])
 def test_no_module_assigns_attributes_of_its_arguments(room: str) -> None:
     """``self.engine.closing = True``: the owner of the attribute should do that itself."""
-    found = []
+    results = []
     for path in sorted((PACKAGE / room).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute):
-                    found.append(f"{path.name}:{target.lineno} {ast.unparse(target)}")
-    assert not found
+                    results.append(f"{path.name}:{target.lineno} {ast.unparse(target)}")
+    assert not results
 
 
 OF_THE_HOUSE = {
@@ -97,14 +97,14 @@ OF_THE_HOUSE = {
 
 
 def test_names_are_the_fields_words() -> None:
-    found = set()
+    result = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         with path.open("rb") as file:
             for token in tokenize.tokenize(file.readline):
                 words = re.split(r"_|(?<=[a-z])(?=[A-Z])", token.string)
                 if token.type == tokenize.NAME and OF_THE_HOUSE & {word.lower() for word in words}:
-                    found.add(f"{path.relative_to(PACKAGE)}:{token.start[0]} {token.string}")
-    assert not found
+                    result.add(f"{path.relative_to(PACKAGE)}:{token.start[0]} {token.string}")
+    assert not result
 
 
 FORBIDDEN_STEMS = {
@@ -129,8 +129,8 @@ MOST_CLASSES_WITH_TWO_MEANINGS = 5
 
 
 def test_file_names_are_the_fields_terms() -> None:
-    found = [module for module, path in MODULES.items() if FORBIDDEN_STEMS & set(path.stem.split("_"))]
-    assert not found
+    results = [module for module, path in MODULES.items() if FORBIDDEN_STEMS & set(path.stem.split("_"))]
+    assert not results
 
 
 def test_class_names_have_one_meaning() -> None:

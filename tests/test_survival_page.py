@@ -19,11 +19,11 @@ def test_the_pages_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     code, comes_back, robust, *_ = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 
     def run() -> list[int]:
-        found: dict[str, object] = {}
-        exec(code, found)
-        there = found["there"]
-        assert isinstance(there, list)
-        return there
+        result: dict[str, object] = {}
+        exec(code, result)
+        members = result["there"]
+        assert isinstance(members, list)
+        return members
 
     assert shoal.Fleet(3).run(run) == [[0, 1, 2]] * 3
     shoal.Fleet(3).run(lambda: exec(comes_back, {}))

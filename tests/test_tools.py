@@ -66,15 +66,15 @@ def test_the_core_tests_exist() -> None:
 
 def test_mutations_exclude_logged_texts_and_type_checks() -> None:
     source = b"if TYPE_CHECKING:\n    import a\nlog.warning('%s', 1)\nprint(b, 1 < c)\nraise ValueError(f'{d + 1}')\n"
-    found = tool("mutate").mutations(Path("one.py"), source)
-    assert [(one.line, one.kind) for one in found] == [
+    result = tool("mutate").mutations(Path("one.py"), source)
+    assert [(one.line, one.kind) for one in result] == [
         (4, "statement deleted"),
         (4, "argument swapped"),
         (4, "comparison swapped"),
         (4, "constant off by one"),
         (5, "statement deleted"),
     ]
-    assert found[2].of(source) == source.replace(b"1 < c", b"(1 <= c)")
+    assert result[2].of(source) == source.replace(b"1 < c", b"(1 <= c)")
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,5 @@ MOST = {
 
 
 def test_the_package_stays_within_its_size_limits() -> None:
-    found = tool("measure_paths").sizes()
-    assert {what: found[what] for what in MOST if found[what].number > MOST[what]} == {}
+    result = tool("measure_paths").sizes()
+    assert {what: result[what] for what in MOST if result[what].number > MOST[what]} == {}

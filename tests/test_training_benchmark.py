@@ -95,14 +95,14 @@ def test_agents_share_each_epoch_of_the_digits_between_them():
     seen = [next(stream)[0].flatten(1) for _ in range(digits.steps(agents)) for stream in streams]
     images = torch.cat(seen)
     train, test = (part[0].flatten(1) for part in (digits._train, digits._test))
-    # Some digits look alike to the last pixel, so they are counted by what they look like.
-    counted, available = Counter(_looks(images)), Counter(_looks(train))
+    # Some digits look alike to the last pixel, so they are counted by their pixels.
+    counted, available = Counter(_image_bytes(images)), Counter(_image_bytes(train))
     assert len(images) == agents * digits.steps(agents) * _table2.BATCH > 0.9 * len(train)
     assert counted <= available
     assert len(train) + len(test) == 1797
 
 
-def _looks(images):
+def _image_bytes(images):
     return [image.numpy().tobytes() for image in images]
 
 
@@ -119,7 +119,7 @@ def test_exchanges_over_one_peer_rounds_average_exactly(way):
     assert shoal.Fleet(4).run(agent) == [1.5] * 4
 
 
-# What is said of it
+# The page's statements
 
 
 def test_the_batch_is_the_one_at_which_ddp_communicates_for_half_of_its_step():
@@ -128,10 +128,10 @@ def test_the_batch_is_the_one_at_which_ddp_communicates_for_half_of_its_step():
 
 def test_ddp_is_compared_in_its_fastest_mode():
     seconds = {"alone": 1.0, "DDP, 1 MB buckets": 2.5, "DDP, 25 MB buckets, static graph": 2.0, ATC: 1.6, AWC: 1.0}
-    found = rows(measured("mlp", 2, seconds))
-    assert found[ATC].peer == "DDP, 25 MB buckets, static graph"
-    assert found[ATC].ratio == "1.25x as fast"
-    assert found["without communication"].ratio == "50% communicating"
+    result = rows(measured("mlp", 2, seconds))
+    assert result[ATC].peer == "DDP, 25 MB buckets, static graph"
+    assert result[ATC].ratio == "1.25x as fast"
+    assert result["without communication"].ratio == "50% communicating"
 
 
 @pytest.mark.parametrize(("agents", "met"), [(2, True), (4, False), (3, None)])
@@ -143,8 +143,8 @@ def test_a_goal_depends_on_the_number_of_agents(agents, met):
 
 
 def test_between_hosts_only_overlapping_modes_have_a_goal():
-    found = rows(measured("hosts", 8, {"alone": 1.0, "DDP": 1.6, ATC: 1.5, AWC: 1.0, OVERLAP: 1.1}))
-    assert [found[way].met for way in (ATC, AWC, OVERLAP)] == [None, True, False]
+    result = rows(measured("hosts", 8, {"alone": 1.0, "DDP": 1.6, ATC: 1.5, AWC: 1.0, OVERLAP: 1.1}))
+    assert [result[way].met for way in (ATC, AWC, OVERLAP)] == [None, True, False]
 
 
 def test_overhead_is_computed_in_pairs_to_cancel_a_slowdown_of_the_machine():
@@ -183,9 +183,9 @@ def test_a_later_measurement_replaces_only_its_part(tmp_path):
         figures = [{"kind": kind, "nbytes": 1, "agents": 2, "values": {"run": [number]}} for kind in kinds]
         content = {"machine": "it", "quick": False, "loads": {kinds[0]: number}, "figures": figures}
         (tmp_path / f"{number}.json").write_text(json.dumps(content))
-    found = training.read([tmp_path / "0.json", tmp_path / "1.json"])
-    assert [(one["kind"], one["values"]["run"]) for one in found["figures"]] == [("mlp", [1]), ("hosts", [0])]
-    assert found["loads"] == {"mlp": 1}
+    result = training.read([tmp_path / "0.json", tmp_path / "1.json"])
+    assert [(one["kind"], one["values"]["run"]) for one in result["figures"]] == [("mlp", [1]), ("hosts", [0])]
+    assert result["loads"] == {"mlp": 1}
 
 
 # The whole command

@@ -31,7 +31,7 @@ class Scalars:
 
 
 def small_task() -> dict[str, Any]:
-    """What the page takes for granted."""
+    """The names that the page takes for granted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     inputs, labels = torch.randn(48, 4), torch.randint(0, 2, (48,))
@@ -63,8 +63,8 @@ def run_block(number: int, folder: str) -> bool:
     if "scheduler=scheduler" in code:
         names["scheduler"] = torch.optim.lr_scheduler.StepLR(names["optimizer"], 5)
     names["checkpoint"] = shoal.Checkpoint(model=names["model"], optimizer=names["optimizer"])
-    taken = []
-    names["train"] = taken.append
+    recorded = []
+    names["train"] = recorded.append
     if "start=" in code:
         names["checkpoint"].save(folder, 3)
     if "DecentralizedOptimizer(sgd" in code or "Optimizer(adam" in code or "compression=" in code:
@@ -75,7 +75,7 @@ def run_block(number: int, folder: str) -> bool:
         optimizer.zero_grad()
         names["criterion"](names["model"](inputs), labels).backward()
         optimizer.step()
-    return optimizer.rounds > 0 and ("train(step)" not in code or taken == list(range(20)))
+    return optimizer.rounds > 0 and ("train(step)" not in code or recorded == list(range(20)))
 
 
 @pytest.mark.parametrize("number", [n for n, block in enumerate(BLOCKS) if EXTERNAL not in block])

@@ -36,7 +36,8 @@ def code_of(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "page", [pytest.param(one, marks=[] if one.stem in EXECUTED else pytest.mark.slow, id=one.stem) for one in PAGES]
+    "page",
+    [pytest.param(page, marks=[] if page.stem in EXECUTED else pytest.mark.slow, id=page.stem) for page in PAGES],
 )
 def test_the_notebook_runs_without_a_warning_and_shows_plots(page: Path) -> None:
     """In a separate process. Skipped if `make docs` has just executed the same page with the same package."""

@@ -23,9 +23,9 @@ import windows_picture  # noqa: E402
 
 def names_of(code: str, **given: Any) -> dict[str, Any]:
     """Run a block of the page as this agent; the variables that it leaves."""
-    found: dict[str, Any] = {"shoal": shoal, "torch": torch, **given}
-    exec(code, found)
-    return found
+    result: dict[str, Any] = {"shoal": shoal, "torch": torch, **given}
+    exec(code, result)
+    return result
 
 
 def among_three(function: Callable[[], Any]) -> list[Any]:
@@ -50,9 +50,9 @@ def test_push_sum_conserves_mass() -> None:
         shoal.barrier()
         return window.collect().item(), window.p
 
-    found = among_three(run)
-    assert sum(x for x, _ in found) == pytest.approx(3.0, abs=1e-12)
-    assert sum(p for _, p in found) == pytest.approx(3.0, abs=1e-12)
+    result = among_three(run)
+    assert sum(x for x, _ in result) == pytest.approx(3.0, abs=1e-12)
+    assert sum(p for _, p in result) == pytest.approx(3.0, abs=1e-12)
 
 
 def test_the_mutex_lines_read_and_write_at_agent_0() -> None:
@@ -76,10 +76,10 @@ def test_staleness_reports_received_versions() -> None:
         names = names_of(STALENESS, window=window)
         return names["version"], names["came"], min(names["ages"].values())
 
-    found = among_three(run)
-    assert found[0][:2] == ({1: 0, 2: 1}, {1: 0, 2: 2})
-    assert found[2][:2] == ({0: 0, 1: 0}, {0: 0, 1: 0})
-    assert all(0 <= age < 20 for *_, age in found)
+    result = among_three(run)
+    assert result[0][:2] == ({1: 0, 2: 1}, {1: 0, 2: 2})
+    assert result[2][:2] == ({0: 0, 1: 0}, {0: 0, 1: 0})
+    assert all(0 <= age < 20 for *_, age in result)
 
 
 def test_the_picture_shows_the_values_of_three_agents(tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ def test_every_call_on_the_page_exists() -> None:
 
 def test_every_method_is_on_the_page() -> None:
     public = {name for name in vars(shoal.windows.Window) if not name.startswith("_")}
-    said = {name for name in public if f"window.{name}" in PAGE}
-    assert public - said == {"name", "tensor", *(name for name in public if name.endswith("_nonblocking"))}
+    output = {name for name in public if f"window.{name}" in PAGE}
+    assert public - output == {"name", "tensor", *(name for name in public if name.endswith("_nonblocking"))}

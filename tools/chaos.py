@@ -67,7 +67,7 @@ def links(seeds: Sequence[int], over: str = "") -> Failed:
     return failed
 
 
-def _print_steps(found: Mapping[str, Sequence[chaos.Found | chaos_links.Found]]) -> None:
+def _print_steps(found: Mapping[str, Sequence[chaos.RunFigures | chaos_links.RunFigures]]) -> None:
     print("| fault | runs | longest step, median | worst | from where they must end, at most |")
     print("| --- | --- | --- | --- | --- |")
     for kind, runs in found.items():

@@ -47,11 +47,11 @@ def test_with_several_gradients_per_update_it_is_its_equation() -> None:
         b = b + g / s
         if t % s == 0:
             m, v, b = beta1 * m + (1 - beta1) * b, beta2 * v + (1 - beta2) * b**2, np.zeros_like(b)
-    found = FLEET.run(AccumAdam(LR, s, beta1, beta2, eps), START, GRADIENT, 11)
-    assert (found.x - torch.from_numpy(x)).abs().max() < 1e-12
+    results = FLEET.run(AccumAdam(LR, s, beta1, beta2, eps), START, GRADIENT, 11)
+    assert (results.x - torch.from_numpy(x)).abs().max() < 1e-12
     assert all(
         (one - torch.from_numpy(by_hand)).abs().max() < 1e-12
-        for one, by_hand in zip(found.state, (m, v, b), strict=False)
+        for one, by_hand in zip(results.state, (m, v, b), strict=False)
     )
 
 
@@ -63,10 +63,10 @@ def test_the_fixed_point_is_that_of_gradient_descent_on_clipped_gradients(algori
         g = GRADIENT(x)
         return g / (g.abs() + algorithm.eps)
 
-    found = FLEET.run(algorithm, START, GRADIENT, 2500).x
+    results = FLEET.run(algorithm, START, GRADIENT, 2500).x
     expected = FLEET.run(GradientDescent(0.2), START, bounded, 1500).x
     assert (FLEET.run(GradientDescent(0.2), expected, bounded, 1).x - expected).abs().max() < 1e-12
-    assert (found - expected).abs().max() < 1e-9
+    assert (results - expected).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("accumulate", [1, 4, 10])
@@ -82,10 +82,10 @@ def test_the_second_moment_is_that_of_a_mean_of_gradients(accumulate: int) -> No
 
 def test_a_reset_memory_counts_as_new_at_any_step_number() -> None:
     algorithm = AccumAdam(LR, 4)
-    begun = FLEET.run(algorithm, START, GRADIENT, 0)
-    later = Run(begun.x, begun.estimate, begun.state, 1002)
-    found = FLEET.run(algorithm, START, GRADIENT, 9, resume=later).x
-    assert torch.equal(found, FLEET.run(algorithm, START, GRADIENT, 9).x)
+    started = FLEET.run(algorithm, START, GRADIENT, 0)
+    later = Run(started.x, started.estimate, started.state, 1002)
+    results = FLEET.run(algorithm, START, GRADIENT, 9, resume=later).x
+    assert torch.equal(results, FLEET.run(algorithm, START, GRADIENT, 9).x)
 
 
 def test_counts_work_in_sixteen_bits() -> None:

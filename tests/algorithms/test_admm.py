@@ -42,9 +42,9 @@ def test_many_inner_steps_are_the_exact_solve(graph: nx.DiGraph) -> None:
         left = H + 2 * c * d.unsqueeze(-1) * torch.eye(DIMENSION, dtype=torch.float64)
         x = torch.linalg.solve(left, h - a + c * (d * x + N @ x))
         a = a + c * (d * x - N @ x)
-    found = StackedFleet(graph).run(DecentralizedADMM(c, 4.0, inner=400), starts(), gradients(), 6)
-    assert (found.x - x).abs().max() < 1e-11
-    assert (found.state[0] - a).abs().max() < 1e-11
+    results = StackedFleet(graph).run(DecentralizedADMM(c, 4.0, inner=400), starts(), gradients(), 6)
+    assert (results.x - x).abs().max() < 1e-11
+    assert (results.state[0] - a).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -67,9 +67,9 @@ def test_one_inner_step_solves_the_condition_with_the_linearized_objective(graph
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_the_optimum_is_exact_and_the_duals_converge_to_the_gradients(graph: nx.DiGraph, inner: int) -> None:
     gradient = gradients()
-    found = StackedFleet(graph).run(DecentralizedADMM(1.0, 4.0, inner), starts(), gradient, 2000)
-    assert (found.x - optimum()).abs().max() < 1e-12
-    assert (found.state[0] + gradient(optimum().expand(SIZE, -1))).abs().max() < 1e-11
+    results = StackedFleet(graph).run(DecentralizedADMM(1.0, 4.0, inner), starts(), gradient, 2000)
+    assert (results.x - optimum()).abs().max() < 1e-12
+    assert (results.state[0] + gradient(optimum().expand(SIZE, -1))).abs().max() < 1e-11
 
 
 def test_the_duals_always_sum_to_zero() -> None:
@@ -85,18 +85,18 @@ def test_without_a_penalty_each_agent_descends_alone() -> None:
     x = starts()
     for _ in range(8):
         x = x - gradient(x) / 4
-    found = StackedFleet(RingGraph(SIZE)).run(DecentralizedADMM(0.0, 4.0, inner=2), starts(), gradient, 4)
-    assert (found.x - x).abs().max() < 1e-13
+    results = StackedFleet(RingGraph(SIZE)).run(DecentralizedADMM(0.0, 4.0, inner=2), starts(), gradient, 4)
+    assert (results.x - x).abs().max() < 1e-13
 
 
 def test_the_weights_of_the_graph_are_not_used() -> None:
     gradient = gradients()
     plain = nx.DiGraph(ChainGraph(SIZE).edges)
-    found, expected = (
+    result, expected = (
         StackedFleet(graph).run(DecentralizedADMM(1.0, 4.0), starts(), gradient, 30)
         for graph in (plain, ChainGraph(SIZE))
     )
-    assert torch.equal(found.x, expected.x)
+    assert torch.equal(result.x, expected.x)
 
 
 def test_changing_and_directed_graphs_are_refused() -> None:

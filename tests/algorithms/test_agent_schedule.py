@@ -42,8 +42,8 @@ def test_row_and_column_stochastic_forms_equal_those_of_the_stacked_fleet() -> N
     assert schedule.mixing(0, "push") == Mixing(1, 1 / 2, {0: 1 / 3}, [2])
 
 
-def alone(topology: Schedule, gone: tuple[int, ...]) -> Schedule:
-    """What an algorithm might make of its topology that cannot keep the survivors connected."""
+def without_edges(topology: Schedule, departed: tuple[int, ...]) -> Schedule:
+    """A view of the topology that an algorithm could build, and that cannot keep the survivors connected."""
     return Static(nx.DiGraph([(rank, rank) for rank in range(topology.size)]))
 
 
@@ -54,12 +54,12 @@ def test_every_survivor_logs_an_error_if_the_survivors_are_not_connected(caplog:
                 AgentSchedule(CecaPairs(8), rank).mixing(round_, gone=(0, 2, 4))
         assert not caplog.records
         for rank in (1, 3):
-            schedule = AgentSchedule(CecaPairs(8), rank, alone)
+            schedule = AgentSchedule(CecaPairs(8), rank, without_edges)
             for round_ in range(3):
                 schedule.mixing(round_, gone=(0, 2))
-    said = [record.message for record in caplog.records]
-    assert [one.split(":")[0] for one in said] == ["rank 1", "rank 3"]
-    assert all("without ranks [0, 2]" in one and "are not connected" in one for one in said)
+    logged = [record.message for record in caplog.records]
+    assert [one.split(":")[0] for one in logged] == ["rank 1", "rank 3"]
+    assert all("without ranks [0, 2]" in one and "are not connected" in one for one in logged)
 
 
 def test_agents_that_were_never_connected_are_no_error(caplog: pytest.LogCaptureFixture) -> None:

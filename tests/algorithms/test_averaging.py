@@ -112,12 +112,15 @@ WRAPPED: list[Algorithm] = [
 
 
 def refused(algorithm: Algorithm, topology: Schedule) -> str:
-    """What is said of differences; None if other conditions come first."""
+    """The problem found by the condition on differences; empty where the algorithm has no such condition."""
     return next((need.problem(Facts(topology)) for need in algorithm.needs if need.name == DIES_OUT), "")
 
 
-def left(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
-    """Which part of the differences is left after steps without a gradient, of those that a few with one have made."""
+def remaining_fraction(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
+    """The fraction of the differences that remains after steps without a gradient.
+
+    A few steps with a gradient have made the differences.
+    """
     start = torch.randn(topology.size, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     noise = torch.Generator().manual_seed(1)
     mix = StackedMix(topology, seed=2)
@@ -126,15 +129,15 @@ def left(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
     before = steps_of(algorithm, start, grad, mix, few)
     after = steps_of(algorithm, start, torch.zeros_like, mix, steps, resume=before)
 
-    def apart(run: object) -> float:
+    def disagreement(run: object) -> float:
         # Dual averaging divides what agents agree on by the root of the step.
         x = run.state[0] if isinstance(algorithm, DualAveraging) else run.x  # type: ignore[attr-defined]
         return float((x - x.mean(0)).norm())
 
-    return apart(after) / apart(before) if apart(before) else 0.0
+    return disagreement(after) / disagreement(before) if disagreement(before) else 0.0
 
 
-def speaks_of_w(algorithm: Algorithm, topology: Schedule) -> bool:
+def mentions_w(algorithm: Algorithm, topology: Schedule) -> bool:
     """What else it needs is there."""
     facts = Facts(topology)
     return not any(need.problem(facts) for need in algorithm.needs if need.name != DIES_OUT)
@@ -158,16 +161,16 @@ def test_wrapped_algorithms_are_checked_like_plain_ones(algorithm: Algorithm) ->
 
 def compare(algorithm: Algorithm, name: str) -> None:
     topology = TOPOLOGIES[name]
-    if not speaks_of_w(algorithm, topology):
+    if not mentions_w(algorithm, topology):
         facts = Facts(topology)
         need = next(need for need in algorithm.needs if need.name != DIES_OUT and need.problem(facts))
         is_warning = need.tolerated(facts)
         with pytest.warns(UserWarning, match="needs") if is_warning else pytest.raises(ValueError, match="needs"):
             check("it", algorithm.needs, topology)
         return
-    found = refused(algorithm, topology)
-    remains = left(algorithm, topology, 200)
-    assert remains > 0.2 if found else remains < 0.1, (name, found, remains)
+    result = refused(algorithm, topology)
+    remains = remaining_fraction(algorithm, topology, 200)
+    assert remains > 0.2 if result else remains < 0.1, (name, result, remains)
 
 
 def test_the_error_names_the_eigenvalue_and_the_remedy() -> None:
@@ -235,8 +238,8 @@ def test_signs_agree_with_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_topology_is_checked_once_for_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    found: Callable[..., object] = module.growth_of
-    monkeypatch.setattr(module, "growth_of", lambda *given: calls.append(given) or found(*given))
+    result: Callable[..., object] = module.growth_of
+    monkeypatch.setattr(module, "growth_of", lambda *given: calls.append(given) or result(*given))
     W = permuted(np.array([[0.7, 0.4, -0.1], [0.4, 0.2, 0.4], [-0.1, 0.4, 0.7]]), 5) + 1e-9
     W -= np.diag(W.sum(1) - 1)
     for _ in range(5):

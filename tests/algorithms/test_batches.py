@@ -23,7 +23,7 @@ ORIGIN = torch.zeros(2, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Alone(Algorithm):
+class LocalGradients(Algorithm):
     """Each agent takes ``calls`` gradients in a step, and ``first`` of them before the first."""
 
     calls: int = 1
@@ -44,16 +44,16 @@ class Alone(Algorithm):
 
 def watched(seen: list[torch.Tensor], **options: Any) -> Gradient:
     """A gradient of zero that notes the samples ``[n, BATCH]`` of each call."""
-    taken: list[torch.Tensor] = []
+    recorded: list[torch.Tensor] = []
 
-    def look(samples: torch.Tensor, uniform: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        taken[:] = [samples.view(-1, BATCH)]
+    def record_samples(samples: torch.Tensor, uniform: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        recorded[:] = [samples.view(-1, BATCH)]
         return samples
 
-    made = per_agent(lambda x, samples: 0 * x.sum(), LABELS, batch=BATCH, augment=look, **options)
+    made = per_agent(lambda x, samples: 0 * x.sum(), LABELS, batch=BATCH, augment=record_samples, **options)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(taken[0])
+        seen.append(recorded[0])
         return torch.zeros_like(x)
 
     return Gradient(function, draw=made.draw)
@@ -68,48 +68,48 @@ def samples_of(algorithm: Algorithm, steps: int, **options: Any) -> torch.Tensor
 
 @pytest.mark.parametrize("calls", [1, 2, 5])
 def test_an_epoch_takes_each_sample_at_most_once_and_each_agent_its_own(calls: int) -> None:
-    found = samples_of(Alone(calls), 6, epochs=True)
-    assert len(found) == 6 * calls
+    result = samples_of(LocalGradients(calls), 6, epochs=True)
+    assert len(result) == 6 * calls
     for agent in range(SIZE):
-        mine = found[:, agent]
-        assert set(mine.flatten().tolist()) <= set(LABELS[agent].tolist())
-        for begin in range(0, len(found) - PER_EPOCH + 1, PER_EPOCH):
-            of_pass = mine[begin : begin + PER_EPOCH].flatten().tolist()
+        own = result[:, agent]
+        assert set(own.flatten().tolist()) <= set(LABELS[agent].tolist())
+        for begin in range(0, len(result) - PER_EPOCH + 1, PER_EPOCH):
+            of_pass = own[begin : begin + PER_EPOCH].flatten().tolist()
             assert len(set(of_pass)) == PER_EPOCH * BATCH
 
 
 def test_orders_differ_between_epochs_agents_and_seeds() -> None:
-    found = samples_of(Alone(), 3 * PER_EPOCH, epochs=True) - LABELS[:, :1]
-    orders = [found[begin : begin + PER_EPOCH, agent] for begin in range(0, 9, 3) for agent in range(SIZE)]
+    result = samples_of(LocalGradients(), 3 * PER_EPOCH, epochs=True) - LABELS[:, :1]
+    orders = [result[begin : begin + PER_EPOCH, agent] for begin in range(0, 9, 3) for agent in range(SIZE)]
     assert len({tuple(one.flatten().tolist()) for one in orders}) == len(orders)
     seen: list[torch.Tensor] = []
-    StackedFleet(ring(SIZE), seed=4).run(Alone(), ORIGIN, watched(seen, epochs=True), PER_EPOCH)
-    assert not torch.equal(torch.stack(seen) - LABELS[:, :1], found[:PER_EPOCH])
+    StackedFleet(ring(SIZE), seed=4).run(LocalGradients(), ORIGIN, watched(seen, epochs=True), PER_EPOCH)
+    assert not torch.equal(torch.stack(seen) - LABELS[:, :1], result[:PER_EPOCH])
 
 
 def test_all_samples_are_used_over_many_epochs() -> None:
-    found = samples_of(Alone(), 40, epochs=True)
+    result = samples_of(LocalGradients(), 40, epochs=True)
     for agent in range(SIZE):
-        assert set(found[:, agent].flatten().tolist()) == set(LABELS[agent].tolist())
+        assert set(result[:, agent].flatten().tolist()) == set(LABELS[agent].tolist())
 
 
 @pytest.mark.parametrize("epochs", [False, True])
 def test_every_gradient_in_a_step_has_a_batch_of_its_own(epochs: bool) -> None:
-    one, several = samples_of(Alone(1), 12, epochs=epochs), samples_of(Alone(3), 4, epochs=epochs)
+    one, several = samples_of(LocalGradients(1), 12, epochs=epochs), samples_of(LocalGradients(3), 4, epochs=epochs)
     assert torch.equal(one, several)
     assert len({tuple(batch.flatten().tolist()) for batch in one}) == 12
 
 
 def test_the_first_step_does_not_repeat_the_batch_of_the_initial_gradient() -> None:
-    expected = samples_of(Alone(), 5)
-    assert torch.equal(samples_of(Alone(1, first=2), 3), expected)
+    expected = samples_of(LocalGradients(), 5)
+    assert torch.equal(samples_of(LocalGradients(1, first=2), 3), expected)
 
 
 def test_again_keeps_the_batch() -> None:
     gradient = per_agent(lambda x, samples: (x.sum() * samples).sum(), LABELS, batch=BATCH)
 
     @dataclass(frozen=True)
-    class Twice(Alone):
+    class Twice(LocalGradients):
         def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
             first, same, other = grad(x), grad.again(x), grad(x)
             assert torch.equal(first, same)
@@ -123,9 +123,9 @@ def test_variance_reduction_compares_both_points_on_one_batch() -> None:
     """At the anchor x the two gradients cancel, and the full gradient remains."""
     gradient = per_agent(lambda x, samples: ((x[0] - samples) ** 2).sum() / len(samples), LABELS, batch=BATCH)
     fleet = StackedFleet(ring(SIZE), seed=1)
-    found = fleet.run(DecentralizedSVRG(GradientDescent(0.1), period=5), ORIGIN, gradient, 1).x
+    results = fleet.run(DecentralizedSVRG(GradientDescent(0.1), period=5), ORIGIN, gradient, 1).x
     expected = fleet.run(GradientDescent(0.1), ORIGIN, gradient.full, 1).x
-    assert (found - expected).abs().max() < 1e-12
+    assert (results - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("epochs", [False, True])
@@ -134,9 +134,9 @@ def test_a_resumed_run_takes_the_batches_of_an_uninterrupted_one(epochs: bool) -
         return per_agent(lambda x, samples: ((x - samples.mean()) ** 2).sum(), LABELS, batch=BATCH, epochs=epochs)
 
     fleet = StackedFleet(ring(SIZE), seed=5)
-    whole = fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 10)
+    full = fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 10)
     half = fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 5)
-    assert torch.equal(fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 5, resume=half).x, whole.x)
+    assert torch.equal(fleet.run(GradientDescent(0.1), ORIGIN, gradient(), 5, resume=half).x, full.x)
 
 
 def noisy(samples: torch.Tensor, uniform: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -162,17 +162,17 @@ def test_real_agents_take_the_same_batches_augmentation_and_schedule() -> None:
 def test_a_schedule_multiplies_the_learning_rate() -> None:
     rates = [0.1, 0.1, 0.05, 0.3]
     fleet, c = StackedFleet(ring(SIZE)), LABELS[:, :2]
-    found = fleet.run(GradientDescent(0.5), ORIGIN, lambda x: x - c, 4, lr_lambda=lambda step: rates[step])
+    results = fleet.run(GradientDescent(0.5), ORIGIN, lambda x: x - c, 4, lr_lambda=lambda step: rates[step])
     run_of_parts = None
     for rate in rates:
         run_of_parts = fleet.run(GradientDescent(0.5 * rate), ORIGIN, lambda x: x - c, 1, resume=run_of_parts)
     assert run_of_parts is not None
-    assert torch.equal(found.x, run_of_parts.x)
+    assert torch.equal(results.x, run_of_parts.x)
 
 
 def test_a_schedule_is_refused_for_algorithms_without_a_rate() -> None:
     with pytest.raises(ValueError, match="has no learning rate"):
-        StackedFleet(ring(SIZE)).run(Alone(), ORIGIN, lambda x: x, 2, lr_lambda=lambda step: 1.0)
+        StackedFleet(ring(SIZE)).run(LocalGradients(), ORIGIN, lambda x: x, 2, lr_lambda=lambda step: 1.0)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_images_are_shifted_by_whole_pixels_and_half_of_them_mirrored() -> None:
     draw = torch.Generator().manual_seed(1)
     images = torch.rand(200, 3, 6, 5, generator=draw)
     chance = torch.rand(200, 3, generator=draw)
-    found = flipped_and_shifted(2)(images, lambda k: chance)
+    result = flipped_and_shifted(2)(images, lambda k: chance)
     mirrored = 0
-    for image, got, (row, column, flip) in zip(images, found, chance.tolist(), strict=True):
+    for image, got, (row, column, flip) in zip(images, result, chance.tolist(), strict=True):
         padded = torch.zeros(3, 10, 9)
         padded[:, 2:8, 2:7] = image
         top, left = int(row * 5), int(column * 5)

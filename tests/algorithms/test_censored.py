@@ -1,4 +1,4 @@
-"""Censored gradient descent: who has little news keeps silent, and the books show it."""
+"""Censored gradient descent: an agent whose model changed little sends nothing, and the counters show it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def starts(size: int = SIZE) -> torch.Tensor:
 
 def test_with_threshold_zero_it_is_gradient_descent() -> None:
     fleet, gradient = StackedFleet(IRREGULAR), gradients()
-    found = fleet.run(CensoredGradientDescent(0.05, 0.0, 0.9), starts(), gradient, 60)
+    results = fleet.run(CensoredGradientDescent(0.05, 0.0, 0.9), starts(), gradient, 60)
     expected = fleet.run(GradientDescent(0.05), starts(), gradient, 60)
-    assert (found.x - expected.x).abs().max() < 1e-13
-    assert found.sent == expected.sent
+    assert (results.x - expected.x).abs().max() < 1e-13
+    assert results.sent == expected.sent
 
 
 def test_a_step_is_the_equation_and_large_changes_are_sent() -> None:
@@ -67,25 +67,25 @@ def test_censoring_does_not_move_the_mean() -> None:
 
 def test_it_converges_like_gradient_descent_with_fewer_bytes() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
-    found = fleet.run(CensoredGradientDescent(0.05, 3.0, 0.97), starts(), gradient, 1000)
+    results = fleet.run(CensoredGradientDescent(0.05, 3.0, 0.97), starts(), gradient, 1000)
     plain = fleet.run(GradientDescent(0.05), starts(), gradient, 1000)
-    assert (found.x - plain.x).abs().max() < 1e-10
-    assert found.sent < plain.sent / 2
+    assert (results.x - plain.x).abs().max() < 1e-10
+    assert results.sent < plain.sent / 2
 
 
 def test_below_the_threshold_nothing_is_sent() -> None:
     gradient = gradients()
-    found = StackedFleet(IRREGULAR).run(CensoredGradientDescent(0.05, 1e9, 1.0), starts(), gradient, 20)
-    assert found.sent == 0
+    results = StackedFleet(IRREGULAR).run(CensoredGradientDescent(0.05, 1e9, 1.0), starts(), gradient, 20)
+    assert results.sent == 0
 
 
 def test_non_finite_values_are_not_censored() -> None:
     x = starts()
     x[2] = math.nan
-    found = StackedFleet(ring(SIZE)).run(CensoredGradientDescent(0.05, 1e9, 1.0), x, lambda x: x, 1)
-    assert found.sent == 2 * ROW
-    assert found.x[[1, 2, 3]].isnan().all()
-    assert not found.x[4].isnan().any()
+    results = StackedFleet(ring(SIZE)).run(CensoredGradientDescent(0.05, 1e9, 1.0), x, lambda x: x, 1)
+    assert results.sent == 2 * ROW
+    assert results.x[[1, 2, 3]].isnan().all()
+    assert not results.x[4].isnan().any()
 
 
 def test_real_agents_keep_the_same_state(fleet: Fleets) -> None:
@@ -97,14 +97,14 @@ def test_real_agents_keep_the_same_state(fleet: Fleets) -> None:
     def agent() -> tuple[int, int, list[float]]:
         rank = shoal.rank()
         before = shoal.bytes_sent()
-        found = run(algorithm, start[rank], own(loss, A[rank], b[rank]), graph, 40, every=0)
-        return found.sent, shoal.bytes_sent() - before, found.x.tolist()
+        result = run(algorithm, start[rank], own(loss, A[rank], b[rank]), graph, 40, every=0)
+        return result.sent, shoal.bytes_sent() - before, result.x.tolist()
 
     stacked = StackedFleet(graph).run(algorithm, start, gradients(4), 40)
-    found = fleet(4).run(agent)
-    assert sum(sent for sent, _, _ in found) == stacked.sent
-    assert all(engine == books for books, engine, _ in found)
-    assert (torch.tensor([x for _, _, x in found], dtype=torch.float64) - stacked.x).abs().max() < 1e-13
+    results = fleet(4).run(agent)
+    assert sum(sent for sent, _, _ in results) == stacked.sent
+    assert all(engine == books for books, engine, _ in results)
+    assert (torch.tensor([x for _, _, x in results], dtype=torch.float64) - stacked.x).abs().max() < 1e-13
     assert 6 * ROW < stacked.sent < 40 * 6 * ROW
 
 

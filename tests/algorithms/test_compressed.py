@@ -59,7 +59,7 @@ def still(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x)
 
 
-def apart(x: torch.Tensor) -> float:
+def disagreement(x: torch.Tensor) -> float:
     return float((x - x.mean(0)).norm())
 
 
@@ -75,9 +75,9 @@ class Recorded(Compressor):
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=list)
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
-        found = self.inner(x, mix)
-        self.pairs.append((x, found))
-        return found
+        result = self.inner(x, mix)
+        self.pairs.append((x, result))
+        return result
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return self.inner.nbytes(d, dtype)
@@ -95,9 +95,9 @@ def test_without_compression_they_are_dpsgd_with_a_lazier_mixing(
     make: Callable[[float, float, Compressor], Algorithm], gamma: float
 ) -> None:
     fleet, lazy = StackedFleet(ring(SIZE)), StackedFleet(lazy_ring(gamma))
-    found = fleet.run(make(0.1, gamma, Identity()), scattered(), gradients(), 60).x
+    results = fleet.run(make(0.1, gamma, Identity()), scattered(), gradients(), 60).x
     expected = lazy.run(GradientDescent(0.1), scattered(), gradients(), 60).x
-    assert (found - expected).abs().max() < 1e-12
+    assert (results - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
@@ -107,17 +107,17 @@ def test_uncompressed_beer_is_diging_once_all_have_published(gamma: float) -> No
     first = fleet.run(algorithm, scattered(), gradients(), 1)
     v, g, *_ = first.state
     assert torch.equal(first.x, scattered() - 0.05 * gradients()(scattered()))
-    found = fleet.run(algorithm, START, gradients(), 60, resume=first).x
-    begun = Run(first.x, first.x, (v, g), 1)
-    expected = lazy.run(GradientTracking(0.05, atc=False), START, gradients(), 60, resume=begun).x
-    assert (found - expected).abs().max() < 1e-12
+    results = fleet.run(algorithm, START, gradients(), 60, resume=first).x
+    started = Run(first.x, first.x, (v, g), 1)
+    expected = lazy.run(GradientTracking(0.05, atc=False), START, gradients(), 60, resume=started).x
+    assert (results - expected).abs().max() < 1e-12
 
 
 def test_uncompressed_low_precision_is_dpsgd_adapt_with_combine() -> None:
     fleet = StackedFleet(ring(SIZE))
-    found = fleet.run(LowPrecision(0.1, Identity()), scattered(), gradients(), 60).x
+    results = fleet.run(LowPrecision(0.1, Identity()), scattered(), gradients(), 60).x
     expected = fleet.run(GradientDescent(0.1, atc=False), scattered(), gradients(), 60).x
-    assert (found - expected).abs().max() < 1e-12
+    assert (results - expected).abs().max() < 1e-12
 
 
 # Where they end
@@ -125,19 +125,19 @@ def test_uncompressed_low_precision_is_dpsgd_adapt_with_combine() -> None:
 
 def test_choco_converges_to_the_point_of_dpsgd_with_the_lazier_mixing() -> None:
     """The messages go to zero, and the compression error with them."""
-    found = ends(ChocoSGD(0.1, 0.5, TopK(0.2)), 2500)
-    assert (found - ends(GradientDescent(0.1), 2500, lazy_ring(0.5))).abs().max() < 1e-9
+    result = ends(ChocoSGD(0.1, 0.5, TopK(0.2)), 2500)
+    assert (result - ends(GradientDescent(0.1), 2500, lazy_ring(0.5))).abs().max() < 1e-9
 
 
 def test_low_precision_converges_to_the_point_of_dpsgd() -> None:
-    found = ends(LowPrecision(0.1, MinMaxUInt8(eps=1e-13)), 2500)
-    assert (found - ends(GradientDescent(0.1, atc=False), 2500)).abs().max() < 1e-9
+    result = ends(LowPrecision(0.1, MinMaxUInt8(eps=1e-13)), 2500)
+    assert (result - ends(GradientDescent(0.1, atc=False), 2500)).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.2), RandomK(0.4), QSGD(7), MinMaxUInt8(eps=1e-13)], ids=str)
 def test_beer_finds_the_optimum_with_any_contraction(compressor: Compressor) -> None:
-    found = ends(BEER(1 / 16, 0.25, compressor), 700, symmetric_exponential(SIZE))
-    assert (found - optimum()).abs().max() < 1e-8
+    result = ends(BEER(1 / 16, 0.25, compressor), 700, symmetric_exponential(SIZE))
+    assert (result - optimum()).abs().max() < 1e-8
 
 
 def test_beer_finds_the_optimum_on_a_ring() -> None:
@@ -156,9 +156,9 @@ def test_dpsgd_is_nearer_than_choco_and_choco_nearer_than_deep_squeeze() -> None
 
 def test_at_the_same_gamma_deep_squeeze_leaves_the_agents_farther_apart() -> None:
     plain, choco, squeezed = (
-        apart(ends(GradientDescent(0.1), 1500, lazy_ring(0.5))),
-        apart(ends(ChocoSGD(0.1, 0.5, TopK(0.2)), 1500)),
-        apart(ends(DeepSqueeze(0.1, 0.5, TopK(0.2)), 1500)),
+        disagreement(ends(GradientDescent(0.1), 1500, lazy_ring(0.5))),
+        disagreement(ends(ChocoSGD(0.1, 0.5, TopK(0.2)), 1500)),
+        disagreement(ends(DeepSqueeze(0.1, 0.5, TopK(0.2)), 1500)),
     )
     assert choco == pytest.approx(plain, rel=1e-6)
     assert squeezed > 1.2 * choco
@@ -167,8 +167,8 @@ def test_at_the_same_gamma_deep_squeeze_leaves_the_agents_farther_apart() -> Non
 @pytest.mark.parametrize("compressor", [Sign(), RandomK(0.2)], ids=str)
 def test_choco_gossip_reaches_the_mean_with_coarse_messages(compressor: Compressor) -> None:
     fleet = StackedFleet(symmetric_exponential(SIZE))
-    found = fleet.run(ChocoSGD(0.0, 0.1, compressor), scattered(), still, 1500).x
-    assert (found - scattered().mean(0)).abs().max() < 1e-8
+    results = fleet.run(ChocoSGD(0.0, 0.1, compressor), scattered(), still, 1500).x
+    assert (results - scattered().mean(0)).abs().max() < 1e-8
 
 
 # What they take
@@ -198,8 +198,8 @@ def test_a_compressor_that_is_no_contraction_is_refused_where_the_run_diverges(
 @pytest.mark.parametrize("compressor", [RandomK(0.1, scaled=True), RandomK(0.3, scaled=True), QSGD(1)], ids=str)
 def test_scaled_down_they_are_accepted_and_converge(compressor: Compressor) -> None:
     fleet = StackedFleet(symmetric_exponential(SIZE), seed=3)
-    found = fleet.run(ChocoSGD(0.0, 0.05, Shrunk(compressor)), scattered(), still, 1000).x
-    assert (found - scattered().mean(0)).abs().max() < 1e-6
+    results = fleet.run(ChocoSGD(0.0, 0.05, Shrunk(compressor)), scattered(), still, 1000).x
+    assert (results - scattered().mean(0)).abs().max() < 1e-6
 
 
 def test_real_agents_refuse_them_too() -> None:
@@ -292,8 +292,8 @@ def test_low_precision_is_what_bagua_computes_with_replicas(size: int) -> None:
         message = quantised(x + left / 3 + right / 3 - 5 / 3 * w)
         left, right, w = left + message.roll(1, 0), right + message.roll(-1, 0), w + message
     thirds = Circulant(size, {0: 1 / 3, 1: 1 / 3, -1: 1 / 3} if size > 2 else {0: 1 / 3, 1: 2 / 3})
-    found = StackedFleet(thirds).run(LowPrecision(0.1), scattered(size), gradient, 25).x
-    assert (found - w).abs().max() < 1e-12
+    results = StackedFleet(thirds).run(LowPrecision(0.1), scattered(size), gradient, 25).x
+    assert (results - w).abs().max() < 1e-12
 
 
 # PowerGossip
@@ -331,20 +331,22 @@ def test_power_gossip_equals_its_links_computed_one_by_one(iterations: int, rows
                 change[i] += W[i, j] * seen
                 change[j] -= W[i, j] * seen
             x = x + change.flatten(1)[:, :DIMENSION]
-    found = fleet.run(algorithm, START, gradient, 3, resume=now).x
-    assert (found - x).abs().max() < 1e-12
+    results = fleet.run(algorithm, START, gradient, 3, resume=now).x
+    assert (results - x).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("rows", [None, 2, 5, 7])
 def test_power_gossip_reaches_consensus_on_the_mean(rows: int | None) -> None:
     fleet = StackedFleet(symmetric_exponential(SIZE))
-    found = fleet.run(PowerGossip(0.1, 1, rows), scattered(), still, 600).x
-    assert (found - scattered().mean(0)).abs().max() < 1e-12
+    results = fleet.run(PowerGossip(0.1, 1, rows), scattered(), still, 600).x
+    assert (results - scattered().mean(0)).abs().max() < 1e-12
 
 
 def test_power_gossip_never_drives_agents_apart() -> None:
-    found = StackedFleet(STAR).run(PowerGossip(0.1), scattered(), still, 200, measure=lambda x: {"apart": apart(x)})
-    distance = found.column("apart")
+    results = StackedFleet(STAR).run(
+        PowerGossip(0.1), scattered(), still, 200, measure=lambda x: {"apart": disagreement(x)}
+    )
+    distance = results.column("apart")
     assert (distance[1:] <= distance[:-1] * (1 + 1e-12)).all()
     assert distance[-1] < 1e-2 * distance[0]
 
@@ -362,7 +364,7 @@ def test_power_gossip_handles_agents_that_agree() -> None:
     assert all(float(one.norm(dim=-1).min()) > 0 for one in first.state)
     # And they can still disagree, and meet, later.
     later = fleet.run(PowerGossip(0.1), START, still, 1500, resume=dataclasses.replace(first, x=scattered()))
-    assert apart(later.x) < 1e-3 * apart(scattered())
+    assert disagreement(later.x) < 1e-3 * disagreement(scattered())
 
 
 # Wherever they run
@@ -382,13 +384,13 @@ def test_power_gossip_handles_agents_that_agree() -> None:
 def test_random_algorithms_on_agents_equal_the_stacked_fleet_exactly(algorithm: Algorithm) -> None:
     a, b = binary_problem(4)
 
-    def alone() -> list[float]:
-        mine, goal = a[shoal.rank()], b[shoal.rank()]
-        return run(algorithm, START, lambda x: mine * (x - goal), binary_ring(4), 4, seed=3).x.tolist()
+    def on_agent() -> list[float]:
+        own, goal = a[shoal.rank()], b[shoal.rank()]
+        return run(algorithm, START, lambda x: own * (x - goal), binary_ring(4), 4, seed=3).x.tolist()
 
-    found = torch.tensor(shoal.Fleet(4).run(alone), dtype=torch.float64)
+    results = torch.tensor(shoal.Fleet(4).run(on_agent), dtype=torch.float64)
     together = StackedFleet(binary_ring(4), seed=3).run(algorithm, START, lambda x: a * (x - b), 4).x
-    assert torch.equal(found, together)
+    assert torch.equal(results, together)
 
 
 @pytest.mark.parametrize(
@@ -398,11 +400,11 @@ def test_random_algorithms_on_agents_equal_the_stacked_fleet_exactly(algorithm: 
 )
 def test_a_resumed_run_continues_with_its_errors_and_draws(algorithm: Algorithm) -> None:
     fleet, gradient = StackedFleet(ring(SIZE), seed=1), gradients()
-    whole = fleet.run(algorithm, scattered(), gradient, 30)
+    full = fleet.run(algorithm, scattered(), gradient, 30)
     half = fleet.run(algorithm, scattered(), gradient, 13)
     rest = fleet.run(algorithm, START, gradient, 17, resume=half)
-    assert torch.equal(whole.x, rest.x)
-    assert all(torch.equal(one, other) for one, other in zip(whole.state, rest.state, strict=True))
+    assert torch.equal(full.x, rest.x)
+    assert all(torch.equal(one, other) for one, other in zip(full.state, rest.state, strict=True))
 
 
 def test_initial_vectors_of_power_gossip_are_equal_at_both_ends_and_have_random_directions() -> None:
@@ -411,9 +413,9 @@ def test_initial_vectors_of_power_gossip_are_equal_at_both_ends_and_have_random_
         .run(PowerGossip(0.1), scattered(2, 1000), still, 0)
         .state
     )
-    for one in vectors:
-        assert torch.equal(one[0], one[1])
-        assert abs(float(one[0].mean())) < 0.3 < float(one[0].std())
+    for vector in vectors:
+        assert torch.equal(vector[0], vector[1])
+        assert abs(float(vector[0].mean())) < 0.3 < float(vector[0].std())
 
 
 def test_power_gossip_sends_two_vectors_over_each_link_and_iteration() -> None:
@@ -435,9 +437,9 @@ def test_copies_of_neighbours_need_a_static_graph(algorithm: Algorithm) -> None:
 
 def test_deep_squeeze_accepts_a_changing_topology() -> None:
     fleet = StackedFleet(OnePeerHypercube(SIZE))
-    found = fleet.run(DeepSqueeze(0.1, 1.0, Identity()), scattered(), gradients(), 40).x
+    results = fleet.run(DeepSqueeze(0.1, 1.0, Identity()), scattered(), gradients(), 40).x
     expected = fleet.run(GradientDescent(0.1), scattered(), gradients(), 40).x
-    assert (found - expected).abs().max() < 1e-12
+    assert (results - expected).abs().max() < 1e-12
     assert bias(fleet.run(DeepSqueeze(0.1, 0.25, TopK(0.5)), START, gradients(), 1000).x) < 0.2
 
 

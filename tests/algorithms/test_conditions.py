@@ -90,8 +90,8 @@ class Model:
         W, active = self.topology.matrix(tick), self.conditions.active(tick, self.n)
         both = self.conditions.protocol == "handshake"
         for to, of in self._links(tick):
-            gone, delay, value = self._fate(tick, to, of)
-            if active[of] and (active[to] or not both) and not gone:
+            departed, delay, value = self._fate(tick, to, of)
+            if active[of] and (active[to] or not both) and not departed:
                 self.coming.append((tick + delay, tick, to, of, value.copy()))
         for message in sorted((one for one in self.coming if one[0] <= tick), key=lambda one: one[0]):
             _, sent, to, of, value = message
@@ -102,10 +102,10 @@ class Model:
         for to in np.flatnonzero(active):
             new[to] = W[to, to] * self.x[to]
             for of in (of for end, of in self._links(tick) if end == to):
-                found = self.newest.get((to, of))
-                if found is not None and (not found[2] or self.conditions.protocol == "memory"):
-                    found[2] = True
-                    new[to] += W[to, of] * found[1]
+                result = self.newest.get((to, of))
+                if result is not None and (not result[2] or self.conditions.protocol == "memory"):
+                    result[2] = True
+                    new[to] += W[to, of] * result[1]
                 else:
                     new[to] += W[to, of] * self.x[to]
         self.x = new
@@ -117,14 +117,14 @@ class Model:
         for to, of in self._links(tick):
             if not active[of]:
                 continue
-            gone, delay, value = self._fate(tick, to, of)
-            if protocol == "handshake" and (gone or not active[to]):
+            departed, delay, value = self._fate(tick, to, of)
+            if protocol == "handshake" and (departed or not active[to]):
                 new[of] += C[to, of] * self.x[of]
                 continue
             share = C[to, of] * value
             if protocol == "memory":
                 share = share + self.lost.pop((to, of), 0.0)
-            if not gone:
+            if not departed:
                 self.coming.append((tick + delay, tick, to, of, share))
             elif protocol == "memory":
                 self.lost[to, of] = share
@@ -249,9 +249,9 @@ def test_a_seed_reproduces_a_run_and_another_seed_does_not() -> None:
 def test_empty_conditions_are_the_plain_run() -> None:
     fleet, data = StackedFleet(ring(8)), _data()
     plain = fleet.run(GradientTracking(0.02), torch.zeros(DIMENSION), per_agent(loss, *data), 60)
-    found = least_squares(Conditions())
-    assert torch.allclose(found.x, plain.x, rtol=0, atol=1e-6)
-    assert (found.sent, found.exchanges) == (plain.sent, plain.exchanges)
+    result = least_squares(Conditions())
+    assert torch.allclose(result.x, plain.x, rtol=0, atol=1e-6)
+    assert (result.sent, result.exchanges) == (plain.sent, plain.exchanges)
 
 
 @pytest.mark.parametrize("conditions", ALL, ids=repr)

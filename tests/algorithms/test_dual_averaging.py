@@ -21,11 +21,11 @@ SLOPES = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Gener
 
 def test_constant_gradients_accumulate_over_the_powers_of_w() -> None:
     steps, W = 12, matrix(ring(SIZE))
-    heard = [torch.linalg.matrix_power(W, k) @ SLOPES for k in range(steps)]
-    points = [-LR / sqrt(t) * sum(heard[:t], torch.zeros_like(SLOPES)) for t in range(1, steps + 1)]
-    found = StackedFleet(ring(SIZE)).run(DualAveraging(LR), START, lambda _: SLOPES, steps)
-    assert (found.x - points[-1]).abs().max() < 1e-12
-    assert (found.estimate - torch.stack(points).mean(0)).abs().max() < 1e-12
+    received = [torch.linalg.matrix_power(W, k) @ SLOPES for k in range(steps)]
+    points = [-LR / sqrt(t) * sum(received[:t], torch.zeros_like(SLOPES)) for t in range(1, steps + 1)]
+    results = StackedFleet(ring(SIZE)).run(DualAveraging(LR), START, lambda _: SLOPES, steps)
+    assert (results.x - points[-1]).abs().max() < 1e-12
+    assert (results.estimate - torch.stack(points).mean(0)).abs().max() < 1e-12
 
 
 def test_before_the_first_step_the_estimate_is_the_start() -> None:
@@ -38,9 +38,9 @@ def test_it_approaches_the_median_of_all_agents_as_one_over_the_root_of_the_step
     best = (values - values.median(0).values).abs().mean()
 
     def excess(steps: int) -> float:
-        found = StackedFleet(topology).run(DualAveraging(LR), values, lambda x: (x - values).sign(), steps).estimate
-        assert found.shape == values.shape
-        return float((values.unsqueeze(1) - found).abs().mean() - best)
+        results = StackedFleet(topology).run(DualAveraging(LR), values, lambda x: (x - values).sign(), steps).estimate
+        assert results.shape == values.shape
+        return float((values.unsqueeze(1) - results).abs().mean() - best)
 
     early, late = excess(200), excess(3200)
     assert 0 <= late < 0.1

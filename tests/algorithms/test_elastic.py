@@ -42,9 +42,9 @@ def test_it_is_gradient_descent_on_a_star_whose_hub_has_no_objective(beta: float
         return torch.cat([GRADIENT(x[:-1]), torch.zeros_like(x[-1:])])
 
     expected = StackedFleet(graph).run(GradientDescent(LR, atc=False), start, gradient, 20).x
-    found = StackedFleet(ring(SIZE)).run(EASGD(LR, 1, beta), START, GRADIENT, 20)
-    assert (found.x - expected[:-1]).abs().max() < 1e-12
-    assert (found.estimate - expected[-1]).abs().max() < 1e-12
+    results = StackedFleet(ring(SIZE)).run(EASGD(LR, 1, beta), START, GRADIENT, 20)
+    assert (results.x - expected[:-1]).abs().max() < 1e-12
+    assert (results.estimate - expected[-1]).abs().max() < 1e-12
 
 
 def rest(every: int, beta: float) -> Tensor:
@@ -56,16 +56,16 @@ def rest(every: int, beta: float) -> Tensor:
     factor, constant = unit, torch.zeros_like(c)
     for mixing in [unit] * (every - 1) + [on_all(star(beta))]:
         factor, constant = (mixing - LR * H) @ factor, (mixing - LR * H) @ constant + LR * c
-    found: Tensor = torch.linalg.solve(unit - factor, constant)
-    return found.view(SIZE + 1, DIMENSION)
+    result: Tensor = torch.linalg.solve(unit - factor, constant)
+    return result.view(SIZE + 1, DIMENSION)
 
 
 @pytest.mark.parametrize(("every", "beta"), [(1, 0.9), (3, 0.9), (3, 1.5)])
 def test_it_comes_back_to_where_linear_algebra_says(every: int, beta: float) -> None:
-    found = StackedFleet(ring(SIZE)).run(EASGD(LR, every, beta), START, GRADIENT, 1500)
+    results = StackedFleet(ring(SIZE)).run(EASGD(LR, every, beta), START, GRADIENT, 1500)
     expected = rest(every, beta)
-    assert (found.x - expected[:-1]).abs().max() < 1e-10
-    assert (found.estimate - expected[-1]).abs().max() < 1e-10
+    assert (results.x - expected[:-1]).abs().max() < 1e-10
+    assert (results.estimate - expected[-1]).abs().max() < 1e-10
     # The centre rests in the mean of the agents, where their gradients cancel, if they all meet it in every step.
     if every == 1:
         assert (expected[:-1].mean(0) - expected[-1]).abs().max() < 1e-10
@@ -74,8 +74,8 @@ def test_it_comes_back_to_where_linear_algebra_says(every: int, beta: float) -> 
 
 def test_the_centre_is_nearer_to_the_optimum_the_smaller_the_step() -> None:
     def off(lr: float) -> float:
-        found = StackedFleet(ring(SIZE)).run(EASGD(lr, 1), START, GRADIENT, 8000).estimate
-        return float((found[0] - optimum()).norm())
+        results = StackedFleet(ring(SIZE)).run(EASGD(lr, 1), START, GRADIENT, 8000).estimate
+        return float((results[0] - optimum()).norm())
 
     assert 5 < off(0.02) / off(0.002) < 12
 
@@ -83,9 +83,9 @@ def test_the_centre_is_nearer_to_the_optimum_the_smaller_the_step() -> None:
 @pytest.mark.parametrize(("share", "grows"), [(0.99, False), (1.01, True)])
 def test_a_pull_is_refused_exactly_where_agents_and_centre_oscillate(share: float, grows: bool) -> None:
     algorithm = EASGD(LR, 1, beta=share * 2 * SIZE / (SIZE + 1))
-    begun = steps_of(algorithm, START, torch.zeros_like, StackedMix(ring(SIZE)), 0)
+    started = steps_of(algorithm, START, torch.zeros_like, StackedMix(ring(SIZE)), 0)
     away = steps_of(algorithm, START + 1, torch.zeros_like, StackedMix(ring(SIZE)), 0)
-    away.state = begun.state  # a centre beside the mean of the agents
+    away.state = started.state  # a centre beside the mean of the agents
     ended = steps_of(algorithm, START, torch.zeros_like, StackedMix(ring(SIZE)), 2000, resume=away)
     apart = float((ended.x - ended.state[0]).abs().max())
     if grows:
@@ -107,8 +107,8 @@ def test_with_curvature_the_bound_is_that_of_the_docstring(share: float) -> None
 
 
 def test_agents_have_the_same_centre_bit_for_bit(fleet: Fleets) -> None:
-    found = fleet(4).run(run_one, "EASGD", 30)
-    assert all(one == found[0] for one in found)
+    results = fleet(4).run(run_one, "EASGD", 30)
+    assert all(one == results[0] for one in results)
 
 
 def test_invalid_arguments_are_refused() -> None:

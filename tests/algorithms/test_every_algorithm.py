@@ -1,4 +1,4 @@
-"""What holds for every algorithm in the catalog: one object, one result, wherever it runs."""
+"""Properties of every algorithm in the catalog: one object gives one result, wherever it runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ smooth_in_processes, compressed_in_processes = (
 
 def test_cases_are_in_the_catalog_and_exact_ones_give_their_number_of_steps() -> None:
     assert CASES.keys() <= CATALOG.keys()
-    assert {name for name, case in CASES.items() if case.steps} == {one.name for one in CATALOG.values() if one.exact}
+    assert {name for name, case in CASES.items() if case.steps} == {
+        value.name for value in CATALOG.values() if value.exact
+    }
 
 
 def stacked(entry: Entry, size: int, steps: int) -> Tensor:
@@ -84,32 +86,32 @@ def over_transports(entries: Iterable[Entry]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("entry", "transport"), cases, indirect=["transport"])
 
 
-@over_transports(one for one in CATALOG.values() if not case_of(one).compressed)
+@over_transports(value for value in CATALOG.values() if not case_of(value).compressed)
 def test_a_fleet_agrees_with_the_stacked_fleet(entry: Entry, fleet: Fleets) -> None:
-    found = torch.tensor(fleet(REAL_SIZE).run(run_one, entry.name, STEPS), dtype=torch.float64)
-    assert (found - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
+    results = torch.tensor(fleet(REAL_SIZE).run(run_one, entry.name, STEPS), dtype=torch.float64)
+    assert (results - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
 
 
 @smooth_in_processes
 @pytest.mark.transport("shared_memory")
 def test_processes_agree_with_the_stacked_fleet(entry: Entry, world: World) -> None:
-    found = torch.tensor(world.results(run_one, entry.name, STEPS), dtype=torch.float64)
-    assert (found - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
+    result = torch.tensor(world.results(run_one, entry.name, STEPS), dtype=torch.float64)
+    assert (result - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
 
 
 # One bit more or less in a sum may make a compressor choose otherwise, or PowerGossip take another way: these agree
 # exactly, or not at all.
 @compressed_entry
 def test_threads_agree_exactly_on_numbers_exact_in_binary(entry: Entry, fleet: Fleets) -> None:
-    found = torch.tensor(fleet(REAL_SIZE).run(run_binary, entry.name, BINARY_STEPS), dtype=torch.float64)
-    assert torch.equal(found, stacked_binary(entry, REAL_SIZE))
+    results = torch.tensor(fleet(REAL_SIZE).run(run_binary, entry.name, BINARY_STEPS), dtype=torch.float64)
+    assert torch.equal(results, stacked_binary(entry, REAL_SIZE))
 
 
 @compressed_in_processes
 @pytest.mark.transport("shared_memory")
 def test_processes_agree_exactly_on_numbers_exact_in_binary(entry: Entry, world: World) -> None:
-    found = torch.tensor(world.results(run_binary, entry.name, BINARY_STEPS), dtype=torch.float64)
-    assert torch.equal(found, stacked_binary(entry, REAL_SIZE))
+    result = torch.tensor(world.results(run_binary, entry.name, BINARY_STEPS), dtype=torch.float64)
+    assert torch.equal(result, stacked_binary(entry, REAL_SIZE))
 
 
 @pytest.mark.parametrize(
@@ -129,12 +131,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(entry: Entry) -> None:
     fleet = StackedFleet(case_of(entry).topology(SIZE), seed=1)
     gradient = per_agent(loss, *problem(), batch=5)
     start = torch.zeros(DIMENSION, dtype=torch.float64)
-    whole = fleet.run(entry.example(), start, gradient, 30)
+    full = fleet.run(entry.example(), start, gradient, 30)
     half = fleet.run(entry.example(), start, gradient, 13)
     rest = fleet.run(entry.example(), start, gradient, 17, resume=half)
-    assert torch.equal(whole.x, rest.x)
-    assert torch.equal(whole.estimate, rest.estimate)
-    assert (whole.steps, whole.sent) == (rest.steps, rest.sent)
+    assert torch.equal(full.x, rest.x)
+    assert torch.equal(full.estimate, rest.estimate)
+    assert (full.steps, full.sent) == (rest.steps, rest.sent)
 
 
 @every_entry
@@ -147,7 +149,7 @@ def test_sent_bytes_are_those_of_the_catalog(entry: Entry) -> None:
         return fleet.run(entry.example(), start, lambda x: x - 1, steps).sent
 
     edges = [topology.edges(round_) for round_ in range(10, 20)]
-    links = sum(int((one.destination != one.source).sum()) for one in edges)
+    links = sum(int((edge.destination != edge.source).sum()) for edge in edges)
     messages = (sent(20) - sent(10)) / (8000 * links)
     # Beside tensors there may be single numbers, such as the weight of push-sum.
     assert messages == pytest.approx(entry.messages, rel=0.01)

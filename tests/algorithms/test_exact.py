@@ -1,4 +1,4 @@
-"""Exact diffusion, EXTRA and NIDS: their recursions, the conditions on W, and what lies beyond them."""
+"""Exact diffusion, EXTRA and NIDS: their recursions, their conditions on W, and their limits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_exact_diffusion_converges_above_an_eigenvalue_of_minus_a_third(own: flo
 
 
 def spread(algorithm: Algorithm, topology: Circulant, steps: int) -> float:
-    """Of agents that have nothing but noise for their gradients, where it was largest."""
+    """The largest difference between agents during a run whose gradients are only noise."""
     noise = torch.Generator().manual_seed(2)
     start = torch.zeros(SIZE, 4, dtype=torch.float64)
     run = steps_of(
@@ -115,8 +115,8 @@ def test_at_an_eigenvalue_of_minus_a_third_exact_diffusion_warns_and_finds_the_o
     """Listing 6 of the BlueFog paper on an even ring: full gradients, and a strongly convex sum."""
     fleet = StackedFleet(weighted_ring(own))
     with pytest.warns(UserWarning, match=r"the smallest is -0\.333.*noise of gradients adds up.*lazy=True"):
-        found = fleet.run(ExactDiffusion(LR), START, GRADIENT, 700)
-    assert (found.x - optimum()).abs().max() < 1e-9
+        results = fleet.run(ExactDiffusion(LR), START, GRADIENT, 700)
+    assert (results.x - optimum()).abs().max() < 1e-9
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fleet.run(ExactDiffusion(LR), START, GRADIENT, 1, unchecked="eigenvalues above -1/3")
@@ -127,8 +127,8 @@ def test_at_minus_a_third_differences_shrink_only_by_the_curvature(size: int) ->
     """Along w = -1/3, with the curvature h, the factors of a step solve ``r^2 = w (2 - lr h) r - w (1 - lr h)``."""
 
     def largest_of_differences(curvature: torch.Tensor) -> float:
-        found = torch.linalg.eigvals(step_matrix(ExactDiffusion(LR), Facts(ring(size)), curvature)).abs()
-        largest, second, *_ = found.sort(descending=True).values.tolist()
+        result = torch.linalg.eigvals(step_matrix(ExactDiffusion(LR), Facts(ring(size)), curvature)).abs()
+        largest, second, *_ = result.sort(descending=True).values.tolist()
         assert largest == pytest.approx(1), "the constant that x and psi share is kept"
         return float(second)
 
@@ -144,8 +144,8 @@ def test_at_minus_a_third_differences_shrink_only_by_the_curvature(size: int) ->
 def test_a_named_condition_is_not_checked() -> None:
     fleet, lazy = StackedFleet(OnePeerExponential(SIZE)), ExactDiffusion(LR, lazy=True)
     waived = ("static", "symmetric")
-    found = fleet.run(lazy, START, GRADIENT, 700, unchecked=waived).x
-    assert (found - optimum()).abs().max() < 1e-9
+    results = fleet.run(lazy, START, GRADIENT, 700, unchecked=waived).x
+    assert (results - optimum()).abs().max() < 1e-9
     with pytest.raises(ValueError, match=r"to be symmetric, and W is not .*unchecked='symmetric' leaves this"):
         fleet.run(lazy, START, GRADIENT, 1, unchecked="static")
     with pytest.raises(ValueError, match=r"unchecked='statc': ExactDiffusion needs no such thing.*'static', 'doubly"):

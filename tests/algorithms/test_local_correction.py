@@ -1,4 +1,4 @@
-"""K-GT and LED: their published algorithms written anew in numpy, their invariants, limits, and where they end."""
+"""K-GT and LED: their published algorithms in numpy, their invariants and limits, and their end points."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ HALVES, CHANGING = ring_of_halves(SIZE), OnePeerExponential(SIZE)
     ids=["K-GT", "K-GT with an outer step", "LED", "LED with beta"],
 )
 def test_it_is_the_papers_algorithm(algorithm: Algorithm, topology: Schedule, paper: Callable[[], Vectors]) -> None:
-    found = StackedFleet(topology).run(algorithm, START, GRADIENT, K * ROUNDS).x.numpy()
-    assert np.abs(found - paper()).max() < 1e-12
+    results = StackedFleet(topology).run(algorithm, START, GRADIENT, K * ROUNDS).x.numpy()
+    assert np.abs(results - paper()).max() < 1e-12
 
 
 def test_the_corrections_of_kgt_sum_to_zero_after_every_step() -> None:
@@ -92,13 +92,13 @@ def test_the_corrections_of_kgt_sum_to_zero_after_every_step() -> None:
 
 
 def test_with_rounds_of_one_step_they_are_gradient_descent_on_all_data_and_exact_diffusion() -> None:
-    everybody = Circulant(SIZE, dict.fromkeys(range(SIZE), 1 / SIZE), "everybody")
-    fleet, start = StackedFleet(everybody), START[0]
-    found = fleet.run(KGT(LR, 1), start, GRADIENT, 20).x
-    assert (found - fleet.run(ParallelGradientDescent(LR), start, GRADIENT, 20).x).abs().max() < 1e-12
+    all_ranks = Circulant(SIZE, dict.fromkeys(range(SIZE), 1 / SIZE), "everybody")
+    fleet, start = StackedFleet(all_ranks), START[0]
+    results = fleet.run(KGT(LR, 1), start, GRADIENT, 20).x
+    assert (results - fleet.run(ParallelGradientDescent(LR), start, GRADIENT, 20).x).abs().max() < 1e-12
     halves = StackedFleet(HALVES)
-    found = halves.run(LED(LR, 1), START, GRADIENT, 20).x
-    assert (found - halves.run(ExactDiffusion(LR), START, GRADIENT, 20).x).abs().max() < 1e-12
+    results = halves.run(LED(LR, 1), START, GRADIENT, 20).x
+    assert (results - halves.run(ExactDiffusion(LR), START, GRADIENT, 20).x).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("algorithm", [KGT(LR, K), LED(LR, K)], ids=str)

@@ -72,8 +72,8 @@ def test_gossip_pga_is_gradient_descent_on_the_schedule_of_its_averages(every: i
     ids=["local steps", "Gossip-PGA", "Local SGD"],
 )
 def test_the_periodic_point_is_that_of_linear_algebra(algorithm: Algorithm, cycle: list[torch.Tensor]) -> None:
-    found = StackedFleet(ring(SIZE)).run(algorithm, START, GRADIENT, 1200).x
-    assert (found - rest_of_cycle(cycle, LR)).abs().max() < 1e-10
+    results = StackedFleet(ring(SIZE)).run(algorithm, START, GRADIENT, 1200).x
+    assert (results - rest_of_cycle(cycle, LR)).abs().max() < 1e-10
 
 
 def test_the_order_of_final_errors_is_as_measured() -> None:
@@ -87,16 +87,16 @@ def test_the_order_of_final_errors_is_as_measured() -> None:
 
 
 def test_local_steps_keep_gradient_tracking_exact() -> None:
-    found = StackedFleet(OnePeerExponential(SIZE)).run(LocalSteps(GradientTracking(0.05), 3), START, GRADIENT, 2500).x
-    assert (found - optimum()).abs().max() < 1e-9
+    results = StackedFleet(OnePeerExponential(SIZE)).run(LocalSteps(GradientTracking(0.05), 3), START, GRADIENT, 2500).x
+    assert (results - optimum()).abs().max() < 1e-9
 
 
 def test_exchanges_use_the_rounds_of_a_schedule_in_order() -> None:
     # Of two rounds, and with every second step silent: by the number of the step it would be the same round for ever.
     topology = OnePeerExponential(4)
     start = torch.eye(4, dtype=torch.float64)
-    found = StackedFleet(topology).run(LocalSteps(GradientDescent(LR), 2), start, torch.zeros_like, 4).x
-    assert torch.equal(found, torch.full((4, 4), 0.25, dtype=torch.float64))
+    results = StackedFleet(topology).run(LocalSteps(GradientDescent(LR), 2), start, torch.zeros_like, 4).x
+    assert torch.equal(results, torch.full((4, 4), 0.25, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ def test_local_steps_send_nothing(algorithm: Algorithm) -> None:
 def test_push_sum_keeps_its_mean_under_both(wrapper: type[LocalSteps] | type[GossipPGA]) -> None:
     directed = ExponentialGraph(SIZE)
     directed.remove_edge(0, 4)
-    found = StackedFleet(directed).run(wrapper(PushSum(), 3), START, torch.zeros_like, 200).estimate
-    assert (found - START.mean(0)).abs().max() < 1e-9
+    results = StackedFleet(directed).run(wrapper(PushSum(), 3), START, torch.zeros_like, 200).estimate
+    assert (results - START.mean(0)).abs().max() < 1e-9
 
 
 def test_a_global_average_replaces_pulls_and_pushes() -> None:
     directed = ExponentialGraph(SIZE)
     directed.remove_edge(0, 4)
     fleet = StackedFleet(directed)
-    found = fleet.run(GossipPGA(PushSum(), 1), START, torch.zeros_like, 1).estimate
-    assert (found - START.mean(0)).abs().max() < 1e-12
+    results = fleet.run(GossipPGA(PushSum(), 1), START, torch.zeros_like, 1).estimate
+    assert (results - START.mean(0)).abs().max() < 1e-12
     run = fleet.run(GossipPGA(PushPull(0.01), 1), START, GRADIENT, 3)
     assert all((one - one[0]).abs().max() < 1e-12 for one in (run.x, run.state[0]))
 

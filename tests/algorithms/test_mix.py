@@ -105,9 +105,9 @@ def test_mix_pull_and_push_are_w_r_and_c(topology: nx.Graph | Schedule, dtype: t
     mix, x = StackedMix(topology), values(dtype=dtype)
     for round_ in range(2 * ROUNDS):
         mix.begin(round_)
-        for found, matrix in zip((mix(x), mix.pull(x), mix.push(x)), dense(topology, round_), strict=True):
-            assert found.dtype == dtype
-            assert (found.double() - matrix @ x.double()).abs().max() < tolerance
+        for result, matrix in zip((mix(x), mix.pull(x), mix.push(x)), dense(topology, round_), strict=True):
+            assert result.dtype == dtype
+            assert (result.double() - matrix @ x.double()).abs().max() < tolerance
 
 
 @every_topology
@@ -150,11 +150,11 @@ def test_a_tensor_without_a_row_for_each_agent_is_refused(shape: tuple[int, ...]
 @every_dtype
 def test_average_is_the_mean_of_all_or_of_a_machine(dtype: torch.dtype, tolerance: float) -> None:
     mix, x = StackedMix(ring(SIZE), agents_per_machine=2), values(dtype=dtype)
-    everybody, machine = mix.average(x), mix.average(x, "machine")
-    assert everybody.dtype == machine.dtype == dtype
+    over_all, machine = mix.average(x), mix.average(x, "machine")
+    assert over_all.dtype == machine.dtype == dtype
     for rank in range(SIZE):
         first = rank - rank % 2
-        assert (everybody[rank].double() - x.double().mean(0)).abs().max() < tolerance
+        assert (over_all[rank].double() - x.double().mean(0)).abs().max() < tolerance
         assert (machine[rank].double() - (x[first].double() + x[first + 1].double()) / 2).abs().max() < tolerance
 
 
@@ -166,13 +166,13 @@ def test_spread_gives_each_neighbour_the_own_row_and_gather_sums_them(topology: 
         links = links_of(topology, round_)
         rows = mix.spread(x)
         assert rows.shape == (len(links), DIMENSION)
-        assert all(torch.equal(row, x[here]) for row, (here, _) in zip(rows, links, strict=True))
+        assert all(torch.equal(row, x[owner]) for row, (owner, _) in zip(rows, links, strict=True))
         messages = torch.randn(len(links), DIMENSION, dtype=torch.float64)
         expected = torch.zeros_like(x)
-        for row, (here, _) in zip(messages, links, strict=True):
-            expected[here] += row
+        for row, (owner, _) in zip(messages, links, strict=True):
+            expected[owner] += row
         assert (mix.gather(messages) - expected).abs().max() < 1e-14
-        degree = torch.tensor([[float(sum(here == rank for here, _ in links))] for rank in range(SIZE)])
+        degree = torch.tensor([[float(sum(owner == rank for owner, _ in links))] for rank in range(SIZE)])
         assert torch.equal(mix.gather(mix.spread(mix.ones(x))).float(), degree)
 
 
@@ -182,11 +182,11 @@ def test_edges_swaps_the_two_rows_of_a_link(topology: nx.Graph | Schedule) -> No
     for round_ in range(ROUNDS):
         mix.begin(round_)
         links = links_of(topology, round_)
-        sent = torch.tensor([[10.0 * here + there, float(here)] for here, there in links]).view(-1, 2)
-        expected = torch.tensor([[10.0 * there + here, float(there)] for here, there in links]).view(-1, 2)
-        found = mix.edges(sent)
-        assert torch.equal(found, expected)
-        assert torch.equal(mix.edges(found), sent)
+        sent = torch.tensor([[10.0 * owner + other, float(owner)] for owner, other in links]).view(-1, 2)
+        expected = torch.tensor([[10.0 * other + owner, float(other)] for owner, other in links]).view(-1, 2)
+        result = mix.edges(sent)
+        assert torch.equal(result, expected)
+        assert torch.equal(mix.edges(result), sent)
 
 
 @undirected
@@ -196,7 +196,7 @@ def test_the_two_ends_of_a_link_have_opposite_signs(topology: nx.Graph | Schedul
         mix.begin(round_)
         links = links_of(topology, round_)
         signs = mix.sign(values())
-        assert signs.flatten().tolist() == [1.0 if here < there else -1.0 for here, there in links]
+        assert signs.flatten().tolist() == [1.0 if owner < other else -1.0 for owner, other in links]
         assert torch.equal(mix.edges(signs), -signs)
 
 
@@ -240,7 +240,7 @@ def test_sent_counts_the_messages_of_active_agents(topology: nx.Graph | Schedule
     mix = StackedMix(topology)
     speaks = torch.arange(SIZE).unsqueeze(1) % 2 == 1
     mix(values() * speaks, nbytes=7, speaks=speaks)
-    assert mix.sent == 7 * sum(here % 2 for here, _ in links_of(topology, 0))
+    assert mix.sent == 7 * sum(owner % 2 for owner, _ in links_of(topology, 0))
 
 
 # Real agents, against the stacked fleet
@@ -248,10 +248,10 @@ def test_sent_counts_the_messages_of_active_agents(topology: nx.Graph | Schedule
 
 def everything(mix: Mix, x: torch.Tensor, *, links: bool) -> dict[str, torch.Tensor]:
     """What each verb gives in some rounds; rows of links are summed in ways that tell them apart."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for round_ in range(ROUNDS):
         mix.begin(round_)
-        found |= {
+        result |= {
             f"mix {round_}": mix(x),
             f"pull {round_}": mix.pull(x),
             f"push {round_}": mix.push(x),
@@ -263,22 +263,22 @@ def everything(mix: Mix, x: torch.Tensor, *, links: bool) -> dict[str, torch.Ten
         if links:
             signs = mix.sign(x)
             rows = mix.spread(x)
-            found |= {
+            result |= {
                 f"degree {round_}": mix.gather(mix.spread(mix.ones(x))),
                 f"signs {round_}": mix.gather(signs),
                 f"from neighbours {round_}": mix.gather(mix.edges(rows)),
                 f"told each its own {round_}": mix.gather(signs * mix.edges(rows * signs + rows.square())),
             }
-    return found
+    return result
 
 
 def same(real: list[dict[str, torch.Tensor]], stacked: dict[str, torch.Tensor], tolerance: float) -> None:
     for name, expected in stacked.items():
-        found = torch.stack([one[name] for one in real])
-        assert found.dtype == expected.dtype, name
-        assert found.shape == expected.shape, name
+        result = torch.stack([one[name] for one in real])
+        assert result.dtype == expected.dtype, name
+        assert result.shape == expected.shape, name
         limit = 0.0 if name.startswith("uniform") else tolerance
-        assert (found - expected).abs().max() <= limit, name
+        assert (result - expected).abs().max() <= limit, name
 
 
 @pytest.mark.parametrize(
@@ -293,13 +293,13 @@ def test_real_agents_equal_the_stacked_fleet(
 
     def agent() -> tuple[dict[str, torch.Tensor], int]:
         mix = Exchange(topology, seed=11)
-        found = everything(mix, x[shoal.rank()], links=links)
-        return {name: one.clone() for name, one in found.items()}, mix.sent
+        result = everything(mix, x[shoal.rank()], links=links)
+        return {name: one.clone() for name, one in result.items()}, mix.sent
 
     mix = StackedMix(topology, seed=11, agents_per_machine=2)
     stacked = everything(mix, x, links=links)
     results = fleet(SIZE, agents_per_machine=2).run(agent)
-    same([found for found, _ in results], stacked, tolerance)
+    same([result for result, _ in results], stacked, tolerance)
     assert sum(sent for _, sent in results) == mix.sent
 
 
@@ -315,10 +315,10 @@ def test_a_real_agent_has_a_row_for_each_neighbour_ascending(fleet: Fleets) -> N
         own = torch.tensor([float(shoal.rank())])
         return mix.edges(mix.spread(own)).tolist(), mix.sign(own).flatten().tolist()
 
-    for rank, (heard, signs) in enumerate(fleet(SIZE).run(agent)):
-        there = [there for here, there in links_of(graph, 0) if here == rank]
-        assert heard == [[float(one)] for one in there]
-        assert signs == [1.0 if rank < one else -1.0 for one in there]
+    for rank, (received, signs) in enumerate(fleet(SIZE).run(agent)):
+        other = [other for owner, other in links_of(graph, 0) if owner == rank]
+        assert received == [[float(one)] for one in other]
+        assert signs == [1.0 if rank < one else -1.0 for one in other]
 
 
 def test_a_real_agent_refuses_edges_over_directed_links(fleet: Fleets) -> None:
@@ -346,20 +346,20 @@ def test_a_real_agent_counts_the_bytes_that_it_declares(fleet: Fleets) -> None:
 
 def test_a_censored_agent_sends_a_header_and_counts_as_zeros(fleet: Fleets) -> None:
     def agent() -> list[tuple[list[float], int, int]]:
-        mix, found = Exchange(StarGraph(4)), []
+        mix, results = Exchange(StarGraph(4)), []
         for round_ in range(4):
             mix.begin(round_)
             speaks = torch.tensor([shoal.rank() != round_])
             before, counted = mix.sent, shoal.bytes_sent()
             mixed = mix(torch.full((3,), 1.0 + shoal.rank()) * speaks, speaks=speaks)
-            found.append((mixed.tolist(), mix.sent - before, shoal.bytes_sent() - counted))
-        return found
+            results.append((mixed.tolist(), mix.sent - before, shoal.bytes_sent() - counted))
+        return results
 
-    stacked, found = StackedMix(StarGraph(4)), fleet(4).run(agent)
+    stacked, result = StackedMix(StarGraph(4)), fleet(4).run(agent)
     for round_ in range(4):
         speaks = torch.arange(4).unsqueeze(1) != round_
         mixed = stacked((1.0 + torch.arange(4).unsqueeze(1)).expand(4, 3) * speaks, speaks=speaks)
-        for rank, (own, books, engine) in enumerate(one[round_] for one in found):
+        for rank, (own, books, engine) in enumerate(one[round_] for one in result):
             assert own == pytest.approx(mixed[rank].tolist(), abs=1e-6)
             assert books == engine == (rank != round_) * 12 * (1 if rank else 3)
 

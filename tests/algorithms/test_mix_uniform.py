@@ -73,21 +73,21 @@ def test_numbers_of_shorter_dtypes_stay_below_one(dtype: torch.dtype) -> None:
 
 
 def test_negative_and_large_seeds_are_accepted() -> None:
-    found = [uniform(seed) for seed in (-1, 2**40, 0)]
-    assert all(((one >= 0) & (one < 1)).all() for one in found)
-    assert not any(torch.equal(found[a], found[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    results = [uniform(seed) for seed in (-1, 2**40, 0)]
+    assert all(((one >= 0) & (one < 1)).all() for one in results)
+    assert not any(torch.equal(results[a], results[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_slice_of_a_stream_equals_uniform(dtype: torch.dtype) -> None:
     """Also if it is longer than one block, starts anywhere, and is read in any order."""
     like = torch.empty((SIZE, 200_000), dtype=dtype)
-    whole, other = StackedMix(ring(SIZE), seed=3), StackedMix(ring(SIZE), seed=3)
+    full, other = StackedMix(ring(SIZE), seed=3), StackedMix(ring(SIZE), seed=3)
     for _ in range(2):  # both count as a draw
-        expected, stream = whole.uniform(like), other.stream(like)
+        expected, stream = full.uniform(like), other.stream(like)
         for row, start, length in ((0, 0, 200_000), (7, 199_999, 1), (3, 65_000, 70_001), (0, 12, 0), (3, 1, 9)):
-            found = stream.fill(row, start, torch.empty(length, dtype=dtype))
-            assert torch.equal(found, expected[row, start : start + length])
+            result = stream.fill(row, start, torch.empty(length, dtype=dtype))
+            assert torch.equal(result, expected[row, start : start + length])
 
 
 @pytest.mark.parametrize("key", [0, -1, 2**30 - 1, -(2**63), 2**63 - 1, 7046029254386353131 - 5])

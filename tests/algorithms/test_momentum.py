@@ -76,8 +76,8 @@ def test_the_fixed_point_of_gradient_descent_is_that_of_linear_algebra(atc: bool
 def test_the_fixed_point_of_local_momentum_is_that_of_gradient_descent_with_the_longer_step(
     atc: bool, nesterov: bool
 ) -> None:
-    found = rest(Momentum(GradientDescent(LR * (1 - BETA), atc), BETA, nesterov))
-    assert (found - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
+    result = rest(Momentum(GradientDescent(LR * (1 - BETA), atc), BETA, nesterov))
+    assert (result - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_the_order_of_final_errors_is_as_measured() -> None:
 
 def test_decentlam_is_heavy_ball_momentum_over_the_full_step() -> None:
     x = path(DecentLaM(LR, BETA))
-    for before, here, then in zip([START, *x], x, x[1:], strict=False):
-        expected = W @ (here - LR * GRADIENT(here)) + BETA * (here - before)
+    for before, current, then in zip([START, *x], x, x[1:], strict=False):
+        expected = W @ (current - LR * GRADIENT(current)) + BETA * (current - before)
         assert (then - expected).abs().max() < 1e-12
 
 
@@ -127,8 +127,8 @@ def test_quasi_global_momentum_is_the_exponential_sum_of_all_moves(nesterov: boo
     for number in range(len(x) - 1):
         moves = [(1 - BETA) * BETA ** (number - 1 - k) * (x[k] - x[k + 1]) for k in range(number)]
         momentum = sum(moves, torch.zeros_like(START))
-        here = LR * GRADIENT(x[number])
-        direction = (1 + BETA) * here + BETA**2 * momentum if nesterov else here + BETA * momentum
+        current = LR * GRADIENT(x[number])
+        direction = (1 + BETA) * current + BETA**2 * momentum if nesterov else current + BETA * momentum
         assert (x[number + 1] - W @ (x[number] - direction)).abs().max() < 1e-12
 
 
@@ -191,9 +191,9 @@ def test_decentlam_is_refused_on_directed_and_changing_mixings_where_it_diverges
 
 @pytest.mark.parametrize("topology", [exponential(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
 def test_quasi_global_momentum_accepts_directed_and_changing_mixings(topology: Schedule) -> None:
-    found = StackedFleet(topology).run(QuasiGlobalMomentum(0.01, 0.9), START, GRADIENT, 1000).x
+    results = StackedFleet(topology).run(QuasiGlobalMomentum(0.01, 0.9), START, GRADIENT, 1000).x
     plain = StackedFleet(topology).run(GradientDescent(0.01), START, GRADIENT, 1000).x
-    assert (found - optimum()).norm() < 1.5 * (plain - optimum()).norm()
+    assert (results - optimum()).norm() < 1.5 * (plain - optimum()).norm()
 
 
 def test_quasi_global_momentum_is_refused_where_it_amplifies_disagreement() -> None:
@@ -218,12 +218,12 @@ def growth_seen(algorithm: Algorithm, topology: Schedule) -> float:
     def still(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)
 
-    def apart(run: Run) -> float:
+    def disagreement(run: Run) -> float:
         return float(torch.stack([one - one.mean(0) for one in (run.x, *run.state)]).norm())
 
     first = steps_of(algorithm, start - start.mean(0), still, StackedMix(topology), steps)
     second = steps_of(algorithm, start, still, StackedMix(topology), steps, resume=first)
-    return (apart(second) / apart(first)) ** (1 / steps)
+    return (disagreement(second) / disagreement(first)) ** (1 / steps)
 
 
 SWINGS = [
@@ -250,10 +250,10 @@ SWINGS = [
 def test_averaged_momentum_is_refused_exactly_where_it_diverges_without_a_gradient(
     algorithm: Algorithm, topology: Schedule, refused: bool
 ) -> None:
-    seen, found = growth_seen(algorithm, topology), growth(algorithm, Facts(topology))
-    assert (seen > 1) == (found > 1) == refused
+    seen, result = growth_seen(algorithm, topology), growth(algorithm, Facts(topology))
+    assert (seen > 1) == (result > 1) == refused
     if refused:
-        assert found == pytest.approx(seen, rel=0.01)
+        assert result == pytest.approx(seen, rel=0.01)
         with pytest.raises(ValueError, match=r"die out under its momentum.*unchecked='differences die out'"):
             check("it", algorithm.needs, topology)
     else:

@@ -60,8 +60,8 @@ def de_muon(iterations: int) -> Vectors:
 @pytest.mark.parametrize("iterations", [1, 5])
 def test_it_is_the_authors_recursion(iterations: int) -> None:
     algorithm = DeMuon(LR, BETA, iterations, SHAPES)
-    found = StackedFleet(CHANGING).run(algorithm, START, of_all, STEPS).x.numpy()
-    assert np.abs(found - de_muon(iterations)).max() < 1e-12
+    results = StackedFleet(CHANGING).run(algorithm, START, of_all, STEPS).x.numpy()
+    assert np.abs(results - de_muon(iterations)).max() < 1e-12
 
 
 @pytest.mark.transport("threads")
@@ -92,12 +92,12 @@ def optimum() -> torch.Tensor:
 def test_with_decreasing_steps_it_finds_the_optimum_of_different_agents(
     shapes: tuple[tuple[int, ...], ...] | None,
 ) -> None:
-    fleet, found, lr = StackedFleet(RING), None, 0.1
+    fleet, results, lr = StackedFleet(RING), None, 0.1
     for _ in range(30):
-        found = fleet.run(DeMuon(lr, shapes=shapes), START, of_all, 30, resume=found)
+        results = fleet.run(DeMuon(lr, shapes=shapes), START, of_all, 30, resume=results)
         lr *= 0.7
-    assert found is not None
-    assert (found.x - optimum()).abs().max() < 1e-4
+    assert results is not None
+    assert (results.x - optimum()).abs().max() < 1e-4
 
 
 def test_wrappers_forward_the_shapes_and_explicit_ones_stay() -> None:

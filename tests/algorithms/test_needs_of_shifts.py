@@ -1,4 +1,4 @@
-"""What is said of a topology in which all agents do alike, without its edges, is what its edges say."""
+"""The requirements of a topology of shifts, computed without its edges, equal those computed from its edges."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from shoal.topology.families.static import Circulant, exponential, ring
 from shoal.topology.schedule import Edges, EdgeSchedule, Schedule
 
 
-class Told(EdgeSchedule):
+class UndeclaredShifts(EdgeSchedule):
     """The edges of another schedule, of which it is not said that all agents do alike."""
 
     def __init__(self, other: Schedule) -> None:
         self._other, self.size, self.period = other, other.size, other.period
 
     def _edges(self, round: int) -> Edges:
-        return Edges(*(one.copy() for one in self._other.edges(round)))
+        return Edges(*(edge.copy() for edge in self._other.edges(round)))
 
     def describe(self) -> str:
         return self._other.describe()
@@ -64,15 +64,15 @@ SCHEDULES = [
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: one.describe())
 def test_shares_and_edges_agree(need: Need, schedule: Schedule) -> None:
     assert Facts(schedule).rounds[0].shares is not None
-    assert Facts(Told(schedule)).rounds[0].shares is None
-    assert need.problem(Facts(schedule)) == need.problem(Facts(Told(schedule)))
+    assert Facts(UndeclaredShifts(schedule)).rounds[0].shares is None
+    assert need.problem(Facts(schedule)) == need.problem(Facts(UndeclaredShifts(schedule)))
 
 
 @pytest.mark.parametrize("ends", [[(0, 1), (1, 2)], [(1, 0), (2, 1)], [(0, 1), (1, 0), (1, 2)]])
 def test_a_path_without_a_return_path_is_not_connected(ends: list[tuple[int, int]]) -> None:
     graph = nx.DiGraph([*ends, (2, 2)])
     parts = nx.number_strongly_connected_components(graph)
-    assert f"into {parts} parts" in CONNECTED.problem(Facts(Told(Facts(graph).schedule)))
+    assert f"into {parts} parts" in CONNECTED.problem(Facts(UndeclaredShifts(Facts(graph).schedule)))
 
 
 def test_rounds_that_are_jointly_connected_suffice() -> None:
@@ -85,7 +85,7 @@ def test_rounds_that_are_jointly_connected_suffice() -> None:
 def test_an_edge_of_weight_zero_does_not_connect(as_edges: bool) -> None:
     schedule: Schedule = Circulant(8, {0: 0.5, 2: 0.5, 1: 0.0})
     if as_edges:
-        schedule = Told(schedule)
+        schedule = UndeclaredShifts(schedule)
     assert "into 2 parts" in CONNECTED.problem(Facts(schedule))
     assert CONNECTED_LINKS.problem(Facts(schedule)) == ""
     with pytest.raises(ValueError, match="needs W to be connected"):

@@ -1,4 +1,4 @@
-"""What an algorithm's books say it has sent is what the network interface of its machine has sent."""
+"""The bytes that an algorithm's counters report equal the bytes that the machine's network interface has sent."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def sent(name: str) -> tuple[int, int, int]:
     shoal.barrier()
     time.sleep(0.1)  # what acknowledges it may come late
     before = shoal.bytes_sent(), bytes_sent_by_the_interface()
-    found = run(ALGORITHMS[name], start, lambda x: x - target, ring(2), STEPS, every=0)
+    result = run(ALGORITHMS[name], start, lambda x: x - target, ring(2), STEPS, every=0)
     time.sleep(0.1)
     shoal.barrier()
-    return found.sent, shoal.bytes_sent() - before[0], bytes_sent_by_the_interface() - before[1]
+    return result.sent, shoal.bytes_sent() - before[0], bytes_sent_by_the_interface() - before[1]
 
 
 @pytest.mark.transport("network")

@@ -61,8 +61,8 @@ def off(x: Tensor) -> float:
 @pytest.mark.parametrize("steps", [3, 4, 21])
 @pytest.mark.parametrize(("gossip", "plain"), [(False, local_sgd()), (True, GossipPGA(INNER, EVERY))], ids=str)
 def test_slow_momentum_of_zero_is_the_algorithm_itself(gossip: bool, plain: Algorithm, steps: int) -> None:
-    found = run(SlowMo(INNER, EVERY, beta=0.0, gossip=gossip), steps)
-    assert (found - run(plain, steps)).abs().max() < 1e-13
+    result = run(SlowMo(INNER, EVERY, beta=0.0, gossip=gossip), steps)
+    assert (result - run(plain, steps)).abs().max() < 1e-13
     assert (run(SlowMo(INNER, EVERY, beta=BETA, gossip=gossip), 21) - run(plain, 21)).abs().max() > 0.01
 
 
@@ -81,14 +81,14 @@ def test_an_outer_optimizer_does_not_move_the_fixed_point(algorithm: Algorithm, 
 
 def test_diloco_converges_as_measured_for_local_sgd_with_equal_rounds() -> None:
     for every in (4, 16):
-        found, plain = off(run(DiLoCo(INNER, every), 1600)), off(run(local_sgd(every), 1600))
-        assert found == pytest.approx(plain, abs=1e-10)
+        result, plain = off(run(DiLoCo(INNER, every), 1600)), off(run(local_sgd(every), 1600))
+        assert result == pytest.approx(plain, abs=1e-10)
     assert plain == pytest.approx(0.2859, abs=1e-4)
 
 
 def test_over_gradient_tracking_it_finds_the_optimum() -> None:
-    found = run(DiLoCo(GradientTracking(0.05), 3), 3000)
-    assert (found - optimum()).abs().max() < 1e-9
+    result = run(DiLoCo(GradientTracking(0.05), 3), 3000)
+    assert (result - optimum()).abs().max() < 1e-9
 
 
 def rounds_by_hand(
@@ -109,13 +109,13 @@ RATES = [1.0, 1.0, 0.5, 0.5, 2.0]
 
 
 def at_rates(algorithm: Algorithm) -> Tensor:
-    fleet, so_far = StackedFleet(ring(SIZE)), None
+    fleet, previous = StackedFleet(ring(SIZE)), None
     for rate in RATES:
         scaled = algorithm.scaled(rate)
         assert scaled is not None
-        so_far = fleet.run(scaled, START, GRADIENT, EVERY, resume=so_far)
-    assert so_far is not None
-    return so_far.x
+        previous = fleet.run(scaled, START, GRADIENT, EVERY, resume=previous)
+    assert previous is not None
+    return previous.x
 
 
 def test_slow_momentum_has_the_unit_of_gradients_when_the_learning_rate_changes() -> None:
@@ -123,17 +123,17 @@ def test_slow_momentum_has_the_unit_of_gradients_when_the_learning_rate_changes(
         u = BETA * u + (x0 - mean) / (rate * LR)
         return x0 - 0.8 * rate * LR * u, u
 
-    found = at_rates(SlowMo(INNER, EVERY, BETA, alpha=0.8))
-    assert (found - rounds_by_hand(outer, RATES)).abs().max() < 1e-12
+    result = at_rates(SlowMo(INNER, EVERY, BETA, alpha=0.8))
+    assert (result - rounds_by_hand(outer, RATES)).abs().max() < 1e-12
 
 
 def test_a_learning_rate_for_each_parameter_may_be_zero() -> None:
     rate = torch.tensor([0.0] + [1.0] * (DIMENSION - 1), dtype=torch.float64)
     scaled = SlowMo(INNER, EVERY, BETA).scaled(rate)
     assert scaled is not None
-    found = run(scaled, 3 * EVERY)
-    assert bool(found.isfinite().all())
-    assert (found[:, 0] - START[:, 0].mean()).abs().max() < 1e-12
+    result = run(scaled, 3 * EVERY)
+    assert bool(result.isfinite().all())
+    assert (result[:, 0] - START[:, 0].mean()).abs().max() < 1e-12
 
 
 def test_diloco_is_torchs_nesterov_and_its_step_is_independent_of_the_learning_rate() -> None:
@@ -172,8 +172,8 @@ def noloco_by_hand(alpha: float, beta: float, gamma: float, topology: Schedule, 
 @pytest.mark.parametrize(("alpha", "beta", "gamma"), [(0.5, 0.7, 1.0), (0.3, 1.1, 0.6)])
 def test_noloco_is_the_papers_step_of_pairs(alpha: float, beta: float, gamma: float) -> None:
     topology = RandomMatchings(SIZE, seed=3)
-    found = run(NoLoCo(INNER, EVERY, alpha, beta, gamma), 6 * EVERY, topology)
-    assert (found - noloco_by_hand(alpha, beta, gamma, topology, 6)).abs().max() < 1e-12
+    result = run(NoLoCo(INNER, EVERY, alpha, beta, gamma), 6 * EVERY, topology)
+    assert (result - noloco_by_hand(alpha, beta, gamma, topology, 6)).abs().max() < 1e-12
 
 
 def rest_of_noloco(algorithm: NoLoCo, topology: Schedule) -> Tensor:
@@ -191,29 +191,29 @@ def rest_of_noloco(algorithm: NoLoCo, topology: Schedule) -> Tensor:
         step = torch.cat([torch.cat([unit, 0 * unit], 1) + of_delta, of_delta])
         added = algorithm.beta * (mixing @ offset).repeat(2)
         factor, constant = step @ factor, step @ constant + added
-    found = torch.linalg.solve(torch.eye(len(factor), dtype=H.dtype) - factor, constant)
-    return found[: len(H)].view(SIZE, DIMENSION)
+    result = torch.linalg.solve(torch.eye(len(factor), dtype=H.dtype) - factor, constant)
+    return result[: len(H)].view(SIZE, DIMENSION)
 
 
 @pytest.mark.parametrize("topology", [ring(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
 def test_the_periodic_point_of_noloco_is_that_of_linear_algebra(topology: Schedule) -> None:
     algorithm = NoLoCo(INNER, EVERY)
-    found = run(algorithm, EVERY * 400, topology)  # whole periods of four rounds
-    assert (found - rest_of_noloco(algorithm, topology)).abs().max() < 1e-10
+    result = run(algorithm, EVERY * 400, topology)  # whole periods of four rounds
+    assert (result - rest_of_noloco(algorithm, topology)).abs().max() < 1e-10
 
 
 def test_noloco_with_the_mean_of_all_is_slow_momentum() -> None:
     start = START[:1].repeat(SIZE, 1)
     fleet = StackedFleet(AllReduce(SIZE))
-    found = fleet.run(NoLoCo(INNER, EVERY, alpha=0.6, beta=0.8, gamma=0.9), start, GRADIENT, 30).x
+    results = fleet.run(NoLoCo(INNER, EVERY, alpha=0.6, beta=0.8, gamma=0.9), start, GRADIENT, 30).x
     slow = fleet.run(SlowMo(INNER, EVERY, beta=0.6, alpha=0.8), start, GRADIENT, 30).x
-    assert (found - slow).abs().max() < 1e-12
+    assert (results - slow).abs().max() < 1e-12
 
 
 def test_random_pairs_leave_agents_apart_and_their_mean_less_accurate_than_local_sgd() -> None:
-    found = run(NoLoCo(INNER, 16), 3200, RandomMatchings(SIZE))
-    assert float((found - found.mean(0)).norm(dim=1).mean()) > 1.0
-    assert off(run(local_sgd(16), 1600)) < off(found) < 0.6
+    result = run(NoLoCo(INNER, 16), 3200, RandomMatchings(SIZE))
+    assert float((result - result.mean(0)).norm(dim=1).mean()) > 1.0
+    assert off(run(local_sgd(16), 1600)) < off(result) < 0.6
 
 
 @pytest.mark.parametrize(("alpha", "gamma", "refused"), [(0.5, 1.0, False), (0.9, 1.0, True), (0.5, 1.8, True)])
@@ -243,10 +243,10 @@ def test_the_answer_is_that_of_the_algorithm() -> None:
     directed = ExponentialGraph(SIZE)
     directed.remove_edge(0, 4)
     fleet = StackedFleet(directed)
-    found = fleet.run(SlowMo(SGP(0.02), EVERY, beta=0.0, gossip=True), START, GRADIENT, 7)
+    results = fleet.run(SlowMo(SGP(0.02), EVERY, beta=0.0, gossip=True), START, GRADIENT, 7)
     plain = fleet.run(GossipPGA(SGP(0.02), EVERY), START, GRADIENT, 7)
     assert (plain.estimate - plain.x).abs().max() > 0.01
-    assert (found.estimate - plain.estimate).abs().max() < 1e-12
+    assert (results.estimate - plain.estimate).abs().max() < 1e-12
 
 
 def test_inner_momentum_is_checked_with_the_outer_averages() -> None:
@@ -278,13 +278,13 @@ def test_outer_steps_above_the_limit_diverge_and_below_it_do_not(algorithm: Algo
     """On rounds that reach their fixed point: with x - 1 for a gradient, and a step of one."""
     start = torch.zeros(4, 1, dtype=torch.float64)
 
-    def away(share: float) -> float:
+    def final_distance(share: float) -> float:
         object.__setattr__(algorithm, name, share * limit)  # which it refuses at its making
         ended = steps_of(algorithm, start, lambda x: x - 1, StackedMix(AllReduce(4)), 2000).x
         return float((ended - 1).abs().max())
 
-    assert away(0.98) < 1e-6
-    assert away(1.02) > 1e6
+    assert final_distance(0.98) < 1e-6
+    assert final_distance(1.02) > 1e6
 
 
 def test_invalid_arguments_are_refused() -> None:
@@ -350,14 +350,14 @@ OUTER: dict[str, Callable[[float], Callable[[Algorithm], Algorithm]]] = {
 )
 def test_an_outer_step_moves_the_algorithm_that_it_wraps(entry: Entry, outer: str) -> None:
     case = case_of(entry)
-    found = []
+    results = []
     for step in (0.4, 0.8):
         algorithm = wrapped(entry, OUTER[outer](step))
         if algorithm is None:
             return
         fleet, names = StackedFleet(case.topology(SIZE)), [need.name for need in algorithm.needs]
-        found.append(fleet.run(algorithm, START, GRADIENT, 6, unchecked=names).estimate)
-    assert (found[0] - found[1]).abs().max() > 1e-6
+        results.append(fleet.run(algorithm, START, GRADIENT, 6, unchecked=names).estimate)
+    assert (results[0] - results[1]).abs().max() > 1e-6
 
 
 def test_algorithms_that_recompute_x_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The papers' own forms, each written anew in numpy from its equations: stacked, and on agents that are threads."""
+"""The papers' own forms, each written in numpy from its equations: stacked, and on agents that are threads."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def mixing(topology: nx.Graph | Schedule, round_: int = 0) -> Vectors:
 
 def linked(graph: nx.Graph) -> Vectors:
     """Who hears whom: row i has a one for i and for each that sends to it."""
-    found = np.eye(N)
+    result = np.eye(N)
     for source, destination in graph.edges:
-        found[destination, source] = 1
-    return found
+        result[destination, source] = 1
+    return result
 
 
 def semi_gradient_tracking(adapt_then_combine: bool = False) -> Vectors:
@@ -159,17 +159,17 @@ def relay(fill: str) -> Vectors:
     tree = nx.Graph(TREE)
     near = {i: sorted(set(tree.neighbors(i)) - {i}) for i in range(N)}
     x = START.copy()
-    told = {(i, j): np.zeros(D) for i in near for j in near[i]}
-    counts = dict.fromkeys(told, 0)
+    sent_values = {(i, j): np.zeros(D) for i in near for j in near[i]}
+    counts = dict.fromkeys(sent_values, 0)
     for _ in range(STEPS):
         half = x - LR * slope(x)
-        told_now = {(i, j): half[i] + sum(told[k, i] for k in near[i] if k != j) for i, j in told}
-        counts = {(i, j): 1 + sum(counts[k, i] for k in near[i] if k != j) for i, j in told}
-        told = told_now
+        new_values = {(i, j): half[i] + sum(sent_values[k, i] for k in near[i] if k != j) for i, j in sent_values}
+        counts = {(i, j): 1 + sum(counts[k, i] for k in near[i] if k != j) for i, j in sent_values}
+        sent_values = new_values
         for i in range(N):
             missing = N - 1 - sum(counts[k, i] for k in near[i])
             stand_in = START[i] if fill == "start" else half[i]
-            x[i] = (half[i] + sum(told[k, i] for k in near[i]) + missing * stand_in) / N
+            x[i] = (half[i] + sum(sent_values[k, i] for k in near[i]) + missing * stand_in) / N
     return x
 
 
@@ -197,7 +197,7 @@ def of_all(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(CURVED) * (x - torch.from_numpy(CENTRES))
 
 
-def alone(algorithm: Algorithm, topology: nx.Graph | Schedule, steps: int = STEPS) -> torch.Tensor:
+def on_agent(algorithm: Algorithm, topology: nx.Graph | Schedule, steps: int = STEPS) -> torch.Tensor:
     """This agent's x."""
     curved, centre, start = (torch.from_numpy(one[shoal.rank()]) for one in (CURVED, CENTRES, START))
     return run(algorithm, start, lambda x: curved * (x - centre), topology, steps).x
@@ -205,15 +205,15 @@ def alone(algorithm: Algorithm, topology: nx.Graph | Schedule, steps: int = STEP
 
 @every_form
 def test_it_is_the_papers_equation(algorithm: Algorithm, topology: nx.Graph | Schedule, paper: Vectors) -> None:
-    found = StackedFleet(topology).run(algorithm, torch.from_numpy(START), of_all, STEPS).x.numpy()
-    assert np.abs(found - paper).max() < 1e-12
+    results = StackedFleet(topology).run(algorithm, torch.from_numpy(START), of_all, STEPS).x.numpy()
+    assert np.abs(results - paper).max() < 1e-12
 
 
 @every_form
 @pytest.mark.transport("threads")
 def test_agents_equal_the_papers_equation(algorithm: Algorithm, topology: nx.Graph | Schedule, paper: Vectors) -> None:
-    found = torch.stack(shoal.Fleet(N).run(alone, algorithm, topology)).numpy()
-    assert np.abs(found - paper).max() < 1e-12
+    results = torch.stack(shoal.Fleet(N).run(on_agent, algorithm, topology)).numpy()
+    assert np.abs(results - paper).max() < 1e-12
 
 
 def test_no_two_forms_are_equal() -> None:
@@ -261,13 +261,13 @@ def power_gossip(halves: int, rows: int, left: dict, right: dict) -> Vectors:  #
 def test_power_gossip_counts_halves_where_its_authors_count_iterations(iterations: float, rows: int) -> None:
     algorithm = PowerGossip(LR, iterations, rows)
     fleet = StackedFleet(TREE)
-    begun = fleet.run(algorithm, torch.from_numpy(START), of_all, 0)
+    started = fleet.run(algorithm, torch.from_numpy(START), of_all, 0)
     links = [(i, j) for i in range(N) for j in sorted(set(nx.Graph(TREE).neighbors(i)) - {i})]
-    left, right = ({link: row.numpy() for link, row in zip(links, one, strict=True)} for one in begun.state[1:])
+    left, right = ({link: row.numpy() for link, row in zip(links, one, strict=True)} for one in started.state[1:])
     paper = power_gossip(round(2 * iterations), rows, left, right)
-    found = fleet.run(algorithm, torch.from_numpy(START), of_all, STEPS)
-    assert np.abs(found.x.numpy() - paper).max() < 1e-10
-    agents = torch.stack(shoal.Fleet(N).run(alone, algorithm, TREE)).numpy()
+    results = fleet.run(algorithm, torch.from_numpy(START), of_all, STEPS)
+    assert np.abs(results.x.numpy() - paper).max() < 1e-10
+    agents = torch.stack(shoal.Fleet(N).run(on_agent, algorithm, TREE)).numpy()
     assert np.abs(agents - paper).max() < 1e-10
 
 
@@ -309,9 +309,9 @@ def test_momentum_tracking_without_momentum_is_diging_from_the_mean_gradient() -
     start = torch.from_numpy(START)
     g = of_all(start)
     fleet = StackedFleet(CHANGING)
-    begun = fleet.run(GradientTracking(LR, atc=False), start, of_all, 0)
-    begun = dataclasses.replace(begun, state=(g.mean(0).expand_as(g), g))
-    diging = fleet.run(GradientTracking(LR, atc=False), start, of_all, STEPS, resume=begun).x
+    started = fleet.run(GradientTracking(LR, atc=False), start, of_all, 0)
+    started = dataclasses.replace(started, state=(g.mean(0).expand_as(g), g))
+    diging = fleet.run(GradientTracking(LR, atc=False), start, of_all, STEPS, resume=started).x
     assert (fleet.run(MomentumTracking(LR, 0.0), start, of_all, STEPS).x - diging).abs().max() < 1e-13
 
 
@@ -323,11 +323,11 @@ def test_mu_defaults_to_beta() -> None:
 
 
 def test_quasi_global_momentum_is_checked_with_its_own_mu() -> None:
-    """With equal W and beta, a slow momentum decays, and one that follows the averaging diverges."""
+    """With equal W and beta, a slow momentum decays; a momentum that follows the averaging diverges."""
     little = Circulant(16, {0: 0.1, 1: 0.45, -1: 0.45})
     start = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = StackedFleet(little).run(QuasiGlobalMomentum(0.01, 0.9, mu=0.9), start, torch.zeros_like, 600).x
-    assert (found - found.mean(0)).norm() < 1e-6
+    results = StackedFleet(little).run(QuasiGlobalMomentum(0.01, 0.9, mu=0.9), start, torch.zeros_like, 600).x
+    assert (results - results.mean(0)).norm() < 1e-6
     swings = QuasiGlobalMomentum(0.01, 0.9, mu=0.3)
     with pytest.raises(ValueError, match="die out"):
         StackedFleet(little).run(swings, start, torch.zeros_like, 1)

@@ -1,6 +1,6 @@
-"""``prox=``: the papers' recursions in numpy, and optima of sums with a term that is not smooth, or with constraints.
+"""``prox=``: the papers' recursions in numpy, and optima of sums with a nonsmooth term, or with constraints.
 
-And minimax: an operator in the place of the gradient.
+And minimax: an operator replaces the gradient.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ FORMS = [
 
 @pytest.mark.parametrize(("algorithm", "paper"), FORMS, ids=[str(one) for one, _ in FORMS])
 def test_it_is_the_papers_recursion(algorithm: Algorithm, paper: Callable[[], Vectors]) -> None:
-    found = StackedFleet(RING).run(algorithm, START, GRADIENT, STEPS).x.numpy()
-    assert np.abs(found - paper()).max() < 1e-12
+    results = StackedFleet(RING).run(algorithm, START, GRADIENT, STEPS).x.numpy()
+    assert np.abs(results - paper()).max() < 1e-12
     assert not algorithm.separable
 
 
@@ -139,8 +139,8 @@ def test_an_operator_as_the_gradient_finds_the_saddle_point_of_the_sum(algorithm
     F, c = saddle()
     solution = torch.linalg.solve(F.mean(0), -c.mean(0))
     start = torch.zeros(2 * M, dtype=torch.float64)
-    found = StackedFleet(RING).run(algorithm, start, lambda z: (F @ z.unsqueeze(-1)).squeeze(-1) + c, 3000).x
-    assert (found - solution).abs().max() < 1e-9 < 0.1 < solution.abs().max()
+    results = StackedFleet(RING).run(algorithm, start, lambda z: (F @ z.unsqueeze(-1)).squeeze(-1) + c, 3000).x
+    assert (results - solution).abs().max() < 1e-9 < 0.1 < solution.abs().max()
 
 
 @pytest.mark.transport("threads")
@@ -150,15 +150,15 @@ def test_real_agents_equal_the_recursion_with_a_prox() -> None:
     def agent() -> torch.Tensor:
         rank = shoal.rank()
 
-        def own(x: torch.Tensor) -> torch.Tensor:
+        def own_gradient(x: torch.Tensor) -> torch.Tensor:
             return GRADIENT(x.expand(SIZE, DIMENSION))[rank]
 
         algorithm = ExactDiffusion(LR, lazy=True, prox=SHRINK)
-        return run(algorithm, START[rank], own, ring_of_halves(few), STEPS).x
+        return run(algorithm, START[rank], own_gradient, ring_of_halves(few), STEPS).x
 
-    def of_few(x: torch.Tensor) -> torch.Tensor:
+    def own_gradients(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([GRADIENT(one.expand(SIZE, DIMENSION))[rank] for rank, one in enumerate(x)])
 
     stacked = StackedFleet(ring_of_halves(few))
-    expected = stacked.run(ExactDiffusion(LR, lazy=True, prox=SHRINK), START[:few], of_few, STEPS).x
+    expected = stacked.run(ExactDiffusion(LR, lazy=True, prox=SHRINK), START[:few], own_gradients, STEPS).x
     assert (torch.stack(shoal.Fleet(few).run(agent)) - expected).abs().max() < 1e-12

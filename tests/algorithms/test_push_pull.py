@@ -24,43 +24,43 @@ def starts() -> torch.Tensor:
 @both_forms
 def test_it_is_gradient_tracking_where_w_is_doubly_stochastic(atc: bool) -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
-    found = fleet.run(PushPull(0.05, atc), starts(), gradient, 50)
-    assert torch.equal(found.x, fleet.run(GradientTracking(0.05, atc), starts(), gradient, 50).x)
+    results = fleet.run(PushPull(0.05, atc), starts(), gradient, 50)
+    assert torch.equal(results.x, fleet.run(GradientTracking(0.05, atc), starts(), gradient, 50).x)
 
 
 @both_forms
 def test_it_is_exact_if_w_is_only_row_stochastic(atc: bool) -> None:
     """W is used for the pulls, and the pushes get shares of their own."""
     graph = with_uniform_weights(irregular_digraph(SIZE))
-    found = StackedFleet(graph).run(PushPull(0.08, atc), starts(), gradients(), 1500)
-    assert (found.x - optimum()).abs().max() < 1e-12
+    results = StackedFleet(graph).run(PushPull(0.08, atc), starts(), gradients(), 1500)
+    assert (results.x - optimum()).abs().max() < 1e-12
 
 
 @both_forms
 def test_it_is_exact_on_changing_links(atc: bool) -> None:
     graph = irregular_digraph(SIZE)
     topology = Alternating([Static(graph), Static(graph.reverse())])
-    found = StackedFleet(topology).run(PushPull(0.05, atc), starts(), gradients(), 2000)
-    assert (found.x - optimum()).abs().max() < 1e-12
+    results = StackedFleet(topology).run(PushPull(0.05, atc), starts(), gradients(), 2000)
+    assert (results.x - optimum()).abs().max() < 1e-12
 
 
 @both_forms
 def test_the_tracked_values_always_sum_to_the_gradients(atc: bool) -> None:
     fleet, gradient = StackedFleet(irregular_digraph(SIZE)), gradients()
-    found = fleet.run(PushPull(0.05, atc), starts(), gradient, 0)
+    results = fleet.run(PushPull(0.05, atc), starts(), gradient, 0)
     for _ in range(20):
-        found = fleet.run(PushPull(0.05, atc), starts(), gradient, 1, resume=found)
-        y, g = found.state
-        assert (y.sum(0) - gradient(found.x).sum(0)).abs().max() < 1e-12
-        assert torch.equal(g, gradient(found.x))
+        results = fleet.run(PushPull(0.05, atc), starts(), gradient, 1, resume=results)
+        y, g = results.state
+        assert (y.sum(0) - gradient(results.x).sum(0)).abs().max() < 1e-12
+        assert torch.equal(g, gradient(results.x))
 
 
 @both_forms
 def test_agents_in_consensus_at_the_optimum_of_one_objective_stay(atc: bool) -> None:
     """R preserves consensus, which C would not: at zero gradients, nothing moves."""
     start = torch.ones(SIZE, DIMENSION, dtype=torch.float64)
-    found = StackedFleet(irregular_digraph(SIZE)).run(PushPull(0.05, atc), start, lambda x: x - 1, 30)
-    assert (found.x - 1).abs().max() < 1e-14
+    results = StackedFleet(irregular_digraph(SIZE)).run(PushPull(0.05, atc), start, lambda x: x - 1, 30)
+    assert (results.x - 1).abs().max() < 1e-14
 
 
 def test_tracking_with_row_weights_only_has_another_fixed_point() -> None:

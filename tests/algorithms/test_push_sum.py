@@ -1,4 +1,4 @@
-"""Push-sum and what is built on it: unbiased over one-way links, where plain averaging is not."""
+"""Push-sum and the algorithms built on it: unbiased over one-way links, where plain averaging is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def starts(size: int = SIZE) -> torch.Tensor:
 
 
 def shares(graph: nx.DiGraph) -> torch.Tensor:
-    """C of uniform shares: agent j splits what it has between itself and those that it sends to."""
+    """C of uniform shares: agent j splits its value equally between itself and its receivers."""
     C = torch.eye(len(graph), dtype=torch.float64)
     for source, destination in graph.edges:
         C[destination, source] = 1.0
@@ -57,10 +57,10 @@ def trajectory(
     """x and the state after each step."""
     fleet = StackedFleet(topology)
     gradient = gradients()
-    found = [fleet.run(algorithm, starts(), gradient, 0)]
+    results = [fleet.run(algorithm, starts(), gradient, 0)]
     for _ in range(steps):
-        found.append(fleet.run(algorithm, starts(), gradient, 1, resume=found[-1]))
-    return [(one.x, one.state) for one in found]
+        results.append(fleet.run(algorithm, starts(), gradient, 1, resume=results[-1]))
+    return [(one.x, one.state) for one in results]
 
 
 # The mean
@@ -71,15 +71,15 @@ def test_the_example_is_connected_irregular_and_directed() -> None:
     graph = irregular_digraph(SIZE)
     assert len({degree for _, degree in graph.out_degree}) > 2
     assert len({degree for _, degree in graph.in_degree}) > 2
-    assert any(not graph.has_edge(there, here) for here, there in graph.edges)
+    assert any(not graph.has_edge(target, receiver) for receiver, target in graph.edges)
 
 
 @pytest.mark.parametrize(
     "topology", [irregular_digraph(SIZE), funnel(SIZE), changing(SIZE)], ids=["irregular", "funnel", "changing"]
 )
 def test_push_sum_finds_the_exact_mean(topology: nx.DiGraph | Schedule) -> None:
-    found = StackedFleet(topology).run(PushSum(), starts(), nothing, 600).estimate
-    assert (found - starts().mean(0)).abs().max() < 1e-12
+    results = StackedFleet(topology).run(PushSum(), starts(), nothing, 600).estimate
+    assert (results - starts().mean(0)).abs().max() < 1e-12
 
 
 def test_pulling_converges_to_another_point() -> None:
@@ -98,17 +98,17 @@ def test_pulling_converges_to_another_point() -> None:
 
 def test_u_and_w_are_powers_of_the_uniform_shares() -> None:
     graph = irregular_digraph(SIZE)
-    found = StackedFleet(graph).run(PushSum(), starts(), nothing, 7)
+    results = StackedFleet(graph).run(PushSum(), starts(), nothing, 7)
     power = torch.linalg.matrix_power(shares(graph), 7)
-    assert (found.x - power @ starts()).abs().max() < 1e-14
-    assert (found.state[0] - power.sum(1, keepdim=True)).abs().max() < 1e-14
+    assert (results.x - power @ starts()).abs().max() < 1e-14
+    assert (results.state[0] - power.sum(1, keepdim=True)).abs().max() < 1e-14
 
 
 def test_column_stochastic_weights_are_used_unchanged() -> None:
     weights = torch.rand(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     weights /= weights.sum(0)
-    found = StackedFleet(Static(weights.numpy())).run(PushSum(), starts(5), nothing, 3)
-    assert (found.x - torch.linalg.matrix_power(weights, 3) @ starts(5)).abs().max() < 1e-14
+    results = StackedFleet(Static(weights.numpy())).run(PushSum(), starts(5), nothing, 3)
+    assert (results.x - torch.linalg.matrix_power(weights, 3) @ starts(5)).abs().max() < 1e-14
 
 
 def test_the_totals_of_u_and_of_w_never_change() -> None:
@@ -125,8 +125,8 @@ def test_real_agents_reach_the_mean(fleet: Fleets) -> None:
     def agent() -> list[float]:
         return run(PushSum(), start[shoal.rank()], nothing, graph, 100).estimate.tolist()
 
-    found = torch.tensor(fleet(4).run(agent), dtype=torch.float64)
-    assert (found - start.mean(0)).abs().max() < 1e-13
+    results = torch.tensor(fleet(4).run(agent), dtype=torch.float64)
+    assert (results - start.mean(0)).abs().max() < 1e-13
 
 
 # SGP
@@ -143,8 +143,8 @@ def test_sgp_ends_at_its_closed_form_fixed_point() -> None:
     identity = torch.eye(len(step), dtype=torch.float64)
     system = identity - spread @ (identity - lr * step)
     u = torch.linalg.solve(system, spread @ (lr * (A.mT @ b.unsqueeze(-1)).flatten())).view(SIZE, DIMENSION)
-    found = StackedFleet(graph).run(SGP(lr), starts(), gradients(), 2000)
-    assert (found.estimate - u / w.unsqueeze(1)).abs().max() < 1e-10
+    results = StackedFleet(graph).run(SGP(lr), starts(), gradients(), 2000)
+    assert (results.estimate - u / w.unsqueeze(1)).abs().max() < 1e-10
 
 
 def test_the_bias_of_sgp_is_of_the_order_of_its_step() -> None:
@@ -191,19 +191,19 @@ def test_the_total_of_u_moves_by_the_total_of_the_gradients() -> None:
 
 def test_with_a_small_w_a_usual_step_size_diverges_to_nan() -> None:
     """The smallest w of the funnel is about 0.05: there the step is 20 times lr."""
-    found = StackedFleet(funnel(8)).run(SGP(0.1), starts(8), gradients(8), 1500)
-    assert found.state[0].min() < 0.06
-    assert not found.estimate.isfinite().all()
+    results = StackedFleet(funnel(8)).run(SGP(0.1), starts(8), gradients(8), 1500)
+    assert results.state[0].min() < 0.06
+    assert not results.estimate.isfinite().all()
     for lr, graph in ((0.1, ring(8)), (0.01, funnel(8))):
         assert StackedFleet(graph).run(SGP(lr), starts(8), gradients(8), 1500).estimate.abs().max() < 10
 
 
 def test_sgp_is_gradient_descent_if_all_gather_equally() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
-    found = fleet.run(SGP(0.05), starts(), gradient, 100)
-    assert (found.state[0] - 1).abs().max() < 1e-13
+    results = fleet.run(SGP(0.05), starts(), gradient, 100)
+    assert (results.state[0] - 1).abs().max() < 1e-13
     expected = fleet.run(GradientDescent(0.05), starts(), gradient, 100)
-    assert (found.estimate - expected.estimate).abs().max() < 1e-12
+    assert (results.estimate - expected.estimate).abs().max() < 1e-12
 
 
 # Push-sum gradient tracking
@@ -211,8 +211,8 @@ def test_sgp_is_gradient_descent_if_all_gather_equally() -> None:
 
 @pytest.mark.parametrize("atc", [True, False])
 def test_push_diging_is_exact_on_changing_links(atc: bool) -> None:
-    found = StackedFleet(changing(SIZE)).run(PushDIGing(0.02, atc), starts(), gradients(), 3000)
-    assert (found.estimate - optimum()).abs().max() < 1e-11
+    results = StackedFleet(changing(SIZE)).run(PushDIGing(0.02, atc), starts(), gradients(), 3000)
+    assert (results.estimate - optimum()).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize("atc", [True, False])
@@ -238,15 +238,15 @@ def test_the_two_forms_differ_in_when_the_gradient_change_is_shared() -> None:
     (_, (_, _, g)), (x, (w, before, new)) = trajectory(PushDIGing(0.02), graph, 1)
     (_, _), (same, (_, after, _)) = trajectory(PushDIGing(0.02, atc=False), graph, 1)
     assert torch.equal(x, same)
-    news = gradient(x / w) - g
-    assert (before - after - (shares(graph) @ news - news)).abs().max() < 1e-13
+    change = gradient(x / w) - g
+    assert (before - after - (shares(graph) @ change - change)).abs().max() < 1e-13
     assert torch.equal(new, gradient(x / w))
 
 
 def test_push_diging_is_gradient_tracking_if_all_gather_equally() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients()
-    found = fleet.run(PushDIGing(0.05), starts(), gradient, 100).estimate
-    assert (found - fleet.run(GradientTracking(0.05), starts(), gradient, 100).x).abs().max() < 1e-12
+    results = fleet.run(PushDIGing(0.05), starts(), gradient, 100).estimate
+    assert (results - fleet.run(GradientTracking(0.05), starts(), gradient, 100).x).abs().max() < 1e-12
 
 
 # What they refuse
@@ -264,8 +264,8 @@ def test_periodic_mixings_are_refused(algorithm: Algorithm) -> None:
 def test_cycles_of_two_lengths_need_no_self_weights() -> None:
     weights = np.zeros((3, 3))
     weights[1, 0], weights[2, 1], weights[0, 2], weights[1, 2] = 1.0, 1.0, 0.5, 0.5
-    found = StackedFleet(Static(weights)).run(PushSum(), starts(3), nothing, 400).estimate
-    assert (found - starts(3).mean(0)).abs().max() < 1e-12
+    results = StackedFleet(Static(weights)).run(PushSum(), starts(3), nothing, 400).estimate
+    assert (results - starts(3).mean(0)).abs().max() < 1e-12
 
 
 def test_graphs_that_are_not_strongly_connected_are_refused() -> None:

@@ -39,10 +39,10 @@ def starts() -> torch.Tensor:
 def steps(tree: nx.DiGraph, lr: float, count: int) -> list[Run]:
     """The run after each step."""
     fleet, gradient = StackedFleet(tree), gradients()
-    found = [fleet.run(RelaySum(lr), starts(), gradient, 0)]
+    results = [fleet.run(RelaySum(lr), starts(), gradient, 0)]
     for _ in range(count):
-        found.append(fleet.run(RelaySum(lr), starts(), gradient, 1, resume=found[-1]))
-    return found
+        results.append(fleet.run(RelaySum(lr), starts(), gradient, 1, resume=results[-1]))
+    return results
 
 
 def links_of(tree: nx.DiGraph) -> list[tuple[int, int]]:
@@ -50,8 +50,8 @@ def links_of(tree: nx.DiGraph) -> list[tuple[int, int]]:
     return [(i, k) for i in range(len(tree)) for k in sorted(set(tree.predecessors(i)) - {i})]
 
 
-def behind(tree: nx.DiGraph, i: int, k: int) -> dict[int, int]:
-    """{agent: steps from it to k} of the part of the tree that agent i hears of through k."""
+def subtree_hops(tree: nx.DiGraph, i: int, k: int) -> dict[int, int]:
+    """{agent: steps from it to k} of the part of the tree whose values reach agent i through k."""
     rest = nx.Graph(tree)
     rest.remove_node(i)
     return dict(nx.single_source_shortest_path_length(rest, k))
@@ -60,27 +60,29 @@ def behind(tree: nx.DiGraph, i: int, k: int) -> dict[int, int]:
 @pytest.mark.parametrize("tree", TREES)
 def test_a_message_is_the_delayed_sum_of_the_subtree_behind_it(tree: nx.DiGraph) -> None:
     lr, gradient = 0.05, gradients()
-    found = steps(tree, lr, 20)
-    half = [one.x - lr * gradient(one.x) for one in found]
+    result = steps(tree, lr, 20)
+    half = [one.x - lr * gradient(one.x) for one in result]
     for time in (1, 2, 3, 7, 20):
-        m, c = found[time].state
+        m, c = result[time].state
         for row, (i, k) in enumerate(links_of(tree)):
-            heard = [half[time - 1 - away][j] for j, away in behind(tree, i, k).items() if away < time]
-            assert (m[row] - torch.stack(heard).sum(0)).abs().max() < 1e-12
-            assert c[row].item() == len(heard)
+            received = [
+                half[time - 1 - distance][j] for j, distance in subtree_hops(tree, i, k).items() if distance < time
+            ]
+            assert (m[row] - torch.stack(received).sum(0)).abs().max() < 1e-12
+            assert c[row].item() == len(received)
 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_an_agent_substitutes_its_own_value_for_those_not_yet_received(tree: nx.DiGraph) -> None:
     lr, gradient = 0.05, gradients()
-    found = steps(tree, lr, 20)
+    result = steps(tree, lr, 20)
     for time in (1, 2, 5, 20):
-        half = found[time - 1].x - lr * gradient(found[time - 1].x)
-        m, c = found[time].state
+        half = result[time - 1].x - lr * gradient(result[time - 1].x)
+        m, c = result[time].state
         for i in range(SIZE):
-            rows = [row for row, (here, _) in enumerate(links_of(tree)) if here == i]
+            rows = [row for row, (owner, _) in enumerate(links_of(tree)) if owner == i]
             expected = ((SIZE - c[rows].sum()) * half[i] + m[rows].sum(0)) / SIZE
-            assert (found[time].x[i] - expected).abs().max() < 1e-13
+            assert (result[time].x[i] - expected).abs().max() < 1e-13
 
 
 def test_after_as_many_steps_as_the_diameter_every_agent_counts_all() -> None:
@@ -93,20 +95,20 @@ def test_after_as_many_steps_as_the_diameter_every_agent_counts_all() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 @pytest.mark.parametrize("tree", TREES)
 def test_it_is_exact_for_any_objectives(tree: nx.DiGraph, scale: float) -> None:
-    found = StackedFleet(tree).run(RelaySum(0.1), starts(), gradients(scale=scale), 2500)
-    assert (found.x / scale - optimum()).abs().max() < 1e-13
+    results = StackedFleet(tree).run(RelaySum(0.1), starts(), gradients(scale=scale), 2500)
+    assert (results.x / scale - optimum()).abs().max() < 1e-13
 
 
 def test_local_momentum_keeps_it_exact() -> None:
-    found = StackedFleet(ChainGraph(SIZE)).run(Momentum(RelaySum(0.02), 0.9), starts(), gradients(), 1500)
-    assert (found.x - optimum()).abs().max() < 1e-12
+    results = StackedFleet(ChainGraph(SIZE)).run(Momentum(RelaySum(0.02), 0.9), starts(), gradients(), 1500)
+    assert (results.x - optimum()).abs().max() < 1e-12
 
 
 def test_the_weights_of_the_tree_are_not_used() -> None:
     gradient = gradients()
     plain = nx.DiGraph(ChainGraph(SIZE).edges)
-    found = StackedFleet(plain).run(RelaySum(0.1), starts(), gradient, 30)
-    assert torch.equal(found.x, StackedFleet(ChainGraph(SIZE)).run(RelaySum(0.1), starts(), gradient, 30).x)
+    results = StackedFleet(plain).run(RelaySum(0.1), starts(), gradient, 30)
+    assert torch.equal(results.x, StackedFleet(ChainGraph(SIZE)).run(RelaySum(0.1), starts(), gradient, 30).x)
 
 
 def test_a_single_agent_descends(fleet: Fleets) -> None:

@@ -33,34 +33,34 @@ def made(steps: int, every: int = 1) -> Run:
     return fleet.run(GradientDescent(0.5), start, lambda x: x - 1, steps, measure=figures, every=every, network=network)
 
 
-def lines_of(found: Run, **options: int) -> list[list[str]]:
+def lines_of(recorded: Run, **options: int) -> list[list[str]]:
     """The words of the table's lines, without the rule under its head."""
     console = Console(width=100, file=None)
     with console.capture() as captured:
-        console.print(found.table(**options))
+        console.print(recorded.table(**options))
     return [words for line in captured.get().splitlines() if (words := line.split()) and words[0].isascii()]
 
 
 def test_records_are_plain_numbers_by_name() -> None:
-    found = made(6, every=4)
-    assert [type(row) for row in found.records] == [dict] * 3
-    assert {type(value) for row in found.records for value in row.values()} <= {int, float}
-    assert [list(row) for row in found.records] == [COLUMNS] * 3
-    assert [row["step"] for row in found.records] == [0, 4, 6]
-    assert [row["distance"] for row in found.records] == pytest.approx([12**0.5 * 0.5**step for step in (0, 4, 6)])
+    result = made(6, every=4)
+    assert [type(row) for row in result.records] == [dict] * 3
+    assert {type(value) for row in result.records for value in row.values()} <= {int, float}
+    assert [list(row) for row in result.records] == [COLUMNS] * 3
+    assert [row["step"] for row in result.records] == [0, 4, 6]
+    assert [row["distance"] for row in result.records] == pytest.approx([12**0.5 * 0.5**step for step in (0, 4, 6)])
 
 
 def test_a_column_is_a_figure_over_the_records() -> None:
-    found = made(6, every=4)
-    assert found.column("bytes").tolist() == [0, 4 * 8 * 12, 6 * 8 * 12]
+    result = made(6, every=4)
+    assert result.column("bytes").tolist() == [0, 4 * 8 * 12, 6 * 8 * 12]
     with pytest.raises(KeyError, match=f"no column 'loss'; there are: {', '.join(COLUMNS)}"):
-        found.column("loss")
+        result.column("loss")
 
 
 def test_the_table_shows_every_record() -> None:
     head, *body = lines_of(made(3))
     assert head == COLUMNS
-    assert [line[:4] for line in body] == [[str(one)] * 3 + [str(96 * one)] for one in range(4)]
+    assert [line[:4] for line in body] == [[str(index)] * 3 + [str(96 * index)] for index in range(4)]
     assert body[1][6] == f"{12**0.5 / 2:.4g}"
 
 
@@ -99,28 +99,28 @@ def test_the_progress_bar_is_shown_on_a_terminal_and_removed(
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    ours, theirs = pty.openpty()
-    with open(theirs, "w") as terminal, monkeypatch.context() as patch:  # noqa: PTH123 - of a descriptor
+    ours, remote = pty.openpty()
+    with open(remote, "w") as terminal, monkeypatch.context() as patch:  # noqa: PTH123 - of a descriptor
         patch.setattr(sys, "stderr", terminal)
         _with_a_bar()
-    shown = b""
+    output = b""
     # Linux ends a terminal whose other side is closed with an error.
     try:
         while piece := os.read(ours, 4096):
-            shown += piece
+            output += piece
     except OSError:
         pass
     finally:
         os.close(ours)
     assert capfd.readouterr() == ("", "")
-    assert b"steps" in shown
-    assert shown.rfind(b"\x1b[2K") > shown.rfind(b"steps")  # erased
+    assert b"steps" in output
+    assert output.rfind(b"\x1b[2K") > output.rfind(b"steps")  # erased
 
 
 def _mean() -> float:
     start = torch.full((2,), float(shoal.rank()), dtype=torch.float64)
-    found = run(GradientDescent(0.0), start, lambda x: x, ring(shoal.size()), 60, progress=True)
-    return float(found.x[0])
+    result = run(GradientDescent(0.0), start, lambda x: x, ring(shoal.size()), 60, progress=True)
+    return float(result.x[0])
 
 
 def test_many_agents_may_request_a_progress_bar() -> None:
@@ -132,9 +132,9 @@ def test_a_fleet_runs_inside_an_event_loop() -> None:
 
     async def cell() -> list[float]:
         ticks = asyncio.create_task(asyncio.sleep(0))
-        found = shoal.Fleet(3, timeout=20.0).run(_mean)
+        results = shoal.Fleet(3, timeout=20.0).run(_mean)
         await ticks
-        return found
+        return results
 
     with nothing_is_left():
         assert asyncio.run(cell()) == pytest.approx([1.0] * 3)

@@ -1,4 +1,4 @@
-"""What a run records, in a simulation and on agents, and its file, plot and frame."""
+"""The records of a run, in a simulation and on agents, and its file, plot and frame."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def real(algorithm: Algorithm, **options: Any) -> Run:
 def test_agents_record_the_values_of_the_simulation(measure: Any) -> None:
     algorithm = LocalSteps(GradientTracking(0.02), 2)
     expected = stacked(algorithm, measure=measure, every=2)
-    for found in shoal.Fleet(SIZE, timeout=60.0).run(real, algorithm, measure=measure, every=2):
-        assert [list(row) for row in found.records] == [list(row) for row in expected.records]
-        assert found.records == [pytest.approx(row) for row in expected.records]
-        assert found.sent * SIZE == expected.sent == expected.records[-1]["bytes"]
+    for result in shoal.Fleet(SIZE, timeout=60.0).run(real, algorithm, measure=measure, every=2):
+        assert [list(row) for row in result.records] == [list(row) for row in expected.records]
+        assert result.records == [pytest.approx(row) for row in expected.records]
+        assert result.sent * SIZE == expected.sent == expected.records[-1]["bytes"]
 
 
 def test_consensus_and_loss_are_those_of_the_definitions() -> None:
-    whole = StackedFleet(ring(SIZE)).run(GradientDescent(0.02), START, per_agent(loss, A, B), STEPS)
-    mean = whole.x.mean(0)
-    last = whole.records[-1]
-    assert last["consensus"] == pytest.approx(float((whole.x - mean).square().sum(1).mean().sqrt()))
+    full = StackedFleet(ring(SIZE)).run(GradientDescent(0.02), START, per_agent(loss, A, B), STEPS)
+    mean = full.x.mean(0)
+    last = full.records[-1]
+    assert last["consensus"] == pytest.approx(float((full.x - mean).square().sum(1).mean().sqrt()))
     assert last["loss"] == pytest.approx(sum(float(loss(mean, A[i], B[i])) for i in range(SIZE)) / SIZE)
     assert "loss" not in stacked_without_a_loss().records[0]
 
@@ -73,10 +73,10 @@ def stacked_without_a_loss() -> Run:
 
 
 def test_a_round_is_a_step_with_an_exchange() -> None:
-    found = stacked(LocalSteps(GradientTracking(0.01), 2), steps=5)
-    assert [row["rounds"] for row in found.records] == [0, 0, 1, 1, 2, 2]
-    assert [row["exchanges"] for row in found.records] == [0, 0, 2, 2, 4, 4]
-    assert (found.steps, found.rounds, found.exchanges) == (5, 2, 4)
+    result = stacked(LocalSteps(GradientTracking(0.01), 2), steps=5)
+    assert [row["rounds"] for row in result.records] == [0, 0, 1, 1, 2, 2]
+    assert [row["exchanges"] for row in result.records] == [0, 0, 2, 2, 4, 4]
+    assert (result.steps, result.rounds, result.exchanges) == (5, 2, 4)
 
 
 def test_a_long_run_has_a_hundred_records_and_every_sets_their_number() -> None:
@@ -89,8 +89,8 @@ def test_a_long_run_has_a_hundred_records_and_every_sets_their_number() -> None:
 def test_records_send_nothing_if_every_is_zero() -> None:
     def sent(every: int) -> int:
         before = shoal.bytes_sent()
-        found = real(GradientDescent(0.02), every=every)
-        return shoal.bytes_sent() - before - found.sent
+        result = real(GradientDescent(0.02), every=every)
+        return shoal.bytes_sent() - before - result.sent
 
     fleet = shoal.Fleet(SIZE, timeout=60.0, transport="shared_memory")
     assert fleet.run(sent, 0) == [0] * SIZE
@@ -116,10 +116,12 @@ def test_an_algorithm_without_declared_requirements_warns_once() -> None:
         needs = ()
 
     fleet = StackedFleet(ring(SIZE))
-    with pytest.warns(UserWarning, match=r"Mine declares no needs.*needs = \(DOUBLY_STOCHASTIC, CONNECTED\)") as told:
+    with pytest.warns(
+        UserWarning, match=r"Mine declares no needs.*needs = \(DOUBLY_STOCHASTIC, CONNECTED\)"
+    ) as warnings_seen:
         for _ in range(2):
             fleet.run(Mine(), START, lambda x: x, 1)
-    assert len(told) == 1
+    assert len(warnings_seen) == 1
     for declared in (Declared(), Anything()):
         fleet.run(declared, START, lambda x: x, 1)
 
@@ -142,10 +144,10 @@ def test_a_file_keeps_dtypes_and_nesting(tmp_path: Path) -> None:
     state = (torch.ones(2, 3, dtype=torch.bfloat16), [None, {"a": torch.tensor(3)}], torch.zeros(0, 4), 0.5, "s", True)
     made = replace(stacked(GradientDescent(0.1), 1), state=state)
     made.save(tmp_path / "run")
-    found = Run.load(tmp_path / "run").state
-    assert found[0].dtype == torch.bfloat16 and torch.equal(found[0], state[0])
-    assert found[1][1]["a"].item() == 3 and found[1][1]["a"].shape == () and found[2].shape == (0, 4)
-    assert found[3:] == state[3:]
+    result = Run.load(tmp_path / "run").state
+    assert result[0].dtype == torch.bfloat16 and torch.equal(result[0], state[0])
+    assert result[1][1]["a"].item() == 3 and result[1][1]["a"].shape == () and result[2].shape == (0, 4)
+    assert result[3:] == state[3:]
 
 
 def test_no_pickle_is_read_or_written(tmp_path: Path) -> None:
@@ -185,20 +187,20 @@ def test_other_fields_of_a_run_need_another_file_version() -> None:
 
 def test_a_plot_has_one_figure_over_another() -> None:
     pytest.importorskip("matplotlib").use("Agg")
-    found = stacked(GradientDescent(0.02))
-    axes = found.plot("consensus", against="bytes", label="ring")
+    result = stacked(GradientDescent(0.02))
+    axes = result.plot("consensus", against="bytes", label="ring")
     [line] = axes.lines
-    assert line.get_xdata().tolist() == found.column("bytes").tolist()
-    assert line.get_ydata().tolist() == found.column("consensus").tolist()
+    assert line.get_xdata().tolist() == result.column("bytes").tolist()
+    assert line.get_ydata().tolist() == result.column("consensus").tolist()
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_yscale()) == ("bytes", "consensus", "log")
     with pytest.raises(KeyError, match="no column 'accuracy'"):
-        found.plot("accuracy", ax=axes)
+        result.plot("accuracy", ax=axes)
 
 
 def test_pandas_gets_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = stacked(GradientDescent(0.02))
+    result = stacked(GradientDescent(0.02))
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))  # it may not be installed
-    assert found.to_pandas() == found.records
+    assert result.to_pandas() == result.records
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
-        found.to_pandas()
+        result.to_pandas()

@@ -1,4 +1,4 @@
-"""Learning rates: the matrix of a period's steps says what a run does, and those that are called safe are."""
+"""Learning rates: the matrix of a period's steps predicts a run, and the rates reported as stable are stable."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def one_thread() -> Iterator[None]:
 @cache
 def topologies() -> list[Facts]:
     """Those of the catalog, of so many agents; each once that has several names."""
-    found = dict[bytes, Facts]()
+    result = dict[bytes, Facts]()
     for size in SIZES:
         for topology in TOPOLOGIES.values():
             if not topology.refuses(size):
                 facts = Facts(topology.schedule(size), dimension=10)
                 if facts.schedule.period is None:  # random rounds, which are drawn anew each time unless they are held
                     facts.rounds = {number: facts.rounds[number] for number in range(facts.looked_at)}  # type: ignore[assignment]
-                found.setdefault(_digest(facts), facts)
-    return list(found.values())
+                result.setdefault(_digest(facts), facts)
+    return list(result.values())
 
 
 def curvatures(size: int) -> Iterator[torch.Tensor]:
@@ -91,8 +91,8 @@ def test_examples_of_the_catalog_converge_on_every_topology_that_they_accept(ent
     assert accepted
     for facts in accepted:
         for curvature in curvatures(facts.size):
-            found = radius(algorithm, facts, curvature)
-            assert found < 1 + 1e-7, f"{facts.schedule.describe()}: {found} with curvatures {curvature.view(-1)}"
+            result = radius(algorithm, facts, curvature)
+            assert result < 1 + 1e-7, f"{facts.schedule.describe()}: {result} with curvatures {curvature.view(-1)}"
 
 
 def test_the_radius_is_found_where_the_eigenvalue_iteration_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,22 +181,22 @@ def hessians(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of different agents, whose eigenvectors differ, with the largest eigenvalue L: [n, 3, 3]; and optima [n, 3]."""
     generator = torch.Generator().manual_seed(5)
     roots = torch.randn(size, 3, 3, dtype=torch.float64, generator=generator)
-    found = roots.mT @ roots
-    found = found * (L / torch.linalg.eigvalsh(found).amax(-1)).view(-1, 1, 1)
-    return found, torch.randn(size, 3, dtype=torch.float64, generator=generator)
+    result = roots.mT @ roots
+    result = result * (L / torch.linalg.eigvalsh(result).amax(-1)).view(-1, 1, 1)
+    return result, torch.randn(size, 3, dtype=torch.float64, generator=generator)
 
 
 def test_a_safe_learning_rate_is_inverse_to_the_curvature_and_not_of_the_example() -> None:
-    found = safe_lr(GradientTracking(0.1, atc=False), ring(4), 4.0)
-    assert safe_lr(GradientTracking(3.0, atc=False), ring(4), 4.0) == pytest.approx(found, rel=1e-9)
-    assert safe_lr(GradientTracking(0.1, atc=False), ring(4), 400.0) == pytest.approx(found / 100, rel=1e-9)
+    result = safe_lr(GradientTracking(0.1, atc=False), ring(4), 4.0)
+    assert safe_lr(GradientTracking(3.0, atc=False), ring(4), 4.0) == pytest.approx(result, rel=1e-9)
+    assert safe_lr(GradientTracking(0.1, atc=False), ring(4), 400.0) == pytest.approx(result / 100, rel=1e-9)
     assert 0.5 < 4 * safe_lr(GradientDescent(0.1), ring(4), 4.0) < 2
     # Adapt with combine bears (1 + smallest eigenvalue) / L, 2 / 3 of it on a ring of four.
     assert 0.5 * (2 / 3) < 4 * safe_lr(GradientDescent(0.1, atc=False), ring(4), 4.0) < 2 * (2 / 3)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "told"),
+    ("algorithm", "reason"),
     [
         (DecentralizedADMM(1.0, 4.0), "has no learning rate"),
         (AccumAdam(0.1, 2), "are not linear"),
@@ -205,8 +205,8 @@ def test_a_safe_learning_rate_is_inverse_to_the_curvature_and_not_of_the_example
     ],
     ids=repr,
 )
-def test_without_a_matrix_the_reason_is_returned(algorithm: Algorithm, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_without_a_matrix_the_reason_is_returned(algorithm: Algorithm, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         safe_lr(algorithm, ring(4), 4.0)
 
 

@@ -1,4 +1,4 @@
-"""Variance reduction: noise that vanishes, by hand over a few steps, and to the optimum over many."""
+"""Variance reduction: noise that vanishes, computed explicitly over a few steps, and to the optimum over many."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def test_every_step_corrects_its_sample_by_the_point_of_the_period() -> None:
         drawn[0] = mix.round
 
     gradient = Gradient(lambda x: slope(drawn[0], x), full, draw)
-    found = StackedFleet(ring(SIZE)).run(DecentralizedSVRG(GradientDescent(LR), period=3), START, gradient, 8).x
+    results = StackedFleet(ring(SIZE)).run(DecentralizedSVRG(GradientDescent(LR), period=3), START, gradient, 8).x
     x = anchor = START
     for number in range(8):
         if number % 3 == 0:
             anchor = x
         x = W @ (x - LR * (slope(number, x) - slope(number, anchor) + full(anchor)))
-    assert (found - x).abs().max() < 1e-12
+    assert (results - x).abs().max() < 1e-12
 
 
 def test_the_full_gradient_is_computed_once_a_period() -> None:
-    whole = []
+    complete = []
 
     def full(x: torch.Tensor) -> torch.Tensor:
-        whole.append(x)
+        complete.append(x)
         return x - 1
 
     gradient = Gradient(lambda x: x - 1, full)
     StackedFleet(ring(SIZE)).run(DecentralizedSVRG(GradientDescent(LR), period=5), START, gradient, 24)
-    assert len(whole) == 5
+    assert len(complete) == 5
 
 
 def test_on_full_gradients_it_is_the_algorithm_itself() -> None:
@@ -83,8 +83,8 @@ def test_from_samples_it_finds_the_optimum_and_exact_diffusion_alone_does_not() 
 
 def test_over_diffusion_its_fixed_point_is_that_of_full_gradients() -> None:
     fleet, gradient = StackedFleet(ring(SIZE), seed=4), per_agent(loss, *problem(), batch=BATCH)
-    found = fleet.run(DecentralizedSVRG(GradientDescent(LR), period=20), ORIGIN, gradient, 1200).x
-    assert (found - rest_of_gradient_descent(matrix(ring(SIZE)), LR, atc=True)).abs().max() < 1e-8
+    results = fleet.run(DecentralizedSVRG(GradientDescent(LR), period=20), ORIGIN, gradient, 1200).x
+    assert (results - rest_of_gradient_descent(matrix(ring(SIZE)), LR, atc=True)).abs().max() < 1e-8
 
 
 def test_the_answer_is_that_of_the_algorithm() -> None:
@@ -99,8 +99,8 @@ def on_samples() -> list[float]:
     A, b = problem(4)
     gradient = own(loss, A[shoal.rank()], b[shoal.rank()], batch=BATCH)
     algorithm = DecentralizedSVRG(Momentum(ExactDiffusion(0.02, lazy=True), 0.5), period=7)
-    found: list[float] = run(algorithm, ORIGIN, gradient, ring(4), 100, seed=6).x.tolist()
-    return found
+    result: list[float] = run(algorithm, ORIGIN, gradient, ring(4), 100, seed=6).x.tolist()
+    return result
 
 
 @pytest.mark.transport("threads")

@@ -17,19 +17,19 @@ from shoal.cli.agent_output import STDERR, STDOUT, AgentOutput
 
 
 class Sink:
-    """A descriptor to write to, and what has arrived there since it was last read."""
+    """A descriptor to write to; returns the bytes that have arrived since the last read."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer
 
     def read(self) -> bytes:
-        found = b""
+        result = b""
         while select.select([self.reader], [], [], 0)[0]:
             piece = os.read(self.reader, 1 << 20)
             if not piece:
                 break
-            found += piece
-        return found
+            result += piece
+        return result
 
 
 @pytest.fixture

@@ -118,9 +118,9 @@ def test_many_operations_are_compared_with_gloos_fastest_mode() -> None:
 
 
 def test_small_sizes_are_shown_without_limits() -> None:
-    found = [large(), small(4, 1.0), small(2, 1.0), many(90), published(MIB), rounds(MIB), wire(0.3)]
-    rows = results.rows_of(found, judged=False)
-    assert len(rows) == len(results.rows_of(found)) == 15
+    measured = [large(), small(4, 1.0), small(2, 1.0), many(90), published(MIB), rounds(MIB), wire(0.3)]
+    rows = results.rows_of(measured, judged=False)
+    assert len(rows) == len(results.rows_of(measured)) == 15
     assert {(row.limit, row.met) for row in rows} == {("", None)}
 
 
@@ -156,9 +156,9 @@ def test_the_wire_time_is_that_of_its_frames() -> None:
 
 
 def test_the_band_is_the_confidence_interval_of_the_mean() -> None:
-    found = results.band([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
+    result = results.band([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
     # Student's t of 9 degrees of freedom at 95%, times the standard error.
-    assert (found.mean, found.reach) == (5.5, pytest.approx(1.8331 * (55 / 6) ** 0.5 / 10**0.5, rel=1e-4))
+    assert (result.mean, result.reach) == (5.5, pytest.approx(1.8331 * (55 / 6) ** 0.5 / 10**0.5, rel=1e-4))
 
 
 def test_a_band_needs_ten_values() -> None:
@@ -230,12 +230,12 @@ def ignored(doing: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Figures, list[tuple[str, int, int]]]:
-    """The figures of two agents of which rank 1 is slow, and what they told of their progress."""
+    """The figures of two agents of which rank 1 is slow, and the progress that they reported."""
     meeting = tmp_path_factory.mktemp("comparison") / "meeting"
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     command = [sys.executable, "-c", COMPARISON, str(meeting)]
-    [figures] = jobs.run_job([command], {}, lambda *progress: told.append(progress))
-    return figures, told
+    [figures] = jobs.run_job([command], {}, lambda *progress: reported.append(progress))
+    return figures, reported
 
 
 def test_a_time_is_that_of_one_call_on_the_slowest_agent(comparison: tuple[Figures, object]) -> None:
@@ -261,14 +261,14 @@ def test_a_failed_job_shows_its_stderr() -> None:
 
 
 def test_a_job_without_results_has_failed() -> None:
-    with pytest.raises(jobs.JobFailed, match="told no figures"):
+    with pytest.raises(jobs.JobFailed, match="reported no figures"):
         jobs.run_job([python('print(\'{"doing": "x", "done": 1, "total": 2}\')')], {}, ignored)
 
 
 def test_a_job_without_output_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "SILENCE_SECONDS", 0.3)
     start = time.monotonic()
-    with pytest.raises(jobs.JobFailed, match="told nothing for"):
+    with pytest.raises(jobs.JobFailed, match="reported nothing for"):
         jobs.run_job([python("import time; time.sleep(60)")], {}, ignored)
     assert time.monotonic() - start < scaled(10)
 
@@ -292,8 +292,8 @@ values = {name: os.environ.get(name) for name in names}
 print(json.dumps({"figures": [{"kind": "test", "nbytes": 0, "agents": 1, "values": values}]}))
 """
     [figures] = jobs.run_job([python(script)], {"OWN": "1"}, ignored)
-    found = {"OMP_NUM_THREADS": "1", "SHOAL_TIMELINE": None, "SHOAL_TRANSPORT": "network", "OWN": "1"}
-    assert figures.values == found
+    result = {"OMP_NUM_THREADS": "1", "SHOAL_TIMELINE": None, "SHOAL_TRANSPORT": "network", "OWN": "1"}
+    assert figures.values == result
 
 
 # The command
@@ -330,9 +330,9 @@ def test_the_quick_scaling_draws_a_picture(tmp_path: Path) -> None:
     done = bench("--scaling", "--quick", "--picture", path, "--json", figures)
     assert done.returncode == 0, done.stderr
     assert f"picture: {path}" in done.stdout and path.read_bytes().startswith(b"\x89PNG")
-    found = [Figures(**one) for one in json.loads(figures.read_text())["figures"]]
-    assert [(one.agents, one.nbytes) for one in found] == [(2, 10_000), (2, 100_000), (3, 10_000), (3, 100_000)]
-    mean = 1e3 * fmean(found[0].values["ring"])
+    results = [Figures(**one) for one in json.loads(figures.read_text())["figures"]]
+    assert [(one.agents, one.nbytes) for one in results] == [(2, 10_000), (2, 100_000), (3, 10_000), (3, 100_000)]
+    mean = 1e3 * fmean(results[0].values["ring"])
     assert re.search(rf"0\.01 MB +2 .* {mean:.2f} ± ", done.stdout)
 
 
@@ -393,8 +393,10 @@ def test_an_unknown_part_is_refused_with_the_known_ones(capsys: pytest.CaptureFi
 
 
 def descendants(pid: int) -> set[int]:
-    found = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
-    return found | {below for child in found for below in descendants(child)}
+    results = {
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    }
+    return results | {below for child in results for below in descendants(child)}
 
 
 def is_running(pid: int) -> bool:

@@ -10,10 +10,10 @@ import pytest
 from shoal.cli.completion import SHELLS, script
 
 
-def offered(*words: str) -> set[str]:
+def offered(*given: str) -> set[str]:
     """What bash offers for the last of these words."""
     line = (
-        f"COMP_WORDS=({' '.join(words)!s}); COMP_CWORD={len(words) - 1}; _shoal; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        f"COMP_WORDS=({' '.join(given)!s}); COMP_CWORD={len(given) - 1}; _shoal; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
     command = ["bash", "-c", f"{script('bash')}\n{line}"]
     return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout.split())

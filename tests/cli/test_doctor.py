@@ -1,4 +1,4 @@
-"""``shoal doctor``: a healthy machine is OK, what is wrong is said with what to do, and nothing hangs."""
+"""``shoal doctor``: a healthy machine is OK, each problem is reported with its remedy, and no check hangs."""
 
 from __future__ import annotations
 
@@ -121,28 +121,28 @@ def test_an_unresponsive_name_server_does_not_block(
 def test_a_slow_lookup_of_the_own_host_name_is_noted_with_its_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    requested = []
 
-    def look(address: tuple[object, ...], _: int) -> tuple[str, str]:
-        asked.append(address[0])
-        time.sleep(0.05 if len(asked) == 2 else 0.0)
+    def look_up(address: tuple[object, ...], _: int) -> tuple[str, str]:
+        requested.append(address[0])
+        time.sleep(0.05 if len(requested) == 2 else 0.0)
         return "localhost", "0"
 
     monkeypatch.setattr(doctor, "SLOW_LOOKUP", 0.04)
-    monkeypatch.setattr("socket.getnameinfo", look)
+    monkeypatch.setattr("socket.getnameinfo", look_up)
     quick, _ = init_report(capsys, {})
     slow, output = init_report(capsys, TORCHRUN)
-    assert asked == ["::ffff:127.0.0.1"] * 2
+    assert requested == ["::ffff:127.0.0.1"] * 2
     assert (quick.problems, quick.notes, slow.problems) == ([], [], [])
     assert re.search(r"name lookup +\d+ ms to look for the name of 127\.0\.0\.1", output)
     assert len(slow.notes) == 1 and "'::ffff:127.0.0.1 localhost'" in slow.notes[0]
 
 
 def test_a_missing_host_name_is_no_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(*_: object) -> tuple[str, str]:
+    def look_up(*_: object) -> tuple[str, str]:
         raise OSError("name or service not known")
 
-    monkeypatch.setattr("socket.getnameinfo", look)
+    monkeypatch.setattr("socket.getnameinfo", look_up)
     report, _ = init_report(capsys, TORCHRUN)
     assert (report.problems, report.notes) == ([], [])
 
@@ -164,13 +164,13 @@ def test_available_engines_and_the_selected_one_are_listed(capsys: pytest.Captur
 
 
 def results_of(script: str, monkeypatch: pytest.MonkeyPatch, patience: float) -> dict[str, str]:
-    """The problem of each check when ``script`` runs in the place of the live checks."""
+    """The problem of each check when ``script`` replaces the live checks."""
     monkeypatch.setattr(live_checks, "_COMMAND", (sys.executable, "-I", "-S", "-c", script))
     with LiveChecks(patience) as checks:
-        pids = [one.process.pid for one in checks._processes]
-        found = {one.name: one.problem for one in checks.results()}
+        pids = [process.process.pid for process in checks._processes]
+        result = {one.name: one.problem for one in checks.results()}
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    return found
+    return result
 
 
 def test_a_check_that_hangs_is_ended_and_fails_and_earlier_results_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,16 +179,16 @@ import json, time
 print(json.dumps({"check": "threads", "error": "", "seconds": 0.1}), flush=True)
 time.sleep(60)
 """
-    found = results_of(script, monkeypatch, patience=2.0)
-    assert found.pop("threads") == ""
-    assert set(found) == {"shared_memory", "network", "process-group", "two processes"}
-    assert all(problem.startswith("it did not end in") for problem in found.values())
+    result = results_of(script, monkeypatch, patience=2.0)
+    assert result.pop("threads") == ""
+    assert set(result) == {"shared_memory", "network", "process-group", "two processes"}
+    assert all(problem.startswith("it did not end in") for problem in result.values())
 
 
 def test_a_check_that_crashes_fails_with_its_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = results_of("raise SystemExit('Illegal instruction')", monkeypatch, patience=20.0)
-    assert len(found) == 5
-    assert all(problem == "its process ended with status 1: Illegal instruction" for problem in found.values())
+    result = results_of("raise SystemExit('Illegal instruction')", monkeypatch, patience=20.0)
+    assert len(result) == 5
+    assert all(problem == "its process ended with status 1: Illegal instruction" for problem in result.values())
 
 
 @pytest.mark.parametrize("average", [lambda x: x, lambda x: x.fill_(0.5000001)], ids=["own value", "rounding"])
@@ -261,17 +261,17 @@ def test_a_runnable_process_without_a_core_is_distinguished_from_a_sleeping_one(
     scripts = [busy] * 3 + ["import time; time.sleep(60)"]
     processes = [subprocess.Popen([sys.executable, "-I", "-S", "-c", script]) for script in scripts]
     try:
-        begun = time.monotonic()
-        while not all(is_starved(core_wait(one.pid), time.monotonic() - begun) for one in processes[:3]):
-            assert time.monotonic() < begun + 30.0
+        started = time.monotonic()
+        while not all(is_starved(core_wait(one.pid), time.monotonic() - started) for one in processes[:3]):
+            assert time.monotonic() < started + 30.0
             time.sleep(0.1)
-        while is_starved(core_wait(processes[3].pid), time.monotonic() - begun):
-            assert time.monotonic() < begun + 50.0
+        while is_starved(core_wait(processes[3].pid), time.monotonic() - started):
+            assert time.monotonic() < started + 50.0
             time.sleep(0.1)
     finally:
-        for one in processes:
-            one.kill()
-            one.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_devices_are_listed_with_their_transfer_path(monkeypatch: pytest.MonkeyPatch) -> None:

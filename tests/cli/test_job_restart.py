@@ -1,6 +1,6 @@
-"""``shoal run --on-failure restart``: a job of which no agent is left begins again, and where it does not.
+"""``shoal run --on-failure restart``: when a job whose agents have all failed restarts, and when it does not.
 
-Most of these agents know nothing of Shoal: what is tested is the launcher. The last tests train.
+Most of these agents do not import Shoal, as these tests concern the launcher. The last tests train.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.script = folder / "script.py"
-        self._begun: list[Job] = []
+        self._started: list[Job] = []
 
     def run(self, body: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
         self.script.write_text(PRELUDE + body)
@@ -61,24 +61,24 @@ class Jobs:
     def begin(self, body: str, *arguments: object, **options: Any) -> Job:
         self.script.write_text(PRELUDE + body)
         command = [*RUN, *RESTART, *map(str, arguments), str(self.script)]
-        self._begun.append(
+        self._started.append(
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
         )
-        return self._begun[-1]
+        return self._started[-1]
 
     def marks(self, name: str) -> dict[tuple[int, int, int], str]:
-        """What agents have marked, by attempt, rank and incarnation."""
-        found = {}
+        """The marks that agents have written, by attempt, rank and incarnation."""
+        result = {}
         for path in self.folder.glob(f"{name}.*"):
             attempt, rank, incarnation = map(int, path.name.split(".")[1:])
-            found[attempt, rank, incarnation] = path.read_text()
-        return found
+            result[attempt, rank, incarnation] = path.read_text()
+        return result
 
     def attempts(self) -> set[int]:
         return {attempt for attempt, _, _ in self.marks("up")}
 
     def end(self) -> None:
-        for job in self._begun:
+        for job in self._started:
             job.kill()
             job.communicate()
 
@@ -125,8 +125,8 @@ print("finished")
 
 @pytest.mark.parametrize(("restarts", "status"), [(0, 5), (1, 6)])
 def test_a_job_that_fails_each_time_ends_with_the_status_of_the_last(jobs: Jobs, restarts: int, status: int) -> None:
-    found, _, err = jobs.run("sys.exit(5 + attempt)", "-n", 2, "--max-restarts", restarts)
-    assert found == status
+    result, _, err = jobs.run("sys.exit(5 + attempt)", "-n", 2, "--max-restarts", restarts)
+    assert result == status
     assert jobs.attempts() == set(range(restarts + 1))
     assert err.count("beginning again") == restarts and err.count("0 of 2 agents finished; lost: rank 0") == 1
 
@@ -164,15 +164,15 @@ def test_a_second_ctrl_c_in_the_second_attempt_kills_at_once(jobs: Jobs) -> None
 def test_a_signal_between_two_attempts_starts_none(jobs: Jobs, signum: signal.Signals) -> None:
     job = jobs.begin("wait_for('up', 0, 1)\ndie()", "-n", 2)
     assert job.stderr is not None
-    said = []
+    output = []
     for line in job.stderr:
-        said.append(line)
+        output.append(line)
         if "beginning again in 1 s (2 of 3)" in line:
             break
     assert not descendants(job.pid)  # the store of the run before is gone, too
     job.send_signal(signum)
     _, err = job.communicate(timeout=TIMEOUT)
-    assert job.returncode == 128 + signum, (said, err)
+    assert job.returncode == 128 + signum, (output, err)
     assert f"{signum.name}: not begun again" in err and jobs.attempts() == {0, 1}
 
 
@@ -202,7 +202,7 @@ time.sleep(0.2 if rank == 0 else 1.5)
     assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
 
 
-def mind(folder: Path, *bodies: str) -> tuple[JobExit, int]:
+def run_job(folder: Path, *bodies: str) -> tuple[JobExit, int]:
     """How a run ends in which each agent has a script of its own, and how many were started in all."""
     begin = f"import os, signal, sys, time; open({str(folder)!r} + f'/{{os.getpid()}}', 'x').close(); "
     failures = FailureHandling(survive=True, grace=5.0, restarts=3)
@@ -214,7 +214,7 @@ def mind(folder: Path, *bodies: str) -> tuple[JobExit, int]:
 
 def test_agents_that_end_one_after_another_are_not_restarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(agent_processes, "SETTLE_SECONDS", 30.0)
-    ending, started = mind(tmp_path, "sys.exit(4)", "time.sleep(0.2); sys.exit(5)", "time.sleep(0.4); sys.exit(6)")
+    ending, started = run_job(tmp_path, "sys.exit(4)", "time.sleep(0.2); sys.exit(5)", "time.sleep(0.4); sys.exit(6)")
     assert (ending.status, ending.all_gone, started) == (4, True, 3)
 
 
@@ -227,7 +227,7 @@ os.kill(os.getppid(), signal.SIGINT)
 end = time.monotonic() + 2.0
 while time.monotonic() < end: time.sleep(0.1)
 """
-    ending, started = mind(tmp_path, "1" + interrupts, "sys.exit(4)")
+    ending, started = run_job(tmp_path, "1" + interrupts, "sys.exit(4)")
     assert (ending.status, ending.all_gone, started) == (130, False, 2)
 
 
@@ -277,13 +277,13 @@ def test_a_job_that_no_agent_has_joined_restarts_and_admits_agents_then(jobs: Jo
     """Agents can join the restarted job."""
     job = jobs.begin("attempt or die()\nwait_for('up', 0, 1, 2)", "-n", 2, "--max-agents", 4)
     assert job.stderr is not None
-    said = []
+    output = []
     for line in job.stderr:
-        said += re.findall(r"2 more may join, .* --join (127.0.0.1:\d+)", line)
-        if len(said) == 2:
+        output += re.findall(r"2 more may join, .* --join (127.0.0.1:\d+)", line)
+        if len(output) == 2:
             break
-    assert len(said) == 2 and said[0] != said[1]
-    assert shoal_run("--join", said[1], "-n", 1, jobs.script)[0] == 0
+    assert len(output) == 2 and output[0] != output[1]
+    assert shoal_run("--join", output[1], "-n", 1, jobs.script)[0] == 0
     assert job.wait(TIMEOUT) == 0
     first = {key for key in jobs.marks("up") if not key[2]}
     assert first == {(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)} and (1, 2, 1) in jobs.marks("up")
@@ -292,9 +292,9 @@ def test_a_job_that_no_agent_has_joined_restarts_and_admits_agents_then(jobs: Jo
 def test_a_job_that_agents_have_joined_continues_with_them(jobs: Jobs) -> None:
     job = jobs.begin("wait_for('claimed', 0)\ndie()", "-n", 1, "--max-agents", 2, "--max-restarts", 1)
     wait_until(lambda: bool(jobs.marks("up")))
-    [said] = map(json.loads, jobs.marks("up").values())
-    secret = {"SHOAL_SECRET": said["SHOAL_SECRET"]}
-    room, _, first = claim("127.0.0.1", int(said["MASTER_PORT"]), 1, secret, time.monotonic() + 30.0)
+    [output] = map(json.loads, jobs.marks("up").values())
+    secret = {"SHOAL_SECRET": output["SHOAL_SECRET"]}
+    room, _, first = claim("127.0.0.1", int(output["MASTER_PORT"]), 1, secret, time.monotonic() + 30.0)
     assert (first, room.attempt) == (1, 0)
     (jobs.folder / "claimed.0.0.0").touch()
     _, err = job.communicate(timeout=TIMEOUT)

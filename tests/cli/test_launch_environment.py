@@ -19,7 +19,7 @@ from support.world import World
 from support.written_traces import Written
 
 TIMEOUT = 60
-# Found in the place of torch: whoever imports it fails, and is written down also where that is caught.
+# Replaces torch: an import of it fails, and is logged even where the error is caught.
 NO_TORCH = """
 import traceback
 with open({log!r}, "a") as log:
@@ -48,15 +48,15 @@ class Shell:
             text=True,
         )
 
-    def said(self, command: subprocess.Popen[str], status: int = 0) -> str:
+    def output_of(self, command: subprocess.Popen[str], status: int = 0) -> str:
         """What it printed; it has ended with this status, and imported no torch."""
-        said, _ = command.communicate(timeout=TIMEOUT)
+        output, _ = command.communicate(timeout=TIMEOUT)
         assert not self._log.exists(), self._log.read_text()
-        assert command.returncode == status, said
-        return said
+        assert command.returncode == status, output
+        return output
 
     def run(self, *arguments: str | Path, status: int = 0) -> str:
-        return self.said(self.start(*arguments), status)
+        return self.output_of(self.start(*arguments), status)
 
 
 @pytest.fixture
@@ -67,28 +67,28 @@ def shell(tmp_path: Path) -> Shell:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What two agents have written in a run: traces and records."""
-    found = tmp_path / "written"
-    found.mkdir()
+    result = tmp_path / "written"
+    result.mkdir()
     for rank in range(2):
         trace = Written(rank)
         trace.step(1, 0.0, 10.0)
         trace.call(10.0, 12.0)
         trace.message("to", 1 - rank, 10.5)
         trace.message("from", 1 - rank, 11.0)
-        trace.into(found)
+        trace.into(result)
         entries = [MembershipEvent(100.0, rank, 0, CAME, alive=(0, 1)), MembershipEvent(130.0, rank, 0, LEFT)]
-        (found / f"agent{rank}.jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in entries))
-    return found
+        (result / f"agent{rank}.jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in entries))
+    return result
 
 
 def test_torch_imports_are_detected(shell: Shell) -> None:
     command = shell.start("topology", "recommend", "-n", "4")
     with pytest.raises(AssertionError, match="netmodel"):
-        shell.said(command)
+        shell.output_of(command)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["--version"], shoal.__version__),
         *(([name, "--help"], f"usage: shoal {name}") for name in ("run", "report", "watch", "status", "topology")),
@@ -99,8 +99,8 @@ def test_torch_imports_are_detected(shell: Shell) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_commands_that_do_not_need_torch_start_without_it(shell: Shell, arguments: list[str], says: str) -> None:
-    assert says in shell.run(*arguments)
+def test_commands_that_do_not_need_torch_start_without_it(shell: Shell, arguments: list[str], expected: str) -> None:
+    assert expected in shell.run(*arguments)
 
 
 def test_the_overview_starts_without_torch(shell: Shell) -> None:
@@ -110,8 +110,8 @@ def test_the_overview_starts_without_torch(shell: Shell) -> None:
 def test_agents_are_started_without_torch(shell: Shell, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
-    said = shell.run("run", "-n", "2", script)
-    assert "rank 0" in said and "rank 1" in said
+    output = shell.run("run", "-n", "2", script)
+    assert "rank 0" in output and "rank 1" in output
 
 
 def test_agents_are_queried_without_torch(shell: Shell) -> None:
@@ -129,7 +129,7 @@ def test_a_finished_run_is_shown_without_torch(shell: Shell, folder: Path) -> No
     assert command.stdout is not None
     assert select.select([command.stdout], [], [], TIMEOUT)[0]
     command.send_signal(signal.SIGINT)
-    assert "watch the run at http://127.0.0.1:" in shell.said(command)
+    assert "watch the run at http://127.0.0.1:" in shell.output_of(command)
 
 
 def test_certificates_are_created_without_torch(shell: Shell, tmp_path: Path) -> None:

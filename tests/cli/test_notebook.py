@@ -42,15 +42,15 @@ class Cell:
         seconds: its duration.
     """
 
-    said: str
+    message: str
     error: str
     raised: list[str]
     seconds: float
 
     def by_rank(self) -> dict[int, str]:
         """What each engine printed."""
-        found = re.findall(r"\[stdout:(\d+)\] ?\n?(.*?)(?=\n\[stdout|\Z)", self.said, re.DOTALL)
-        return {int(rank): text.strip() for rank, text in found}
+        results = re.findall(r"\[stdout:(\d+)\] ?\n?(.*?)(?=\n\[stdout|\Z)", self.message, re.DOTALL)
+        return {int(rank): text.strip() for rank, text in results}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Notebook:
         command = [sys.executable, "-m", "shoal", "notebook", "start", *arguments]
         return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=scaled(200))
 
-    def say(self, *arguments: str) -> tuple[int, str, str]:
+    def run_command(self, *arguments: str) -> tuple[int, str, str]:
         """The exit status, stdout and stderr of a command that starts nothing, run in this process."""
         with (
             mock.patch.dict(os.environ, self.environ),
@@ -84,7 +84,7 @@ class Notebook:
     def cells(self, *cells: str) -> list[Cell]:
         """Run them one after the other, each on all engines.
 
-        ``%%px`` alone waits a second for what engines print. Until it is to show progress it waits for all of it.
+        ``%%px`` alone waits a second for the engines' output. Until it is to show progress it waits for all of it.
         """
         given = json.dumps([f"%%px --progress-after 60\n{cell}" for cell in cells])
         command = [sys.executable, str(CELLS), "shoal"]
@@ -96,15 +96,15 @@ class Notebook:
 
     def processes(self) -> list[int]:
         """Those that were started with this directory in their environment."""
-        wanted, found = f"IPYTHONDIR={self.home}".encode(), []
-        for one in Path("/proc").iterdir():
-            if one.name.isdigit() and one.name != str(os.getpid()):
+        wanted, result = f"IPYTHONDIR={self.home}".encode(), []
+        for path in Path("/proc").iterdir():
+            if path.name.isdigit() and path.name != str(os.getpid()):
                 try:
-                    if wanted in (one / "environ").read_bytes().split(b"\0"):
-                        found.append(int(one.name))
+                    if wanted in (path / "environ").read_bytes().split(b"\0"):
+                        result.append(int(path.name))
                 except OSError:
                     continue
-        return found
+        return result
 
     def owner(self) -> int:
         """The process behind the job."""
@@ -120,7 +120,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         assert f"{SIZE} agents are there" in done.stdout
         yield one
     finally:
-        one.say("stop")
+        one.run_command("stop")
 
 
 def test_engines_are_agents_by_rank(job: Notebook) -> None:
@@ -146,12 +146,12 @@ def test_an_exception_in_one_engines_cell_ends_the_others_soon(job: Notebook, wa
         START + AVERAGE, f"if shoal.rank() == 1: raise ValueError('no ' 'luck')\n{wait}", START + AVERAGE
     )
     assert first.error == ""
-    # Every wait would end after a minute; this one ends when it is told to.
+    # Every wait would end after a minute; this one ends on request.
     assert broken.seconds < scaled(30)
     assert broken.error == f"{SIZE} errors"
-    lost = [text for text in broken.raised if "its cell raised ValueError: no luck" in text]
-    assert len(lost) == SIZE - 1
-    assert all(text.startswith("PeerLost") for text in lost)
+    failed = [text for text in broken.raised if "its cell raised ValueError: no luck" in text]
+    assert len(failed) == SIZE - 1
+    assert all(text.startswith("PeerLost") for text in failed)
     assert again.error == ""
     assert again.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
 
@@ -182,26 +182,26 @@ def test_a_client_of_the_ports_without_the_key_receives_nothing(job: Notebook) -
         listener.connect(f"{connection['interface']}:{connection['iopub']}")
         time.sleep(0.5)
         (cell,) = job.cells("print('a word ' 'for me alone')")
-        assert cell.said.count("a word for me alone") == SIZE
+        assert cell.message.count("a word for me alone") == SIZE
         assert not listener.poll(500)
 
 
 def test_a_second_job_of_a_profile_is_refused(job: Notebook) -> None:
-    status, _, err = job.say("start", "-n", "1")
+    status, _, err = job.run_command("start", "-n", "1")
     assert status == 1
     assert "`shoal notebook stop` ends them" in err
-    assert job.say("status")[1] == f"agents are running, started by process {job.owner()}\n"
+    assert job.run_command("status")[1] == f"agents are running, started by process {job.owner()}\n"
 
 
 def test_a_killed_job_leaves_nothing(job: Notebook) -> None:
     os.kill(job.owner(), signal.SIGKILL)
     _until(lambda: not job.processes(), "all of it to end")
-    assert job.say("status")[1] == "no agents are running\n"
+    assert job.run_command("status")[1] == "no agents are running\n"
 
 
 @pytest.mark.slow
 def test_it_restarts_after_that_and_stop_ends_busy_engines(job: Notebook) -> None:
-    job.say("stop")  # where the test before did not run
+    job.run_command("stop")  # where the test before did not run
     again = job.start("-n", "1")
     assert again.returncode == 0, again.stderr
     mark = job.home / "busy"
@@ -212,11 +212,11 @@ def test_it_restarts_after_that_and_stop_ends_busy_engines(job: Notebook) -> Non
         busy.stdin.write(json.dumps([cell + "subprocess.Popen(['sleep', '1000'])\nwhile True: pass"]).encode())
         busy.stdin.close()
         _until(mark.exists, "the engine to be busy")
-        done = job.say("stop")
+        done = job.run_command("stop")
         busy.kill()
     assert done[:2] == (0, "stopped\n"), done[2]
     assert job.processes() == []
-    assert job.say("status")[0] == 1
+    assert job.run_command("status")[0] == 1
 
 
 def test_engines_that_do_not_start_are_an_error_that_leaves_nothing(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def doctor_on(machines: list[Namespace], port: int) -> Iterator[list[subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "shoal", "doctor", "--rendezvous", f"{machines[0].address}:{port}"]
-    found = [
+    results = [
         subprocess.Popen(
             ["ip", "netns", "exec", machine.name, *command],
             env=plain_environment() | {"SHOAL_PORTS": "29500-29600"},
@@ -37,9 +37,9 @@ def doctor_on(machines: list[Namespace], port: int) -> Iterator[list[subprocess.
         for machine in machines
     ]
     try:
-        yield found
+        yield results
     finally:
-        for one in found:
+        for one in results:
             one.kill()
             one.communicate()
 
@@ -68,10 +68,10 @@ def test_each_direction_is_named_with_its_fault(
 
     monkeypatch.setattr(path_check, "_try", refused)
     port = free_port()
-    found: list[int] = []
+    results: list[int] = []
 
     def run(node: int) -> None:
-        found.append(cli.main(["doctor", "--rendezvous", f"127.0.0.1:{port}", "--node-rank", str(node)]))
+        results.append(cli.main(["doctor", "--rendezvous", f"127.0.0.1:{port}", "--node-rank", str(node)]))
 
     threads = [threading.Thread(target=run, args=(node,)) for node in range(2)]
     for thread in threads:
@@ -79,7 +79,7 @@ def test_each_direction_is_named_with_its_fault(
     for thread in threads:
         thread.join(60.0)
     output = capsys.readouterr().out
-    assert found == [0, 0], output
+    assert results == [0, 0], output
     assert output.count("CLOSED: machine 0 cannot connect to 127.0.0.1:") == 2
     assert output.count("(Connection refused: a firewall?)") == 2
     assert output.count("note: agents of machine 1 open the connections for both directions") == 2
@@ -130,9 +130,9 @@ def test_if_the_other_machine_is_absent_the_remedy_is_printed(capsys: pytest.Cap
 
 def test_a_foreign_client_at_the_rendezvous_is_a_failure_and_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    found: list[int] = []
+    results: list[int] = []
     thread = threading.Thread(
-        target=lambda: found.append(cli.main(["doctor", "--rendezvous", f"127.0.0.1:{port}", "--node-rank", "0"]))
+        target=lambda: results.append(cli.main(["doctor", "--rendezvous", f"127.0.0.1:{port}", "--node-rank", "0"]))
     )
     thread.start()
     while True:
@@ -140,4 +140,4 @@ def test_a_foreign_client_at_the_rendezvous_is_a_failure_and_no_crash(capsys: py
             sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
             break
     thread.join(60.0)
-    assert found == [1] and "does not answer as it should" in capsys.readouterr().out
+    assert results == [1] and "does not answer as it should" in capsys.readouterr().out

@@ -56,8 +56,8 @@ class Shells:
         job = self.type(*arguments)
         assert job.stderr is not None
         for line in job.stderr:
-            if found := re.search(r"shoal run --join (\S+) -n K \S*train.py", line):
-                return job, found[1]
+            if result := re.search(r"shoal run --join (\S+) -n K \S*train.py", line):
+                return job, result[1]
         raise AssertionError("it does not say how to join")
 
 
@@ -76,9 +76,9 @@ def test_agents_join_from_two_shells_and_surplus_ones_are_refused(shells: Shells
     joining = [shells.type("--join", where, "-n", count) for count in (1, 1, 3)]
     _, err = joining.pop().communicate(timeout=TIMEOUT)
     assert re.search(r"3 cannot join: \d ranks are free. It began with 2 of --max-agents 4", err), err
-    said = "".join(one.communicate(timeout=TIMEOUT)[0] for one in (job, *joining))
+    output = "".join(one.communicate(timeout=TIMEOUT)[0] for one in (job, *joining))
     assert [one.returncode for one in (job, *joining)] == [0, 0, 0]
-    assert sorted(re.findall(r"all of 4 \(0, 1, 2, 3\) as (\d) (\d)", said)) == [
+    assert sorted(re.findall(r"all of 4 \(0, 1, 2, 3\) as (\d) (\d)", output)) == [
         ("0", "0"),
         ("1", "1"),
         ("2", "0"),

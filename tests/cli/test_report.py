@@ -1,4 +1,4 @@
-"""``shoal report``: of records that were written by hand, and of a run in which agents were killed and came back."""
+"""``shoal report``: of records that the test wrote, and of a run in which agents were killed and rejoined."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_membership_log_shows_each_interval() -> None:
 
 def test_the_membership_log_of_a_restarted_job() -> None:
     begun_again = [MembershipEvent(50.0 + one.at, *list(vars(one).values())[1:]) for one in BY_HAND]
-    gone = [one for one in BY_HAND if one.at < 130.0]
-    assert stays([*gone, *begun_again]) == [
+    departed = [one for one in BY_HAND if one.at < 130.0]
+    assert stays([*departed, *begun_again]) == [
         Stay(0, 0.0, 0.0, 50.0, True),
         Stay(0, 50.0, 50.0, 80.0, False),
         Stay(1, 0.5, 0.5, 10.0, True),
@@ -138,9 +138,9 @@ def test_restarted_agents_are_in_the_membership_log(tmp_path: Path) -> None:
     ends = {line.split(" ends ")[1] for line in job.stdout.splitlines() if " ends " in line}
     assert len(ends) == 1 and ends.pop().endswith("with (0, 1, 2)"), job.stdout
     assert job.stderr.count("and starting it again (1 of 3)") == 2 and "exited with code 3" in job.stderr
-    found = stays(read(folder))
-    assert [(one.rank, one.was_lost) for one in found] == [(0, False), (1, True), (1, False), (2, True), (2, False)]
-    assert all(one.entered is not None and one.ended is not None for one in found)
+    result = stays(read(folder))
+    assert [(one.rank, one.was_lost) for one in result] == [(0, False), (1, True), (1, False), (2, True), (2, False)]
+    assert all(one.entered is not None and one.ended is not None for one in result)
 
 
 def test_each_agent_is_restarted_up_to_its_limit(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_the_only_agent_of_a_machine_rejoins_the_others(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "shoal", "run", "--nnodes", "2", "--on-failure", "restart"]
     with reserved_port() as port:
         meet = ["--rendezvous", f"127.0.0.1:{port}"]
-        said = subprocess.run(
+        output = subprocess.run(
             [*launch, *meet, "-n", "1", str(script)], capture_output=True, text=True, timeout=scaled(60)
         )
-        assert said.returncode == 2 and "set SHOAL_SECRET" in said.stderr
+        assert output.returncode == 2 and "set SHOAL_SECRET" in output.stderr
         environment = os.environ | {"OMP_NUM_THREADS": "1", "SHOAL_SECRET": "of these two"}
         jobs = [
             subprocess.Popen(

@@ -83,8 +83,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def marks(directory: Path, name: str) -> dict[int, int]:
     """The pids that agents have written with ``mark(name)``, by rank."""
-    found = directory.glob(f"{name}.[0-9]*")
-    return {int(path.suffix[1:]): int(path.read_text()) for path in found}
+    result = directory.glob(f"{name}.[0-9]*")
+    return {int(path.suffix[1:]): int(path.read_text()) for path in result}
 
 
 def is_running(pid: int) -> bool:
@@ -96,8 +96,10 @@ def is_running(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    found = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
-    return found | {below for child in found for below in descendants(child)}
+    results = {
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    }
+    return results | {below for child in results for below in descendants(child)}
 
 
 def test_the_command_runs_a_script_in_agents(script: Script) -> None:
@@ -108,23 +110,23 @@ def test_the_command_runs_a_script_in_agents(script: Script) -> None:
 
 def test_agents_find_the_variables_that_torchrun_sets(script: Script, tmp_path: Path) -> None:
     path = script("import json; (here / f'environ.{rank}').write_text(json.dumps(dict(os.environ)))")
-    found = lambda: {rank: json.loads((tmp_path / f"environ.{rank}").read_text()) for rank in range(2)}  # noqa: E731
+    content = lambda: {rank: json.loads((tmp_path / f"environ.{rank}").read_text()) for rank in range(2)}  # noqa: E731
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", path]
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("SHOAL_", "OMP_"))}
     subprocess.run(run, env=clean, capture_output=True, timeout=TIMEOUT, check=True)
-    reference = found()
+    reference = content()
     assert shoal_run("-n", 2, path)[0] == 0
-    ours = found()
+    ours = content()
     assert ours != reference
     # Its error log and its own signals concern torchrun alone; the others differ by job.
     own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     by_job = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     for rank in (0, 1):
-        theirs = {name: text for name, text in reference[rank].items() if clean.get(name) != text}
-        assert theirs.keys() - ours[rank].keys() <= own
-        assert theirs.keys() >= by_job | {"LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"}
-        same = theirs.keys() - own - by_job
-        assert {name: ours[rank][name] for name in same} == {name: theirs[name] for name in same}
+        remote = {name: text for name, text in reference[rank].items() if clean.get(name) != text}
+        assert remote.keys() - ours[rank].keys() <= own
+        assert remote.keys() >= by_job | {"LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"}
+        same = remote.keys() - own - by_job
+        assert {name: ours[rank][name] for name in same} == {name: remote[name] for name in same}
         assert ours[rank]["MASTER_ADDR"] == "127.0.0.1"
 
 
@@ -271,7 +273,7 @@ for step in range(1000):
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "said"),
+    ("end", "status", "expected_text"),
     [
         pytest.param("sys.exit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
         pytest.param("raise SystemExit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
@@ -284,13 +286,13 @@ for step in range(1000):
     ],
 )
 def test_the_agent_that_ended_is_named_by_the_launcher_and_by_the_others(
-    script: Script, end: str, status: int, said: str
+    script: Script, end: str, status: int, expected_text: str
 ) -> None:
     code, _, err = shoal_run("-n", 3, script(LOSES_AN_AGENT.format(end=end)))
     assert code == status, err
     assert re.search(r"shoal run: rank 1 \(pid \d+\) (exited|was killed)", err), err
     errors = [line for line in err.splitlines() if line.startswith(("[0]", "[2]")) and "PeerLost:" in line]
-    assert all("rank 1" in line and said in line for line in errors), err
+    assert all("rank 1" in line and expected_text in line for line in errors), err
 
 
 def test_agents_are_monitored_while_the_reader_of_their_output_pauses(
@@ -467,9 +469,9 @@ sys.exit(9)
         terminal.stdin.write(b"\x03")
         terminal.stdin.flush()
         assert terminal.stdout is not None
-        shown = terminal.stdout.read()
+        output = terminal.stdout.read()
         assert terminal.wait(TIMEOUT) == 130
-    assert shown.count(b"interrupts: 1") == 2
+    assert output.count(b"interrupts: 1") == 2
 
 
 def test_ctrl_c_reaches_the_child_that_an_agent_waits_for(
@@ -695,7 +697,7 @@ OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "found"),
+    ("arguments", "environ", "expected"),
     [
         ("-n 2", {"JOB_COMPLETION_INDEX": "3"}, (2, 1, 0)),  # of a sweep
         ("-n 2 --nnodes 4", {"JOB_COMPLETION_INDEX": "3"}, (2, 4, 3)),
@@ -715,7 +717,7 @@ OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1
     ],
 )
 def test_options_not_on_the_command_line_are_read_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, arguments: str, environ: dict[str, str], found: tuple[int, int, int] | str
+    monkeypatch: pytest.MonkeyPatch, arguments: str, environ: dict[str, str], expected: tuple[int, int, int] | str
 ) -> None:
     from shoal.cli import run, run_arguments
 
@@ -724,12 +726,12 @@ def test_options_not_on_the_command_line_are_read_from_the_environment(
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
     args = parser.parse_args([*arguments.split(), "script.py"])
-    if isinstance(found, str):
-        with pytest.raises(ValueError, match=re.escape(found)):
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
             run_arguments.fill_in(args, environ)
         return
     run_arguments.fill_in(args, environ)
-    assert (args.agents, args.nnodes, args.node_rank) == found
+    assert (args.agents, args.nnodes, args.node_rank) == expected
 
 
 def test_the_variables_give_the_address_of_machine_0_with_or_without_brackets() -> None:
@@ -743,8 +745,8 @@ def test_the_variables_give_the_address_of_machine_0_with_or_without_brackets() 
 def test_an_occupied_rendezvous_port_is_an_error(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
     from shoal.cli import main
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert main(["run", "-n", "2", "--rendezvous", address, str(script(""))]) == 1
     assert f"cannot listen on {address}: Address already in use" in capfd.readouterr().err
 

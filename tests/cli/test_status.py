@@ -1,4 +1,4 @@
-"""`shoal status`: what running agents do, asked from another shell, and who may ask."""
+"""`shoal status`: the status of running agents, queried from another shell, and the permission to query it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.fault_points import over_both
 from support.flooders import NOBODY, may_become_others
 from support.leftovers import wait_until
 from support.limits import scaled
-from support.unauthenticated_peers import count_of_descriptors, door
+from support.unauthenticated_peers import count_of_descriptors, listener_address
 from support.world import World
 
 NETWORK = {"SHOAL_TRANSPORT": "network"}
@@ -43,25 +43,25 @@ def pids(world: World) -> list[int]:
     return [member.pid for member in world.members]
 
 
-def agents_of(found: list[Process]) -> Agents:
-    return {agent["rank"]: agent for process in found for agent in process.agents}
+def agents_of(statuses: list[Process]) -> Agents:
+    return {agent["rank"]: agent for process in statuses for agent in process.agents}
 
 
-def words(found: list[Process]) -> str:
-    """What is printed, as one line."""
+def printed_line(statuses: list[Process]) -> str:
+    """The printed output, as one line."""
     console = Console(width=300)
     with console.capture() as captured:
-        console.print(status.rendered(found))
+        console.print(status.rendered(statuses))
     return " ".join(captured.get().split())
 
 
-def until(found: Callable[[], Agents], true: Callable[[Agents], bool]) -> Agents:
-    """What was found when it was as it should be."""
+def until(statuses: Callable[[], Agents], true: Callable[[Agents], bool]) -> Agents:
+    """Poll until the value is as expected, and return it."""
     last: Agents = {}
 
     def look() -> bool:
         nonlocal last
-        last = found()
+        last = statuses()
         return true(last)
 
     assert wait_until(look, 10.0), last
@@ -94,7 +94,7 @@ def test_each_agent_reports_its_call_its_missing_peers_and_its_last_result(
     seen = tmp_path / "seen"
     with World(3, environment=environment) as world:
         pending = [world.run_on(rank, chain, seen) for rank in range(3)]
-        found = until(
+        result = until(
             lambda: agents_of(status.look(pids(world))),
             lambda agents: (
                 len(agents) == 3
@@ -103,16 +103,16 @@ def test_each_agent_reports_its_call_its_missing_peers_and_its_last_result(
             ),
         )
         for rank, other in ((0, 1), (1, 2)):
-            (waits,) = found[rank]["waiting"]
+            (waits,) = result[rank]["waiting"]
             assert (waits["call"], waits["ranks"]) == (f"pair_gossip of ranks {rank} and {other} round 0", [other])
-            assert found[rank]["stands_still"] and 0.0 <= waits["seconds"] < 10.0 < waits["gives_up"]
-        assert found[2]["waiting"] == [] and not found[2]["stands_still"]
-        for rank, agent in found.items():
+            assert result[rank]["stands_still"] and 0.0 <= waits["seconds"] < 10.0 < waits["gives_up"]
+        assert result[2]["waiting"] == [] and not result[2]["stands_still"]
+        for rank, agent in result.items():
             assert agent["ended"] == "allreduce (average) 'before' round 0", rank
             assert (agent["rank"], agent["size"], agent["pid"]) == (rank, 3, pids(world)[rank])
             assert agent["host"] == socket.gethostname() and abs(time.time() - agent["since"]) < 60.0
-        said = words(status.look(pids(world)))
-        assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in said and "runs its script" in said
+        output = printed_line(status.look(pids(world)))
+        assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in output and "runs its script" in output
         seen.touch()
         assert all(not one.outcome().error for one in pending)
 
@@ -131,11 +131,11 @@ def train(steps: int) -> int:
 def test_steps_and_bytes_are_those_that_the_agent_counts(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:
         sent = world.results(train, 7)
-        found = agents_of(status.look(pids(world)))
+        result = agents_of(status.look(pids(world)))
         for rank in range(2):
-            assert list(found[rank]["steps"].values()) == [7]
-            assert found[rank]["bytes_sent"] == sent[rank] > 0
-            assert 0.0 <= found[rank]["stepped_ago"] < 20.0
+            assert list(result[rank]["steps"].values()) == [7]
+            assert result[rank]["bytes_sent"] == sent[rank] > 0
+            assert 0.0 <= result[rank]["stepped_ago"] < 20.0
 
 
 @over_both
@@ -145,13 +145,13 @@ def test_a_stopped_agent_is_named_within_two_seconds_with_its_state(environment:
         world.kill(1, signal.SIGSTOP)
         try:
             began = time.monotonic()
-            found = status.look(pids(world))
+            result = status.look(pids(world))
             assert time.monotonic() - began < scaled(2.0)
-            assert status.status_of(found) == status.SOME_DID_NOT
-            (silent,) = [one for one in found if one.silent]
+            assert status.status_of(result) == status.SOME_DID_NOT
+            (silent,) = [one for one in result if one.silent]
             assert (silent.pid, silent.rank, silent.state) == (pids(world)[1], 1, "stopped")
-            assert f"rank 1 (pid {silent.pid}): it does not answer: continue it" in words(found)
-            assert list(agents_of(found)) == [0]
+            assert f"rank 1 (pid {silent.pid}): it does not answer: continue it" in printed_line(result)
+            assert list(agents_of(result)) == [0]
         finally:
             world.kill(1, signal.SIGCONT)
         assert status.status_of(status.look(pids(world))) == status.ALL_ANSWERED
@@ -177,12 +177,12 @@ def test_a_waiting_window_call_is_reported_too(environment: dict[str, str], tmp_
     seen = tmp_path / "seen"
     with World(2, environment=environment) as world:
         pending = [world.run_on(rank, hold_the_mutex, seen) for rank in range(2)]
-        found = until(
+        result = until(
             lambda: agents_of(status.look(pids(world))),
             lambda agents: any("'weights'" in one["call"] for one in agents[1].get("waiting", ())),
         )
-        first = found[1]["waiting"][0]
-        assert first["call"].startswith("win_") and first["ranks"] == [0] and found[1]["stands_still"]
+        first = result[1]["waiting"][0]
+        assert first["call"].startswith("win_") and first["ranks"] == [0] and result[1]["stands_still"]
         seen.touch()
         assert all(not one.outcome().error for one in pending)
 
@@ -196,17 +196,17 @@ def test_agents_over_process_groups_name_the_peers_missing_from_their_call() -> 
     with World(3, environment={"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
         world.results(train, 3)
         pending = [world.run_on(rank, sum_all) for rank in range(2)]
-        found = until(
+        result = until(
             lambda: agents_of(status.look(pids(world))),
-            lambda agents: all([2] in [one["ranks"] for one in agents[rank]["waiting"]] for rank in (0, 1)),
+            lambda agents: all([2] in [agent["ranks"] for agent in agents[rank]["waiting"]] for rank in (0, 1)),
         )
         for rank in (0, 1):
-            (waits,) = found[rank]["waiting"]  # the rounds of coordination are nobody's call
-            assert waits["call"] == "allreduce (average) 'all' round 0" and found[rank]["stands_still"]
-            assert list(found[rank]["steps"].values()) == [3] and found[rank]["bytes_sent"] > 0
-        assert found[2]["waiting"] == []
-        said = words(status.look(pids(world)))
-        assert said.count("in allreduce (average) 'all' round 0 for rank 2 ") == 2 and "runs its script" in said
+            (waits,) = result[rank]["waiting"]  # the rounds of coordination are nobody's call
+            assert waits["call"] == "allreduce (average) 'all' round 0" and result[rank]["stands_still"]
+            assert list(result[rank]["steps"].values()) == [3] and result[rank]["bytes_sent"] > 0
+        assert result[2]["waiting"] == []
+        output = printed_line(status.look(pids(world)))
+        assert output.count("in allreduce (average) 'all' round 0 for rank 2 ") == 2 and "runs its script" in output
         world.results(sum_all, on=[2])
         assert all(not one.outcome().error for one in pending)
 
@@ -222,12 +222,12 @@ def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> N
     running = threading.Thread(target=shoal.Fleet(3, transport=transport).run, args=(run,))
     running.start()
     try:
-        found = until(
+        result = until(
             lambda: agents_of(status.look([os.getpid()])),
-            lambda agents: len(agents) == 3 and all("allreduce" in one["ended"] for one in agents.values()),
+            lambda agents: len(agents) == 3 and all("allreduce" in agent["ended"] for agent in agents.values()),
         )
-        assert all(one["ended"] == "allreduce (average) 'all' round 0" for one in found.values())
-        assert all(one["waiting"] == [] and not one["stands_still"] for one in found.values())
+        assert all(value["ended"] == "allreduce (average) 'all' round 0" for value in result.values())
+        assert all(value["waiting"] == [] and not value["stands_still"] for value in result.values())
     finally:
         go_on.set()
         running.join()
@@ -235,8 +235,8 @@ def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> N
 
 def test_a_single_agent_is_found() -> None:
     with World(1) as world:
-        found = status.look(pids(world))
-        assert list(agents_of(found)) == [0] and "one agent" in words(found)
+        result = status.look(pids(world))
+        assert list(agents_of(result)) == [0] and "one agent" in printed_line(result)
 
 
 def test_all_threads_of_a_fleet_are_found_through_one_socket_also_after_its_owner_has_left() -> None:
@@ -253,20 +253,20 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_after_its_owne
     running.start()
     try:
         assert left.wait(30)
-        for keeper in range(4):  # whoever has the socket goes next
-            doors = status.find()[os.getpid()]
-            assert len(doors) == 1
+        for keeper in range(4):  # the owner of the socket is next
+            listeners = status.find()[os.getpid()]
+            assert len(listeners) == 1
             deadline = time.monotonic() + 10.0
             while True:  # word that rank 0 left may still be under way
-                found = agents_of(status.ask({os.getpid(): doors}))
-                if all(0 in agent["left"] for agent in found.values()) or time.monotonic() > deadline:
+                result = agents_of(status.ask({os.getpid(): listeners}))
+                if all(0 in agent["left"] for agent in result.values()) or time.monotonic() > deadline:
                     break
-            assert set(found) == {1, 2, 3, 4}, keeper
-            assert all(agent["size"] == 5 and 0 in agent["left"] for agent in found.values())
-            (mine,) = [one for one in status_socket.here._agents if one.has_private_listener]
-            status_socket.here.leave(mine)  # as if it closed
-            mine.acceptor.close()  # type: ignore[attr-defined]
-            status_socket.here.join(mine)
+            assert set(result) == {1, 2, 3, 4}, keeper
+            assert all(agent["size"] == 5 and 0 in agent["left"] for agent in result.values())
+            (own,) = [agent for agent in status_socket.here._agents if agent.has_private_listener]
+            status_socket.here.leave(own)  # as if it closed
+            own.acceptor.close()  # type: ignore[attr-defined]
+            status_socket.here.join(own)
     finally:
         go_on.set()
         running.join()
@@ -278,20 +278,20 @@ def test_an_agent_without_queries_runs_no_timer() -> None:
     assert shoal.Fleet(2).run(lambda: current().engine.router.next_check) == [float("inf")] * 2
 
 
-# Who may ask, and what
+# Permissions and requests
 
 
-def question(path: str, word: bytes = status_socket.QUESTION) -> bytes:
-    """What an agent answers to a word; empty where it hangs up."""
+def question(path: str, query: bytes = status_socket.QUESTION) -> bytes:
+    """An agent's answer to a request; empty where it closes the connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(GREETING_SECONDS + 5.0)
         sock.connect(path)
         sock.recv(HELLO_SIZE)
-        sock.send(word)
-        heard = []
+        sock.send(query)
+        received = []
         while packet := sock.recv(status_socket.PACKET_BYTES):
-            heard.append(packet)
-        return b"".join(heard)
+            received.append(packet)
+        return b"".join(received)
 
 
 def test_the_reply_is_json_without_the_secret() -> None:
@@ -322,8 +322,8 @@ except OSError as error:
 """
     with World(2) as world:
         [path] = status.find()[pids(world)[0]]
-        unix = world.results(door, on=[0])[0].unix
-        said = [
+        unix = world.results(listener_address, on=[0])[0].unix
+        stdout = [
             subprocess.run(
                 [sys.executable, "-I", "-c", ask, where, str(NOBODY), status_socket.QUESTION.decode()],
                 capture_output=True,
@@ -332,7 +332,7 @@ except OSError as error:
             ).stdout.strip()
             for where in (path, f"@{unix}")
         ]
-        assert said[0] == "PermissionError" and said[1] in ("heard 0", "ConnectionResetError", "BrokenPipeError")
+        assert stdout[0] == "PermissionError" and stdout[1] in ("heard 0", "ConnectionResetError", "BrokenPipeError")
         world.results(shoal.barrier)
 
 
@@ -358,14 +358,14 @@ except OSError:
         [sys.executable, "-I", "-c", listen, name, str(NOBODY), str(HELLO_SIZE)], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "listens\n"
-        [found] = status.ask({os.getpid(): [name.replace("@", "\0")]})
-        assert "another user" in found.silent
+        [result] = status.ask({os.getpid(): [name.replace("@", "\0")]})
+        assert "another user" in result.silent
         assert other.stdout.readline() == "heard 0\n"
 
 
 def test_over_a_network_a_status_query_is_no_reply_to_a_handshake() -> None:
     with World(2, environment=NETWORK) as world:
-        way = world.results(door, on=[0])[0]
+        way = world.results(listener_address, on=[0])[0]
         with socket.create_connection((way.host, way.port), timeout=1.0) as sock:
             assert len(sock.recv(HELLO_SIZE)) == HELLO_SIZE
             sock.sendall(status_socket.QUESTION)
@@ -374,15 +374,15 @@ def test_over_a_network_a_status_query_is_no_reply_to_a_handshake() -> None:
         world.results(shoal.barrier)
 
 
-@pytest.mark.parametrize("word", [status_socket.QUESTION[:-1], status_socket.QUESTION + b"?", b"SHOAL: stop"])
-def test_other_requests_get_no_reply(word: bytes) -> None:
+@pytest.mark.parametrize("query", [status_socket.QUESTION[:-1], status_socket.QUESTION + b"?", b"SHOAL: stop"])
+def test_other_requests_get_no_reply(query: bytes) -> None:
     with World(1) as world:
         [path] = status.find()[pids(world)[0]]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(0.5)
             sock.connect(path)
             sock.recv(HELLO_SIZE)
-            sock.send(word)
+            sock.send(query)
             with pytest.raises(TimeoutError):
                 sock.recv(1)
 
@@ -399,13 +399,13 @@ def test_a_flood_of_queries_holds_no_descriptor_for_long_and_blocks_no_client(en
     with World(2, environment=environment) as world:
         [path] = status.find()[pids(world)[0]]
         before = world.results(count_of_descriptors)
-        stop, asked = threading.Event(), [0] * 4
+        stop, requested = threading.Event(), [0] * 4
 
         def ask(number: int) -> None:
             while not stop.is_set():
                 try:
                     question(path)
-                    asked[number] += 1
+                    requested[number] += 1
                 except OSError:
                     pass  # there is no room just now
 
@@ -413,7 +413,7 @@ def test_a_flood_of_queries_holds_no_descriptor_for_long_and_blocks_no_client(en
         for one in askers:
             one.start()
         try:
-            assert wait_until(lambda: min(asked) > 5)
+            assert wait_until(lambda: min(requested) > 5)
             assert world.results(averages, 200) == [200, 200]
             assert world.results(count_of_descriptors)[0] <= before[0] + 40
         finally:
@@ -439,8 +439,10 @@ def test_many_agents_are_sent_in_packets_that_fit_a_socket() -> None:
     agents = [{"rank": rank, "text": "x" * 500} for rank in range(1000)]
     packets = status_socket._in_packets(agents)
     assert max(map(len, packets)) <= status_socket.PACKET_BYTES and sum(map(len, packets)) <= status_socket.MOST_BYTES
-    said = json.loads(b"".join(packets))
-    assert said["there"] == 1000 and said["agents"] == agents[: len(said["agents"])] and len(said["agents"]) > 200
+    status = json.loads(b"".join(packets))
+    assert (
+        status["there"] == 1000 and status["agents"] == agents[: len(status["agents"])] and len(status["agents"]) > 200
+    )
 
 
 def fork_and_wait() -> int:
@@ -462,12 +464,12 @@ def test_a_forked_child_is_no_agent() -> None:
             world.results(os.waitpid, child, 0)
 
 
-# What the command makes of it
+# The output of the command
 
 
 @contextmanager
 def one_that_answers(
-    *packets: bytes, greeting: bytes | None = None, said: list[bytes] | None = None
+    *packets: bytes, greeting: bytes | None = None, answers: list[bytes] | None = None
 ) -> Iterator[list[str]]:
     """Where something listens that looks like an agent, and says this; ``said`` is what it could say."""
     private = listen_privately()
@@ -488,8 +490,8 @@ def one_that_answers(
                 connection.recv(100)
                 for packet in packets:
                     connection.send(packet)
-                    if said is not None:
-                        said.append(packet)
+                    if answers is not None:
+                        answers.append(packet)
             except OSError:
                 pass
 
@@ -520,33 +522,33 @@ NONSENSE = [
 @pytest.mark.parametrize("answer", NONSENSE)
 def test_an_invalid_reply_is_reported_as_such(answer: bytes) -> None:
     with one_that_answers(answer) as path:
-        [found] = status.ask({os.getpid(): path})
-    assert found.agents == () and "makes no sense" in found.silent
+        [result] = status.ask({os.getpid(): path})
+    assert result.agents == () and "makes no sense" in result.silent
 
 
 def test_a_process_with_a_wrong_greeting_is_not_queried() -> None:
     with one_that_answers(b"", greeting=b"220 mail") as path:
-        [found] = status.ask({os.getpid(): path})
-    assert "makes no sense" in found.silent
+        [result] = status.ask({os.getpid(): path})
+    assert "makes no sense" in result.silent
 
 
 def test_an_endless_reply_is_cut_off() -> None:
-    said: list[bytes] = []
-    with one_that_answers(*[b"x" * 10_000] * 1000, said=said) as path:
-        [found] = status.ask({os.getpid(): path}, within=5.0)
-    assert "makes no sense" in found.silent
-    assert len(said) < 100  # a megabyte, with what the socket holds
+    output: list[bytes] = []
+    with one_that_answers(*[b"x" * 10_000] * 1000, answers=output) as path:
+        [result] = status.ask({os.getpid(): path}, within=5.0)
+    assert "makes no sense" in result.silent
+    assert len(output) < 100  # a megabyte, with what the socket holds
 
 
 def test_a_busy_agent_gives_its_identity() -> None:
     with one_that_answers(json.dumps({"there": 1, "agents": [AGENT]}).encode()) as path:
-        found = status.ask({os.getpid(): path})
-    assert "has no time to say more" in words(found)
+        result = status.ask({os.getpid(): path})
+    assert "has no time to say more" in printed_line(result)
 
 
 def test_terminal_control_characters_are_not_printed() -> None:
     evil = AGENT | {"host": "here\x1b[2Jthere", "job": "\x1b[2J:1"}
-    assert "\x1b" not in words([Process(1, "running", 0, (evil,), 1)])
+    assert "\x1b" not in printed_line([Process(1, "running", 0, (evil,), 1)])
 
 
 def test_the_script_the_job_and_its_start_are_printed() -> None:
@@ -554,9 +556,9 @@ def test_the_script_the_job_and_its_start_are_printed() -> None:
     agents = [
         AGENT | {"rank": rank, "size": 2, "script": "train.py --lr 1", "since": now - 65 + rank} for rank in (0, 1)
     ]
-    said = words([Process(1, "running", 0, tuple(agents), 2)])
+    output = printed_line([Process(1, "running", 0, tuple(agents), 2)])
     at = time.strftime("%H:%M:%S", time.localtime(now - 65))
-    assert f"2 of 2 agents of train.py --lr 1, job here:1, started {at} (1:05 ago)" in said or "started 20" in said
+    assert f"2 of 2 agents of train.py --lr 1, job here:1, started {at} (1:05 ago)" in output or "started 20" in output
 
 
 def test_only_the_agents_of_a_job_are_listed() -> None:
@@ -573,7 +575,7 @@ def test_only_the_agents_of_a_job_are_listed() -> None:
 def test_the_failure_and_its_reason_are_printed() -> None:
     over = {"lost": [3, 1], "over": "rank 3 was lost", "waiting": [], "stands_still": False, "agrees_with": []}
     agent = AGENT | over | {"ended": "", "steps": {}, "calls": 0, "here": [], "bytes_sent": 0, "seconds_ago": 0.0}
-    assert "lost: ranks 1, 3 rank 0: rank 3 was lost" in words([Process(1, "running", 0, (agent,), 1)])
+    assert "lost: ranks 1, 3 rank 0: rank 3 was lost" in printed_line([Process(1, "running", 0, (agent,), 1)])
 
 
 def test_no_agent_found_has_its_own_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
@@ -584,9 +586,9 @@ def test_no_agent_found_has_its_own_exit_status(capsys: pytest.CaptureFixture[st
 def test_json_has_all_fields_of_each_process(capsys: pytest.CaptureFixture[str]) -> None:
     with World(2) as world:
         assert main(["status", "--json", *map(str, pids(world))]) == status.ALL_ANSWERED == 0
-        said = json.loads(capsys.readouterr().out)
-        assert [one["pid"] for one in said] == sorted(pids(world))
-    assert {one["agents"][0]["rank"] for one in said} == {0, 1}
+        decoded = json.loads(capsys.readouterr().out)
+        assert [one["pid"] for one in decoded] == sorted(pids(world))
+    assert {one["agents"][0]["rank"] for one in decoded} == {0, 1}
 
 
 def test_only_the_requested_processes_are_listed() -> None:

@@ -1,4 +1,4 @@
-"""``shoal topology``: what it prints and draws, and what it says to requests that make no sense."""
+"""``shoal topology``: its output and pictures, and its errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def shoal(capsys: pytest.CaptureFixture[str]):
 
 
 def row(output: str, name: str) -> str:
-    (found,) = (line for line in output.splitlines() if line.split()[:1] == [name])
-    return found
+    (result,) = (line for line in output.splitlines() if line.split()[:1] == [name])
+    return result
 
 
 def names_in_table(output: str) -> list[str]:
@@ -118,12 +118,12 @@ def test_compare_ranks_by_predicted_time(shoal) -> None:
         "topology compare ring star one-peer-exponential --agents 16 --latency 1ms --bandwidth 1gbit"
     )
     assert status == 0
-    found = {
+    result = {
         name: analyse(CATALOG[name].schedule(16), nbytes=1e8, latency=1e-3, bandwidth=1.25e8)
         for name in ("ring", "star", "one-peer-exponential")
     }
-    assert names_in_table(out) == sorted(found, key=lambda name: found[name].consensus_seconds)
-    assert str(found["ring"].rounds) in row(out, "ring").split()
+    assert names_in_table(out) == sorted(result, key=lambda name: result[name].consensus_seconds)
+    assert str(result["ring"].rounds) in row(out, "ring").split()
 
 
 def test_compare_counts_the_agents_that_share_a_nic(shoal) -> None:
@@ -135,11 +135,11 @@ def test_compare_counts_the_agents_that_share_a_nic(shoal) -> None:
 
 def test_compare_lists_all_topologies_with_reasons_for_missing_ones(shoal) -> None:
     status, out, _ = shoal("topology compare -n 9 --json")
-    said = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    decoded = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     assert status == 0
-    assert set(said["topologies"]) | set(said["refused"]) == set(CATALOG)
-    assert "power of two" in said["refused"]["hypercube"]
-    assert said["topologies"]["one-peer-exponential"]["exact_length"] is None
+    assert set(decoded["topologies"]) | set(decoded["refused"]) == set(CATALOG)
+    assert "power of two" in decoded["refused"]["hypercube"]
+    assert decoded["topologies"]["one-peer-exponential"]["exact_length"] is None
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_matplotlib_is_not_imported_before_something_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "said"),
+    ("refused", "expected_message"),
     [
         (lambda size: False, "any number of agents"),
         (lambda size: size < 3, "3 agents or more"),
@@ -212,11 +212,11 @@ def test_matplotlib_is_not_imported_before_something_is_drawn() -> None:
         (lambda size: size % 5, "5, 10, 15, 20, 25, 30, 35, 40, ... agents"),
     ],
 )
-def test_the_supported_numbers_of_agents_are_described(refused, said: str) -> None:
+def test_the_supported_numbers_of_agents_are_described(refused, expected_message: str) -> None:
     from shoal.topology import Topology
 
     made = Topology("name", RingGraph, "", "", refuses=lambda size: "no" if refused(size) else "")
-    assert words.sizes(made) == said
+    assert words.sizes(made) == expected_message
 
 
 def test_a_topology_with_machines_gets_the_machine_options() -> None:
@@ -241,5 +241,5 @@ def test_a_matrix_is_printed_with_fractions_where_they_are_exact() -> None:
 
 
 def test_infinite_values_are_null_in_json() -> None:
-    found = words.without_infinity({"a": (1, float("inf")), "b": [{"c": float("nan"), "d": 2.5}], "e": "inf"})
-    assert json.dumps(found, allow_nan=False) == '{"a": [1, null], "b": [{"c": null, "d": 2.5}], "e": "inf"}'
+    result = words.without_infinity({"a": (1, float("inf")), "b": [{"c": float("nan"), "d": 2.5}], "e": "inf"})
+    assert json.dumps(result, allow_nan=False) == '{"a": [1, null], "b": [{"c": null, "d": 2.5}], "e": "inf"}'

@@ -1,4 +1,4 @@
-"""``shoal topology recommend``: the ranking, and figures that can be worked out by hand."""
+"""``shoal topology recommend``: the ranking, and figures that the test derives independently."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def test_a_round_of_one_message_a_nic_takes_the_latency_and_its_bytes() -> None:
 def test_a_progress_bar_is_shown_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours, theirs = pty.openpty()
-    shown = bytearray()
+    ours, remote = pty.openpty()
+    output = bytearray()
 
-    def look() -> None:
+    def read_terminal() -> None:
         with contextlib.suppress(OSError):  # which is how Linux ends a terminal whose other side is closed
             while piece := os.read(ours, 4096):
-                shown.extend(piece)
+                output.extend(piece)
 
-    looking = threading.Thread(target=look)
+    looking = threading.Thread(target=read_terminal)
     looking.start()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+    with os.fdopen(remote, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
         assert main(["topology", "recommend", "-n", "8"]) == 0
     looking.join()
     os.close(ours)
     assert "8 agents on 8 machines" in capsys.readouterr().out
-    assert b"timing" in shown
+    assert b"timing" in output
 
 
 def test_agents_of_one_machine_share_its_nic() -> None:
@@ -72,7 +72,7 @@ def test_agents_of_one_machine_share_its_nic() -> None:
 
 def test_the_fastest_is_listed_first() -> None:
     """Within 5%, fewer rounds count more than a difference below the model's error."""
-    seconds = [one["seconds"] for one in recommended(*NETWORK).values() if one["rounds"] is not None]
+    seconds = [value["seconds"] for value in recommended(*NETWORK).values() if value["rounds"] is not None]
     assert all(one <= 1.056 * min(later) for one, later in ((one, seconds[at:]) for at, one in enumerate(seconds)))
     assert len(set(seconds)) > 10
 
@@ -83,11 +83,11 @@ def test_all_options_reach_the_prediction(capsys: pytest.CaptureFixture[str]) ->
     training = ["--local-steps", "4", "--compute", "1s", "--compression", "0.5", "--difference", "0.1"]
     training += ["--accuracy", "0.2"]
     assert main(["topology", "recommend", "--json", *nic, *training]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["network"]["between"] == {"latency": 1e-3, "bandwidth": 1.25e7, "overhead": 0.0, "download": 1.25e8}
-    asked = {"difference": 0.1, "local_steps": 4, "compute": 1.0, "compression": "0.5", "accuracy": 0.2}
-    assert found["training"] == asked
-    by_name = {one["name"]: one for one in found["candidates"]}
+    status = json.loads(capsys.readouterr().out)
+    assert status["network"]["between"] == {"latency": 1e-3, "bandwidth": 1.25e7, "overhead": 0.0, "download": 1.25e8}
+    requested = {"difference": 0.1, "local_steps": 4, "compute": 1.0, "compression": "0.5", "accuracy": 0.2}
+    assert status["training"] == requested
+    by_name = {one["name"]: one for one in status["candidates"]}
     assert by_name["all-reduce (parameter server)"]["seconds"] == pytest.approx(0.801 + 2.401, rel=1e-3)
     ring = by_name["ring"]
     assert ring["seconds_per_round"] == pytest.approx(1.601, rel=1e-3)
@@ -95,7 +95,7 @@ def test_all_options_reach_the_prediction(capsys: pytest.CaptureFixture[str]) ->
     assert ring["training_seconds"] == pytest.approx(
         ring["seconds_per_step"] * math.hypot(1, 0.5 * ring["steps_apart"])
     )
-    assert found["to_train"] and by_name[found["to_train"][0]]["refused"] == ""
+    assert status["to_train"] and by_name[status["to_train"][0]]["refused"] == ""
 
 
 def test_topologies_unfit_for_training_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,20 +155,20 @@ def test_invalid_options_are_refused_with_the_valid_ones(
 
 def document(text: str) -> dict[str, Any]:
     """The one JSON document in it: rank 0 prints, and nobody else."""
-    found = json.loads(text)
-    assert isinstance(found, dict)
-    return found
+    status = json.loads(text)
+    assert isinstance(status, dict)
+    return status
 
 
-def is_a_measured_machine_of_two(found: dict[str, Any]) -> bool:
-    network = found["network"]
+def is_a_measured_machine_of_two(measure: dict[str, Any]) -> bool:
+    network = measure["network"]
     assert (network["agents"], network["agents_per_machine"]) == (2, 2)
     # Nothing passes a NIC: all is one machine, and its ports were measured.
     assert network["between"]["bandwidth"] is None
     assert 1e6 < network["inside"]["bandwidth"] < 1e12
     assert 0 <= network["inside"]["latency"] < 10
-    assert all(one["models_on_a_nic"] == 0 for one in found["candidates"])
-    return min(one["seconds"] for one in found["candidates"] if one["seconds"] is not None) > 0
+    assert all(one["models_on_a_nic"] == 0 for one in measure["candidates"])
+    return min(one["seconds"] for one in measure["candidates"] if one["seconds"] is not None) > 0
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_measure_alone_starts_agents_on_this_machine(capfd: pytest.CaptureFixtur
 
 
 def printed_by(*options: str) -> str:
-    """What the command prints in this process, which a launcher has started."""
+    """The command's output in this process, which a launcher has started."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(["topology", "recommend", *options]) == 0
     return out.getvalue()
@@ -196,14 +196,14 @@ def test_measure_under_a_launcher_queries_its_agents_and_rank_0_prints() -> None
 @pytest.fixture
 def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measuring takes no time and finds one machine; the numbers of agents that were asked to."""
-    asked: list[int] = []
+    requested: list[int] = []
 
-    def found(agents: int) -> MeasuredNetwork:
-        asked.append(agents)
+    def measure(agents: int) -> MeasuredNetwork:
+        requested.append(agents)
         return MeasuredNetwork(agents, agents, Link(1e-5, 4e9), None)
 
-    monkeypatch.setattr("shoal.netmodel.probe.measure_this_machine", found)
-    return asked
+    monkeypatch.setattr("shoal.netmodel.probe.measure_this_machine", measure)
+    return requested
 
 
 def test_a_measurement_of_few_agents_predicts_for_many(
@@ -226,17 +226,17 @@ def test_options_about_the_network_are_shown_beside_the_measurement(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected_message"),
     [
         (["-n", "8", "--per-machine", "4"], "puts 8 agents on several machines, but one was measured"),
         (["--inside-bandwidth", "1gbit"], "--inside-bandwidth is what --measure measures"),
     ],
 )
 def test_missing_measurements_are_requested(
-    capsys: pytest.CaptureFixture[str], two_measured: list[int], options: list[str], said: str
+    capsys: pytest.CaptureFixture[str], two_measured: list[int], options: list[str], expected_message: str
 ) -> None:
     assert main(["topology", "recommend", "--measure", *options]) != 0
-    assert said in capsys.readouterr().err
+    assert expected_message in capsys.readouterr().err
 
 
 def test_of_equally_fast_ones_an_exact_and_simple_one_is_listed_first() -> None:

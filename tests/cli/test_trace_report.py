@@ -24,7 +24,7 @@ from support.written_traces import Written, exchange
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What it prints, with single spaces."""
+    """The printed report, with single spaces."""
     assert main(["report", *arguments]) == 0
     return " ".join(capsys.readouterr().out.split())
 
@@ -49,12 +49,12 @@ def test_the_report_names_the_slow_agent_and_writes_one_merged_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_agents(tmp_path)
-    said = report(capsys, str(tmp_path))
-    assert "traces of 2 of 2 agents, on 2 machines" in said
-    assert "a step of 'optimizer', the mean of 5, the first left out" in said
-    assert "0 node0 20.00 50.0% 0.0% 0.0% 0.0% 50.0% 0.0%" in said
-    assert "1. rank 1 (node1) computes 100% longer than the others" in said
-    assert f"written: {tmp_path}/merged.json, one trace with 12 arrows" in said
+    output = report(capsys, str(tmp_path))
+    assert "traces of 2 of 2 agents, on 2 machines" in output
+    assert "a step of 'optimizer', the mean of 5, the first left out" in output
+    assert "0 node0 20.00 50.0% 0.0% 0.0% 0.0% 50.0% 0.0%" in output
+    assert "1. rank 1 (node1) computes 100% longer than the others" in output
+    assert f"written: {tmp_path}/merged.json, one trace with 12 arrows" in output
     assert len(json.loads((tmp_path / "merged.json").read_text())) > 50
 
 
@@ -88,12 +88,12 @@ def test_the_report_draws_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_each_panel_of_the_picture_has_a_legend(tmp_path: Path) -> None:
     two_agents(tmp_path)
-    found = RunReport.of(tmp_path)
+    result = RunReport.of(tmp_path)
     figure = Figure()
     parts, steps, messages = figure.subplots(1, 3)
-    _draw_parts(parts, found)
-    _draw_steps(figure, steps, found)
-    _draw_sizes(messages, found)
+    _draw_parts(parts, result)
+    _draw_steps(figure, steps, result)
+    _draw_sizes(messages, result)
     labels = [(axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes]
     assert labels[0] == ("Mean time of a step, by what the agent does", "milliseconds", "")
     assert labels[1] == ("Time that each agent computes in each step", "step", "")
@@ -124,10 +124,10 @@ def restarted(folder: Path) -> list[Written]:
 
 def test_the_steps_of_a_restarted_agent_are_aligned_with_the_others(tmp_path: Path) -> None:
     restarted(tmp_path)
-    found = RunReport.of(tmp_path)
+    result = RunReport.of(tmp_path)
     figure = Figure()
     axes = figure.add_subplot()
-    _draw_steps(figure, axes, found)
+    _draw_steps(figure, axes, result)
     [image] = axes.images
     first, last = (round(image.get_extent()[k] + (0.5, -0.5)[k]) for k in (0, 1))
     steps = [[first + k for k, cell in enumerate(row) if cell == cell] for row in image.get_array().filled(np.nan)]
@@ -139,10 +139,10 @@ def test_the_steps_of_a_restarted_agent_are_aligned_with_the_others(tmp_path: Pa
 
 def test_a_restarted_agent_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     restarted(tmp_path)
-    said = report(capsys, str(tmp_path), "--steps")
-    assert "1 (restarted) here 20.00" in said and " 1 here 20.00" in said
-    assert "1 (restarted) 10 20.000" in said
-    assert "those of ranks 1 end in the middle" in said
+    output = report(capsys, str(tmp_path), "--steps")
+    assert "1 (restarted) here 20.00" in output and " 1 here 20.00" in output
+    assert "1 (restarted) 10 20.000" in output
+    assert "those of ranks 1 end in the middle" in output
 
 
 def test_every_step_is_listed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,16 +162,16 @@ def test_missing_truncated_and_foreign_traces_are_reported(tmp_path: Path, capsy
     agents[1].into(tmp_path, closed=False, torn='{"ph":"B","pi')
     Written(0, run="yesterday").into(tmp_path, "-2")
     (tmp_path / "shoal-rank9.json").write_text("no trace")
-    for one in agents:
-        one.size = 4
+    for agent in agents:
+        agent.size = 4
     agents[0].into(tmp_path)
-    said = report(capsys, str(tmp_path))
-    assert "traces of 2 of 4 agents" in said and "none of ranks 2, 3" in said
-    assert "those of ranks 1 end in the middle" in said
-    assert "of other runs, and left out: shoal-rank0-2.json" in said
-    assert "left out: shoal-rank9.json is no trace of an agent" in said
-    assert "rank 0 was lost at second 0.1: its process ended" in said
-    assert "the trace of rank 1 ends in neighbor_allreduce 'y' round 3" in said
+    output = report(capsys, str(tmp_path))
+    assert "traces of 2 of 4 agents" in output and "none of ranks 2, 3" in output
+    assert "those of ranks 1 end in the middle" in output
+    assert "of other runs, and left out: shoal-rank0-2.json" in output
+    assert "left out: shoal-rank9.json is no trace of an agent" in output
+    assert "rank 0 was lost at second 0.1: its process ended" in output
+    assert "the trace of rank 1 ends in neighbor_allreduce 'y' round 3" in output
 
 
 def test_without_an_optimizer_the_whole_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,8 +179,8 @@ def test_without_an_optimizer_the_whole_run_is_reported(tmp_path: Path, capsys: 
     agent.call(0.0, 2000.0)
     agent.wait(500.0, 2000.0)
     agent.into(tmp_path)
-    said = report(capsys, str(tmp_path))
-    assert "no optimizer of Shoal's has marked steps: of the whole run" in said and "0 here 2.00 25.0%" in said
+    output = report(capsys, str(tmp_path))
+    assert "no optimizer of Shoal's has marked steps: of the whole run" in output and "0 here 2.00 25.0%" in output
 
 
 def test_a_folder_with_both_kinds_of_files_reports_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +189,8 @@ def test_a_folder_with_both_kinds_of_files_reports_both(tmp_path: Path, capsys: 
     lines = [json.dumps(entry | {"at": at, "what": what}) + "\n" for at, what in ((1.0, "came"), (9.0, "left"))]
     (tmp_path / "agent0.jsonl").write_text("".join(lines))
     picture = tmp_path / "run.png"
-    said = report(capsys, str(tmp_path), "--picture", str(picture))
-    assert "lost: 0; came back: 0" in said and "computes 100% longer" in said
+    output = report(capsys, str(tmp_path), "--picture", str(picture))
+    assert "lost: 0; came back: 0" in output and "computes 100% longer" in output
     assert picture.exists() and (tmp_path / "run-members.png").exists()
 
 
@@ -210,15 +210,15 @@ def test_markup_in_names_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixtur
     agent = Written(0, 1, host="[red]node")
     agent.call(0.0, None, "[bold]x")
     agent.into(tmp_path)
-    said = report(capsys, str(tmp_path))
-    assert "[red]node" in said and "[bold]x" in said
+    output = report(capsys, str(tmp_path))
+    assert "[red]node" in output and "[bold]x" in output
 
 
 # Real runs
 
 
 def train(straggler: int, steps: int, numel: int, pause: float) -> None:
-    """Steps of a model of so many numbers; one agent does something else meanwhile."""
+    """Train a model of the given size for some steps; one agent does other work between them."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     model = torch.nn.Linear(numel, 1, bias=False)
     optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -233,28 +233,28 @@ def train(straggler: int, steps: int, numel: int, pause: float) -> None:
 def test_the_slowest_agent_is_named_first(environment: dict[str, str], tmp_path: Path) -> None:
     with World(3, environment=environment | {"SHOAL_TIMELINE": str(tmp_path)}) as world:
         world.results(train, 2, 12, 1000, 0.02)
-    found = RunReport.of(tmp_path)
-    assert len(found.traces) == 3 and not found.found.missing
-    assert found.findings[0].what.startswith("rank 2 ("), [one.what for one in found.findings]
+    result = RunReport.of(tmp_path)
+    assert len(result.traces) == 3 and not result.found.missing
+    assert result.findings[0].what.startswith("rank 2 ("), [one.what for one in result.findings]
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Namespace]]:
-    with network_namespaces(3) as found:
-        yield found
+    with network_namespaces(3) as result:
+        yield result
 
 
 @pytest.mark.transport("network")
 def test_a_machine_with_a_slow_link_is_named_first(machines: list[Namespace], tmp_path: Path) -> None:
-    """Of three, one of which sends and receives two megabytes a second."""
+    """Of three machines, one sends and receives two megabytes a second."""
     machines[2].slow(16_000)
     try:
         with World(3, namespaces=machines, environment={"SHOAL_TIMELINE": str(tmp_path)}) as world:
             world.results(train, -1, 6, 50_000, 0.0)
     finally:
         machines[2].slow(0)
-    found = RunReport.of(tmp_path)
-    first = found.findings[0].what
+    result = RunReport.of(tmp_path)
+    first = result.findings[0].what
     assert first.startswith("all that rank 2 (") and "sends or receives is slow" in first, [
-        one.what for one in found.findings
+        one.what for one in result.findings
     ]

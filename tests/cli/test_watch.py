@@ -1,4 +1,4 @@
-"""When launchers that join a run tell the one that shows it, and when not."""
+"""When launchers that join a run report to the launcher that displays it, and when not."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_with_tls_no_status_is_sent_in_plain_text_to_other_machines(monkeypatch:
         assert listen_for_joining(watch, room(), "s", ELSEWHERE, 7, 1) == 0
         assert watch_of_joining(room(watch_port=7), "s", ELSEWHERE, 1) is None
         assert listen_for_joining(watch, room(), "s", "127.0.0.1", 7, 1) > 0
-        told = watch_of_joining(room(watch_port=7), "s", "127.0.0.1", 1)
-        assert told is not None
-        with told:
+        remote_viewer = watch_of_joining(room(watch_port=7), "s", "127.0.0.1", 1)
+        assert remote_viewer is not None
+        with remote_viewer:
             pass
 
 
 def test_if_the_collector_cannot_be_found_the_run_continues(capsys: pytest.CaptureFixture[str]) -> None:
     with nothing_is_left():
         assert watch_of_joining(room(watch_port=7), "s", "no.such.host.invalid", 1) is None
-    said = capsys.readouterr().err
-    assert "who looks on there does not hear of these agents: where is no.such.host.invalid:7" in said
+    stderr = capsys.readouterr().err
+    assert "the page there does not show these agents: where is no.such.host.invalid:7" in stderr

@@ -1,4 +1,4 @@
-"""BAGUA's names: each algorithm against what BAGUA does, written down here once more, and the user's loop around it."""
+"""BAGUA's names: each algorithm against a numpy version of BAGUA's, and the user's loop around it."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def with_all(k: int, x: Tensor) -> Tensor:
 
 
 def of_machines(exchange: Exchange, per_machine: int) -> Exchange:
-    def found(k: int, x: Tensor) -> Tensor:
+    def machine_exchange(k: int, x: Tensor) -> Tensor:
         means = x.view(-1, per_machine, x.shape[1]).mean(1)
         return exchange(k, means).repeat_interleave(per_machine, 0)
 
-    return found
+    return machine_exchange
 
 
 def by_hand(size: int, exchange: Exchange, interval: int) -> Tensor:
@@ -137,22 +137,22 @@ def test_low_precision(size: int, per_machine: int, interval: int) -> None:
     def make() -> LowPrecisionDecentralizedAlgorithm:
         return LowPrecisionDecentralizedAlgorithm(per_machine > 1, interval)
 
-    found = torch.stack(shoal.Fleet(size, agents_per_machine=per_machine).run(train, make))
-    assert torch.allclose(found, in_low_precision(size, per_machine, interval), rtol=0, atol=1e-9)
+    results = torch.stack(shoal.Fleet(size, agents_per_machine=per_machine).run(train, make))
+    assert torch.allclose(results, in_low_precision(size, per_machine, interval), rtol=0, atol=1e-9)
 
 
 def test_low_precision_on_one_machine_is_not_compressed() -> None:
-    found = torch.stack(shoal.Fleet(4).run(train, LowPrecisionDecentralizedAlgorithm))
+    results = torch.stack(shoal.Fleet(4).run(train, LowPrecisionDecentralizedAlgorithm))
     model, x = deepcopy(MODEL), flat(MODEL).repeat(4, 1)
     momentum = torch.zeros_like(x)
     for step in range(STEPS):
         momentum = MOMENTUM * momentum + torch.stack([gradient(model, x[rank], rank, step) for rank in range(4)])
         x = with_all(0, x - LR * momentum)
-    assert torch.allclose(found, x, rtol=0, atol=1e-12)
+    assert torch.allclose(results, x, rtol=0, atol=1e-12)
 
 
 def what_is_kept(steps: int) -> list[list[float]]:
-    """In float32, after so many steps: this agent's parameters, and what it holds of the mean of all three."""
+    """In float32, after the given steps: this agent's parameters, and its estimate of the mean of all three."""
     model = deepcopy(MODEL).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False))
@@ -173,29 +173,29 @@ def what_is_kept(steps: int) -> list[list[float]]:
 def test_the_sum_of_the_neighbours_stays_accurate(environment: dict[str, Any], steps: int) -> None:
     """Replicas could not differ. Their sum differs only by rounding."""
     with World(3, environment=environment) as world:
-        found = torch.tensor(world.results(what_is_kept, steps), dtype=torch.float64)
-    mean = found[:, 0].mean(0)
-    apart = (found[:, 1] - mean).abs().max() / mean.abs().max() / torch.finfo(torch.float32).eps
+        result = torch.tensor(world.results(what_is_kept, steps), dtype=torch.float64)
+    mean = result[:, 0].mean(0)
+    apart = (result[:, 1] - mean).abs().max() / mean.abs().max() / torch.finfo(torch.float32).eps
     print(apart)
     assert apart < 100
 
 
 def test_averaged_gradients() -> None:
-    found = torch.stack(shoal.Fleet(3).run(train, GradientAllReduceAlgorithm))
+    results = torch.stack(shoal.Fleet(3).run(train, GradientAllReduceAlgorithm))
     model, x = deepcopy(MODEL), flat(MODEL)
     momentum = torch.zeros_like(x)
     for step in range(STEPS):
         g = torch.stack([gradient(model, x, rank, step) for rank in range(3)]).mean(0)
         momentum = MOMENTUM * momentum + g
         x = x - LR * momentum
-    assert torch.allclose(found, x.expand_as(found), rtol=0, atol=1e-12)
+    assert torch.allclose(results, x.expand_as(results), rtol=0, atol=1e-12)
 
 
 def test_averaged_gradients_in_eight_bits() -> None:
     """Chunks are sent to the agent that sums them, and their means back, in 8 bits both. The last layers come first."""
     size = 3
-    found = torch.stack(shoal.Fleet(size).run(train, ByteGradAlgorithm))
-    assert torch.equal(found, found[0].expand_as(found))
+    results = torch.stack(shoal.Fleet(size).run(train, ByteGradAlgorithm))
+    assert torch.equal(results, results[0].expand_as(results))
     model, x = deepcopy(MODEL), flat(MODEL)
     lengths = [param.numel() for param in model.parameters()]
     momentum, cut = torch.zeros_like(x), [len(x) * part // size for part in range(size + 1)]
@@ -208,7 +208,7 @@ def test_averaged_gradients_in_eight_bits() -> None:
         g = torch.cat(torch.cat(chunks).split(lengths[::-1])[::-1])
         momentum = MOMENTUM * momentum + g
         x = x - LR * momentum
-    assert torch.allclose(found[0], x, rtol=0, atol=1e-12)
+    assert torch.allclose(results[0], x, rtol=0, atol=1e-12)
 
 
 # Asynchronous
@@ -240,10 +240,10 @@ def test_at_any_pace_agents_converge_to_the_joint_optimum(
         bagua.without_bagua(model)
         return torch.cat([one.detach() for one in model]).tolist()
 
-    found = torch.tensor(shoal.Fleet(3, timeout=30.0).run(agent))
+    results = torch.tensor(shoal.Fleet(3, timeout=30.0).run(agent))
     mean = sum(target) / 3
-    assert (found.mean(0) - mean).abs().max() < 0.5, found
-    assert (found - mean).abs().max() < 1.0, found  # alone each would be at its own target
+    assert (results.mean(0) - mean).abs().max() < 0.5, results
+    assert (results - mean).abs().max() < 1.0, results  # alone each would be at its own target
 
 
 def test_options_that_asynchronous_averages_lack_are_refused() -> None:
@@ -303,9 +303,9 @@ def test_adam_with_momenta_in_eight_bits() -> None:
         return flat(model)
 
     fleet = shoal.Fleet(3)
-    found = torch.stack(fleet.run(run, "bagua"))
-    assert torch.equal(found, torch.stack(fleet.run(run, "shoal")))
-    assert (found - flat(MODEL)).abs().max() > 0.01
+    results = torch.stack(fleet.run(run, "bagua"))
+    assert torch.equal(results, torch.stack(fleet.run(run, "shoal")))
+    assert (results - flat(MODEL)).abs().max() > 0.01
 
 
 def test_q_adam_requires_its_own_optimizer() -> None:
@@ -334,9 +334,9 @@ def test_a_grad_scaler_with_overflowing_gradients_does_not_deadlock() -> None:
         bagua.without_bagua(model)
         return flat(model), scaler.get_scale()
 
-    found = shoal.Fleet(3, timeout=20.0).run(agent)
-    assert [scale for _, scale in found] == [8.0, 4.0, 8.0]
-    assert all(x.isfinite().all() for x, _ in found)
+    results = shoal.Fleet(3, timeout=20.0).run(agent)
+    assert [scale for _, scale in results] == [8.0, 4.0, 8.0]
+    assert all(x.isfinite().all() for x, _ in results)
 
 
 def test_schedulers_closures_and_several_optimizers() -> None:
@@ -351,9 +351,9 @@ def test_schedulers_closures_and_several_optimizers() -> None:
             def loss(step: int = step) -> Tensor:
                 for one in (first, last):
                     one.zero_grad()
-                found: Tensor = model(batch(shoal.rank(), step)).square().mean()
-                found.backward()
-                return found
+                result: Tensor = model(batch(shoal.rank(), step)).square().mean()
+                result.backward()
+                return result
 
             loss()
             first.step()
@@ -375,13 +375,13 @@ def test_all_start_with_the_optimizer_state_of_rank_0() -> None:
         optimizer.step()
         model.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
         bagua.without_bagua(model)
-        return optimizer.param_groups[0]["lr"], [one["momentum_buffer"] for one in optimizer.state.values()]
+        return optimizer.param_groups[0]["lr"], [value["momentum_buffer"] for value in optimizer.state.values()]
 
     (lr, momenta), *others = shoal.Fleet(3, timeout=20.0).run(agent)
     assert lr == LR
-    for other, theirs in others:
+    for other, remote in others:
         assert other == LR
-        assert all(torch.equal(one, two) for one, two in zip(momenta, theirs, strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(momenta, remote, strict=True))
 
 
 def test_an_algorithm_is_removed_and_replaced() -> None:
@@ -414,7 +414,7 @@ def test_ranks_are_shoals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "give", "error", "said"),
+    ("size", "give", "error", "message"),
     [
         (3, {"algorithm": lambda: DecentralizedAlgorithm(False, "shift_one")}, ValueError, "odd|even"),
         (2, {"algorithm": lambda: "decentralized"}, TypeError, "'decentralized'"),
@@ -423,13 +423,13 @@ def test_ranks_are_shoals() -> None:
         (2, {"optimizers": ["sgd"]}, TypeError, "optimizer"),
     ],
 )
-def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: type[Exception], message: str) -> None:
     def agent() -> None:
         model: Any = deepcopy(MODEL)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         if "ignored" in give:
             model._bagua_params_and_buffers_to_ignore = give["ignored"]
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             model.with_bagua(
                 give.get("optimizers", [optimizer]),
                 give.get("algorithm", DecentralizedAlgorithm)(),
@@ -442,7 +442,7 @@ def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: t
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: DecentralizedAlgorithm(peer_selection_mode="ring"), "'all' and 'shift_one'"),
         (lambda: DecentralizedAlgorithm(communication_interval=0), "communication_interval"),
@@ -451,6 +451,6 @@ def test_unsupported_calls_are_refused(size: int, give: dict[str, Any], error: t
         (lambda: ByteGradAlgorithm(average=False), "learning rate"),
     ],
 )
-def test_invalid_algorithms_are_refused(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_algorithms_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()

@@ -37,7 +37,7 @@ REDUCED = {
 def test_reductions_in_all_forms(fleet: Fleets) -> None:
     def run() -> dict[str, list[Tensor]]:
         hvd.init()
-        x, found = x_of(hvd.rank()), {}
+        x, results = x_of(hvd.rank()), {}
         for name in REDUCED:
             op = hvd.ReduceOp[name]
             inplace, later, grouped = x.clone(), x.clone(), [x.clone(), x.clone()]
@@ -46,7 +46,7 @@ def test_reductions_in_all_forms(fleet: Fleets) -> None:
             assert hvd.synchronize(handle) is later
             assert hvd.poll(handle)
             assert hvd.grouped_allreduce_(grouped, op=op)[1] is grouped[1]
-            found[name] = [
+            results[name] = [
                 hvd.allreduce(x, op=op),
                 hvd.synchronize(hvd.allreduce_async(x, op=op)),
                 inplace,
@@ -58,18 +58,18 @@ def test_reductions_in_all_forms(fleet: Fleets) -> None:
             handle = hvd.grouped_allreduce_async_(grouped, op=hvd.Max)
             assert hvd.synchronize(handle)[0] is grouped[0]
             assert torch.equal(x, x_of(hvd.rank()))
-        return found
+        return results
 
-    for found in fleet(SIZE).run(run):
+    for result in fleet(SIZE).run(run):
         for name, expected in REDUCED.items():
-            for one in found[name]:
+            for one in result[name]:
                 assert torch.allclose(one, expected, rtol=0, atol=1e-14)
 
 
 def test_both_ways_to_request_a_sum_and_factors() -> None:
     def run() -> list[Tensor]:
         hvd.init()
-        x, whole = x_of(hvd.rank()), torch.tensor([hvd.rank() + 2, -hvd.rank() - 2])
+        x, full = x_of(hvd.rank()), torch.tensor([hvd.rank() + 2, -hvd.rank() - 2])
         inplace = x.clone()
         hvd.allreduce_(inplace, prescale_factor=0.5, postscale_factor=3.0)
         return [
@@ -78,7 +78,7 @@ def test_both_ways_to_request_a_sum_and_factors() -> None:
             hvd.allreduce(x, op=hvd.Max, prescale_factor=-2.0, postscale_factor=0.25),
             inplace,
             hvd.grouped_allreduce([x], op=hvd.Sum, prescale_factor=2.0)[0],
-            hvd.allreduce(whole).double(),  # 9 / 3, and behind the point nothing: see below
+            hvd.allreduce(full).double(),  # 9 / 3, and behind the point nothing: see below
             hvd.allreduce(torch.tensor([4, -4]) if hvd.rank() else torch.tensor([3, -3])).double(),
             hvd.allreduce(torch.tensor([5, 5]), op=hvd.Sum, prescale_factor=0.5).double(),
         ]
@@ -93,8 +93,8 @@ def test_both_ways_to_request_a_sum_and_factors() -> None:
         torch.tensor([3.0, -3.0]),  # 11 / 3
         torch.tensor([6.0, 6.0]),  # 2 + 2 + 2
     ]
-    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
-        for one, right in zip(found, expected, strict=True):
+    for result in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        for one, right in zip(result, expected, strict=True):
             assert torch.allclose(one, right.double(), rtol=0, atol=1e-14)
 
 
@@ -103,15 +103,15 @@ def test_sixteen_bit_tensors_are_sent() -> None:
         hvd.init()
         x = x_of(hvd.rank(), 3000, dtype=torch.float32)
         before = shoal.bytes_sent()
-        found = hvd.allreduce(x, compression=hvd.Compression.fp16, name="x")
+        results = hvd.allreduce(x, compression=hvd.Compression.fp16, name="x")
         sent = shoal.bytes_sent() - before
         assert hvd.allreduce(torch.tensor([hvd.rank()]), compression=hvd.Compression.fp16, op=hvd.Sum).tolist() == [3]
-        return found, hvd.allreduce(x, name="x"), sent
+        return results, hvd.allreduce(x, name="x"), sent
 
     results = shoal.Fleet(SIZE, timeout=20.0).run(run)
-    for found, exact, _ in results:
-        assert found.dtype == torch.float32
-        assert 0 < (found - exact).abs().max() < 5e-3
+    for result, exact, _ in results:
+        assert result.dtype == torch.float32
+        assert 0 < (result - exact).abs().max() < 5e-3
     assert sum(sent for *_, sent in results) == 2 * 2 * 2 * 3000  # to the first, and back
 
 
@@ -151,9 +151,9 @@ def test_gathers_broadcasts_and_exchanges(fleet: Fleets) -> None:
         ]
 
     begins, ends = [0, 1, 3], [1, 3, 6]
-    for rank, found in enumerate(fleet(SIZE).run(run)):
+    for rank, result in enumerate(fleet(SIZE).run(run)):
         share = [[0.0, 1.0], [2.0, 3.0], [4.0]][rank]
-        assert found == [
+        assert result == [
             [0.0, 1.0, 1.0, 2.0, 2.0, 2.0],
             [0.0, 1.0, 1.0, 2.0, 2.0, 2.0],
             [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [0, 1, 2]],
@@ -209,11 +209,11 @@ def by_one_process(what: str, xs: list[Tensor], weights: list[Tensor]) -> list[T
 
 
 def by_all(what: str) -> tuple[Tensor, Tensor]:
-    """What an agent's gradient is, and what its loss has been weighed by."""
+    """An agent's gradient, and the weight of its loss."""
     hvd.init()
     rank = hvd.rank()
     x = x_of(rank, rank + 2 if what.endswith("allgather") else 5).requires_grad_()
-    found: Any = {
+    result: Any = {
         "allreduce": lambda: hvd.allreduce(x, prescale_factor=0.5, postscale_factor=3.0),
         "grouped_allreduce": lambda: hvd.grouped_allreduce([x], prescale_factor=1.5, name="g")[0],
         "reducescatter": lambda: hvd.reducescatter(x, postscale_factor=2.0),
@@ -224,19 +224,19 @@ def by_all(what: str) -> tuple[Tensor, Tensor]:
         "broadcast": lambda: hvd.broadcast(x, 1),
         "alltoall": lambda: hvd.alltoall(x, splits=[1, 1, 3])[0],
     }[what]()
-    weight = x_of(100 + rank, *found.shape)
-    (found * weight).sum().backward()
+    weight = x_of(100 + rank, *result.shape)
+    (result * weight).sum().backward()
     assert x.grad is not None
     return x.grad, weight
 
 
 @pytest.mark.parametrize("what", FACTORS)
 def test_gradients_are_horovods(what: str) -> None:
-    found = shoal.Fleet(SIZE, timeout=20.0).run(by_all, what)
+    results = shoal.Fleet(SIZE, timeout=20.0).run(by_all, what)
     sizes = [rank + 2 if what.endswith("allgather") else 5 for rank in range(SIZE)]
     xs = [x_of(rank, size).requires_grad_() for rank, size in enumerate(sizes)]
-    derivatives = by_one_process(what, xs, [weight for _, weight in found])
-    for (gradient, _), derivative in zip(found, derivatives, strict=True):
+    derivatives = by_one_process(what, xs, [weight for _, weight in results])
+    for (gradient, _), derivative in zip(results, derivatives, strict=True):
         assert torch.allclose(gradient, FACTORS[what] * derivative, rtol=0, atol=1e-13)
 
 
@@ -246,34 +246,34 @@ def test_gradients_of_process_sets_have_the_factors_of_the_set() -> None:
     def run() -> list[list[float]]:
         odd, even = hvd.ProcessSet([1, 3, 4]), hvd.ProcessSet([0, 2])
         hvd.init(process_sets=[odd, even])
-        mine = odd if odd.included() else even
-        root, found = mine.ranks[1], []
+        own = odd if odd.included() else even
+        root, results = own.ranks[1], []
         for call in (
-            lambda x: hvd.allreduce(x, process_set=mine),
-            lambda x: hvd.allgather(x, process_set=mine),
-            lambda x: hvd.grouped_allgather([x], process_set=mine)[0],
-            lambda x: hvd.broadcast(x, root, process_set=mine),
-            lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=mine),
-            lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, process_set=mine)[0],
-            lambda x: hvd.reducescatter(x, op=hvd.Average, process_set=mine),
+            lambda x: hvd.allreduce(x, process_set=own),
+            lambda x: hvd.allgather(x, process_set=own),
+            lambda x: hvd.grouped_allgather([x], process_set=own)[0],
+            lambda x: hvd.broadcast(x, root, process_set=own),
+            lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=own),
+            lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, process_set=own)[0],
+            lambda x: hvd.reducescatter(x, op=hvd.Average, process_set=own),
         ):
             x = torch.ones(6, requires_grad=True)
             call(x).sum().backward()
             assert x.grad is not None
-            found.append(x.grad.unique().tolist())
-        return found
+            results.append(x.grad.unique().tolist())
+        return results
 
-    for rank, found in enumerate(shoal.Fleet(5, timeout=20.0).run(run)):
+    for rank, result in enumerate(shoal.Fleet(5, timeout=20.0).run(run)):
         count = 3.0 if rank in (1, 3, 4) else 2.0
-        assert found == [[1.0], [1.0], [1.0], [float(rank in (2, 3))], [count], [count], [1.0]]
+        assert result == [[1.0], [1.0], [1.0], [float(rank in (2, 3))], [count], [count], [1.0]]
 
 
 def test_nonlinear_operations_have_no_gradient() -> None:
     def run() -> None:
         hvd.init()
-        found = hvd.allreduce(torch.ones(2, requires_grad=True), op=hvd.Max)
+        result = hvd.allreduce(torch.ones(2, requires_grad=True), op=hvd.Max)
         with pytest.raises(ValueError, match=r"through hvd.Average and hvd.Sum, and not through max"):
-            found.sum().backward()
+            result.sum().backward()
 
     shoal.Fleet(2, timeout=20.0).run(run)
 
@@ -319,8 +319,14 @@ def test_ranks_sizes_and_build_flags() -> None:
         hvd.init()
         return [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
 
-    found = shoal.Fleet(5, agents_per_machine=2).run(run)
-    assert found == [[0, 5, 0, 2, 0, 3], [1, 5, 1, 2, 0, 2], [2, 5, 0, 2, 1, 3], [3, 5, 1, 2, 1, 2], [4, 5, 0, 1, 2, 3]]
+    results = shoal.Fleet(5, agents_per_machine=2).run(run)
+    assert results == [
+        [0, 5, 0, 2, 0, 3],
+        [1, 5, 1, 2, 0, 2],
+        [2, 5, 0, 2, 1, 3],
+        [3, 5, 1, 2, 1, 2],
+        [4, 5, 0, 1, 2, 3],
+    ]
     assert shoal.Fleet(2).run(lambda: (hvd.is_homogeneous(), hvd.gloo_enabled())) == [(True, False)] * 2
     assert hvd.gloo_built()
     built = (hvd.mpi_built, hvd.mpi_enabled, hvd.mpi_threads_supported, hvd.nccl_built, hvd.ddl_built, hvd.ccl_built)
@@ -333,25 +339,25 @@ def test_process_sets() -> None:
         odd = hvd.ProcessSet([3, 1])
         hvd.init(process_sets=[odd])
         even, rank = hvd.add_process_set([0, 2]), hvd.rank()
-        mine = odd if rank % 2 else even
+        own = odd if rank % 2 else even
         assert repr(odd) == "ProcessSet(1: ranks [1, 3])"
         assert even.process_set_id == 2
-        assert (odd.included(), mine.rank(), odd.rank() if not rank % 2 else -1) == (rank % 2 == 1, rank // 2, -1)
+        assert (odd.included(), own.rank(), odd.rank() if not rank % 2 else -1) == (rank % 2 == 1, rank // 2, -1)
         x = torch.full((2,), float(rank), requires_grad=True)
-        total = hvd.allreduce(x, op=hvd.Sum, process_set=mine)
+        total = hvd.allreduce(x, op=hvd.Sum, process_set=own)
         (total * (rank + 1)).sum().backward()
         assert x.grad is not None
-        found = [
+        results = [
             total.tolist(),
             x.grad.tolist(),
-            hvd.allgather(torch.tensor([rank]), process_set=mine).tolist(),
-            hvd.broadcast(torch.tensor([rank]), 2 + rank % 2, process_set=mine).tolist(),  # a rank of all agents'
-            hvd.alltoall(torch.tensor([rank, 10 + rank]), process_set=mine).tolist(),
-            hvd.reducescatter(torch.full((2,), float(rank)), process_set=mine).tolist(),
-            hvd.broadcast_object({"from": rank}, rank % 2, process_set=mine),
-            hvd.allgather_object((rank, "x"), process_set=mine),
+            hvd.allgather(torch.tensor([rank]), process_set=own).tolist(),
+            hvd.broadcast(torch.tensor([rank]), 2 + rank % 2, process_set=own).tolist(),  # a rank of all agents'
+            hvd.alltoall(torch.tensor([rank, 10 + rank]), process_set=own).tolist(),
+            hvd.reducescatter(torch.full((2,), float(rank)), process_set=own).tolist(),
+            hvd.broadcast_object({"from": rank}, rank % 2, process_set=own),
+            hvd.allgather_object((rank, "x"), process_set=own),
         ]
-        hvd.barrier(process_set=mine)
+        hvd.barrier(process_set=own)
         with pytest.raises(ValueError, match="this agent, which is none of them"):
             hvd.allreduce(torch.ones(1), process_set=even if rank % 2 else odd)
         with pytest.raises(ValueError, match=r"process set 1 has the ranks \[1, 3\] already"):
@@ -368,11 +374,11 @@ def test_process_sets() -> None:
         with pytest.raises(shoal.Mismatch, match=r"rank . names the ranks \[0, .\], and rank . \[0, .\]"):
             hvd.add_process_set([0, 1 + rank % 2])
         assert hvd.global_process_set.ranks == [0, 1, 2, 3]
-        return found
+        return results
 
-    for rank, found in enumerate(shoal.Fleet(4, timeout=20.0).run(run)):
+    for rank, result in enumerate(shoal.Fleet(4, timeout=20.0).run(run)):
         first, second = rank % 2, rank % 2 + 2
-        assert found == [
+        assert result == [
             [float(first + second)] * 2,
             [float(first + second + 2)] * 2,
             [first, second],
@@ -401,10 +407,10 @@ def test_parameters_optimizers_and_objects() -> None:
         moment = optimizer.state[model.weight]["exp_avg"].tolist()
         return [model.weight.tolist(), optimizer.param_groups[0]["lr"], moment, hvd.allgather_object([rank] * rank)]
 
-    found = shoal.Fleet(3, timeout=20.0).run(run)
-    assert found[0] == found[1] == found[2]
-    assert found[0][1] == 0.2
-    assert found[0][3] == [[], [1], [2, 2]]
+    results = shoal.Fleet(3, timeout=20.0).run(run)
+    assert results[0] == results[1] == results[2]
+    assert results[0][1] == 0.2
+    assert results[0][3] == [[], [1], [2, 2]]
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (2, 3, 4, 5)], ids=["1d", "of sequences", "of pictures"])
@@ -418,47 +424,47 @@ def test_batch_norm_is_that_of_the_joined_batch(shape: tuple[int, ...]) -> None:
         hvd.init()
         norm = hvd.SyncBatchNorm(3, momentum=0.3).double()
         torch.nn.init.constant_(norm.weight, 1.5)
-        found = []
+        results = []
         for step in range(2):
             x = batch(hvd.rank(), step).requires_grad_()
             y = norm(x)
             (y**3).sum().backward()
             assert x.grad is not None
-            found += [y.detach(), x.grad]
+            results += [y.detach(), x.grad]
         assert norm.weight.grad is not None
         assert norm.bias.grad is not None
         assert norm.running_mean is not None
         assert norm.running_var is not None
         sums = hvd.grouped_allreduce([norm.weight.grad, norm.bias.grad], op=hvd.Sum)
         norm.eval()
-        return [*found, *sums, norm.running_mean, norm.running_var, norm(batch(0, 5)).detach()]
+        return [*results, *sums, norm.running_mean, norm.running_var, norm(batch(0, 5)).detach()]
 
     kinds = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}
     norm = kinds[len(shape)](3, momentum=0.3).double()
     torch.nn.init.constant_(norm.weight, 1.5)
-    whole = []
+    full = []
     for step in range(2):
         x = torch.cat([batch(rank, step) for rank in range(SIZE)]).requires_grad_()
         y = norm(x)
         (y**3).sum().backward()
-        whole += [y.detach(), x.grad]
+        full += [y.detach(), x.grad]
     norm.eval()
     same = [norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var, norm(batch(0, 5)).detach()]
     results = shoal.Fleet(SIZE, timeout=20.0).run(run)
-    for number, expected in enumerate(whole):
-        found = torch.cat([result[number] for result in results])
-        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-10)  # type: ignore[arg-type]
+    for number, expected in enumerate(full):
+        actual = torch.cat([result[number] for result in results])
+        assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-10)  # type: ignore[arg-type]
     for result in results:
-        for one, right in zip(result[len(whole) :], same, strict=True):
+        for one, right in zip(result[len(full) :], same, strict=True):
             assert torch.allclose(one, right, rtol=1e-9, atol=1e-10)  # type: ignore[arg-type]
 
 
 def test_batch_norm_of_one_agent_and_with_a_mean_of_all_batches() -> None:
     x = x_of(0, 5, 2)
-    mine, theirs = hvd.SyncBatchNorm(2, momentum=None).double(), torch.nn.BatchNorm1d(2, momentum=None).double()
+    own, remote = hvd.SyncBatchNorm(2, momentum=None).double(), torch.nn.BatchNorm1d(2, momentum=None).double()
     for step in range(3):
-        assert torch.equal(mine(x + step), theirs(x + step))
-    assert torch.equal(mine.running_var, theirs.running_var)  # type: ignore[arg-type]
+        assert torch.equal(own(x + step), remote(x + step))
+    assert torch.equal(own.running_var, remote.running_var)  # type: ignore[arg-type]
 
     def run() -> tuple[Tensor, Any]:
         hvd.init()
@@ -472,7 +478,7 @@ def test_batch_norm_of_one_agent_and_with_a_mean_of_all_batches() -> None:
 
     for variance, count in shoal.Fleet(2, timeout=20.0).run(run):
         assert count == 3
-        assert torch.allclose(variance, theirs.running_var, rtol=0, atol=1e-14)  # type: ignore[arg-type]
+        assert torch.allclose(variance, remote.running_var, rtol=0, atol=1e-14)  # type: ignore[arg-type]
 
 
 def test_batch_norm_of_a_joined_batch_of_one_is_an_error_on_all() -> None:
@@ -503,7 +509,7 @@ def traced(folder: str) -> None:
 
 def test_a_timeline_between_start_and_stop(tmp_path: Path) -> None:
     shoal.Fleet(2, timeout=20.0).run(traced, str(tmp_path))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["trace.json", "trace.rank1.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.rank1.json"]
     for path in tmp_path.iterdir():
         written = json.dumps(json.loads(path.read_text()))
         assert "inside" in written
@@ -533,18 +539,18 @@ def test_an_error_names_the_called_operation(name: str) -> None:
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_sparse_tensors_are_reduced_wherever_their_entries_lie(op: hvd.ReduceOp) -> None:
-    def mine(rank: int) -> Tensor:
+    def own_tensor(rank: int) -> Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[rank, 3, 3]]), x_of(rank, 3, 2), (4, 2), check_invariants=True)
 
     def run() -> list[Tensor]:
         hvd.init()
-        handle = hvd.sparse_allreduce_async(mine(hvd.rank()), "table", op)
+        handle = hvd.sparse_allreduce_async(own_tensor(hvd.rank()), "table", op)
         assert handle().is_coalesced()
         return [hvd.synchronize(handle).to_dense(), handle().to_dense()]
 
-    total = torch.stack([mine(rank).to_dense() for rank in range(SIZE)]).sum(0)
-    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
-        for one in found:
+    total = torch.stack([own_tensor(rank).to_dense() for rank in range(SIZE)]).sum(0)
+    for result in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        for one in result:
             assert torch.allclose(one, total / (SIZE if op == hvd.Average else 1), rtol=0, atol=1e-14)
 
 

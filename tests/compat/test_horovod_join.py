@@ -31,9 +31,9 @@ def test_a_joined_agent_contributes_zeros_and_averages_are_over_all(fleet: Fleet
 
     def run() -> list[Any]:
         hvd.init()
-        found: list[Any] = []
+        results: list[Any] = []
         for order in ORDERS:
-            mine = []
+            own = []
             for _ in range(order[hvd.rank()]):
                 handles = [hvd.allreduce_async(torch.full((2,), 3.0)) for _ in range(2)]
                 large = hvd.allreduce_async(torch.full((60_000,), 3.0), name="large", op=hvd.Sum)
@@ -41,22 +41,22 @@ def test_a_joined_agent_contributes_zeros_and_averages_are_over_all(fleet: Fleet
                 extremes = [
                     hvd.allreduce(torch.tensor([-2.0, 5.0]), op=op).tolist() for op in (hvd.Min, hvd.Max, hvd.Product)
                 ]
-                whole = hvd.allreduce(torch.tensor([-2]), op=hvd.Min).item()
+                full = hvd.allreduce(torch.tensor([-2]), op=hvd.Min).item()
                 rows = hvd.allgather(torch.ones(2, 3)).shape[0], len(hvd.grouped_allgather([torch.ones(1)])[0])
-                means = [hvd.synchronize(one)[1].item() for one in handles]
-                mine.append([*means, hvd.synchronize(large)[-1].item(), first[0].item(), second.item(), *rows])
+                means = [hvd.synchronize(handle)[1].item() for handle in handles]
+                own.append([*means, hvd.synchronize(large)[-1].item(), first[0].item(), second.item(), *rows])
                 product = [(-2.0) ** rows[1], 5.0 ** rows[1]]
                 assert extremes == [[-2.0, 5.0], [-2.0, 5.0], product]
-                assert whole == -2
-            found.append((mine, hvd.join()))
-        return [*found, hvd.allreduce(torch.tensor([float(hvd.rank())])).item()]
+                assert full == -2
+            results.append((own, hvd.join()))
+        return [*results, hvd.allreduce(torch.tensor([float(hvd.rank())])).item()]
 
     def expected(order: list[int], rank: int) -> list[list[float]]:
-        there = [sum(count > step for count in order) for step in range(order[rank])]
-        return [[n, n, 3.0 * n, n, n, 2 * n, n] for n in there]
+        present = [sum(count > step for count in order) for step in range(order[rank])]
+        return [[n, n, 3.0 * n, n, n, 2 * n, n] for n in present]
 
-    for rank, found in enumerate(fleet(SIZE).run(run)):
-        assert found == [(expected(ORDERS[0], rank), 1), (expected(ORDERS[1], rank), 0), 1.0]
+    for rank, result in enumerate(fleet(SIZE).run(run)):
+        assert result == [(expected(ORDERS[0], rank), 1), (expected(ORDERS[1], rank), 0), 1.0]
 
 
 def test_training_continues_without_joined_agents() -> None:
@@ -79,8 +79,8 @@ def test_training_continues_without_joined_agents() -> None:
     for step in range(max(batches)):
         have = [rank for rank in range(SIZE) if step < batches[rank]]
         x = x - LR * torch.stack([gradient(deepcopy(MODEL), x, rank, step) for rank in have]).sum(0) / SIZE
-    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
-        assert torch.allclose(found, x, rtol=0, atol=1e-12)
+    for result in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert torch.allclose(result, x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -97,10 +97,10 @@ def test_gradients_of_gathered_tensors_skip_joined_agents(grouped: bool) -> None
         return [] if x.grad is None else x.grad.tolist()
 
     # The average of all gradients, of which rank 0 has none: two thirds of rows 0 to 2 and 3 to 6.
-    none, *found = shoal.Fleet(SIZE, timeout=3600.0).run(run)
+    none, *result = shoal.Fleet(SIZE, timeout=3600.0).run(run)
     assert none == []
-    for mine, rows in zip(found, ([0, 1, 2], [3, 4, 5, 6]), strict=True):
-        assert torch.allclose(torch.tensor(mine), torch.tensor(rows) * 2 / 3)
+    for own, rows in zip(result, ([0, 1, 2], [3, 4, 5, 6]), strict=True):
+        assert torch.allclose(torch.tensor(own), torch.tensor(rows) * 2 / 3)
 
 
 def test_calls_of_process_sets_continue_beside_it() -> None:
@@ -137,7 +137,7 @@ def test_a_call_that_waits_for_an_absent_agent_names_it() -> None:
             assert ended.wait(20.0)
             return
         with pytest.raises(
-            shoal.DeadlineExceeded, match=r"nothing was heard for 0.5 s of ranks \[1\], which have"
+            shoal.DeadlineExceeded, match=r"nothing was received for 0.5 s from ranks \[1\], which have"
         ) as caught:
             hvd.join()
         assert caught.value.ranks == (1,)
@@ -171,7 +171,7 @@ def test_without_joined_agents_nothing_is_sent() -> None:
 
 
 def left_after_a_loss() -> tuple[list[float], int]:
-    """Rank 1 dies between two steps, one agent has joined by then, and two go on to train."""
+    """Rank 1 dies between two steps; one agent has joined by then, and two continue to train."""
     hvd.init()
     model, rank = torch.nn.Linear(1, 1, bias=False), hvd.rank()
     torch.nn.init.zeros_(model.weight)
@@ -198,7 +198,7 @@ def test_a_failed_agent_is_not_waited_for() -> None:
     assert [outcomes[rank].value[1] for rank in (0, 2, 3)] == [outcomes[2].value[1]] * 3
     assert outcomes[2].value[1] in (2, 3)
     assert outcomes[0].value[0] == [-12.0]
-    for rank in (2, 3):  # means of three, of whom one has zeros
+    for rank in (2, 3):  # means of three; one has zeros
         assert outcomes[rank].value[0] == [-12.0, -20.0, -28.0]
 
 
@@ -209,7 +209,7 @@ def test_an_agent_waiting_in_join_names_the_missing_ones(
     caplog.set_level(logging.WARNING, "shoal")
 
     def reports() -> list[str]:
-        return sorted(one.getMessage() for one in caplog.records if "has waited" in one.getMessage())
+        return sorted(record.getMessage() for record in caplog.records if "has waited" in record.getMessage())
 
     def run() -> None:
         hvd.init()
@@ -219,6 +219,6 @@ def test_an_agent_waiting_in_join_names_the_missing_ones(
         hvd.join()
 
     fleet(SIZE).run(run)
-    said = reports()
-    assert [one.split(" has waited ")[0] for one in said] == ["join on rank 0", "join on rank 2"], said
-    assert all("for ranks [1]" in one for one in said)
+    output = reports()
+    assert [one.split(" has waited ")[0] for one in output] == ["join on rank 0", "join on rank 2"], output
+    assert all("for ranks [1]" in one for one in output)

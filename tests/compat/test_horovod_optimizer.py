@@ -35,8 +35,8 @@ def train(options: Callable[[torch.nn.Module], dict[str, Any]] = lambda _: {}, p
     optimizer = made(model, **options(model))
     for step in range(STEPS):
         optimizer.zero_grad()
-        for one in range(passes):
-            loss_of(model, step * passes + one).backward()
+        for index in range(passes):
+            loss_of(model, step * passes + index).backward()
         optimizer.step()
     return flat(model)
 
@@ -45,21 +45,21 @@ def by_one(passes: int = 1, factor: float = 1.0, change: Callable[[Tensor], Tens
     model, x = deepcopy(MODEL), flat(MODEL)
     momentum = torch.zeros_like(x)
     for step in range(STEPS):
-        each = [gradient(model, x, rank, step * passes + one) for rank in range(SIZE) for one in range(passes)]
+        each = [gradient(model, x, rank, step * passes + index) for rank in range(SIZE) for index in range(passes)]
         momentum = MOMENTUM * momentum + change(factor * torch.stack(each).sum(0) / SIZE)
         x = x - LR * momentum
     return x
 
 
 def in_fleet(*args: Any) -> Tensor:
-    found = torch.stack(shoal.Fleet(SIZE, timeout=20.0).run(train, *args))
-    assert torch.equal(found, found[0].expand_as(found))
-    return found[0]
+    results = torch.stack(shoal.Fleet(SIZE, timeout=20.0).run(train, *args))
+    assert torch.equal(results, results[0].expand_as(results))
+    return results[0]
 
 
 def test_a_step_uses_the_mean_of_all_gradients(fleet: Fleets) -> None:
-    for found in fleet(SIZE).run(train):
-        assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
+    for result in fleet(SIZE).run(train):
+        assert torch.allclose(result, by_one(), rtol=0, atol=1e-12)
 
 
 OPTIONS: dict[str, Callable[[torch.nn.Module], dict[str, Any]]] = {
@@ -91,10 +91,10 @@ def test_groups_are_sent_during_the_backward_pass() -> None:
         hvd.init()
         model = deepcopy(MODEL)
         made(model, num_groups=2)
-        begun: list[str] = []
-        shoal.events().subscribe(lambda event: begun.append(event.name) if event.kind == "submitted" else None)
+        started: list[str] = []
+        shoal.events().subscribe(lambda event: started.append(event.name) if event.kind == "submitted" else None)
         seen: list[str] = []
-        model[0].weight.register_hook(lambda _: seen.extend(begun))
+        model[0].weight.register_hook(lambda _: seen.extend(started))
         loss_of(model, 0).backward()
         return seen
 
@@ -125,8 +125,8 @@ def test_gradients_are_clipped_between_synchronize_and_step(skips: bool) -> None
         return flat(model)
 
     assert not torch.allclose(by_one(), by_one(change=clipped), rtol=0, atol=1e-3)
-    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
-        assert torch.allclose(found, by_one(change=clipped), rtol=0, atol=1e-7)
+    for result in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert torch.allclose(result, by_one(change=clipped), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["synchronize, unscale_, skip_synchronize", "step alone"])
@@ -149,9 +149,9 @@ def test_a_grad_scaler_skips_a_step_on_all_agents_if_one_overflows(by_hand: bool
             scaler.update()
         return flat(model), scaler.get_scale()
 
-    for found, scale in shoal.Fleet(SIZE, timeout=20.0).run(run):
+    for result, scale in shoal.Fleet(SIZE, timeout=20.0).run(run):
         assert scale == 512.0
-        assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
+        assert torch.allclose(result, by_one(), rtol=0, atol=1e-12)
 
 
 def test_a_closure_and_a_scheduler() -> None:
@@ -178,9 +178,9 @@ def test_a_closure_and_a_scheduler() -> None:
             after.step()
         return flat(model), losses
 
-    for rank, (found, losses) in enumerate(shoal.Fleet(SIZE, timeout=20.0).run(run)):
+    for rank, (result, losses) in enumerate(shoal.Fleet(SIZE, timeout=20.0).run(run)):
         assert losses[0] == pytest.approx(loss_of(deepcopy(MODEL), 0, rank).item(), abs=1e-12)
-        assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
+        assert torch.allclose(result, by_one(), rtol=0, atol=1e-12)
 
 
 def test_the_wrapper_behaves_as_the_users_optimizer() -> None:
@@ -198,7 +198,7 @@ def test_the_wrapper_behaves_as_the_users_optimizer() -> None:
         loss_of(model, 1).backward()
         optimizer.step()
         state = optimizer.state_dict()
-        assert all(one["step"] == 2 for one in state["state"].values())  # what was there before, too
+        assert all(value["step"] == 2 for value in state["state"].values())  # what was there before, too
         plain = torch.optim.AdamW(deepcopy(MODEL).parameters())
         plain.load_state_dict(state)
         optimizer.load_state_dict(plain.state_dict())
@@ -234,14 +234,14 @@ def test_missing_gradients_count_as_zero() -> None:
             (rank * model.first + (rank - 1) * model.second).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model.paused.requires_grad_(True)  # it is learnt from now on
+        model.paused.requires_grad_(True)  # it is trained after this
         (model.paused * rank).sum().backward()
         optimizer.step()
         assert model.never.grad is not None
         return [model.first.tolist(), model.second.tolist(), model.never.tolist(), model.paused.tolist()]
 
-    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
-        assert found == [[0.0, 0.0], pytest.approx([2 / 3] * 2), [1.0], [0.0]]
+    for result in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert result == [[0.0, 0.0], pytest.approx([2 / 3] * 2), [1.0], [0.0]]
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -263,8 +263,8 @@ def test_a_layer_that_is_frozen_later(everywhere: bool) -> None:
             optimizer.step()
         return flat(model), torch.equal(before, model[0].weight)
 
-    found, stayed = zip(*shoal.Fleet(SIZE, timeout=20.0).run(run), strict=True)
-    assert all(torch.equal(one, found[0]) for one in found)
+    result, stayed = zip(*shoal.Fleet(SIZE, timeout=20.0).run(run), strict=True)
+    assert all(torch.equal(one, result[0]) for one in result)
     assert stayed == (everywhere,) * SIZE
 
 
@@ -315,8 +315,8 @@ def test_an_agent_outside_its_process_set_steps_alone() -> None:
 
     own = [gradient(deepcopy(MODEL), flat(MODEL), rank, 0) for rank in range(SIZE)]
     expected = [(own[0] + own[2]) / 2, own[1], (own[0] + own[2]) / 2]
-    for found, right in zip(shoal.Fleet(SIZE, timeout=20.0).run(run), expected, strict=True):
-        assert torch.allclose(found, right, rtol=0, atol=1e-12)
+    for result, right in zip(shoal.Fleet(SIZE, timeout=20.0).run(run), expected, strict=True):
+        assert torch.allclose(result, right, rtol=0, atol=1e-12)
 
 
 def test_calls_that_would_lose_gradients_raise() -> None:

@@ -82,13 +82,13 @@ hvd.shutdown()
 
 def digits() -> list[tuple[Tensor, Tensor]]:
     """For training, as many as all agents have batches of, so that none is there twice; and to be tested on."""
-    found = load_digits()
-    images, labels = torch.tensor(found.data / 16, dtype=torch.float32), torch.tensor(found.target)
+    result = load_digits()
+    images, labels = torch.tensor(result.data / 16, dtype=torch.float32), torch.tensor(result.target)
     return [(images[:1280], labels[:1280]), (images[1280:1796], labels[1280:1796])]
 
 
 def by_one_process(begin: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[float]]:
-    """Its batches are those of all agents, of whom each has every fourth digit."""
+    """Its batches are those of all agents: each of four agents has every fourth digit."""
     (images, labels), (test_images, test_labels) = digits()
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
     model.load_state_dict(begin)
@@ -97,8 +97,8 @@ def by_one_process(begin: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[fl
     for _ in range(EPOCHS):
         for at in range(0, len(images), SIZE * BATCH):
             optimizer.zero_grad()
-            mine = slice(at, at + SIZE * BATCH)
-            torch.nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
+            own = slice(at, at + SIZE * BATCH)
+            torch.nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
             optimizer.step()
         with torch.no_grad():
             accuracies.append((model(test_images).argmax(1) == test_labels).float().mean().item())

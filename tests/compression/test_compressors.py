@@ -62,7 +62,7 @@ def test_a_deterministic_contraction_is_within_its_stated_error(x: torch.Tensor,
     error = energy(compressor(x, mix(1)) - x)
     assert error <= energy(x) * (1 + 1e-12)
     if isinstance(compressor, MinMaxUInt8) and any(
-        float(one.max() - one.min()) < 1e-7 for one in x[0].split(compressor.chunk or 24)
+        float(part.max() - part.min()) < 1e-7 for part in x[0].split(compressor.chunk or 24)
     ):
         return  # in it small numbers become zero
     assert error <= (1 - compressor.delta(x.shape[-1])) * energy(x) * (1 + 1e-12)
@@ -88,10 +88,10 @@ def test_random_k_never_increases_the_error(x: torch.Tensor, round_: int) -> Non
 )
 def test_a_random_contraction_is_within_its_stated_mean_error(compressor: Compressor) -> None:
     x = normal(12)
-    lost = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
+    failed = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
     # Hoeffding: the mean of numbers between 0 and their largest is off by more with a chance below 1e-9.
-    margin = float(lost.max()) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
-    assert 0 < float(lost.mean()) <= 1 - compressor.delta(12) + margin
+    margin = float(failed.max()) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
+    assert 0 < float(failed.mean()) <= 1 - compressor.delta(12) + margin
 
 
 @pytest.mark.parametrize("norm", ["max", "euclidean"])
@@ -103,8 +103,8 @@ def test_qsgd_is_within_omega_on_its_worst_case(levels: int, norm: Literal["max"
     for small in (0.001, 0.01, 0.03, 0.1, 0.3, 1.0):
         x = torch.full((1, d), small, dtype=torch.float64)
         x[0, 0] = 1.01  # its step is the next power of two above
-        lost = (compressor(x.expand(500, -1), mix(500)) - x).square().sum(-1).mean() / energy(x)
-        worst = max(worst, float(lost))
+        failed = (compressor(x.expand(500, -1), mix(500)) - x).square().sum(-1).mean() / energy(x)
+        worst = max(worst, float(failed))
     assert 0.2 * compressor.omega(d) < worst <= 1.05 * compressor.omega(d)
 
 
@@ -114,10 +114,10 @@ def test_each_chunk_has_its_own_step_also_a_short_last_one(d: int, norm: Literal
     """Every number is a multiple of its chunk's step, so none is rounded."""
     x = torch.full((1, d), 0.25, dtype=torch.float64)
     x[:, 8:16], x[:, 16:] = 1024.0, 2.0**-20
-    whole, chunked = QSGD(64, norm), QSGD(64, norm, chunk=8)
+    full, chunked = QSGD(64, norm), QSGD(64, norm, chunk=8)
     assert torch.equal(chunked(x, mix(1)), x)
     assert torch.equal(chunked.decode(chunked.encode(x, mix(1)), d, x.dtype, mix(1)), x)
-    assert torch.equal(whole(x, mix(1)), x) == (d <= 8)
+    assert torch.equal(full(x, mix(1)), x) == (d <= 8)
 
 
 def test_shrunk_is_for_unbiased_compressors_with_a_known_error() -> None:
@@ -135,9 +135,9 @@ def test_shrunk_is_for_unbiased_compressors_with_a_known_error() -> None:
 def test_random_k_has_the_error_of_the_lemmas() -> None:
     x = normal(12)
     for compressor, expected in ((RandomK(0.25), 1 - 0.25), (RandomK(0.25, scaled=True), 1 / 0.25 - 1)):
-        lost = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
-        margin = float(lost.max()) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
-        assert float(lost.mean()) == pytest.approx(expected, abs=margin)
+        failed = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
+        margin = float(failed.max()) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
+        assert float(failed.mean()) == pytest.approx(expected, abs=margin)
 
 
 @every_dtype
@@ -150,7 +150,7 @@ def test_the_mean_of_an_unbiased_compressor_is_the_vector(compressor: Compressor
     assert ((drawn.mean(0) - x).abs() <= margin + 1e-12).all()
 
 
-class Evenly:
+class EvenDraws:
     """Random numbers that have every share of [0, 1) equally often, one for each row."""
 
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
@@ -171,8 +171,8 @@ def test_qsgd_of_16_bits_has_no_bias(dtype: torch.dtype, share: float, halvings:
     """The mean over all random numbers, to the distance of two of them. The largest number of the vector is 128."""
     count = 1 << 13
     x = torch.tensor([128.0 * share * 0.5**halvings, 128.0], dtype=torch.float64).to(dtype)
-    found = QSGD(levels)(x.expand(count, -1), Evenly()).double().mean(0)
-    assert ((found - x.double()).abs() <= 256 / levels / count).all(), (found - x.double()).tolist()
+    empirical_mean = QSGD(levels)(x.expand(count, -1), EvenDraws()).double().mean(0)
+    assert ((empirical_mean - x.double()).abs() <= 256 / levels / count).all(), (empirical_mean - x.double()).tolist()
 
 
 def test_compressors_declared_biased_are_biased() -> None:
@@ -188,15 +188,15 @@ def test_compressors_declared_biased_are_biased() -> None:
 def test_an_agent_compresses_its_row_as_the_fleet_does(compressor: Compressor, dtype: torch.dtype) -> None:
     rows = normal(4, 37, dtype=dtype)
 
-    def alone() -> list[float]:
+    def on_agent() -> list[float]:
         exchange = Exchange(ring(4), seed=11)
         exchange.begin(5)
         return [float(one) for one in compressor(rows[shoal.rank()], exchange)]
 
-    found = torch.tensor(shoal.Fleet(4).run(alone), dtype=torch.float64)
+    results = torch.tensor(shoal.Fleet(4).run(on_agent), dtype=torch.float64)
     together = compressor(rows, mix(4, 5))
     assert together.dtype == dtype
-    assert torch.equal(found, together.double())
+    assert torch.equal(results, together.double())
 
 
 @every_compressor
@@ -210,10 +210,10 @@ def test_zeros_stay_zeros(compressor: Compressor, dtype: torch.dtype) -> None:
 @every_dtype
 def test_a_single_number_can_be_compressed(compressor: Compressor, dtype: torch.dtype) -> None:
     x = torch.tensor([[3.0], [-3.0]], dtype=dtype)
-    found = compressor(x, mix(2))
-    assert found.shape == x.shape
+    result = compressor(x, mix(2))
+    assert result.shape == x.shape
     # A power of two next to it, or a step of at most an eighth of it.
-    assert ((found / x >= 2 / 3) & (found / x <= 4 / 3)).all()
+    assert ((result / x >= 2 / 3) & (result / x <= 4 / 3)).all()
 
 
 @every_compressor
@@ -230,9 +230,9 @@ def test_non_finite_values_stay_in_their_row(compressor: Compressor, bad: float)
     x = normal(64, 8)
     clean = compressor(x, mix(64))
     x[::2, 5] = bad
-    found = compressor(x, mix(64))
-    seen = ~found.isfinite().all(-1)
-    assert torch.equal(found[1::2], clean[1::2])
+    result = compressor(x, mix(64))
+    seen = ~result.isfinite().all(-1)
+    assert torch.equal(result[1::2], clean[1::2])
     if isinstance(compressor, RandomK):
         assert torch.equal(seen[::2], clean[::2, 5] != 0)  # where it was drawn
         assert seen.any()
@@ -290,10 +290,10 @@ def test_random_k_draws_pairs_of_positions_independently() -> None:
 def test_qsgd_gives_multiples_of_a_power_of_two_next_to_the_number() -> None:
     x = normal(50, 30)
     step = 2.0 ** torch.log2(x.abs().amax(-1, keepdim=True) / 127).ceil()
-    found = QSGD(127)(x, mix(50))
-    assert torch.equal(found / step, (found / step).round())
-    assert ((found - x).abs() < step).all()
-    assert ((found / step).abs() <= 127).all()
+    result = QSGD(127)(x, mix(50))
+    assert torch.equal(result / step, (result / step).round())
+    assert ((result - x).abs() < step).all()
+    assert ((result / step).abs() <= 127).all()
 
 
 def test_qsgd_keeps_multiples_of_its_step() -> None:
@@ -305,9 +305,9 @@ def test_qsgd_keeps_multiples_of_its_step() -> None:
 def test_sign_has_one_magnitude_the_power_of_two_nearest_to_the_mean() -> None:
     x = normal(50, 30)
     mean = x.abs().mean(-1, keepdim=True)
-    found = Sign()(x, mix(50))
-    magnitude = found.abs().amax(-1, keepdim=True)
-    assert torch.equal(found, magnitude * torch.where(x < 0, -1.0, 1.0))
+    result = Sign()(x, mix(50))
+    magnitude = result.abs().amax(-1, keepdim=True)
+    assert torch.equal(result, magnitude * torch.where(x < 0, -1.0, 1.0))
     assert torch.equal(torch.log2(magnitude), torch.log2(magnitude).round())
     assert ((magnitude / mean >= 2 / 3) & (magnitude / mean <= 4 / 3)).all()
 
@@ -316,14 +316,14 @@ def test_sign_has_one_magnitude_the_power_of_two_nearest_to_the_mean() -> None:
 @pytest.mark.parametrize("chunk", [None, 7, 30])
 def test_min_max_is_within_half_a_step_and_keeps_the_maximum(chunk: int | None, dtype: torch.dtype) -> None:
     x = normal(50, 30, dtype=dtype)
-    found = MinMaxUInt8(chunk)(x, mix(50))
-    for part, mine in zip(x.split(chunk or 30, -1), found.split(chunk or 30, -1), strict=True):
+    result = MinMaxUInt8(chunk)(x, mix(50))
+    for part, own in zip(x.split(chunk or 30, -1), result.split(chunk or 30, -1), strict=True):
         width = part.amax(-1, keepdim=True) - part.amin(-1, keepdim=True) + 1e-7
-        assert ((mine - part).abs() <= width / 510 * (1 + 1e-4)).all()
+        assert ((own - part).abs() <= width / 510 * (1 + 1e-4)).all()
 
 
 def kernel_of_bagua(x: np.ndarray) -> tuple[np.ndarray, bool]:
-    """What arrives of a float32 or float16 vector, and whether all its codes fit into a byte, as they must there."""
+    """The decoded float32 or float16 vector, and whether all its codes fit into a byte, as BAGUA's kernel needs."""
     wide = x.astype(np.float32)
     least, greatest = wide.min(), wide.max()
     width = np.float32(np.float32(greatest - least) + np.float32(1e-7))
@@ -339,18 +339,23 @@ def many_vectors(dtype: type) -> list[np.ndarray]:
     """Of many lengths, sizes and distances from zero; constants; numbers that are nearly zero."""
     draw = np.random.default_rng(3)
     sizes = (1e-9, 1e-6, 1e-3, 1.0, 50.0, *([] if dtype == np.float16 else [1e4, 1e9]))
-    found = [
+    results = [
         draw.normal(offset, 1, length) * size
         for size in sizes
         for offset in (0.0, 0.1, 3.0, -40.0, 500.0)
         for length in (1, 2, 5, 30, 200)
         for _ in range(8)
     ]
-    found += [np.full(7, one) for one in (0.0, 1.0, -1.0, 0.1, -0.3, 1e-7, 3.0, 1e4)]
-    found += [np.array([5e-8, -5e-8, 1e-8]), np.arange(256.0), np.arange(-128.0, 128.0) / 255, np.array([0.5, -254.5])]
+    results += [np.full(7, one) for one in (0.0, 1.0, -1.0, 0.1, -0.3, 1e-7, 3.0, 1e4)]
+    results += [
+        np.array([5e-8, -5e-8, 1e-8]),
+        np.arange(256.0),
+        np.arange(-128.0, 128.0) / 255,
+        np.array([0.5, -254.5]),
+    ]
     if dtype == np.float32:
-        found += [draw.normal(size=20) * 1e-40, np.array([1e-45, 0.0, -1e-45]), np.array([1e30, -1e30, 1.0, 0.0])]
-    return [one.astype(dtype) for one in found]
+        results += [draw.normal(size=20) * 1e-40, np.array([1e-45, 0.0, -1e-45]), np.array([1e30, -1e30, 1.0, 0.0])]
+    return [one.astype(dtype) for one in results]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -358,9 +363,9 @@ def test_min_max_is_the_kernel_of_bagua_bit_for_bit(dtype: type) -> None:
     vectors, fitted = many_vectors(dtype), 0
     for x in vectors:
         expected, fits = kernel_of_bagua(x)
-        found = MinMaxUInt8()(torch.from_numpy(x.copy()).unsqueeze(0), mix(1))
+        result = MinMaxUInt8()(torch.from_numpy(x.copy()).unsqueeze(0), mix(1))
         # Zero has one sign where it travels as a byte.
-        assert found.numpy()[0].tobytes() == expected.tobytes(), (x, found, expected)
+        assert result.numpy()[0].tobytes() == expected.tobytes(), (x, result, expected)
         fitted += fits
     assert fitted > 0.95 * len(vectors)
 
@@ -368,16 +373,16 @@ def test_min_max_is_the_kernel_of_bagua_bit_for_bit(dtype: type) -> None:
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=24))
 def test_min_max_is_the_kernel_of_bagua_on_any_vector(row: list[float]) -> None:
     x = np.array(row, dtype=np.float32)
-    found = MinMaxUInt8()(torch.from_numpy(x.copy()).unsqueeze(0), mix(1))
-    assert found.numpy()[0].tobytes() == kernel_of_bagua(x)[0].tobytes()
+    result = MinMaxUInt8()(torch.from_numpy(x.copy()).unsqueeze(0), mix(1))
+    assert result.numpy()[0].tobytes() == kernel_of_bagua(x)[0].tobytes()
 
 
 def test_dyadic_min_max_has_a_power_of_two_for_a_step() -> None:
     x = normal(50, 30)
     width = x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
     step = 2.0 ** -torch.log2(254 / width).floor()
-    found = MinMaxUInt8(dyadic=True)(x, mix(50))
-    codes = found / step
+    result = MinMaxUInt8(dyadic=True)(x, mix(50))
+    codes = result / step
     assert torch.equal(codes, (x / step).round())
     assert (codes.amax(-1) - codes.amin(-1) <= 255).all()
 
@@ -420,7 +425,7 @@ def test_invalid_numbers_are_refused() -> None:
 def test_each_chunk_is_quantised_independently(norm: Literal["max", "euclidean"]) -> None:
     """Like a vector of its own, with the draws of its positions."""
     x = normal(50, 47)
-    whole = QSGD(7, norm, chunk=10)(x, mix(50))
+    full = QSGD(7, norm, chunk=10)(x, mix(50))
     draws = mix(50).uniform(x)
     for start in range(0, 47, 10):
         part = x[..., start : start + 10]
@@ -429,7 +434,7 @@ def test_each_chunk_is_quantised_independently(norm: Literal["max", "euclidean"]
             def uniform(self, like: torch.Tensor, start: int = start) -> torch.Tensor:
                 return draws[..., start : start + like.shape[-1]]
 
-        assert torch.equal(whole[..., start : start + 10], QSGD(7, norm)(part, Drawn()))  # type: ignore[arg-type]
+        assert torch.equal(full[..., start : start + 10], QSGD(7, norm)(part, Drawn()))  # type: ignore[arg-type]
 
 
 def test_four_bits_with_chunks_are_a_contraction_for_any_length() -> None:

@@ -56,13 +56,13 @@ def mix(agents: int, round_: int = 0) -> StackedMix:
     return made
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(values: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit, but for what NaN have beside being one."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
+    if values.dtype != expected.dtype or values.shape != expected.shape:
         return False
-    integer = INTEGERS[found.itemsize]
-    equal = found.contiguous().view(integer) == expected.contiguous().view(integer)
-    return bool((equal | (found.isnan() & expected.isnan())).all())
+    integer = INTEGERS[values.itemsize]
+    equal = values.contiguous().view(integer) == expected.contiguous().view(integer)
+    return bool((equal | (values.isnan() & expected.isnan())).all())
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -72,19 +72,19 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 def samples(d: int, dtype: torch.dtype) -> torch.Tensor:
     """``[n, d]``, a row for each kind of numbers."""
     x = normal(d, dtype=dtype)
-    found = [
+    results = [
         x,
         (x.double() + 1e4).to(dtype),
         (x.double() * torch.finfo(dtype).max / 2).to(dtype),
         (x.double() * torch.finfo(dtype).tiny / 16).to(dtype),
         x.round(),  # many that are equal, and zeros of both signs
     ]
-    found += [torch.full_like(x, one) for one in (0.0, -0.0, -0.3)]
+    results += [torch.full_like(x, one) for one in (0.0, -0.0, -0.3)]
     for bad in (math.nan, math.inf, -math.inf):
         y = x.clone()
         y[d // 2 :: 5] = bad
-        found.append(y)
-    return torch.stack(found)
+        results.append(y)
+    return torch.stack(results)
 
 
 def check(compressor: Compressor, x: torch.Tensor, weight: float = 0.3) -> None:
@@ -95,11 +95,11 @@ def check(compressor: Compressor, x: torch.Tensor, weight: float = 0.3) -> None:
     assert data.shape == (n, compressor.nbytes(d, x.dtype))
     assert same(compressor.decode(data, d, x.dtype, mix(n)), expected)
     total = normal(n, d, dtype=x.dtype)
-    found = compressor.add_decoded(total.clone(), data, weight, mix(n))
+    result = compressor.add_decoded(total.clone(), data, weight, mix(n))
     if x.itemsize == 2:
-        assert same(found, total.float().add_(expected.float(), alpha=weight).to(x.dtype))
+        assert same(result, total.float().add_(expected.float(), alpha=weight).to(x.dtype))
     else:
-        assert same(found, total.add_(expected, alpha=weight))
+        assert same(result, total.add_(expected, alpha=weight))
 
 
 @every_dtype
@@ -159,21 +159,21 @@ def test_a_message_may_start_anywhere_in_a_buffer(compressor: Compressor) -> Non
         for at in (0, 3, 8):
             memory = torch.frombuffer(bytearray(len(data) + 32), dtype=torch.uint8, offset=before)
             message = memory[at : at + len(data)].copy_(data)
-            found = compressor.decode(message.unsqueeze(0), 37, x.dtype, mix(1))
-            assert same(found, compressor(x, mix(1)))
+            result = compressor.decode(message.unsqueeze(0), 37, x.dtype, mix(1))
+            assert same(result, compressor(x, mix(1)))
 
 
 @pytest.mark.parametrize("compressor", [one for one in ALL if not one.varies], ids=str)
 def test_an_agent_sends_the_message_of_its_row_of_the_fleet(compressor: Compressor) -> None:
     x = normal(4, 37, dtype=torch.float32)
 
-    def alone() -> list[int]:
+    def on_agent() -> list[int]:
         exchange = Exchange(ring(4), seed=11)
         exchange.begin(5)
-        found: list[int] = compressor.encode(x[shoal.rank()], exchange).tolist()
-        return found
+        result: list[int] = compressor.encode(x[shoal.rank()], exchange).tolist()
+        return result
 
-    assert shoal.Fleet(4).run(alone) == compressor.encode(x, mix(4, 5)).tolist()
+    assert shoal.Fleet(4).run(on_agent) == compressor.encode(x, mix(4, 5)).tolist()
 
 
 @every_compressor
@@ -246,16 +246,16 @@ def decoded(compressor: Compressor, data: torch.Tensor, d: int, dtype: torch.dty
     total = normal(*data.shape[:-1], d, dtype=torch.float32)
     before = total.clone()
     try:
-        found = compressor.decode(data, d, dtype, mix(1))
+        result = compressor.decode(data, d, dtype, mix(1))
     except ValueError as error:
         assert str(error)
         with pytest.raises(ValueError):
             compressor.add_decoded(total, data, 1.0, mix(1), dtype=dtype)
         assert torch.equal(total, before)
         return False
-    assert found.shape == (*data.shape[:-1], d) and found.dtype == dtype
+    assert result.shape == (*data.shape[:-1], d) and result.dtype == dtype
     added = compressor.add_decoded(total, data, 1.0, mix(1), dtype=dtype)
-    assert same(added, before.add_(found.float()))
+    assert same(added, before.add_(result.float()))
     return True
 
 
@@ -322,9 +322,9 @@ def test_the_step_of_16_bits_leaves_the_largest_number_within_the_levels() -> No
     check(QSGD(511), x)
 
 
-def numbers(*found: float) -> list[int]:
+def numbers(*values: float) -> list[int]:
     """The bytes of float32."""
-    return torch.tensor(found, dtype=torch.float32).view(torch.uint8).tolist()
+    return torch.tensor(values, dtype=torch.float32).view(torch.uint8).tolist()
 
 
 @pytest.mark.parametrize(
@@ -380,13 +380,13 @@ def test_an_invalid_row_leaves_all_sums_unchanged() -> None:
     assert torch.equal(total, before)
 
 
-# What the bytes are
+# The layout of the bytes
 
 
 def test_bytes_have_the_documented_layout() -> None:
     def encode(compressor: Compressor, *row: float) -> list[int]:
-        found: list[int] = compressor.encode(torch.tensor([row], dtype=torch.float32), mix(1))[0].tolist()
-        return found
+        result: list[int] = compressor.encode(torch.tensor([row], dtype=torch.float32), mix(1))[0].tolist()
+        return result
 
     assert encode(Sign(), 1, -1, 1, 1, 1, 1, 1, 1, -1) == [*numbers(1), 0b10, 0b1]
     assert encode(QSGD(127), 127, -127, 1, 0) == [*numbers(1), 127, 129, 1, 0]
@@ -407,33 +407,33 @@ def test_bytes_have_the_documented_layout() -> None:
 def test_positions_take_about_two_bits_more_than_the_minimum(k: int) -> None:
     for d in (k + 1, 2 * k + 1, 10 * k, 1000 * k):
         share = k / d
-        found = TopK(share).nbytes(d, torch.float32) - 4 * k
-        assert found <= min(-(-d // 8), k * (3 + math.log2(d / k)) / 8 + 2)
-        assert found >= math.log2(math.comb(d, k)) / 8
+        result = TopK(share).nbytes(d, torch.float32) - 4 * k
+        assert result <= min(-(-d // 8), k * (3 + math.log2(d / k)) / 8 + 2)
+        assert result >= math.log2(math.comb(d, k)) / 8
 
 
 def test_a_compressor_without_a_wire_format_raises() -> None:
-    class Own(Compressor):
+    class WithoutEncoder(Compressor):
         def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
             return x
 
         def nbytes(self, d: int, dtype: torch.dtype) -> int:
             return d
 
-    class HalfOwn(Own):
+    class WithoutDecoder(WithoutEncoder):
         def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: object) -> None:
             data.zero_()
 
-    data, said = torch.zeros(1, 3, dtype=torch.uint8), r"Own.* has no wire format: .* _encode and _pieces"
-    assert not Own().encodes
-    assert not HalfOwn().encodes
-    with pytest.raises(TypeError, match=said):
-        Own().encode(normal(1, 3), mix(1))
-    assert torch.equal(HalfOwn().encode(normal(1, 3), mix(1)), data)
-    for one in (Own(), HalfOwn()):
-        with pytest.raises(TypeError, match=said):
+    data, output = torch.zeros(1, 3, dtype=torch.uint8), r"Own.* has no wire format: .* _encode and _pieces"
+    assert not WithoutEncoder().encodes
+    assert not WithoutDecoder().encodes
+    with pytest.raises(TypeError, match=output):
+        WithoutEncoder().encode(normal(1, 3), mix(1))
+    assert torch.equal(WithoutDecoder().encode(normal(1, 3), mix(1)), data)
+    for one in (WithoutEncoder(), WithoutDecoder()):
+        with pytest.raises(TypeError, match=output):
             one.decode(data, 3, torch.float32, mix(1))
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=output):
             one.add_decoded(torch.zeros(1, 3), data, 1.0, mix(1))
 
 
@@ -445,8 +445,8 @@ def test_a_cast_is_within_its_stated_error(compressor: Cast) -> None:
     for scale in (1e-4, 1.0, 1e4):
         x = normal(1, 20_000) * scale
         x = x[x.abs() > torch.finfo(compressor.dtype).tiny]
-        lost = ((compressor(x, mix(1)) - x) / x).square().max()
-        assert 0.9 * compressor.omega(1) < lost <= compressor.omega(1)
+        failed = ((compressor(x, mix(1)) - x) / x).square().max()
+        assert 0.9 * compressor.omega(1) < failed <= compressor.omega(1)
     # Halfway between two, the relative error is largest where numbers are just above a power of two.
     x = torch.tensor([1 + torch.finfo(compressor.dtype).eps / 2 * (1 - 2**-20)], dtype=torch.float64)
     assert float(((compressor(x, mix(1)) - x) / x).square()) <= compressor.omega(1)
@@ -455,9 +455,9 @@ def test_a_cast_is_within_its_stated_error(compressor: Cast) -> None:
 
 def test_a_cast_overflows_to_infinity_and_underflows_to_zero() -> None:
     x = torch.tensor([65504.0, 65519.0, 65520.0, -1e5, 2.0**-24, 2.0**-25, -(2.0**-26)])
-    found = Cast(torch.float16)(x, mix(1))
-    assert found.tolist() == [65504.0, 65504.0, math.inf, -math.inf, 2.0**-24, 0.0, 0.0]
-    assert found[-1].signbit()
+    result = Cast(torch.float16)(x, mix(1))
+    assert result.tolist() == [65504.0, 65504.0, math.inf, -math.inf, 2.0**-24, 0.0, 0.0]
+    assert result[-1].signbit()
     assert Cast(torch.bfloat16)(torch.tensor([3.4e38, 1e-40]), mix(1)).isinf().tolist() == [True, False]
     with pytest.raises(ValueError, match=r"pass torch\.bfloat16 or torch\.float16"):
         Cast(torch.float32)

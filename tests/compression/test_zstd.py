@@ -38,8 +38,8 @@ def test_a_vector_is_decoded_to_the_compressors_output_from_no_more_bytes(inner:
         assert len(message) <= inner.nbytes(len(x), x.dtype) == compressor.nbytes(len(x), x.dtype)
         expected = inner(x, draws())
         assert torch.equal(compressor(x, draws()).nan_to_num(7), expected.nan_to_num(7))
-        found = compressor.decode(message, len(x), x.dtype, draws())
-        assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+        result = compressor.decode(message, len(x), x.dtype, draws())
+        assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
         total = torch.ones(len(x))
         assert compressor.add_decoded(total, message, 0.5, draws()) is total
         assert torch.equal(total.nan_to_num(7), torch.ones(len(x)).add(expected, alpha=0.5).nan_to_num(7))
@@ -112,17 +112,17 @@ def test_an_exchange_is_the_same_and_sends_less(fleet: Fleets, monkeypatch: pyte
     def run() -> tuple[list[float], int, int]:
         shoal.set_topology(shoal.topology.RingGraph(3))
         x = numbers() + shoal.rank()
-        found, sent = [], []
+        result, sent = [], []
         for compressor in (MinMaxUInt8(), Zstd(MinMaxUInt8())):
             before = shoal.bytes_sent()
-            found.append(shoal.neighbor_allreduce(x, compression=compressor, name="the same draws"))
+            result.append(shoal.neighbor_allreduce(x, compression=compressor, name="the same draws"))
             sent.append(shoal.bytes_sent() - before)
-        assert torch.equal(*found)
-        return found[0][:3].tolist(), sent[0], sent[1]
+        assert torch.equal(*result)
+        return result[0][:3].tolist(), sent[0], sent[1]
 
-    for _, whole, short in fleet(3).run(run):
-        assert whole == 2 * 20_008
-        assert short < 0.95 * whole
+    for _, full, short in fleet(3).run(run):
+        assert full == 2 * 20_008
+        assert short < 0.95 * full
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -152,7 +152,7 @@ def test_an_optimizer_trains_to_the_same_bits_and_sends_less(
     agents = fleet(4)
     plain, packed = agents.run(run, QSGD(7, chunk=64)), agents.run(run, Zstd(QSGD(7, chunk=64)))
     assert [x for x, _ in plain] == [x for x, _ in packed]
-    assert all(short < 0.9 * whole for (_, whole), (_, short) in zip(plain, packed, strict=True))
+    assert all(short < 0.9 * full for (_, full), (_, short) in zip(plain, packed, strict=True))
 
 
 def test_pairs_through_windows_take_messages_of_one_length() -> None:

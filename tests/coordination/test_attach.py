@@ -1,4 +1,4 @@
-"""Who moves tensors: a group that the script has, those that Shoal makes beside it, and what is refused."""
+"""The backend that moves tensors: a group of the script's own, groups that Shoal makes, and refused groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = 3
 BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP}
 
 
-def found(engine: str) -> pytest.MarkDecorator:
+def requires_backend(engine: str) -> pytest.MarkDecorator:
     """Passes over a test of an engine that this build of torch has not."""
     return pytest.mark.skipif(engine not in available(), reason=f"this build of torch has no {engine}")
 
@@ -55,15 +55,15 @@ def by_script(script: str) -> list[str]:
         )
         for rank in range(SIZE)
     ]
-    said = [one.communicate(timeout=scaled(50)) for one in processes]
-    assert [one.returncode for one in processes] == [0] * SIZE, said
-    return [out.strip() for out, _ in said]
+    output = [process.communicate(timeout=scaled(50)) for process in processes]
+    assert [process.returncode for process in processes] == [0] * SIZE, output
+    return [out.strip() for out, _ in output]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=found("ucc"))])
+@pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=requires_backend("ucc"))])
 def test_the_scripts_own_group_moves_tensors_and_is_not_destroyed(engine: str) -> None:
-    said = by_script(
+    output = by_script(
         f"""
         import torch, torch.distributed as dist, shoal
         dist.init_process_group("{engine}")
@@ -79,10 +79,10 @@ def test_the_scripts_own_group_moves_tensors_and_is_not_destroyed(engine: str) -
         dist.destroy_process_group()
         """
     )
-    assert said == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
+    assert output == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
 
 
-@found("ucc")
+@requires_backend("ucc")
 def test_ucc_groups_created_by_shoal_give_the_bits_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -96,7 +96,7 @@ def test_ucc_groups_created_by_shoal_give_the_bits_of_threads(monkeypatch: pytes
         assert all(torch.equal(one, other) for one, other in zip(moved, expected, strict=True))
 
 
-@found("mpi")
+@requires_backend("mpi")
 def test_a_group_of_mpi_moves_tensors() -> None:
     script = """
     import torch, torch.distributed as dist, shoal
@@ -128,13 +128,19 @@ def test_a_group_without_all_ranks_in_order_is_refused(size: int, rank: int) -> 
         check_backend("gloo", Given(), 3, 0)
 
 
-@pytest.mark.parametrize("said", ["processgroup", "process_group", "gloo"])
-def test_an_unknown_transport_is_refused_with_the_known_ones(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_TRANSPORT", said)
-    with pytest.raises(ValueError, match=f"={said!r}; it may be one of threads, shared_memory, network, process-group"):
+@pytest.mark.parametrize("expected_message", ["processgroup", "process_group", "gloo"])
+def test_an_unknown_transport_is_refused_with_the_known_ones(
+    expected_message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TRANSPORT", expected_message)
+    with pytest.raises(
+        ValueError, match=f"={expected_message!r}; it may be one of threads, shared_memory, network, process-group"
+    ):
         shoal.init()
-    with pytest.raises(ValueError, match=f"={said!r}; it may be one of threads, shared_memory, network, process-group"):
-        shoal.Fleet(2, transport=said)
+    with pytest.raises(
+        ValueError, match=f"={expected_message!r}; it may be one of threads, shared_memory, network, process-group"
+    ):
+        shoal.Fleet(2, transport=expected_message)
 
 
 def begin() -> str:
@@ -154,7 +160,7 @@ def test_between_machines_process_groups_are_refused_together_with_tls(tmp_path:
     ):
         first, second = world.run(begin)
     assert "what a process group of gloo sends to ranks [1] is not encrypted; leave one of the two out" in first.value
-    assert second.value != "it began"  # and may hear of it by the end of the first
+    assert second.value != "it began"  # and may learn of it by the end of the first
 
 
 def test_a_message_without_a_tensor_is_a_protocol_error() -> None:

@@ -1,4 +1,4 @@
-"""What is decided from what all agents ask for: what is ready, in which order, and what cannot go on."""
+"""The decision from all agents' requests: which operations are ready, in which order, and which cannot run."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def test_requests_of_several_agents_are_merged() -> None:
 
 
 def test_a_request_is_ready_when_every_member_has_requested_it() -> None:
-    asked = {request("a"): [0, 1, 2], request("b"): [0, 2], request("c", members=(0, 2)): [0, 2]}
-    assert responses(decide(asked, [0, 1, 2])) == [("a", 0, (0, 1, 2)), ("c", 0, (0, 2))]
+    requested = {request("a"): [0, 1, 2], request("b"): [0, 2], request("c", members=(0, 2)): [0, 2]}
+    assert responses(decide(requested, [0, 1, 2])) == [("a", 0, (0, 1, 2)), ("c", 0, (0, 2))]
 
 
 def test_the_order_is_that_of_the_requests() -> None:
     names = ["z", "a", "m"]
-    found = responses(decide({request(name): [0, 1] for name in names}, [0, 1]))
-    assert [name for name, _, _ in found] == names
+    result = responses(decide({request(name): [0, 1] for name in names}, [0, 1]))
+    assert [name for name, _, _ in result] == names
 
 
 def test_several_rounds_of_a_name_run_in_sequence() -> None:
-    asked = {request("a", 2): [0, 1], request("a", 1): [0, 1], request("a", 3): [0]}
-    assert responses(decide(asked, [0, 1])) == [("a", 1, (0, 1)), ("a", 2, (0, 1))]
+    requested = {request("a", 2): [0, 1], request("a", 1): [0, 1], request("a", 3): [0]}
+    assert responses(decide(requested, [0, 1])) == [("a", 1, (0, 1)), ("a", 2, (0, 1))]
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2]])
 def test_a_mismatch_is_reported_with_both_sides(ranks: list[int]) -> None:
-    asked = {
+    requested = {
         request("a", what="sum of float32, shape [3]"): ranks[:-1],
         request("a", what="sum of float64"): ranks[-1:],
     }
-    (one,) = refusals(decide(asked, [0, 1, 2]))
+    (one,) = refusals(decide(requested, [0, 1, 2]))
     assert one.ranks == tuple(ranks)
     assert set(one.concerned) == {0, ranks[-1]}
     assert "sum 'a' round 0" in one.text
@@ -76,29 +76,29 @@ def test_a_mismatch_is_reported_with_both_sides(ranks: list[int]) -> None:
 
 
 def test_one_name_for_two_operations_is_a_mismatch() -> None:
-    asked = {request("a", op="allreduce"): [0], request("a", op="broadcast"): [1]}
-    (one,) = refusals(decide(asked, [0, 1]))
+    requested = {request("a", op="allreduce"): [0], request("a", op="broadcast"): [1]}
+    (one,) = refusals(decide(requested, [0, 1]))
     assert "called allreduce" in one.text
     assert "called broadcast" in one.text
 
 
 def test_an_agent_in_a_later_round_will_not_join_an_earlier_one() -> None:
-    asked = {request("a", 3): [0, 2], request("a", 4): [1]}
-    (one,) = refusals(decide(asked, [0, 1, 2]))
+    requested = {request("a", 3): [0, 2], request("a", 4): [1]}
+    (one,) = refusals(decide(requested, [0, 1, 2]))
     assert (one.round, one.ranks, one.concerned) == (3, (0, 2), (1,))
     assert "rank 1 passed that round" in one.text
 
 
 def test_a_connected_component_is_ready_when_all_its_members_have_requested() -> None:
-    asked = {edges(1): [0], edges(0): [1], edges(3): [2], edges(2, 4): [3]}
-    assert responses(decide(asked, range(5))) == [("x", 0, (0, 1))]
-    asked[edges(3)] = [2, 4]
-    assert responses(decide(asked, range(5))) == [("x", 0, (0, 1)), ("x", 0, (2, 3, 4))]
+    requested = {edges(1): [0], edges(0): [1], edges(3): [2], edges(2, 4): [3]}
+    assert responses(decide(requested, range(5))) == [("x", 0, (0, 1))]
+    requested[edges(3)] = [2, 4]
+    assert responses(decide(requested, range(5))) == [("x", 0, (0, 1)), ("x", 0, (2, 3, 4))]
 
 
 def test_requests_of_other_rounds_are_separate() -> None:
-    asked = {edges(1): [0], edges(0, round_=1): [1]}
-    assert decide(asked, [0, 1]) == []
+    requested = {edges(1): [0], edges(0, round_=1): [1]}
+    assert decide(requested, [0, 1]) == []
 
 
 REQUESTS = st.dictionaries(
@@ -121,9 +121,9 @@ REQUESTS = st.dictionaries(
 
 @given(REQUESTS)
 @settings(max_examples=200, deadline=None)
-def test_encoded_requests_are_decoded_equally(asked: dict[TransferRequest, list[int]]) -> None:
-    assert requests_of(json.loads(json.dumps(requests_as_data(asked))), 4) == asked
-    decision = decide(asked, range(4))
+def test_encoded_requests_are_decoded_equally(requests: dict[TransferRequest, list[int]]) -> None:
+    assert requests_of(json.loads(json.dumps(requests_as_data(requests))), 4) == requests
+    decision = decide(requests, range(4))
     assert decision_of(json.loads(json.dumps(decision_as_data(decision))), 4) == decision
 
 
@@ -132,7 +132,7 @@ def test_encoded_requests_are_decoded_equally(asked: dict[TransferRequest, list[
 def test_the_result_is_independent_of_where_requests_are_merged(
     several: list[dict[TransferRequest, list[int]]],
 ) -> None:
-    apart = [{request: [rank] for request in asked} for rank, asked in enumerate(several)]
+    apart = [{request: [rank] for request in requested} for rank, requested in enumerate(several)]
     at_once = merged(apart)
     by_tree = merged([merged(apart[:2]), merged(apart[2:])])
     group = range(len(several))
@@ -140,7 +140,7 @@ def test_the_result_is_independent_of_where_requests_are_merged(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         [],
         ["x"],
@@ -152,6 +152,6 @@ def test_the_result_is_independent_of_where_requests_are_merged(
         [["x", 0, [], "op", "", "", 0, "peers"], [0]],
     ],
 )
-def test_invalid_messages_are_refused(said: list) -> None:
+def test_invalid_messages_are_refused(message: list) -> None:
     with pytest.raises((ValueError, TypeError)):
-        requests_of([said] if said else [[]], 4)
+        requests_of([message] if message else [[]], 4)

@@ -1,4 +1,4 @@
-"""One order on all agents, over process groups of Gloo: that there is one, what it costs, and what ends it."""
+"""One order on all agents, over process groups of Gloo: that it exists, its cost, and how it ends."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def expected(kind: str, rank: int, size: int) -> float:
 
 def schedules(seeds: list[int], size: int, count: int) -> list[list[list[tuple[str, str]]]]:
     """For each seed and agent: kinds and names of calls, the same for all agents, in an order of its own."""
-    found = []
+    results = []
     for seed in seeds:
         draw = random.Random(seed)
         calls = [(draw.choice([*CALLS]), f"{seed % 7} {number}") for number in range(count)]
-        found.append([draw.sample(calls, count) for _ in range(size)])
-    return found
+        results.append([draw.sample(calls, count) for _ in range(size)])
+    return results
 
 
 def go_through(fleet: Fleets, seeds: list[int], size: int, count: int) -> None:
@@ -89,7 +89,7 @@ def go_through(fleet: Fleets, seeds: list[int], size: int, count: int) -> None:
 
     def run() -> list[list[tuple[str, int]]]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(size))
-        rank, found = shoal.rank(), []
+        rank, result = shoal.rank(), []
         for plan in plans:
             ordered: list[tuple[str, int]] = []
             stop = shoal.events().subscribe(
@@ -104,8 +104,8 @@ def go_through(fleet: Fleets, seeds: list[int], size: int, count: int) -> None:
             for kind, handle in draw.sample(handles, len(handles)):
                 assert handle.wait().reshape(-1)[0].item() == pytest.approx(expected(kind, rank, size)), kind
             stop()
-            found.append(ordered)
-        return found
+            result.append(ordered)
+        return result
 
     for of_agents in zip(*fleet(size).run(run), strict=True):
         assert all(one == of_agents[0] for one in of_agents)
@@ -120,12 +120,12 @@ def test_agents_that_call_in_any_order_get_one_order_and_complete(seeds: list[in
 
 def test_agents_outside_of_a_group_take_no_part_in_its_calls(fleet: Fleets) -> None:
     def run() -> list[float]:
-        rank, found = float(shoal.rank()), []
+        rank, result = float(shoal.rank()), []
         for _ in range(3):  # first by a decision, then from the cache
             if rank < 2:
-                found.append(shoal.allreduce(torch.tensor([rank]), False, name="of two", group=[0, 1]).item())
-            found.append(shoal.allreduce(torch.tensor([rank]), False, name="of all").item())
-        return found
+                result.append(shoal.allreduce(torch.tensor([rank]), False, name="of two", group=[0, 1]).item())
+            result.append(shoal.allreduce(torch.tensor([rank]), False, name="of all").item())
+        return result
 
     assert fleet(3).run(run) == [[1.0, 3.0] * 3, [1.0, 3.0] * 3, [3.0] * 3]
 
@@ -226,34 +226,34 @@ def test_training_negotiates_nothing_after_its_first_step(fleet: Fleets, kind: s
             optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
                 plain, model, topology=topology, overlap="backward", bucket_bytes=256
             )
-        found = []
+        results = []
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.randn(16, 8)).square().mean().backward()
             optimizer.step()
-            found.append(order().counts.negotiations)
-        return found
+            results.append(order().counts.negotiations)
+        return results
 
-    for found in fleet(4).run(run):
-        assert found[1:] == found[:1] * 4
+    for result in fleet(4).run(run):
+        assert result[1:] == result[:1] * 4
 
 
 def test_known_calls_negotiate_nothing_in_any_order(fleet: Fleets) -> None:
     def run() -> list[tuple[int, int, int]]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
-        found = []
+        results = []
         for step in range(4):
             kinds = random.Random(10 * step + shoal.rank()).sample([*CALLS][:-1], len(CALLS) - 1)
             for handle in [CALLS[kind](kind) for kind in kinds]:
                 handle.wait()
-            found.append(costs())
+            results.append(costs())
             shoal.barrier()
-        return found
+        return results
 
-    for found in fleet(3).run(run):
-        assert found[0][1] > 0
-        assert {negotiations for _, negotiations, _ in found} == {found[0][1]}
-        assert [moved for _, _, moved in found] == [5, 10, 15, 20]
+    for result in fleet(3).run(run):
+        assert result[0][1] > 0
+        assert {negotiations for _, negotiations, _ in result} == {result[0][1]}
+        assert [moved for _, _, moved in result] == [5, 10, 15, 20]
 
 
 def test_without_a_cache_everything_is_negotiated(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +276,9 @@ def test_a_cache_smaller_than_the_working_set_costs_only_time(fleet: Fleets, mon
         for _ in range(4):
             handles = [shoal.allreduce_nonblocking(torch.full((2,), float(i)), name=f"{i}") for i in range(8)]
             assert [handle.wait()[0].item() for handle in handles] == [float(i) for i in range(8)]
-        found = len(order()._cache), order().counts.negotiations
-        shoal.barrier()  # who leaves makes the others forget
-        return found
+        result = len(order()._cache), order().counts.negotiations
+        shoal.barrier()  # a departure makes the others forget
+        return result
 
     for entries, negotiations in fleet(3).run(run):
         assert entries == 3
@@ -304,13 +304,13 @@ def test_an_agent_without_requests_is_idle(fleet: Fleets) -> None:
             assert go.wait(10)
             used = 0.0
             shoal.allreduce(torch.ones(1), name="x")
-        found = order().counts.rounds - rounds
+        result = order().counts.rounds - rounds
         together.wait(10)
-        return found, used
+        return result, used
 
-    found = fleet(3).run(run)
-    assert [rounds for rounds, _ in found] == [1] * 3
-    assert found[0][1] < 0.1
+    results = fleet(3).run(run)
+    assert [rounds for rounds, _ in results] == [1] * 3
+    assert results[0][1] < 0.1
 
 
 # What ends it
@@ -351,8 +351,8 @@ def test_an_inconsistent_cache_would_give_a_wrong_sum() -> None:
         one.put(_request(name))
     for name in "ba":
         other.put(_request(name))
-    asked = _request("a")
-    common = one.vector([_later(asked)]) & other.vector([_later(_request("b"))])
+    requested = _request("a")
+    common = one.vector([_later(requested)]) & other.vector([_later(_request("b"))])
     assert [entry.key.name for entry in one.ready(common)] != [entry.key.name for entry in other.ready(common)]
 
 
@@ -404,17 +404,17 @@ def test_a_mismatch_reaches_all_and_names_the_tensor_and_both_sides(
 
 def test_a_shape_that_changes_on_all_agents_is_no_mismatch(fleet: Fleets) -> None:
     def run() -> list[int]:
-        found = []
+        results = []
         for step in range(9):
             x = torch.full((3 + step % 3,), float(shoal.rank()))
             assert shoal.allreduce(x, name="x").tolist() == [0.5] * len(x)
             assert shoal.neighbor_allreduce(x, "n").tolist() == [0.5] * len(x)
-            found.append(order().counts.negotiations)
-        return found
+            results.append(order().counts.negotiations)
+        return results
 
-    for found in fleet(2).run(run):
-        assert found[2] > found[0]
-        assert found[2:] == [found[2]] * 7  # all three are known
+    for result in fleet(2).run(run):
+        assert result[2] > result[0]
+        assert result[2:] == [result[2]] * 7  # all three are known
 
 
 def test_names_without_a_counterpart_end_at_the_deadline_and_name_the_absent_ranks(fleet: Fleets) -> None:
@@ -476,7 +476,7 @@ def test_an_agent_that_leaves_with_pending_calls_is_named_and_the_others_continu
                     handle.wait()
             return
         assert left.wait(10)
-        # It has left, and nothing that these two do with each other needs it.
+        # It has left, and operations between these two do not need it.
         pair = shoal.pair_gossip(torch.full((2,), float(rank)), 1 - rank, name="pair")
         assert pair.tolist() == [0.5, 0.5]
         both.wait(10)
@@ -514,27 +514,30 @@ def test_an_agent_whose_last_round_fails_leaves_in_good_order(fleet: Fleets) -> 
 
 
 def test_a_call_that_times_out_after_all_have_requested_it_still_runs(fleet: Fleets) -> None:
-    """A round that says it is ready binds everybody: who gives up then is not missed by the others."""
+    """A round that reports an operation as ready binds all agents.
+
+    The others do not miss an agent whose call times out later.
+    """
 
     def run() -> list[float]:
-        found = []
+        results = []
         for step in range(30):
             x = torch.full((20_000,), float(shoal.rank() + step))
             handle = shoal.neighbor_allreduce_nonblocking(x, name="x")
             if shoal.rank() == 0 and step % 3 == 0:
                 current().engine.give_up(handle, ValueError("given up"))
             try:
-                found.append(handle.wait()[0].item() - step)
+                results.append(handle.wait()[0].item() - step)
             except (ValueError, shoal.Mismatch):
-                found.append(0.5)
+                results.append(0.5)
             assert shoal.allreduce(torch.ones(2), name="y")[0].item() == 1.0
-        return found
+        return results
 
     assert fleet(2).run(run) == [[0.5] * 30] * 2
 
 
 def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_is_back() -> None:
-    """What it knew of the lost one, that it moves nothing any more, does not hold for the one that is back."""
+    """The fact that the lost agent moves no tensors any more does not hold for its next incarnation."""
     calls: list[Callable[[], None]] = []
     groups = SimpleNamespace(stop=lambda: None, then=calls.append)
     engine = SimpleNamespace(rank=0, alive=(0, 1), matcher=None, current_plan=None, notify=lambda: None)
@@ -550,7 +553,7 @@ def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_i
 
 
 def test_values_of_earlier_memberships_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each membership makes its groups anew. Their values together may be more than an agent may send for one."""
+    """Each membership makes its own groups. Their values together may exceed the limit on what one agent may send."""
     monkeypatch.setattr(group_store, "MOST_WORDS", 3)
     stores = GroupStores(SimpleNamespace(rank=0, timeout=1.0))  # type: ignore[arg-type]
 
@@ -572,8 +575,8 @@ def test_values_of_earlier_memberships_are_not_kept(monkeypatch: pytest.MonkeyPa
 def test_two_jobs_in_one_process_are_independent() -> None:
     def run(value: float) -> float:
         for _ in range(20):
-            found = shoal.allreduce(torch.full((3,), value), name="x")[0].item()
-        return found
+            result = shoal.allreduce(torch.full((3,), value), name="x")[0].item()
+        return result
 
     results: dict[float, list[float]] = {}
 
@@ -606,11 +609,11 @@ def test_a_failure_agreed_on_during_a_shutdown_leaves_no_thread(
 ) -> None:
     stop = CollectiveOrdering.stop
 
-    def stopped_and_then_told(self: CollectiveOrdering) -> None:
+    def stop_then_call(self: CollectiveOrdering) -> None:
         stop(self)
         with self._engine.lock:
             getattr(self, what)()
 
-    monkeypatch.setattr(CollectiveOrdering, "stop", stopped_and_then_told)
+    monkeypatch.setattr(CollectiveOrdering, "stop", stop_then_call)
     fleet(2).run(lambda: shoal.allreduce(torch.ones(2), name="x"))
     assert wait_until(lambda: not [one.name for one in threading.enumerate() if one.name.endswith("-gloo")])

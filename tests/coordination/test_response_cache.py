@@ -37,9 +37,9 @@ def test_only_requests_of_all_are_ready_in_cache_order() -> None:
     for cache in caches:
         for name in "abc":
             cache.put(request(name))
-    asked = ["cab", "ac", "cba"]
+    requested = ["cab", "ac", "cba"]
     common = -1
-    for cache, names in zip(caches, asked, strict=True):
+    for cache, names in zip(caches, requested, strict=True):
         common &= cache.vector(request(name, 1) for name in names)
     for cache in caches:
         assert [entry.key.name for entry in cache.ready(common)] == ["a", "c"]
@@ -126,7 +126,7 @@ def test_agents_with_equal_decisions_have_the_same_cache(changes: list, capacity
         assert len({cache.digest for cache in caches}) == 1
         assert len({(len(cache), cache.width, cache.bits) for cache in caches}) == 1
         assert len(caches[0]) <= capacity
-        # What is foreign to an agent is exactly that in which it is no member.
+        # An entry is foreign to an agent exactly if the agent is no member of it.
         known = [cache.vector([]) & (1 << cache.width) - 1 for cache in caches]
         assert all(cache.ready(known[0] & known[1] & known[2]) == [] for cache in caches)
 

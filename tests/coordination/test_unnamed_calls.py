@@ -34,10 +34,10 @@ def fleet() -> Any:
         yield partial(shoal.Fleet, transport=PROCESS_GROUP, timeout=20.0)
 
 
-def pending(matcher: Matcher, number: int, asked_for: bool, name: str = "~allreduce") -> PendingRequest:
+def pending(matcher: Matcher, number: int, requested: bool, name: str = "~allreduce") -> PendingRequest:
     """The next call under a name, in a stage whose tensors are to be moved."""
     operation = matcher.begin("allreduce", name, 10.0, False)
-    operation.stage = stage = Stage(number, Exchange((), ()), set(), {}, to_move=True, asked_for=asked_for)
+    operation.stage = stage = Stage(number, Exchange((), ()), set(), {}, to_move=True, asked_for=requested)
     request = TransferRequest(CallSignature(RequestKey(name, number, ALL), "allreduce"), operation.round)
     return PendingRequest(request, operation, stage, CollectivePlan((), [], []), [])
 
@@ -100,8 +100,8 @@ CALLS: dict[str, Callable[[float], shoal.Handle[Any]]] = {
 
 def expected(kind: str, rank: int) -> float:
     """The first number of the result, where each agent gives its rank; of a fully connected topology."""
-    found = {"average": (SIZE - 1) / 2, "push": 0.5 * rank + (rank - 1) % SIZE, "gather": 0.0, "broadcast": 1.0}
-    return found.get(kind, SIZE * (SIZE - 1) / 2)
+    result = {"average": (SIZE - 1) / 2, "push": 0.5 * rank + (rank - 1) % SIZE, "gather": 0.0, "broadcast": 1.0}
+    return result.get(kind, SIZE * (SIZE - 1) / 2)
 
 
 REFUSED: list[Callable[[], Any]] = [

@@ -1,4 +1,4 @@
-"""What agents tell each other in a round, as bytes and together."""
+"""The vectors that agents exchange in a coordination round, as bytes and combined."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_an_encoded_vector_is_decoded_equally(one: Vector) -> None:
 
 
 def test_request_bits_are_intersected_and_flags_united() -> None:
-    one = Vector(b"a" * 8, 0b1100, asks=True)
+    vector = Vector(b"a" * 8, 0b1100, asks=True)
     other = Vector(b"a" * 8, 0b0110, leaving=0b10)
-    assert one.and_of(other, 1) == Vector(b"a" * 8, 0b0100, True, 0b10)
+    assert vector.and_of(other, 1) == Vector(b"a" * 8, 0b0100, True, 0b10)
 
 
 def test_another_cache_is_detected_and_reported() -> None:

@@ -20,11 +20,11 @@ SHARDS = [[0], list(range(1, 4)), list(range(4, TOTAL))]
 
 
 def epochs(sampler: shoal.AgentSampler, count: int) -> list[list[int]]:
-    found = []
+    results = []
     for epoch in range(count):
         sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
+        results.append(list(sampler))
+    return results
 
 
 def of_all(size: int, count: int, **options: Any) -> list[list[list[int]]]:
@@ -45,8 +45,8 @@ def test_a_common_dataset_is_distributed_evenly_without_duplicates(size: int) ->
 
 
 def test_samples_left_over_in_one_epoch_are_used_in_another() -> None:
-    found = of_all(SIZE, 10)
-    left_over = [set(range(TOTAL)) - set(chain(*dealt)) for dealt in zip(*found, strict=True)]
+    result = of_all(SIZE, 10)
+    left_over = [set(range(TOTAL)) - set(chain(*dealt)) for dealt in zip(*result, strict=True)]
     assert {len(one) for one in left_over} == {2} and len(set(map(frozenset, left_over))) > 1
 
 
@@ -76,18 +76,18 @@ def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
 
 
 def test_uneven_shards_contribute_equally_many_samples() -> None:
-    for shard, found in zip(SHARDS, of_shards(4), strict=True):
-        assert [len(one) for one in found] == [7] * 4
-        assert set(chain(*found)) <= set(shard)
+    for shard, result in zip(SHARDS, of_shards(4), strict=True):
+        assert [len(one) for one in result] == [7] * 4
+        assert set(chain(*result)) <= set(shard)
 
 
 def test_a_shard_is_exhausted_before_it_repeats() -> None:
-    for shard, found in zip(SHARDS, of_shards(16), strict=True):
-        stream = list(chain(*found))
+    for shard, result in zip(SHARDS, of_shards(16), strict=True):
+        stream = list(chain(*result))
         passes = [stream[at : at + len(shard)] for at in range(0, len(stream), len(shard))]
-        whole = [one for one in passes if len(one) == len(shard)]
-        assert all(sorted(one) == shard for one in whole) and len(whole) >= 7
-        assert len(shard) < 3 or len(set(map(tuple, whole))) > 1, "a pass is shuffled anew"
+        full = [one for one in passes if len(one) == len(shard)]
+        assert all(sorted(one) == shard for one in full) and len(full) >= 7
+        assert len(shard) < 3 or len(set(map(tuple, full))) > 1, "a pass is shuffled anew"
 
 
 def test_an_epoch_is_computed_independently_of_earlier_ones() -> None:
@@ -106,8 +106,8 @@ def test_the_weighted_mean_over_agents_is_the_mean_over_all_samples(fleet: Fleet
 
     def run() -> torch.Tensor:
         sampler = shoal.AgentSampler(range(TOTAL), torch.tensor(SHARDS[shoal.rank()]))
-        mine = torch.stack([values[one].mean() for one in epochs(sampler, 48)]).mean()
-        return shoal.allreduce(sampler.weight * mine)
+        own = torch.stack([values[epoch].mean() for epoch in epochs(sampler, 48)]).mean()
+        return shoal.allreduce(sampler.weight * own)
 
     for mean in fleet(SIZE).run(run):
         assert mean.item() == pytest.approx(values.mean().item(), abs=1e-12)
@@ -126,7 +126,7 @@ def test_the_sampler_resumes_within_an_epoch(sharded: bool, stop: int) -> None:
         return shoal.AgentSampler(range(TOTAL), SHARDS[shoal.rank()] if sharded else None)
 
     def run() -> None:
-        whole = list(chain(*epochs(make(), 4)))
+        full = list(chain(*epochs(make(), 4)))
         first, seen = make(), list[int]()
         for epoch in range(2):
             first.set_epoch(epoch)
@@ -138,7 +138,7 @@ def test_the_sampler_resumes_within_an_epoch(sharded: bool, stop: int) -> None:
         for epoch in range(second.epoch, 4):
             second.set_epoch(epoch)
             seen += second
-        assert seen == whole
+        assert seen == full
 
     shoal.Fleet(SIZE).run(run)
 
@@ -163,10 +163,10 @@ def test_an_interrupted_epoch_restarts() -> None:
 def test_the_start_may_be_set() -> None:
     def run() -> None:
         sampler = shoal.AgentSampler(range(TOTAL))
-        whole = epochs(sampler, 2)[1]
+        full = epochs(sampler, 2)[1]
         sampler.set_epoch(1, start=4)
         assert sampler.state_dict()["position"] == 4
-        assert list(sampler) == whole[4:]
+        assert list(sampler) == full[4:]
 
     shoal.Fleet(2).run(run)
 
@@ -181,14 +181,14 @@ def test_with_another_number_of_agents_a_common_dataset_continues_after_the_used
     before = shoal.Fleet(4).run(begin)
     state = before[0][1]
 
-    def go_on() -> list[int]:
+    def resume() -> list[int]:
         sampler = shoal.AgentSampler(data)
         sampler.load_state_dict(state)
         return list(sampler)
 
-    after = shoal.Fleet(2).run(go_on)
-    taken = [*chain(*(indices for indices, _ in before)), *chain(*after)]
-    assert sorted(taken) == list(data)
+    after = shoal.Fleet(2).run(resume)
+    used = [*chain(*(indices for indices, _ in before)), *chain(*after)]
+    assert sorted(used) == list(data)
 
 
 def test_a_state_of_other_data_is_refused() -> None:
@@ -215,8 +215,8 @@ def test_a_data_loader_accepts_it() -> None:
         dataset = TensorDataset(torch.arange(TOTAL))
         sampler = shoal.AgentSampler(dataset, SHARDS[shoal.rank()])
         loader = DataLoader(dataset, batch_size=3, sampler=sampler)
-        taken = [number for [batch] in loader for number in batch.tolist()]
-        assert taken == epochs(shoal.AgentSampler(dataset, SHARDS[shoal.rank()]), 1)[0]
+        used = [number for [batch] in loader for number in batch.tolist()]
+        assert used == epochs(shoal.AgentSampler(dataset, SHARDS[shoal.rank()]), 1)[0]
         return len(loader), len(list(loader))
 
     assert shoal.Fleet(SIZE).run(run) == [(3, 3)] * SIZE

@@ -38,9 +38,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def counts(library: str) -> list[int]:
     """Handles, reserved ranges and mapped ranges that have not been given back."""
-    found = (ctypes.c_int * 3)()
-    ctypes.CDLL(library).stub_counts(found)
-    return list(found)
+    result = (ctypes.c_int * 3)()
+    ctypes.CDLL(library).stub_counts(result)
+    return list(result)
 
 
 def fail(library: str, name: str, code: int) -> None:
@@ -78,10 +78,10 @@ def test_another_process_maps_it_and_keeps_it_when_its_owner_is_killed(library: 
     )
     import socket
 
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        command = [sys.executable, "-c", program, library, str(theirs.fileno())]
-        ended = subprocess.run(command, pass_fds=[theirs.fileno()], check=False, timeout=scaled(60))
+    ours, remote = socket.socketpair()
+    with ours, remote:
+        command = [sys.executable, "-c", program, library, str(remote.fileno())]
+        ended = subprocess.run(command, pass_fds=[remote.fileno()], check=False, timeout=scaled(60))
         assert ended.returncode == -9
         _, fds, _, _ = socket.recv_fds(ours, 4, 1)
     driver = Driver(library)

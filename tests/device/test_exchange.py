@@ -1,4 +1,4 @@
-"""Averages of tensors that stay on their device: what a caller may do meanwhile, and what goes wrong."""
+"""Averages of tensors that stay on their device: the caller's options during one, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.device import Unshareable, cuda
 from shoal.ops import device_ops
 from support.leftovers import wait_until
 from support.limits import scaled
-from support.slow_device import Slow, SlowDevice, empty, here, in_use, to_device, without_memory
+from support.slow_device import Slow, SlowDevice, current_device, empty, in_use, to_device, without_memory
 
 Fleets = Callable[..., shoal.Fleet]
 NUMEL = 10_000
@@ -45,12 +45,12 @@ def expected_of_two(rank: int) -> torch.Tensor:
 def test_the_result_is_on_the_device_and_has_the_bits_of_the_cpu(fleet: Fleets, device: SlowDevice) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         own = numbers(shoal.rank())
-        there = shoal.neighbor_allreduce(to_device(own))
-        assert isinstance(there, Slow)
-        return there.cpu(), shoal.neighbor_allreduce(own)
+        on_device = shoal.neighbor_allreduce(to_device(own))
+        assert isinstance(on_device, Slow)
+        return on_device.cpu(), shoal.neighbor_allreduce(own)
 
-    for there, on_cpu in fleet(5).run(run):
-        assert torch.equal(there, on_cpu)
+    for on_device, on_cpu in fleet(5).run(run):
+        assert torch.equal(on_device, on_cpu)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -105,7 +105,7 @@ def test_other_calls_continue_while_the_device_is_busy(fleet: Fleets, device: Sl
     def run() -> float:
         rank = shoal.rank()
         x = to_device(numbers(rank))
-        here().current().queue(partial(busy.wait, 30.0))  # type: ignore[arg-type]
+        current_device().current().queue(partial(busy.wait, 30.0))  # type: ignore[arg-type]
         handle = shoal.neighbor_allreduce_nonblocking(x, 0.5, {1 - rank: 0.5}, [1 - rank])
         for _ in range(5):
             assert shoal.allreduce(torch.ones(1)).item() == 1.0
@@ -123,11 +123,11 @@ def test_a_tensor_on_the_cpu_of_one_agent_only_is_a_mismatch_on_both(fleet: Flee
         own = numbers(shoal.rank())
         with pytest.raises(shoal.Mismatch) as caught:
             shoal.neighbor_allreduce(to_device(own) if shoal.rank() else own)
-        assert torch.equal(average_of_two().cpu(), expected_of_two(shoal.rank()))  # and both go on
+        assert torch.equal(average_of_two().cpu(), expected_of_two(shoal.rank()))  # and both continue
         return str(caught.value)
 
-    for said in fleet(2).run(run):
-        assert "rank 1" in said and "rank 0" in said and "a device" in said and "the CPU" in said, said
+    for output in fleet(2).run(run):
+        assert "rank 1" in output and "rank 0" in output and "a device" in output and "the CPU" in output, output
 
 
 def test_small_tensors_mismatch_as_well(fleet: Fleets, device: SlowDevice) -> None:
@@ -148,12 +148,12 @@ def test_operations_that_inspect_tensors_use_the_cpu_with_the_same_bits(
 ) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         own = numbers(shoal.rank())
-        there = shoal.neighbor_allreduce(to_device(own), **arguments)
-        assert isinstance(there, Slow)
-        return there.cpu(), shoal.neighbor_allreduce(own, **arguments)
+        on_device = shoal.neighbor_allreduce(to_device(own), **arguments)
+        assert isinstance(on_device, Slow)
+        return on_device.cpu(), shoal.neighbor_allreduce(own, **arguments)
 
-    for there, on_cpu in fleet(3).run(run):
-        assert torch.equal(there, on_cpu)
+    for on_device, on_cpu in fleet(3).run(run):
+        assert torch.equal(on_device, on_cpu)
 
 
 def test_a_device_without_memory_fails_the_call_and_not_the_agent(fleet: Fleets, device: SlowDevice) -> None:
@@ -172,9 +172,9 @@ def test_a_device_without_memory_fails_the_call_and_not_the_agent(fleet: Fleets,
         assert torch.equal(average_of_two().cpu(), expected_of_two(shoal.rank()))
         return f"{type(caught.value).__name__}: {caught.value}", took
 
-    said = fleet(2).run(run)
-    assert all("no memory left" in one for one, _ in said), said
-    assert all(took < scaled(5.0) for _, took in said)
+    output = fleet(2).run(run)
+    assert all("no memory left" in one for one, _ in output), output
+    assert all(took < scaled(5.0) for _, took in output)
 
 
 def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
@@ -183,10 +183,10 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
     if transport != "shared_memory":
         return  # nothing is mapped
 
-    def cannot(fd: int, size: int) -> torch.Tensor:
+    def raise_unshareable(fd: int, size: int) -> torch.Tensor:
         raise Unshareable("these devices do not reach each other")
 
-    monkeypatch.setattr(cuda, "map_memory", cannot)
+    monkeypatch.setattr(cuda, "map_memory", raise_unshareable)
 
     def run() -> str:
         with pytest.raises((RuntimeError, shoal.ShoalError)) as caught:
@@ -194,8 +194,8 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
         assert shoal.allreduce(torch.ones(1)).item() == 1.0
         return str(caught.value)
 
-    for said in fleet(2).run(run):
-        assert "cannot be mapped" in said and "SHOAL_DEVICE_MEMORY" in said, said
+    for output in fleet(2).run(run):
+        assert "cannot be mapped" in output and "SHOAL_DEVICE_MEMORY" in output, output
 
 
 def test_a_device_error_is_raised_and_the_others_are_notified(fleet: Fleets, device: SlowDevice) -> None:
@@ -208,7 +208,7 @@ def test_a_device_error_is_raised_and_the_others_are_notified(fleet: Fleets, dev
         if shoal.rank():
             with device.stream().working():
                 x = to_device(numbers(1))
-                here().current().queue(broken)
+                current_device().current().queue(broken)
                 with pytest.raises(RuntimeError) as raised:
                     shoal.neighbor_allreduce(x, 0.5, {0: 0.5}, [0], name="broken")
             shoal.barrier()
@@ -257,10 +257,10 @@ def test_by_default_tensors_are_sent_through_the_cpu(
 ) -> None:
     monkeypatch.delenv("SHOAL_DEVICE_MEMORY")
 
-    def never(one: torch.device) -> SlowDevice:
+    def fail_if_opened(one: torch.device) -> SlowDevice:
         raise AssertionError("the device was opened")
 
-    monkeypatch.setattr(cuda, "open_device", never)
+    monkeypatch.setattr(cuda, "open_device", fail_if_opened)
 
     def run() -> None:
         result = average_of_two()
@@ -275,11 +275,11 @@ def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_works(
     fleet: Fleets, device: SlowDevice, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """The thread that waits for sums, and the progress thread, are available for the next."""
-    goes_on = threading.Event()
+    released = threading.Event()
 
-    def goes_wrong() -> None:
+    def fail_or_hang() -> None:
         if hangs:
-            goes_on.wait(30.0)
+            released.wait(30.0)
         else:
             raise RuntimeError("an illegal memory access was encountered")
 
@@ -292,8 +292,8 @@ def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_works(
             shoal.neighbor_allreduce(x, 0.5, {1 - rank: 0.5}, [1 - rank], name="wrong", timeout=1.0)
         took = time.monotonic() - began
         assert shoal.allreduce(torch.ones(1)).item() == 1.0
-        goes_on.set()
+        released.set()
         return took
 
-    monkeypatch.setattr(device_ops, "weighted_sum", lambda *_: here().current().queue(goes_wrong))
+    monkeypatch.setattr(device_ops, "weighted_sum", lambda *_: current_device().current().queue(fail_or_hang))
     assert max(fleet(2).run(run)) < 8.0

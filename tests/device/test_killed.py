@@ -1,13 +1,13 @@
-"""SIGKILL of an agent whose device memory others have mapped: they get its name, and go on with each other."""
+"""SIGKILL of an agent whose device memory others have mapped: they learn its rank, and continue with each other."""
 
 from __future__ import annotations
 
 import pytest
 
-from support.device_agents import average_and_go_on, average_until_it_fails
+from support.device_agents import average_through_a_loss, average_until_it_fails
 from support.fault_points import OVER, Point
 from support.survivors import CONTINUE
-from support.training_loss import assert_all_learnt_it
+from support.training_loss import assert_all_name_the_killed
 from support.world import World
 
 SIZE, VICTIM = 4, 2
@@ -38,12 +38,12 @@ ON_DEVICES = {"SHOAL_DEVICE_MEMORY": "1"}
 @each_point(0)
 def test_all_survivors_are_notified_within_a_second_of_a_kill(point: Point, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | ON_DEVICES) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, VICTIM, point), VICTIM)
+        assert_all_name_the_killed(world.run(average_until_it_fails, VICTIM, point), VICTIM)
 
 
 @each_point(1)
 def test_survivors_continue_with_each_other(point: Point, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | ON_DEVICES | CONTINUE) as world:
-        outcomes = world.run(average_and_go_on, VICTIM, point, 5)
+        outcomes = world.run(average_through_a_loss, VICTIM, point, 5)
         left = tuple(rank for rank in range(SIZE) if rank != VICTIM)
         assert [outcomes[rank].value for rank in left] == [left] * len(left)

@@ -58,7 +58,7 @@ def test_parameters_are_those_of_training_on_the_cpu(
     fleet: Fleets, device: SlowDevice, make: Callable[..., Any]
 ) -> None:
     def run() -> list[bool]:
-        here, there = trained(make, torch.clone), trained(make, to_device)
-        return [torch.equal(one, other) for one, other in zip(here, there, strict=True)]
+        on_cpu, on_device = trained(make, torch.clone), trained(make, to_device)
+        return [torch.equal(one, other) for one, other in zip(on_cpu, on_device, strict=True)]
 
     assert all(all(one) for one in fleet(3).run(run))

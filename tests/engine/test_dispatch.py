@@ -1,4 +1,4 @@
-"""What becomes of a message of each kind, with parts of the engine that only record what they are told."""
+"""The handling of each kind of message, with stub parts of the engine that only record their calls."""
 
 from __future__ import annotations
 

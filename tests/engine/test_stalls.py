@@ -1,4 +1,4 @@
-"""Who waits for long says so in the log: for whom, since when, and what those say that they do."""
+"""An agent that waits for long logs it: for which ranks, since when, and with the status of those ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[Fleets]:
         yield partial(shoal.Fleet, transport=request.param, timeout=20.0)
 
 
-def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "shoal"]
 
 
@@ -66,24 +66,24 @@ def test_a_report_names_the_missing_ranks_and_their_status(
         shoal.barrier()
 
     anywhere(3).run(run)
-    found = heard(caplog)
+    logged = log_lines(caplog)
     waits = [
         one
-        for one in found
+        for one in logged
         if re.match(r"pair_gossip of ranks 0 and 1 round 0 on rank 0 has waited [\d.]+ s for ranks \[1\]", one)
     ]
-    assert len(waits) == 1 and waits[0].endswith("; it gives up after 20 s"), found
-    says = (
+    assert len(waits) == 1 and waits[0].endswith("; it gives up after 20 s"), logged
+    log_text = (
         r"rank 1, for which rank 0 waits: it waits in pair_gossip of ranks 1 and 2 round 0 for ranks \[2\], "
         r"since [\d.]+ s; "
     )
-    assert any(re.match(says, one) for one in found), found
-    says = (
+    assert any(re.match(log_text, one) for one in logged), logged
+    log_text = (
         r"rank 2, for which rank 1 waits: it waits in no call of Shoal's, so its script does something else; "
         r"the last that ended was allreduce \(average\) 'before' round 0, [\d.]+ s ago"
     )
-    assert any(re.match(says, one) for one in found), found
-    assert not any("does not answer" in one for one in found)
+    assert any(re.match(log_text, one) for one in logged), logged
+    assert not any("does not answer" in one for one in logged)
 
 
 @pytest.mark.transport(PROCESS_GROUP)
@@ -94,7 +94,7 @@ def test_a_call_that_all_have_requested_waits_for_no_rank(
     monkeypatch.setenv("SHOAL_STALL_SECONDS", str(2 * AFTER))
     monkeypatch.setattr(watchdog, "ASK_ALL_AFTER", AFTER / 2)  # after which agents know who has come
     caplog.set_level(logging.WARNING, "shoal")
-    holds, said = Event(), list[str]()
+    holds, output = Event(), list[str]()
     due = CollectiveOrdering.due.fget
     assert due is not None
     monkeypatch.setattr(CollectiveOrdering, "due", property(lambda order: not holds.is_set() and due(order)))
@@ -107,21 +107,21 @@ def test_a_call_that_all_have_requested_waits_for_no_rank(
             handle.wait(3 * AFTER)
         if shoal.rank() == 0:
             with current().engine.lock:
-                said.append(str(current().engine.status_reporter.doing))
+                output.append(str(current().engine.status_reporter.doing))
         while_held.wait()
         holds.clear()
         assert torch.equal(handle.wait(), torch.ones(100_000))
 
     while_held = Barrier(2)
     shoal.Fleet(2, transport=PROCESS_GROUP, timeout=20.0).run(run)
-    waits = [one for one in heard(caplog) if "on rank 0 has waited" in one]
+    waits = [one for one in log_lines(caplog) if "on rank 0 has waited" in one]
     until = ", to which all have come, until its tensors are moved"
     assert len(waits) == 1 and f" s{until}; it gives up" in waits[0], waits
-    assert f"neighbor_allreduce 'x' round 0{until}, since " in said[0], said
+    assert f"neighbor_allreduce 'x' round 0{until}, since " in output[0], output
 
 
 def test_only_backend_operations_are_reported_as_requested_by_all() -> None:
-    """A computing operation, or one that has not started, waits for no rank either."""
+    """A computing operation, or an operation that has not started, waits for no rank either."""
     assert (needed_by([3], True), needed_by([], False)) == (" for ranks [3]", "")
     assert "all have come" in needed_by([], True)
 
@@ -141,10 +141,10 @@ def test_a_collective_operation_names_the_absent_ranks(
         shoal.allreduce(torch.ones(1000), name="all")
 
     anywhere(4).run(run)
-    found = [one for one in heard(caplog) if "has waited" in one]
-    assert len(found) == 3, found
-    for one in found:
-        assert one.startswith("allreduce (average) 'all' round 0 on rank ") and f" for ranks [{late}];" in one, found
+    results = [one for one in log_lines(caplog) if "has waited" in one]
+    assert len(results) == 3, results
+    for one in results:
+        assert one.startswith("allreduce (average) 'all' round 0 on rank ") and f" for ranks [{late}];" in one, results
 
 
 def test_a_call_on_a_window_is_reported_as_well_and_once(
@@ -166,10 +166,10 @@ def test_a_call_on_a_window_is_reported_as_well_and_once(
         shoal.bluefog.win_free("weights")
 
     fleet(2).run(run)
-    found = [one for one in heard(caplog) if "on rank 1 has waited" in one]
-    says = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
-    assert len(found) == 1 and re.match(says, found[0]), found
-    assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in heard(caplog))
+    results = [one for one in log_lines(caplog) if "on rank 1 has waited" in one]
+    log_text = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
+    assert len(results) == 1 and re.match(log_text, results[0]), results
+    assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in log_lines(caplog))
 
 
 def test_a_call_on_a_window_is_checked_in_time_and_reported_once_beside_other_waits(
@@ -177,17 +177,17 @@ def test_a_call_on_a_window_is_checked_in_time_and_reported_once_beside_other_wa
 ) -> None:
     calls = [("win_put 'a'", [1], 0.0)]
     looks: list[float] = []
-    nobody: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
+    stub: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
     services: Any = SimpleNamespace(all=lambda: [SimpleNamespace(calls_that_wait=lambda: list(calls))])
     progress: Any = SimpleNamespace(lock=nullcontext(), check_by=looks.append)
-    found = stalls.Stalls(SharedParts(0, 2, nobody, nobody, nobody, nobody, progress, nobody), nobody, services)
-    found.begins_to_wait(0.0)
-    assert looks == [30.0] and found.check(29.0) == 30.0 and heard(caplog) == []
-    assert found.check(30.0) == float("inf")
+    result = stalls.Stalls(SharedParts(0, 2, stub, stub, stub, stub, progress, stub), stub, services)
+    result.begins_to_wait(0.0)
+    assert looks == [30.0] and result.check(29.0) == 30.0 and log_lines(caplog) == []
+    assert result.check(30.0) == float("inf")
     calls.append(("win_get 'b'", [1], 10.0))
-    found.begins_to_wait(10.0)
-    assert looks == [30.0, 40.0] and found.check(40.0) == float("inf")
-    assert [one.split(" on rank")[0] for one in heard(caplog)] == ["win_put 'a'", "win_get 'b'"]
+    result.begins_to_wait(10.0)
+    assert looks == [30.0, 40.0] and result.check(40.0) == float("inf")
+    assert [one.split(" on rank")[0] for one in log_lines(caplog)] == ["win_put 'a'", "win_get 'b'"]
 
 
 def test_many_waiting_calls_are_one_report_and_each_is_reported_once(
@@ -207,10 +207,10 @@ def test_many_waiting_calls_are_one_report_and_each_is_reported_once(
             handle.wait()
 
     fleet(2).run(run)
-    reports = [one for one in heard(caplog) if "on rank 0 has waited" in one]
-    assert 1 <= len(reports) <= 3, reports  # the first to be due, and what is due a second later
+    reports = [one for one in log_lines(caplog) if "on rank 0 has waited" in one]
+    assert 1 <= len(reports) <= 3, reports  # the first due report, and the one due a second later
     assert "'call 0' round 0" in reports[0] and re.search(r" and 1?\d more on rank 0", " ".join(reports)), reports
-    assert len([one for one in heard(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
+    assert len([one for one in log_lines(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
 
 
 def test_shorter_waits_are_not_reported(
@@ -225,7 +225,7 @@ def test_shorter_waits_are_not_reported(
         shoal.barrier()
 
     fleet(2).run(run)
-    assert [one for one in heard(caplog) if "has waited" in one] == []
+    assert [one for one in log_lines(caplog) if "has waited" in one] == []
 
 
 def report_a_barrier(path: Path) -> None:
@@ -246,21 +246,21 @@ def test_a_stopped_agent_does_not_reply(environment: dict[str, str], tmp_path: P
         world.results(shoal.barrier)
         world.kill(1, signal.SIGSTOP)
         waiting = world.run_on(0, report_a_barrier, path)
-        told = "has waited", "does not answer"
-        assert wait_until(lambda: path.exists() and all(one in path.read_text() for one in told), 15.0)
+        expected_texts = "has waited", "does not answer"
+        assert wait_until(lambda: path.exists() and all(one in path.read_text() for one in expected_texts), 15.0)
         world.kill(1, signal.SIGCONT)
         world.results(shoal.barrier, on=[1])
         assert not waiting.outcome().error
-    found = path.read_text().splitlines()
-    assert any("barrier round 1 on rank 0 has waited" in one and "for ranks [1]" in one for one in found), found
-    assert "rank 1 does not answer rank 0: it is stopped, hung, or cut off" in found
+    results = path.read_text().splitlines()
+    assert any("barrier round 1 on rank 0 has waited" in one and "for ranks [1]" in one for one in results), results
+    assert "rank 1 does not answer rank 0: it is stopped, hung, or cut off" in results
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.3012, "0.301 s"), (31.24, "31.2 s"), (300.0, "300 s"), (3600, "3600 s")]
+    ("seconds", "readable"), [(0.3012, "0.301 s"), (31.24, "31.2 s"), (300.0, "300 s"), (3600, "3600 s")]
 )
-def test_times_have_a_readable_form(seconds: float, said: str) -> None:
-    assert agent_status.format_seconds(seconds) == said
+def test_times_have_a_readable_form(seconds: float, readable: str) -> None:
+    assert agent_status.format_seconds(seconds) == readable
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
@@ -288,34 +288,34 @@ def test_an_error_at_the_deadline_repeats_the_last_report(
         together.wait(20)
         return str(caught.value)
 
-    found = fleet(2).run(run)
+    results = fleet(2).run(run)
     does = "it waits in no call of Shoal's" if computes else r"it waits in allreduce \(average\) 'only 1' round 0"
-    assert re.search(rf"or pass timeout=\. Make the same calls .*\. [\d.]+ s ago rank 1 did this: {does}", found[0]), (
-        found[0]
-    )
+    assert re.search(
+        rf"or pass timeout=\. Make the same calls .*\. [\d.]+ s ago rank 1 did this: {does}", results[0]
+    ), results[0]
 
 
 def test_an_agent_is_queried_again_only_after_its_reply_or_its_failure(caplog: pytest.LogCaptureFixture) -> None:
-    matcher, said = Matcher(), list[tuple[int, str]]()
-    sender: Any = SimpleNamespace(send_message=lambda rank, message: said.append((rank, message.op)))
+    matcher, output = Matcher(), list[tuple[int, str]]()
+    sender: Any = SimpleNamespace(send_message=lambda rank, message: output.append((rank, message.op)))
     about: Any = SimpleNamespace(waited_for=lambda operation: [0, 1])
-    nobody: Any = SimpleNamespace(all=list)
-    parts = SharedParts(0, 2, nobody, nobody, Membership(2), matcher, nobody, sender)
-    reports = stalls.Stalls(parts, about, nobody)
+    stub: Any = SimpleNamespace(all=list)
+    parts = SharedParts(0, 2, stub, stub, Membership(2), matcher, stub, sender)
+    reports = stalls.Stalls(parts, about, stub)
     reports.after = 30.0
 
     def asks(now: float) -> int:
         """How many questions there were, after another call has waited for long enough."""
         matcher.begin("average", f"x{now}", 100.0, True).started = now - reports.after
         reports.check(now)
-        return len(said)
+        return len(output)
 
     assert [asks(now) for now in (100.0, 101.5)] == [1, 1]
     reports.on_answer(1, Message(Kind.NOTICE, text="it computes"))
     assert [asks(now) for now in (103.0, 104.5)] == [2, 2]
     assert reports.check(104.9) == 103.0 + stalls.ANSWER_WITHIN
     reports.check(105.0)  # it does not answer
-    assert [one for one in heard(caplog) if "does not answer" in one] == [
+    assert [one for one in log_lines(caplog) if "does not answer" in one] == [
         "rank 1 does not answer rank 0: it is stopped, hung, or cut off"
     ]
-    assert asks(106.5) == 3 and set(said) == {(1, stalls.DOING)}
+    assert asks(106.5) == 3 and set(output) == {(1, stalls.DOING)}

@@ -16,7 +16,7 @@ from shoal.transport.wire import Kind, Message
 
 
 class AwaitedInAgreement:
-    """A watchdog on rank 0 that awaits rank 1 since 0 s, with what it asks and whom it drops."""
+    """A watchdog on rank 0 that awaits rank 1 since 0 s; it records its probes and dropped ranks."""
 
     def __init__(self) -> None:
         self.asked, self.dropped = list[int](), list[int]()
@@ -48,7 +48,7 @@ def test_an_agent_that_was_stopped_probes_again_before_it_drops_others() -> None
 
 
 def at_its_deadline(change: Callable[[Operation, Stage], object]) -> str:
-    """The error of an operation that waits for nothing but what ``change`` adds; rank 2 has read nothing."""
+    """The error of an operation that waits only for the parts that ``change`` adds; rank 2 has read nothing."""
     matcher, errors = Matcher(), list[Exception]()
     operation = matcher.begin("average", "x", 1.0, True)
     stage = operation.stage = Stage(0, Exchange((), (1,)), set(), {})

@@ -82,18 +82,18 @@ def until(condition: Callable[[], bool]) -> None:
 
 def agents(wrapper: Path) -> dict[int, int]:
     """The pid of each rank's process that runs the script; its data loader's workers are younger."""
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     for entry in sorted(
         (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()), key=lambda e: int(e.name)
     ):
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            environ = dict(one.partition("=")[::2] for one in (entry / "environ").read_text().split("\0"))
+            argv = (entry / "cmdline").read_bytes().split(b"\0")
+            environ = dict(part.partition("=")[::2] for part in (entry / "environ").read_text().split("\0"))
         except OSError:
             continue
-        if str(wrapper).encode() in words and "LOCAL_RANK" in environ:
-            found.setdefault(int(environ["RANK"]), int(entry.name))
-    return found
+        if str(wrapper).encode() in argv and "LOCAL_RANK" in environ:
+            result.setdefault(int(environ["RANK"]), int(entry.name))
+    return result
 
 
 def lost(pid: int) -> list[int] | None:
@@ -127,17 +127,17 @@ def test_at_most_20_lines_change() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
 def test_before_and_after_learn_equally(tmp_path: Path, wrapper: Path, start: Callable[..., Job]) -> None:
-    found = {}
+    result = {}
     for script in (BEFORE, AFTER):
         folder = tmp_path / script.stem
         job = start(*TORCHRUN, "--standalone", wrapper, script, folder, "--epochs", 6)
         lines = ended(job)
         assert len(lines) == 2 and len(set(lines)) == 1, lines
-        found[script.stem] = float(lines[0].split()[-1]), lines[0].split()[3]
+        result[script.stem] = float(lines[0].split()[-1]), lines[0].split()[3]
         best = torch.load(folder / "best.pt")
         assert set(best) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    (before, steps), (after, same_steps) = found["before"], found["after"]
-    assert steps == same_steps and abs(before - after) < 0.35 * before, found
+    (before, steps), (after, same_steps) = result["before"], result["after"]
+    assert steps == same_steps and abs(before - after) < 0.35 * before, result
     assert {10, 20} <= scalars(tmp_path / "after", "loss/mean").keys()
 
 

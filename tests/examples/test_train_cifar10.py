@@ -1,4 +1,4 @@
-"""ResNet-20 on CIFAR-10: what is read, what each agent gets, that resuming is exact, and what is said at the end."""
+"""ResNet-20 on CIFAR-10: the data format, each agent's share, exact resuming, and the final output."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, folder: Path,
     assert (stopped.done, stopped.evaluated) == (1, [1])
     (resumed,) = in_fleet(3, folder, *options, str(tmp_path / "parts"), "--resume")[0]
     assert (resumed.done, resumed.evaluated, len(resumed.seconds)) == (2, [1, 2], 2)
-    whole = saved(tmp_path / "whole")
-    assert list(whole) == [f"{algorithm}/step-2/agent-{rank}" for rank in range(3)]
-    assert_same_bits(whole, saved(tmp_path / "parts"))
+    full = saved(tmp_path / "whole")
+    assert list(full) == [f"{algorithm}/step-2/agent-{rank}" for rank in range(3)]
+    assert_same_bits(full, saved(tmp_path / "parts"))
 
 
 @pytest.mark.slow  # test_train_digits.py runs its script in processes, and this one in a fleet
@@ -116,16 +116,16 @@ def test_adapt_then_combine_with_all_is_all_reduce(tmp_path: Path, folder: Path)
     states = saved(tmp_path / "c")
     names = [name for name, _ in train_cifar10.resnet20(0).named_parameters()]
     for rank in range(4):
-        ours, theirs = (states[f"{algorithm}/step-2/agent-{rank}"]["model"] for algorithm in ("atc", "allreduce"))
+        ours, remote = (states[f"{algorithm}/step-2/agent-{rank}"]["model"] for algorithm in ("atc", "allreduce"))
         for name in names:
-            assert (ours[name] - theirs[name]).norm() < 1e-3 * theirs[name].norm() + 1e-5, name
+            assert (ours[name] - remote[name]).norm() < 1e-3 * remote[name].norm() + 1e-5, name
         assert (ours["0.weight"] - train_cifar10.resnet20(0).state_dict()["0.weight"]).norm() > 1e-3
 
 
 def test_every_agent_reports_the_same(folder: Path) -> None:
-    everybody = in_fleet(4, folder, "--limit-train", "16", "--epochs", "3", "--evaluate-every", "2")
-    for (run,) in everybody:
-        assert run == everybody[0][0]
+    agents_results = in_fleet(4, folder, "--limit-train", "16", "--epochs", "3", "--evaluate-every", "2")
+    for (run,) in agents_results:
+        assert run == agents_results[0][0]
         assert run.evaluated == [2, 3]
         assert len(run.of_agents[0]) == 4
         assert run.distance[-1] > 0
@@ -142,13 +142,13 @@ def test_evaluation_is_of_each_agent_and_of_the_consensus_and_changes_nothing() 
         with torch.no_grad():
             model[1].weight.zero_()
             model[1].bias.copy_(bias)
-        found = train_cifar10.Run("atc", done=7)
-        train_cifar10.evaluate(model, test, found)
-        return found, model[1].bias.tolist(), model.training
+        results = train_cifar10.Run("atc", done=7)
+        train_cifar10.evaluate(model, test, results)
+        return results, model[1].bias.tolist(), model.training
 
-    for rank, (found, bias, training) in enumerate(shoal.Fleet(2).run(run)):
-        assert (found.evaluated, found.of_agents, found.of_consensus) == ([7], [[0.3, 0.2]], [0.5])
-        assert found.distance == [pytest.approx(2**0.5)]
+    for rank, (result, bias, training) in enumerate(shoal.Fleet(2).run(run)):
+        assert (result.evaluated, result.of_agents, result.of_consensus) == ([7], [[0.3, 0.2]], [0.5])
+        assert result.distance == [pytest.approx(2**0.5)]
         assert bias[rank] == 2.0 and bias[1 - rank] == 0.0
         assert training
 
@@ -156,7 +156,7 @@ def test_evaluation_is_of_each_agent_and_of_the_consensus_and_changes_nothing() 
 def test_the_model_is_the_paper_s() -> None:
     model = train_cifar10.resnet20(seed=3)
     assert sum(param.numel() for param in model.parameters()) == 269_722
-    assert sum(isinstance(one, (nn.Conv2d, nn.Linear)) for one in model.modules()) == 20
+    assert sum(isinstance(module, (nn.Conv2d, nn.Linear)) for module in model.modules()) == 20
     seen = []
     for block in model:
         block.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
@@ -176,11 +176,11 @@ def test_the_shortcut_is_every_other_pixel_and_channels_of_zeros() -> None:
 def test_the_learning_rate_rises_to_that_of_the_total_batch_and_falls(folder: Path) -> None:
     rates = []
 
-    def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def record_rate(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if shoal.rank() == 0:
             rates.append(optimizer.param_groups[0]["lr"])
 
-    hook = register_optimizer_step_pre_hook(note)
+    hook = register_optimizer_step_pre_hook(record_rate)
     options = ("--limit-train", "16", "--epochs", "3", "--warm-up", "1", "--evaluate-every", "3", "--lr", "0.8")
     in_fleet(2, folder, *options)  # two steps in each epoch
     hook.remove()
@@ -205,7 +205,7 @@ def test_every_epoch_and_seed_has_its_own_images_and_draws(folder: Path, monkeyp
 
 
 def test_the_verdict_is_below_for_lower_accuracy() -> None:
-    runs = [train_cifar10.Run(name, of_consensus=[found]) for name, found in (("atc", 0.871), ("allreduce", 0.8755))]
+    runs = [train_cifar10.Run(name, of_consensus=[result]) for name, result in (("atc", 0.871), ("allreduce", 0.8755))]
     assert "reads 87.10% of the test images, 0.45 points below all-reduce" in train_cifar10.verdict(*runs, "ring")
     assert "reads 87.55% of the test images, 0.45 points above" in train_cifar10.verdict(*reversed(runs), "ring")
 
@@ -275,9 +275,11 @@ def test_a_file_that_would_run_code_is_refused_before_it_does(tmp_path: Path, pr
     assert victim.exists()
 
 
-@pytest.mark.parametrize("asked", [np.load, np.frombuffer, eval, getattr, pickle.loads], ids=lambda one: one.__name__)
-def test_only_the_needed_names_of_numpy_and_python_are_allowed(tmp_path: Path, asked: Any) -> None:
-    (tmp_path / "batch").write_bytes(pickle.dumps(Call(asked, "x")))
+@pytest.mark.parametrize(
+    "unpickled", [np.load, np.frombuffer, eval, getattr, pickle.loads], ids=lambda one: one.__name__
+)
+def test_only_the_needed_names_of_numpy_and_python_are_allowed(tmp_path: Path, unpickled: Any) -> None:
+    (tmp_path / "batch").write_bytes(pickle.dumps(Call(unpickled, "x")))
     with pytest.raises(SystemExit, match="which no file of CIFAR-10 needs"):
         _cifar10.read(tmp_path / "batch")
 
@@ -342,7 +344,7 @@ def test_an_epoch_is_independent_of_the_number_of_agents() -> None:
         return list(images.batches(shoal.AgentSampler(images), 12 // shoal.size(), seed=5))
 
     def total(agents: int) -> list[dict[int, list[float]]]:
-        """Each step's images by number, whoever has them."""
+        """Each step's images by number, over all agents."""
         steps = zip(*shoal.Fleet(agents).run(batches), strict=True)
         return [
             {int(n): x.flatten().tolist() for inputs, labels in step for x, n in zip(inputs, labels, strict=True)}

@@ -96,13 +96,13 @@ def test_torchrun_and_shoal_run_train_equally(tmp_path):
     ],
 )
 def test_every_agent_measures_the_same_fleet(tmp_path, algorithm, topology, size):
-    everybody = in_fleet(size, tmp_path, "--algorithm", algorithm, "--topology", topology)
+    results = in_fleet(size, tmp_path, "--algorithm", algorithm, "--topology", topology)
     assert is_png(tmp_path / "picture.png")
     names = [algorithm] if size == 1 else list(dict.fromkeys([algorithm, "allreduce", "alone"]))
-    assert [run.algorithm for run in everybody[0]] == names
-    for runs in everybody:
+    assert [run.algorithm for run in results[0]] == names
+    for runs in results:
         assert [(run.accuracy, run.consensus_distance, run.bytes_sent) for run in runs] == [
-            (run.accuracy, run.consensus_distance, run.bytes_sent) for run in everybody[0]
+            (run.accuracy, run.consensus_distance, run.bytes_sent) for run in results[0]
         ]
 
 
@@ -171,7 +171,7 @@ def test_batches_iterate_over_a_small_shard_repeatedly_and_evenly():
     assert drawn[:5].sort().values.tolist() == drawn[5:10].sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
-def said(right, right_of_reference, sent=(3e6, 1e6)):
+def verdict_on(right, right_of_reference, sent=(3e6, 1e6)):
     """The verdict on a model that reads the first ``right`` of 449 images."""
     runs = []
     for name, count, nbytes in zip(("atc", "allreduce"), (right, right_of_reference), sent, strict=True):
@@ -185,11 +185,11 @@ def said(right, right_of_reference, sent=(3e6, 1e6)):
 
 
 def test_the_verdict_is_worse_for_lower_accuracy():
-    assert "worse than all-reduce, by more than chance" in said(430, 440)
-    assert "better than all-reduce, by more than chance" in said(440, 430)
-    assert "as accurate as all-reduce" in said(435, 440)
-    assert "sent 200% more, and a step took as much time" in said(435, 440)
-    assert "sent 50% less" in said(435, 440, sent=(1e6, 2e6))
+    assert "worse than all-reduce, by more than chance" in verdict_on(430, 440)
+    assert "better than all-reduce, by more than chance" in verdict_on(440, 430)
+    assert "as accurate as all-reduce" in verdict_on(435, 440)
+    assert "sent 200% more, and a step took as much time" in verdict_on(435, 440)
+    assert "sent 50% less" in verdict_on(435, 440, sent=(1e6, 2e6))
 
 
 def test_chance_is_that_of_a_fair_coin():
@@ -205,9 +205,9 @@ def test_a_terminal_shows_every_epoch_of_every_agent():
     report._console = Console(file=terminal, force_terminal=True, width=100)
     with report:
         report.show(run)
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
     for expected in ("25.0%", "50.0%", "epoch 1/20", "consensus distance 0.1"):
-        assert expected in shown
+        assert expected in screen
 
 
 @pytest.mark.parametrize("options", [["--epochs", "0"], ["--alpha", "0"], ["--topology", "moebius"]])

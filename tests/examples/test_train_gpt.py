@@ -54,13 +54,13 @@ def model_of(context: int = 8, alphabet: int = 5) -> train_gpt.GPT:
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, file: Path, algorithm: str) -> None:
     """It stops between two evaluations, and before the second of the two rounds that three agents have."""
     options = ("--algorithm", algorithm, "--checkpoint")
-    (whole,) = in_fleet(3, file, *options, str(tmp_path / "whole"))[0]
+    (full,) = in_fleet(3, file, *options, str(tmp_path / "whole"))[0]
     (stopped,) = in_fleet(3, file, *options, str(tmp_path / "parts"), "--stop-after", "3")[0]
     assert (stopped.done, stopped.evaluated, stopped.sample) == (3, [2], "")
     (resumed,) = in_fleet(3, file, *options, str(tmp_path / "parts"), "--resume")[0]
-    assert (resumed.evaluated, resumed.of_agents) == (whole.evaluated, whole.of_agents)
-    assert resumed.sample == whole.sample
-    assert whole.evaluated == [2, 4, 5]
+    assert (resumed.evaluated, resumed.of_agents) == (full.evaluated, full.of_agents)
+    assert resumed.sample == full.sample
+    assert full.evaluated == [2, 4, 5]
     states = saved(tmp_path / "whole")
     assert list(states) == [f"{algorithm}/step-5/agent-{rank}" for rank in range(3)]
     assert_same_bits(states, saved(tmp_path / "parts"))
@@ -120,9 +120,9 @@ def test_two_passes_of_two_windows_are_one_pass_of_four(tmp_path: Path, file: Pa
 
 
 def test_every_agent_reports_the_same(file: Path) -> None:
-    everybody = in_fleet(4, file)
-    for (run,) in everybody:
-        assert run == everybody[0][0]
+    results = in_fleet(4, file)
+    for (run,) in results:
+        assert run == results[0][0]
         assert len(run.of_agents[0]) == 4
         assert run.distance[-1] > 0
 
@@ -200,7 +200,7 @@ def test_a_model_samples_likely_characters() -> None:
 
 
 def test_the_verdict_is_more_for_a_higher_loss() -> None:
-    runs = [train_gpt.Run(name, of_consensus=[found]) for name, found in (("atc", 2.5), ("allreduce", 2.375))]
+    runs = [train_gpt.Run(name, of_consensus=[result]) for name, result in (("atc", 2.5), ("allreduce", 2.375))]
     assert "2.500 bits per byte of the test, 0.125 more than all-reduce" in train_gpt.verdict(*runs, "ring", "byte")
     assert "0.125 less than all-reduce" in train_gpt.verdict(*reversed(runs), "ring", "byte")
 

@@ -30,7 +30,7 @@ LAUNCHES = pytest.mark.timeout(150)  # each agent imports torch, which takes lon
 
 
 def launched(script: str, agents: int, picture: Path, *options: str) -> str:
-    """What a script prints under ``shoal run``."""
+    """The output of a script under ``shoal run``."""
     command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), str(EXAMPLES / script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -46,11 +46,11 @@ def launched(script: str, agents: int, picture: Path, *options: str) -> str:
 
 
 def in_fleet(example: Any, agents: int, picture: Path, *options: str) -> Any:
-    """What its agents found, after checking that all found the same and that there is a picture."""
-    found = shoal.Fleet(agents, timeout=50.0).run(example.main, example.parse(["--picture", str(picture), *options]))
-    assert all(one == found[0] for one in found)
+    """The results of its agents, after checking that all are equal and that a picture exists."""
+    results = shoal.Fleet(agents, timeout=50.0).run(example.main, example.parse(["--picture", str(picture), *options]))
+    assert all(one == results[0] for one in results)
     assert is_png(picture)
-    return found[0]
+    return results[0]
 
 
 def is_png(path: Path) -> bool:
@@ -72,7 +72,7 @@ def test_push_sum_runs_in_processes(tmp_path: Path) -> None:
     picture = tmp_path / "not yet there" / "p.png"
     options = ("--picture", str(picture), "--steps", "100", *FAST)
     printed, other = in_processes(2, EXAMPLES / "push_sum_async.py", *options)
-    assert_push_sum_says_so(printed, picture)
+    assert_push_sum_reports_success(printed, picture)
     assert other == ""
 
 
@@ -80,10 +80,10 @@ def test_push_sum_runs_in_processes(tmp_path: Path) -> None:
 @LAUNCHES
 def test_push_sum_runs_under_shoal_run(tmp_path: Path) -> None:
     picture = tmp_path / "p.png"
-    assert_push_sum_says_so(launched("push_sum_async.py", 2, picture, "--steps", "100", *FAST), picture)
+    assert_push_sum_reports_success(launched("push_sum_async.py", 2, picture, "--steps", "100", *FAST), picture)
 
 
-def assert_push_sum_says_so(printed: str, picture: Path) -> None:
+def assert_push_sum_reports_success(printed: str, picture: Path) -> None:
     errors = [float(error) for error in re.findall(r"agent \d: +\d+ steps in .*, error (\S+)", printed)]
     assert len(errors) == 2
     assert max(errors) < 1e-12
@@ -175,7 +175,7 @@ def test_curves_of_different_lengths_are_sent_to_all() -> None:
 
 
 def test_intervals_differ_tenfold() -> None:
-    found = shoal.Fleet(4).run(lambda: _asynchrony.interval(0.5))
-    assert found[0] == 0.5
-    assert found[-1] == pytest.approx(5.0)
-    assert torch.tensor(found).diff().min() > 0
+    results = shoal.Fleet(4).run(lambda: _asynchrony.interval(0.5))
+    assert results[0] == 0.5
+    assert results[-1] == pytest.approx(5.0)
+    assert torch.tensor(results).diff().min() > 0

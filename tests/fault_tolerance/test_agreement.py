@@ -64,7 +64,7 @@ class Fusion:
     def split_all(self) -> None: ...
 
 
-class Nothing:
+class Stub:
     """What nobody looks at here."""
 
     def __getattr__(self, name: str) -> Any:
@@ -85,8 +85,8 @@ class Router:
         self._one = one
 
     def waits(self, rank: int, incarnation: int) -> bool:
-        found = self._one.net.there.get(rank)
-        return (rank, incarnation) in self.waiting and found is not None and found.incarnation == incarnation
+        result = self._one.net.running.get(rank)
+        return (rank, incarnation) in self.waiting and result is not None and result.incarnation == incarnation
 
     def begin_pending(self) -> None:
         self.is_joining = True
@@ -104,7 +104,7 @@ class Router:
         for rank, incarnation in list(self.waiting):
             if not self.is_joining and self.places[rank].incarnation == incarnation:
                 for message in self.waiting.pop((rank, incarnation), []):
-                    self._one.hear(rank, incarnation, message)
+                    self._one.receive(rank, incarnation, message)
 
     def take(self, source: int, incarnation: int, message: Message) -> bool:
         """Whether it is to be heard now."""
@@ -139,7 +139,7 @@ class Simulated:
         lifecycle: Any = Lifecycle(self)
         router: Any = Router(self, net.size)
         fusion: Any = Fusion()
-        nothing: Any = Nothing()
+        nothing: Any = Stub()
         self.lifecycle, self.router = lifecycle, router
         sender = recording_sender(rank, self.membership, self._send)
         parts = SharedParts(rank, net.size, router, nothing, self.membership, self.matcher, nothing, sender)
@@ -162,7 +162,7 @@ class Simulated:
         """As :meth:`Entry.ask` says it."""
         self.router.endpoints[self.rank] = Endpoint()
         text = JoiningPeer(self.router.place, Endpoint()).as_json()
-        for other in self.net.there.values():
+        for other in self.net.running.values():
             if other is not self:
                 message = Message(Kind.CONTROL, ENTRY, ENTRY, nbytes=len(text), body=text)
                 self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
@@ -178,7 +178,7 @@ class Simulated:
             self.agreement.change()
         self.result_cache.on_departure(departure.rank, None)
 
-    def misses_somebody(self) -> None:
+    def miss_departed_ranks(self) -> None:
         """A round needs an agent that has left, if there is one."""
         for rank in self.membership.view.left:
             self.agreement.missed(rank)
@@ -201,20 +201,20 @@ class Simulated:
         self.attempts(operation)
 
     def attempts(self, operation: Operation) -> None:
-        said = None
+        output = None
         if operation.name == IN:
             self.entry.admit_after(operation)
-            said = self.entry.asking(), self.entry.begun()
-        self.net.here[operation.name, operation.round, operation.plan][self.rank] = said
+            output = self.entry.asking(), self.entry.begun()
+        self.net.contributed[operation.name, operation.round, operation.plan][self.rank] = output
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Take a result that all of an attempt have contributed to, or the first of them alone, as the root of a
         broadcast; end where all of them have it."""
         for operation in self.matcher.in_flight():
             key, recovery = (operation.name, operation.round, operation.plan), operation.recovery
             assert recovery is not None
             group = set(range(self.net.size)) - set(operation.excluded_ranks)
-            parts = self.net.here[key]
+            parts = self.net.contributed[key]
             if operation.name == SMALL:
                 if set(parts) >= group and operation not in self.awaiting:
                     self.end(operation, operation.plan)
@@ -235,7 +235,7 @@ class Simulated:
         if operation.on_end is not None:
             operation.on_end(result)
 
-    def hear(self, source: int, incarnation: int, message: Message) -> None:
+    def receive(self, source: int, incarnation: int, message: Message) -> None:
         if self.router.take(source, incarnation, message):
             services = {ENTRY: self.entry, WORD: self.agreement, HAD: self.result_cache, RESULT: self.result_transfer}
             services[message.name.partition(" ")[0]].serve(source, message)
@@ -243,69 +243,69 @@ class Simulated:
 
 
 def as_plan(result: torch.Tensor) -> Plan:
-    entered, *gone = result.tolist()
-    return Plan(tuple(gone), entered)
+    entered, *departed = result.tolist()
+    return Plan(tuple(departed), entered)
 
 
 def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, JoiningPeer], dict[str, int]]:
     """As ``ops/state_transfer.py`` joins what all say."""
-    found: dict[int, JoiningPeer] = {}
-    begun: dict[str, int] = {}
+    result: dict[int, JoiningPeer] = {}
+    started: dict[str, int] = {}
     for asking, counts in parts.values():
         for rank, one in asking.items():
-            known = found.get(rank)
+            known = result.get(rank)
             if rank in operation.excluded_ranks and (known is None or known.place.incarnation < one.place.incarnation):
-                found[rank] = one
+                result[rank] = one
         for name, count in counts.items():
-            begun[name] = max(count, begun.get(name, 0))
-    return found, begun
+            started[name] = max(count, started.get(name, 0))
+    return result, started
 
 
 class Net:
     def __init__(self, size: int, begins: int | None = None) -> None:
         self.size, self.begins, self.handed_on = size, begins or size, 0
         self.links: dict[Link, deque[Message]] = {}
-        self.here: defaultdict[tuple[str, int, Plan], dict[int, Any]] = defaultdict(dict)
+        self.contributed: defaultdict[tuple[str, int, Plan], dict[int, Any]] = defaultdict(dict)
         self.have: defaultdict[tuple[str, int, Plan], set[int]] = defaultdict(set)
-        self.there = {rank: Simulated(rank, self) for rank in range(self.begins)}
+        self.running = {rank: Simulated(rank, self) for rank in range(self.begins)}
         # By rank and incarnation; whether they died, or left. Who has not come yet is as who died before it began.
         self.dead: dict[tuple[int, int], bool] = {(rank, 0): True for rank in range(self.begins, size)}
         self.starts: Counter[int] = Counter()
 
     @property
     def inside(self) -> list[Simulated]:
-        return [one for one in self.there.values() if not one.entry.is_joining]
+        return [value for value in self.running.values() if not value.entry.is_joining]
 
     def put(self, link: Link, message: Message) -> None:
         self.links.setdefault(link, deque()).append(message)
 
     @property
     def waiting(self) -> list[Link]:
-        """Who has something to hear."""
-        there = {(one.rank, one.incarnation) for one in self.there.values()}
-        return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in there]
+        """The links with undelivered notices."""
+        running = {(value.rank, value.incarnation) for value in self.running.values()}
+        return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in running]
 
     def deliver(self, link: Link) -> None:
-        self.there[link.to].hear(link.source, link.source_incarnation, self.links[link].popleft())
+        self.running[link.to].receive(link.source, link.source_incarnation, self.links[link].popleft())
 
     def notices(self, rank: int, dead: int, incarnation: int = 0) -> None:
-        one = self.there[rank]
+        one = self.running[rank]
         if not one.entry.is_joining and one.router.places[dead].incarnation == incarnation:
             one.notice(Departure(dead, "gone", self.dead[dead, incarnation], rank))
 
     def lose(self, rank: int, died: bool = True) -> None:
-        self.dead[rank, self.there[rank].incarnation] = died
-        del self.there[rank]
+        self.dead[rank, self.running[rank].incarnation] = died
+        del self.running[rank]
 
     def come_back(self, rank: int) -> None:
         self.starts[rank] += 1
-        one = self.there[rank] = Simulated(rank, self, self.starts[rank])
+        one = self.running[rank] = Simulated(rank, self, self.starts[rank])
         one.ask()
 
     def step(self, draw: random.Random, returns: bool) -> None:
         waiting = self.waiting
         what = draw.random()
-        one = draw.choice(list(self.there.values()))
+        one = draw.choice(list(self.running.values()))
         if what < 0.4 and waiting:
             self.deliver(draw.choice(waiting))
         elif what < 0.45 and self.dead:
@@ -313,23 +313,23 @@ class Net:
         elif what < 0.47 and len(self.inside) > 2:
             self.lose(one.rank, died=draw.random() < 0.7)
         elif what < 0.49:
-            one.misses_somebody()
-        elif what < 0.51 and returns and len(self.there) < self.size:
-            self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
+            one.miss_departed_ranks()
+        elif what < 0.51 and returns and len(self.running) < self.size:
+            self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.running]))
         elif one.entry.is_joining or one.lifecycle.gate.paused:
             pass
         elif what < 0.7:
             one.begin(draw.choice(["a", ALL, SMALL, SMALL, *([IN] if returns else [])]))
         else:
-            one.go_on()
+            one.advance()
 
     def finish(self, draw: random.Random) -> None:
-        """All losses are noticed, all that was said is heard, and who is behind calls what the others have called."""
+        """Notice all losses, deliver all notices, and let each agent that is behind make the calls of the others."""
         for _ in range(30):
-            for rank in self.there:
+            for rank in self.running:
                 for dead in self.dead:
                     self.notices(rank, *dead)
-            draw.choice(self.inside).misses_somebody()
+            draw.choice(self.inside).miss_departed_ranks()
             while waiting := self.waiting:
                 self.deliver(waiting[0])
             for name in ("a", ALL, SMALL, IN):
@@ -339,8 +339,8 @@ class Net:
                         if not one.lifecycle.gate.paused:
                             one.begin(name)
             for one in self.inside:
-                one.go_on()
-                one.router.admit_pending()  # who drives looks at the clock
+                one.advance()
+                one.router.admit_pending()  # the driving thread checks the clock
             if self.asking:
                 for one in self.inside:
                     if not one.lifecycle.gate.paused:
@@ -349,7 +349,7 @@ class Net:
     @property
     def asking(self) -> list[int]:
         """The agents that wait, and of which a member knows."""
-        joining = [one for one in self.there.values() if one.entry.is_joining]
+        joining = [one for one in self.running.values() if one.entry.is_joining]
         known = {of for one in self.inside for of in one.router.waiting}
         return [one.rank for one in joining if (one.rank, one.incarnation) in known]
 
@@ -377,7 +377,7 @@ def check(net: Net) -> None:
             assert planned.setdefault(number, plan) == plan
         for number, partners in one.partners.items():
             for place, takes_part in partners.items():
-                other = net.there.get(place.rank)
+                other = net.running.get(place.rank)
                 if other is not None and other.incarnation == place.incarnation:
                     assert (number in other.planned) == takes_part
 
@@ -388,7 +388,7 @@ def test_surviving_agents_plan_and_end_all_rounds_equally(
     first: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(result_cache, "TELL_AFTER", 3)
-    lost = entered = handed_on = 0
+    failed = entered = handed_on = 0
     returns = how != "lost"
     for seed in range(first, first + 250):
         draw = random.Random(seed)
@@ -398,16 +398,16 @@ def test_surviving_agents_plan_and_end_all_rounds_equally(
             net.step(draw, returns)
         net.finish(draw)
         check(net)
-        lost += len(net.dead)
+        failed += len(net.dead)
         entered += net.inside[0].lifecycle.gate.entered
         handed_on += net.handed_on
-    assert lost > 250 and handed_on > 10
+    assert failed > 250 and handed_on > 10
     assert entered > 150 or not returns
 
 
 def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() -> None:
     net = Net(4)
-    first, second = net.there[0], net.there[1]
+    first, second = net.running[0], net.running[1]
     net.lose(3)
     for rank in (0, 1, 2):
         net.notices(rank, 3)
@@ -416,7 +416,7 @@ def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() ->
     assert first.agreement.gone == (3,) and second.lifecycle.gate.paused
     first.begin("a")
     net.lose(2)
-    net.notices(1, 2)  # before it has heard what 0 and 2 said of the first
+    net.notices(1, 2)  # before it has received the reports of 0 and 2 on the first
     net.notices(0, 2)
     net.finish(random.Random(0))
     assert first.agreement.gone == second.agreement.gone == (2, 3)
@@ -427,7 +427,7 @@ def test_an_agent_that_missed_an_agreement_plans_its_rounds_like_the_others() ->
 
 def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it() -> None:
     net = Net(3)
-    first, second = net.there[0], net.there[1]
+    first, second = net.running[0], net.running[1]
     second.begin("a")
     net.lose(2)
     for rank in (0, 1):
@@ -439,7 +439,7 @@ def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it(
         one.begin(IN)
     for _ in range(2):
         for one in (first, second):
-            one.go_on()
+            one.advance()
     assert first.agreement.now == second.agreement.now == Plan((), 1)
     first.begin("a")
     first.begin("a")
@@ -450,9 +450,9 @@ def test_an_agent_that_was_admitted_after_a_round_had_begun_takes_no_part_in_it(
 
 def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more() -> None:
     net = Net(2)
-    one = net.there[0]
+    one = net.running[0]
 
-    def notice_and_hear() -> None:
+    def notice_and_receive() -> None:
         for rank, incarnation in list(net.dead):
             net.notices(0, rank, incarnation)
         while net.waiting:
@@ -460,21 +460,21 @@ def test_an_agent_that_starts_again_while_it_is_admitted_is_admitted_once_more()
 
     net.lose(1)
     net.come_back(1)
-    notice_and_hear()
+    notice_and_receive()
     one.begin(IN)
     net.lose(1)
     net.come_back(1)
-    notice_and_hear()
-    one.go_on()  # it admits the first of the two
-    one.go_on()
-    notice_and_hear()
+    notice_and_receive()
+    one.advance()  # it admits the first of the two
+    one.advance()
+    notice_and_receive()
     assert one.router.places[1].incarnation == 1 and one.agreement.now == Plan((1,), 1)
     one.begin(IN)
-    one.go_on()
-    one.go_on()
-    notice_and_hear()
-    assert not net.there[1].entry.is_joining
-    assert one.agreement.now == net.there[1].agreement.now == Plan((), 2)
+    one.advance()
+    one.advance()
+    notice_and_receive()
+    assert not net.running[1].entry.is_joining
+    assert one.agreement.now == net.running[1].agreement.now == Plan((), 2)
 
 
 def test_the_request_of_an_earlier_start_replaces_no_later_one() -> None:
@@ -486,7 +486,7 @@ def test_the_request_of_an_earlier_start_replaces_no_later_one() -> None:
     net.come_back(1)
     net.deliver(Link(1, 2, 0, 0))
     net.deliver(Link(1, 1, 0, 0))
-    assert [one.place.incarnation for one in net.there[0].entry.asking().values()] == [2]
+    assert [one.place.incarnation for one in net.running[0].entry.asking().values()] == [2]
 
 
 def link(opened_at: float) -> Outgoing:
@@ -501,15 +501,15 @@ def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
     for rank in (1, 2, 3):
         net.lose(rank)
         net.notices(0, rank)
-    inside = net.there[0]
+    inside = net.running[0]
     assert inside.agreement.gone == (1, 2, 3)
     net.come_back(3)
-    joining_peer = net.there[3]
+    joining_peer = net.running[3]
     joining_peer.router.links.update({0: link(1.0), 1: link(0.0), 2: link(1.0)})
     net.deliver(Link(3, 1, 0, 0))
     inside.begin(IN)
-    inside.go_on()
-    inside.go_on()
+    inside.advance()
+    inside.advance()
     net.deliver(Link(0, 0, 3, 1))
     assert joining_peer.agreement.alive == (0, 3)
     assert set(joining_peer.router.links) == {0, 2}
@@ -517,17 +517,17 @@ def test_a_rejoined_agent_drops_its_remaining_join_requests() -> None:
 
 def test_results_of_two_attempts_are_not_mixed() -> None:
     net = Net(4)
-    first, second = net.there[0], net.there[1]
-    for one in net.there.values():
-        one.begin(ALL)
-    first.go_on()
-    second.go_on()  # both have a result with rank 3; rank 2 has none
+    first, second = net.running[0], net.running[1]
+    for value in net.running.values():
+        value.begin(ALL)
+    first.advance()
+    second.advance()  # both have a result with rank 3; rank 2 has none
     net.lose(3)
     for rank in (0, 1, 2):
         net.notices(rank, 3)
     for source, to in ((1, 0), (2, 0)):
         net.deliver(Link(source, 0, to, 0))
-    first.go_on()  # as a root it has the result of the next attempt at once
+    first.advance()  # as a root it has the result of the next attempt at once
     net.lose(2)
     net.notices(1, 2)  # which therefore never makes that attempt
     net.notices(0, 2)
@@ -543,13 +543,13 @@ def test_with_on_failure_raise_there_is_no_agreement(monkeypatch: pytest.MonkeyP
     assert net.waiting
     while net.waiting:
         net.deliver(net.waiting[0])
-    one = net.there[1]
+    one = net.running[1]
     assert not one.agreement.active
     assert (one.lifecycle.gate.paused, one.membership.view.alive, one.agreement.gone) == (False, (0, 1, 2), ())
 
 
 @pytest.mark.parametrize(
-    "said",
+    "report",
     [
         "nonsense",
         "[]",
@@ -564,7 +564,7 @@ def test_with_on_failure_raise_there_is_no_agreement(monkeypatch: pytest.MonkeyP
         '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": [[[2, 1], 0, {}, []]]}',
     ],
 )
-def test_an_invalid_failure_report_is_a_protocol_error(said: str) -> None:
-    message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(said), body=said.encode())
+def test_an_invalid_failure_report_is_a_protocol_error(report: str) -> None:
+    message = Message(Kind.CONTROL, WORD, WORD, nbytes=len(report), body=report.encode())
     with pytest.raises(ProtocolError, match="makes no sense"):
-        Net(4).there[0].hear(1, 0, message)
+        Net(4).running[0].receive(1, 0, message)

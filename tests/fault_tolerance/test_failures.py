@@ -17,17 +17,17 @@ from shoal.transport.wire import CERTAIN, DIED, Kind, Message, ProtocolError
 
 @dataclass
 class Connections:
-    """To whom this agent is connected, and who is to it."""
+    """The outgoing and the incoming connections of this agent."""
 
     known: set[int] = field(default_factory=set)
-    heard: set[int] = field(default_factory=set)
+    received_from: set[int] = field(default_factory=set)
     cut_off: set[int] = field(default_factory=set)
 
     def knows(self, rank: int) -> bool:
-        return rank in self.known or rank in self.heard
+        return rank in self.known or rank in self.received_from
 
     def receives_from(self, rank: int) -> bool:
-        return rank in self.heard
+        return rank in self.received_from
 
     def reaches(self, rank: int) -> bool:
         return rank in self.known
@@ -61,158 +61,158 @@ def died(rank: int, told_by: int, certain: bool = False) -> Message:
 
 
 def test_a_suspect_is_confirmed_after_its_last_messages_could_have_arrived(clock: Clock) -> None:
-    found = detector(Connections(known={1}))
-    assert found.suspect(1, "closed", final=False, certain=False) == clock.now + GRACE
-    assert found.suspect(2, "refused", final=False, certain=False) == clock.now + UNCONNECTED_GRACE
-    assert found.next == clock.now + GRACE
-    assert not found.confirmed(clock.now)
-    assert found.confirmed(clock.now + GRACE) == [Departure(1, "closed", True, 0)]
-    found.forget(1)
-    assert found.next == clock.now + UNCONNECTED_GRACE
+    result = detector(Connections(known={1}))
+    assert result.suspect(1, "closed", final=False, certain=False) == clock.now + GRACE
+    assert result.suspect(2, "refused", final=False, certain=False) == clock.now + UNCONNECTED_GRACE
+    assert result.next == clock.now + GRACE
+    assert not result.confirmed(clock.now)
+    assert result.confirmed(clock.now + GRACE) == [Departure(1, "closed", True, 0)]
+    result.forget(1)
+    assert result.next == clock.now + UNCONNECTED_GRACE
 
 
 def test_without_pending_messages_it_is_confirmed_at_once(clock: Clock) -> None:
-    found = detector(Connections(known={1}))
-    found.suspect(1, "closed", final=False, certain=False)
-    assert found.suspect(1, "nonsense", final=True, certain=True) == clock.now
-    assert found.confirmed(clock.now) == [Departure(1, "nonsense", True, 0, certain=True)]
+    result = detector(Connections(known={1}))
+    result.suspect(1, "closed", final=False, certain=False)
+    assert result.suspect(1, "nonsense", final=True, certain=True) == clock.now
+    assert result.confirmed(clock.now) == [Departure(1, "nonsense", True, 0, certain=True)]
 
 
 def test_a_second_suspicion_does_not_delay_the_first(clock: Clock) -> None:
-    found = detector(Connections(known={1}))
-    due = found.suspect(1, "closed", final=False, certain=False)
+    result = detector(Connections(known={1}))
+    due = result.suspect(1, "closed", final=False, certain=False)
     clock.now += 0.3
-    assert found.suspect(1, "its process ended", final=False, certain=True) == due
-    assert found.confirmed(due)[0].cause == "closed"
+    assert result.suspect(1, "its process ended", final=False, certain=True) == due
+    assert result.confirmed(due)[0].cause == "closed"
 
 
 def test_an_agent_connected_to_the_dead_detects_it_itself(clock: Clock) -> None:
     """If its connections stay, the other two have lost each other, so a report alone is not yet a failure."""
-    found = detector(Connections(heard={2}))
-    assert found.notice(1, died(2, told_by=1)) == clock.now + GRACE
-    certain = detector(Connections(heard={2})).notice(1, died(2, told_by=1, certain=True))
+    result = detector(Connections(received_from={2}))
+    assert result.notice(1, died(2, told_by=1)) == clock.now + GRACE
+    certain = detector(Connections(received_from={2})).notice(1, died(2, told_by=1, certain=True))
     assert certain == Departure(2, "its process ended", True, 1, certain=True)
     apart = detector(Connections()).notice(1, died(2, told_by=1))
     assert apart == Departure(2, "its process ended", True, 1)
 
 
 def test_a_departure_names_the_agent_that_observed_it_and_not_the_forwarder(clock: Clock) -> None:
-    found = detector(Connections()).notice(1, died(2, told_by=3))
-    assert found == Departure(2, "its process ended", True, 3)
+    result = detector(Connections()).notice(1, died(2, told_by=3))
+    assert result == Departure(2, "its process ended", True, 3)
     left = Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")
     assert detector(Connections()).notice(2, left) == Departure(2, "it called shoal.shutdown()", False, 2)
 
 
 def test_an_agent_that_leaves_during_another_failure_is_counted_after_it(clock: Clock) -> None:
-    found = detector(Connections(known={1, 2}))
-    due = found.suspect(1, "closed", final=False, certain=False)
-    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
-    assert [one.rank for one in found.confirmed(due)] == [1, 2]
+    result = detector(Connections(known={1, 2}))
+    due = result.suspect(1, "closed", final=False, certain=False)
+    assert result.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
+    assert [one.rank for one in result.confirmed(due)] == [1, 2]
 
 
 def test_it_is_counted_after_it_also_when_its_connections_end(clock: Clock) -> None:
     """Seed 4706 of the simulated fleet: rank 2 ends because of rank 1, and its connections end before rank 1's."""
-    found = detector(Connections(known={1, 2}))
-    due = found.suspect(1, "closed", final=False, certain=False)
-    found.notice(2, died(2, told_by=2, certain=True))
-    found.nothing_follows(2)
-    assert not found.confirmed(clock.now) and found.next == due
-    found.suspect(1, "closed", final=True, certain=True)
-    assert [one.rank for one in found.confirmed(clock.now)] == [1, 2]
-    found.forget(1)
-    assert [one.rank for one in found.confirmed(clock.now)] == [2]
+    failure_detector = detector(Connections(known={1, 2}))
+    due = failure_detector.suspect(1, "closed", final=False, certain=False)
+    failure_detector.notice(2, died(2, told_by=2, certain=True))
+    failure_detector.nothing_follows(2)
+    assert not failure_detector.confirmed(clock.now) and failure_detector.next == due
+    failure_detector.suspect(1, "closed", final=True, certain=True)
+    assert [one.rank for one in failure_detector.confirmed(clock.now)] == [1, 2]
+    failure_detector.forget(1)
+    assert [one.rank for one in failure_detector.confirmed(clock.now)] == [2]
 
 
 def test_the_loss_that_a_shutdown_message_names_is_counted_before_it(clock: Clock) -> None:
     """Also if the leaving agent was suspected first."""
-    found = detector(Connections(known={1, 2}))
-    found.suspect(2, "closed", final=False, certain=False)
+    failure_detector = detector(Connections(known={1, 2}))
+    failure_detector.suspect(2, "closed", final=False, certain=False)
     clock.now += 0.1
-    due = found.report(Departure(1, "its process ended", True, 2))
-    found.report(Departure(2, "it called shoal.shutdown()", False, 2))
-    found.nothing_follows(2)
-    assert not found.confirmed(clock.now) and found.next == due
-    assert [one.rank for one in found.confirmed(due)] == [1, 2]
+    due = failure_detector.report(Departure(1, "its process ended", True, 2))
+    failure_detector.report(Departure(2, "it called shoal.shutdown()", False, 2))
+    failure_detector.nothing_follows(2)
+    assert not failure_detector.confirmed(clock.now) and failure_detector.next == due
+    assert [one.rank for one in failure_detector.confirmed(due)] == [1, 2]
 
 
 def test_an_exit_message_on_an_open_link_counts_only_from_its_sender(clock: Clock) -> None:
     left = Departure(2, "it called shoal.shutdown()", False, 1)
-    assert detector(Connections(heard={2})).report(left) == float("inf")
-    found = detector(Connections())
-    assert found.report(left) == clock.now + GRACE
-    assert found.confirmed(clock.now + GRACE) == [left]
+    assert detector(Connections(received_from={2})).report(left) == float("inf")
+    result = detector(Connections())
+    assert result.report(left) == clock.now + GRACE
+    assert result.confirmed(clock.now + GRACE) == [left]
 
 
 def test_an_exit_message_to_others_counts_only_if_the_own_link_agrees(clock: Clock) -> None:
     """Its last messages to this agent may be in flight, over a connection that does not exist yet."""
     left = Departure(2, "it called shoal.shutdown()", False, 1)
     own = Departure(2, "it called shoal.shutdown()", False, 2)
-    found = detector(Connections(known={2}))
-    assert found.report(left) == found.next == float("inf")
-    assert not found.confirmed(clock.now + 1e6)
-    assert found.report(own) == clock.now + GRACE
-    assert found.confirmed(clock.now + GRACE) == [own]
+    result = detector(Connections(known={2}))
+    assert result.report(left) == result.next == float("inf")
+    assert not result.confirmed(clock.now + 1e6)
+    assert result.report(own) == clock.now + GRACE
+    assert result.confirmed(clock.now + GRACE) == [own]
 
 
 @pytest.mark.parametrize("final", [False, True])
 def test_a_link_may_end_without_the_exit_message_that_others_have_received(clock: Clock, final: bool) -> None:
     """If its messages to this agent end without an exit message, it has died after it sent those."""
     left = Departure(2, "it called shoal.shutdown()", False, 1)
-    found = detector(Connections(known={2}))
-    found.report(left)
-    due = found.suspect(2, "closed", final=final, certain=False)
+    result = detector(Connections(known={2}))
+    result.report(left)
+    due = result.suspect(2, "closed", final=final, certain=False)
     assert due == clock.now + (0.0 if final else GRACE)
-    assert found.suspect(2, "its process ended", final=False, certain=True) == due
-    assert found.confirmed(due) == [Departure(2, "closed", True, 0) if final else left]
+    assert result.suspect(2, "its process ended", final=False, certain=True) == due
+    assert result.confirmed(due) == [Departure(2, "closed", True, 0) if final else left]
 
 
 def test_an_exit_message_does_not_undo_the_failure_that_caused_it(clock: Clock) -> None:
     """Rank 1 has excluded rank 2, and leaves after that. Rank 2 sends its exit message. Rank 2 is the cause."""
-    found = detector(Connections(known={1, 2}, heard={2}))
-    due = found.suspect(1, "sending to it failed", final=False, certain=False)
-    assert found.notice(1, died(2, told_by=1, certain=True)) == due
-    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
-    lost = Departure(2, "its process ended", True, 1, certain=True)
-    assert lost in found.confirmed(due)
-    found.forget(1)
-    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == lost
+    result = detector(Connections(known={1, 2}, received_from={2}))
+    due = result.suspect(1, "sending to it failed", final=False, certain=False)
+    assert result.notice(1, died(2, told_by=1, certain=True)) == due
+    assert result.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
+    failed = Departure(2, "its process ended", True, 1, certain=True)
+    assert failed in result.confirmed(due)
+    result.forget(1)
+    assert result.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == failed
 
 
 OWN = Departure(2, "it called shoal.shutdown()", False, 2)
-"""What an agent says of itself on the link to it."""
+"""The identity that an agent reports on the link to it."""
 
 
 @pytest.mark.parametrize("certain", [False, True])
 def test_the_end_of_a_link_after_its_exit_message_is_no_failure(clock: Clock, certain: bool) -> None:
     """The agent counts as departed once its last messages to this agent have arrived too."""
-    connections = Connections(known={2}, heard={2})
-    found = detector(connections)
-    assert found.report(OWN) == float("inf")
-    assert found.suspect(2, "sending to it failed", final=False, certain=certain) == float("inf")
-    connections.heard.clear()
-    assert found.suspect(2, "closed", final=True, certain=certain) == clock.now
-    assert found.confirmed(clock.now) == [OWN]
+    connections = Connections(known={2}, received_from={2})
+    result = detector(connections)
+    assert result.report(OWN) == float("inf")
+    assert result.suspect(2, "sending to it failed", final=False, certain=certain) == float("inf")
+    connections.received_from.clear()
+    assert result.suspect(2, "closed", final=True, certain=certain) == clock.now
+    assert result.confirmed(clock.now) == [OWN]
 
 
 def test_an_exit_message_on_its_link_explains_the_end_of_its_process(clock: Clock) -> None:
-    found = detector(Connections(known={2}))
-    due = found.suspect(2, "its process ended", final=False, certain=True)
-    assert found.report(OWN) == due
-    assert found.confirmed(due) == [OWN]
+    result = detector(Connections(known={2}))
+    due = result.suspect(2, "its process ended", final=False, certain=True)
+    assert result.report(OWN) == due
+    assert result.confirmed(due) == [OWN]
 
 
 def test_an_agent_that_sent_its_exit_message_does_not_delay_a_failure(clock: Clock) -> None:
     """Rank 2 left because rank 1 died. The link to it ended first, and rank 3 reports rank 1."""
-    found = detector(Connections(known={1, 2}, heard={2}))
-    found.report(OWN)
-    found.suspect(2, "sending to it failed", final=False, certain=False)
-    lost = Departure(1, "its process ended", True, 3, certain=True)
-    assert found.notice(3, died(1, told_by=3, certain=True)) == lost
+    result = detector(Connections(known={1, 2}, received_from={2}))
+    result.report(OWN)
+    result.suspect(2, "sending to it failed", final=False, certain=False)
+    failed = Departure(1, "its process ended", True, 3, certain=True)
+    assert result.notice(3, died(1, told_by=3, certain=True)) == failed
 
 
 def test_an_agent_is_notified_of_its_own_failure(clock: Clock) -> None:
-    said = detector(Connections(known={1})).notice(1, died(0, told_by=1))
-    assert said == Departure(0, "its process ended", True, 1)
+    output = detector(Connections(known={1})).notice(1, died(0, told_by=1))
+    assert output == Departure(0, "its process ended", True, 1)
 
 
 def failures_of(agrees: bool, passed_on: list[Departure], changes: list[str], membership: MembershipTable) -> Failures:

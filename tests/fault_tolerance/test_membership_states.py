@@ -31,7 +31,7 @@ def in_state(state: AgentState) -> MembershipTable:
     graph = nx.DiGraph([(one, after) for (one, _), after in TRANSITIONS.items()])
     path = nx.shortest_path(graph, AgentState.MEMBER, state)
     for before, after in pairwise(path):
-        event = next(event for (one, event), found in TRANSITIONS.items() if (one, found) == (before, after))
+        event = next(event for (one, event), result in TRANSITIONS.items() if (one, result) == (before, after))
         table.apply(event, 1, "the cause")
     assert table.state(1) is state
     return table
@@ -98,8 +98,8 @@ def test_the_view_follows_the_states(seed: int) -> None:
         if (before, event) not in TRANSITIONS:
             continue
         after = table.apply(event, rank, f"cause {step}")
-        shown = before is not after and not {before, after} <= {AgentState.MEMBER, AgentState.SUSPECT}
-        assert (table.view is not view) == shown == (len(seen) > count), "a suspect is a member"
+        visible = before is not after and not {before, after} <= {AgentState.MEMBER, AgentState.SUSPECT}
+        assert (table.view is not view) == visible == (len(seen) > count), "a suspect is a member"
         view = table.view
         assert (rank in view.alive) == (after in PRESENT)
         assert (rank in view.left) == (after in (AgentState.LEFT, AgentState.NEEDED))

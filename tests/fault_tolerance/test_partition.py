@@ -1,4 +1,4 @@
-"""Who asks whom whether a network is whole again, and which part gives way: agents with a network that the test has."""
+"""Probes that detect a healed partition, and the part that yields: agents on a network of the test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.recording_sender import recording_sender
 
 
 @dataclass
-class Question:
+class PendingProbe:
     """One that waits for its answer; also the socket of it."""
 
     peer: int
@@ -27,7 +27,7 @@ class Question:
     open: bool = True
 
     @property
-    def sock(self) -> Question:
+    def sock(self) -> PendingProbe:
         return self
 
     def fileno(self) -> int:
@@ -38,17 +38,17 @@ class Question:
 
 
 @dataclass
-class Place:
+class FakePeerId:
     incarnation: int = 0
 
 
 @dataclass
 class Agent:
-    """One agent, and all that its reunion is given; it is in a job of ``size``."""
+    """One agent with all parts of its partition resolver; it is in a job of ``size``."""
 
     rank: int
     size: int
-    asked: list[Question] = field(default_factory=list)
+    probed: list[PendingProbe] = field(default_factory=list)
     kinds: dict[int, str] = field(default_factory=dict)
     sent: list[tuple[int, bytes]] = field(default_factory=list)
     error: PeerLost | None = None
@@ -60,7 +60,7 @@ class Agent:
     def __post_init__(self) -> None:
         self.membership = MembershipTable(self.size)
         self.lock = RLock()
-        self.places = [Place() for _ in range(self.size)]
+        self.places = [FakePeerId() for _ in range(self.size)]
         me: Any = self
         keep: Any = lambda peer, message: self.sent.append((peer, message.body))  # noqa: E731
         sender = recording_sender(self.rank, self.membership, keep)
@@ -80,13 +80,13 @@ class Agent:
     def transport_to(self, rank: int) -> str:
         return self.kinds.get(rank, "network")
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> FakePeerId:
         return self.places[rank]
 
-    def outgoing(self, peer: int, receiver: object, asks: bool = False) -> Question:
-        assert asks and not any(one.open for one in self.asked), "a link that stays, or two questions"
-        self.asked.append(Question(peer))
-        return self.asked[-1]
+    def outgoing(self, peer: int, receiver: object, asks: bool = False) -> PendingProbe:
+        assert asks and not any(one.open for one in self.probed), "a link that stays, or two questions"
+        self.probed.append(PendingProbe(peer))
+        return self.probed[-1]
 
     # As all others
 
@@ -100,19 +100,19 @@ class Agent:
     def yield_to_majority(self, why: PeerLost) -> None:
         self.error = why
 
-    def lose(self, *ranks: int) -> Agent:
+    def lose_touch(self, *ranks: int) -> Agent:
         """They are out of reach."""
         for rank in ranks:
             self.membership.apply(AgentEvent.LOSE_TOUCH, rank, "silent")
         return self
 
-    def hear(self, source: int, text: bytes) -> None:
+    def receive(self, source: int, text: bytes) -> None:
         message = Message(Kind.CONTROL, name="~reunion", nbytes=len(text), body=text)
         self.partition_resolver.serve(source, message)
 
 
 def peers(agent: Agent) -> list[int]:
-    return [one.peer for one in agent.asked]
+    return [one.peer for one in agent.probed]
 
 
 def part(count: int, lowest: int) -> int:
@@ -120,60 +120,60 @@ def part(count: int, lowest: int) -> int:
 
 
 def test_without_unreachable_agents_there_are_no_probes_and_no_clock_reads() -> None:
-    whole = Agent(1, 4)
-    assert whole.partition_resolver.check(100.0) == float("inf")
-    whole.membership.apply(AgentEvent.LOSE, 0, "its process ended")
-    whole.membership.apply(AgentEvent.LEAVE, 2)
-    whole.membership.begin_without([3])
+    full = Agent(1, 4)
+    assert full.partition_resolver.check(100.0) == float("inf")
+    full.membership.apply(AgentEvent.LOSE, 0, "its process ended")
+    full.membership.apply(AgentEvent.LEAVE, 2)
+    full.membership.begin_without([3])
     assert (
-        whole.partition_resolver.check(200.0) == float("inf")
-        and not whole.asked
-        and not whole.partition_resolver.descriptors()
+        full.partition_resolver.check(200.0) == float("inf")
+        and not full.probed
+        and not full.partition_resolver.descriptors()
     )
 
 
 def test_the_larger_part_sends_no_probes() -> None:
     for agent, beyond in ((Agent(2, 5), (3, 4)), (Agent(1, 4), (2, 3)), (Agent(0, 2), (1,))):
-        agent.lose(*beyond)
-        assert agent.partition_resolver.check(100.0) == float("inf") and not agent.asked
+        agent.lose_touch(*beyond)
+        assert agent.partition_resolver.check(100.0) == float("inf") and not agent.probed
 
 
 def test_the_smaller_part_probes_one_agent_at_a_time_in_turn() -> None:
-    agent = Agent(3, 5).lose(0, 1, 2)
+    agent = Agent(3, 5).lose_touch(0, 1, 2)
     assert agent.looks_at == 0.0
     now = 100.0
     for _ in range(6):
         assert agent.partition_resolver.check(now) == now + EVERY
-        agent.asked[-1].close()  # refused
+        agent.probed[-1].close()  # refused
         assert agent.partition_resolver.check(now + EVERY / 2) == now + EVERY, "asked before its time"
         now += EVERY
     assert sorted(peers(agent)[:3]) == [0, 1, 2] and peers(agent)[3:] == peers(agent)[:3]
 
 
 def test_an_unanswered_probe_is_dropped_for_the_next() -> None:
-    agent = Agent(1, 2).lose(0)
+    agent = Agent(1, 2).lose_touch(0)
     assert agent.partition_resolver.check(100.0) == 100.0 + EVERY
     now = 100.0
     while now < 100.0 + PATIENCE:
-        assert len(agent.asked) == 1 and agent.partition_resolver.descriptors() == [5]
+        assert len(agent.probed) == 1 and agent.partition_resolver.descriptors() == [5]
         now = agent.partition_resolver.check(now)
     agent.partition_resolver.check(now)
-    assert [one.open for one in agent.asked] == [False, True]
+    assert [one.open for one in agent.probed] == [False, True]
     agent.partition_resolver.close(0.0)
     assert not agent.partition_resolver.descriptors() and agent.partition_resolver.check(now + EVERY) == float("inf")
-    assert len(agent.asked) == 2
+    assert len(agent.probed) == 2
 
 
 def test_a_rejoined_agent_is_not_probed() -> None:
-    agent = Agent(1, 2).lose(0)
+    agent = Agent(1, 2).lose_touch(0)
     agent.partition_resolver.check(100.0)
     agent.membership.apply(AgentEvent.ADMIT, 0)
-    assert agent.partition_resolver.check(100.5) == float("inf") and not agent.asked[0].open
+    assert agent.partition_resolver.check(100.5) == float("inf") and not agent.probed[0].open
 
 
 @pytest.mark.parametrize("kind", ["", "threads"])
 def test_an_agent_without_an_address_is_not_probed(kind: str) -> None:
-    agent = Agent(2, 3, kinds={0: kind}).lose(0, 1)
+    agent = Agent(2, 3, kinds={0: kind}).lose_touch(0, 1)
     for step in range(3):
         agent.partition_resolver.check(100.0 + step * PATIENCE)
     assert peers(agent) == [1, 1, 1]
@@ -181,7 +181,7 @@ def test_an_agent_without_an_address_is_not_probed(kind: str) -> None:
 
 @pytest.mark.parametrize("state", ["paused", "closing", "is_joining", "error"])
 def test_an_agent_that_has_not_agreed_or_has_ended_neither_probes_nor_replies(state: str) -> None:
-    agent = Agent(2, 3).lose(0, 1)
+    agent = Agent(2, 3).lose_touch(0, 1)
     assert agent.answer(0, 0) == part(1, 2)
     if state == "is_joining":
         agent.membership = MembershipTable(3)
@@ -190,15 +190,15 @@ def test_an_agent_that_has_not_agreed_or_has_ended_neither_probes_nor_replies(st
     else:
         setattr(agent, state, True)
     agent.partition_resolver.check(100.0)
-    assert not agent.asked and agent.answer(0, 0) == 0
+    assert not agent.probed and agent.answer(0, 0) == 0
     if state == "paused":
         agent.paused = False
         agent.partition_resolver.check(100.0 + EVERY)
-        assert agent.asked
+        assert agent.probed
 
 
 def test_the_membership_is_reported_only_to_excluded_agents() -> None:
-    agent = Agent(0, 4).lose(2, 3)
+    agent = Agent(0, 4).lose_touch(2, 3)
     agent.membership.apply(AgentEvent.LOSE, 1, "its process ended")
     assert agent.answer(3, 0) == part(1, 0)
     agent.membership.apply(AgentEvent.ADMIT, 3)
@@ -210,9 +210,9 @@ def test_the_membership_is_reported_only_to_excluded_agents() -> None:
 
 @pytest.mark.parametrize("answer", [0, part(2, 3), part(1, 0), part(5, 0), part(1 << 30, 0), (1 << 64) - 1], ids=hex)
 def test_an_invalid_reply_or_one_from_no_larger_part_is_ignored(answer: int) -> None:
-    agent = Agent(2, 5).lose(0, 1, 4)
+    agent = Agent(2, 5).lose_touch(0, 1, 4)
     agent.partition_resolver.check(100.0)
-    agent.asked[0].on_answer(answer)
+    agent.probed[0].on_answer(answer)
     assert agent.error is None and not agent.sent
 
 
@@ -221,28 +221,28 @@ def test_an_invalid_reply_or_one_from_no_larger_part_is_ignored(answer: int) -> 
     [(part(3, 0), "as one of 3: theirs is the larger part"), (part(2, 1), "as large a part, with the lowest rank, 1")],
 )
 def test_the_smaller_part_yields_and_notifies_its_members(answer: int, why: str) -> None:
-    agent, other = Agent(2, 5).lose(0, 1, 4), Agent(3, 5).lose(0, 1, 4)
+    agent, other = Agent(2, 5).lose_touch(0, 1, 4), Agent(3, 5).lose_touch(0, 1, 4)
     agent.partition_resolver.check(100.0)
-    agent.asked[0].on_answer(answer)
+    agent.probed[0].on_answer(answer)
     [(peer, text)] = agent.sent
-    other.hear(2, text)
+    other.receive(2, text)
     assert peer == 3 and not other.sent
     for one in (agent, other):
         assert one.error is not None and one.error.ranks == (0, 1, 4)
-        assert f"rank {agent.asked[0].peer} can be reached again, and has gone on without ranks [2, 3]" in str(
+        assert f"rank {agent.probed[0].peer} can be reached again, and has gone on without ranks [2, 3]" in str(
             one.error
         )
         assert why in str(one.error) and f"rank {one.rank} takes their state" in str(one.error)
 
 
 def test_invalid_and_foreign_messages_end_no_agent() -> None:
-    agent = Agent(3, 5).lose(0, 1, 2)
+    agent = Agent(3, 5).lose_touch(0, 1, 2)
     for text in (b"{", b"7", b"[0, 3]", b'["a", 1, 2]', b"[0, null, 0]", b"\xff"):
         with pytest.raises(ProtocolError, match="another part"):
-            agent.hear(4, text)
-    agent.hear(0, b"[0, 3, 0]")
+            agent.receive(4, text)
+    agent.receive(0, b"[0, 3, 0]")
     assert agent.error is None
-    agent.hear(4, b"[0, 3, 0]")
+    agent.receive(4, b"[0, 3, 0]")
     assert agent.error is not None
 
 
@@ -251,27 +251,27 @@ def test_exactly_the_largest_of_any_parts_continues(seed: int) -> None:
     """Agents have died in each part, unknown to the others. The reachability is random."""
     draws = random.Random(seed)
     size = draws.randint(2, 9)
-    of = [draws.randrange(draws.randint(1, 4)) for _ in range(size)]
+    index = [draws.randrange(draws.randint(1, 4)) for _ in range(size)]
     left = [rank for rank in range(size) if draws.random() < 0.7] or [0]
     agents = {rank: Agent(rank, size) for rank in left}
     for rank, agent in agents.items():
         for other in range(size):
-            if of[other] != of[rank]:
-                agent.lose(other)
+            if index[other] != index[rank]:
+                agent.lose_touch(other)
             elif other not in agents:
                 agent.membership.apply(AgentEvent.LOSE, other, "its process ended")
-    parts = [[rank for rank in left if of[rank] == one] for one in set(of)]
-    largest = max((one for one in parts if one), key=lambda one: (len(one), -one[0]))
+    parts = [[rank for rank in left if index[rank] == one] for one in set(index)]
+    largest = max((part for part in parts if part), key=lambda one: (len(one), -one[0]))
     for step in range(20 * size):
         for rank in draws.sample(left, len(left)):
             agent = agents[rank]
             agent.partition_resolver.check(100.0 + step * EVERY)
-            question = next((one for one in agent.asked if one.open), None)
+            question = next((one for one in agent.probed if one.open), None)
             if question is not None:
                 question.close()
                 if question.peer in agents and draws.random() < 0.5:
                     question.on_answer(agents[question.peer].answer(rank, 0))
             for other, text in agent.sent:
-                agents[other].hear(rank, text)
+                agents[other].receive(rank, text)
             agent.sent.clear()
     assert [rank for rank in left if agents[rank].error is None] == largest

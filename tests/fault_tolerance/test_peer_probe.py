@@ -14,7 +14,7 @@ from shoal.fault_tolerance.partition import PeerProbe
 from shoal.runtime.agent import current
 from shoal.transport.handshake import HELLO_SIZE, SHUT_OUT, WELCOME_SIZE, Connecting
 from support.leftovers import nothing_is_left, wait_until
-from support.unauthenticated_peers import door, is_closed
+from support.unauthenticated_peers import is_closed, listener_address
 
 OVER = [pytest.param(name, marks=pytest.mark.transport(name)) for name in ("shared_memory", "network")]
 ASKER, ASKED = 0, 1
@@ -22,7 +22,7 @@ ASKER, ASKED = 0, 1
 
 def shake_hands(incarnation: int) -> int:
     """Connect to an agent as another one; what it says."""
-    way = door()
+    way = listener_address()
     with way.connect() as sock:
         greeting = Connecting(way.secret, ASKER, ASKED, incarnation)
         sock.sendall(greeting.answer(sock.recv(HELLO_SIZE)))
@@ -31,8 +31,8 @@ def shake_hands(incarnation: int) -> int:
     return had
 
 
-def told(prepare: Callable[[], None], incarnation: int) -> Callable[[], dict[int, str]]:
-    """What an agent does that is told, and the one that tells it; who has died for each."""
+def probe_actions(prepare: Callable[[], None], incarnation: int) -> Callable[[], dict[int, str]]:
+    """The actions of the probed and the probing agent; the dead agents as each counts them."""
 
     def run() -> dict[int, str]:
         shoal.barrier()
@@ -67,7 +67,7 @@ def test_an_excluded_process_leaves_nothing_and_is_no_ones_failure(
 ) -> None:
     """So does a process that another one on its rank has replaced."""
     fleet = shoal.Fleet(2, transport=transport, timeout=10.0)
-    assert fleet.run(told(prepare, incarnation)) == [{}, {}]
+    assert fleet.run(probe_actions(prepare, incarnation)) == [{}, {}]
 
 
 def waits(asking: PeerProbe) -> bool:
@@ -76,8 +76,8 @@ def waits(asking: PeerProbe) -> bool:
 
 
 def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[int, str]]:
-    """One agent asks another, which is there; the answers, and who has died for each."""
-    engine, heard = current().engine, []
+    """One agent probes another, which is running; the answers, and the dead agents as each counts them."""
+    engine, received = current().engine, []
     router = engine.router
     if shoal.rank() == ASKED:
         router.answer_by(lambda rank, incarnation: 1000 + 10 * rank + incarnation)
@@ -87,7 +87,7 @@ def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[
         router._secret, kept = secret(router._secret), router._secret
         asking = PeerProbe(router)
         with engine.lock:
-            asking.ask(ASKED, heard.append)
+            asking.ask(ASKED, received.append)
         assert wait_until(lambda: not waits(asking))
         asking.cancel()
         router._secret = kept
@@ -95,7 +95,7 @@ def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[
     if shoal.rank() == ASKED:
         assert wait_until(lambda: not list(router.acceptor.unauthenticated))
         assert {one for known in router.incoming.values() for one in known} <= before
-    return heard, engine.membership.view.died
+    return received, engine.membership.view.died
 
 
 @pytest.mark.parametrize("transport", OVER)
@@ -119,29 +119,29 @@ def test_a_stopped_process_and_a_closed_port_give_no_reply(transport: str, monke
     def run() -> list[int]:
         if shoal.rank() == ASKED:
             return []
-        engine, heard = current().engine, []
+        engine, received = current().engine, []
         asking, router = PeerProbe(engine.router), engine.router
         family = socket.AF_INET if transport == "network" else socket.AF_UNIX
         kind = socket.SOCK_STREAM if transport == "network" else socket.SOCK_SEQPACKET
         with socket.socket(family, kind) as stopped:
             stopped.bind(("127.0.0.1", 0) if transport == "network" else "\0shoal-test-stopped")
             stopped.listen(1)
-            here = stopped.getsockname()
-            port, name = (here[1], "") if transport == "network" else (0, here[1:].decode())
+            local = stopped.getsockname()
+            port, name = (local[1], "") if transport == "network" else (0, local[1:].decode())
             shut = replace(router.endpoints[ASKED], unix=name, port=port, listener=-1)
             router.endpoints[ASKED] = shut
             for _ in range(5):  # the last ones find the queue full
                 with engine.lock:
-                    asking.ask(ASKED, heard.append)
+                    asking.ask(ASKED, received.append)
                 time.sleep(0.01)
             withdrawn = asking._question
             with engine.lock:
                 asking.cancel()
             assert withdrawn is None or withdrawn.sock.fileno() < 0
         with engine.lock:
-            asking.ask(ASKED, heard.append)
+            asking.ask(ASKED, received.append)
         assert wait_until(lambda: not waits(asking))
-        return heard
+        return received
 
     with nothing_is_left():
         assert shoal.Fleet(2, transport=transport, timeout=10.0).run(run) == [[], []]

@@ -1,4 +1,4 @@
-"""Results that are kept for others: how long, what is said of them, and what is taken from whom."""
+"""The result cache: how long results are kept, how they are announced, and from which agents they are accepted."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ RESULT_HERE = torch.arange(3.0)
 
 
 class Agent:
-    """Rank 0 of some, and what it says."""
+    """Rank 0 of a job, and the messages that it sends."""
 
     def __init__(self, size: int = 3) -> None:
         self.matcher, self.membership = Matcher(), MembershipTable(size)
-        self.said: list[tuple[int, Any]] = []
-        nobody: Any = None
+        self.sent_messages: list[tuple[int, Any]] = []
+        unused: Any = None
         sender = recording_sender(0, self.membership, self._send)
-        self.parts = SharedParts(0, size, nobody, nobody, self.membership, self.matcher, nobody, sender)
+        self.parts = SharedParts(0, size, unused, unused, self.membership, self.matcher, unused, sender)
         self.result_cache = ResultCache(self.parts)
 
     def _send(self, peer: int, message: Message) -> None:
-        self.said.append((peer, message if message.op == RESULT else json.loads(message.body)))
+        self.sent_messages.append((peer, message if message.op == RESULT else json.loads(message.body)))
 
     def begin(self, name: str = "x", plan: Plan | None = None) -> Operation:
         operation = self.matcher.begin("allreduce", name, 1.0, False)
@@ -50,8 +50,8 @@ class Agent:
         self.result_cache.ended(operation, result)
         self.matcher.end(operation, None)
 
-    def hear(self, source: int, said: object) -> None:
-        text = said if isinstance(said, bytes) else json.dumps(said).encode()
+    def receive(self, source: int, content: object) -> None:
+        text = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.result_cache.serve(source, Message(Kind.CONTROL, HAD, HAD, nbytes=len(text), body=text))
 
 
@@ -61,18 +61,18 @@ def had(name: str, *rounds: tuple[int, int], leaving: bool = False) -> dict[str,
 
 def test_a_result_is_kept_until_all_participants_have_acknowledged_it() -> None:
     agent = Agent(4)
-    agent.end(agent.begin(plan=Plan((3,))))  # of those that are there one takes no part
-    agent.hear(1, had("x", (0, 1)))
+    agent.end(agent.begin(plan=Plan((3,))))  # one of the members takes no part
+    agent.receive(1, had("x", (0, 1)))
     assert list(agent.result_cache.results) == [("x", 0)]
-    agent.hear(2, had("x", (0, 1)))
+    agent.receive(2, had("x", (0, 1)))
     assert not agent.result_cache.results
 
 
 def test_an_early_acknowledgement_is_counted() -> None:
     agent = Agent()
     first, second = agent.begin(), agent.begin()
-    agent.hear(1, had("x", (0, 2)))
-    agent.hear(2, had("x", (0, 1)))
+    agent.receive(1, had("x", (0, 2)))
+    agent.receive(2, had("x", (0, 1)))
     agent.end(first)
     assert not agent.result_cache.results
     agent.end(second)
@@ -82,7 +82,7 @@ def test_an_early_acknowledgement_is_counted() -> None:
 def test_failed_agents_need_no_result() -> None:
     agent = Agent()
     agent.end(agent.begin())
-    agent.hear(1, had("x", (0, 1)))
+    agent.receive(1, had("x", (0, 1)))
     agent.membership.apply(AgentEvent.LOSE, 2, "it died")
     agent.result_cache.on_departure(2, None)
     assert not agent.result_cache.results
@@ -95,46 +95,46 @@ def test_many_results_are_acknowledged_at_once_and_only_once(monkeypatch: pytest
     agent = Agent()
     for name in ("x", "x", "y", "x", "x"):
         agent.end(agent.begin(name))
-    assert agent.said == [(peer, {"had": {"x": [[0, 3]], "y": [[0, 1]]}, "leaving": False}) for peer in (1, 2)]
+    assert agent.sent_messages == [(peer, {"had": {"x": [[0, 3]], "y": [[0, 1]]}, "leaving": False}) for peer in (1, 2)]
     agent.result_cache.confirm()
-    assert agent.said[2:] == [(peer, had("x", (3, 1))) for peer in (1, 2)]
+    assert agent.sent_messages[2:] == [(peer, had("x", (3, 1))) for peer in (1, 2)]
     agent.result_cache.confirm()
-    assert len(agent.said) == 4
+    assert len(agent.sent_messages) == 4
 
 
 def test_large_results_are_acknowledged_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_cache, "TELL_AFTER_BYTES", 2 * RESULT_HERE.nbytes)
     agent = Agent()
     agent.end(agent.begin())
-    assert not agent.said
+    assert not agent.sent_messages
     agent.end(agent.begin())
-    assert agent.said == [(peer, had("x", (0, 2))) for peer in (1, 2)]
+    assert agent.sent_messages == [(peer, had("x", (0, 2))) for peer in (1, 2)]
     agent.end(agent.begin())
-    assert len(agent.said) == 2  # it counts anew
+    assert len(agent.sent_messages) == 2  # it counts anew
 
 
 def test_a_departing_agent_gets_acknowledgements_at_once() -> None:
     agent = Agent()
     agent.end(agent.begin())
-    agent.hear(1, {"had": {}, "leaving": True})
-    assert agent.said == [(peer, had("x", (0, 1))) for peer in (1, 2)]
+    agent.receive(1, {"had": {}, "leaving": True})
+    assert agent.sent_messages == [(peer, had("x", (0, 1))) for peer in (1, 2)]
     agent.end(agent.begin())
-    assert agent.said[2:] == [(peer, had("x", (1, 1))) for peer in (1, 2)]
+    assert agent.sent_messages[2:] == [(peer, had("x", (1, 1))) for peer in (1, 2)]
 
 
 def test_a_round_that_failed_locally_is_not_waited_for() -> None:
     agent = Agent()
     operation = agent.begin()
-    agent.hear(1, had("x", (0, 1)))
+    agent.receive(1, had("x", (0, 1)))
     agent.end(operation, None)
-    agent.hear(2, had("x", (0, 1)))
+    agent.receive(2, had("x", (0, 1)))
     assert not agent.result_cache.results and not agent.result_cache._ahead
     agent.result_cache.confirm()
-    assert not agent.said
+    assert not agent.sent_messages
 
 
 @pytest.mark.parametrize(
-    "said",
+    "content",
     [
         b"nonsense",
         [],
@@ -144,11 +144,11 @@ def test_a_round_that_failed_locally_is_not_waited_for() -> None:
         {"had": {"y": [[0, 1]]}},
     ],
 )
-def test_an_invalid_message_about_results_is_a_protocol_error(said: object) -> None:
+def test_an_invalid_message_about_results_is_a_protocol_error(content: object) -> None:
     agent = Agent()
     agent.begin()
     with pytest.raises(ProtocolError, match="makes no sense"):
-        agent.hear(1, said)
+        agent.receive(1, content)
 
 
 def test_small_results_are_kept_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,37 +166,37 @@ def test_small_results_are_kept_as_copies(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_result_is_accepted_only_from_a_member() -> None:
     agent = Agent()
-    operation, taken = agent.begin(), []
+    operation, adopted = agent.begin(), []
     lifecycle: Any = type("Lifecycle", (), {"leave_stage": lambda *_: None})()
     lifecycle.forget_before = lambda *_: None
-    lifecycle.settle = lambda operation, result, error: taken.append(result)
+    lifecycle.settle = lambda operation, result, error: adopted.append(result)
     assert operation.recovery is not None
     operation.recovery.take = lambda result: result
     result_transfer = ResultTransfer(agent.parts, lifecycle, agent.result_cache)
     agent.membership.apply(AgentEvent.LOSE, 2, "it died")
     agent.result_cache.results["x", 0] = result_cache.CachedResult(RESULT_HERE, {1})
     result_transfer.send(1, "x", 0)
-    [(_, message)] = agent.said
+    [(_, message)] = agent.sent_messages
     for source in (2, 1):
         result_transfer.serve(source, message)
-        assert len(taken) == (source == 1)
-    assert torch.equal(taken[0], RESULT_HERE)
+        assert len(adopted) == (source == 1)
+    assert torch.equal(adopted[0], RESULT_HERE)
     with pytest.raises(ProtocolError, match="not the body"):
         result_transfer.serve(1, replace(message, kind=Kind.DATA, body=b""))
 
 
 class Steps:
-    """A lifecycle of which it is written down what it is told to do."""
+    """A lifecycle that records the calls made to it."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda operation, *rest: self.told.append((name, *rest))
+        return lambda operation, *rest: self.calls.append((name, *rest))
 
 
 def in_the_midst(agent: Agent, take: Callable[[torch.Tensor], Any]) -> Operation:
-    """An operation of all that waits in a stage; and, of another attempt, for somebody to confirm."""
+    """An operation of all agents in a stage; and one of another attempt that waits for a confirmation."""
     operation = agent.begin()
     assert operation.recovery is not None
     operation.recovery.take, operation.generator = take, cast(Any, (one for one in ()))
@@ -213,7 +213,7 @@ def test_an_agent_that_receives_a_result_aborts_its_own_round_and_keeps_the_resu
     generator = weakref.ref(operation.generator)
     take_result(cast(Lifecycle, lifecycle), operation, RESULT_HERE)
     assert generator() is None
-    assert lifecycle.told == [
+    assert lifecycle.calls == [
         ("leave_stage",),
         ("forget_before", LAST_STAGE),
         ("settle", "taken: [0.0, 1.0, 2.0]", None),
@@ -230,4 +230,4 @@ def test_a_result_that_cannot_be_stored_fails_its_operation() -> None:
         raise wrong
 
     take_result(cast(Lifecycle, lifecycle), in_the_midst(Agent(), take), RESULT_HERE)
-    assert lifecycle.told[-1] == ("fail", wrong) and "settle" not in [name for name, *_ in lifecycle.told]
+    assert lifecycle.calls[-1] == ("fail", wrong) and "settle" not in [name for name, *_ in lifecycle.calls]

@@ -17,7 +17,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, tuple[int, ...], str]:
-    """The error of a call: its type, its ranks, and what it says of the one that left."""
+    """The error of a call: its type, its ranks, and its text about the agent that left."""
     with pytest.raises(shoal.ShoalError) as caught:
         call()
     text = str(caught.value)
@@ -45,13 +45,15 @@ def test_all_agents_raise_whichever_agent_detects_it_first(fleet: Fleets, first:
             left.set()
             return []
         assert left.wait(10)
-        others = [one for one in range(SIZE) if one not in (rank, LEAVES)]
+        others = [index for index in range(SIZE) if index not in (rank, LEAVES)]
         among = shoal.allgather_nonblocking(torch.ones(1), name="others", group=[0, 1, 2]) if rank != first else None
         waits.wait(10)
-        found = [failure(lambda: shoal.neighbor_allreduce(torch.ones(3)))] if rank == first else []
+        results = [failure(lambda: shoal.neighbor_allreduce(torch.ones(3)))] if rank == first else []
         if among is not None:
-            found.append(failure(among.wait))
-        found.append(failure(lambda: shoal.neighbor_allreduce(torch.ones(2), 0.5, {others[0]: 0.5}, {others[0]: 0.5})))
-        return found
+            results.append(failure(among.wait))
+        results.append(
+            failure(lambda: shoal.neighbor_allreduce(torch.ones(2), 0.5, {others[0]: 0.5}, {others[0]: 0.5}))
+        )
+        return results
 
     assert fleet(SIZE).run(run) == [[EXPECTED] * 2] * (SIZE - 1) + [[]]

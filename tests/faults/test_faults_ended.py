@@ -1,4 +1,4 @@
-"""Agents that end by themselves: with an exception, with an exit code, without a word, or while they shut down."""
+"""Agents that end by themselves: with an exception, with an exit code, abruptly, or while they shut down."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ OVER = [
 ]
 
 
-class Unlucky(Exception):
+class ScriptError(Exception):
     pass
 
 
 def raise_an_exception() -> None:
-    raise Unlucky("out of luck")
+    raise ScriptError("out of luck")
 
 
 def exit_with_an_error() -> None:
     sys.exit(3)
 
 
-def exit_without_a_word() -> None:
+def exit_abruptly() -> None:
     os._exit(4)
 
 
@@ -57,7 +57,7 @@ def take_part_then(end: Callable[[], None]) -> None:
 
 
 def end_and_rest(world: World, end: Callable[[], None]) -> list[Outcome]:
-    """One agent ends as a script would, and the others go on averaging."""
+    """One agent ends as a script would, and the others continue to average."""
     pending = [
         world.run_on(rank, take_part_then, end, caught=False)
         if rank == VICTIM
@@ -70,7 +70,7 @@ def end_and_rest(world: World, end: Callable[[], None]) -> list[Outcome]:
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize(
     ("end", "code"),
-    [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_without_a_word, 4)],
+    [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_abruptly, 4)],
     ids=["raises", "sys.exit", "os._exit"],
 )
 def test_all_survivors_are_notified_within_a_second_of_an_agents_end(
@@ -80,44 +80,46 @@ def test_all_survivors_are_notified_within_a_second_of_an_agents_end(
         outcomes = end_and_rest(world, end)
         dead = outcomes[VICTIM]
         assert dead.message == f"exit code {code}"
-        for one in outcomes:
-            if one.rank == VICTIM:
+        for outcome in outcomes:
+            if outcome.rank == VICTIM:
                 continue
-            assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"
-            assert one.ranks == (VICTIM,), f"rank {one.rank}: {one.message}"
-            assert one.ended - dead.ended < scaled(SECONDS)
+            assert outcome.error == "PeerLost", (
+                f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+            )
+            assert outcome.ranks == (VICTIM,), f"rank {outcome.rank}: {outcome.message}"
+            assert outcome.ended - dead.ended < scaled(SECONDS)
 
 
 @pytest.mark.transport("shared_memory")
 def test_the_survivors_get_the_exception_that_ended_an_agent() -> None:
     with World(SIZE) as world:
         outcomes = end_and_rest(world, raise_an_exception)
-        for one in outcomes:
-            assert one.rank == VICTIM or "Unlucky: out of luck" in one.message, one.message
+        for outcome in outcomes:
+            assert outcome.rank == VICTIM or "Unlucky: out of luck" in outcome.message, outcome.message
         log = world.members[VICTIM].log.read_text()
         assert "Traceback" in log and "Unlucky: out of luck" in log
 
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "expected_message"),
     [
         (3, "its script ended with SystemExit: 3"),
         ("no data", "its script ended with SystemExit: no data"),
         (0, "rank 2 has left (it called shoal.shutdown(), or its script ended)"),
     ],
 )
-def test_the_survivors_get_the_exit_status_that_ended_an_agent(status: object, said: str) -> None:
+def test_the_survivors_get_the_exit_status_that_ended_an_agent(status: object, expected_message: str) -> None:
     with World(SIZE) as world:
         outcomes = [one for one in end_and_rest(world, partial(sys.exit, status)) if one.rank != VICTIM]
-        needed = [one for one in outcomes if said in one.message]
-        assert len(needed) >= (len(outcomes) if status else 1), [one.message for one in outcomes]
-        assert all(one.error == "PeerLost" and one.ranks == (VICTIM,) for one in outcomes)
+        needed = [outcome for outcome in outcomes if expected_message in outcome.message]
+        assert len(needed) >= (len(outcomes) if status else 1), [outcome.message for outcome in outcomes]
+        assert all(outcome.error == "PeerLost" and outcome.ranks == (VICTIM,) for outcome in outcomes)
 
 
 def end_in_time(world: World, end: Callable[[], None]) -> None:
     outcomes = [world.run_on(rank, end, caught=False) for rank in range(SIZE)]
-    assert [one.outcome().message for one in outcomes] == ["exit code 0"] * SIZE
+    assert [outcome.outcome().message for outcome in outcomes] == ["exit code 0"] * SIZE
 
 
 def average_and_end() -> None:
@@ -134,8 +136,8 @@ def test_a_script_that_ends_without_shutdown_affects_no_other(environment: dict[
 # In the middle of the end
 
 
-def shut_down_and_die(place: str) -> None:
-    """Die in ``shutdown``: before it has said anything, or between its goodbye and its end."""
+def die_in_shutdown(place: str) -> None:
+    """Die in ``shutdown``: before any message of it, or between its goodbye and its end."""
     if place == "before":
         bootstrap.on_stop.append(lambda _: die())
     else:
@@ -146,7 +148,7 @@ def shut_down_and_die(place: str) -> None:
 
 def shut_down_all(place: str) -> None:
     if shoal.rank() == VICTIM:
-        shut_down_and_die(place)
+        die_in_shutdown(place)
     shoal.shutdown()
 
 
@@ -158,17 +160,17 @@ def test_a_kill_during_a_common_shutdown_delays_the_others_less_than_a_second(
     with World(SIZE, environment=environment) as world:
         outcomes = world.run(shut_down_all, place)
         assert outcomes[VICTIM].message == "exit code -9"
-        for one in outcomes:
-            if one.rank != VICTIM:
-                assert not one.error, one.trace
-                assert one.ended - outcomes[VICTIM].ended < scaled(SECONDS)
+        for outcome in outcomes:
+            if outcome.rank != VICTIM:
+                assert not outcome.error, outcome.trace
+                assert outcome.ended - outcomes[VICTIM].ended < scaled(SECONDS)
 
 
 @pytest.mark.parametrize("environment", OVER)
 def test_an_agent_killed_in_its_shutdown_is_named_to_agents_that_continue(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         others = [rank for rank in range(SIZE) if rank != VICTIM]
-        dead = world.run_on(VICTIM, shut_down_and_die, "before").outcome()
+        dead = world.run_on(VICTIM, die_in_shutdown, "before").outcome()
         for one in world.run(average_until_it_fails, 30_000, on=others):
             assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
             assert one.ended - dead.ended < scaled(SECONDS)
@@ -214,7 +216,7 @@ def average_and_rest() -> None:
 # An agent that forks
 
 
-def descriptors_of_a_child_stay_its_own() -> str:
+def check_descriptors_of_a_child() -> str:
     """In a forked child, open files, let the garbage collector run, and see whether the files are still there."""
     read_end, write_end = os.pipe()
     shoal.neighbor_allreduce(torch.ones(30_000))
@@ -245,7 +247,7 @@ def descriptors_of_a_child_stay_its_own() -> str:
 @pytest.mark.parametrize("environment", OVER)
 def test_a_forked_child_may_use_the_descriptors_that_shoal_closed_in_it(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
-        assert world.results(descriptors_of_a_child_stay_its_own) == ["ok"] * 3
+        assert world.results(check_descriptors_of_a_child) == ["ok"] * 3
 
 
 def operation_in_a_forked_child() -> str:
@@ -267,8 +269,8 @@ def operation_in_a_forked_child() -> str:
 @pytest.mark.transport("shared_memory")
 def test_a_forked_child_is_no_agent_and_raises() -> None:
     with World(2) as world:
-        for said in world.results(operation_in_a_forked_child):
-            assert said.startswith("NotInitialized: ")
+        for result in world.results(operation_in_a_forked_child):
+            assert result.startswith("NotInitialized: ")
         assert world.is_sound()
 
 
@@ -317,7 +319,7 @@ def test_an_agent_stopped_during_a_transfer_is_named() -> None:
 @pytest.mark.transport("network")
 def test_the_deadline_counts_if_the_clock_was_last_read_when_all_headers_had_arrived() -> None:
     with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
-        world.results(look_at_the_clock_when_something_comes, on=[0])
+        world.results(check_deadlines_on_each_message, on=[0])
         world.results(stop_at, Point("Chunk out", 6), on=[1])
         pending = [world.run_on(rank, average_with_a_stop, 8_000_000) for rank in range(2)]
         one = pending[0].outcome()
@@ -355,15 +357,15 @@ def stop_at(point: Point) -> None:
     arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def look_at_the_clock_when_something_comes() -> None:
+def check_deadlines_on_each_message() -> None:
     """As happens by itself when something else is due at that moment."""
     engine = current("test").engine
 
-    def look(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == "received":
             engine.progress.next_check = 0.0
 
-    shoal.events().subscribe(look)
+    shoal.events().subscribe(on_event)
 
 
 def average_with_a_stop(numel: int = 30_000) -> None:
@@ -402,10 +404,10 @@ def wait_until_asked(name: str) -> None:
     """Until a message of that operation has come from the agent that waits."""
     import threading
 
-    came = threading.Event()
-    shoal.events().subscribe(lambda event: came.set() if event.name == name else None)
+    arrived = threading.Event()
+    shoal.events().subscribe(lambda event: arrived.set() if event.name == name else None)
     rounds = current().engine.matcher
-    while not any(key[0] == name for key in rounds.early) and not came.wait(0.005):
+    while not any(key[0] == name for key in rounds.early) and not arrived.wait(0.005):
         pass
 
 

@@ -23,7 +23,7 @@ from support.fault_points import (
     wait_for_no_orphans,
 )
 from support.namespaces import network_namespaces
-from support.training_loss import assert_all_learnt_it
+from support.training_loss import assert_all_name_the_killed
 from support.world import World
 
 SIZE, VICTIM = 5, 2
@@ -53,7 +53,7 @@ def test_all_survivors_are_notified_within_a_second_of_a_kill(
     environment: dict[str, str], numel: int, point: Point
 ) -> None:
     with World(SIZE, environment=environment) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, numel, VICTIM, point), VICTIM)
+        assert_all_name_the_killed(world.run(average_until_it_fails, numel, VICTIM, point), VICTIM)
 
 
 @pytest.mark.parametrize("environment", OVER)
@@ -62,7 +62,7 @@ def test_an_agent_killed_during_a_large_sum_is_named(environment: dict[str, str]
     """An agent that computes a sum is notified at its end, long before its deadline."""
     with World(3, environment=environment, timeout=LONGER_THAN_THE_TEST) as world:
         outcomes = world.run(average_until_it_fails, HUGE, VICTIM, Point("Block", block), patience=TIMEOUT)
-        assert_all_learnt_it(outcomes, VICTIM, LONGER_THAN_THE_TEST)
+        assert_all_name_the_killed(outcomes, VICTIM, LONGER_THAN_THE_TEST)
 
 
 @pytest.mark.transport("shared_memory")
@@ -70,7 +70,7 @@ def test_memory_of_an_agent_killed_while_others_read_it_stays_readable() -> None
     with World(3, timeout=LONGER_THAN_THE_TEST) as world:
         world.results(kill_when, Point("Block", 100), world.members[VICTIM].pid, on=[0])
         outcomes = world.run(average_until_it_fails, HUGE, patience=TIMEOUT)
-        assert_all_learnt_it(outcomes, VICTIM, LONGER_THAN_THE_TEST)
+        assert_all_name_the_killed(outcomes, VICTIM, LONGER_THAN_THE_TEST)
 
 
 @pytest.mark.transport("network")
@@ -78,7 +78,7 @@ def test_memory_of_an_agent_killed_while_others_read_it_stays_readable() -> None
 @pytest.mark.parametrize("count", [1, 20, 150])
 def test_an_agent_killed_during_a_transfer_is_named(kind: str, count: int) -> None:
     with World(SIZE, environment=NETWORK) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, HUGE // 8, VICTIM, Point(kind, count)), VICTIM)
+        assert_all_name_the_killed(world.run(average_until_it_fails, HUGE // 8, VICTIM, Point(kind, count)), VICTIM)
 
 
 @pytest.mark.transport("network")
@@ -87,7 +87,7 @@ def test_an_agent_killed_during_a_transfer_is_named(kind: str, count: int) -> No
 @pytest.mark.parametrize("point", [Point("sent", 3), Point("received", 2), Point("summed", 5)], ids=str)
 def test_agents_on_another_machine_are_notified_within_a_second_of_a_kill(point: Point) -> None:
     with network_namespaces(3) as machines, World(6, namespaces=machines) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, point), VICTIM)
+        assert_all_name_the_killed(world.run(average_until_it_fails, LARGE, VICTIM, point), VICTIM)
 
 
 @pytest.mark.transport("shared_memory")
@@ -95,7 +95,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named() -> None:
     with World(SIZE) as world:
         child = world.results(fork_a_sleeper, on=[VICTIM])[0]
         try:
-            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
+            assert_all_name_the_killed(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
             assert Path(f"/proc/{child}").exists(), "the child ended before its parent, so this showed nothing"
         finally:
             os.kill(child, signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named_on_other_machines() 
     with network_namespaces(3) as machines, World(6, namespaces=machines) as world:
         child = world.results(fork_a_sleeper, on=[VICTIM])[0]
         try:
-            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
+            assert_all_name_the_killed(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
         finally:
             os.kill(child, signal.SIGKILL)
             wait_for_no_orphans()
@@ -119,7 +119,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named_on_other_machines() 
 def test_an_agent_killed_with_a_data_loader_worker_alive_is_named() -> None:
     with World(SIZE) as world:
         world.results(start_a_data_loader, on=[VICTIM])
-        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
+        assert_all_name_the_killed(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
         wait_for_no_orphans()
 
 
@@ -130,7 +130,11 @@ def test_two_agents_killed_at_once_are_both_named() -> None:
         world.kill(1)
         world.kill(4)
         outcomes = [one.outcome() for one in pending]
-        assert all(one.error == "PeerLost" and one.ranks in ((1,), (4,)) for one in outcomes if one.rank not in (1, 4))
+        assert all(
+            outcome.error == "PeerLost" and outcome.ranks in ((1,), (4,))
+            for outcome in outcomes
+            if outcome.rank not in (1, 4)
+        )
         for known in world.results(known_as_dead, 2, on=world.alive):
             assert known == [1, 4]
 
@@ -140,7 +144,7 @@ def test_two_agents_killed_at_once_are_both_named() -> None:
 @pytest.mark.parametrize("environment", OVER)
 def test_the_death_of_rank_0_ends_only_operations_that_need_it(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, SMALL, 0, Point("waited", 2)), victim=0)
+        assert_all_name_the_killed(world.run(average_until_it_fails, SMALL, 0, Point("waited", 2)), victim=0)
 
 
 @pytest.mark.parametrize("environment", OVER)
@@ -152,4 +156,4 @@ def test_a_death_ends_every_kind_of_operation(
     environment: dict[str, str], operation: Callable[[int, Point], None], count: int
 ) -> None:
     with World(SIZE, environment=environment) as world:
-        assert_all_learnt_it(world.run(operation, VICTIM, Point("received", count)), VICTIM)
+        assert_all_name_the_killed(world.run(operation, VICTIM, Point("received", count)), VICTIM)

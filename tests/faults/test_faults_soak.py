@@ -54,11 +54,13 @@ def test_all_survivors_are_notified_within_a_second_of_a_kill_at_a_random_time(
 
 
 def assert_each_side_names_the_other(outcomes: list[Outcome], at: float, first_of_second: int) -> None:
-    for one in outcomes:
-        assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"
-        [lost] = one.ranks
-        assert (lost < first_of_second) != (one.rank < first_of_second), f"rank {one.rank}: {one.message}"
-        assert one.ended - at < scaled(SILENT_SECONDS), f"rank {one.rank} learnt it after {one.ended - at:.1f} s"
+    for outcome in outcomes:
+        assert outcome.error == "PeerLost", f"rank {outcome.rank}: {outcome.error}: {outcome.trace}"
+        [failed] = outcome.ranks
+        assert (failed < first_of_second) != (outcome.rank < first_of_second), f"rank {outcome.rank}: {outcome.message}"
+        assert outcome.ended - at < scaled(SILENT_SECONDS), (
+            f"rank {outcome.rank} learnt it after {outcome.ended - at:.1f} s"
+        )
 
 
 @pytest.mark.timeout(120)
@@ -85,7 +87,7 @@ def test_an_unreachable_machine_is_reported_failed_also_without_traffic() -> Non
         at = time.monotonic()
         machines[1].plug(False)
         # Rank 1 says nothing, so rank 0 has nothing under way either that could fail to be acknowledged.
-        outcome = world.run_on(0, known_as_gone).outcome(SILENT_SECONDS + 10.0)
+        outcome = world.run_on(0, failed_ranks_within_limit).outcome(SILENT_SECONDS + 10.0)
         assert outcome.value == [1], outcome.trace
         assert outcome.ended - at < scaled(SILENT_SECONDS)
 
@@ -100,9 +102,9 @@ def test_a_third_machine_names_the_unreachable_one() -> None:
         at = time.monotonic()
         machines[2].plug(False)
         outcomes = [one.outcome(SILENT_SECONDS + 10.0) for one in pending]
-        for one in outcomes[:2]:
-            assert (one.error, one.ranks) == ("PeerLost", (2,)), one.trace
-            assert one.ended - at < scaled(SILENT_SECONDS)
+        for outcome in outcomes[:2]:
+            assert (outcome.error, outcome.ranks) == ("PeerLost", (2,)), outcome.trace
+            assert outcome.ended - at < scaled(SILENT_SECONDS)
         assert outcomes[2].error == "PeerLost"
 
 
@@ -169,7 +171,7 @@ def exchange_for(seconds: float) -> int:
     return rounds
 
 
-def known_as_gone() -> list[int]:
+def failed_ranks_within_limit() -> list[int]:
     limit = time.monotonic() + SILENT_SECONDS + 5.0
     while not shoal.membership().died and time.monotonic() < limit:
         time.sleep(0.05)

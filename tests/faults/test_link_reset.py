@@ -22,7 +22,7 @@ def within(machine: Namespace, *command: str) -> None:
     subprocess.run(["ip", "netns", "exec", machine.name, *command], check=True, capture_output=True)
 
 
-def average_until_told(numel: int) -> tuple[int, int]:
+def average_until_notified(numel: int) -> tuple[int, int]:
     """Round after round, each checked, until rank 0 has been told to end by a file; how many, and how many are left."""
     rank, size = shoal.rank(), shoal.size()
     shoal.set_topology(shoal.topology.RingGraph(size))
@@ -41,15 +41,15 @@ def average_until_told(numel: int) -> tuple[int, int]:
 @pytest.mark.parametrize("numel", [pytest.param(16, marks=pytest.mark.soak), 1 << 20])
 def test_connections_reset_repeatedly_are_reestablished_without_a_failure(numel: int) -> None:
     with network_namespaces(4) as machines, World(4, namespaces=machines) as world:
-        pending = [world.run_on(rank, average_until_told, numel) for rank in range(4)]
+        pending = [world.run_on(rank, average_until_notified, numel) for rank in range(4)]
         for _ in range(10):
             time.sleep(0.25)
-            for here, there in PAIRS:
-                within(machines[here], "ss", "-K", "dst", machines[there].address)
+            for source, target in PAIRS:
+                within(machines[source], "ss", "-K", "dst", machines[target].address)
         outcomes = [one.outcome() for one in pending]
-        assert not any(one.error for one in outcomes), [one.trace for one in outcomes]
-        found = [one.value for one in outcomes]
-        assert len(set(found)) == 1 and found[0][0] >= 10 and found[0][1] == 4
+        assert not any(outcome.error for outcome in outcomes), [outcome.trace for outcome in outcomes]
+        results = [outcome.value for outcome in outcomes]
+        assert len(set(results)) == 1 and results[0][0] >= 10 and results[0][1] == 4
 
 
 @pytest.mark.soak
@@ -65,8 +65,8 @@ def test_if_reconnection_attempts_are_dropped_the_agent_is_reported_failed() -> 
         outcomes = [one.outcome(50.0) for one in pending]
         machines[2].cut(machines[1], False)
         expected = {0: "ranks 1 and 2 have lost each other", 1: "counts it as lost", 2: "rank 1 was lost"}
-        for one in outcomes:
-            assert expected[one.rank] in one.message, f"rank {one.rank}: {one.trace}"
+        for outcome in outcomes:
+            assert expected[outcome.rank] in outcome.message, f"rank {outcome.rank}: {outcome.trace}"
         assert max(one.ended for one in outcomes) - at < scaled(25.0)
         world.destroy()
 
@@ -78,14 +78,14 @@ def test_when_two_machines_are_partitioned_no_third_one_is_blamed() -> None:
         pending = [world.run_on(rank, average_until_it_fails, 16) for rank in range(4)]
         time.sleep(0.5)  # in the middle of the work
         at = time.monotonic()
-        for here, there in PAIRS:
-            within(machines[here], "ip", "route", "add", "unreachable", machines[there].address)
-        for here, there in PAIRS:
-            within(machines[here], "ss", "-K", "dst", machines[there].address)
+        for source, target in PAIRS:
+            within(machines[source], "ip", "route", "add", "unreachable", machines[target].address)
+        for source, target in PAIRS:
+            within(machines[source], "ss", "-K", "dst", machines[target].address)
         outcomes = [one.outcome() for one in pending]
-        for one in outcomes:
-            assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"
-            expected = {1: (2,), 2: (1,)}.get(one.rank, (1, 2))
-            assert one.ranks == expected, f"rank {one.rank}: {one.message}"
-            assert one.ended - at < scaled(3.0)
+        for outcome in outcomes:
+            assert outcome.error == "PeerLost", f"rank {outcome.rank}: {outcome.error}: {outcome.trace}"
+            expected = {1: (2,), 2: (1,)}.get(outcome.rank, (1, 2))
+            assert outcome.ranks == expected, f"rank {outcome.rank}: {outcome.message}"
+            assert outcome.ended - at < scaled(3.0)
         world.destroy()

@@ -1,4 +1,4 @@
-"""An agent that has no memory for what others send has failed itself, and is the one that all name."""
+"""An agent that runs out of receive memory fails itself, and is the agent that all errors name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LITTLE = 1 << 20
 
 
 def read_what_is_sent(numel: int) -> None:
-    """A round in which rank 1 sends nothing, so that it needs memory for nothing but what it hears; then leave."""
+    """A round in which rank 1 sends nothing, so that it needs memory only to receive; then leave."""
     rank, size = shoal.rank(), shoal.size()
     shoal.barrier()
     if rank == SHORT:
@@ -56,23 +56,23 @@ def send_without_memory(numel: int) -> str:
         resource.setrlimit(resource.RLIMIT_AS, (used + LITTLE, resource.RLIM_INFINITY))
     try:
         shoal.neighbor_allreduce(x, out=out)
-        told = "nothing"
+        error_text = "nothing"
     except (MemoryError, shoal.ShoalError) as error:
-        told = f"{type(error).__name__} {getattr(error, 'ranks', ())} {error}"
+        error_text = f"{type(error).__name__} {getattr(error, 'ranks', ())} {error}"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert bool((shoal.neighbor_allreduce(x, out=out) == 1).all())
-    return told
+    return error_text
 
 
 @pytest.mark.parametrize("environment", OVER)
 def test_an_agent_without_send_memory_raises_and_the_others_get_the_reason(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:
-        told = world.results(send_without_memory, 5_000_000)
-    assert told[SHORT].startswith("MemoryError () the system cannot give 20,9"), told
+        errors = world.results(send_without_memory, 5_000_000)
+    assert errors[SHORT].startswith("MemoryError () the system cannot give 20,9"), errors
     for rank in (0, 2):
-        assert told[rank].startswith(f"Mismatch {tuple(sorted((rank, SHORT)))} "), told
-        assert "whose own call failed there (MemoryError: the system cannot give" in told[rank], told
+        assert errors[rank].startswith(f"Mismatch {tuple(sorted((rank, SHORT)))} "), errors
+        assert "whose own call failed there (MemoryError: the system cannot give" in errors[rank], errors
 
 
 def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
@@ -80,14 +80,14 @@ def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
         engine = current().engine
         poll, me = engine.poller.poll, threading.current_thread()
 
-        def instead(timeout: float) -> object:
+        def failing_poll(timeout: float) -> object:
             if threading.current_thread() is not me:
                 raise MemoryError
             return poll(timeout)
 
         shoal.barrier()
         if shoal.rank() == 0:
-            engine.poller.poll = instead  # type: ignore[method-assign, assignment]
+            engine.poller.poll = failing_poll  # type: ignore[method-assign, assignment]
         handle = shoal.allreduce_nonblocking(torch.ones(3), name="never" if shoal.rank() else "x")
         assert wait_until(lambda: shoal.rank() == 1 or shoal.poll(handle), 10.0), "it waits"
         engine.poller.poll = poll  # type: ignore[method-assign]
@@ -96,5 +96,5 @@ def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
         return str(caught.value)
 
     with nothing_is_left():
-        found = shoal.Fleet(2, timeout=20.0).run(run)
-    assert "MemoryError" in found[0], found
+        results = shoal.Fleet(2, timeout=20.0).run(run)
+    assert "MemoryError" in results[0], results

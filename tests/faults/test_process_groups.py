@@ -1,5 +1,5 @@
 """SIGKILL, SIGSTOP and Ctrl-C where process groups carry tensors: swept points of coordination and of a movement. Every
-survivor names the agent, soon, and nothing of its own is left."""
+survivor names the agent, soon, and leaves no resource behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.fault_points import (
 )
 from support.leftovers import wait_until
 from support.namespaces import network_namespaces
-from support.training_loss import assert_all_learnt_it
+from support.training_loss import assert_all_name_the_killed
 from support.world import World
 
 pytestmark = pytest.mark.transport(PROCESS_GROUP)
@@ -58,14 +58,14 @@ def in_turn() -> list[object]:
 @pytest.mark.parametrize(("point", "victim", "numel"), in_turn())
 def test_all_survivors_name_the_killed_agent(point: Point, victim: int, numel: int) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, numel, victim, point), victim)
+        assert_all_name_the_killed(world.run(average_until_it_fails, numel, victim, point), victim)
 
 
 @pytest.mark.parametrize("loop", [until_killed_allreduces, until_killed_pushes])
 @pytest.mark.parametrize("point", [Point("Deciding order", 1), Point("Telling", 5), Point("Moving", 3)], ids=str)
 def test_a_kill_ends_other_operations_too(loop: Callable[..., None], point: Point) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
-        assert_all_learnt_it(world.run(loop, 0, point), 0)
+        assert_all_name_the_killed(world.run(loop, 0, point), 0)
 
 
 def test_a_transfer_in_flight_ends() -> None:
@@ -73,18 +73,18 @@ def test_a_transfer_in_flight_ends() -> None:
         pending = [world.run_on(rank, average_until_it_fails, 4_000_000) for rank in range(SIZE)]
         time.sleep(0.5)
         world.kill(1)
-        assert_all_learnt_it([one.outcome() for one in pending], 1, 3.0)
+        assert_all_name_the_killed([one.outcome() for one in pending], 1, 3.0)
 
 
 @pytest.mark.transport("namespaces")
 def test_agents_on_another_machine_are_notified() -> None:
     with network_namespaces(2) as machines, World(4, environment=BY_GROUPS, namespaces=machines) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, 2, Point("Moving", 3)), 2)
+        assert_all_name_the_killed(world.run(average_until_it_fails, LARGE, 2, Point("Moving", 3)), 2)
 
 
 def test_after_a_failure_the_job_may_restart() -> None:
     with World(3, environment=BY_GROUPS) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, SMALL, 1, Point("moved", 3)), 1)
+        assert_all_name_the_killed(world.run(average_until_it_fails, SMALL, 1, Point("moved", 3)), 1)
         world.results(end, on=world.alive)
 
 
@@ -94,8 +94,8 @@ def end() -> None:
 
 def average(count: int, numel: int = LARGE, timeout: float | None = None) -> float:
     for _ in range(count):
-        found = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), timeout=timeout)
-    return found[0].item()
+        result = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), timeout=timeout)
+    return result[0].item()
 
 
 def stop_when(point: Point) -> None:
@@ -109,23 +109,23 @@ def test_a_stopped_agent_is_named_at_the_deadline_and_reconnects(point: Point, v
         world.results(average, 4)
         world.results(stop_when, point, on=[victim])
         pending = {rank: world.run_on(rank, average, 20, LARGE, 1.0) for rank in range(3)}
-        found = [pending[rank].outcome() for rank in range(3) if rank != victim]
-        assert all(one.error == "DeadlineExceeded" for one in found), [(one.error, one.message) for one in found]
-        assert all(victim in one.ranks or "moved" in one.message for one in found), [one.message for one in found]
+        results = [pending[rank].outcome() for rank in range(3) if rank != victim]
+        assert all(one.error == "DeadlineExceeded" for one in results), [(one.error, one.message) for one in results]
+        assert all(victim in one.ranks or "moved" in one.message for one in results), [one.message for one in results]
         world.kill(victim, signal.SIGCONT)
         pending[victim].outcome()
-        rounds = world.results(begun)
+        rounds = world.results(rounds_begun)
         world.results(catch_up, max(rounds))
         assert world.results(average, 3) == [1.0] * 3
 
 
-def begun() -> int:
+def rounds_begun() -> int:
     return current().engine.matcher.begun("~neighbor_allreduce")
 
 
 def catch_up(rounds: int) -> None:
     """Calls that all others have given up."""
-    while begun() < rounds:
+    while rounds_begun() < rounds:
         try:
             average(1, timeout=1.0)
         except shoal.ShoalError:
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_a_call_and_nothing_else(numel: int) -> None:
         assert not wait_until(waiting[0].ready, 0.3)
         world.kill(0, signal.SIGINT)
         assert waiting[0].outcome().error == "KeyboardInterrupt"
-        # The call goes on without its caller, who may have other handles to wait for.
+        # The call continues without its caller, which may wait for other handles.
         assert world.run_on(2, average, 1, numel, 20.0).outcome().value == 1.0
         assert waiting[1].outcome().value == 1.0
         assert world.results(average, 3, numel) == [1.0] * 3

@@ -1,4 +1,4 @@
-"""When one agent's death ends others, everybody names the first: not the one that left because of it."""
+"""When one agent's death ends others, all errors name the first agent, not the agent that left because of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def average_until_it_fails(graph: str, busy: bool) -> None:
 
 
 def average_and_leave(graph: str) -> None:
-    """What a script does that catches the error and ends."""
+    """Average as a script that catches the error and ends."""
     try:
         average_until_it_fails(graph, False)
     finally:

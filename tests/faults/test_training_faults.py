@@ -1,6 +1,6 @@
-"""Faults drawn at random over training loops of every wrapper: who is named, how soon, and what is left behind.
+"""Random faults over training loops of every wrapper: errors name the failed rank, soon, and no resources stay.
 
-A seed is a fault (``training_faults.draw``), so one that fails can be repeated: ``-k 137-``. A few run always, many by
+A seed is a fault (``training_faults.draw``), so a failure can be repeated: ``-k 137-``. A few run always, many in
 ``make soak``.
 """
 
@@ -12,7 +12,7 @@ import time
 import pytest
 
 from support.agent_main import Outcome
-from support.training_faults import KINDS, UNTIL_SECONDS, WRAPPERS, Ended, Fault, draw, ready, train
+from support.training_faults import KINDS, UNTIL_SECONDS, WRAPPERS, AgentEnd, Fault, draw, ready, train
 from support.world import World
 
 SAMPLE = range(10)
@@ -23,7 +23,7 @@ ENDED_SECONDS = 5.0
 """Beyond the deadline of a wait, in which everybody has an answer."""
 SHUTDOWN_SECONDS = 2.0
 ONE_IS_LOST = ("kill", "interrupt", "exception", "leave", "busy")
-"""Faults after which everybody else must name the one that failed."""
+"""Faults after which all other agents must name the failed one."""
 
 
 def check(fault: Fault) -> None:
@@ -37,7 +37,7 @@ def check(fault: Fault) -> None:
         _send_signals(world, fault)
         patience = UNTIL_SECONDS + 2 * fault.timeout + ENDED_SECONDS
         outcomes = [one.outcome(max(1.0, began + patience - time.monotonic())) for one in pending]
-        complaints = [line for one in outcomes for line in _complaints(fault, one, outcomes)]
+        complaints = [line for outcome in outcomes for line in _complaints(fault, outcome, outcomes)]
         assert not complaints, f"{fault}\n" + "\n".join(complaints)
 
 
@@ -53,41 +53,49 @@ def _send_signals(world: World, fault: Fault) -> None:
 
 
 def _complaints(fault: Fault, one: Outcome, all_: list[Outcome]) -> list[str]:
-    """What is not as it must be with one agent."""
+    """The differences between one agent's outcome and the expected one."""
     if one.rank == fault.victim and fault.kind in ("kill", "busy", "exception"):
         code = "exit code 1" if fault.kind == "exception" else "exit code -9"
         return [] if one.message == code else [f"rank {one.rank} ended with {one.message} instead of {code}"]
     if one.error:
         return [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"]
-    ended: Ended = one.value
+    ended: AgentEnd = one.value
     wrong = _misjudged(fault, one.rank, ended, all_)
-    found = [f"rank {one.rank} {wrong}: {ended.error} {ended.ranks}: {ended.said}"] if wrong else []
+    results = [f"rank {one.rank} {wrong}: {ended.error} {ended.ranks}: {ended.said}"] if wrong else []
     if ended.shutdown > SHUTDOWN_SECONDS:
-        found.append(f"rank {one.rank} needed {ended.shutdown:.1f} s to shut down after {ended.error} {ended.said}")
-    return found
+        results.append(f"rank {one.rank} needed {ended.shutdown:.1f} s to shut down after {ended.error} {ended.said}")
+    return results
 
 
-def _misjudged(fault: Fault, rank: int, ended: Ended, all_: list[Outcome]) -> str:
+def _misjudged(fault: Fault, rank: int, ended: AgentEnd, all_: list[Outcome]) -> str:
     """Empty if the agent ended as it should, or what is wrong."""
     if fault.kind == "stop":
         return "failed, though nobody did" if ended.error else ""
     if rank == fault.victim:
         return _victim_misjudged(fault, ended)
-    gone = {other.rank for other in all_ if isinstance(other.value, Ended) and other.value.noticed < ended.noticed}
+    departed = {
+        other.rank for other in all_ if isinstance(other.value, AgentEnd) and other.value.noticed < ended.noticed
+    }
     if fault.kind in ONE_IS_LOST or (fault.kind == "unequal" and fault.then == "leave"):
         right = (ended.error, ended.ranks) == ("PeerLost", (fault.victim,))
         return "" if right else f"does not name rank {fault.victim}, which failed first"
     # A deadline, or somebody who has ended the loop and does not leave: whoever is impatient first, leaves.
     if ended.error == "PeerLost":
-        return "" if set(ended.ranks) <= gone and ended.ranks else f"names who has not left before (left: {gone})"
+        return (
+            "" if set(ended.ranks) <= departed and ended.ranks else f"names who has not left before (left: {departed})"
+        )
     if ended.error in ("DeadlineExceeded", "Mismatch"):
         # A neighbour that waits for the late one is late itself.
-        late = {fault.victim, *gone, *(one.rank for one in all_ if one.rank != rank and (one.error or one.value.error))}
+        late = {
+            fault.victim,
+            *departed,
+            *(one.rank for one in all_ if one.rank != rank and (one.error or one.value.error)),
+        }
         return "" if set(ended.ranks) & late else f"names neither rank {fault.victim} nor one that it held up ({late})"
     return "" if not ended.error and not fault.in_step else "did not notice"
 
 
-def _victim_misjudged(fault: Fault, ended: Ended) -> str:
+def _victim_misjudged(fault: Fault, ended: AgentEnd) -> str:
     expected = {"interrupt": ("KeyboardInterrupt",), "leave": ("OwnError",), "unequal": ("",)}
     if fault.kind in expected:
         return "" if ended.error in expected[fault.kind] else f"did not end with {expected[fault.kind][0] or 'success'}"

@@ -1,7 +1,7 @@
-"""SIGKILL of agents that write to windows, are written to, or hold a mutex; and agents that end in other ways.
+"""SIGKILL of agents that write to windows, are written to, or hold a mutex; and other ends.
 
-A slot then holds the old or the new value, never half; no lock stays; who needs the dead is told who it was; and those
-who do not need it go on.
+A slot then holds the old or the new value, never half; no lock stays; an agent that needs the killed one gets an error
+with its rank; the other agents continue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from support.window_points import (
     arm_write,
     end_when_waiting,
     free_after,
-    go_on,
     hold_mutex,
     kill,
     open_window,
@@ -40,8 +39,9 @@ from support.window_points import (
     read_until,
     sleep_for_ever,
     take_mutex,
-    whole,
+    whole_write,
     write,
+    write_after_a_loss,
     write_for_ever,
     write_for_ever_without_waiting,
     write_twice,
@@ -73,21 +73,21 @@ def see_its_end(world: World) -> None:
     assert_it_was_killed(world.members[VICTIM].outcome(PATIENCE))
 
 
-def assert_it_learnt_who_died(one: Outcome, at: float, victim: int = VICTIM) -> None:
+def assert_it_names_the_killed(one: Outcome, at: float, victim: int = VICTIM) -> None:
     assert (one.error, one.ranks) == ("PeerLost", (victim,)), f"rank {one.rank}: {one.error}: {one.trace}"
     assert f"rank {victim}" in one.message
     assert one.ended - at < scaled(SECONDS), f"rank {one.rank} learnt it after {one.ended - at:.2f} s"
 
 
-def assert_the_rest_goes_on(world: World, rest: list[int] = REST) -> None:
+def assert_survivors_continue(world: World, rest: list[int] = REST) -> None:
     """Now, and also when everybody knows who died."""
     for _ in range(2):
-        for found in world.results(go_on, rest, on=rest):
-            assert all(slot.smallest == slot.largest == 11.0 for slot in found)
-        world.results(all_learnt_it, SIZE - len(rest), on=rest)
+        for result in world.results(write_after_a_loss, rest, on=rest):
+            assert all(slot.smallest == slot.largest == 11.0 for slot in result)
+        world.results(assert_all_name_the_killed, SIZE - len(rest), on=rest)
 
 
-def all_learnt_it(count: int) -> None:
+def assert_all_name_the_killed(count: int) -> None:
     assert wait_until(lambda: len(shoal.membership().died) == count, 2.0)
 
 
@@ -102,10 +102,10 @@ def test_a_slot_holds_the_old_or_the_new_value_when_its_sender_is_killed(how: st
         world.results(open_window)
         dead = world.run_on(VICTIM, write_twice, how, TARGET, place).outcome()
         assert_it_was_killed(dead)
-        [found] = world.run(read, VICTIM, on=[TARGET])
+        [result] = world.run(read, VICTIM, on=[TARGET])
         new = 5.0 if how == PUT else 8.0
-        assert found.value == whole(new if place in AFTER_THE_FLIP else 3.0), found.trace
-        assert found.ended - dead.ended < scaled(SECONDS)
+        assert result.value == whole_write(new if place in AFTER_THE_FLIP else 3.0), result.trace
+        assert result.ended - dead.ended < scaled(SECONDS)
         if how == ACCUMULATE:
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [2 if place in AFTER_THE_FLIP else 1]
         assert all(world.results(take_mutex, TARGET, on=REST))
@@ -128,8 +128,8 @@ def test_an_owner_applies_complete_writes_of_a_killed_sender(how: str, point: Po
         world.results(open_window, LARGE)
         dead = world.run_on(VICTIM, write_twice, how, TARGET, point).outcome()
         assert_it_was_killed(dead)
-        [found] = world.run(read, VICTIM, on=[TARGET])
-        assert found.value == whole((5.0 if how == PUT else 8.0) if new else 3.0), found.trace
+        [result] = world.run(read, VICTIM, on=[TARGET])
+        assert result.value == whole_write((5.0 if how == PUT else 8.0) if new else 3.0), result.trace
         assert all(world.results(take_mutex, TARGET, on=REST))
 
 
@@ -151,7 +151,7 @@ def kill_a_sender_at_a_random_time(environment: dict[str, str], how: str, seed: 
         world.kill(VICTIM)
         assert_it_was_killed(pending.outcome())
         [slot] = world.results(read, VICTIM, on=[TARGET])
-        assert slot == whole(slot.largest)
+        assert slot == whole_write(slot.largest)
         if how == ACCUMULATE:
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [slot.largest]
 
@@ -178,9 +178,9 @@ def test_writing_to_a_killed_agent_raises_within_a_second(environment: dict[str,
         assert world.results(read_until, 0, 3, on=[VICTIM]) == [[]]
         at = world.kill(VICTIM)
         see_its_end(world)
-        for one in writers:
-            assert_it_learnt_who_died(one.outcome(), at)
-        assert_the_rest_goes_on(world)
+        for writer in writers:
+            assert_it_names_the_killed(writer.outcome(), at)
+        assert_survivors_continue(world)
 
 
 @HOW
@@ -191,8 +191,8 @@ def test_writing_to_a_dead_agent_raises_within_a_second(environment: dict[str, s
         at = world.kill(VICTIM)
         see_its_end(world)
         for one in world.run(write_for_ever, how, VICTIM, on=REST):
-            assert_it_learnt_who_died(one, at)
-        assert_the_rest_goes_on(world)
+            assert_it_names_the_killed(one, at)
+        assert_survivors_continue(world)
 
 
 @OVER
@@ -203,7 +203,7 @@ def test_writes_before_the_kill_of_their_target_have_succeeded(environment: dict
         at = world.kill(VICTIM)
         see_its_end(world)
         for one in world.run(write_for_ever_without_waiting, PUT, VICTIM, on=REST):
-            assert_it_learnt_who_died(one, at)
+            assert_it_names_the_killed(one, at)
 
 
 @pytest.mark.parametrize("place", ["locked", "half copied", "flipped"])
@@ -216,7 +216,7 @@ def test_a_write_completes_when_its_target_is_killed_during_it(how: str, place: 
         world.results(write_twice, how, VICTIM, place, act, on=[TARGET])
         at = time.monotonic()
         see_its_end(world)
-        assert_it_learnt_who_died(world.run(write_for_ever, how, VICTIM, on=[TARGET])[0], at)
+        assert_it_names_the_killed(world.run(write_for_ever, how, VICTIM, on=[TARGET])[0], at)
 
 
 @pytest.mark.parametrize("place", ["locked", "copied", "flipped"])
@@ -230,7 +230,7 @@ def test_a_target_killed_while_it_serves_a_request_is_named(how: str, place: str
         [writer] = world.run(write, how, 5.0, VICTIM, on=[TARGET])
         dead = world.run_on(VICTIM, sleep_for_ever).outcome()
         assert_it_was_killed(dead)
-        assert_it_learnt_who_died(writer, dead.ended)
+        assert_it_names_the_killed(writer, dead.ended)
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -242,7 +242,7 @@ def test_a_target_killed_during_a_transfer_is_named(count: int) -> None:
         [writer] = world.run(write, PUT, 5.0, VICTIM, on=[TARGET])
         dead = world.run_on(VICTIM, sleep_for_ever).outcome()
         assert_it_was_killed(dead)
-        assert_it_learnt_who_died(writer, dead.ended)
+        assert_it_names_the_killed(writer, dead.ended)
 
 
 def arm_chunk(count: int) -> None:
@@ -251,7 +251,7 @@ def arm_chunk(count: int) -> None:
     arm(Point("Chunk in", count))
 
 
-# Whoever has a mutex
+# The owner of a mutex
 
 
 @pytest.mark.parametrize("of", [TARGET, 3], ids=["that the owner wants too", "that its owner does not want"])
@@ -260,7 +260,7 @@ def test_waiters_get_a_mutex_within_a_second_of_its_holders_death(environment: d
     with World(SIZE, environment=environment) as world:
         world.results(open_window)
         hold_and_be_killed(world, of)
-        assert_the_rest_goes_on(world)
+        assert_survivors_continue(world)
 
 
 @pytest.mark.transport("network")
@@ -271,7 +271,7 @@ def test_a_mutex_held_from_another_machine_is_released_within_a_second_of_its_ho
     with network_namespaces(2) as machines, World(SIZE, namespaces=machines) as world:
         world.results(open_window)
         hold_and_be_killed(world, of)
-        assert_the_rest_goes_on(world)
+        assert_survivors_continue(world)
 
 
 @SHARED_MEMORY
@@ -322,12 +322,12 @@ def test_writing_to_a_window_that_its_owner_frees_is_a_mismatch_at_the_writer(
         for one in [each.outcome() for each in writers]:
             assert one.error == "Mismatch" and VICTIM in one.ranks, one.trace
             assert "has freed this window" in one.message
-        world.results(go_on, [0, 1], on=[0, 1])
+        world.results(write_after_a_loss, [0, 1], on=[0, 1])
         world.results(shoal.bluefog.win_free, on=[0, 1])
         world.results(open_window)
         for rank in (0, 1):
             world.results(write, how, 2.0, VICTIM, on=[rank])
-        assert world.results(read, 0, on=[VICTIM]) == [whole(2.0)]
+        assert world.results(read, 0, on=[VICTIM]) == [whole_write(2.0)]
 
 
 @OVER
@@ -386,8 +386,8 @@ def test_a_shutdown_with_open_windows_ends_only_calls_that_need_the_agent(enviro
         for one in [each.outcome() for each in writers]:
             assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
             assert one.ended - left.ended < scaled(SECONDS)
-        for found in world.results(go_on, REST, on=REST):
-            assert all(slot.smallest == slot.largest == 11.0 for slot in found)
+        for result in world.results(write_after_a_loss, REST, on=REST):
+            assert all(slot.smallest == slot.largest == 11.0 for slot in result)
 
 
 @OVER
@@ -417,8 +417,8 @@ def test_writers_get_the_exception_that_ended_their_target(environment: dict[str
         assert ended.message == "exit code 1"
         one = writer.outcome()
         assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
-        assert_it_learnt_who_died(world.run(write_for_ever, PUT, VICTIM, on=[TARGET])[0], ended.ended)
-        assert_the_rest_goes_on(world)
+        assert_it_names_the_killed(world.run(write_for_ever, PUT, VICTIM, on=[TARGET])[0], ended.ended)
+        assert_survivors_continue(world)
 
 
 @OVER

@@ -1,6 +1,6 @@
-"""What windows leave behind when they are made and freed again and again, also while somebody uses them.
+"""The resources that windows leave behind when they are made and freed repeatedly, also while in use.
 
-The long counts are for ``make soak``; each has a shorter one that runs always.
+``make soak`` runs the long counts; each test has a shorter variant for every run.
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ def test_a_window_that_cannot_be_created_leaves_nothing(fleet: Fleets) -> None:
 
 
 def test_a_window_with_a_departed_agent_is_refused_by_name(fleet: Fleets) -> None:
-    gone = threading.Event()
+    departed = threading.Event()
 
     def run() -> None:
         if shoal.rank() == 1:
             shoal.shutdown()
-            gone.set()
+            departed.set()
             return
-        assert gone.wait(10)  # it listens no more
+        assert departed.wait(10)  # it listens no more
         with pytest.raises(shoal.PeerLost) as caught:
             shoal.bluefog.win_create(torch.ones(5), "x", timeout=5.0)
         assert caught.value.ranks == (1,)
@@ -163,20 +163,20 @@ def memory_file() -> Iterator[int]:
 
 def test_a_lock_held_when_locks_are_closed_stays_locked_until_its_release() -> None:
     with nothing_is_left(), memory_file() as fd:
-        ours, theirs = ByteLocks(fd), ByteLocks(fd)
+        ours, remote = ByteLocks(fd), ByteLocks(fd)
         assert ours.try_acquire(0) and ours.try_acquire(1)
         ours.close()
         with pytest.raises(Freed):
             ours.try_acquire(2)
-        assert not theirs.try_acquire(0)
+        assert not remote.try_acquire(0)
         ours.release(0)
-        assert theirs.try_acquire(0) and not theirs.try_acquire(1)
+        assert remote.try_acquire(0) and not remote.try_acquire(1)
         ours.release(1)
         assert ours.descriptor < 0
-        assert theirs.try_acquire(1)
-        theirs.release(0)
-        theirs.release(1)
-        theirs.close()
+        assert remote.try_acquire(1)
+        remote.release(0)
+        remote.release(1)
+        remote.close()
 
 
 def test_closing_locks_while_threads_acquire_them_locks_no_other_file() -> None:

@@ -1,7 +1,7 @@
 """SIGSTOP of agents that are written to, write, or hold a lock, for longer than the deadline, and their return.
 
-On one machine a stopped target keeps nobody from writing to it, unless it was stopped with a lock in its hands; between
-machines it does not answer. Whoever is waited for is named, and afterwards all is as if it had been slow.
+On one machine a stopped target does not block writes to it, unless it holds a lock; between machines it does not
+answer. Errors name the awaited agent. After its return the state is that of a slow agent.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from support.window_points import (
     PUT,
     accumulates,
     get_and_stop,
-    go_on,
     hold_mutex,
     open_window,
     read,
     stop,
     take_mutex,
     update_and_stop,
-    whole,
+    whole_write,
     write,
+    write_after_a_loss,
     write_twice,
 )
 from support.world import Pending, World
@@ -63,7 +63,7 @@ def is_stopped(world: World) -> bool:
 
 @contextmanager
 def stopped(world: World) -> Iterator[None]:
-    """An agent that has nothing to do is stopped meanwhile."""
+    """An idle agent is stopped during the operation."""
     world.kill(STOPPED, signal.SIGSTOP)
     assert wait_until(lambda: is_stopped(world))
     yield
@@ -86,9 +86,9 @@ def assert_it_names_the_stopped(one: Outcome) -> None:
 
 
 def assert_all_is_as_before(world: World) -> None:
-    everybody = list(range(SIZE))
-    for found in world.results(go_on, everybody):
-        assert all(slot.smallest == slot.largest == 11.0 for slot in found)
+    all_ranks = list(range(SIZE))
+    for result in world.results(write_after_a_loss, all_ranks):
+        assert all(slot.smallest == slot.largest == 11.0 for slot in result)
     world.results(shoal.barrier)
 
 
@@ -104,7 +104,7 @@ def test_a_stopped_target_is_written_to_on_its_own_machine(how: str) -> None:
             for multiple in (2.0, 3.0):
                 [outcome] = world.run(write, how, multiple, STOPPED, SHORT, on=[OTHER])
                 assert not outcome.error, outcome.trace
-        assert world.results(read, OTHER, on=[STOPPED]) == [whole(3.0 if how == PUT else 5.0)]
+        assert world.results(read, OTHER, on=[STOPPED]) == [whole_write(3.0 if how == PUT else 5.0)]
         assert_all_is_as_before(world)
 
 
@@ -133,12 +133,12 @@ def test_a_message_to_a_stopped_target_on_another_machine_takes_effect_at_most_o
         world.results(open_window, numel)
         before = Tried(*world.results(accumulate_with_deadlines, STOPPED, 3, 10.0, on=[OTHER])[0])
         with stopped(world):
-            meanwhile = Tried(*world.results(accumulate_with_deadlines, STOPPED, 2, SHORT, on=[OTHER])[0])
+            while_stopped = Tried(*world.results(accumulate_with_deadlines, STOPPED, 2, SHORT, on=[OTHER])[0])
         after = Tried(*world.results(accumulate_with_deadlines, STOPPED, 3, 10.0, on=[OTHER])[0])
-        assert (before, meanwhile, after) == (Tried(3, 0), Tried(0, 2), Tried(3, 0))
+        assert (before, while_stopped, after) == (Tried(3, 0), Tried(0, 2), Tried(3, 0))
         # Messages of one agent are taken in their order, so what became of those in the middle is decided by now.
         [slot] = world.results(read, OTHER, on=[STOPPED])
-        assert slot == whole(slot.largest)
+        assert slot == whole_write(slot.largest)
         assert 6 <= slot.largest <= 8
         assert world.results(accumulates, OTHER, on=[STOPPED]) == [slot.largest]
         assert_all_is_as_before(world)
@@ -153,7 +153,7 @@ def test_a_stopped_target_on_another_machine_is_named_and_the_others_continue(ho
             late = world.run_on(OTHER, write, how, 2.0, STOPPED, SHORT)
             world.results(write, how, 3.0, OTHER, on=[1])
             assert_it_names_the_stopped(late.outcome())
-            assert world.results(read, 1, on=[OTHER]) == [whole(3.0)]
+            assert world.results(read, 1, on=[OTHER]) == [whole_write(3.0)]
         assert_all_is_as_before(world)
 
 
@@ -164,13 +164,13 @@ def test_a_target_stopped_while_it_reads_its_slots_is_named() -> None:
         world.results(write, PUT, 2.0, STOPPED, on=[OTHER])
         with stopping(world, update_and_stop, OTHER) as pending:
             assert_it_names_the_stopped(world.run(write, ACCUMULATE, 3.0, STOPPED, SHORT, on=[OTHER])[0])
-        assert pending.outcome().value == whole(2.0)
+        assert pending.outcome().value == whole_write(2.0)
         world.results(write, ACCUMULATE, 3.0, STOPPED, on=[OTHER])
-        assert world.results(read, OTHER, on=[STOPPED]) == [whole(5.0)]
+        assert world.results(read, OTHER, on=[STOPPED]) == [whole_write(5.0)]
         assert_all_is_as_before(world)
 
 
-# The sender, and whoever has a lock
+# The sender, and the owner of a lock
 
 
 @pytest.mark.parametrize("place", ["half copied", "flipped"])
@@ -183,9 +183,9 @@ def test_a_sender_stopped_in_a_write_is_named_to_the_reader_and_completes_it_lat
             assert_it_names_the_stopped(world.run(read, STOPPED, SHORT, on=[OTHER])[0])
             # The slots of others do not depend on it.
             world.results(write, PUT, 4.0, OTHER, on=[1])
-            assert world.results(read, 1, on=[OTHER]) == [whole(4.0)]
+            assert world.results(read, 1, on=[OTHER]) == [whole_write(4.0)]
         assert not pending.outcome().error
-        assert world.results(read, STOPPED, on=[OTHER]) == [whole(5.0 if how == PUT else 8.0)]
+        assert world.results(read, STOPPED, on=[OTHER]) == [whole_write(5.0 if how == PUT else 8.0)]
         assert_all_is_as_before(world)
 
 
@@ -195,9 +195,9 @@ def test_a_sender_stopped_in_a_transfer_leaves_the_previous_value_until_it_resum
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, LARGE)
         with stopping(world, write_twice, how, OTHER, Point("Chunk out", 2), stop) as pending:
-            assert world.results(read, STOPPED, on=[OTHER]) == [whole(3.0)]
+            assert world.results(read, STOPPED, on=[OTHER]) == [whole_write(3.0)]
         assert not pending.outcome().error
-        assert world.results(read, STOPPED, on=[OTHER]) == [whole(5.0 if how == PUT else 8.0)]
+        assert world.results(read, STOPPED, on=[OTHER]) == [whole_write(5.0 if how == PUT else 8.0)]
         assert_all_is_as_before(world)
 
 
@@ -263,9 +263,9 @@ def test_a_stopped_target_does_not_block_writes_to_others() -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(open_window, 100_000)
         with stopped(world):
-            found = world.results(accumulate_with_deadlines, STOPPED, 4, SHORT, on=[OTHER])
-            assert found == [Tried(0, 4)]
+            result = world.results(accumulate_with_deadlines, STOPPED, 4, SHORT, on=[OTHER])
+            assert result == [Tried(0, 4)]
             [outcome] = world.run(write, PUT, 2.0, healthy, SHORT, on=[OTHER])
             assert not outcome.error, outcome.trace
-        assert world.results(read, OTHER, on=[healthy]) == [whole(2.0)]
+        assert world.results(read, OTHER, on=[healthy]) == [whole_write(2.0)]
         world.results(shoal.barrier)

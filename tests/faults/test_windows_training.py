@@ -1,6 +1,6 @@
-"""Training through windows when an agent is killed, or ends before the others: everybody stops, and names that one.
+"""Training through windows when an agent is killed, or ends before the others: all stop, and name that agent.
 
-Also those who hear of it from a survivor: it closes its optimizer, or leaves, and its windows are gone then too.
+Agents that learn of it from a survivor stop too: it closes its optimizer or leaves, and its windows are gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIMIZERS = {
 }
 KIND = pytest.mark.parametrize("kind", OPTIMIZERS)
 Ended = tuple[str, tuple[int, ...], str]
-"""The class of an error, the ranks it is about, and what it says."""
+"""The class of an error, its ranks, and its text."""
 
 
 def train(kind: str, steps: int | None, then: str, at: Callable[[int], object] = lambda step: None) -> Ended:
@@ -47,7 +47,7 @@ def train(kind: str, steps: int | None, then: str, at: Callable[[int], object] =
     model = torch.nn.Linear(100, 100)
     optimizer = OPTIMIZERS[kind](torch.optim.SGD(model.parameters(), lr=0.01), model)
     x = torch.ones(4, 100)
-    found: Ended = ("", (), "")
+    result: Ended = ("", (), "")
     try:
         for step in range(steps) if steps is not None else itertools.count():
             at(step)
@@ -56,16 +56,16 @@ def train(kind: str, steps: int | None, then: str, at: Callable[[int], object] =
             optimizer.step()
             time.sleep(0.001)
     except shoal.ShoalError as error:
-        found = type(error).__name__, error.ranks, str(error)
+        result = type(error).__name__, error.ranks, str(error)
     if then == "close":
         optimizer.close()
     elif then == "leave":
         shoal.shutdown()
-    return found
+    return result
 
 
 def train_and_die(kind: str, place: str, step: int) -> None:
-    """Die at a place in a write that this process does: of its own, or one that it does for another machine's."""
+    """Die at a given place in a write: one of this process, or one executed for another machine's agent."""
 
     def at(now: int) -> None:
         if now == step:
@@ -79,9 +79,9 @@ def train_and_die(kind: str, place: str, step: int) -> None:
 def assert_all_name(rank: int, ended: list[Outcome], error: str = "PeerLost") -> None:
     for one in ended:
         assert not one.error, one.trace
-        kind, ranks, said = one.value
-        assert (kind, ranks) == (error, (rank,)), f"rank {one.rank}: {kind} {ranks}: {said}"
-        assert f"rank {rank}" in said
+        kind, ranks, output = one.value
+        assert (kind, ranks) == (error, (rank,)), f"rank {one.rank}: {kind} {ranks}: {output}"
+        assert f"rank {rank}" in output
 
 
 @pytest.mark.parametrize(("then", "place"), [("close", PLACES[0]), ("leave", PLACES[2]), ("nothing", PLACES[4])])
@@ -122,7 +122,7 @@ def test_an_agent_that_has_fewer_batches_and_leaves_is_named(transport: str, kin
         training = [world.run_on(rank, train, kind, None, "leave") for rank in REST]
         assert world.run_on(VICTIM, train, kind, 10, "leave").outcome().value == ("", (), "")
         ended = {one.rank: one for one in [each.outcome() for each in training]}
-        assert all(one.value[0] == "PeerLost" for one in ended.values()), ended
+        assert all(value.value[0] == "PeerLost" for value in ended.values()), ended
         assert_all_name(VICTIM, [ended[rank] for rank in REST])
 
 

@@ -1,4 +1,4 @@
-"""Four agents in processes of their own, for the tests of a module."""
+"""Four agents in their own processes, shared by the tests of a module."""
 
 from __future__ import annotations
 

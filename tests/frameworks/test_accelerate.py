@@ -1,4 +1,4 @@
-"""Accelerate with agents of Shoal: what prepare() gives, what is gathered, saved and resumed, and what starts it."""
+"""Accelerate with agents of Shoal: prepare(), gathering, saving and resuming, and launching."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::Depr
 
 
 def test_prepare_wraps_optimizers_and_no_model_and_distributes_all_examples(world: World) -> None:
-    found = world.results(agents.prepare, patience=120.0)
-    assert [one["place"] for one in found] == [(rank, SIZE, rank) for rank in range(SIZE)]
-    assert [one["main"] for one in found] == [True, False, False, False]
-    assert {(one["model"], one["optimizer"], one["group"]) for one in found} == {
+    result = world.results(agents.prepare, patience=120.0)
+    assert [one["place"] for one in result] == [(rank, SIZE, rank) for rank in range(SIZE)]
+    assert [one["main"] for one in result] == [True, False, False, False]
+    assert {(one["model"], one["optimizer"], one["group"]) for one in result} == {
         ("Sequential", "DecentralizedOptimizer", False)
     }
-    for one in found:
-        assert all(np.array_equal(*both) for both in zip(one["first"], found[0]["first"], strict=True))
+    for one in result:
+        assert all(np.array_equal(*both) for both in zip(one["first"], result[0]["first"], strict=True))
     for epoch in range(2):
-        seen = [number for one in found for number in one["seen"][epoch]]
+        seen = [number for one in result for number in one["seen"][epoch]]
         assert set(seen) == set(range(agents.EXAMPLES))
         assert len(seen) == 40  # 38 in batches of 2 for 4 agents: the first two make up the last round
-    assert found[0]["seen"][0] != found[0]["seen"][1]
-    weighted = [number for one in found for number in one["weighted"]]
+    assert result[0]["seen"][0] != result[0]["seen"][1]
+    weighted = [number for one in result for number in one["weighted"]]
     assert len(weighted) == len(set(weighted)) == 36
     # Five batches of an epoch, two in a step, the last by itself.
-    assert [one["rounds"] for one in found] == [6] * SIZE
+    assert [one["rounds"] for one in result] == [6] * SIZE
 
 
 def test_gathered_values_are_of_all_agents_without_duplicates(world: World) -> None:
-    found = world.results(agents.gather, patience=60.0)
-    for rank, one in enumerate(found):
+    result = world.results(agents.gather, patience=60.0)
+    for rank, one in enumerate(result):
         assert one["numbers"] == list(range(agents.EXAMPLES))
         assert one["stream"] == list(range(agents.EXAMPLES))
         assert one["full rounds"] == list(range(32))
@@ -63,8 +63,8 @@ def test_gathered_values_are_of_all_agents_without_duplicates(world: World) -> N
 
 
 def test_functions_of_accelerate_imported_before_use_shoal(world: World) -> None:
-    found = world.results(agents.functions, patience=60.0)
-    for rank, one in enumerate(found):
+    result = world.results(agents.functions, patience=60.0)
+    for rank, one in enumerate(result):
         assert one["gathered"] == [0, 1, 2, 3]
         assert one["nested"] == (
             "{'bool': tensor([False,  True, False, False]), 'nan': [tensor([nan, 0., nan, 1., nan, 2., nan, 3.])]}"
@@ -76,26 +76,26 @@ def test_functions_of_accelerate_imported_before_use_shoal(world: World) -> None
         assert one["objects of 1"] == [1, {"rank": 1}]
         assert one["padded"] == [[rank] * (rank + 1) + [-1] * (SIZE - rank - 1)]
         assert "Process 3: [4]" in one["shapes"]
-    assert len({one["drawn"] for one in found}) == 1
+    assert len({one["drawn"] for one in result}) == 1
 
 
 def test_a_loaded_state_resumes_bit_for_bit_with_each_agents_own(world: World, tmp_path: Path) -> None:
-    found = world.results(agents.save_and_resume, str(tmp_path), patience=60.0)
-    for one in found:
+    result = world.results(agents.save_and_resume, str(tmp_path), patience=60.0)
+    for one in result:
         assert one["seen"][0] == one["seen"][1]
         assert all(np.array_equal(*both) for both in zip(one["whole"], one["again"], strict=True))
         for number, mean in enumerate(one["mean"]):
-            np.testing.assert_allclose(mean, np.mean([each["saved"][number] for each in found], axis=0), rtol=1e-5)
-    assert len({one["drawn"] for one in found}) == SIZE, "at the mean each agent draws for itself"
-    assert not np.array_equal(found[0]["whole"][0], found[1]["whole"][0])
-    assert not np.array_equal(found[0]["whole"][-1], found[1]["whole"][-1])
+            np.testing.assert_allclose(mean, np.mean([each["saved"][number] for each in result], axis=0), rtol=1e-5)
+    assert len({one["drawn"] for one in result}) == SIZE, "at the mean each agent draws for itself"
+    assert not np.array_equal(result[0]["whole"][0], result[1]["whole"][0])
+    assert not np.array_equal(result[0]["whole"][-1], result[1]["whole"][-1])
 
 
 def test_the_saved_model_is_the_mean(world: World, tmp_path: Path) -> None:
-    found = world.results(agents.save_model, str(tmp_path), patience=60.0)
-    assert not np.array_equal(found[0]["own"]["0.weight"], found[1]["own"]["0.weight"])
-    for name, value in found[0]["saved"].items():
-        np.testing.assert_allclose(value, np.mean([one["own"][name] for one in found], axis=0), rtol=1e-5, atol=1e-7)
+    result = world.results(agents.save_model, str(tmp_path), patience=60.0)
+    assert not np.array_equal(result[0]["own"]["0.weight"], result[1]["own"]["0.weight"])
+    for name, value in result[0]["saved"].items():
+        np.testing.assert_allclose(value, np.mean([one["own"][name] for one in result], axis=0), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_the_saved_model_is_the_mean(world: World, tmp_path: Path) -> None:
     ],
 )
 def test_silently_wrong_settings_are_refused(world: World, what: str, why: str) -> None:
-    for said in world.results(agents.refused, what, patience=60.0):
-        assert said.startswith(("ValueError", "TypeError")), said
-        assert why in said
+    for result in world.results(agents.refused, what, patience=60.0):
+        assert result.startswith(("ValueError", "TypeError")), result
+        assert why in result
 
 
 def test_agents_that_are_threads_are_refused() -> None:
@@ -142,9 +142,9 @@ def test_shoal_run_starts_the_example_and_accelerate_launch_resumes_it(tmp_path:
         )
         assert done.returncode == 0, done.stderr
         printed += done.stdout
-    found = re.findall(r"epoch (\d): the mean model reads ([\d.]+)% of 449 images", printed)
-    assert [number for number, _ in found] == ["1", "2", "3", "4"]
-    assert float(found[-1][1]) > 85.0
+    results = re.findall(r"epoch (\d): the mean model reads ([\d.]+)% of 449 images", printed)
+    assert [number for number, _ in results] == ["1", "2", "3", "4"]
+    assert float(results[-1][1]) > 85.0
     assert (state / "final" / "model.safetensors").exists()
 
 

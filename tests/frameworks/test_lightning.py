@@ -1,4 +1,4 @@
-"""Lightning's Trainer with agents of Shoal: what each sees, what is averaged, evaluated, saved, and what is refused."""
+"""Lightning's Trainer with agents of Shoal: each agent's data, averaging, evaluation, saving, and refusals."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def fitted(world: World, folder: Path, **options: Any) -> list[Fitted]:
     return world.results(partial(agents.fit, **options), str(folder), patience=PATIENCE)
 
 
-def mean_of(found: list[Params]) -> Params:
-    return {name: np.mean([one[name] for one in found], axis=0) for name in found[0]}
+def mean_of(models: list[Params]) -> Params:
+    return {name: np.mean([one[name] for one in models], axis=0) for name in models[0]}
 
 
 def same(left: Params, right: Params) -> bool:
@@ -51,15 +51,15 @@ def network_with(params: Params) -> torch.nn.Module:
     return net
 
 
-def adapt_then_combine(found: list[Fitted], accumulate: int, clip: float) -> list[Params]:
+def adapt_then_combine(models: list[Fitted], accumulate: int, clip: float) -> list[Params]:
     """What SGD of the tests makes of the batches that the agents saw, averaging with one peer after each step."""
-    nets = [network_with(found[0].first) for _ in found]
+    nets = [network_with(models[0].first) for _ in models]
     sgds = [torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5) for net in nets]
-    batches = len(found[0].seen)
+    batches = len(models[0].seen)
     ends = [k for k in range(batches) if (k % 7 + 1) % accumulate == 0 or k % 7 == 6]  # of seven in an epoch
     for number, end in enumerate(ends):
         begin = ends[number - 1] + 1 if number else 0
-        for net, sgd, one in zip(nets, sgds, found, strict=True):
+        for net, sgd, one in zip(nets, sgds, models, strict=True):
             sgd.zero_grad()
             for indices in one.seen[begin : end + 1]:
                 loss = cross_entropy(net(TRAIN.inputs[indices]), TRAIN.labels[indices]) / accumulate
@@ -80,20 +80,20 @@ def test_a_step_is_the_equation_also_accumulated_and_clipped(
     world: World, tmp_path: Path, accumulate: int, clip: float
 ) -> None:
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip or None}
-    found = fitted(world, tmp_path, max_epochs=2, **options)
-    assert all(same(one.first, found[0].first) for one in found), "agents begin with rank 0's weights"
+    result = fitted(world, tmp_path, max_epochs=2, **options)
+    assert all(same(one.first, result[0].first) for one in result), "agents begin with rank 0's weights"
     for epoch in (0, 7):
-        seen = [index for one in found for batch in one.seen[epoch : epoch + 7] for index in batch]
+        seen = [index for one in result for batch in one.seen[epoch : epoch + 7] for index in batch]
         assert sorted(seen) == list(range(56))
     steps = 2 * -(-7 // accumulate)  # the last of an epoch has one batch only
-    assert [(one.steps, one.rounds) for one in found] == [(steps, [steps])] * SIZE
-    for one, wanted in zip(found, adapt_then_combine(found, accumulate, clip), strict=True):
+    assert [(one.steps, one.rounds) for one in result] == [(steps, [steps])] * SIZE
+    for one, wanted in zip(result, adapt_then_combine(result, accumulate, clip), strict=True):
         close(one.params, wanted)
-    assert not same(found[0].params, found[1].params)
-    assert [one.ranks for one in found] == [(rank, SIZE, rank == 0, rank) for rank in range(SIZE)]
-    assert {(one.has_group, one.optimizer) for one in found} == {(False, "DecentralizedOptimizer")}
-    losses = np.mean([one.losses for one in found], axis=0)
-    assert [one.metrics["train_loss"] for one in found] == pytest.approx([losses[-1]] * SIZE, rel=1e-5)
+    assert not same(result[0].params, result[1].params)
+    assert [one.ranks for one in result] == [(rank, SIZE, rank == 0, rank) for rank in range(SIZE)]
+    assert {(one.has_group, one.optimizer) for one in result} == {(False, "DecentralizedOptimizer")}
+    losses = np.mean([one.losses for one in result], axis=0)
+    assert [one.metrics["train_loss"] for one in result] == pytest.approx([losses[-1]] * SIZE, rel=1e-5)
 
 
 def test_other_strategies_average_at_their_point_of_the_loop(world: World, tmp_path: Path) -> None:
@@ -110,28 +110,28 @@ def test_other_strategies_average_at_their_point_of_the_loop(world: World, tmp_p
 
 
 def test_bfloat16_mixed(world: World, tmp_path: Path) -> None:
-    found = fitted(world, tmp_path, precision="bf16-mixed")
-    assert {tuple(one.dtypes) for one in found} == {("torch.bfloat16",)}
-    assert {value.dtype for one in found for value in one.params.values()} == {np.dtype("float32")}
-    assert [one.rounds for one in found] == [[7]] * SIZE
+    result = fitted(world, tmp_path, precision="bf16-mixed")
+    assert {tuple(one.dtypes) for one in result} == {("torch.bfloat16",)}
+    assert {value.dtype for one in result for value in one.params.values()} == {np.dtype("float32")}
+    assert [one.rounds for one in result] == [[7]] * SIZE
 
 
 def test_the_mean_model_is_evaluated_and_each_agent_keeps_its_own(world: World, tmp_path: Path) -> None:
-    found = world.results(agents.evaluate, str(tmp_path), patience=PATIENCE)
-    own = [one["own"] for one in found]
+    result = world.results(agents.evaluate, str(tmp_path), patience=PATIENCE)
+    own = [one["own"] for one in result]
     assert not same(own[0], own[1])
-    assert all(same(one["own"], one["again"]) for one in found)
+    assert all(same(one["own"], one["again"]) for one in result)
     net = network_with(mean_of(own))
     with torch.no_grad():
         out = net(VALID.inputs)
     loss, right = cross_entropy(out, VALID.labels).item(), (out.argmax(-1) == VALID.labels).float().mean().item()
-    for one in found:
+    for one in result:
         assert one["validated"]["val_loss"] == pytest.approx(loss, rel=1e-5)
         assert one["validated"]["accuracy"] == pytest.approx(right)
         assert one["validated"]["labels"] == VALID.labels.sum().item()
         assert one["tested"]["val_loss"] == pytest.approx(loss, rel=1e-5)
         assert one["released"] and one["trained_under_grad"]
-    for rank, one in enumerate(found):
+    for rank, one in enumerate(result):
         np.testing.assert_allclose(one["predicted"], out.numpy()[rank::SIZE], rtol=1e-4, atol=1e-5)
     apart = [np.concatenate([value.ravel() for value in one.values()]) for one in own]
     mean = np.mean(apart, axis=0)
@@ -150,14 +150,14 @@ def test_the_best_checkpoint_has_the_mean_and_worse_ones_are_removed_with_their_
 ) -> None:
     checkpoint = {"monitor": "val_loss", "save_top_k": 1, "filename": "{epoch}-{val_loss:.4f}"}
     stop = {"monitor": "val_loss", "patience": 1, "min_delta": 10.0}
-    found = fitted(world, tmp_path, max_epochs=9, checkpoint=checkpoint, stop=stop)
-    assert [one.epochs for one in found] == [2] * SIZE
-    assert len({one.metrics["val_loss"] for one in found}) == 1
-    [file, folder] = found[0].files[:2]
-    assert folder == f"{file}.agents" and all(one.startswith(file) for one in found[0].files)
+    result = fitted(world, tmp_path, max_epochs=9, checkpoint=checkpoint, stop=stop)
+    assert [one.epochs for one in result] == [2] * SIZE
+    assert len({one.metrics["val_loss"] for one in result}) == 1
+    [file, folder] = result[0].files[:2]
+    assert folder == f"{file}.agents" and all(one.startswith(file) for one in result[0].files)
     params = world.results(agents.loaded_anywhere, str(tmp_path / file), on=[0])[0]["params"]
     if file.startswith("epoch=1"):
-        close(params, mean_of([one.params for one in found]))
+        close(params, mean_of([one.params for one in result]))
     with torch.no_grad():
         loss = cross_entropy(network_with(params)(VALID.inputs), VALID.labels).item()
     assert float(file.partition("val_loss=")[2].removesuffix(".ckpt")) == pytest.approx(loss, abs=2e-4)
@@ -181,8 +181,8 @@ def test_agents_with_different_numbers_of_batches_raise_a_mismatch(world: World,
 
 
 def test_the_code_on_its_page_runs(world: World, tmp_path: Path) -> None:
-    found = world.results(agents.run_page, str(tmp_path), patience=PATIENCE)
-    assert [one.rounds for one in found] == [[7]] * SIZE
+    result = world.results(agents.run_page, str(tmp_path), patience=PATIENCE)
+    assert [one.rounds for one in result] == [[7]] * SIZE
 
 
 def test_collectives_of_lightning_between_agents(world: World) -> None:
@@ -210,22 +210,22 @@ def test_features_that_need_one_common_model_are_refused(world: World) -> None:
         "overlap and clipping": "would clip after it",
         "closure and accumulation": "at points that it chooses",
     }
-    for found in world.results(agents.refusals, list(reasons), patience=PATIENCE):
+    for result in world.results(agents.refusals, list(reasons), patience=PATIENCE):
         for case, why in reasons.items():
-            assert found[case].startswith("ValueError") and why in found[case], (case, found[case])
+            assert result[case].startswith("ValueError") and why in result[case], (case, result[case])
 
 
 def test_the_example_trains_and_resumes(world: World, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     arguments = ["--output", str(tmp_path), "--epochs", "2", "--quiet"]
-    whole = world.results(agents.run_example, arguments, patience=PATIENCE)
-    assert whole[0][0] > 0.8 and len({accuracy for accuracy, _ in whole}) == 1
+    full = world.results(agents.run_example, arguments, patience=PATIENCE)
+    assert full[0][0] > 0.8 and len({accuracy for accuracy, _ in full}) == 1
     again = world.results(agents.run_example, [*arguments, "--resume", "epoch=0"], patience=PATIENCE)
-    assert all(same(one[1], other[1]) for one, other in zip(whole, again, strict=True))
+    assert all(same(one[1], other[1]) for one, other in zip(full, again, strict=True))
 
 
 def test_the_failure_of_an_agent_ends_the_others_at_once_and_leaves_nothing(world: World, tmp_path: Path) -> None:
-    found = world.run(agents.fit_until_killed, str(tmp_path), 3, patience=30.0)
-    assert found[3].error == "Died"
-    assert [one.value for one in found[:3]] == [("PeerLost (3,)", [])] * 3
-    assert all(one.ended - found[3].ended < scaled(10.0) for one in found[:3])
+    results = world.run(agents.fit_until_killed, str(tmp_path), 3, patience=30.0)
+    assert results[3].error == "Died"
+    assert [one.value for one in results[:3]] == [("PeerLost (3,)", [])] * 3
+    assert all(one.ended - results[3].ended < scaled(10.0) for one in results[:3])

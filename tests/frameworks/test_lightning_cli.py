@@ -18,5 +18,5 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_strategy_of_the_pages_configuration_is_created(world: World, tmp_path: Path) -> None:
-    found = world.results(agents.run_cli, str(tmp_path), patience=120.0)
-    assert found == [("DistributedGradientAllreduceOptimizer", [7])] * SIZE
+    result = world.results(agents.run_cli, str(tmp_path), patience=120.0)
+    assert result == [("DistributedGradientAllreduceOptimizer", [7])] * SIZE

@@ -1,4 +1,4 @@
-"""A fit that is resumed from Lightning's checkpoint equals, bit for bit, one that never stopped."""
+"""A fit resumed from Lightning's checkpoint equals, bit for bit, an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_resuming(
 ) -> None:
     checkpoint = {"save_top_k": -1, "filename": "{epoch}", "save_on_train_epoch_end": at_epochs_end}
     options = {"optimizer": optimizer, "wrapper": wrapper, "max_epochs": 3, "loader": {"workers": workers}}
-    whole = fitted(world, tmp_path, checkpoint=checkpoint, **options)
-    assert not same(whole[0].params, whole[1].params)
-    assert whole[0].steps == 21
+    full = fitted(world, tmp_path, checkpoint=checkpoint, **options)
+    assert not same(full[0].params, full[1].params)
+    assert full[0].steps == 21
     resumed = fitted(world, tmp_path / "again", resume=str(tmp_path / "epoch=0.ckpt"), checkpoint=checkpoint, **options)
-    for one, again in zip(whole, resumed, strict=True):
+    for one, again in zip(full, resumed, strict=True):
         assert (again.steps, again.rounds, again.epochs, again.lr) == (one.steps, one.rounds, one.epochs, one.lr)
         assert again.seen == one.seen[7:]
         assert again.losses == one.losses[7:]
@@ -57,9 +57,9 @@ def test_resuming(
 def test_resuming_within_an_epoch_with_a_stateful_loader(world: World, tmp_path: Path) -> None:
     checkpoint = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 5}
     options = {"optimizer": "adam", "max_epochs": 2, "loader": {"resumable": True}}
-    whole = fitted(world, tmp_path, checkpoint=checkpoint, **options)
+    full = fitted(world, tmp_path, checkpoint=checkpoint, **options)
     resumed = fitted(world, tmp_path / "again", resume=str(tmp_path / "step=5.ckpt"), checkpoint=checkpoint, **options)
-    for one, again in zip(whole, resumed, strict=True):
+    for one, again in zip(full, resumed, strict=True):
         assert again.seen == one.seen[5:]
         assert again.losses == one.losses[5:]
         assert same(one.params, again.params)
@@ -71,16 +71,16 @@ def test_another_number_of_agents_starts_at_the_mean_and_logs_it(world: World, t
     mean = {name: np.mean([one.params[name] for one in saved], axis=0) for name in saved[0].params}
     path = tmp_path / "saved.ckpt"
     with World(2, init=False, timeout=60.0) as fewer:
-        found = fitted(fewer, tmp_path / "fewer", resume=str(path), max_epochs=2, optimizer="adam")
+        result = fitted(fewer, tmp_path / "fewer", resume=str(path), max_epochs=2, optimizer="adam")
         fewer.destroy()
-    for one in found:
+    for one in result:
         for name, value in one.first.items():
             np.testing.assert_allclose(value, mean[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    assert any("saved by 4 agents, and there are 2 now" in text for text in found[0].said)
-    assert len(found[0].losses) == 14
+    assert any("saved by 4 agents, and there are 2 now" in text for text in result[0].messages)
+    assert len(result[0].losses) == 14
     shutil.rmtree(f"{path}.agents")
     alone = fitted(world, tmp_path / "alone", resume=str(path), max_epochs=2, optimizer="adam")
-    assert any("begin at the mean model" in text for text in alone[0].said)
+    assert any("begin at the mean model" in text for text in alone[0].messages)
     assert all(same(one.first, alone[0].first) for one in alone)
 
 

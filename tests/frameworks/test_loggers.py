@@ -1,4 +1,4 @@
-"""What loggers of other packages make of a run's numbers: one run, with every agent's series."""
+"""A run's numbers in the loggers of other packages: one run, with every agent's series."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(tmp_path) as writer:
-        for step, found in enumerate(losses()):
-            found.log(writer, step)
+        for step, result in enumerate(losses()):
+            result.log(writer, step)
     read = EventAccumulator(str(tmp_path)).Reload()
     assert set(read.Tags()["scalars"]) == NAMES
     series = [(one.step, one.value) for one in read.Scalars("loss/agent2")]
@@ -42,8 +42,8 @@ def test_wandb_offline(tmp_path: Path) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
     with wandb.init(mode="offline", dir=tmp_path, project="shoal") as run:
-        for step, found in enumerate(losses()):
-            found.log(run, step)
+        for step, result in enumerate(losses()):
+            result.log(run, step)
     wandb.teardown()
     (file,) = tmp_path.rglob("*.wandb")
     data, at, rows = file.read_bytes(), 7, []
@@ -64,8 +64,8 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow.set_tracking_uri(tmp_path.as_uri())
     mlflow.set_experiment("shoal")
     with mlflow.start_run() as run:
-        for step, found in enumerate(losses()):
-            found.log(mlflow, step)
+        for step, result in enumerate(losses()):
+            result.log(mlflow, step)
     client = mlflow.MlflowClient()
     assert set(client.get_run(run.info.run_id).data.metrics) == NAMES
     series = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss/agent2")]

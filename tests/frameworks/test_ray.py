@@ -27,18 +27,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    result = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
-        found.add_node(num_cpus=2)
-        ray.init(address=found.address, log_to_driver=True, logging_level="error")
-        found.wait_for_nodes()
-        yield found
+        result.add_node(num_cpus=2)
+        ray.init(address=result.address, log_to_driver=True, logging_level="error")
+        result.wait_for_nodes()
+        yield result
     finally:
         ray.shutdown()
-        found.shutdown()
+        result.shutdown()
 
 
-def gone(pids: list[int], seconds: float = 15.0) -> bool:
+def have_exited(pids: list[int], seconds: float = 15.0) -> bool:
     """No such process is there any more, within so long."""
     limit = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -59,18 +59,18 @@ def test_four_agents_on_two_nodes_are_two_machines_of_two_and_return_by_rank(
         node = ray.get_runtime_context().get_node_id()
         return shoal.rank(), shoal.size(), shoal.machine_rank(), shoal.local_rank(), node, x[-1].item(), os.getpid()
 
-    found = shoal.ray.train(average, 10.0, agents=4, times=2)
-    assert [one[:4] for one in found] == [(rank, 4, rank // 2, rank % 2) for rank in range(4)]
-    nodes = [one[4] for one in found]
+    result = shoal.ray.train(average, 10.0, agents=4, times=2)
+    assert [one[:4] for one in result] == [(rank, 4, rank // 2, rank % 2) for rank in range(4)]
+    nodes = [one[4] for one in result]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
-    assert [one[5] for one in found] == [11.5] * 4
-    assert gone([one[6] for one in found])
+    assert [one[5] for one in result] == [11.5] * 4
+    assert have_exited([one[6] for one in result])
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
-    said, limit = "", time.monotonic() + 20.0
-    while not re.search(r"\(rank \d .*the mean is 11.5", said):  # Ray brings it by way of files
-        assert time.monotonic() < limit, said
+    output, limit = "", time.monotonic() + 20.0
+    while not re.search(r"\(rank \d .*the mean is 11.5", output):  # Ray brings it by way of files
+        assert time.monotonic() < limit, output
         time.sleep(0.1)
-        said += "".join(capfd.readouterr())
+        output += "".join(capfd.readouterr())
 
 
 def test_an_agent_that_is_killed_is_named_and_all_others_end_in_time(cluster: Any, tmp_path: Path) -> None:
@@ -81,15 +81,15 @@ def test_an_agent_that_is_killed_is_named_and_all_others_end_in_time(cluster: An
             if step == 5 and shoal.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(
         shoal.ray.AgentFailed, match=r"rank 1's process died \(.*\); ranks \[0, 2\] ended with it"
     ) as info:
         shoal.ray.train(run, str(tmp_path), agents=3)
-    assert time.monotonic() - begun < scaled(120)
+    assert time.monotonic() - started < scaled(120)
     assert info.value.ranks == (1,)
     assert isinstance(info.value.__cause__, ray.exceptions.RayActorError)
-    assert gone([int(file.read_text()) for file in tmp_path.iterdir()])
+    assert have_exited([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
 def test_an_agents_exception_is_the_cause_and_an_unresponsive_agent_is_killed(
@@ -107,7 +107,7 @@ def test_an_agents_exception_is_the_cause_and_an_unresponsive_agent_is_killed(
     with pytest.raises(shoal.ray.AgentFailed, match=message) as info:
         shoal.ray.train(run, str(tmp_path), agents=2)
     assert isinstance(info.value.__cause__, KeyError)
-    assert gone([int(file.read_text()) for file in tmp_path.iterdir()])
+    assert have_exited([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
 def test_with_on_loss_continue_the_others_continue_and_the_log_names_the_failed_agent(

@@ -1,4 +1,4 @@
-"""Which way kernels take, and that it is said why Triton is not the one."""
+"""The choice of the kernels' implementation; a warning gives the reason where it is not Triton."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_importing_kernels_does_not_import_triton() -> None:
     command = "import sys, shoal.kernels.weighted_sum, shoal.kernels.reduce; print('triton' in sys.modules)"
-    found = subprocess.run(
+    results = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=scaled(60)
     )
-    assert found.stdout.strip() == "False"
+    assert results.stdout.strip() == "False"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, on which it takes minutes")

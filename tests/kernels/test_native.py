@@ -36,13 +36,13 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context in which the compiled kernels are not used."""
 
-    def none() -> pytest.MonkeyPatch:
+    def without_library() -> pytest.MonkeyPatch:
         patch = pytest.MonkeyPatch()
         patch.setattr(sums, "library", lambda: None)
         patch.setattr(codecs, "library", lambda: None)
         return patch
 
-    return none
+    return without_library
 
 
 def drawn(n: int, seed: int, dtype: torch.dtype, special: bool, gap: int = 0) -> torch.Tensor:
@@ -85,17 +85,17 @@ def test_weighted_sums(n: int, count: int, gap: int, dtype: torch.dtype, special
     inputs = [drawn(n, seed + at, dtype, special, gap if at else 0) for at in range(count)]
     weights = {"unequal": [0.1 + 0.3 * at for at in range(count)], "mean": [1 / count] * count, "equal": [0.3] * count}
     factor, given_weights = common_factor(weights[kind]), weights[kind]
-    found, also, expected = (torch.zeros(gap + n, dtype=dtype)[gap:] for _ in range(3))
-    assert sums.fits(found, inputs, least=0)
+    result, also, expected = (torch.zeros(gap + n, dtype=dtype)[gap:] for _ in range(3))
+    assert sums.fits(result, inputs, least=0)
     if factor is None:
-        sums.weigh(found, inputs, given_weights, also=also)
+        sums.weigh(result, inputs, given_weights, also=also)
     else:
-        sums.weigh(found, inputs, given_weights, factor.number, factor.divides, also)
+        sums.weigh(result, inputs, given_weights, factor.number, factor.divides, also)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "library", lambda: None)
         weigh(given_weights, factor, expected, inputs[0], inputs[1:])
-    assert same_numbers(found, expected)
-    assert same_bits(found.nan_to_num(), also.nan_to_num())
+    assert same_numbers(result, expected)
+    assert same_bits(result.nan_to_num(), also.nan_to_num())
 
 
 @NATIVE
@@ -104,14 +104,14 @@ def test_weighted_sums(n: int, count: int, gap: int, dtype: torch.dtype, special
 @pytest.mark.parametrize("parts", [[], [[0, 1], [2, 3, 4]], [[4, 0], [1], [3, 2]]], ids=str)
 def test_reductions(by_torch: Any, how: str, dtype: torch.dtype, parts: list[list[int]]) -> None:
     inputs = [drawn(20_011, seed, dtype, special=True) for seed in range(5)]
-    found, expected = torch.empty(20_011, dtype=dtype), torch.empty(20_011, dtype=dtype)
-    combine(how, 2, parts, found, inputs[2], [*inputs[:2], *inputs[3:]])
+    result, expected = torch.empty(20_011, dtype=dtype), torch.empty(20_011, dtype=dtype)
+    combine(how, 2, parts, result, inputs[2], [*inputs[:2], *inputs[3:]])
     patch = by_torch()
     combine(how, 2, parts, expected, inputs[2], [*inputs[:2], *inputs[3:]])
     patch.undo()
     if how in ("min", "max"):  # which zero it is where both are is left open
-        found, expected = found + 0.0, expected + 0.0
-    assert same_numbers(found, expected)
+        result, expected = result + 0.0, expected + 0.0
+    assert same_numbers(result, expected)
 
 
 @NATIVE
@@ -121,16 +121,16 @@ def test_large_results_use_streaming_stores_at_any_offset(by_torch: Any, gap: in
     n = 2 * sums.STREAMED_BYTES // dtype.itemsize + 5
     own, other = (torch.ones(gap + n, dtype=dtype)[gap:] * at for at in (3, 5))
     own[:7] = torch.arange(7)
-    found, also, expected = (torch.full((gap + n + 9,), 7, dtype=dtype) for _ in range(3))
-    weigh_in_blocks(found[gap : gap + n], own, 0.3, [other, None], [0.2, 0.5], also[:n])
+    result, also, expected = (torch.full((gap + n + 9,), 7, dtype=dtype) for _ in range(3))
+    weigh_in_blocks(result[gap : gap + n], own, 0.3, [other, None], [0.2, 0.5], also[:n])
     patch = by_torch()
     weigh_in_blocks(expected[gap : gap + n], own, 0.3, [other, None], [0.2, 0.5])
     patch.undo()
-    assert torch.equal(found, expected)
-    assert torch.equal(also[:n], found[gap : gap + n])
+    assert torch.equal(result, expected)
+    assert torch.equal(also[:n], result[gap : gap + n])
     assert (also[n:] == 7).all()
-    assert (found[:gap] == 7).all()
-    assert (found[gap + n :] == 7).all()
+    assert (result[:gap] == 7).all()
+    assert (result[gap + n :] == 7).all()
     copy(expected[gap : gap + n], own)
     assert torch.equal(expected[gap : gap + n], own)
     assert (expected[gap + n :] == 7).all()
@@ -180,13 +180,13 @@ def test_messages_and_their_results(
         x[torch.randint(0, n, (3,), generator=chance)] = torch.tensor([math.nan, math.inf, -1e-40]).to(dtype)
     elif kind == "zeros":
         x = torch.zeros(n, dtype=dtype)
-    found = _outcome(compressor, x)
+    result = _outcome(compressor, x)
     patch = by_torch()
     expected = _outcome(compressor, x)
     patch.undo()
-    assert torch.equal(found[0], expected[0])
-    assert same_numbers(found[1], expected[1])
-    assert same_numbers(found[2], expected[2])
+    assert torch.equal(result[0], expected[0])
+    assert same_numbers(result[1], expected[1])
+    assert same_numbers(result[2], expected[2])
 
 
 def _outcome(compressor: Compressor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -228,11 +228,11 @@ def test_the_largest_are_found_at_any_position(by_torch: Any, kind: str, n: int)
     x = numbers_of_kind(kind, n)
     for share in SHARES:
         compressor = TopK(share)
-        found = compressor.encode(x, Redrawn(1, 2, 3))
+        result = compressor.encode(x, Redrawn(1, 2, 3))
         patch = by_torch()
         expected = compressor.encode(x, Redrawn(1, 2, 3))
         patch.undo()
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 @NATIVE
@@ -261,14 +261,14 @@ def test_positions_that_torch_refuses_are_refused(by_torch: Any, d: int) -> None
         message = torch.empty(positions_bytes(k, d), dtype=torch.uint8)
         write_positions(d, torch.randperm(d, generator=chance)[:k].sort().values, message)
         for _ in range(40):
-            wrong = message.clone()
-            wrong[int(torch.randint(len(wrong), (), generator=chance))] ^= int(
+            corrupted = message.clone()
+            corrupted[int(torch.randint(len(corrupted), (), generator=chance))] ^= int(
                 torch.randint(1, 256, (), generator=chance)
             )
             outcomes = []
             for undo in (None, by_torch()):
                 try:
-                    outcomes.append(read_positions(wrong, k, d).tolist())
+                    outcomes.append(read_positions(corrupted, k, d).tolist())
                 except ValueError as error:
                     outcomes.append(str(error))
                 if undo is not None:
@@ -294,9 +294,9 @@ def test_positions_of_the_largest_random_numbers_are_found_without_storing_them(
     for share in SHARES:
         count = max(1, round(share * d))
         for key in KEYS:
-            found = codecs.drawn_largest(key, d, count, dtype)
-            assert found is not None
-            assert torch.equal(found, largest_of_drawn(key, d, count, dtype))
+            result = codecs.drawn_largest(key, d, count, dtype)
+            assert result is not None
+            assert torch.equal(result, largest_of_drawn(key, d, count, dtype))
 
 
 @NATIVE
@@ -305,9 +305,9 @@ def test_of_equal_random_numbers_the_first_is_selected(key: int) -> None:
     d, count = 100_000, 30_000
     numbers = HashStream(torch.tensor([key]), torch.empty(d)).whole().sort(descending=True).values
     assert numbers[count - 1] == numbers[count]  # float32 has 2^24 numbers below one
-    found = codecs.drawn_largest(key, d, count, torch.float32)
-    assert found is not None
-    assert torch.equal(found, largest_of_drawn(key, d, count, torch.float32))
+    result = codecs.drawn_largest(key, d, count, torch.float32)
+    assert result is not None
+    assert torch.equal(result, largest_of_drawn(key, d, count, torch.float32))
 
 
 @NATIVE
@@ -334,10 +334,10 @@ def test_random_positions_are_right_also_with_wrong_bounds(by_torch: Any, monkey
     x, refused = torch.arange(100_000.0), 0
     for seed in range(20):
         stream = Redrawn(seed, 2, 3).stream(x)
-        found = codecs.drawn_largest(stream.key(0), len(x), 30_000, x.dtype)
+        result = codecs.drawn_largest(stream.key(0), len(x), 30_000, x.dtype)
         expected = largest_of_drawn(stream.key(0), len(x), 30_000, x.dtype)
-        refused += found is None
-        assert found is None or torch.equal(found, expected)
+        refused += result is None
+        assert result is None or torch.equal(result, expected)
         assert torch.equal(RandomK(0.3).encode(x, Redrawn(seed, 2, 3)).view(torch.float32), x[expected])
     assert 0 < refused < 20
 
@@ -345,11 +345,11 @@ def test_random_positions_are_right_also_with_wrong_bounds(by_torch: Any, monkey
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_random_numbers_are_the_hashes(by_torch: Any, dtype: torch.dtype) -> None:
     stream = Redrawn(5, 6, 7).stream(torch.empty(100_003, dtype=dtype))
-    found = stream.fill(0, 17, torch.empty(70_003, dtype=dtype))
+    result = stream.fill(0, 17, torch.empty(70_003, dtype=dtype))
     patch = by_torch()
-    assert torch.equal(found, stream.fill(0, 17, torch.empty(70_003, dtype=dtype)))
+    assert torch.equal(result, stream.fill(0, 17, torch.empty(70_003, dtype=dtype)))
     patch.undo()
-    assert float(found.max()) < 1
+    assert float(result.max()) < 1
 
 
 @NATIVE
@@ -391,12 +391,12 @@ class _Wrong:
         if name != self._name:
             return function
 
-        def wrong(dtype: int, out: int, *args: Any) -> int:
-            found = int(function(dtype, out, *args))
+        def corrupted(dtype: int, out: int, *args: Any) -> int:
+            result = int(function(dtype, out, *args))
             ctypes.cast(out, ctypes.POINTER(ctypes.c_uint16))[0] ^= 1
-            return found
+            return result
 
-        return wrong
+        return corrupted
 
 
 @NATIVE
@@ -404,17 +404,17 @@ def test_kernels_that_round_differently_are_detected() -> None:
     kernels = library()
     assert kernels is not None
     assert differing(kernels) is None
-    wrong: Any = _Wrong(kernels, "shoal_weigh")
-    assert differing(wrong) == "weighted sums of torch.float32"
-    wrong = _Wrong(kernels, "shoal_reduce")
-    assert differing(wrong) == "reductions (sum) of torch.float32"
+    corrupted: Any = _Wrong(kernels, "shoal_weigh")
+    assert differing(corrupted) == "weighted sums of torch.float32"
+    corrupted = _Wrong(kernels, "shoal_reduce")
+    assert differing(corrupted) == "reductions (sum) of torch.float32"
 
 
 def test_a_variable_disables_them() -> None:
     code = "from shoal.kernels.native import library, why_not_native; print(library(), why_not_native())"
-    found = subprocess.run([sys.executable, "-c", code], env={"SHOAL_NATIVE": "0"}, capture_output=True, text=True,
+    results = subprocess.run([sys.executable, "-c", code], env={"SHOAL_NATIVE": "0"}, capture_output=True, text=True,
                            timeout=scaled(120), check=True)  # fmt: skip
-    assert found.stdout.strip() == "None SHOAL_NATIVE is 0"
+    assert results.stdout.strip() == "None SHOAL_NATIVE is 0"
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""What programs become on a device, read in the text that Triton writes for one, without any.
+"""Programs as compiled for a device, checked in the text that Triton generates, without a device.
 
-Bits are equal where each operation is rounded once and keeps subnormal numbers, so the text is searched for what does
-not: ``.ftz``, ``.approx``, ``.full``, and multiplications and additions without ``.rn``, which the assembler may fuse.
+Bits are equal where each operation is rounded once and keeps subnormal numbers, so the text is searched for other
+instructions: ``.ftz``, ``.approx``, ``.full``, and multiplications and additions without ``.rn``, which the assembler
+may fuse.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def compiled() -> dict[str, dict[str, object]]:
     if ran.returncode == 3:
         pytest.skip(ran.stderr.strip())
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, dict[str, object]] = json.loads(ran.stdout)
-    return found
+    stdout: dict[str, dict[str, object]] = json.loads(ran.stdout)
+    return stdout
 
 
 def _environment() -> dict[str, str]:
@@ -45,9 +46,9 @@ def _environment() -> dict[str, str]:
 def test_every_operation_is_rounded_once_and_keeps_subnormal_numbers(
     name: str, compiled: dict[str, dict[str, object]]
 ) -> None:
-    found = compiled[name]
-    instructions = set(found["instructions"])  # type: ignore[call-overload]
-    assert found["cubin"], "the assembler made nothing of it"
+    result = compiled[name]
+    instructions = set(result["instructions"])  # type: ignore[call-overload]
+    assert result["cubin"], "the assembler made nothing of it"
     assert not {one for one in instructions if ".ftz" in one or ".approx" in one or ".full" in one}
     arithmetic = {one for one in instructions if one.split(".")[0] in ("add", "sub", "mul", "fma", "div", "sqrt")}
     floating = {one for one in arithmetic if one.endswith((".f32", ".f64", ".f16", ".bf16"))}

@@ -20,16 +20,16 @@ PARTS: list[list[list[int]]] = [[], [[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2,
 
 def numbers(n: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    found = [torch.randn(n, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
-    for at, one in enumerate(found):
+    results = [torch.randn(n, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    for at, one in enumerate(results):
         if n > 100:
             one[at : at + 4] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40], dtype=torch.float64).to(dtype)
-    return found
+    return results
 
 
 def expected(how: str, tensors: list[torch.Tensor], parts: list[list[int]]) -> torch.Tensor:
     half = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    wide = [one.float() if half else one for one in tensors]
+    wide = [tensor.float() if half else tensor for tensor in tensors]
     groups = parts or [list(range(len(wide)))]
     total = fold(STEPS[how], [fold(STEPS[how], [wide[place] for place in group]) for group in groups])
     return (total / len(tensors) if how == "average" else total).to(tensors[0].dtype)
@@ -45,7 +45,7 @@ def test_inputs_are_folded_in_order_part_by_part(
 ) -> None:
     tensors = numbers(n, 6, dtype)
     out = torch.empty(n, dtype=dtype, device=DEVICE)
-    reduce(out, how, [one.to(DEVICE) for one in tensors], parts=parts, way=way)
+    reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], parts=parts, way=way)
     assert same_numbers(out, expected(how, tensors, parts))
 
 
@@ -55,7 +55,7 @@ def test_inputs_are_folded_in_order_part_by_part(
 def test_reductions_of_any_number_of_agents(way: Any, how: str, count: int) -> None:
     tensors = numbers(1500, count, torch.float32)
     out = torch.empty(1500, device=DEVICE)
-    reduce(out, how, [one.to(DEVICE) for one in tensors], way=way)
+    reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], way=way)
     assert same_numbers(out, expected(how, tensors, []))
 
 
@@ -64,9 +64,9 @@ def test_reductions_of_any_number_of_agents(way: Any, how: str, count: int) -> N
 @pytest.mark.parametrize("place", [0, 2, 3])
 def test_the_result_may_be_one_of_the_inputs(way: Any, how: str, place: int) -> None:
     tensors = numbers(1500, 4, torch.float32)
-    there = [one.clone().to(DEVICE) for one in tensors]
-    reduce(there[place], how, there, way=way)
-    assert same_numbers(there[place], expected(how, tensors, []))
+    on_device = [tensor.clone().to(DEVICE) for tensor in tensors]
+    reduce(on_device[place], how, on_device, way=way)
+    assert same_numbers(on_device[place], expected(how, tensors, []))
 
 
 @WAYS
@@ -74,18 +74,18 @@ def test_complex_numbers_and_integers(way: Any) -> None:
     for dtype, how in ((torch.complex64, "sum"), (torch.complex64, "average"), (torch.complex128, "product")):
         tensors = [torch.complex(*numbers(50, 2, torch.float32)).to(dtype) * (at + 1) for at in range(2)]
         out = torch.empty(50, dtype=dtype, device=DEVICE)
-        reduce(out, how, [one.to(DEVICE) for one in tensors], way=way)
+        reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], way=way)
         a, b = tensors
         if how == "product":
             wanted = torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
         else:
             wanted = torch.view_as_complex(
-                expected(how, [torch.view_as_real(one).view(-1) for one in tensors], []).view(-1, 2)
+                expected(how, [torch.view_as_real(tensor).view(-1) for tensor in tensors], []).view(-1, 2)
             )
         assert same_numbers(out, wanted)
-    whole = [torch.arange(10, device=DEVICE), torch.arange(10, device=DEVICE) * 3]
+    full = [torch.arange(10, device=DEVICE), torch.arange(10, device=DEVICE) * 3]
     out = torch.empty(10, dtype=torch.int64, device=DEVICE)
-    reduce(out, "sum", whole, way=way)
+    reduce(out, "sum", full, way=way)
     assert out.tolist() == [4 * number for number in range(10)]
 
 

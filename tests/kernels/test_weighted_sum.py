@@ -23,13 +23,13 @@ AWKWARD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, -1e-310, 1e-40, -1e
 def numbers(n: int, count: int, dtype: torch.dtype, seed: int = 1) -> list[torch.Tensor]:
     """Tensors of random numbers, with awkward ones among them where they are long."""
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randn(n, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
-    for at, one in enumerate(found):
+    results = [torch.randn(n, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    for at, one in enumerate(results):
         if dtype.is_complex:
             one += 1j * torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)
         if n > 3 * len(AWKWARD):
             one[at : at + len(AWKWARD)] = torch.tensor(AWKWARD, dtype=torch.float64).to(dtype)
-    return found
+    return results
 
 
 def expected(tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -37,7 +37,7 @@ def expected(tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
 
 
 def computed(tensors: list[torch.Tensor], weights: list[float], way: Any) -> torch.Tensor:
-    own, *terms = [one.to(DEVICE) for one in tensors]
+    own, *terms = [tensor.to(DEVICE) for tensor in tensors]
     out = torch.empty_like(own)
     weighted_sum(out, own, weights[0], terms, weights[1:], way=way)
     return out
@@ -78,7 +78,7 @@ def test_more_terms_than_in_a_pass_give_the_same_bits(way: Any, dtype: torch.dty
 @pytest.mark.parametrize("start", [1, 3, 5])
 def test_slices_may_start_anywhere(way: Any, dtype: torch.dtype, start: int) -> None:
     tensors = [one[start * (at + 1) :][:1500] for at, one in enumerate(numbers(1600, 3, dtype))]
-    own, *terms = [one.clone().to(DEVICE) for one in numbers(1600, 3, dtype)]
+    own, *terms = [number.clone().to(DEVICE) for number in numbers(1600, 3, dtype)]
     out = torch.zeros(1600, dtype=dtype, device=DEVICE)
     weighted_sum(out[7:1507], own[start:][:1500], 0.5, [terms[0][2 * start :][:1500], terms[1][3 * start :][:1500]],
                  [0.2, 0.3], way=way)  # fmt: skip
@@ -94,11 +94,11 @@ def test_the_result_may_be_one_of_the_tensors(
     way: Any, dtype: torch.dtype, equal: bool, count: int, place: int
 ) -> None:
     tensors, weights = numbers(2500, count, dtype), [1 / count] * count if equal else unequal(count)
-    there = [one.clone().to(DEVICE) for one in tensors]
-    weighted_sum(there[place], there[0], weights[0], there[1:], weights[1:], way=way)
-    assert same_numbers(there[place], expected(tensors, weights))
-    there[place] = tensors[place]
-    assert all(same_numbers(one, other) for one, other in zip(there, tensors, strict=True))
+    on_device = [tensor.clone().to(DEVICE) for tensor in tensors]
+    weighted_sum(on_device[place], on_device[0], weights[0], on_device[1:], weights[1:], way=way)
+    assert same_numbers(on_device[place], expected(tensors, weights))
+    on_device[place] = tensors[place]
+    assert all(same_numbers(one, other) for one, other in zip(on_device, tensors, strict=True))
 
 
 @WAYS
@@ -120,7 +120,7 @@ def test_an_empty_sum_is_empty(way: Any) -> None:
 
 @WAYS
 def test_a_term_of_zeros_is_not_added_and_its_weight_counts(way: Any) -> None:
-    own, term = (one.to(DEVICE) for one in numbers(100, 2, torch.float32))
+    own, term = (number.to(DEVICE) for number in numbers(100, 2, torch.float32))
     out = torch.empty_like(own)
     weighted_sum(out, own, 1 / 3, [None, term], [1 / 3, 1 / 3], way=way)
     assert same_numbers(out, (own + term).cpu() / 3)

@@ -122,10 +122,10 @@ def test_a_tree_without_chunks_is_refused() -> None:
 def test_machines_average_their_shares_inside_then_between_then_inside() -> None:
     """Two machines of four: shares of M / 4 to three others, M / 4 each through the NIC both ways, shares again."""
     inside = Link(0.25, 1000.0)
-    found = seconds(8, hierarchical_allreduce(2, 4, NBYTES), Link(0.5, 100.0), local=4, inside=inside)
+    result = seconds(8, hierarchical_allreduce(2, 4, NBYTES), Link(0.5, 100.0), local=4, inside=inside)
     around = 3 * NBYTES / 4 / 1000.0 + 0.25
     between = 2 * (4 * NBYTES / 4 / 2 / 100.0 + 0.5)
-    assert found == pytest.approx(2 * around + between)
+    assert result == pytest.approx(2 * around + between)
 
 
 def test_each_agent_carries_its_share_between_machines() -> None:
@@ -153,10 +153,10 @@ def test_a_single_agent_has_no_peers(make) -> None:
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_every_agents_bytes_can_reach_every_other(make, least: float, size: int) -> None:
     """The set of agents whose data each agent has, exchange by exchange. Without it no average could be right."""
-    heard = [{rank} for rank in range(size)]
+    arrived = [{rank} for rank in range(size)]
     for one in make(size, NBYTES):
-        before = [set(names) for names in heard]
+        before = [set(names) for names in arrived]
         for out, into in zip(one.source.tolist(), one.destination.tolist(), strict=True):
-            heard[into] |= before[out]
-    assert all(len(names) == size for names in heard)
+            arrived[into] |= before[out]
+    assert all(len(names) == size for names in arrived)
     assert min(received(make(size, NBYTES), size)) >= least * NBYTES

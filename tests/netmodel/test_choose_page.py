@@ -33,12 +33,12 @@ def rule(size: int, local: int, nbytes: float, difference: float) -> str:
 @pytest.mark.parametrize("nic", NICS.values(), ids=NICS)
 def test_the_rules_are_nearly_as_good_as_the_recommendation(size: int, local: int, nbytes: float, nic: Link) -> None:
     limit = float(re.findall(r"at\s+most\s+([\d.]+)\s+times\s+that\s+of\s+the\s+best", PAGE)[0])
-    found = recommend(Network(size, nic, local, INSIDE), nbytes)
+    result = recommend(Network(size, nic, local, INSIDE), nbytes)
     for difference in DIFFERENCES.values():
         training = Training(difference)
         times = {
             one.name: one.seconds_per_step * training.times_the_steps(one.steps_apart)
-            for one in replace(found, training=training).to_train
+            for one in replace(result, training=training).to_train
         }
         name = rule(size, local, nbytes, difference)
         chosen = min(time for other, time in times.items() if other == name or other.startswith(f"{name} ("))

@@ -1,4 +1,4 @@
-"""Max-min fairness: nobody can be given more without taking it from one that has no more."""
+"""Max-min fairness: a flow can gain capacity only at the cost of a flow that has no more."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -74,7 +74,7 @@ def test_the_order_of_messages_has_no_effect(given_: tuple[np.ndarray, np.ndarra
 
 
 def test_a_message_limited_elsewhere_leaves_capacity_to_the_others() -> None:
-    """Three on a NIC of 9, one of which passes a port of 1: 1, 4 and 4."""
+    """Three messages share a NIC of 9. One of them passes a port of 1: the rates are 1, 4 and 4."""
     shared = np.array([[0, 1], [0, 2], [0, 2]])
     assert fair_rates(shared, np.array([9.0, 1.0, np.inf])).tolist() == [1.0, 4.0, 4.0]
 

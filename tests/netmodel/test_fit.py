@@ -21,18 +21,18 @@ def observed(link: Link, degrees: tuple[int, ...] = (1, 2, 3), noise: float = 0.
 @settings(max_examples=80, deadline=None)
 @given(latency=st.floats(1e-5, 1e-1), bandwidth=st.floats(1e6, 1e10), overhead=st.floats(1e-5, 1e-2))
 def test_known_parameters_are_recovered(latency: float, bandwidth: float, overhead: float) -> None:
-    found = fit_link(observed(Link(latency, bandwidth, overhead)))
+    result = fit_link(observed(Link(latency, bandwidth, overhead)))
     # Where bytes take a thousandth of a microsecond beside latencies of a tenth of a second, digits are lost.
-    assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
-    assert found.latency == pytest.approx(latency, rel=1e-3)
-    assert found.overhead == pytest.approx(overhead, rel=1e-3)
+    assert result.bandwidth == pytest.approx(bandwidth, rel=1e-3)
+    assert result.latency == pytest.approx(latency, rel=1e-3)
+    assert result.overhead == pytest.approx(overhead, rel=1e-3)
 
 
 def test_a_nic_without_latency_or_overhead_gets_none() -> None:
     for link in (Link(0.0, 1e8, 1e-3), Link(1e-3, 1e8, 0.0), Link(0.0, 1e8, 0.0)):
-        found = fit_link(observed(link))
-        assert found.bandwidth == pytest.approx(1e8)
-        assert (found.latency, found.overhead) == (
+        result = fit_link(observed(link))
+        assert result.bandwidth == pytest.approx(1e8)
+        assert (result.latency, result.overhead) == (
             pytest.approx(link.latency, abs=1e-9),
             pytest.approx(link.overhead, abs=1e-9),
         )
@@ -40,24 +40,24 @@ def test_a_nic_without_latency_or_overhead_gets_none() -> None:
 
 def test_negative_estimates_become_none() -> None:
     """Times that grow faster than the bytes: a line through them has a negative intercept."""
-    found = fit_link([Observation(1, 1e6, 0.01), Observation(1, 1e7, 0.2), Observation(1, 1e8, 2.2)])
-    assert (found.latency, found.overhead) == (0.0, 0.0)
-    assert 4e7 < found.bandwidth < 1e8
+    result = fit_link([Observation(1, 1e6, 0.01), Observation(1, 1e7, 0.2), Observation(1, 1e8, 2.2)])
+    assert (result.latency, result.overhead) == (0.0, 0.0)
+    assert 4e7 < result.bandwidth < 1e8
 
 
 def test_with_one_degree_an_overhead_counts_as_latency() -> None:
-    found = fit_link(observed(Link(1e-3, 1e8, 2e-3), degrees=(1,)))
-    assert found.latency == pytest.approx(3e-3)
-    assert found.overhead == 0.0
+    result = fit_link(observed(Link(1e-3, 1e8, 2e-3), degrees=(1,)))
+    assert result.latency == pytest.approx(3e-3)
+    assert result.overhead == 0.0
 
 
 def test_relative_errors_are_fitted_so_that_short_messages_count() -> None:
     """Five percent up and down: the error of the longest run exceeds the sum of all short ones."""
     link = Link(2e-3, 1e8, 1e-3)
-    found = fit_link(observed(link, noise=0.05))
-    assert found.bandwidth == pytest.approx(link.bandwidth, rel=0.1)
+    result = fit_link(observed(link, noise=0.05))
+    assert result.bandwidth == pytest.approx(link.bandwidth, rel=0.1)
     for one in observed(link):
-        assert found.seconds(one.nbytes, one.degree) == pytest.approx(one.seconds, rel=0.12)
+        assert result.seconds(one.nbytes, one.degree) == pytest.approx(one.seconds, rel=0.12)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Links and networks: what a message passes, and what is refused."""
+"""Links and networks: the links on a message's path, and refused arguments."""
 
 import math
 
@@ -11,8 +11,8 @@ FAST, SLOW = Link(1e-6, 1e9), Link(5e-3, 1e6, 2e-3)
 
 
 def paths(network: Network, source: int, destination: int):
-    found = network.paths(np.array([source]), np.array([destination]))
-    return {name: column[0] for name, column in found._asdict().items()}
+    result = network.paths(np.array([source]), np.array([destination]))
+    return {name: column[0] for name, column in result._asdict().items()}
 
 
 def test_messages_on_one_link_share_overheads_and_bytes_but_not_latency() -> None:

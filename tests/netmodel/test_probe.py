@@ -20,19 +20,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_all_agents_get_the_same_estimate(fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every agent fits all measurements. So few of them need not describe a plausible network."""
-    asked = []
+    requested = []
 
     def fit(observations: list[Observation]) -> Link:
-        asked.append(tuple(observations))
+        requested.append(tuple(observations))
         return Link(latency=sum(one.seconds for one in observations))
 
     monkeypatch.setattr(probe, "fit_link", fit)
-    found = fleet(3).run(measure)
-    assert len({*map(repr, found)}) == len({*asked}) == 1
-    assert found[0].agents == found[0].agents_per_machine == 3
-    assert found[0].between is None
-    assert [(one.degree, one.nbytes) for one in asked[0]] == [(1, 1_000), (1, 100_000), (2, 1_000), (2, 100_000)]
-    assert min(one.seconds for one in asked[0]) > 0
+    results = fleet(3).run(measure)
+    assert len({*map(repr, results)}) == len({*requested}) == 1
+    assert results[0].agents == results[0].agents_per_machine == 3
+    assert results[0].between is None
+    assert [(one.degree, one.nbytes) for one in requested[0]] == [(1, 1_000), (1, 100_000), (2, 1_000), (2, 100_000)]
+    assert min(one.seconds for one in requested[0]) > 0
 
 
 @pytest.mark.usefixtures("quick")
@@ -40,13 +40,13 @@ def test_the_slowest_agents_time_counts(fleet, monkeypatch: pytest.MonkeyPatch) 
     """By clocks that advance by the rank plus one at each reading."""
     clocks = [0, 0, 0]
 
-    def look() -> int:
+    def read_clock() -> int:
         clocks[shoal.rank()] += shoal.rank() + 1
         return clocks[shoal.rank()]
 
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=read_clock))
     monkeypatch.setattr(probe, "fit_link", lambda observations: Link(max(one.seconds for one in observations)))
-    assert {found.inside.latency for found in fleet(3).run(measure)} == {3.0}
+    assert {result.inside.latency for result in fleet(3).run(measure)} == {3.0}
 
 
 @pytest.mark.usefixtures("quick")
@@ -54,23 +54,23 @@ def test_measured_times_are_fitted_for_every_degree_and_size(fleet, monkeypatch:
     """The times are synthetic, from a NIC of known latency, bandwidth and overhead."""
     nic = Link(2e-3, 1e7, 5e-4)
     monkeypatch.setattr(probe, "_timed", lambda group, degree, nbytes: nic.seconds(nbytes, degree))
-    for found in fleet(4).run(measure):
-        assert found.inside.latency == pytest.approx(nic.latency)
-        assert found.inside.bandwidth == pytest.approx(nic.bandwidth)
-        assert found.inside.overhead == pytest.approx(nic.overhead)
+    for result in fleet(4).run(measure):
+        assert result.inside.latency == pytest.approx(nic.latency)
+        assert result.inside.bandwidth == pytest.approx(nic.bandwidth)
+        assert result.inside.overhead == pytest.approx(nic.overhead)
 
 
 def test_a_slow_network_is_not_measured_with_the_longest_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def slow(group, degree, nbytes):
-        asked.append((degree, nbytes))
+        requested.append((degree, nbytes))
         return degree * nbytes / 1e4
 
     monkeypatch.setattr(probe, "_timed", slow)
     assert probe._fitted(range(3)).bandwidth == pytest.approx(1e4)
     # 64,000 bytes take longer than two seconds, and no larger ones are tried.
-    assert asked == [(1, 1_000), (1, 64_000), (2, 1_000), (2, 64_000)]
+    assert requested == [(1, 1_000), (1, 64_000), (2, 1_000), (2, 64_000)]
 
 
 def test_one_agent_has_no_network(fleet) -> None:
@@ -91,11 +91,11 @@ def test_printed_measurements_are_parsed(monkeypatch: pytest.MonkeyPatch) -> Non
     line = '{"agents": 2, "agents_per_machine": 2, "inside": {"latency": 1e-05, "bandwidth": 2e9, "overhead": 0.0}, '
     printed = f'warming up\n{line}"between": null}}\n'
 
-    def told(command, **_):
+    def run_probe(command, **_):
         assert command[-1] == "shoal.netmodel.probe"
         return subprocess.CompletedProcess(command, 0, stdout=printed, stderr="")
 
-    monkeypatch.setattr(subprocess, "run", told)
+    monkeypatch.setattr(subprocess, "run", run_probe)
     assert measure_this_machine(2) == MeasuredNetwork(2, 2, Link(1e-5, 2e9), None)
 
 
@@ -105,12 +105,12 @@ def gradients(rank: int) -> list[torch.Tensor]:
 
 
 def test_the_difference_of_gradients_is_their_distance_from_the_mean_relative_to_it(fleet) -> None:
-    found = fleet(4).run(lambda: measure_difference(gradients(shoal.rank())))
-    rows = torch.stack([torch.cat([one.double().view(-1) for one in gradients(rank)]) for rank in range(4)])
+    results = fleet(4).run(lambda: measure_difference(gradients(shoal.rank())))
+    rows = torch.stack([torch.cat([gradient.double().view(-1) for gradient in gradients(rank)]) for rank in range(4)])
     mean = rows.mean(0)
     expected = (rows - mean).square().sum(1).mean().sqrt() / mean.norm()
-    assert found == [pytest.approx(expected.item(), rel=1e-12)] * 4
-    assert len({*found}) == 1
+    assert results == [pytest.approx(expected.item(), rel=1e-12)] * 4
+    assert len({*results}) == 1
 
 
 def of_a_model(scale: float) -> float:

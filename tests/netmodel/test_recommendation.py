@@ -1,4 +1,4 @@
-"""Recommendations: what is recommended can be trained with, is trained with, and changes with all that is asked for."""
+"""Recommendations: a recommended topology can be trained with, and changes with each argument."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ LR, STEPS, COLUMNS = 0.02, 750, 20
 
 
 @cache
-def _found(size: int, local: int, nic: Link, training: Training) -> Recommendation:
+def _recommended(size: int, local: int, nic: Link, training: Training) -> Recommendation:
     return recommend(Network(size, nic, local, INSIDE), NBYTES, training=training)
 
 
-def found(size: int, local: int = 1, nic: Link = NIC, training: Training = PLAIN) -> Recommendation:
-    return _found(size, local, nic, training)
+def recommended(size: int, local: int = 1, nic: Link = NIC, training: Training = PLAIN) -> Recommendation:
+    return _recommended(size, local, nic, training)
 
 
 def to_train(size: int, local: int, difference: float) -> Candidate:
-    """What is recommended where data differ by so much; all else is as for shuffled ones, and is not computed again."""
-    one, training = found(size, local), Training(difference)
+    """The recommendation for data with this difference, from the cached candidates for shuffled data."""
+    one, training = recommended(size, local), Training(difference)
     candidates = (
         replace(each, training_seconds=each.seconds_per_step * training.times_the_steps(each.steps_apart))
         for each in one.candidates
@@ -55,7 +55,7 @@ def points(size: int) -> torch.Tensor:
 @cache
 def ends_from_the_optimum(size: int, local: int, name: str) -> float:
     """The worst agent's distance, as a share of how far agents' own optima are from it, root mean square."""
-    own, one = points(size), named(found(size, local), name)
+    own, one = points(size), named(recommended(size, local), name)
     algorithm = LocalSteps(GradientDescent(LR), 1)
     schedule = find("all-reduce").schedule(size) if one.schedule is None else one.schedule
     run = StackedFleet(schedule).run(algorithm, torch.zeros(COLUMNS, dtype=torch.float64), lambda x: x - own, STEPS)
@@ -65,7 +65,7 @@ def ends_from_the_optimum(size: int, local: int, name: str) -> float:
 
 @pytest.mark.parametrize(("size", "local"), FLEETS)
 def test_topologies_for_training_are_those_accepted_by_the_optimizers_algorithms(size: int, local: int) -> None:
-    able = found(size, local).to_train
+    able = recommended(size, local).to_train
     assert len(able) > 5
     for one in able:
         if one.schedule is not None:
@@ -78,7 +78,7 @@ def test_topologies_for_training_are_those_accepted_by_the_optimizers_algorithms
 def test_recommended_training_ends_within_the_predicted_distance(size: int, local: int, difference: float) -> None:
     """With maximally different data. The mean of all ends at the optimum."""
     best = to_train(size, local, difference)
-    together = ends_from_the_optimum(size, local, found(size, local).candidates[0].name)
+    together = ends_from_the_optimum(size, local, recommended(size, local).candidates[0].name)
     assert together < 1e-6
     # Told is the root mean square over agents; the worst one is a few times as far.
     assert ends_from_the_optimum(size, local, best.name) < together + LR * (0.02 + 3 * best.steps_apart)
@@ -87,10 +87,10 @@ def test_recommended_training_ends_within_the_predicted_distance(size: int, loca
 
 def test_topologies_on_which_d_psgd_does_not_converge_are_not_for_training() -> None:
     """In single rounds of ring-star by delegates, W is row-stochastic, so the fixed point differs."""
-    delegates = named(found(24, 4), "ring-star-delegates")
+    delegates = named(recommended(24, 4), "ring-star-delegates")
     assert "GradientDescent needs W to be doubly stochastic" in delegates.refused
-    assert delegates not in found(24, 4).to_train
-    assert not any("To train, take ring-star-delegates" in text for text in found(24, 4).advice())
+    assert delegates not in recommended(24, 4).to_train
+    assert not any("To train, take ring-star-delegates" in text for text in recommended(24, 4).advice())
 
     class Unchecked(GradientDescent):
         needs = ()  # type: ignore[assignment]
@@ -105,7 +105,7 @@ def test_topologies_on_which_d_psgd_does_not_converge_are_not_for_training() -> 
 def test_agents_train_with_the_recommendation() -> None:
     """Threads, a user's optimizer, and machines with four agents and with two."""
     size = 8
-    best, *_ = found(size, training=Training(0.01)).to_train
+    best, *_ = recommended(size, training=Training(0.01)).to_train
     own, rate = points(size).float(), 0.05
     topology = best.topology
     assert topology is not None and best.trained_by == "neighbor_allreduce"
@@ -127,11 +127,11 @@ def test_agents_train_with_the_recommendation() -> None:
 
 def test_training_has_no_second_buffer() -> None:
     """CECA of six agents: three rounds for averaging, sixteen for W alone; and the pairs need none for 6 2^k."""
-    six = found(6)
+    six = recommended(6)
     assert (named(six, "ceca with its second buffer").rounds, named(six, "ceca").rounds) == (3, 16)
     assert "second buffer" in named(six, "ceca with its second buffer").refused
     assert (named(six, "ceca-pairs").rounds, named(six, "ceca-pairs").refused) == (3, "")
-    assert "ceca with its second buffer" not in {one.name for one in found(8).candidates}
+    assert "ceca with its second buffer" not in {one.name for one in recommended(8).candidates}
 
 
 def test_fewer_rounds_decide_between_equally_fast_topologies() -> None:
@@ -145,18 +145,18 @@ def test_fewer_rounds_decide_between_equally_fast_topologies() -> None:
 
 @pytest.mark.parametrize(("size", "local"), [(6, 1), (24, 4)])
 def test_no_equally_fast_topology_has_fewer_rounds_than_the_recommended_one(size: int, local: int) -> None:
-    able = found(size, local).to_train
+    able = recommended(size, local).to_train
     fastest = min(one.training_seconds for one in able)
     as_fast = [one for one in able if one.training_seconds <= fastest * (1 + 0.99 * AS_FAST)]
     assert able[0].rounds == min(one.rounds or 0 for one in as_fast)
-    assert any("Times within 5% count as equal" in text for text in found(size, local).advice())
+    assert any("Times within 5% count as equal" in text for text in recommended(size, local).advice())
 
 
 def test_the_slower_direction_of_a_nic_limits_a_round() -> None:
     """At a tenth of the outgoing rate, one message a round takes ten times as long. A server sends n - 1 replies."""
-    usual = found(6)
-    slow_out = found(6, nic=Link(1e-3, 1.25e7, download=1.25e8))
-    slow_in = found(6, nic=Link(1e-3, 1.25e8, download=1.25e7))
+    usual = recommended(6)
+    slow_out = recommended(6, nic=Link(1e-3, 1.25e7, download=1.25e8))
+    slow_in = recommended(6, nic=Link(1e-3, 1.25e8, download=1.25e7))
     for name, ratio in (("ceca-pairs", 0.801 / 0.081), ("ring", 1.601 / 0.161)):
         for slow in (slow_out, slow_in):
             measured = named(slow, name).seconds_per_round / named(usual, name).seconds_per_round
@@ -169,20 +169,20 @@ def test_the_slower_direction_of_a_nic_limits_a_round() -> None:
 
 
 def test_local_steps_share_a_round_and_increase_disagreement() -> None:
-    each, fourth = (named(found(8, training=Training(0.1, every)), "one-peer-exponential") for every in (1, 4))
+    each, fourth = (named(recommended(8, training=Training(0.1, every)), "one-peer-exponential") for every in (1, 4))
     assert fourth.seconds_per_step == pytest.approx(each.seconds_per_step / 4)
     assert fourth.steps_apart > 3 * each.steps_apart
-    computing = named(found(8, training=Training(0.1, 4, compute=1.0)), "one-peer-exponential")
+    computing = named(recommended(8, training=Training(0.1, 4, compute=1.0)), "one-peer-exponential")
     assert computing.seconds_per_step == pytest.approx(1.0 + fourth.seconds_per_step)
 
 
 def test_compression_shortens_messages_and_has_its_algorithms_requirements() -> None:
-    half = found(8, training=Training(compression=0.5))
+    half = recommended(8, training=Training(compression=0.5))
     assert named(half, "ring").seconds_per_step == pytest.approx(0.001 + 0.08, rel=0.01)
-    assert named(half, "ring").seconds == named(found(8), "ring").seconds  # averaging itself is not compressed
-    signs = found(8, training=Training(compression=Sign()))
+    assert named(half, "ring").seconds == named(recommended(8), "ring").seconds  # averaging itself is not compressed
+    signs = recommended(8, training=Training(compression=Sign()))
     assert named(signs, "ring").seconds_per_step == pytest.approx(0.001 + 0.16 / 32, rel=0.02)
-    assert named(signs, "ring").steps_apart > 1.3 * named(found(8), "ring").steps_apart
+    assert named(signs, "ring").steps_apart > 1.3 * named(recommended(8), "ring").steps_apart
     assert "ChocoSGD needs" in named(signs, "one-peer-exponential").refused
     assert all(one.schedule is None or one.schedule.period == 1 for one in signs.to_train)
     assert any("still sends whole tensors" in text for text in signs.advice())
@@ -192,7 +192,7 @@ def test_recommended_compressed_training_converges() -> None:
     from shoal.algorithms import ChocoSGD
 
     training = Training(compression=TopK(0.25))
-    able = [one for one in found(8, training=training).to_train if one.schedule is not None]
+    able = [one for one in recommended(8, training=training).to_train if one.schedule is not None]
     own = points(8)
     start = torch.zeros(COLUMNS, dtype=torch.float64)
     assert able[0].schedule is not None
@@ -204,21 +204,21 @@ def test_recommended_compressed_training_converges() -> None:
 
 def test_more_heterogeneous_data_give_closer_agents() -> None:
     """Equal data: the shortest steps. Very different data: fast consensus, though each step takes longer."""
-    apart = [found(8, training=Training(difference)).to_train[0] for difference in (0.0, 0.01, 1.0)]
+    apart = [recommended(8, training=Training(difference)).to_train[0] for difference in (0.0, 0.01, 1.0)]
     assert apart[0].steps_apart >= apart[1].steps_apart > apart[2].steps_apart == 0.0
     assert apart[0].seconds_per_step <= apart[1].seconds_per_step < apart[2].seconds_per_step
 
 
 def test_rounds_after_an_exact_average_count_in_training() -> None:
     """Gossip with a global average: exact after three rounds of one message, and every eighth has seven."""
-    one = named(found(8), "gossip-pga")
+    one = named(recommended(8), "gossip-pga")
     assert one.rounds == 3
     assert one.seconds_per_round == pytest.approx(0.081, rel=1e-3)
     assert one.seconds_per_step == pytest.approx((7 * 0.081 + 7 * 0.08 + 0.001) / 8, rel=1e-2)
 
 
 def test_machines_are_trained_as_in_the_optimizer() -> None:
-    one = named(found(24, 4), "one-peer-exponential of machines")
+    one = named(recommended(24, 4), "one-peer-exponential of machines")
     assert one.trained_by == "hierarchical_neighbor_allreduce"
     assert one.topology is not None and one.topology.size == 6
     assert one.schedule is not None and one.schedule.size == 24

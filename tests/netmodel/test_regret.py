@@ -1,4 +1,4 @@
-"""What a recommendation costs in hindsight: its time to an accuracy over that of the best candidate, by simulation.
+"""The regret of a recommendation: its time to an accuracy over that of the best candidate, by simulation.
 
 Networks, models and differences of data are drawn. Every candidate trains quadratics of the drawn difference, whose
 curvatures differ twentyfold, with learning rates from a grid, and counts with the best of them.
@@ -55,24 +55,24 @@ def steps_to_the_accuracy(local: int, name: str, difference: float) -> float:
 
 
 def regrets(count: int) -> tuple[list[float], list[float]]:
-    """Of the recommendations on drawn networks; and of those that leave out how far training is to go."""
-    draw, found, without = np.random.default_rng(5), list[float](), list[float]()
+    """Regrets of the recommendations on drawn networks, and of recommendations that ignore the target accuracy."""
+    draw, result, without = np.random.default_rng(5), list[float](), list[float]()
     for number in range(count):
         local = (1, 1, 4)[number % 3]
         latency, bandwidth, nbytes = (10 ** draw.uniform(*span) for span in ((-5, -1.5), (7, 9.5), (4, 8)))
         difference = float(draw.choice(DIFFERENCES))
         network = Network(SIZE, Link(latency, bandwidth), local, Link(0.0, 4e9))
         made = recommend(network, nbytes, training=Training(difference, accuracy=ACCURACY))
-        taken = {one.name: one.seconds_per_step for one in made.to_train}
-        seconds = {name: step * steps_to_the_accuracy(local, name, difference) for name, step in taken.items()}
+        step_seconds = {one.name: one.seconds_per_step for one in made.to_train}
+        seconds = {name: step * steps_to_the_accuracy(local, name, difference) for name, step in step_seconds.items()}
         plain = Training(difference, accuracy=1.0)
-        anew = (
+        rescaled = (
             replace(one, training_seconds=one.seconds_per_step * plain.times_the_steps(one.steps_apart))
             for one in made.candidates
         )
-        for regret, one in ((found, made), (without, replace(made, candidates=tuple(anew)))):
+        for regret, one in ((result, made), (without, replace(made, candidates=tuple(rescaled)))):
             regret.append(seconds[one.to_train[0].name] / min(seconds.values()))
-    return found, without
+    return result, without
 
 
 FEW = {
@@ -90,13 +90,13 @@ FEW = {
 
 @pytest.mark.timeout(600)  # for a busy machine; alone it takes seconds
 def test_the_recommendation_is_near_the_best_on_random_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def some(size: int, local: int) -> tuple[list[Averaging], dict[str, str]]:
-        found, passed_over = averagings(size, local)
-        return [one for one in found if one.name in FEW], passed_over
+    def stub_averagings(size: int, local: int) -> tuple[list[Averaging], dict[str, str]]:
+        results, passed_over = averagings(size, local)
+        return [one for one in results if one.name in FEW], passed_over
 
-    monkeypatch.setattr(recommendation, "averagings", some)
-    found, without = regrets(12)
-    print("regrets", np.round(found, 2), "without the accuracy", np.round(without, 2))
-    assert max(found) < 1.3
-    assert np.mean(found) < 1.1
+    monkeypatch.setattr(recommendation, "averagings", stub_averagings)
+    result, without = regrets(12)
+    print("regrets", np.round(result, 2), "without the accuracy", np.round(without, 2))
+    assert max(result) < 1.3
+    assert np.mean(result) < 1.1
     assert max(without) > 2.0, "the problems are too easy to tell one rule from another"

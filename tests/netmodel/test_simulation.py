@@ -1,4 +1,4 @@
-"""Steps of training, played on networks so small that every moment can be worked out by hand."""
+"""Steps of training, simulated on networks so small that every time can be derived exactly."""
 
 import math
 
@@ -33,9 +33,9 @@ def test_one_message_takes_overhead_bytes_and_latency(
     nbytes: float, latency: float, bandwidth: float, overhead: float
 ) -> None:
     link = Link(latency, bandwidth, overhead)
-    found = seconds(Network(2, link), round_of((0, 1, nbytes)))
-    assert found == pytest.approx(overhead + nbytes / bandwidth + latency, rel=1e-9, abs=1e-15)
-    assert found == pytest.approx(link.seconds(nbytes), rel=1e-9, abs=1e-15)
+    result = seconds(Network(2, link), round_of((0, 1, nbytes)))
+    assert result == pytest.approx(overhead + nbytes / bandwidth + latency, rel=1e-9, abs=1e-15)
+    assert result == pytest.approx(link.seconds(nbytes), rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 7])
@@ -149,7 +149,7 @@ def test_lag_lets_agents_be_apart_by_that_many_steps() -> None:
     compute = np.ones((6, 2))
     compute[0, 0] = 100.0
     timeline = simulate(Network(2, Link(0.0, 1.0)), list(rounds_of(RingGraph(2), 0.0, 6)), compute, lag=2)
-    # The other one computes steps 0, 1 and 2, and then waits for what comes of step 0.
+    # The other one computes steps 0, 1 and 2, and then waits for the result of step 0.
     assert timeline.started[:, 1] == pytest.approx([0, 1, 2, 100, 101, 102])
 
 
@@ -196,8 +196,8 @@ def test_equal_agents_take_the_time_of_the_alpha_beta_model(
     """Hops of whole machines, so that all NICs carry the same: local x degree messages each."""
     schedule = Circulant(8 * local, [hop * local for hop in range(1, degree + 1)])
     link = Link(latency, 1e6)
-    found = seconds(Network(8 * local, link, local), *rounds_of(schedule, nbytes, rounds))
-    assert found == pytest.approx(rounds * link.seconds(nbytes, degree * local), rel=1e-6)
+    result = seconds(Network(8 * local, link, local), *rounds_of(schedule, nbytes, rounds))
+    assert result == pytest.approx(rounds * link.seconds(nbytes, degree * local), rel=1e-6)
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,4 +1,4 @@
-"""What training costs: agents are as far apart as is said, and what makes no sense is refused."""
+"""The cost of training: agents are as far apart as predicted, and invalid arguments are refused."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_the_distance_between_agents_in_training_is_as_predicted(name: str, size
 @pytest.mark.parametrize("compressor", [TopK(0.2), RandomK(0.2), Sign(), Shrunk(QSGD(7))], ids=repr)
 def test_compressed_messages_give_the_predicted_distance_between_agents(compressor: Compressor) -> None:
     torus, kept = find("torus").schedule(16), Training(compression=compressor).kept
-    found = apart_in_training(torus, ChocoSGD(LR, kept, compressor))
-    assert steps_apart(torus, kept=kept) == pytest.approx(found, rel=0.06)
-    assert found > 1.2 * steps_apart(torus)
+    result = apart_in_training(torus, ChocoSGD(LR, kept, compressor))
+    assert steps_apart(torus, kept=kept) == pytest.approx(result, rel=0.06)
+    assert result > 1.2 * steps_apart(torus)
 
 
 def test_a_global_average_leaves_only_the_distance_of_local_steps() -> None:
@@ -82,8 +82,8 @@ def test_local_steps_share_a_round() -> None:
 def test_a_message_has_the_bytes_of_its_compressor() -> None:
     numbers = 1000
     for compressor in (TopK(0.01), Sign(), QSGD(7), MinMaxUInt8()):
-        said = Training(compression=compressor).message(4.0 * numbers, "neighbor_allreduce")
-        assert said == compressor.nbytes(numbers, torch.float32) < 4 * numbers
+        output = Training(compression=compressor).message(4.0 * numbers, "neighbor_allreduce")
+        assert output == compressor.nbytes(numbers, torch.float32) < 4 * numbers
     assert Training(compression=0.25).message(4000.0, "allreduce") == 1000.0
     assert Training(compression=Sign()).message(4000.0, "allreduce") == 4000.0  # which nothing compresses
 

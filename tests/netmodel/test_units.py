@@ -49,7 +49,7 @@ def test_rates_are_bytes_a_second(text: str, rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "said"),
+    ("parse", "text", "message"),
     [
         (parse_seconds, "5", "it has no unit"),
         (parse_seconds, "5m", "'m' is no unit of it"),
@@ -64,10 +64,10 @@ def test_rates_are_bytes_a_second(text: str, rate: float) -> None:
         (parse_rate, "10ms", "'ms' is no unit of it"),
     ],
 )
-def test_invalid_quantities_are_refused_with_the_valid_form(parse, text: str, said: str) -> None:
+def test_invalid_quantities_are_refused_with_the_valid_form(parse, text: str, message: str) -> None:
     with pytest.raises(ValueError, match="is not a") as caught:
         parse(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert repr(text) in str(caught.value)
 
 

@@ -22,8 +22,8 @@ from support.written_traces import MS, Written, exchange
 def shares_of(folder: Path, agents: list[Written]) -> list[Share]:
     for agent in agents:
         agent.into(folder)
-    found = traces.read(folder).traces
-    return breakdown.break_down(found, traces.match(found))
+    result = traces.read(folder).traces
+    return breakdown.break_down(result, traces.match(result))
 
 
 def into(share: Share) -> dict[str, float]:
@@ -38,8 +38,8 @@ def blamed(share: Share) -> dict[int, float]:
 def test_each_moment_of_a_wait_is_attributed_to_its_cause(tmp_path: Path) -> None:
     """Agent 0 computes until 4 ms.
 
-    It waits for the sender until 9, for the first byte until 12, and for the last until 15. It sums until 17, and waits
-    for a missing read confirmation until 20.
+    Its wait ends at 9 for the sender, at 12 for the first byte, and at 15 for the last byte. It sums until 17, and
+    waits for a missing read confirmation until 20.
     """
     agents = [Written(0), Written(1)]
     exchange(agents, 1, 0, 9.0, 12.0, 15.0)
@@ -183,19 +183,19 @@ def test_with_several_optimizers_the_busiest_ones_steps_count(tmp_path: Path) ->
     assert [one.number for one in shares_of(tmp_path, [agent])] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("fused_here", [True, False])
-def test_a_call_waits_for_the_fused_message_that_contained_it(tmp_path: Path, fused_here: bool) -> None:
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_call_waits_for_the_fused_message_that_contained_it(tmp_path: Path, is_fused: bool) -> None:
     """The second of two small calls, whose message names the first. This agent may have fused otherwise."""
     agents = [Written(0), Written(1)]
-    of = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
-    for agent in agents if fused_here else agents[1:]:
+    index = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
+    for agent in agents if is_fused else agents[1:]:
         row = agent._row(f"exchange: {FUSED}")
-        agent._line("B", row, ts=agent._at(0.0), name="neighbor_allreduce x 2", args=of)
+        agent._line("B", row, ts=agent._at(0.0), name="neighbor_allreduce x 2", args=index)
         agent._line("E", row, ts=agent._at(8.0))
-    said = {"peer": 0, "bytes": 40, "round": 0, "calls": 2, "name": "a"}
-    agents[1]._line("i", agents[1]._row(f"exchange: {FUSED}"), ts=agents[1]._at(5.0), name="to 0", s="t", args=said)
+    output = {"peer": 0, "bytes": 40, "round": 0, "calls": 2, "name": "a"}
+    agents[1]._line("i", agents[1]._row(f"exchange: {FUSED}"), ts=agents[1]._at(5.0), name="to 0", s="t", args=output)
     row = agents[0]._row(f"exchange: {FUSED}")
-    agents[0]._line("i", row, ts=agents[0]._at(7.0), name="from 1", s="t", args=said | {"peer": 1})
+    agents[0]._line("i", row, ts=agents[0]._at(7.0), name="from 1", s="t", args=output | {"peer": 1})
     agents[0].call(1.0, 8.0, "a")
     agents[0].call(1.0, 8.0, "b")
     agents[0].wait(2.0, 7.0, "b")
@@ -228,8 +228,8 @@ def test_a_process_group_call_waits_for_requests_then_its_turn_then_its_transfer
     """Headers are exchanged until 2. Agent 1 requests at 3 and agent 2 at 6. Its turn is at 8, and it ends at 12."""
     agents = [Written(rank, 3) for rank in range(3)]
     exchange(agents, 1, 0, 1.0, 2.0)
-    for agent, asked in zip(agents, (2.0, 3.0, 6.0), strict=True):
-        agent.call(1.0, 14.0, moves=[(asked, 8.0, 12.0)], sums=[(12.0, 14.0)])
+    for agent, requested in zip(agents, (2.0, 3.0, 6.0), strict=True):
+        agent.call(1.0, 14.0, moves=[(requested, 8.0, 12.0)], sums=[(12.0, 14.0)])
         agent.wait(1.0, 14.0)
         agent.step(1, 0.0, 14.0)
     shares = shares_of(tmp_path, agents)
@@ -241,8 +241,8 @@ def test_transfers_between_machines_use_one_clock(tmp_path: Path) -> None:
     agents = [Written(0, host="node0"), Written(1, host="node1", ahead=500.0)]
     for k in range(2):
         exchange(agents, k, 1 - k, 1.0, 1.0)
-    for agent, asked in zip(agents, (2.0, 5.0), strict=True):
-        agent.call(1.0, 9.0, moves=[(asked, 6.0, 9.0)])
+    for agent, requested in zip(agents, (2.0, 5.0), strict=True):
+        agent.call(1.0, 9.0, moves=[(requested, 6.0, 9.0)])
         agent.wait(2.0, 9.0)
         agent.step(1, 0.0, 9.0)
     for agent in agents:
@@ -258,16 +258,16 @@ def test_repeated_names_are_matched_in_the_order_of_sending(tmp_path: Path) -> N
         exchange(agents, 0, 1, at, at + 2.0)
     for agent in agents:
         agent.into(tmp_path)
-    found = traces.match(traces.read(tmp_path).traces)
-    assert [one.received.at - one.sent.at for one in found] == [2 * MS, 2 * MS]
+    result = traces.match(traces.read(tmp_path).traces)
+    assert [one.received.at - one.sent.at for one in result] == [2 * MS, 2 * MS]
 
 
 def test_an_agent_outside_a_transfer_is_not_waited_for(tmp_path: Path) -> None:
     """A call of the same name among other agents, which request it at 6."""
     agents = [Written(rank, 4) for rank in range(4)]
-    for rank, asked in enumerate((2.0, 2.0, 6.0, 6.0)):
+    for rank, requested in enumerate((2.0, 2.0, 6.0, 6.0)):
         pair = [0, 1] if rank < 2 else [2, 3]
-        agents[rank].call(1.0, 9.0, moves=[(asked, 7.0, 9.0)], among=pair)
+        agents[rank].call(1.0, 9.0, moves=[(requested, 7.0, 9.0)], among=pair)
         agents[rank].wait(2.0, 9.0)
         agents[rank].step(1, 0.0, 9.0)
     assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 2.0, COORDINATION: 5.0, TRANSFER: 2.0}
@@ -294,9 +294,9 @@ def test_the_parts_of_a_step_sum_to_its_duration(
 ) -> None:
     agents = [Written(0), Written(1)]
     for round_, (times, stage, arrives) in enumerate(calls):
-        start, sent, came, end = sorted(times)
-        exchange(agents, 1, 0, sent, came, came + 1.0 if arrives else 0.0, round_=round_, stage=stage)
-        agents[0].call(start, end, round_=round_, sums=[(came, end)])
+        start, sent, arrived, end = sorted(times)
+        exchange(agents, 1, 0, sent, arrived, arrived + 1.0 if arrives else 0.0, round_=round_, stage=stage)
+        agents[0].call(start, end, round_=round_, sums=[(arrived, end)])
         agents[0].wait(start, end, round_=round_)
     for number in range(4):
         agents[0].step(number + 1, 25.0 * number, 25.0 * number + 25.0)
@@ -321,9 +321,9 @@ def test_parts_of_real_steps_sum_to_their_duration(
 ) -> None:
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
     shoal.Fleet(3, transport=transport).run(train, 5)
-    found = traces.read(tmp_path).traces
-    shares = breakdown.break_down(found, traces.match(found))
-    assert [(one.trace, one.number) for one in shares] == [(k, step) for k in range(3) for step in range(1, 6)]
+    result = traces.read(tmp_path).traces
+    shares = breakdown.break_down(result, traces.match(result))
+    assert [(share.trace, share.number) for share in shares] == [(k, step) for k in range(3) for step in range(1, 6)]
     for share in shares:
         assert sum(share.into.values()) == share.length and share.into[COMPUTING] > 0
 
@@ -339,9 +339,9 @@ def test_process_groups_in_a_real_run_are_coordination_and_transfer(tmp_path: Pa
         world.results(reduce_all, 5)
     report = RunReport.of(tmp_path)
     assert len(report.traces) == 4
-    for one in report.traces:
+    for trace in report.traces:
         for name in ("all", "some"):
-            moves = [call.moves for call in one.calls if call.name == name]
+            moves = [call.moves for call in trace.calls if call.name == name]
             assert [len(several) for several in moves] == [1] * 5, name
             for (move,) in moves:
                 assert move.ordered is not None and move.moved is not None

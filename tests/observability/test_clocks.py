@@ -27,32 +27,32 @@ def run_of(
         at = 1000 * seconds * round_ / 100
         for (source, destination), delay in delays.items():
             sent = at + chance.uniform(0.0, 1.0)
-            came = sent + delay * chance.choice((1.0, 1.1, 3.0))
-            exchange(agents, source, destination, sent, came, round_=round_)
+            arrived = sent + delay * chance.choice((1.0, 1.1, 3.0))
+            exchange(agents, source, destination, sent, arrived, round_=round_)
     for agent in agents:
         agent.into(folder)
     return traces.read(folder).traces
 
 
-def aligned(found: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
-    known = clocks.align(found, traces.match(found))
-    return known, [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
+def aligned(read_traces: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
+    known = clocks.align(read_traces, traces.match(read_traces))
+    return known, [clocks.on_one_clock(trace, clock) for trace, clock in zip(read_traces, known, strict=True)]
 
 
 @given(
     ahead=st.floats(-HOUR, HOUR),
-    there=st.floats(0.01, 50.0),
+    forth=st.floats(0.01, 50.0),
     back=st.floats(0.01, 50.0),
 )
 def test_the_offset_error_is_at_most_half_of_the_fastest_round_trip(
-    ahead: float, there: float, back: float, tmp_path_factory: pytest.TempPathFactory
+    ahead: float, forth: float, back: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): there, (1, 0): back})
-    first, second = clocks.align(found, traces.match(found))
+    result = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): forth, (1, 0): back})
+    first, second = clocks.align(result, traces.match(result))
     assert (first.ahead, first.uncertain) == (0.0, 0.0)
-    assert second.uncertain is not None and second.uncertain <= (there + back) / 2 * MS + 100
+    assert second.uncertain is not None and second.uncertain <= (forth + back) / 2 * MS + 100
     assert abs(second.ahead - ahead * MS) <= second.uncertain + 100
-    assert abs(second.ahead - (ahead + (there - back) / 2) * MS) <= 0.1 * max(there, back) * MS + 100
+    assert abs(second.ahead - (ahead + (forth - back) / 2) * MS) <= 0.1 * max(forth, back) * MS + 100
 
 
 def test_no_message_arrives_before_it_was_sent(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_clock_is_aligned_by_the_most_accurate_path_not_the_shortest(tmp_path:
 
 def test_drifting_clocks_are_aligned_linearly(tmp_path: Path) -> None:
     """20 microseconds a second, ten minutes: 12 ms, and messages that take 0.1 ms."""
-    found = run_of(tmp_path, [0.0, 40.0], {(0, 1): 0.1, (1, 0): 0.1}, drift=0.02, seconds=600.0)
-    known, laid = aligned(found)
+    result = run_of(tmp_path, [0.0, 40.0], {(0, 1): 0.1, (1, 0): 0.1}, drift=0.02, seconds=600.0)
+    known, laid = aligned(result)
     assert known[1].drift == pytest.approx(20_000, rel=0.02)
     late = [one.received.at - one.sent.at for one in traces.match(laid)]
     assert max(map(abs, late)) < 1 * MS

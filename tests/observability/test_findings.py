@@ -1,4 +1,4 @@
-"""What the report says stands out: who was made slow is named, and nobody else."""
+"""The findings of the report: it names the agent that was made slow, and no other."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run_of(
     for number in range(steps):
         sent = [begin + work(rank, number) for rank, begin in enumerate(began)]
         for rank in range(size):
-            came = {j: sent[j] + (took(j, rank) if took else 0.1) for j in range(size) if j != rank}
-            end = max(sent[rank], *came.values())
+            arrived = {j: sent[j] + (took(j, rank) if took else 0.1) for j in range(size) if j != rank}
+            end = max(sent[rank], *arrived.values())
             agents[rank].call(sent[rank], end, "x", number)
             agents[rank].wait(sent[rank], end, "x", number)
-            for source, at in came.items():
+            for source, at in arrived.items():
                 first = min(at, sent[source] + 0.05)
                 exchange(
                     agents, source, rank, sent[source], first, at if network else 0.0, round_=number, nbytes=nbytes
@@ -50,11 +50,11 @@ def first(report: RunReport) -> Finding:
 @pytest.mark.parametrize("straggler", [0, 3])
 def test_a_slow_agent_is_named_with_its_cost_for_the_others(tmp_path: Path, straggler: int) -> None:
     report = run_of(tmp_path, lambda rank, _: 14.0 if rank == straggler else 10.0)
-    found = first(report)
-    assert found.what.startswith(
+    result = first(report)
+    assert result.what.startswith(
         f"rank {straggler} (node) computes 40% longer than the others: 14 ms in a step, where they take 10 ms"
     )
-    assert "They wait for it 3.9 ms of each step, 28%" in found.what and "a batch of 71%" in found.advice
+    assert "They wait for it 3.9 ms of each step, 28%" in result.what and "a batch of 71%" in result.advice
     assert not any(f"rank {rank} " in one.what for one in report.findings for rank in range(4) if rank != straggler)
 
 
@@ -66,9 +66,9 @@ def test_an_agent_that_waits_for_the_straggler_is_no_straggler(tmp_path: Path) -
         sent = [at + (8.0 if rank == 0 else 2.0) for rank in range(4)]
         for rank in range(4):
             source = (rank - 1) % 4
-            came = max(sent[source], at + 8.0 + 0.5 * ((source - 0) % 4)) if rank != 0 else sent[source] + 0.1
-            exchange(agents, source, rank, sent[source] if source == 0 else came - 0.1, came, round_=number)
-            end = max(came, sent[rank])
+            arrived = max(sent[source], at + 8.0 + 0.5 * ((source - 0) % 4)) if rank != 0 else sent[source] + 0.1
+            exchange(agents, source, rank, sent[source] if source == 0 else arrived - 0.1, arrived, round_=number)
+            end = max(arrived, sent[rank])
             agents[rank].call(sent[rank], end, "x", number)
             agents[rank].wait(sent[rank], end, "x", number)
             agents[rank].step(number + 1, at, at + 20.0)
@@ -80,8 +80,8 @@ def test_an_agent_that_waits_for_the_straggler_is_no_straggler(tmp_path: Path) -
 
 def test_no_agent_is_named_if_all_are_equal(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda rank, number: 10.0 + 0.01 * ((rank + number) % 4))
-    (found,) = report.findings
-    assert "nobody is slow" in found.what and "99% of a step is computing" in found.what
+    (result,) = report.findings
+    assert "nobody is slow" in result.what and "99% of a step is computing" in result.what
 
 
 def test_alternating_slow_agents_are_reported(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_alternating_slow_agents_are_reported(tmp_path: Path) -> None:
 
 def test_an_intermittently_slow_agent_is_named_with_its_steps(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda rank, number: 80.0 if rank == 2 and number % 10 == 9 else 10.0)
-    found = first(report)
-    assert found.what.startswith("rank 2 (node) computes more than 2 times as long as usual in 3 of 29 steps")
-    assert "(steps 10, 20, 30)" in found.what
+    result = first(report)
+    assert result.what.startswith("rank 2 (node) computes more than 2 times as long as usual in 3 of 29 steps")
+    assert "(steps 10, 20, 30)" in result.what
 
 
 def slow_edge(source: int, destination: int) -> float:
@@ -104,9 +104,9 @@ def slow_edge(source: int, destination: int) -> float:
 
 def test_a_slow_link_is_named_with_its_traffic(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=3, hosts=True, took=slow_edge, network=True)
-    found = first(report)
-    assert found.what.startswith("the link 1 -> 2 (node1 to node2) carries 10 MB/s, where others carry 100 MB/s")
-    assert "without the edge 1 -> 2" in found.advice and "compression=" in found.advice
+    result = first(report)
+    assert result.what.startswith("the link 1 -> 2 (node1 to node2) carries 10 MB/s, where others carry 100 MB/s")
+    assert "without the edge 1 -> 2" in result.advice and "compression=" in result.advice
     assert sum("the link" in one.what for one in report.findings) == 1
 
 
@@ -126,8 +126,8 @@ def test_an_agent_with_only_slow_links_is_named_instead_of_them(
         return 10.0 if is_slow(source, destination) else 1.0
 
     report = run_of(tmp_path, lambda *_: 10.0, hosts=hosts, took=took, network=True)
-    who = "node3" if hosts else "rank 3 (node)"
-    assert first(report).what.startswith(f"all that {who} {what} is slow: 10 MB/s, where other links carry 100 MB/s")
+    rank = "node3" if hosts else "rank 3 (node)"
+    assert first(report).what.startswith(f"all that {rank} {what} is slow: 10 MB/s, where other links carry 100 MB/s")
     assert not any("the link" in one.what for one in report.findings)
 
 
@@ -139,9 +139,9 @@ def test_equal_links_are_not_named(tmp_path: Path) -> None:
 
 def test_long_waits_for_data_have_their_advice(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=3, hosts=True, took=lambda *_: 5.0, network=True)
-    found = first(report)
-    assert found.what.startswith("33% of a step is waiting for data that are under way")
-    assert "overlap" in found.advice and "compression=" in found.advice and "sparser topology" in found.advice
+    result = first(report)
+    assert result.what.startswith("33% of a step is waiting for data that are under way")
+    assert "overlap" in result.advice and "compression=" in result.advice and "sparser topology" in result.advice
 
 
 def test_much_process_group_coordination_has_its_advice(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_much_process_group_coordination_has_its_advice(tmp_path: Path) -> None:
             agent.step(number + 1, at, at + 10.0)
     for agent in agents:
         agent.into(tmp_path)
-    found = first(RunReport.of(tmp_path))
-    assert found.what.startswith("40% of a step is coordination: agreeing on one order of operations")
-    assert "fewer operations" in found.advice and "SHOAL_TRANSPORT" in found.advice
+    result = first(RunReport.of(tmp_path))
+    assert result.what.startswith("40% of a step is coordination: agreeing on one order of operations")
+    assert "fewer operations" in result.advice and "SHOAL_TRANSPORT" in result.advice
 
 
 def test_a_run_without_steps_is_not_described_in_steps(tmp_path: Path) -> None:
@@ -206,6 +206,6 @@ def test_many_small_messages_cause_advice_to_fuse(tmp_path: Path) -> None:
 
 def test_the_first_step_of_many_is_excluded(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda _, number: 500.0 if not number else 10.0, steps=5)
-    assert {one.number for one in report.shares} == {2, 3, 4, 5}
+    assert {share.number for share in report.shares} == {2, 3, 4, 5}
     few = run_of(tmp_path, lambda *_: 10.0, steps=3)
-    assert {one.number for one in few.shares} == {1, 2, 3}
+    assert {share.number for share in few.shares} == {1, 2, 3}

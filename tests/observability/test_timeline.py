@@ -46,7 +46,7 @@ def on_row(events, title):
 
 def bars(events):
     """(row, name, start, end) of every bar, after checking that those of a row nest; the way a viewer reads them."""
-    titles, found = rows(events), []
+    titles, result = rows(events), []
     by_row = defaultdict(list)
     for e in events:
         if e["ph"] in "BEX":
@@ -59,15 +59,15 @@ def bars(events):
             if e["ph"] == "E":
                 assert stack and stack[-1][2] == float("inf"), f"{titles[tid]}: an end without a beginning, or inside"
                 name, start, _ = stack.pop()
-                found.append((titles[tid], name, start, e["ts"]))
+                result.append((titles[tid], name, start, e["ts"]))
             else:
                 end = e["ts"] + e["dur"] if e["ph"] == "X" else float("inf")
                 assert not stack or end == float("inf") or end <= stack[-1][2], f"{titles[tid]}: bars overlap"
                 stack.append((e["name"], e["ts"], end))
                 if e["ph"] == "X":
-                    found.append((titles[tid], e["name"], e["ts"], end))
+                    result.append((titles[tid], e["name"], e["ts"], end))
         assert not [one for one in stack if one[2] == float("inf")], f"{titles[tid]}: a bar never ends"
-    return found
+    return result
 
 
 def average(rounds=3, name="weights", numel=50_000):
@@ -116,13 +116,13 @@ def test_an_agent_receives_nothing_before_the_sender_has_called(traces):
     events = [load(traces, rank) for rank in range(2)]
     for rank in range(2):
         calls = {e["args"]["round"]: e["ts"] for e in on_row(events[1 - rank], "exchange: weights") if e["ph"] == "B"}
-        heard = {
+        received = {
             e["args"]["round"]: e["ts"]
             for e in on_row(events[rank], "exchange: weights")
             if e["name" if "name" in e else "ph"] == f"from {1 - rank}"
         }
-        assert len(heard) == 3
-        assert all(ts > calls[round_] for round_, ts in heard.items())
+        assert len(received) == 3
+        assert all(ts > calls[round_] for round_, ts in received.items())
 
 
 def test_overlapping_calls_get_separate_rows(traces):
@@ -161,9 +161,9 @@ def test_activities_nest_on_the_row_of_their_tensor(traces):
         assert timeline_end_activity('lay"er') is False
 
     shoal.Fleet(1).run(work)
-    found = {name: (start, end) for row, name, start, end in bars(load(traces, 0)) if row == 'activities: lay"er'}
-    assert set(found) == {"outer", "inner"}
-    assert found["outer"][0] <= found["inner"][0] <= found["inner"][1] <= found["outer"][1]
+    result = {name: (start, end) for row, name, start, end in bars(load(traces, 0)) if row == 'activities: lay"er'}
+    assert set(result) == {"outer", "inner"}
+    assert result["outer"][0] <= result["inner"][0] <= result["inner"][1] <= result["outer"][1]
 
 
 def test_an_activity_ends_when_its_block_raises(traces):
@@ -238,8 +238,8 @@ def test_a_full_queue_is_written_by_the_thread_that_adds_to_it(traces, monkeypat
             timeline_end_activity("x")
         return (traces / "shoal-rank0.json").read_text().count('"ph":"B"')
 
-    (begun,) = shoal.Fleet(1).run(work)
-    assert begun >= 90
+    (started,) = shoal.Fleet(1).run(work)
+    assert started >= 90
     assert len(bars(load(traces, 0))) == 100
 
 
@@ -277,8 +277,8 @@ def test_a_full_disk_ends_only_the_timeline(traces, monkeypatch, caplog):
 
     with caplog.at_level(logging.ERROR, "shoal"):
         assert shoal.Fleet(1).run(work) == [True]
-    (said,) = [record.message for record in caplog.records if "ends here" in record.message]
-    assert "No space left" in said
+    (output,) = [record.message for record in caplog.records if "ends here" in record.message]
+    assert "No space left" in output
 
 
 def busy_for_ever():

@@ -37,13 +37,13 @@ def burst(name: str | None = None, count: int = COUNT) -> list[float]:
 
 
 def lines_of(traces: Path, rank: int) -> list[Line]:
-    found: list[Line] = json.loads((traces / f"shoal-rank{rank}.json").read_text())
-    return found
+    text: list[Line] = json.loads((traces / f"shoal-rank{rank}.json").read_text())
+    return text
 
 
 def on_rows(lines: list[Line], title: str) -> list[Line]:
-    rows = {one["tid"]: one["args"]["name"] for one in lines if one.get("name") == "thread_name"}
-    return [one for one in lines if one["ph"] != "M" and rows[one["tid"]].startswith(title)]
+    rows = {line["tid"]: line["args"]["name"] for line in lines if line.get("name") == "thread_name"}
+    return [line for line in lines if line["ph"] != "M" and rows[line["tid"]].startswith(title)]
 
 
 def test_a_trace_shows_each_call_with_its_sum_and_the_one_fused_message(traces: Path, fleet: Fleets) -> None:
@@ -54,9 +54,9 @@ def test_a_trace_shows_each_call_with_its_sum_and_the_one_fused_message(traces: 
             call = on_rows(lines, f"exchange: call {i}")
             assert {"B", "X", "E"} <= {one["ph"] for one in call}, f"call {i}"
         together = on_rows(lines, f"exchange: {FUSED}")
-        (begun,) = [one for one in together if one["ph"] == "B"]
-        assert (begun["name"], begun["args"]["calls"]) == (f"neighbor_allreduce x {COUNT}", COUNT)
-        assert begun["args"]["of"] == [[name, 0, 1] for name in sorted(f"call {i}" for i in range(COUNT))]
+        (started,) = [one for one in together if one["ph"] == "B"]
+        assert (started["name"], started["args"]["calls"]) == (f"neighbor_allreduce x {COUNT}", COUNT)
+        assert started["args"]["of"] == [[name, 0, 1] for name in sorted(f"call {i}" for i in range(COUNT))]
         assert sum(one["ph"] == "E" for one in together) == 1
         for way in ("to", "from"):
             (message,) = [one for one in together if one.get("name") == f"{way} {1 - rank}"]
@@ -90,8 +90,8 @@ def test_a_split_message_is_received_once(fleet: Fleets) -> None:
     """Agents fuse differently: a message for several calls is not reported again for each."""
 
     def run() -> tuple[int, int]:
-        heard: list[Event] = []
-        stop = shoal.events().subscribe(heard.append)
+        received: list[Event] = []
+        stop = shoal.events().subscribe(received.append)
         shoal.barrier()
         if shoal.rank():
             burst()
@@ -101,7 +101,7 @@ def test_a_split_message_is_received_once(fleet: Fleets) -> None:
                 shoal.neighbor_allreduce(torch.ones(5))
         shoal.barrier()
         stop()
-        ours = [one for one in heard if one.operation == "neighbor_allreduce"]
+        ours = [one for one in received if one.operation == "neighbor_allreduce"]
         return tuple(sum(one.nbytes for one in ours if one.kind == kind) for kind in ("sent", "received"))  # type: ignore[return-value]
 
     assert fleet(2).run(run) == [(COUNT * 20, COUNT * 20)] * 2
@@ -109,11 +109,11 @@ def test_a_split_message_is_received_once(fleet: Fleets) -> None:
 
 def test_listeners_get_a_submission_and_an_end_for_each_call_of_a_burst(fleet: Fleets) -> None:
     def run() -> list[Counter[str]]:
-        heard: list[Event] = []
-        stop = shoal.events().subscribe(heard.append)
+        received: list[Event] = []
+        stop = shoal.events().subscribe(received.append)
         burst()
         stop()
-        ours = [one for one in heard if one.operation == "neighbor_allreduce"]
+        ours = [one for one in received if one.operation == "neighbor_allreduce"]
         (together,) = [one for one in ours if one.kind == "summed"]
         assert [tuple(run[:3]) for run in together.calls] == [("~neighbor_allreduce", 0, COUNT)]
         assert all(one.calls == [(one.name, one.round, 1, ())] for one in ours if one.kind == "submitted")
@@ -152,29 +152,29 @@ def test_an_invalid_fused_name_is_ignored(traces: Path) -> None:
     names = [PREFIX + "[", PREFIX + f'[["x",0,{1 << 62},[]]]', PREFIX + f'[["x",0,{MOST_OPERATIONS},[]],["y",0,1,[]]]']
 
     def run() -> list[list[Any]]:
-        found: list[list[Any]] = []
-        stop = shoal.events().subscribe(lambda event: found.append(event.calls))
+        results: list[list[Any]] = []
+        stop = shoal.events().subscribe(lambda event: results.append(event.calls))
         for name in names:
             shoal.events().emit("received", "neighbor_allreduce", name, 0, peer=0, nbytes=1)
         stop()
-        return found
+        return results
 
     assert shoal.Fleet(1).run(run) == [[[], [], []]]
     messages = [one for one in lines_of(traces, 0) if one.get("name") == "from 0"]
-    assert [one["args"]["calls"] for one in messages] == [0, 0, 0]
+    assert [message["args"]["calls"] for message in messages] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("transport", ["threads", "shared_memory", "network"])
 def test_chunks_of_a_tensor_between_machines_are_followed_by_an_end_message(transport: str) -> None:
     def run() -> list[tuple[str, int, int]]:
-        heard: list[Event] = []
-        stop = shoal.events().subscribe(heard.append)
+        received: list[Event] = []
+        stop = shoal.events().subscribe(received.append)
         shoal.barrier()
         shoal.neighbor_allreduce(torch.ones(100_000), name="large")
         shoal.barrier()
         stop()
-        came = [one for one in heard if one.name == "large" and one.kind in ("received", "arrived")]
-        return [(one.kind, one.peer, one.nbytes) for one in came]
+        arrived = [one for one in received if one.name == "large" and one.kind in ("received", "arrived")]
+        return [(one.kind, one.peer, one.nbytes) for one in arrived]
 
     kinds = ("received", "arrived") if transport == "network" else ("received",)
     expected = [[(kind, 1 - rank, 400_000) for kind in kinds] for rank in range(2)]

@@ -41,18 +41,18 @@ def window_bars(path: Path) -> list[tuple[str, float, float]]:
     """(call, start, end) of the bars on the rows of the window called weights, by start."""
     events: list[dict[str, Any]] = json.loads(path.read_text())
     rows = {one["tid"]: one["args"]["name"] for one in events if one.get("name") == "thread_name"}
-    found, begun = [], {}
-    for one in events:
-        if not rows.get(one["tid"], "").startswith("exchange: window weights"):
+    result, started = [], {}
+    for event in events:
+        if not rows.get(event["tid"], "").startswith("exchange: window weights"):
             continue
-        if one["ph"] == "B":
-            begun[one["tid"]] = one
-        elif one["ph"] == "E":
-            start = begun.pop(one["tid"])
+        if event["ph"] == "B":
+            started[event["tid"]] = event
+        elif event["ph"] == "E":
+            start = started.pop(event["tid"])
             if start["args"]["round"] < 0:  # the call, not one of its exchanges between machines
-                found.append((start["name"], start["ts"], one["ts"]))
-    assert not begun, "a bar never ends"
-    return sorted(found, key=lambda bar: bar[1])
+                result.append((start["name"], start["ts"], event["ts"]))
+    assert not started, "a bar never ends"
+    return sorted(result, key=lambda bar: bar[1])
 
 
 def test_every_call_is_a_bar_on_the_row_of_its_window(traces: Path, fleet: Fleets) -> None:
@@ -101,15 +101,15 @@ def test_a_failed_call_shows_its_error(traces: Path) -> None:
 
 def test_a_listener_gets_start_and_end_of_each_call() -> None:
     def run() -> list[tuple[str, str]]:
-        heard: list[Event] = []
-        stop = shoal.events().subscribe(heard.append)
+        received: list[Event] = []
+        stop = shoal.events().subscribe(received.append)
         call_everything()
         stop()
-        mine = [one for one in heard if one.name == "~window weights"]
-        assert all(one.round < 0 for one in mine), "no message between machines"
-        rounds = [one.round for one in mine]
+        own = [one for one in received if one.name == "~window weights"]
+        assert all(one.round < 0 for one in own), "no message between machines"
+        rounds = [one.round for one in own]
         assert all(rounds.count(number) == 2 for number in rounds)
-        return [(one.kind, one.operation) for one in mine]
+        return [(one.kind, one.operation) for one in own]
 
     expected = [(kind, call) for call in CALLS for kind in ("submitted", "finished")]
     assert shoal.Fleet(2).run(run) == [expected, expected]

@@ -29,11 +29,11 @@ def merged(folder: Path) -> list[Line]:
 
 def arrows(lines: list[Line]) -> dict[int, tuple[Line, Line]]:
     """Beginning and end of each, by its number."""
-    found: dict[int, list[Line]] = defaultdict(list)
-    for one in lines:
-        if one["ph"] in "sf":
-            found[one["id"]].append(one)
-    return {number: (ends[0], ends[1]) for number, ends in found.items()}
+    result: dict[int, list[Line]] = defaultdict(list)
+    for line in lines:
+        if line["ph"] in "sf":
+            result[line["id"]].append(line)
+    return {number: (ends[0], ends[1]) for number, ends in result.items()}
 
 
 def test_an_arrow_connects_the_bars_of_sender_and_receiver(tmp_path: Path) -> None:
@@ -47,19 +47,19 @@ def test_an_arrow_connects_the_bars_of_sender_and_receiver(tmp_path: Path) -> No
     for agent in agents:
         agent.into(tmp_path)
     lines = merged(tmp_path)
-    found = arrows(lines)
-    assert set(found) == {ident(k, 1 - k, MessageKey("x", round_, 0, 1)) for k in range(2) for round_ in range(3)}
+    result = arrows(lines)
+    assert set(result) == {ident(k, 1 - k, MessageKey("x", round_, 0, 1)) for k in range(2) for round_ in range(3)}
     bars: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for one in lines:
-        if one["ph"] == "B":
-            bars[one["pid"]].append((one["ts"], float("inf")))
-        elif one["ph"] == "E":
-            bars[one["pid"]][-1] = bars[one["pid"]][-1][0], one["ts"]
-    for begins, ends in found.values():
+    for line in lines:
+        if line["ph"] == "B":
+            bars[line["pid"]].append((line["ts"], float("inf")))
+        elif line["ph"] == "E":
+            bars[line["pid"]][-1] = bars[line["pid"]][-1][0], line["ts"]
+    for begins, ends in result.values():
         assert (begins["ph"], ends["ph"], ends["bp"]) == ("s", "f", "e") and begins["pid"] != ends["pid"]
         assert ends["ts"] - begins["ts"] == pytest.approx(2000, abs=1), "2 ms, on one clock"
-        for one in (begins, ends):
-            assert any(start <= one["ts"] <= end for start, end in bars[one["pid"]])
+        for line in (begins, ends):
+            assert any(start <= line["ts"] <= end for start, end in bars[line["pid"]])
     assert min(one["ts"] for one in lines if "ts" in one) == pytest.approx(0.0, abs=1000)
 
 
@@ -86,9 +86,9 @@ def test_a_restarted_rank_is_a_separate_process(tmp_path: Path) -> None:
     other.into(tmp_path)
     again.into(tmp_path, "-again1")
     lines = merged(tmp_path)
-    names = {one["pid"]: one["args"]["name"] for one in lines if one.get("name") == "process_name"}
+    names = {line["pid"]: line["args"]["name"] for line in lines if line.get("name") == "process_name"}
     assert names == {0: "agent 0 on here", 1: "agent 1 on here", 2: "agent 1 (start 2) on here"}
-    assert {one["pid"] for one in lines if one["ph"] == "B"} == {0, 1, 2}
+    assert {line["pid"] for line in lines if line["ph"] == "B"} == {0, 1, 2}
 
 
 def test_an_arrow_for_an_early_message_ends_at_the_start_of_its_call(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_an_arrow_for_an_early_message_ends_at_the_start_of_its_call(tmp_path: P
 def test_an_arrow_for_a_message_fused_only_by_its_sender_ends_at_the_first_call(tmp_path: Path) -> None:
     agents = [Written(0), Written(1)]
     together = agents[0]._row(f"exchange: {FUSED}")
-    of = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
-    agents[0]._line("B", together, ts=agents[0]._at(0.0), name="neighbor_allreduce x 2", args=of)
+    index = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
+    agents[0]._line("B", together, ts=agents[0]._at(0.0), name="neighbor_allreduce x 2", args=index)
     exchange(agents, 0, 1, 1.0, 2.0, name=FUSED, calls=2)
     for agent in agents:
         agent.lines[-1]["args"]["name"] = "a"
@@ -124,7 +124,7 @@ def test_an_arrow_for_a_message_fused_only_by_its_sender_ends_at_the_first_call(
 
 @pytest.mark.parametrize("ended", [None, 1.5])
 def test_messages_without_a_bar_have_no_arrow(tmp_path: Path, ended: float | None) -> None:
-    """A control message, or one that arrives after its call has failed."""
+    """A control message, or a message that arrives after its call has failed."""
     agents = [Written(0), Written(1)]
     exchange(agents, 0, 1, 1.0, 2.0, name="word")
     if ended:
@@ -140,42 +140,42 @@ def is_by_the_format(lines: list[Line]) -> int:
     """Check a trace by the rules that viewers go by (Chrome's Trace Event Format), and count its arrows."""
     slices, ends, named = defaultdict(list), defaultdict(list), set[tuple[int, int]]()
     of_rows = defaultdict(list)
-    for one in lines:
-        phase, row = one["ph"], (one["pid"], one["tid"])
-        assert phase in "MBEXisf" and isinstance(one["pid"], int) and isinstance(one["tid"], int), one
-        assert isinstance(one.get("args", {}), dict) and (phase == "E" or isinstance(one["name"], str)), one
+    for line in lines:
+        phase, row = line["ph"], (line["pid"], line["tid"])
+        assert phase in "MBEXisf" and isinstance(line["pid"], int) and isinstance(line["tid"], int), line
+        assert isinstance(line.get("args", {}), dict) and (phase == "E" or isinstance(line["name"], str)), line
         if phase == "M":
-            if one["name"] == "thread_name":
+            if line["name"] == "thread_name":
                 named.add(row)
             continue
-        assert isinstance(one["ts"], (int, float)) and one["ts"] >= 0, one
-        assert phase != "i" or one["s"] in "gpt", one
+        assert isinstance(line["ts"], (int, float)) and line["ts"] >= 0, line
+        assert phase != "i" or line["s"] in "gpt", line
         if phase in "sf":
-            assert type(one["id"]) is int and 0 <= one["id"] < 1 << 53, one
-            ends[one["cat"], one["name"], one["id"]].append(one)
+            assert type(line["id"]) is int and 0 <= line["id"] < 1 << 53, line
+            ends[line["cat"], line["name"], line["id"]].append(line)
         elif phase in "BEX":
-            of_rows[row].append(one)
+            of_rows[row].append(line)
     for row, events in of_rows.items():
         assert row in named, f"a row without a name: {row}"
         open_: list[list[float]] = []
-        for one in sorted(events, key=lambda event: event["ts"]):  # as a viewer does
-            if one["ph"] == "E":
-                begun = [bar for bar in open_ if bar[1] == float("inf")]
-                assert begun and all(bar[1] <= one["ts"] for bar in open_ if bar[1] != float("inf")), one
-                begun[-1][1] = one["ts"]
-                open_ = open_[: open_.index(begun[-1])]
+        for line in sorted(events, key=lambda event: event["ts"]):  # as a viewer does
+            if line["ph"] == "E":
+                started = [bar for bar in open_ if bar[1] == float("inf")]
+                assert started and all(bar[1] <= line["ts"] for bar in open_ if bar[1] != float("inf")), line
+                started[-1][1] = line["ts"]
+                open_ = open_[: open_.index(started[-1])]
             else:
-                open_ = [bar for bar in open_ if bar[1] > one["ts"]]
-                bar = [one["ts"], one["ts"] + one["dur"] if one["ph"] == "X" else float("inf")]
-                assert bar[1] >= bar[0] and all(bar[1] <= outer[1] for outer in open_), one
+                open_ = [bar for bar in open_ if bar[1] > line["ts"]]
+                bar = [line["ts"], line["ts"] + line["dur"] if line["ph"] == "X" else float("inf")]
+                assert bar[1] >= bar[0] and all(bar[1] <= outer[1] for outer in open_), line
                 open_.append(bar)
                 slices[row].append(bar)
     for key, both in ends.items():
         assert [one["ph"] for one in both] == ["s", "f"] and both[0]["ts"] <= both[1]["ts"], (key, both)
         assert both[1]["bp"] == "e" and both[0]["pid"] != both[1]["pid"], both
-        for one in both:
-            bars = slices[one["pid"], one["tid"]]
-            assert any(start <= one["ts"] < end for start, end in bars), f"an arrow in no bar: {one}"
+        for line in both:
+            bars = slices[line["pid"], line["tid"]]
+            assert any(start <= line["ts"] < end for start, end in bars), f"an arrow in no bar: {line}"
     return len(ends)
 
 

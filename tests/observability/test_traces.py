@@ -1,4 +1,4 @@
-"""Traces are read as they were written, whole or torn, and those of one run are told from others."""
+"""Traces are read as they were written, complete or truncated; traces of different runs are distinguished."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ def test_real_traces_have_every_message_on_both_sides_and_every_step(
 ) -> None:
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
     sent = shoal.Fleet(3, transport=transport).run(work)
-    found = traces.read(tmp_path)
-    assert [one.rank for one in found.traces] == [0, 1, 2] and not found.missing and not found.others
-    assert len({one.run for one in found.traces}) == 1 and {one.size for one in found.traces} == {3}
-    for trace in found.traces:
-        assert [one.number for one in trace.steps] == [1, 2, 3, 4]
-        assert all(one.end is not None for one in trace.calls)
+    result = traces.read(tmp_path)
+    assert [trace.rank for trace in result.traces] == [0, 1, 2] and not result.missing and not result.others
+    assert len({trace.run for trace in result.traces}) == 1 and {trace.size for trace in result.traces} == {3}
+    for trace in result.traces:
+        assert [step.number for step in trace.steps] == [1, 2, 3, 4]
+        assert all(call.end is not None for call in trace.calls)
         named = [call for call in trace.calls if call.name.startswith("call ")]
         assert len(named) == 20 and all(any(what == "sum" for what, *_ in call.inside) for call in named)
         # init's own messages went before the trace began
         assert sum(one.nbytes for one in trace.sent) <= sent[trace.rank]
-        for other in found.traces:
-            there = sorted(one.key for one in trace.sent if one.peer == other.rank and not is_first(one.key))
-            assert there == sorted(
+        for other in result.traces:
+            received_keys = sorted(one.key for one in trace.sent if one.peer == other.rank and not is_first(one.key))
+            assert received_keys == sorted(
                 one.key for one in other.received if one.peer == trace.rank and not is_first(one.key)
             )
         coordinating = [one for one in trace.sent if one.coordinates]
@@ -114,8 +114,8 @@ def test_a_truncated_last_line_is_skipped(tmp_path: Path, torn: str) -> None:
     agent.call(0.0, 1.0)
     trace = traces.read_one(agent.into(tmp_path, closed=False, torn=torn))
     assert trace.torn and len(trace.calls) == 1
-    whole = traces.read_one(agent.into(tmp_path, closed=False))
-    assert whole.torn and len(whole.calls) == 1
+    full = traces.read_one(agent.into(tmp_path, closed=False))
+    assert full.torn and len(full.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_an_invalid_trace_is_skipped_with_a_warning(tmp_path: Path, text: str) -
     with pytest.raises(ValueError, match="shoal-rank7"):
         traces.read(tmp_path)
     Written(0, size=1).into(tmp_path)
-    found = traces.read(tmp_path)
-    assert [one.rank for one in found.traces] == [0]
-    (word,) = found.skipped
+    result = traces.read(tmp_path)
+    assert [trace.rank for trace in result.traces] == [0]
+    (word,) = result.skipped
     assert word.startswith("shoal-rank7.json is no trace of an agent")
 
 
@@ -171,11 +171,11 @@ def test_the_run_with_most_traces_is_reported_and_of_equals_the_last(tmp_path: P
         agent = Written(rank, size=2, run="second")
         agent.call(5.0, 6.0)
         agent.into(tmp_path, "-2")
-    found = traces.read(tmp_path)
-    assert {one.run for one in found.traces} == {"first"}
-    assert {one.path.name for one in found.others} == {"shoal-rank0-2.json", "shoal-rank1-2.json"}
+    result = traces.read(tmp_path)
+    assert {trace.run for trace in result.traces} == {"first"}
+    assert {one.path.name for one in result.others} == {"shoal-rank0-2.json", "shoal-rank1-2.json"}
     (tmp_path / "shoal-rank2.json").unlink()
-    assert {one.run for one in traces.read(tmp_path).traces} == {"second"}
+    assert {trace.run for trace in traces.read(tmp_path).traces} == {"second"}
 
 
 def test_a_restarted_agent_belongs_to_its_run(tmp_path: Path) -> None:
@@ -187,8 +187,12 @@ def test_a_restarted_agent_belongs_to_its_run(tmp_path: Path) -> None:
     again = Written(1, run="after", incarnation=1)
     again.call(20.0, 40.0)
     again.into(tmp_path, "-again1")
-    found = traces.read(tmp_path)
-    assert [(one.rank, one.incarnation) for one in found.traces] == [(0, 0), (1, 0), (1, 1)] and not found.others
+    result = traces.read(tmp_path)
+    assert [(trace.rank, trace.incarnation) for trace in result.traces] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+    ] and not result.others
 
 
 def test_a_trace_with_an_older_header_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A call that fails before a backend has moved its tensors: the agents that wait for them are told, and only these."""
+"""A call that fails before a backend has moved its tensors: only the agents that wait for them get the error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.operations.shared_parts import SharedParts
 from shoal.transport.wire import Kind, Message
 
 
-def told(
+def notified(
     among: tuple[int, ...] | None,
     error: Exception | None = None,
     *,
@@ -48,15 +48,15 @@ def told(
 
 @pytest.mark.parametrize(("among", "ranks"), [((), [1, 2, 3, 4]), ((0, 2, 4), [2, 4]), (None, [1, 2, 3])])
 def test_a_failed_call_is_reported_to_its_other_members(among: tuple[int, ...] | None, ranks: list[int]) -> None:
-    assert told(among, ValueError("spoiled")) == ranks
+    assert notified(among, ValueError("spoiled")) == ranks
 
 
 def test_successful_and_already_started_calls_are_not_reported() -> None:
-    assert told(()) == []
-    assert told((), ValueError("spoiled"), withdraws=False) == []
-    assert told((), ValueError("spoiled"), to_move=False) == []
+    assert notified(()) == []
+    assert notified((), ValueError("spoiled"), withdraws=False) == []
+    assert notified((), ValueError("spoiled"), to_move=False) == []
 
 
 def test_a_failure_and_a_shutdown_have_their_own_messages() -> None:
-    assert told((), PeerLost("rank 1 was lost", (1,))) == []
-    assert told((), ValueError("spoiled"), ended=PeerLost("rank 1 was lost", (1,))) == []
+    assert notified((), PeerLost("rank 1 was lost", (1,))) == []
+    assert notified((), ValueError("spoiled"), ended=PeerLost("rank 1 was lost", (1,))) == []

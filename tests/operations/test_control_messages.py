@@ -24,11 +24,11 @@ class Receiver(MinimalService):
     def __init__(self) -> None:
         self.services = Services()
         self.services.add(WORD, self)
-        self.taken: list[tuple[int, Any]] = []
+        self.delivered: list[tuple[int, Any]] = []
 
     def serve(self, source: int, message: Message) -> None:
         assert len(message.body) == message.nbytes
-        self.taken.append((source, read_json(message, "a test", lambda content: content["x"])))
+        self.delivered.append((source, read_json(message, "a test", lambda content: content["x"])))
 
 
 class Agent:
@@ -53,7 +53,7 @@ def test_each_peer_receives_the_content() -> None:
     agent.sender.send_control((rank for rank in (1, 2, 7)), WORD, {"x": [1, "a", None]})
     assert [(peer, message.op, message.name) for peer, message in agent.posted] == [(1, WORD, WORD), (2, WORD, WORD)]
     receiver.services.serve(3, agent.posted[0][1])
-    assert receiver.taken == [(3, [1, "a", None])]
+    assert receiver.delivered == [(3, [1, "a", None])]
 
 
 def test_the_callers_messages_count_as_its_traffic_and_others_do_not() -> None:
@@ -71,10 +71,10 @@ def test_a_long_message_is_sent_in_packets_and_arrives_whole_also_between_those_
     assert len(frames) == 4 and max(map(len, frames)) <= PACKET_BYTES
     receiver = Receiver()
     for frame in frames:
-        assert not receiver.taken
+        assert not receiver.delivered
         for source in (3, 4):
             receiver.services.serve(source, decode(memoryview(frame)[PREFIX:]))
-    assert receiver.taken == [(3, long["x"]), (4, long["x"])]
+    assert receiver.delivered == [(3, long["x"]), (4, long["x"])]
 
 
 def test_an_agent_that_is_started_again_begins_its_message_again() -> None:
@@ -82,7 +82,7 @@ def test_an_agent_that_is_started_again_begins_its_message_again() -> None:
     receiver = Receiver()
     for piece in (*pieces[:2], *pieces):
         receiver.services.serve(3, piece)
-    assert len(pieces) == 3 and len(receiver.taken) == 1
+    assert len(pieces) == 3 and len(receiver.delivered) == 1
     receiver.services.serve(3, pieces[0])
     receiver.services.on_departure(3, None)
     with pytest.raises(ProtocolError, match="follows 0 bytes"):
@@ -120,4 +120,4 @@ def test_nonsense_is_a_protocol_error(content: bytes) -> None:
 def test_a_message_for_no_service_here_is_dropped() -> None:
     receiver = Receiver()
     receiver.services.serve(3, Message(Kind.CONTROL, WORD, "~other", nbytes=9, body=json.dumps({"x": 1}).encode()))
-    assert not receiver.taken
+    assert not receiver.delivered

@@ -36,7 +36,7 @@ LONG = 1.5
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def early_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LOOK_AFTER", LOOK_AFTER)
 
 
@@ -45,7 +45,7 @@ def call(name: str, **options: Any) -> float:
 
 
 def circle(make_call: Callable[[], Any]) -> tuple[tuple[int, ...], str]:
-    """What the error of a call says of a circle."""
+    """The cycle that the error of a call names."""
     with pytest.raises(shoal.Mismatch, match="agents wait for each other, and none can go on") as caught:
         make_call()
     return caught.value.ranks, str(caught.value).partition("none can go on: ")[2]
@@ -63,9 +63,9 @@ def in_background(what: Callable[[], Any]) -> threading.Thread:
 
 def test_two_agents_in_different_calls_get_an_error_that_names_both(fleet: Fleets) -> None:
     def run() -> tuple[tuple[int, ...], str]:
-        found = circle(lambda: call("ab"[shoal.rank()]))
-        assert call("after") == 1.0  # the agents go on
-        return found
+        result = circle(lambda: call("ab"[shoal.rank()]))
+        assert call("after") == 1.0  # the agents continue
+        return result
 
     one, other = fleet(2).run(run)
     assert one == other
@@ -79,22 +79,22 @@ def test_a_cycle_of_several_agents_is_one_error_on_each(fleet: Fleets) -> None:
     """Rank 3 is in no cycle: it computes, and all continue with it."""
 
     def run() -> tuple[tuple[int, ...], str] | None:
-        rank, found = shoal.rank(), None
+        rank, results = shoal.rank(), None
         if rank < 3:
-            found = circle(lambda: shoal.pair_gossip(torch.ones(2), (rank + 1) % 3))
+            results = circle(lambda: shoal.pair_gossip(torch.ones(2), (rank + 1) % 3))
         else:
             time.sleep(LONG)
         assert call("after") == 6.0
-        return found
+        return results
 
-    *found, outside = fleet(4).run(run)
+    *result, outside = fleet(4).run(run)
     assert outside is None
-    assert found == [found[0]] * 3
-    assert found[0][0] == (0, 1, 2)
+    assert result == [result[0]] * 3
+    assert result[0][0] == (0, 1, 2)
 
 
 def test_a_cycle_is_not_detected_again_while_its_verdict_is_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent that detects it goes on to its next call, and probes. The others still wait in the cycle."""
+    """The agent that detects it makes its next call, and probes. The others still wait in the cycle."""
     judge, serve = Deadlocks.judge, Deadlocks.serve
     held: list[tuple[Deadlocks, int, Message]] = []
 
@@ -125,9 +125,9 @@ def test_roots_that_wait_only_for_confirmations(fleet: Fleets, numel: int) -> No
 
     def run() -> tuple[tuple[int, ...], str]:
         rank = shoal.rank()
-        found = circle(lambda: shoal.broadcast(torch.ones(numel), rank, name=f"of {rank}"))
+        result = circle(lambda: shoal.broadcast(torch.ones(numel), rank, name=f"of {rank}"))
         assert call("after") == 1.0
-        return found
+        return result
 
     one, other = fleet(2, timeout=3600.0).run(run)
     assert one == other
@@ -251,11 +251,11 @@ def test_a_slow_agent_is_waited_for(fleet: Fleets) -> None:
 
 def test_another_thread_may_make_the_missing_call(fleet: Fleets) -> None:
     def run() -> float:
-        mine, other = ("a", "b") if shoal.rank() == 0 else ("b", "a")
+        own, other = ("a", "b") if shoal.rank() == 0 else ("b", "a")
         late = in_background(lambda: (time.sleep(LONG), call(other)))
-        found = call(mine)
+        result = call(own)
         late.join()
-        return found
+        return result
 
     assert fleet(2).run(run) == [1.0, 1.0]
 
@@ -265,10 +265,10 @@ def test_a_callback_may_make_the_missing_call(fleet: Fleets) -> None:
 
     def run() -> float:
         rank = shoal.rank()
-        begun: list[Any] = []
+        started: list[Any] = []
 
         def begin(_: Any) -> None:
-            begun.append(shoal.allreduce_nonblocking(torch.tensor([float(rank)]), average=False, name="a"))
+            started.append(shoal.allreduce_nonblocking(torch.tensor([float(rank)]), average=False, name="a"))
 
         if rank == 2:
             time.sleep(LONG)
@@ -276,27 +276,27 @@ def test_a_callback_may_make_the_missing_call(fleet: Fleets) -> None:
         if rank != 1:
             return call("a") + call("b")
         shoal.pair_gossip_nonblocking(torch.ones(1), 2, name="late").add_done_callback(begin)
-        found = call("b")
-        return found + float(begun[0].wait()[0])
+        result = call("b")
+        return result + float(started[0].wait()[0])
 
     assert fleet(3).run(run) == [6.0] * 3
 
 
-@pytest.mark.parametrize("whose", ["call", "wait"])
-def test_a_wait_with_a_timeout_is_no_deadlock(fleet: Fleets, whose: str) -> None:
+@pytest.mark.parametrize("caller", ["call", "wait"])
+def test_a_wait_with_a_timeout_is_no_deadlock(fleet: Fleets, caller: str) -> None:
     def run() -> float:
         if shoal.rank() == 0:
             return call("a") + call("b")
         handle = shoal.allreduce_nonblocking(
             torch.ones(1),
             average=False,
-            name="b" if whose == "wait" else "nobody",
-            timeout=None if whose == "wait" else LONG,
+            name="b" if caller == "wait" else "nobody",
+            timeout=None if caller == "wait" else LONG,
         )
         with pytest.raises(shoal.DeadlineExceeded):
-            handle.wait(LONG if whose == "wait" else None)
-        found = call("a")
-        return found + (float(handle.wait()[0]) if whose == "wait" else call("b"))
+            handle.wait(LONG if caller == "wait" else None)
+        result = call("a")
+        return result + (float(handle.wait()[0]) if caller == "wait" else call("b"))
 
     assert len(set(fleet(2).run(run))) == 1
 
@@ -305,10 +305,10 @@ def test_calls_in_flight_are_not_missing(fleet: Fleets) -> None:
     """Each has made the call that the other waits for, and waits in another one."""
 
     def run() -> float:
-        mine, other = ("a", "b") if shoal.rank() == 0 else ("b", "a")
+        own, other = ("a", "b") if shoal.rank() == 0 else ("b", "a")
         time.sleep(LONG / 2 * shoal.rank())
         handle = shoal.allreduce_nonblocking(torch.tensor([float(shoal.rank())]), average=False, name=other)
-        return call(mine) + float(handle.wait()[0])
+        return call(own) + float(handle.wait()[0])
 
     assert fleet(2).run(run) == [2.0, 2.0]
 

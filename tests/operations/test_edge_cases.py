@@ -77,18 +77,18 @@ def test_a_callback_that_exits_does_not_end_the_progress_thread(fleet: Fleets) -
 
 def test_shutdown_in_a_callback_is_refused_and_the_agent_stays(fleet: Fleets) -> None:
     def run() -> list[Any]:
-        said: list[Any] = []
+        output: list[Any] = []
 
         def leave_in_it(_: object) -> None:
             with pytest.raises(RuntimeError, match="cannot be called from a callback"):
                 shoal.shutdown()
-            said.append(shoal.is_initialized())
+            output.append(shoal.is_initialized())
 
         with current().engine.lock:  # of one that has ended, it is called here
             shoal.allreduce_nonblocking(torch.ones(4)).add_done_callback(leave_in_it)
-        assert wait_until(lambda: bool(said))
-        said.append(shoal.allreduce(torch.ones(1)).item())
-        return said
+        assert wait_until(lambda: bool(output))
+        output.append(shoal.allreduce(torch.ones(1)).item())
+        return output
 
     assert fleet(2).run(run) == [[True, 1.0]] * 2
 
@@ -148,20 +148,20 @@ def test_a_deadline_during_the_copy_releases_the_memory() -> None:
         if shoal.rank() == 1:
             over.wait(30)
             return []
-        engine, found = current("test").engine, []
+        engine, result = current("test").engine, []
         publish = engine.publisher.publish
 
         def slowly(operation: Operation, tensor: torch.Tensor, **how: Any) -> Published:
-            time.sleep(0.1)  # the progress thread looks at the clock meanwhile
+            time.sleep(0.1)  # the progress thread checks the clock during this
             return publish(operation, tensor, **how)
 
         engine.publish = slowly  # type: ignore[method-assign]
         for _ in range(12):
             with pytest.raises(shoal.DeadlineExceeded):
                 shoal.neighbor_allreduce(torch.ones(1 << 20), timeout=0.02)
-            found.append(engine.arena.nbytes)
+            result.append(engine.arena.nbytes)
         over.set()
-        return found
+        return result
 
     sizes = shoal.Fleet(2, transport="shared_memory").run(run)[0]
     # A few may have been sent in time, and wait to be read.
@@ -219,19 +219,19 @@ def average_after_running_out_of_descriptors() -> float:
     engine = current("test").engine
     if shoal.rank() == 0:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        stranger, held = socket.socket(), []
+        intruder, held = socket.socket(), []
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, descriptors())) + 3, hard))
         try:
             while True:
                 held.append(os.dup(1))
         except OSError:
             pass
-        stranger.connect(("127.0.0.1", engine.router._endpoints[0].port))
+        intruder.connect(("127.0.0.1", engine.router._endpoints[0].port))
         time.sleep(0.2)  # the agent would take it
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        stranger.close()
+        intruder.close()
     return shoal.allreduce(torch.ones(2))[0].item()
 
 
@@ -243,15 +243,15 @@ def test_findings_of_a_clock_check_take_effect_at_their_own_time(fleet: Fleets) 
         waited = 0.0
         if shoal.rank() == 0:
             engine = current("test").engine
-            told: list[float] = []
+            reported: list[float] = []
 
-            class Suspicious:
+            class FindingDetector:
                 def check(self, now: float) -> float:
-                    if not told:
-                        told.append(now)
+                    if not reported:
+                        reported.append(now)
                         engine.progress.next_check = min(engine.progress.next_check, now + 0.2)
-                    elif len(told) == 1:
-                        told.append(now)
+                    elif len(reported) == 1:
+                        reported.append(now)
                     return float("inf")
 
                 def close(self, deadline: float) -> None: ...
@@ -259,11 +259,11 @@ def test_findings_of_a_clock_check_take_effect_at_their_own_time(fleet: Fleets) 
                 def descriptors(self) -> list[int]:
                     return []
 
-            engine.services.add("~suspicious", Suspicious())  # type: ignore[arg-type]
+            engine.services.add("~suspicious", FindingDetector())  # type: ignore[arg-type]
             with pytest.raises(shoal.DeadlineExceeded):
                 shoal.neighbor_allreduce(torch.ones(4), name="alone", timeout=1.0)
             del engine.services._by_word["~suspicious"]
-            waited = told[1] - told[0]
+            waited = reported[1] - reported[0]
         shoal.barrier()
         return waited
 

@@ -29,7 +29,7 @@ Handles = dict[str, "shoal.Handle[torch.Tensor]"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 
 
-class Postman:
+class MessageCounter:
     """Counts the messages with a tensor that an agent sends, by whether they are fused."""
 
     def __init__(self) -> None:
@@ -69,16 +69,16 @@ def test_a_burst_is_one_message_and_keeps_every_bit(fleet: Fleets) -> None:
 
     def run() -> tuple[list[torch.Tensor], int, int]:
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         with current().engine.lock:  # nobody drives meanwhile
             handles = [shoal.neighbor_allreduce_nonblocking(sample(shoal.rank(), (5,), seed=i)) for i in range(count)]
-        found = [handle.wait() for handle in handles]
-        return found, post.fused, post.single
+        results = [handle.wait() for handle in handles]
+        return results, post.fused, post.single
 
     graph = shoal.topology.ExponentialTwoGraph(4)
     averages = [averaged_over(graph, samples(4, (5,), seed=i), is_weighted=False) for i in range(count)]
-    for rank, (found, fused, single) in enumerate(fleet(4).run(run)):
-        assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(found))
+    for rank, (result, fused, single) in enumerate(fleet(4).run(run)):
+        assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(result))
         assert (fused, single) == (1, 0)
 
 
@@ -101,9 +101,9 @@ def test_agents_that_fuse_differently_get_the_results_of_single_calls(fleet: Fle
 
     averages = [expected(index, size) for index in range(count)]
     for seed in range(4):
-        for rank, found in enumerate(fleet(size).run(run, seed)):
-            assert len(found) == count
-            for index, one in found:
+        for rank, result in enumerate(fleet(size).run(run, seed)):
+            assert len(result) == count
+            for index, one in result:
                 assert same_bits(one, averages[index][rank]), (seed, rank, index)
 
 
@@ -226,8 +226,8 @@ def test_an_operation_omitted_by_a_neighbour_is_named_at_its_deadline(fleet: Fle
         shoal.barrier()
         return outcomes
 
-    found = fleet(2).run(run)
-    assert found == [["a 2", "b 2", "c 2", "d waited for (1,)"], ["a 2", "b 2", "c 2"]]
+    results = fleet(2).run(run)
+    assert results == [["a 2", "b 2", "c 2", "d waited for (1,)"], ["a 2", "b 2", "c 2"]]
 
 
 def test_a_fused_operation_whose_neighbour_leaves_ends_with_its_name(fleet: Fleets) -> None:
@@ -247,9 +247,9 @@ def test_a_fused_operation_whose_neighbour_leaves_ends_with_its_name(fleet: Flee
         return outcomes
 
     def one() -> list[str]:
-        found = run()
+        result = run()
         shoal.shutdown()
-        return found
+        return result
 
     assert fleet(2).run(one) == [[True, True], []]
 
@@ -288,7 +288,7 @@ def test_a_call_that_another_thread_is_about_to_send_reaches_them_too(
 
 
 def test_submitted_calls_reach_neighbours_that_call_later(fleet: Fleets) -> None:
-    """The departed agent has sent its part, and needs nothing of them. The next call needs it and fails."""
+    """The departed agent has sent its part, and does not need theirs. The next call needs it and fails."""
 
     def run() -> float | None:
         shoal.neighbor_allreduce(torch.ones(1))
@@ -297,11 +297,11 @@ def test_submitted_calls_reach_neighbours_that_call_later(fleet: Fleets) -> None
             shoal.shutdown()
             return None
         assert wait_until(lambda: current().engine.membership.view.left == (0,))
-        found = shoal.neighbor_allreduce(torch.tensor([2.0])).item()
+        result = shoal.neighbor_allreduce(torch.tensor([2.0])).item()
         with pytest.raises(shoal.PeerLost, match="rank 0 has left") as caught:
             shoal.neighbor_allreduce(torch.ones(1))
         assert caught.value.ranks == (0,)
-        return found
+        return result
 
     assert fleet(2).run(run) == [None, 3.0]
 
@@ -397,7 +397,7 @@ def test_fusion_is_limited_for_a_receiver_that_is_far_behind(limit: str, monkeyp
     def run() -> tuple[int, int, int]:
         shoal.set_topology(graph)
         shoal.barrier()
-        postman = Postman()
+        postman = MessageCounter()
         if shoal.rank() == 0:
             for _ in range(5):
                 pair()
@@ -445,8 +445,8 @@ def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_call(fle
         handles = [shoal.neighbor_allreduce_nonblocking(x + part, name=f"part {part}") for part in range(5)]
         return [shoal.wait(handle)[0].item() for handle in handles]
 
-    found = fleet(3).run(run)
-    assert found[0] == pytest.approx([1.0 + part for part in range(5)])
+    results = fleet(3).run(run)
+    assert results[0] == pytest.approx([1.0 + part for part in range(5)])
 
 
 @pytest.mark.transport("network")

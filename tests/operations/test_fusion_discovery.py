@@ -38,17 +38,17 @@ def call(form: str, index: int, named: Edges = NAMED, name: str | None = None) -
 
 
 def counted_messages() -> Counter[bool]:
-    """Messages that this agent sends from here on, by whether they move tensors."""
-    found: Counter[bool] = Counter()
+    """Count the messages that this agent sends during the block, by whether they move tensors."""
+    result: Counter[bool] = Counter()
     sender = current().engine.sender
     post = sender.post
 
     def counted(channel: Any, operation: Any, stage: Any) -> None:
-        found[not stage.exchange.coordinates] += len(stage.exchange.sends)
+        result[not stage.exchange.coordinates] += len(stage.exchange.sends)
         post(channel, operation, stage)
 
     sender.post = counted  # type: ignore[method-assign]
-    return found
+    return result
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -71,8 +71,8 @@ def test_fifty_calls_with_the_same_lists_take_the_messages_of_one(
 
     steps = math.ceil(math.log2(SIZE))
     pushes = form == "dst_weights"
-    for rank, (found, alone, together) in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, reference(form, NAMED, index)[rank]) for index, one in enumerate(found))
+    for rank, (result, alone, together) in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, reference(form, NAMED, index)[rank]) for index, one in enumerate(result))
         tensors = len(NAMED[rank]) if pushes else sum(rank in one for one in NAMED)
         assert (alone[False], alone[True]) == (2 * steps, tensors)  # the barrier's messages are as many
         assert (together[False], together[True]) == (steps, tensors)
@@ -96,8 +96,8 @@ def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleet
         return {index: handle.wait(20) for index, handle in handles.items()}
 
     for seed in range(3):
-        for rank, found in enumerate(fleet(SIZE).run(run, seed)):
-            for index, one in found.items():
+        for rank, result in enumerate(fleet(SIZE).run(run, seed)):
+            for index, one in result.items():
                 assert same_bits(one, reference(form, named(index), index)[rank]), (seed, rank, index)
 
 
@@ -110,8 +110,8 @@ def test_an_agent_with_single_calls_works_with_agents_that_fuse(fleet: Fleets, o
             handles = [call("dst_weights", index) for index in range(8)]
         return [handle.wait() for handle in handles]
 
-    for rank, found in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, reference("dst_weights", NAMED, index)[rank]) for index, one in enumerate(found))
+    for rank, result in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, reference("dst_weights", NAMED, index)[rank]) for index, one in enumerate(result))
 
 
 def test_changed_lists_of_one_call_are_discovered_in_that_call(fleet: Fleets) -> None:
@@ -126,8 +126,8 @@ def test_changed_lists_of_one_call_are_discovered_in_that_call(fleet: Fleets) ->
             handles = [call("dst_weights", index, named(index)) for index in range(5)]
         return [handle.wait() for handle in handles]
 
-    for rank, found in enumerate(fleet(SIZE).run(run)):
-        for index, one in enumerate(found):
+    for rank, result in enumerate(fleet(SIZE).run(run)):
+        for index, one in enumerate(result):
             assert same_bits(one, reference("dst_weights", named(index), index)[rank]), (rank, index)
 
 
@@ -139,14 +139,14 @@ def test_a_shape_that_differs_in_one_push_fails_only_that_push(fleet: Fleets) ->
                 x = torch.ones(2 + shoal.rank() if name == "b" else 2)
                 other = 1 - shoal.rank()
                 handles[name] = shoal.neighbor_allreduce_nonblocking(x, 1.0, dst_weights={other: 1.0}, name=name)
-        found = {}
+        result = {}
         for name, handle in handles.items():
             try:
-                found[name] = f"{handle.wait(10)[0].item():g}"
+                result[name] = f"{handle.wait(10)[0].item():g}"
             except shoal.Mismatch as error:
-                found[name] = f"{sorted(error.ranks)} {'shape' in str(error)} {repr(name) in str(error)}"
+                result[name] = f"{sorted(error.ranks)} {'shape' in str(error)} {repr(name) in str(error)}"
         shoal.barrier()
-        return found
+        return result
 
     assert fleet(2).run(run) == [{"a": "2", "b": "[0, 1] True True", "c": "2", "d": "2"}] * 2
 
@@ -161,15 +161,15 @@ def test_a_push_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets) -> N
                 )
                 for name in names
             }
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for name, handle in handles.items():
             try:
-                found[name] = handle.wait().item()
+                result[name] = handle.wait().item()
             except shoal.DeadlineExceeded as error:
                 assert repr(name) in str(error)
-                found[name] = error.ranks
+                result[name] = error.ranks
         shoal.barrier()
-        return found
+        return result
 
     assert fleet(3).run(run) == [{"a": 2.0, "b": 2.0, "c": 2.0, "d": (2,)}, *[dict.fromkeys("abc", 2.0)] * 2]
 

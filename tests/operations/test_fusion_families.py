@@ -1,4 +1,4 @@
-"""What goes together beside the static averages: push-pull calls of one round, rounds of a schedule, all-reduces."""
+"""Fusion of calls other than static averages: push-pull calls of one round, rounds of a schedule, all-reduces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECEIVE: Edges = [{2: 0.5, 3: 0.125}, {0: 0.3}, {0: 0.7, 1: -1.0}, {2: 0.6}]
 HOWS = ("sum", "average", "min", "max", "product")
 
 
-class Postman:
+class MessageCounter:
     """Counts the messages that an agent sends, by operation, and whether they are fused."""
 
     def __init__(self) -> None:
@@ -90,14 +90,14 @@ def expected(index: int) -> list[torch.Tensor]:
 
 
 def outcomes(handles: dict[str, Handle], seconds: float = 10.0) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, handle in handles.items():
         try:
-            found[name] = handle.wait(seconds).tolist()
+            result[name] = handle.wait(seconds).tolist()
         except shoal.ShoalError as error:
             assert repr(name) in str(error), str(error)
-            found[name] = type(error).__name__, tuple(sorted(error.ranks))
-    return found
+            result[name] = type(error).__name__, tuple(sorted(error.ranks))
+    return result
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -105,7 +105,7 @@ def test_fifty_push_pull_calls_are_one_message_to_each_destination(fleet: Fleets
     def run() -> tuple[list[torch.Tensor], tuple[int, int]]:
         rank = shoal.rank()
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         with current().engine.lock:  # nobody drives meanwhile
             handles = [
                 shoal.neighbor_allreduce_nonblocking(
@@ -116,8 +116,8 @@ def test_fifty_push_pull_calls_are_one_message_to_each_destination(fleet: Fleets
         return [handle.wait() for handle in handles], post.of("neighbor_allreduce")
 
     averages = [push_pull(samples(SIZE, (5,), seed=i), [0.1] * SIZE, RECEIVE, SEND) for i in range(COUNT)]
-    for rank, (found, sent) in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(found))
+    for rank, (result, sent) in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(result))
         assert sent == (len(SEND[rank]), 0)
 
 
@@ -128,14 +128,14 @@ def test_fifty_all_reduces_are_one_message_to_the_owner_and_one_from_it(
 
     def run() -> tuple[list[torch.Tensor], tuple[int, int]]:
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         with current().engine.lock:
             handles = [shoal.allreduce_nonblocking(sample(shoal.rank(), (5,), seed=i)) for i in range(COUNT)]
         return [handle.wait() for handle in handles], post.of("allreduce")
 
     averages = [reduced("average", samples(SIZE, (5,), seed=i)) for i in range(COUNT)]
-    for rank, (found, sent) in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, averages[i]) for i, one in enumerate(found))
+    for rank, (result, sent) in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, averages[i]) for i, one in enumerate(result))
         assert sent == (1 if rank else SIZE - 1, 0)
 
 
@@ -145,7 +145,7 @@ def test_calls_in_the_same_round_of_a_schedule_are_fused_and_others_are_not(flee
     def run() -> tuple[list[float], tuple[int, int]]:
         schedule = shoal.topology.GetDynamicOnePeerSendRecvRanks(shoal.topology.ExponentialTwoGraph(8), shoal.rank())
         shoal.barrier()
-        post, handles = Postman(), []
+        post, handles = MessageCounter(), []
         with current().engine.lock:
             for _ in range(3):
                 send, receive = next(schedule)
@@ -157,9 +157,9 @@ def test_calls_in_the_same_round_of_a_schedule_are_fused_and_others_are_not(flee
                 ]
         return [handle.wait().item() for handle in handles], post.of("neighbor_allreduce")
 
-    for rank, (found, sent) in enumerate(fleet(8).run(run)):
+    for rank, (result, sent) in enumerate(fleet(8).run(run)):
         behind = [(rank - hop) % 8 for hop in (1, 2, 4)]
-        assert found == [(rank + other) / 2 + i for other in behind for i in range(10)]
+        assert result == [(rank + other) / 2 + i for other in behind for i in range(10)]
         assert sent == (3, 0)
 
 
@@ -173,17 +173,17 @@ def test_agents_that_submit_the_same_in_another_order_fuse_equally(
         order, handles = list(range(COUNT)), {}
         random.Random(shoal.rank()).shuffle(order)
         shoal.barrier()
-        post, fusion, apart = Postman(), current().engine.fusion, []
+        post, fusion, apart = MessageCounter(), current().engine.fusion, []
         unpack = fusion._unpack
         fusion._unpack = lambda received: (apart.append(received), unpack(received))[1]  # type: ignore[method-assign]
         with current().engine.lock:
             for i in order:
                 handles[i] = shoal.allreduce_nonblocking(torch.tensor(float(i + shoal.rank())), name=f"gradient {i}")
-        found = [handles[i].wait().item() for i in range(COUNT)]
-        return found, len(apart), post.sent
+        results = [handles[i].wait().item() for i in range(COUNT)]
+        return results, len(apart), post.sent
 
-    for rank, (found, apart, sent) in enumerate(fleet(2).run(run)):
-        assert found == [i + 0.5 for i in range(COUNT)], rank
+    for rank, (result, apart, sent) in enumerate(fleet(2).run(run)):
+        assert result == [i + 0.5 for i in range(COUNT)], rank
         assert (apart, sent) == (0, Counter({("allreduce", True): 1}))
 
 
@@ -195,7 +195,7 @@ def test_alternating_calls_of_several_kinds_are_one_message_of_each(
     def run() -> Counter[tuple[str, bool]]:
         rank, other = shoal.rank(), 1 - shoal.rank()
         shoal.barrier()
-        post, handles, x = Postman(), [], torch.ones(3)
+        post, handles, x = MessageCounter(), [], torch.ones(3)
         with current().engine.lock:
             for i in range(10):
                 handles.append(shoal.allreduce_nonblocking(x, name=f"mean {i}"))
@@ -213,7 +213,7 @@ def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleet
     def run(seed: int) -> list[tuple[int, torch.Tensor]]:
         rank, chance = shoal.rank(), random.Random(10 * seed)
         handles: dict[int, Handle] = {}
-        for start in range(0, 60, 20):  # who waits for one has all before it, and all others come to it
+        for start in range(0, 60, 20):  # waiting for one completes all before it, and the others join
             order = list(range(start, start + 20))
             random.Random(100 * seed + rank).shuffle(order)
             for index in order:
@@ -229,9 +229,9 @@ def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleet
 
     wanted = [expected(index) for index in range(60)]
     for seed in range(3):
-        for rank, found in enumerate(fleet(SIZE).run(run, seed)):
-            assert len(found) == 60
-            for index, one in found:
+        for rank, result in enumerate(fleet(SIZE).run(run, seed)):
+            assert len(result) == 60
+            for index, one in result:
                 assert same_bits(one, wanted[index][rank]), (seed, rank, index)
 
 
@@ -246,8 +246,8 @@ def test_an_agent_with_single_calls_works_with_agents_that_fuse(fleet: Fleets, o
             handles = [exchanged(index) for index in range(20)]
         return [handle.wait() for handle in handles]
 
-    for rank, found in enumerate(fleet(SIZE).run(run)):
-        assert all(same_bits(one, expected(index)[rank]) for index, one in enumerate(found))
+    for rank, result in enumerate(fleet(SIZE).run(run)):
+        assert all(same_bits(one, expected(index)[rank]) for index, one in enumerate(result))
 
 
 @pytest.mark.parametrize("kind", [pushed_and_pulled, all_reduced])
@@ -263,9 +263,9 @@ def test_a_shape_that_differs_in_one_call_fails_only_that_call(fleet: Fleets, ki
                 else:
                     edge = {other: 0.5}
                     handles[name] = shoal.neighbor_allreduce_nonblocking(given, 0.5, edge, edge, name=name)
-        found = outcomes(handles)
+        result = outcomes(handles)
         shoal.barrier()
-        return found
+        return result
 
     well = {name: [1.0 if kind is all_reduced else 0.75] * 4 for name in "abde"}
     assert fleet(2).run(run) == [{**well, "c": ("Mismatch", (0, 1))}] * 2
@@ -276,47 +276,49 @@ def test_one_shape_that_differs_fails_only_its_all_reduce_of_one_owner(fleet: Fl
         x = {name: torch.ones(3 if name == "b" and shoal.rank() == 2 else 2) for name in "abc"}
         with current().engine.lock:
             handles = {name: shoal.allreduce_nonblocking(one, name=name) for name, one in x.items()}
-        found = outcomes(handles)
+        results = outcomes(handles)
         shoal.barrier()
-        return found
+        return results
 
-    for found in fleet(SIZE).run(run):
-        assert (found["a"], found["c"]) == ([1.0, 1.0], [1.0, 1.0])
-        assert found["b"][0] == "Mismatch"
-        assert 0 in found["b"][1]
+    for result in fleet(SIZE).run(run):
+        assert (result["a"], result["c"]) == ([1.0, 1.0], [1.0, 1.0])
+        assert result["b"][0] == "Mismatch"
+        assert 0 in result["b"][1]
 
 
-def edges_from_0_to_1(unaware: int, told: threading.Event) -> dict[str, Any]:
-    """Three calls, of which one of the two agents leaves out the edge in the second. It hears of that at its next call,
-    where that one had ended before."""
+def edges_from_0_to_1(unaware: int, notified: threading.Event) -> dict[str, Any]:
+    """Three calls; one of the two agents leaves out the edge in the second.
+
+    It learns of that at its next call, where that one had ended before.
+    """
     handles: dict[str, Handle] = {}
     with current().engine.lock:
         for name in "abc":
             named = {} if name == "b" and shoal.rank() == unaware else {1 - shoal.rank(): 1.0}
             edge: Edges = [{}, named] if shoal.rank() == 0 else [named, {}]
             handles[name] = shoal.neighbor_allreduce_nonblocking(torch.ones(2), 0.5, *edge, name=name)
-    found = outcomes(handles)
+    result = outcomes(handles)
     if shoal.rank() != unaware:
-        assert told.wait(10)  # it is there until the other has heard
-        return found
-    if found["b"] == [0.5, 0.5]:
+        assert notified.wait(10)  # it is there until the other has heard
+        return result
+    if result["b"] == [0.5, 0.5]:
         assert wait_until(lambda: current().engine.lifecycle._refused is not None)
         with pytest.raises(shoal.Mismatch) as caught:
             shoal.barrier()
         assert "'b'" in str(caught.value)
-        found["b"] = "Mismatch", tuple(sorted(caught.value.ranks))
-    told.set()
-    return found
+        result["b"] = "Mismatch", tuple(sorted(caught.value.ranks))
+    notified.set()
+    return result
 
 
 @pytest.mark.parametrize("unaware", [0, 1])
 def test_an_edge_that_one_end_omits_in_one_call_is_an_error_at_both(fleet: Fleets, unaware: int) -> None:
     """As without fusion: a sender with a complete result still waits until the receiver has confirmed the edge."""
-    found = fleet(2).run(edges_from_0_to_1, unaware, threading.Event())
-    right: list[dict[str, Any]] = [{name: [one] * 2 for name in "ac"} for one in (0.5, 1.5)]
+    results = fleet(2).run(edges_from_0_to_1, unaware, threading.Event())
+    right: list[dict[str, Any]] = [{name: [value] * 2 for name in "ac"} for value in (0.5, 1.5)]
     for one in right:
         one["b"] = "Mismatch", (0, 1)
-    assert found == right
+    assert results == right
 
 
 def test_a_sender_is_not_confirmed_before_the_receivers_call(fleet: Fleets) -> None:
@@ -356,17 +358,17 @@ def test_a_call_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets, kind
                 else:
                     one, behind = {(rank + 1) % 3: 1.0}, {(rank - 1) % 3: 0.5}
                     handles[name] = shoal.neighbor_allreduce_nonblocking(x, 0.5, behind, one, name=name, timeout=0.7)
-        found = outcomes(handles)
+        result = outcomes(handles)
         shoal.barrier()
-        return found
+        return result
 
     well = {name: [1.0, 1.0] for name in "abc"}
-    found = fleet(3).run(run)
-    assert found[1] == well
+    results = fleet(3).run(run)
+    assert results[1] == well
     for rank in (0, 2):
-        assert {**found[rank], "d": None} == {**well, "d": None}
-        assert found[rank]["d"][0] == "DeadlineExceeded"
-        assert 1 in found[rank]["d"][1]
+        assert {**results[rank], "d": None} == {**well, "d": None}
+        assert results[rank]["d"][0] == "DeadlineExceeded"
+        assert 1 in results[rank]["d"][1]
 
 
 def test_no_state_is_left(fleet: Fleets) -> None:
@@ -388,7 +390,7 @@ def test_large_tensors_and_blocking_calls_do_not_wait_for_others(fleet: Fleets) 
     def run() -> list[tuple[int, int]]:
         other = 1 - shoal.rank()
         shoal.barrier()
-        post = Postman()
+        post = MessageCounter()
         large = torch.ones(5000)
         with current().engine.lock:
             handles = [shoal.allreduce_nonblocking(large) for _ in range(2)]
@@ -405,13 +407,13 @@ def test_survivors_continue_with_fused_operations(fleet: Fleets, monkeypatch: py
     """Rank 3, or the owner of the all-reduces, fails before it takes part in a burst of the others."""
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
-    def run(gone: int) -> list[float] | None:
+    def run(departing: int) -> list[float] | None:
         shoal.barrier()
-        if shoal.rank() == gone:
+        if shoal.rank() == departing:
             shoal.shutdown()
             return None
         rank = shoal.rank()
-        x, others = torch.tensor(10.0**rank, dtype=torch.float64), [one for one in range(SIZE) if one != rank]
+        x, others = torch.tensor(10.0**rank, dtype=torch.float64), [index for index in range(SIZE) if index != rank]
         handles = []
         with current().engine.lock:
             for _ in range(5):
@@ -420,12 +422,12 @@ def test_survivors_continue_with_fused_operations(fleet: Fleets, monkeypatch: py
                 handles.append(shoal.neighbor_allreduce_nonblocking(x, 0.25, weights, others))
         return [handle.wait().item() for handle in handles]
 
-    for gone in (3, 0):
-        left = [rank for rank in range(SIZE) if rank != gone]
+    for departed in (3, 0):
+        left = [rank for rank in range(SIZE) if rank != departed]
         total = sum(10.0**rank for rank in left)
-        found = fleet(SIZE).run(run, gone)
+        results = fleet(SIZE).run(run, departed)
         for rank in left:
-            assert found[rank] == pytest.approx([total, (total + 10.0**rank) / 4] * 5), (gone, rank)
+            assert results[rank] == pytest.approx([total, (total + 10.0**rank) / 4] * 5), (departed, rank)
 
 
 @pytest.mark.parametrize("on_loss", ["raise", "continue"])
@@ -449,11 +451,11 @@ def test_operations_that_restart_after_a_failure_are_not_fused(
     assert fleet(2).run(run) == [averages if on_loss == "continue" else averages | {"allreduce (average)"}] * 2
 
 
-class Alike:
+class EqualFamily:
     """A family of which all are equal."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alike)
+        return isinstance(other, EqualFamily)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -463,23 +465,23 @@ class Alike:
 
 
 def unbegun(plans: list[Plan]) -> deque[Operation]:
-    """Calls that were submitted while others were lost, or entered: each with whom it is planned for."""
-    found: deque[Operation] = deque()
+    """Calls submitted while others failed or joined: each with the ranks that it is planned for."""
+    result: deque[Operation] = deque()
     for round_, plan in enumerate(plans):
-        one = Operation("op", "x", round_, 1.0)
-        one.handle = cast("Handle", object())
-        one.fusible = FusionSpec(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
-        one.recovery = Recovery(one.fusible.alone, FailurePolicy.SKIP_MISSING, plan)
-        found.append(one)
-    return found
+        operation = Operation("op", "x", round_, 1.0)
+        operation.handle = cast("Handle", object())
+        operation.fusible = FusionSpec(torch.zeros(1), (1,), None, lambda _: iter(()), EqualFamily())  # type: ignore[arg-type,return-value]
+        operation.recovery = Recovery(operation.fusible.alone, FailurePolicy.SKIP_MISSING, plan)
+        result.append(operation)
+    return result
 
 
 def test_calls_planned_for_a_subset_are_not_fused() -> None:
-    lost, entered = Plan((3,)), Plan((), 1)
-    waiting = unbegun([lost, lost, Plan(), entered, Plan()])
-    taken = []
+    failed, entered = Plan((3,)), Plan((), 1)
+    waiting = unbegun([failed, failed, Plan(), entered, Plan()])
+    taken_plans = []
     while waiting:
         members: list[Operation] = []
         take_fusible(waiting, members)
-        taken.append([one.round for one in members])
-    assert taken == [[0], [1], [2, 3, 4]]
+        taken_plans.append([one.round for one in members])
+    assert taken_plans == [[0], [1], [2, 3, 4]]

@@ -35,24 +35,24 @@ def expected(index: int) -> list[torch.Tensor]:
 
 
 def call(index: int, name: str | None = None, **more: Any) -> Handle:
-    here = shoal.machine_rank()
+    own_machine = shoal.machine_rank()
     return shoal.hierarchical_neighbor_allreduce_nonblocking(
-        value(index, shoal.rank()), 0.1, RECEIVE[here], SEND[here], name=name, **more
+        value(index, shoal.rank()), 0.1, RECEIVE[own_machine], SEND[own_machine], name=name, **more
     )
 
 
 def counted_messages() -> Counter[int]:
-    """Messages that this agent sends from here on, by stage."""
-    found: Counter[int] = Counter()
+    """Count the messages that this agent sends during the block, by stage."""
+    result: Counter[int] = Counter()
     sender = current().engine.sender
     post = sender.post
 
     def counted(channel: Any, operation: Any, stage: Any) -> None:
-        found[stage.number - stage.exchange.early] += len(stage.exchange.sends)
+        result[stage.number - stage.exchange.early] += len(stage.exchange.sends)
         post(channel, operation, stage)
 
     sender.post = counted  # type: ignore[method-assign]
-    return found
+    return result
 
 
 @pytest.mark.parametrize("count", [1, COUNT])
@@ -69,8 +69,8 @@ def test_a_burst_is_one_message_from_each_agent_and_to_it_and_one_for_each_edge_
             handles = [call(index, enable_topo_check=check) for index in range(count)]
         return [handle.wait() for handle in handles], sent
 
-    for rank, (found, sent) in enumerate(fleet(SIZE, agents_per_machine=EACH).run(run)):
-        assert all(same_bits(one, expected(index)[rank]) for index, one in enumerate(found))
+    for rank, (result, sent) in enumerate(fleet(SIZE, agents_per_machine=EACH).run(run)):
+        assert all(same_bits(one, expected(index)[rank]) for index, one in enumerate(result))
         first = rank % EACH == 0
         assert +sent == (Counter({1: len(SEND[rank // EACH]), 2: EACH - 1}) if first else Counter({0: 1}))
 
@@ -90,8 +90,8 @@ def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleet
                 current().engine.progress.drive_until(lambda: False, 0.0)  # begins what there is
         return {index: handle.wait(20) for index, handle in handles.items()}
 
-    for rank, found in enumerate(fleet(SIZE, agents_per_machine=EACH).run(run)):
-        assert all(same_bits(one, expected(index)[rank]) for index, one in found.items()), rank
+    for rank, result in enumerate(fleet(SIZE, agents_per_machine=EACH).run(run)):
+        assert all(same_bits(one, expected(index)[rank]) for index, one in result.items()), rank
 
 
 def outcome(handle: Handle) -> Any:
@@ -112,12 +112,12 @@ def test_a_shape_that_differs_in_one_call_fails_only_that_call_on_all_participan
             handles = {
                 name: shoal.hierarchical_neighbor_allreduce_nonblocking(one, name=name) for name, one in x.items()
             }
-        found = {name: outcome(handle) for name, handle in handles.items()}
+        results = {name: outcome(handle) for name, handle in handles.items()}
         shoal.barrier()
-        return found
+        return results
 
-    for rank, found in enumerate(fleet(6, agents_per_machine=3).run(run)):
-        assert found == {"a": 2.0, "b": "Mismatch", "c": 2.0}, rank
+    for rank, result in enumerate(fleet(6, agents_per_machine=3).run(run)):
+        assert result == {"a": 2.0, "b": "Mismatch", "c": 2.0}, rank
 
 
 def test_agents_of_a_machine_with_different_weights_raise_a_mismatch(fleet: Fleets) -> None:
@@ -129,9 +129,9 @@ def test_agents_of_a_machine_with_different_weights_raise_a_mismatch(fleet: Flee
         shoal.barrier()
         return str(caught.value)
 
-    found = fleet(4, agents_per_machine=2, timeout=5.0).run(run)
-    assert "weights within the machine" in found[0]
-    assert "weights within the machine" in found[1]
+    results = fleet(4, agents_per_machine=2, timeout=5.0).run(run)
+    assert "weights within the machine" in results[0]
+    assert "weights within the machine" in results[1]
 
 
 def test_a_call_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets) -> None:
@@ -145,15 +145,15 @@ def test_a_call_that_an_agent_omits_is_named_at_its_deadline(fleet: Fleets) -> N
                 name: shoal.hierarchical_neighbor_allreduce_nonblocking(torch.ones(1), name=name, timeout=0.8)
                 for name in names
             }
-        found = {name: outcome(handle) for name, handle in handles.items()}
+        result = {name: outcome(handle) for name, handle in handles.items()}
         shoal.barrier()
-        return found
+        return result
 
-    found = fleet(4, agents_per_machine=2).run(run)
+    results = fleet(4, agents_per_machine=2).run(run)
     well = {"a": 1.0, "b": 1.0}
-    assert [{**one, "c": None} for one in found] == [{**well, "c": None}] * 4
-    assert found[2]["c"] == "DeadlineExceeded"
-    assert {one["c"] for one in found[:3]} <= {"DeadlineExceeded", "Mismatch"}
+    assert [{**one, "c": None} for one in results] == [{**well, "c": None}] * 4
+    assert results[2]["c"] == "DeadlineExceeded"
+    assert {one["c"] for one in results[:3]} <= {"DeadlineExceeded", "Mismatch"}
 
 
 def test_no_state_is_left(fleet: Fleets) -> None:

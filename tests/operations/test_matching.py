@@ -71,11 +71,11 @@ def test_if_an_early_message_fails_a_round_the_others_are_returned_once() -> Non
     for source in (1, 2, 3):
         matcher.keep(source, message(0, 0))
     operation = matcher.begin("average", "x", 1.0, True)
-    came = matcher.came_early(operation, 0)
-    assert next(came)[0] == 1
+    arrived = matcher.came_early(operation, 0)
+    assert next(arrived)[0] == 1
     late, _ = matcher.end(operation, ValueError("it does not match"))
     assert sorted(source for source, _ in late) == [2, 3]
-    assert not list(came)
+    assert not list(arrived)
 
 
 def test_early_messages_of_an_agent_that_has_failed_are_not_returned() -> None:
@@ -83,10 +83,10 @@ def test_early_messages_of_an_agent_that_has_failed_are_not_returned() -> None:
     for source in (1, 2, 3):
         matcher.keep(source, message(0, 0))
     operation = matcher.begin("average", "x", 1.0, True)
-    came = matcher.came_early(operation, 0)
-    assert next(came)[0] == 1
+    arrived = matcher.came_early(operation, 0)
+    assert next(arrived)[0] == 1
     matcher.forget(2)
-    assert [source for source, _ in came] == [3]
+    assert [source for source, _ in arrived] == [3]
 
 
 def test_queries_wait_for_their_stage() -> None:
@@ -136,10 +136,10 @@ def test_mismatches_are_described(fields: dict[str, object], reason: str) -> Non
     matcher = Matcher()
     operation = matcher.begin("average", "x", 1.0, True)
     stage = enter(operation, 0, dtype=torch.float32, shape=(2,))
-    found = message(0, dtype=torch.float32, shape=(2,))
+    result = message(0, dtype=torch.float32, shape=(2,))
     for name, value in fields.items():
-        setattr(found, name, value)
-    assert disagreement(operation, stage, 1, found, 0) == reason
+        setattr(result, name, value)
+    assert disagreement(operation, stage, 1, result, 0) == reason
     assert "expects nothing from rank 2" in disagreement(operation, stage, 2, message(0, dtype=torch.float32), 0)
 
 

@@ -24,17 +24,17 @@ def spans_of(work: Callable[[], object], *, all_threads: bool = False) -> dict[s
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as recorded:
         work()
-    return Counter(one.name for one in recorded.events() if one.name.startswith("shoal "))
+    return Counter(event.name for event in recorded.events() if event.name.startswith("shoal "))
 
 
 def results(size: int, work: Callable[[], dict[str, int]], **options: Any) -> list[dict[str, int]]:
-    """What agents that are processes found. The profiler leaves a thread in them, which is torch's."""
+    """Results of agents that are processes. The profiler leaves a thread of torch in them."""
     world = World(size, **options)
     try:
-        found: list[dict[str, int]] = world.results(work)
+        result: list[dict[str, int]] = world.results(work)
     finally:
         world.destroy()
-    return found
+    return result
 
 
 def average() -> None:
@@ -53,25 +53,25 @@ def profiled() -> dict[str, int]:
 
 @over_both
 def test_operations_are_recorded_by_name(environment: dict[str, str]) -> None:
-    for found in results(2, profiled, environment=environment):
+    for result in results(2, profiled, environment=environment):
         for what in ("submit", "wait"):
-            assert found[f"shoal neighbor_allreduce layer1: {what}"] == 1
-        assert found["shoal neighbor_allreduce: submit"] == 6
+            assert result[f"shoal neighbor_allreduce layer1: {what}"] == 1
+        assert result["shoal neighbor_allreduce: submit"] == 6
         for name in ("layer1", "x 5"):  # in several goes, where a tensor comes in pieces
-            assert found[f"shoal neighbor_allreduce {name}: sum"] >= 1
+            assert result[f"shoal neighbor_allreduce {name}: sum"] >= 1
 
 
 def windows() -> dict[str, int]:
     window = shoal.windows.create(torch.ones(3), "weights")
     shoal.barrier()
-    found = spans_of(window.put)
+    result = spans_of(window.put)
     shoal.barrier()
     shoal.bluefog.win_free("weights")
-    return found
+    return result
 
 
 def test_calls_on_windows_are_recorded_by_the_name_of_the_window() -> None:
-    assert [found["shoal win_put weights: call"] for found in results(2, windows)] == [1, 1]
+    assert [result["shoal win_put weights: call"] for result in results(2, windows)] == [1, 1]
 
 
 def test_without_a_profiler_nothing_is_created(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Who drives, and when the progress thread is woken for it. The clock is the test's."""
+"""The choice of the driving thread, and the wake-ups of the progress thread. The clock is the test's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG, SHORT = 2 * AFTER_DRIVING, AFTER_DRIVING / 2
 
 
 class Clock:
-    """In the place of ``time``: it stands until it is told to go on."""
+    """Replaces ``time``: it stands still until the test advances it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -24,17 +24,17 @@ class Clock:
 
 
 class Polled:
-    """Driven, and what is polled for it: a call takes as long as one poll."""
+    """Driven and polled object: a call takes as long as one poll."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.takes = 0.0
-        self.came = False
+        self.was_polled = False
         self.waker = -1
 
     def poll(self, timeout: float) -> list[Any]:
         self._clock.now += self.takes
-        self.came = True
+        self.was_polled = True
         return []
 
     def wake(self) -> None: ...
@@ -77,8 +77,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], int]:
             if seconds < 0:
                 clock.now -= seconds
                 continue
-            polled.takes, polled.came = seconds, False
-            progress.drive_until(lambda: polled.came)
+            polled.takes, polled.was_polled = seconds, False
+            progress.drive_until(lambda: polled.was_polled)
         return sleeping.woken
 
     return take
@@ -97,20 +97,20 @@ def test_short_calls_never_wake_it(calls: Callable[[list[float]], int]) -> None:
     assert calls([SHORT, -LONG] * 10) == 0
 
 
-@pytest.mark.parametrize("held_up", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
 def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
-    monkeypatch: pytest.MonkeyPatch, held_up: bool
+    monkeypatch: pytest.MonkeyPatch, delayed: bool
 ) -> None:
     """Another thread held the interpreter lock after the poll had returned one message. Two more have arrived since."""
     clock = Clock()
     seen: list[str] = []
 
-    class Late(Polled):
+    class LateMessages(Polled):
         rest = 3
 
         def poll(self, timeout: float) -> list[Any]:
             first = self.rest == 3
-            clock.now += 10.0 if held_up and first else 0.001
+            clock.now += 10.0 if delayed and first else 0.001
             self.rest -= 1
             return [self.rest] if self.rest >= 0 else []
 
@@ -121,10 +121,10 @@ def test_messages_received_late_by_a_blocked_thread_count_before_a_deadline(
             seen.append("deadline")
             return float("inf")
 
-    late = Late(clock)
+    late = LateMessages(clock)
     monkeypatch.setattr(module, "clock", clock)
     progress = Progress(late, late, "test")  # type: ignore[arg-type]
-    progress.next_check = clock.now + (5.0 if held_up else 0.001)
+    progress.next_check = clock.now + (5.0 if delayed else 0.001)
     progress.drive_until(lambda: "deadline" in seen)
-    messages = [f"message {one}" for one in (2, 1, 0)]
-    assert seen == ([*messages, "deadline"] if held_up else [messages[0], "deadline"])
+    messages = [f"message {value}" for value in (2, 1, 0)]
+    assert seen == ([*messages, "deadline"] if delayed else [messages[0], "deadline"])

@@ -8,17 +8,17 @@ from shoal.operations.services import MinimalService, Services
 from shoal.transport.wire import Kind, Message
 
 
-class Taking(MinimalService):
+class AcceptingService(MinimalService):
     def serve(self, source: int, message: Message) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("name", "is_its"), [("~a", True), ("~a b c", True), ("~ab", False), ("~b", False), ("a", False), ("x ~a", False)]
+    ("name", "accepted"), [("~a", True), ("~a b c", True), ("~ab", False), ("~b", False), ("a", False), ("x ~a", False)]
 )
-def test_a_service_receives_the_messages_with_its_prefix(name: str, is_its: bool) -> None:
-    services, service = Services(), Taking()
+def test_a_service_receives_the_messages_with_its_prefix(name: str, accepted: bool) -> None:
+    services, service = Services(), AcceptingService()
     message = Message(Kind.DATA, "average", name)
     assert services.of(message) is None
     services.add("~a", service)
-    assert services.of(message) is (service if is_its else None)
+    assert services.of(message) is (service if accepted else None)
     assert services.get("~a") is service and services.all() == [service]

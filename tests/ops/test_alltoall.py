@@ -20,19 +20,19 @@ Fleets = Callable[..., shoal.Fleet]
 SOON = 2.0
 
 
-def row(here: int, there: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def row(source: int, target: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What `here` sends to `there`."""
-    return sample(10 * here + there, shape, dtype)
+    return sample(10 * source + target, shape, dtype)
 
 
-def rows(here: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows(source: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What `here` sends to each of some agents."""
-    return torch.stack([row(here, there, shape, dtype) for there in ranks])
+    return torch.stack([row(source, target, shape, dtype) for target in ranks])
 
 
-def answers(here: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def answers(source: int, ranks: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What each of some agents sends to `here`."""
-    return torch.stack([row(there, here, shape, dtype) for there in ranks])
+    return torch.stack([row(target, source, shape, dtype) for target in ranks])
 
 
 def refused(call: Callable[[], object]) -> shoal.Mismatch:
@@ -63,12 +63,12 @@ def test_row_k_is_the_row_that_the_kth_rank_of_the_list_sent(fleet: Fleets, size
         return shoal.neighbor_alltoall(rows(shoal.rank(), others, (3, 2)), others)
 
     for rank, result in enumerate(fleet(size).run(run)):
-        assert same_bits(result, answers(rank, [one for one in range(size) if one != rank], (3, 2)))
+        assert same_bits(result, answers(rank, [index for index in range(size) if index != rank], (3, 2)))
 
 
 def test_ranks_may_be_in_any_order(fleet: Fleets) -> None:
     def order(rank: int) -> list[int]:
-        return sorted((one for one in range(5) if one != rank), key=lambda one: (one * 3 + rank) % 5)
+        return sorted((index for index in range(5) if index != rank), key=lambda one: (one * 3 + rank) % 5)
 
     def run() -> torch.Tensor:
         ranks = order(shoal.rank())
@@ -87,12 +87,12 @@ def test_neighbours_may_change_from_call_to_call_without_a_topology(fleet: Fleet
         return sorted(i + j - rank for i, j in links[call] if rank in (i, j))
 
     def run() -> list[torch.Tensor]:
-        found = []
+        results = []
         for call in range(calls):
             ranks = of(shoal.rank(), call)
-            mine = rows(shoal.rank(), ranks, (call + 1,)) if ranks else torch.empty(0, call + 1)
-            found.append(shoal.neighbor_alltoall(mine, ranks))
-        return found
+            own = rows(shoal.rank(), ranks, (call + 1,)) if ranks else torch.empty(0, call + 1)
+            results.append(shoal.neighbor_alltoall(own, ranks))
+        return results
 
     for rank, results in enumerate(fleet(size).run(run)):
         for call, result in enumerate(results):
@@ -107,7 +107,7 @@ def test_rows_of_every_dtype_and_shape_arrive_unchanged(fleet: Fleets, dtype: to
         return [shoal.neighbor_alltoall(rows(shoal.rank(), others, shape, dtype), others) for shape in shapes(dtype)]
 
     for rank, results in enumerate(fleet(3).run(run)):
-        others = [one for one in range(3) if one != rank]
+        others = [index for index in range(3) if index != rank]
         for shape, result in zip(shapes(dtype), results, strict=True):
             assert same_bits(result, answers(rank, others, shape, dtype)), (rank, shape)
 
@@ -115,10 +115,10 @@ def test_rows_of_every_dtype_and_shape_arrive_unchanged(fleet: Fleets, dtype: to
 def test_an_agent_without_neighbours_gets_no_rows_and_does_not_block(fleet: Fleets) -> None:
     def run() -> tuple[torch.Size, torch.dtype]:
         if shoal.rank() == 2:
-            found = shoal.neighbor_alltoall(torch.empty(0, 4, 2, dtype=torch.int16), [])
+            result = shoal.neighbor_alltoall(torch.empty(0, 4, 2, dtype=torch.int16), [])
         else:
-            found = shoal.neighbor_alltoall(torch.ones(1, 4, 2, dtype=torch.int16), [1 - shoal.rank()])
-        return found.shape, found.dtype
+            result = shoal.neighbor_alltoall(torch.ones(1, 4, 2, dtype=torch.int16), [1 - shoal.rank()])
+        return result.shape, result.dtype
 
     assert fleet(3).run(run) == [((1, 4, 2), torch.int16), ((1, 4, 2), torch.int16), ((0, 4, 2), torch.int16)]
 
@@ -131,14 +131,14 @@ def test_a_single_agent_has_no_destination(fleet: Fleets) -> None:
 def test_non_contiguous_rows_and_a_single_row(fleet: Fleets, numel: int) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         rank = shoal.rank()
-        others = [one for one in range(3) if one != rank]
+        others = [index for index in range(3) if index != rank]
         turned = rows(rank, others, (numel,)).T.contiguous().T
         assert not turned.is_contiguous()
         same = row(rank, rank, (numel,)).expand(2, numel)
         return shoal.neighbor_alltoall(turned, others), shoal.neighbor_alltoall(same, others)
 
     for rank, (turned, same) in enumerate(fleet(3).run(run)):
-        others = [one for one in range(3) if one != rank]
+        others = [index for index in range(3) if index != rank]
         assert same_bits(turned, answers(rank, others, (numel,)))
         assert same_bits(same, torch.stack([row(one, one, (numel,)) for one in others]))
 
@@ -148,12 +148,12 @@ def test_the_tensor_may_be_overwritten_once_the_call_has_returned(fleet: Fleets,
     def run() -> bool:
         rank = shoal.rank()
         for call in range(10):
-            mine = torch.full((1, numel), float(call))
-            found = shoal.neighbor_alltoall(mine, [1 - rank])
-            mine.fill_(-1.0)
-            if not (found == call).all():
+            own = torch.full((1, numel), float(call))
+            result = shoal.neighbor_alltoall(own, [1 - rank])
+            own.fill_(-1.0)
+            if not (result == call).all():
                 return False
-            found.fill_(-2.0)
+            result.fill_(-2.0)
         return True
 
     assert fleet(2).run(run) == [True, True]
@@ -162,9 +162,9 @@ def test_the_tensor_may_be_overwritten_once_the_call_has_returned(fleet: Fleets,
 @pytest.mark.filterwarnings("ignore:.*no gradient flows back")
 def test_the_input_is_not_changed(fleet: Fleets) -> None:
     def run() -> bool:
-        mine = torch.full((1, 5), float(shoal.rank()), requires_grad=True)
-        found = shoal.neighbor_alltoall(mine, [1 - shoal.rank()])
-        return bool((mine == shoal.rank()).all()) and not found.requires_grad
+        own = torch.full((1, 5), float(shoal.rank()), requires_grad=True)
+        result = shoal.neighbor_alltoall(own, [1 - shoal.rank()])
+        return bool((own == shoal.rank()).all()) and not result.requires_grad
 
     assert fleet(2).run(run) == [True, True]
 
@@ -172,11 +172,11 @@ def test_the_input_is_not_changed(fleet: Fleets) -> None:
 def test_named_calls_match_by_name_and_unnamed_ones_by_their_order(fleet: Fleets) -> None:
     def run() -> list[float]:
         rank = shoal.rank()
-        found = []
+        results = []
         for call in range(4):
             name = "x" if call % 2 else None
-            found.append(shoal.neighbor_alltoall(torch.tensor([[10.0 * call + rank]]), [1 - rank], name).item())
-        return found
+            results.append(shoal.neighbor_alltoall(torch.tensor([[10.0 * call + rank]]), [1 - rank], name).item())
+        return results
 
     assert fleet(2).run(run) == [[1.0, 11.0, 21.0, 31.0], [0.0, 10.0, 20.0, 30.0]]
 
@@ -195,8 +195,8 @@ def test_rows_of_different_shapes_are_a_mismatch_on_both_sides(fleet: Fleets, nu
 
     def run() -> None:
         for two in shapes_of_rows:
-            mine = torch.ones(1, *two[shoal.rank()])
-            error = refused(partial(shoal.neighbor_alltoall, mine, [1 - shoal.rank()], name))
+            own = torch.ones(1, *two[shoal.rank()])
+            error = refused(partial(shoal.neighbor_alltoall, own, [1 - shoal.rank()], name))
             assert error.ranks == (0, 1)
             assert "shape" in str(error)
             agree_again()
@@ -207,8 +207,8 @@ def test_rows_of_different_shapes_are_a_mismatch_on_both_sides(fleet: Fleets, nu
 @pytest.mark.parametrize("two", [(torch.float32, torch.float64), (torch.float16, torch.bfloat16)], ids=str)
 def test_dtypes_that_differ_are_a_mismatch_on_both_sides(fleet: Fleets, two: tuple[torch.dtype, torch.dtype]) -> None:
     def run() -> None:
-        mine = torch.ones(1, 4, dtype=two[shoal.rank()])
-        error = refused(lambda: shoal.neighbor_alltoall(mine, [1 - shoal.rank()]))
+        own = torch.ones(1, 4, dtype=two[shoal.rank()])
+        error = refused(lambda: shoal.neighbor_alltoall(own, [1 - shoal.rank()]))
         assert error.ranks == (0, 1)
         assert "float" in str(error)
         agree_again()
@@ -254,7 +254,7 @@ def test_an_absent_neighbour_is_named_at_the_deadline(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "error", "words"),
+    ("ranks", "error", "message"),
     [
         ([0], ValueError, "this agent itself"),
         ([2], ValueError, "not one of the 2 ranks"),
@@ -268,11 +268,11 @@ def test_an_absent_neighbour_is_named_at_the_deadline(fleet: Fleets) -> None:
     ids=repr,
 )
 def test_ranks_outside_the_group_or_equal_to_the_own_are_refused(
-    fleet: Fleets, ranks: object, error: type[Exception], words: str
+    fleet: Fleets, ranks: object, error: type[Exception], message: str
 ) -> None:
     def run() -> None:
         if shoal.rank() == 0:
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 shoal.neighbor_alltoall(torch.ones(1, 2), ranks)  # type: ignore[arg-type]
 
     fleet(2).run(run)
@@ -313,11 +313,13 @@ def test_each_agent_gets_the_rows_given_by_the_splits(fleet: Fleets, dtype: torc
         x.zero_()
         return *handle.wait(), equal
 
-    for rank, (found, came, equal) in enumerate(fleet(size).run(run)):
-        parts = [sample(one, (sum(splits[one]), 2), dtype).split(splits[one])[rank] for one in range(size)]
-        assert same_bits(found, torch.cat(parts))
-        assert came == [splits[one][rank] for one in range(size)]
-        assert same_bits(equal, torch.cat([sample(one, (6, 2), dtype)[2 * rank : 2 * rank + 2] for one in range(size)]))
+    for rank, (result, arrived, equal) in enumerate(fleet(size).run(run)):
+        parts = [sample(index, (sum(splits[index]), 2), dtype).split(splits[index])[rank] for index in range(size)]
+        assert same_bits(result, torch.cat(parts))
+        assert arrived == [splits[index][rank] for index in range(size)]
+        assert same_bits(
+            equal, torch.cat([sample(index, (6, 2), dtype)[2 * rank : 2 * rank + 2] for index in range(size)])
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 50_000])

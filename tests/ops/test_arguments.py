@@ -1,4 +1,4 @@
-"""Wrong arguments are refused before anything is sent, with what was wrong and what to do, and harm nothing after."""
+"""Wrong arguments are refused before any message is sent, with the error and a remedy, and do no later harm."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def refuses(fleet: Fleets, size: int, cases: list[tuple[Operation, type[Exceptio
     """Every case raises on every agent, with the words; afterwards the agents still agree on every count."""
 
     def run() -> None:
-        for call, error, words in cases:
-            with pytest.raises(error, match=words):
+        for call, error, message in cases:
+            with pytest.raises(error, match=message):
                 call()
         assert shoal.neighbor_allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
         assert shoal.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
@@ -118,7 +118,7 @@ def mixed(**arguments: Any) -> Operation:
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "error", "message"),
     [
         (mixed(self_weight=0.5), ValueError, "self_weight together with"),
         (mixed(src_weights={1: 0.5}), ValueError, "self_weight together with"),
@@ -152,10 +152,10 @@ def mixed(**arguments: Any) -> Operation:
         (mixed(self_weight=True, src_weights={1: 0.5}), TypeError, "real number"),
     ],
 )
-def test_invalid_weights_are_refused(fleet: Fleets, call: Operation, error: type[Exception], words: str) -> None:
+def test_invalid_weights_are_refused(fleet: Fleets, call: Operation, error: type[Exception], message: str) -> None:
     def run() -> None:
         if shoal.rank() == 0:
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 call()
         assert shoal.neighbor_allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
 
@@ -186,7 +186,7 @@ def test_numpy_weights_and_ranks_are_accepted(fleet: Fleets) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "error", "message"),
     [
         ({"src_ranks": [1]}, ValueError, "both src_ranks and dst_ranks"),
         ({"dst_ranks": [1]}, ValueError, "both src_ranks and dst_ranks"),
@@ -201,11 +201,11 @@ def test_numpy_weights_and_ranks_are_accepted(fleet: Fleets) -> None:
     ],
 )
 def test_invalid_ranks_of_a_gather_are_refused(
-    fleet: Fleets, arguments: dict[str, Any], error: type[Exception], words: str
+    fleet: Fleets, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     def run() -> None:
         if shoal.rank() == 0:
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 shoal.neighbor_allgather(torch.ones(2), **arguments)
         assert shoal.neighbor_allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
 
@@ -232,7 +232,7 @@ def test_an_out_that_cannot_hold_the_result_is_refused(fleet: Fleets) -> None:
         (torch.ones(6).as_strided((2, 3), (1, 1)), ValueError, "elements of out share memory"),
     ]
     cases: list[tuple[Operation, type[Exception], str]] = [
-        (lambda op=op, out=out: op(x, out=out), error, words) for op in operations for out, error, words in outs
+        (lambda op=op, out=out: op(x, out=out), error, message) for op in operations for out, error, message in outs
     ]
     refuses(fleet, 2, cases)
 
@@ -274,7 +274,7 @@ def edges(*given: tuple[int, int]) -> nx.DiGraph:
 
 
 @pytest.mark.parametrize(
-    ("graph", "error", "words"),
+    ("graph", "error", "message"),
     [
         (nx.Graph([(0, 1), (1, 2)]), TypeError, r"to_directed\(\)"),
         (nx.MultiDiGraph([(0, 1), (0, 1), (1, 2)]), TypeError, "MultiDiGraph"),
@@ -287,14 +287,14 @@ def edges(*given: tuple[int, int]) -> nx.DiGraph:
     ],
 )
 def test_a_topology_of_the_wrong_type_or_size_is_refused_and_the_old_one_stays(
-    fleet: Fleets, graph: Any, error: type[Exception], words: str
+    fleet: Fleets, graph: Any, error: type[Exception], message: str
 ) -> None:
     def run() -> None:
         before = shoal.load_topology()
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             shoal.set_topology(graph)
         assert shoal.load_topology() is before
-        with pytest.raises(error, match=words.replace("agents", "machines")):
+        with pytest.raises(error, match=message.replace("agents", "machines")):
             shoal.set_machine_topology(graph)
         assert shoal.load_machine_topology() is None
         assert shoal.allreduce(torch.ones(1)).item() == 1.0

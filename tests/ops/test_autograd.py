@@ -21,7 +21,7 @@ STEP = 1e-5
 
 
 def neighbors(ranks: Any, weight: float) -> dict[int, float]:
-    return {(shoal.rank() + one) % SIZE: weight + 0.1 * shoal.rank() for one in ranks}
+    return {(shoal.rank() + rank) % SIZE: weight + 0.1 * shoal.rank() for rank in ranks}
 
 
 def directed() -> None:
@@ -83,7 +83,7 @@ def loss_of(y: Tensor) -> Tensor:
 
 def derivative(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Of the sum of all agents' ``total(x)`` with respect to this agent's x, by central differences."""
-    found = torch.zeros_like(x)
+    result = torch.zeros_like(x)
     for rank in range(SIZE):
         for at in range(x.numel()):
             for unit in (1, 1j) if x.is_complex() else (1,):
@@ -95,8 +95,8 @@ def derivative(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
                     moved.requires_grad_()
                     sums.append(shoal.allreduce(total(moved).detach(), op="sum"))
                 if rank == shoal.rank():
-                    found[at] += unit * (sums[0] - sums[1]) / (2 * STEP)
-    return found
+                    result[at] += unit * (sums[0] - sums[1]) / (2 * STEP)
+    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
@@ -139,13 +139,13 @@ def test_results_equal_the_plain_operations_over_every_transport(fleet: Fleets) 
             (shoal.broadcast(x.detach(), 1), shoal.autograd.broadcast(x, 1)),
             (shoal.neighbor_allreduce(x.detach()), shoal.autograd.neighbor_allreduce(x)),
         ]
-        assert all(torch.equal(plain, found) for plain, found in pairs)
-        sum(loss_of(found) for _, found in pairs).backward()  # type: ignore[union-attr]
+        assert all(torch.equal(plain, result) for plain, result in pairs)
+        sum(loss_of(result) for _, result in pairs).backward()  # type: ignore[union-attr]
         assert x.grad is not None
         return [x.grad]
 
     gradients = fleet(SIZE).run(run)
-    assert [found[0].tolist() for found in gradients] == [found[0].tolist() for found in shoal.Fleet(SIZE).run(run)]
+    assert [result[0].tolist() for result in gradients] == [result[0].tolist() for result in shoal.Fleet(SIZE).run(run)]
 
 
 def test_a_tensor_without_a_gradient_takes_part_in_the_backward_pass() -> None:
@@ -165,8 +165,8 @@ def test_a_tensor_without_a_gradient_takes_part_in_the_backward_pass() -> None:
 def test_a_gradient_of_sixteen_bits_is_rounded_once() -> None:
     def run() -> float:
         x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-        found = shoal.autograd.allgather(x)
-        (found * (256.0 if shoal.rank() == 0 else 1.0)).sum().backward()
+        result = shoal.autograd.allgather(x)
+        (result * (256.0 if shoal.rank() == 0 else 1.0)).sum().backward()
         assert x.grad is not None
         return float(x.grad)
 

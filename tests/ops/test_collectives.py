@@ -53,9 +53,9 @@ def test_allreduce_gives_every_agent_of_any_fleet_the_same_bits(fleet: Fleets, t
     def run() -> list[torch.Tensor]:
         return [shoal.allreduce(sample(shoal.rank(), (numel,))) for numel in numels]
 
-    found = fleet(size).run(run)
-    for results in found:
-        for numel, result, first in zip(numels, results, found[0], strict=True):
+    observed = fleet(size).run(run)
+    for results in observed:
+        for numel, result, first in zip(numels, results, observed[0], strict=True):
             assert same_reduction(result, reduced("average", samples(size, (numel,))), transport), numel
             assert same_bits(result, first)
 
@@ -64,8 +64,8 @@ def test_a_product_of_complex_numbers_has_the_same_bits_on_every_agent_and_trans
     def run() -> torch.Tensor:
         return shoal.allreduce(sample(shoal.rank(), (40_001,), torch.complex64), op="product")
 
-    found = [result for transport in TRANSPORTS for result in shoal.Fleet(3, transport=transport).run(run)]
-    assert all(same_bits(result, found[0]) for result in found)
+    results = [result for transport in TRANSPORTS for result in shoal.Fleet(3, transport=transport).run(run)]
+    assert all(same_bits(result, results[0]) for result in results)
 
 
 def test_allreduce_averages_by_default_and_sums_on_request(fleet: Fleets) -> None:
@@ -93,8 +93,8 @@ def test_allreduce_within_the_machine_excludes_the_other_machines(fleet: Fleets,
             for how in ("average", "max")
         ]
 
-    found = fleet(5, agents_per_machine=per_machine).run(run)
-    for rank, results in enumerate(found):
+    result = fleet(5, agents_per_machine=per_machine).run(run)
+    for rank, results in enumerate(result):
         first = rank - rank % per_machine
         group = range(first, min(first + per_machine, 5))
         expected = [
@@ -116,7 +116,7 @@ def test_the_forms_in_place_change_the_tensor_and_return_it(fleet: Fleets, numel
 
         y = sample(shoal.rank(), (2, numel)).t()
         shoal.wait(shoal.allreduce_nonblocking_(y, op="max"))
-        assert same_bits(y, reduced("max", [one.t() for one in samples(2, (2, numel))]))
+        assert same_bits(y, reduced("max", [sample.t() for sample in samples(2, (2, numel))]))
 
         z = sample(shoal.rank(), (numel,))
         assert shoal.broadcast_(z, 1).data_ptr() == z.data_ptr()
@@ -159,8 +159,8 @@ def test_allgather_concatenates_in_rank_order_and_first_dimensions_may_differ(fl
 
     def run() -> None:
         for width in (2, 3000):
-            found = shoal.allgather(sample(shoal.rank(), (rows(shoal.rank()), width)))
-            assert same_bits(found, torch.cat([sample(rank, (rows(rank), width)) for rank in range(size)]))
+            result = shoal.allgather(sample(shoal.rank(), (rows(shoal.rank()), width)))
+            assert same_bits(result, torch.cat([sample(rank, (rows(rank), width)) for rank in range(size)]))
 
     fleet(size).run(run)
 

@@ -22,7 +22,7 @@ COMPRESSORS = [Sign(), MinMaxUInt8(), QSGD(7), TopK(0.1), RandomK(0.2), Shrunk(Q
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
-def mine(numel: int = 1001, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def own_tensor(numel: int = 1001, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(shoal.rank())).to(dtype)
 
 
@@ -54,7 +54,9 @@ FORMS: Mapping[str, Callable[[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [compressor for compressor in COMPRESSORS if deterministic(compressor)], ids=repr
+)
 def test_the_compressed_average_is_its_equation(
     fleet: Fleets, anywhere: None, compressor: Compressor, form: str
 ) -> None:
@@ -62,20 +64,20 @@ def test_the_compressed_average_is_its_equation(
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x = mine()
+        x = own_tensor()
         before = x.clone()
-        found = shoal.neighbor_allreduce(x, compression=compressor, **FORMS[form](shoal.rank()))
+        results = shoal.neighbor_allreduce(x, compression=compressor, **FORMS[form](shoal.rank()))
         assert torch.equal(x, before)
-        return x, found
+        return x, results
 
     both = fleet(SIZE).run(run)
     x = np.stack([one.numpy() for one, _ in both])
     sent = np.stack([compressor(one, Redrawn(0, 0, 0)).numpy() for one, _ in both])
-    for rank, (_, found) in enumerate(both):
+    for rank, (_, result) in enumerate(both):
         around = {"static": (-1, 1)}.get(form, (-1,))
         share = 1 / 3 if form == "static" else 0.5
         averaged = share * sent[rank] + sum(share * sent[(rank + one) % SIZE] for one in around)
-        assert np.allclose(found.numpy(), x[rank] - sent[rank] + averaged, rtol=0, atol=1e-14)
+        assert np.allclose(result.numpy(), x[rank] - sent[rank] + averaged, rtol=0, atol=1e-14)
 
 
 @every_compressor
@@ -84,7 +86,7 @@ def test_the_mean_is_preserved(fleet: Fleets, anywhere: None, compressor: Compre
 
     def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x = mine()
+        x = own_tensor()
         return (
             x,
             shoal.neighbor_allreduce(x, compression=compressor),
@@ -105,8 +107,10 @@ def test_encoding_changes_no_bits(
 ) -> None:
     def run() -> list[bytes]:
         shoal.set_topology(shoal.topology.ExponentialTwoGraph(SIZE))
-        found = [shoal.neighbor_allreduce(mine(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)]
-        return [one.view(torch.uint8).numpy().tobytes() for one in found]
+        results = [
+            shoal.neighbor_allreduce(own_tensor(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)
+        ]
+        return [one.view(torch.uint8).numpy().tobytes() for one in results]
 
     plain = fleet(SIZE).run(run)
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
@@ -124,7 +128,7 @@ def test_only_data_that_others_read_is_published(fleet: Fleets, monkeypatch: pyt
 
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        shoal.neighbor_allreduce(mine(1_000_000, torch.float32), compression=Sign())
+        shoal.neighbor_allreduce(own_tensor(1_000_000, torch.float32), compression=Sign())
 
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
     monkeypatch.setattr(Arena, "allocate", counting)
@@ -136,7 +140,7 @@ def test_only_data_that_others_read_is_published(fleet: Fleets, monkeypatch: pyt
 def test_a_nonblocking_call_uses_the_tensor_as_submitted_and_writes_to_out(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x, out = mine(), torch.zeros(1001, dtype=torch.float64)
+        x, out = own_tensor(), torch.zeros(1001, dtype=torch.float64)
         expected = shoal.neighbor_allreduce(x, compression=Sign())
         handle = shoal.neighbor_allreduce_nonblocking(x, compression=Sign(), out=out)
         x.fill_(torch.nan)
@@ -149,11 +153,11 @@ def test_a_nonblocking_call_uses_the_tensor_as_submitted_and_writes_to_out(fleet
 def test_a_robust_rule_uses_the_decoded_messages(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        x = mine()
+        x = own_tensor()
         if shoal.rank() == 2:
             x[5] = torch.nan
-        found = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.robust.FiniteOnly())
-        assert bool(found.isfinite().all()) == (shoal.rank() != 2)
+        result = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.robust.FiniteOnly())
+        assert bool(result.isfinite().all()) == (shoal.rank() != 2)
 
     fleet(SIZE).run(run)
 
@@ -161,12 +165,12 @@ def test_a_robust_rule_uses_the_decoded_messages(fleet: Fleets, anywhere: None) 
 def test_messages_are_compressed_between_machines_and_not_within_one(transport: str) -> None:
     def run() -> int:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        shoal.neighbor_allreduce(mine(100_000, torch.float32), compression=MinMaxUInt8())
+        shoal.neighbor_allreduce(own_tensor(100_000, torch.float32), compression=MinMaxUInt8())
         return shoal.bytes_sent()
 
-    whole, short = 2 * 400_000, 2 * (100_000 + 8)
+    full, short = 2 * 400_000, 2 * (100_000 + 8)
     assert set(shoal.Fleet(SIZE, transport=transport).run(run)) == {
-        whole if transport in ("threads", "shared_memory") else short
+        full if transport in ("threads", "shared_memory") else short
     }
 
 
@@ -175,11 +179,13 @@ def test_messages_are_compressed_between_machines_and_not_within_one(transport: 
 
 def test_other_compressors_shapes_and_dtypes_are_a_mismatch(fleet: Fleets, anywhere: None) -> None:
     calls: list[Callable[[], torch.Tensor]] = [
-        lambda: shoal.neighbor_allreduce(mine(), compression=Sign() if shoal.rank() else TopK(0.1)),
-        lambda: shoal.neighbor_allreduce(mine(), compression=Sign() if shoal.rank() else None),
-        lambda: shoal.neighbor_allreduce(mine(1001 + 7 * shoal.rank()), compression=Sign()),
-        lambda: shoal.neighbor_allreduce(mine().view(-1, 7 if shoal.rank() else 13), compression=Sign()),
-        lambda: shoal.neighbor_allreduce(mine(1001, (torch.float16, torch.bfloat16)[shoal.rank()]), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(own_tensor(), compression=Sign() if shoal.rank() else TopK(0.1)),
+        lambda: shoal.neighbor_allreduce(own_tensor(), compression=Sign() if shoal.rank() else None),
+        lambda: shoal.neighbor_allreduce(own_tensor(1001 + 7 * shoal.rank()), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(own_tensor().view(-1, 7 if shoal.rank() else 13), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(
+            own_tensor(1001, (torch.float16, torch.bfloat16)[shoal.rank()]), compression=Sign()
+        ),
     ]
 
     def run() -> None:
@@ -188,13 +194,13 @@ def test_other_compressors_shapes_and_dtypes_are_a_mismatch(fleet: Fleets, anywh
             with pytest.raises(shoal.Mismatch, match="a different topology, form") as caught:
                 call()
             assert set(caught.value.ranks) == {0, 1}, number
-            both = shoal.neighbor_allreduce(mine(), compression=Sign(), name=f"after {number}")
+            both = shoal.neighbor_allreduce(own_tensor(), compression=Sign(), name=f"after {number}")
             assert both.isfinite().all()
 
     fleet(2).run(run)
 
 
-class OfOnesOwn(Compressor):
+class CustomHalving(Compressor):
     """Halves, without a wire format."""
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
@@ -207,15 +213,15 @@ class OfOnesOwn(Compressor):
 def test_tensors_that_cannot_be_compressed_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
-        for wrong, compressor, said in [
-            (mine(), OfOnesOwn(), "no wire format"),
-            (mine(), "Sign", "is no compressor"),
-            (mine(), Sign, "is no compressor"),
-            (mine().long(), Sign(), "takes float"),
-            (mine().to(torch.complex64), Sign(), "takes float"),
+        for wrong, compressor, output in [
+            (own_tensor(), CustomHalving(), "no wire format"),
+            (own_tensor(), "Sign", "is no compressor"),
+            (own_tensor(), Sign, "is no compressor"),
+            (own_tensor().long(), Sign(), "takes float"),
+            (own_tensor().to(torch.complex64), Sign(), "takes float"),
             ([1.0], Sign(), "tensor"),
         ]:
-            with pytest.raises(TypeError, match=said):
+            with pytest.raises(TypeError, match=output):
                 shoal.neighbor_allreduce(wrong, compression=compressor)  # type: ignore[arg-type]
         assert torch.equal(shoal.neighbor_allreduce(torch.ones(3), compression=Sign()), torch.ones(3))
 
@@ -229,10 +235,10 @@ def spoiled(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Enc
     def of(
         cls: type[Encoded], tensor: torch.Tensor, compressor: Compressor, rank: int, *rest: Any, **named: Any
     ) -> Any:
-        found = make(cls, tensor, compressor, rank, *rest, **named)
+        result = make(cls, tensor, compressor, rank, *rest, **named)
         if rank == 1 and len(tensor) == 1001:
-            object.__setattr__(found, "message", change(found.message.clone()))
-        return found
+            object.__setattr__(result, "message", change(result.message.clone()))
+        return result
 
     return of
 
@@ -243,7 +249,7 @@ def with_scale(message: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("compressor", "change", "said"),
+    ("compressor", "change", "expected_message"),
     [
         (Sign(), with_scale, "scale"),
         (Sign(), lambda message: message[:-1], "neither a message"),
@@ -258,7 +264,7 @@ def test_a_message_that_is_never_sent_names_its_sender_and_the_next_call_works(
     monkeypatch: pytest.MonkeyPatch,
     compressor: Compressor,
     change: Callable[[torch.Tensor], torch.Tensor],
-    said: str,
+    expected_message: str,
 ) -> None:
     monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
     monkeypatch.setattr(encoding.Encoded, "of", classmethod(spoiled(change)))
@@ -267,51 +273,53 @@ def test_a_message_that_is_never_sent_names_its_sender_and_the_next_call_works(
         shoal.set_topology(shoal.topology.RingGraph(3))
         message = ""
         try:
-            shoal.neighbor_allreduce(mine(), compression=compressor, name="spoiled")
+            shoal.neighbor_allreduce(own_tensor(), compression=compressor, name="spoiled")
         except shoal.Mismatch as error:
             message = str(error)
             assert 1 in error.ranks, error
         shoal.barrier()
-        x = mine(1000)
+        x = own_tensor(1000)
         assert shoal.neighbor_allreduce(x, compression=compressor).isfinite().all()
         return message
 
     messages = fleet(3).run(run)
     for rank in (0, 2):
-        assert said in messages[rank] and "rank 1" in messages[rank]
+        assert expected_message in messages[rank] and "rank 1" in messages[rank]
 
 
 # Between machines
 
 
-@pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [compressor for compressor in COMPRESSORS if deterministic(compressor)], ids=repr
+)
 def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     """mean_m - C(mean_m) + sum_k w_mk C(mean_k), for each share alone, with numpy."""
     given = {"self_weight": 0.75, "src_machine_weights": {0: 0.25}, "dst_machine_weights": {0: 1.0}}
     others = {"self_weight": 0.75, "src_machine_weights": {1: 0.5}, "dst_machine_weights": {1: 1.0}}
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        x = mine(500)
+        x = own_tensor(500)
         weights = others if shoal.machine_rank() == 0 else given
         return x, shoal.hierarchical_neighbor_allreduce(x, **weights, compression=compressor)
 
     both = fleet(SIZE, agents_per_machine=2).run(run)
     means = np.stack([one.numpy() for one, _ in both]).reshape(2, 2, -1).mean(axis=1)
     shares = means.reshape(4, -1)
-    sent = np.stack([compressor(torch.from_numpy(one), Redrawn(0, 0, 0)).numpy() for one in shares]).reshape(2, -1)
+    sent = np.stack([compressor(torch.from_numpy(share), Redrawn(0, 0, 0)).numpy() for share in shares]).reshape(2, -1)
     expected = means - sent + 0.75 * sent + np.array([[0.5], [0.25]]) * sent[::-1]
-    for rank, (_, found) in enumerate(both):
-        assert np.allclose(found.numpy(), expected[rank // 2], rtol=0, atol=1e-14)
+    for rank, (_, result) in enumerate(both):
+        assert np.allclose(result.numpy(), expected[rank // 2], rtol=0, atol=1e-14)
 
 
 @every_compressor
 def test_the_mean_of_machines_is_preserved(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
-        x = found = mine()
+        x = result = own_tensor()
         for _ in range(3):
-            found = shoal.hierarchical_neighbor_allreduce(found, compression=compressor, name="x")
-        return x, found
+            result = shoal.hierarchical_neighbor_allreduce(result, compression=compressor, name="x")
+        return x, result
 
     both = fleet(SIZE, agents_per_machine=2).run(run)
     before, after = (torch.stack(list(one)).mean(0) for one in zip(*both, strict=True))
@@ -322,9 +330,11 @@ def test_between_machines_compressors_must_be_the_same(fleet: Fleets, anywhere: 
     def run() -> None:
         shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
         one = Sign() if shoal.machine_rank() else MinMaxUInt8()
-        shoal.hierarchical_neighbor_allreduce(mine(), compression=one, name="x")
+        shoal.hierarchical_neighbor_allreduce(own_tensor(), compression=one, name="x")
 
     with pytest.raises(shoal.Mismatch, match="different shape, machine topology or compression"):
         fleet(SIZE, agents_per_machine=2).run(run)
     with pytest.raises(TypeError, match="hierarchical_neighbor_allreduce: compression=8 is no compressor"):
-        fleet(SIZE, agents_per_machine=2).run(lambda: shoal.hierarchical_neighbor_allreduce(mine(), compression=8))
+        fleet(SIZE, agents_per_machine=2).run(
+            lambda: shoal.hierarchical_neighbor_allreduce(own_tensor(), compression=8)
+        )

@@ -34,11 +34,11 @@ def refused(call: Call) -> tuple[shoal.Mismatch, float]:
     return caught.value, time.monotonic() - started
 
 
-def told(call: Call) -> tuple[shoal.Mismatch, float]:
+def mismatch_of(call: Call) -> tuple[shoal.Mismatch, float]:
     """The Mismatch that the call raises, or the first call after it: its own operation may end before the refusal."""
     started = time.monotonic()
 
-    def call_and_go_on() -> None:
+    def call_until_refused() -> None:
         call()
         while time.monotonic() - started < 2 * SOON:
             shoal.neighbor_allreduce(
@@ -46,10 +46,10 @@ def told(call: Call) -> tuple[shoal.Mismatch, float]:
             )  # has no partners, so nothing else can fail it
             time.sleep(0.001)
 
-    return refused(call_and_go_on)
+    return refused(call_until_refused)
 
 
-def everybody_is_told(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *words: str) -> None:
+def assert_all_raise(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *texts: str) -> None:
     """Every agent's call ends in a Mismatch about ``ranks``, soon, and afterwards the fleet works as before."""
 
     def run() -> str:
@@ -60,11 +60,11 @@ def everybody_is_told(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ..
         return str(error)
 
     for message in fleet(size).run(run):
-        for word in words:
-            assert word in message, message
+        for text in texts:
+            assert text in message, message
 
 
-def each_its_own(calls: tuple[Call, Call]) -> Any:
+def call_by_rank(calls: tuple[Call, Call]) -> Any:
     """Agent 0 makes the first call and agent 1 the second."""
     return calls[shoal.rank()]()
 
@@ -92,12 +92,12 @@ def test_shapes_that_differ(fleet: Fleets, numel: int, name: str | None) -> None
         lambda: shoal.neighbor_allreduce(torch.ones(numel + shoal.rank()), 1.0, None, [1 - shoal.rank()], name=name),
     ]
     for call in calls:
-        everybody_is_told(fleet, 2, call, (0, 1), "shape")
+        assert_all_raise(fleet, 2, call, (0, 1), "shape")
 
 
 @pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
 def test_dtypes_that_differ(fleet: Fleets, numel: int) -> None:
-    def given() -> torch.Tensor:
+    def tensor_by_rank() -> torch.Tensor:
         return torch.ones(numel, dtype=[torch.float32, torch.float64][shoal.rank()])
 
     def bits() -> torch.Tensor:
@@ -117,8 +117,8 @@ def test_dtypes_that_differ(fleet: Fleets, numel: int) -> None:
         return operation(make())
 
     for operation in operations:
-        for make in (given, bits):
-            everybody_is_told(fleet, 2, partial(call, operation, make), (0, 1), "float")
+        for make in (tensor_by_rank, bits):
+            assert_all_raise(fleet, 2, partial(call, operation, make), (0, 1), "float")
 
 
 def test_different_operations_under_one_name(fleet: Fleets) -> None:
@@ -132,7 +132,7 @@ def test_different_operations_under_one_name(fleet: Fleets) -> None:
         (lambda: shoal.barrier("n"), lambda: shoal.allreduce(x, name="n")),
     ]
     for pair in pairs:
-        everybody_is_told(fleet, 2, partial(each_its_own, pair), (0, 1), "called")
+        assert_all_raise(fleet, 2, partial(call_by_rank, pair), (0, 1), "called")
 
 
 def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
@@ -150,7 +150,7 @@ def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
         lambda: shoal.neighbor_allreduce(x, 1.0, None, {other(): 1.0}, name="n", enable_topo_check=False),
     ]
     for form in forms:
-        everybody_is_told(fleet, 2, partial(each_its_own, (static, form)), (0, 1))
+        assert_all_raise(fleet, 2, partial(call_by_rank, (static, form)), (0, 1))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -161,7 +161,7 @@ def test_topologies_that_differ_in_an_edge_or_a_weight(fleet: Fleets, size: int)
             change(graph)
         shoal.set_topology(graph, is_weighted)
         for call in (shoal.neighbor_allreduce, shoal.neighbor_allgather):
-            error, seconds = told(partial(call, torch.ones(3)))
+            error, seconds = mismatch_of(partial(call, torch.ones(3)))
             assert seconds < scaled(SOON)
             assert 0 in error.ranks
         shoal.set_topology(shoal.topology.FullyConnectedGraph(size))
@@ -183,22 +183,22 @@ def test_broadcast_roots_that_differ(fleet: Fleets, size: int) -> None:
                 shoal.broadcast(torch.ones(3), root)
             else:
                 shoal.broadcast_object(3, root)
-            found = False
+            result = False
         except shoal.Mismatch:
-            found = True
+            result = True
         assert time.monotonic() - started < scaled(SOON)
         try:
             shoal.barrier()
         except shoal.Mismatch:  # its own broadcast had ended when the refusal came; the barrier has not begun
-            found = True
+            result = True
             shoal.barrier()
-        return found
+        return result
 
     for kind in ("tensor", "object"):
         for odd in range(size):
-            found = fleet(size).run(run, odd, kind)
-            assert any(found), (kind, odd)
-            assert found[odd] or any(found[other] for other in (0, 1)), (kind, odd, found)
+            results = fleet(size).run(run, odd, kind)
+            assert any(results), (kind, odd)
+            assert results[odd] or any(results[other] for other in (0, 1)), (kind, odd, results)
 
 
 @pytest.mark.parametrize("form", ["allreduce", "allgather"])
@@ -216,7 +216,7 @@ def test_a_source_that_does_not_send(fleet: Fleets, form: str, numel: int) -> No
     both = threading.Barrier(2)
 
     def run() -> tuple[str, tuple[int, ...]]:
-        error, seconds = told(call)
+        error, seconds = mismatch_of(call)
         both.wait(10)
         assert seconds < scaled(SOON)
         agree_again()
@@ -242,7 +242,7 @@ def test_a_header_that_the_receiver_does_not_expect(fleet: Fleets, form: str, nu
     both = threading.Barrier(2)
 
     def run() -> tuple[str, tuple[int, ...]]:
-        error, seconds = told(call)
+        error, seconds = mismatch_of(call)
         both.wait(10)
         assert seconds < scaled(SOON)
         agree_again()
@@ -264,7 +264,7 @@ def test_an_agent_that_skips_the_call_of_a_round_is_detected(fleet: Fleets) -> N
         else:
             shoal.barrier()
         if rank > 0:
-            error, seconds = told(
+            error, seconds = mismatch_of(
                 lambda: shoal.neighbor_allreduce(torch.ones(3), 0.5, {3 - rank: 0.5}, {3 - rank: 1.0}, name="x")
             )
             assert seconds < scaled(SOON)
@@ -407,10 +407,10 @@ def test_an_agent_that_has_left_is_named_by_agents_that_need_it(fleet: Fleets) -
             shoal.shutdown()
             return
         assert wait_until(lambda: 2 in shoal.membership().left)
-        assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), other()).item() == 0.5  # who is left goes on
+        assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), other()).item() == 0.5  # the survivor continues
         together.wait(10)
         started = time.monotonic()
-        # Seen here, or heard from the other one, who saw it first: in the same words.
+        # Detected here, or reported by the other agent, which detected it first: with the same text.
         with pytest.raises(shoal.PeerLost, match=NEEDED) as caught:
             shoal.allreduce(torch.ones(3))
         assert time.monotonic() - started < scaled(SOON)

@@ -1,4 +1,4 @@
-"""The mean over all agents in a compressor's messages: what it is by its description, written down once more."""
+"""The mean over all agents in a compressor's messages, against a second implementation of its description."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def numbers(rank: int, round_: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def means(compressor: Compressor, count: int, dtype: torch.dtype, feedback: bool, rounds: int) -> list[Tensor]:
-    rest, found = Rest() if feedback else None, []
+    rest, result = Rest() if feedback else None, []
     for round_ in range(rounds):
         x = numbers(shoal.rank(), round_, count, dtype)
         assert submit_encoded_mean(current(), x, compressor, "x", rest).wait() is x
-        found.append(x)
-    return found
+        result.append(x)
+    return result
 
 
 def by_hand(
@@ -46,10 +46,10 @@ def by_hand(
     cut = [(count * part // size, count * (part + 1) // size) for part in range(size)]
     sent = [torch.zeros(count, dtype=dtype) for _ in range(size)]
     back = [torch.zeros(high - low, dtype=dtype) for low, high in cut]
-    found = []
+    results = []
     for round_ in range(rounds):
         own = [numbers(rank, round_, count, dtype) + sent[rank] for rank in range(size)]
-        told = [
+        reported = [
             torch.cat(
                 [
                     compressor(own[rank][low:high], Redrawn(seed, round_ * (size + 1) + part, rank))
@@ -62,15 +62,15 @@ def by_hand(
         for part, (low, high) in enumerate(cut):
             mean = torch.zeros(high - low, dtype=dtype)
             for rank in range(size):
-                mean = mean + told[rank][low:high]
+                mean = mean + reported[rank][low:high]
             mean = mean / size + back[part]
             result.append(compressor(mean, Redrawn(seed, round_ * (size + 1) + size, part)))
             if feedback:
                 back[part] = mean - result[-1]
         if feedback:
-            sent = [mine - theirs for mine, theirs in zip(own, told, strict=True)]
-        found.append(torch.cat(result))
-    return found
+            sent = [own - remote for own, remote in zip(own, reported, strict=True)]
+        results.append(torch.cat(result))
+    return results
 
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["forgets", "feeds back"])
@@ -83,8 +83,8 @@ def test_the_encoded_mean_is_its_description_bit_for_bit(fleet: Fleets, compress
         (4, 3, torch.float32),
     ]:
         expected = by_hand(compressor, size, count, dtype, feedback, 3)
-        for found in fleet(size).run(means, compressor, count, dtype, feedback, 3):
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        for result in fleet(size).run(means, compressor, count, dtype, feedback, 3):
+            assert all(torch.equal(one, other) for one, other in zip(result, expected, strict=True))
 
 
 def test_error_feedback_makes_the_mean_of_many_rounds_exact() -> None:
@@ -104,7 +104,7 @@ def test_error_feedback_makes_the_mean_of_many_rounds_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "said"),
+    ("one", "other", "message"),
     [
         ((torch.ones(100), QSGD(127)), (torch.ones(100), MinMaxUInt8()), r"QSGD.*MinMaxUInt8|MinMaxUInt8.*QSGD"),
         ((torch.ones(100), Sign()), (torch.ones(99), Sign()), "number of elements or dtype"),
@@ -112,10 +112,10 @@ def test_error_feedback_makes_the_mean_of_many_rounds_exact() -> None:
     ],
     ids=["compressor", "number", "dtype"],
 )
-def test_differences_are_a_mismatch_on_both_agents_and_the_next_call_works(one: Any, other: Any, said: str) -> None:
+def test_differences_are_a_mismatch_on_both_agents_and_the_next_call_works(one: Any, other: Any, message: str) -> None:
     def agent() -> None:
         x, compressor = other if shoal.rank() else one
-        with pytest.raises(shoal.Mismatch, match=said):
+        with pytest.raises(shoal.Mismatch, match=message):
             submit_encoded_mean(current(), x.clone(), compressor, "x").wait()
         assert submit_encoded_mean(current(), torch.ones(10), Identity(), "x").wait().tolist() == [1.0] * 10
 
@@ -136,7 +136,7 @@ def take_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
 def test_a_resumed_optimizer_continues_from_its_saved_state(fleet: Fleets, overlap: Any) -> None:
-    def whole() -> Tensor:
+    def uninterrupted() -> Tensor:
         model = deepcopy(MODEL)
         optimizer = optimizer_of(model, TopK(0.2), overlap=overlap)
         take_steps(model, optimizer, range(8))
@@ -156,7 +156,7 @@ def test_a_resumed_optimizer_continues_from_its_saved_state(fleet: Fleets, overl
         optimizer.close()
         return flat(model)
 
-    first, second = fleet(3).run(whole), fleet(3).run(in_two)
+    first, second = fleet(3).run(uninterrupted), fleet(3).run(in_two)
     assert all(torch.equal(one, first[0]) for one in (*first, *second))
 
 
@@ -189,5 +189,5 @@ def test_survivors_stay_equal(environment: dict[str, Any], victim: int) -> None:
     left = [rank for rank in range(4) if rank != victim]
     with World(4, environment=environment | CONTINUE) as world:
         outcomes = world.run(steps_of_survivors, victim)
-    found = [outcomes[rank].value for rank in left]
-    assert all(one == (found[0][0], tuple(left)) for one in found)
+    results = [outcomes[rank].value for rank in left]
+    assert all(one == (results[0][0], tuple(left)) for one in results)

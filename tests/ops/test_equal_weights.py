@@ -21,7 +21,7 @@ Fleets = Callable[..., shoal.Fleet]
 SIZES = (1, 1_000, BLOCK_BYTES // 4 + 3)
 
 
-def whole(rank: int, numel: int, most: int = 1 << 20) -> torch.Tensor:
+def integers(rank: int, numel: int, most: int = 1 << 20) -> torch.Tensor:
     """Whole numbers as float32, a few of them without a mean that is whole."""
     chance = torch.Generator().manual_seed(17 * rank + numel)
     return torch.randint(-most, most, (numel,), generator=chance).float()
@@ -34,7 +34,7 @@ def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("parts", [3, 5, 6, 7, 49])
 def test_the_mean_of_integer_valued_floats_is_the_exact_sum_divided_once(parts: int) -> None:
-    tensors = [whole(rank, 10_000, 1 << 18) for rank in range(parts)]
+    tensors = [integers(rank, 10_000, 1 << 18) for rank in range(parts)]
     out = torch.empty(10_000)
     weigh_in_blocks(out, tensors[0], 1 / parts, tensors[1:], [1 / parts] * (parts - 1))
     assert torch.equal(out, mean(tensors))
@@ -46,16 +46,16 @@ def test_a_round_with_equal_weights_on_integer_valued_floats_is_the_exact_sum_di
 ) -> None:
     def run() -> list[torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(5), is_weighted=True)
-        inputs = [whole(shoal.rank(), numel) for numel in SIZES]
+        inputs = [integers(shoal.rank(), numel) for numel in SIZES]
         if nonblocking:
             return [shoal.wait(handle) for handle in [shoal.neighbor_allreduce_nonblocking(x) for x in inputs]]
         return [shoal.neighbor_allreduce(x) for x in inputs]
 
-    found = fleet(5).run(run)
+    results = fleet(5).run(run)
     for rank in range(5):
         for case, numel in enumerate(SIZES):
-            expected = mean([whole(other % 5, numel) for other in (rank - 1, rank, rank + 1)])
-            assert torch.equal(found[rank][case], expected)
+            expected = mean([integers(other % 5, numel) for other in (rank - 1, rank, rank + 1)])
+            assert torch.equal(results[rank][case], expected)
 
 
 def test_fifty_fused_tensors_have_exact_means(fleet: Fleets) -> None:
@@ -87,14 +87,14 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
     size = 6
 
     def run() -> dict[str, torch.Tensor]:
-        rank, x = shoal.rank(), whole(shoal.rank(), 1_000)
+        rank, x = shoal.rank(), integers(shoal.rank(), 1_000)
         before, after = (rank - 1) % size, (rank + 1) % size
         third = {before: 1 / 3, after: 1 / 3}
         shoal.set_topology(shoal.topology.RingGraph(size))
         shoal.bluefog.win_create(x.clone(), "window")
         shoal.bluefog.win_put(x, "window")
         shoal.barrier()
-        found = {
+        result = {
             "pull": shoal.neighbor_allreduce(x, 1 / 3, third),
             "push": shoal.neighbor_allreduce(x, 1 / 3, dst_weights=third),
             "push-pull": shoal.neighbor_allreduce(x, 1 / 3, third, [before, after]),
@@ -102,27 +102,27 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
             "allreduce": shoal.allreduce(x),
         }
         shoal.bluefog.win_free()
-        return found
+        return result
 
-    for rank, found in enumerate(fleet(size).run(run)):
-        near = mean([whole(other % size, 1_000) for other in (rank - 1, rank, rank + 1)])
-        everybody = mean([whole(other, 1_000) for other in range(size)])
-        for name, result in found.items():
-            assert torch.equal(result, everybody if name == "allreduce" else near), name
+    for rank, results in enumerate(fleet(size).run(run)):
+        near = mean([integers(other % size, 1_000) for other in (rank - 1, rank, rank + 1)])
+        mean_of_all = mean([integers(other, 1_000) for other in range(size)])
+        for name, result in results.items():
+            assert torch.equal(result, mean_of_all if name == "allreduce" else near), name
 
 
 def test_machines_with_equal_weights_have_exact_means(fleet: Fleets) -> None:
     def run() -> torch.Tensor:
         machine = shoal.machine_rank()
         others = {other: 1 / 3 for other in range(3) if other != machine}
-        return shoal.hierarchical_neighbor_allreduce(whole(shoal.rank(), 1_000), 1 / 3, others, list(others))
+        return shoal.hierarchical_neighbor_allreduce(integers(shoal.rank(), 1_000), 1 / 3, others, list(others))
 
-    found = fleet(3, agents_per_machine=1).run(run)
-    assert all(torch.equal(one, mean([whole(rank, 1_000) for rank in range(3)])) for one in found)
+    results = fleet(3, agents_per_machine=1).run(run)
+    assert all(torch.equal(one, mean([integers(rank, 1_000) for rank in range(3)])) for one in results)
 
 
 def test_an_empty_slot_counts_as_zeros() -> None:
-    own, full, zeros = whole(0, 1_000), whole(1, 1_000), torch.zeros(1_000)
+    own, full, zeros = integers(0, 1_000), integers(1, 1_000), torch.zeros(1_000)
     for weights in ([1 / 3, 1 / 3, 1 / 3], [1 / 3, 1 / 3, 1 / 6], [1 / 7, 1 / 7, 1 / 2]):
         one, other = torch.empty(1_000), torch.empty(1_000)
         weigh_in_blocks(one, own, weights[0], [full, None], weights[1:])
@@ -187,10 +187,10 @@ def test_terms_are_weighted_separately_if_weights_differ_or_nothing_is_rounded(w
 )
 def test_a_stacked_fleet_has_exact_means_of_integer_valued_floats(topology: Any, dtype: torch.dtype) -> None:
     mix = StackedMix(topology)
-    x = torch.stack([whole(rank, 100) for rank in range(mix.size)]).to(dtype)
+    x = torch.stack([integers(rank, 100) for rank in range(mix.size)]).to(dtype)
     W = torch.from_numpy(shoal.topology.as_schedule(topology).matrix(0))
     parts = (1 / W.max(1, keepdim=True).values).round()
     real = torch.finfo(dtype).dtype
-    total = (W != 0).double() @ torch.stack([whole(rank, 100) for rank in range(mix.size)]).double()
+    total = (W != 0).double() @ torch.stack([integers(rank, 100) for rank in range(mix.size)]).double()
     expected = (total / parts).to(getattr(torch, real)).to(dtype)
     assert torch.equal(mix(x), expected)

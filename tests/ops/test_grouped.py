@@ -24,25 +24,29 @@ def group(rank: int, dtypes: Any = (torch.float32, torch.float64, torch.bfloat16
     return [sample(rank + 10 * i, shape, dtype) for dtype in dtypes for i, shape in enumerate(SHAPES)]
 
 
-def all_same(found: list[Tensor], expected: list[Tensor], transport: str = "") -> bool:
+def all_same(outputs: list[Tensor], expected: list[Tensor], transport: str = "") -> bool:
     """To the bit; or but for the order of large sums, where a process group takes them."""
-    if len(found) != len(expected):
+    if len(outputs) != len(expected):
         return False
     if transport != PROCESS_GROUP:
-        return all(map(same_bits, found, expected))
-    return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(found, expected, strict=True))
+        return all(map(same_bits, outputs, expected))
+    return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(outputs, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_reductions_have_the_bits_of_single_calls(fleet: Fleets, transport: str, size: int) -> None:
     def run() -> bool:
         tensors = group(shoal.rank())
-        before = [one.clone() for one in tensors]
-        found = shoal.grouped_allreduce(tensors)
-        same = all_same(found, [shoal.allreduce(one) for one in tensors], transport) and all_same(tensors, before)
+        before = [tensor.clone() for tensor in tensors]
+        result = shoal.grouped_allreduce(tensors)
+        same = all_same(result, [shoal.allreduce(tensor) for tensor in tensors], transport) and all_same(
+            tensors, before
+        )
         for op in ("sum", "max"):
             same = same and all_same(
-                shoal.grouped_allreduce(tensors, op=op), [shoal.allreduce(one, op=op) for one in tensors], transport
+                shoal.grouped_allreduce(tensors, op=op),
+                [shoal.allreduce(tensor, op=op) for tensor in tensors],
+                transport,
             )
         return same and shoal.grouped_allreduce([]) == []
 
@@ -64,7 +68,7 @@ def test_averages_with_neighbours_have_the_bits_of_single_calls_in_every_form(fl
         return [
             all_same(
                 shoal.grouped_neighbor_allreduce(tensors, **form),
-                [shoal.neighbor_allreduce(one, **form) for one in tensors],
+                [shoal.neighbor_allreduce(tensor, **form) for tensor in tensors],
             )
             for form in forms
         ]
@@ -78,12 +82,12 @@ def test_a_compressed_group_is_one_vector(fleet: Fleets, monkeypatch: pytest.Mon
     def run() -> bool:
         shoal.set_topology(shoal.topology.RingGraph(3))
         tensors = [sample(shoal.rank() + i, shape) for i, shape in enumerate([(30,), (4, 5), (1,)])]
-        whole = torch.cat([one.flatten() for one in tensors])
-        expected = shoal.neighbor_allreduce(whole, compression=MinMaxUInt8())
+        full = torch.cat([tensor.flatten() for tensor in tensors])
+        expected = shoal.neighbor_allreduce(full, compression=MinMaxUInt8())
         before = shoal.bytes_sent()
-        found = shoal.grouped_neighbor_allreduce(tensors, compression=MinMaxUInt8())
+        result = shoal.grouped_neighbor_allreduce(tensors, compression=MinMaxUInt8())
         assert shoal.bytes_sent() - before == 2 * (51 + 8)
-        return same_bits(torch.cat([one.flatten() for one in found]), expected)
+        return same_bits(torch.cat([one.flatten() for one in result]), expected)
 
     assert all(fleet(3).run(run))
 
@@ -93,12 +97,12 @@ def test_broadcasts_and_gathers_of_every_dtype(fleet: Fleets, size: int) -> None
     def run() -> bool:
         rank = shoal.rank()
         tensors, root = group(rank, ALL_DTYPES), size - 1
-        found = shoal.grouped_broadcast(tensors, root)
-        same = all_same(found, group(root, ALL_DTYPES)) and all_same(tensors, group(rank, ALL_DTYPES))
+        result = shoal.grouped_broadcast(tensors, root)
+        same = all_same(result, group(root, ALL_DTYPES)) and all_same(tensors, group(rank, ALL_DTYPES))
         rows = [sample(rank, (rank + i, 3), dtype) for i, dtype in enumerate(ALL_DTYPES)]
         rows += [torch.ones(rank, 0), torch.ones(2, dtype=torch.bool)]
         gathered = shoal.grouped_allgather(rows)
-        single = [shoal.allgather(one) for one in rows]
+        single = [shoal.allgather(row) for row in rows]
         return same and all_same(gathered, single) and shoal.grouped_allgather([]) == shoal.grouped_broadcast([], 0)
 
     assert all(fleet(size).run(run))
@@ -111,22 +115,22 @@ def test_one_number_of_a_strided_tensor_is_broadcast_and_gathered(fleet: Fleets)
         return [*shoal.grouped_broadcast(given, 0), *shoal.grouped_allgather(given)]
 
     expected = [torch.tensor([1 - 2j]), torch.tensor([-2.0]), torch.tensor([1.0])]
-    for found in fleet(2).run(run):
-        assert all_same(found[:3], expected) and all_same(found[3:], [one.repeat(2) for one in expected])
+    for result in fleet(2).run(run):
+        assert all_same(result[:3], expected) and all_same(result[3:], [one.repeat(2) for one in expected])
 
 
 def test_results_are_written_to_the_callers_tensors(fleet: Fleets, transport: str) -> None:
     def run() -> bool:
         rank = shoal.rank()
         tensors = group(rank)
-        expected = [shoal.allreduce(one) for one in tensors]
-        out = [torch.empty_like(one) for one in tensors]
+        expected = [shoal.allreduce(tensor) for tensor in tensors]
+        out = [torch.empty_like(tensor) for tensor in tensors]
         out[2] = torch.empty(5, 2).t()  # of other strides
-        found = shoal.grouped_allreduce(tensors, out=out)
-        assert all(one is place for one, place in zip(found, out, strict=True))
+        result = shoal.grouped_allreduce(tensors, out=out)
+        assert all(one is place for one, place in zip(result, out, strict=True))
         params = [torch.nn.Parameter(one) for one in group(rank)]
-        shoal.grouped_broadcast(params, 1, out=[one.data for one in params])
-        return all_same(out, expected, transport) and all_same([one.data for one in params], group(1))
+        shoal.grouped_broadcast(params, 1, out=[param.data for param in params])
+        return all_same(out, expected, transport) and all_same([param.data for param in params], group(1))
 
     assert all(fleet(3).run(run))
 
@@ -156,8 +160,8 @@ def test_nonblocking_calls_run_in_any_order_and_call_back_once(fleet: Fleets, tr
         for name in names if rank else reversed(names):
             handles[name] = shoal.grouped_allreduce_nonblocking(tensors, name=name)
             handles[name].add_done_callback(called.append)
-        for one in tensors:
-            one.zero_()  # they have been copied
+        for tensor in tensors:
+            tensor.zero_()  # they have been copied
         single = [shoal.allreduce(one) for one in group(rank)]
         same = all(all_same(shoal.wait(handles[name]), single, transport) for name in names)
         assert all(shoal.poll(handle) for handle in handles.values())
@@ -191,56 +195,56 @@ def test_groups_that_differ_are_listed_in_the_error_and_the_next_call_works(
                 "dtype": [torch.ones(2, 6), torch.ones(4, 3), torch.ones(5, dtype=torch.float64)],
                 "order": [torch.ones(4, 3), torch.ones(2, 6), torch.ones(5)],
             }[change]
-        said = ""
+        output = ""
         try:
             call(tensors, name="differs")
         except shoal.Mismatch as error:
-            said = str(error)
+            output = str(error)
             assert 1 in error.ranks, error
         shoal.barrier()
         assert len(call([torch.ones(3), torch.ones(2, 2)])) == 2
-        return said
+        return output
 
-    found = fleet(3).run(run)
+    results = fleet(3).run(run)
     for rank in (0, 2) if kind != "broadcast" else (1,):
-        assert f"grouped_{'neighbor_allreduce' if kind == 'neighbor' else kind}" in found[rank], found
-        assert "list of tensors" in found[rank] or change == "dtype", found
+        assert f"grouped_{'neighbor_allreduce' if kind == 'neighbor' else kind}" in results[rank], results
+        assert "list of tensors" in results[rank] or change == "dtype", results
     first = {"shape": "[0] is [", "number": "[2] is [", "dtype": "[2] is [", "order": "[0] is ["}[change]
     if kind == "allgather" and change == "number":  # first dimensions may differ
         first = "[3], [*] float32, is on rank 1 alone"
     for rank in (0, 1, 2) if kind != "broadcast" else (0, 1):  # rank 2 takes what the root has
-        assert f". tensors{first}" in found[rank], found
-        assert "on rank 1" in found[rank], found
-        assert ("there are" in found[rank]) == (change == "number"), found
+        assert f". tensors{first}" in results[rank], results
+        assert "on rank 1" in results[rank], results
+        assert ("there are" in results[rank]) == (change == "number"), results
 
 
 def test_a_difference_between_long_lists_is_named_and_ends_no_connection(fleet: Fleets) -> None:
     def run() -> str:
-        sizes, said = [2] * 6000, ""
+        sizes, error_message = [2] * 6000, ""
         sizes[5500] += shoal.rank()
         try:
             shoal.grouped_allreduce(list(map(torch.ones, sizes)), name="differs")
         except shoal.Mismatch as error:
-            said = str(error)
+            error_message = str(error)
         shoal.barrier()
-        return said
+        return error_message
 
-    for said in fleet(2).run(run):
-        assert ". tensors[5500] is [" in said and "on rank 1" in said
+    for error_message in fleet(2).run(run):
+        assert ". tensors[5500] is [" in error_message and "on rank 1" in error_message
 
 
 def test_a_mismatch_with_another_operation_lists_the_own_group(fleet: Fleets) -> None:
     def run() -> str:
-        one, said = torch.ones(3), ""
+        one, message = torch.ones(3), ""
         try:
             if shoal.rank():
                 shoal.allgather(one, name="x")
             else:
                 shoal.grouped_allgather([one] * 6, name="x")
         except shoal.Mismatch as error:
-            said = str(error)
+            message = str(error)
         assert len(shoal.grouped_allreduce([one])) == 1
-        return said
+        return message
 
     assert (
         ". The tensors here are 6: [*] float32, [*] float32, [*] float32, [*] float32 and 2 more"

@@ -22,7 +22,7 @@ SIZE = 5
 TWO, THREE = [3, 1], (0, 2, 4)
 
 
-def mine() -> Sequence[int]:
+def own_group() -> Sequence[int]:
     return TWO if shoal.rank() in TWO else THREE
 
 
@@ -35,9 +35,9 @@ def test_two_groups_and_a_global_allreduce_under_one_name(fleet: Fleets, transpo
     def run() -> list[torch.Tensor]:
         x = sample(shoal.rank(), (numel,))
         handles = [
-            shoal.allreduce_nonblocking(x, False, name="x", group=mine()),
+            shoal.allreduce_nonblocking(x, False, name="x", group=own_group()),
             shoal.allreduce_nonblocking(x, False, name="x"),
-            shoal.allreduce_nonblocking(x, name="x", group=mine()),
+            shoal.allreduce_nonblocking(x, name="x", group=own_group()),
         ]
         return [handle.wait() for handle in reversed(handles)][::-1]
 
@@ -61,7 +61,7 @@ def test_a_non_member_does_nothing_and_unnamed_global_calls_still_match(fleet: F
 
 def test_broadcasts_gathers_and_barriers_of_groups(fleet: Fleets) -> None:
     def run() -> list[object]:
-        rank, group = shoal.rank(), mine()
+        rank, group = shoal.rank(), own_group()
         x = torch.full((rank + 1,), float(rank))
         shoal.barrier(group=group)
         return [
@@ -74,10 +74,10 @@ def test_broadcasts_gathers_and_barriers_of_groups(fleet: Fleets) -> None:
             [one[0].item() for one in shoal.grouped_broadcast([torch.full((2,), rank)], max(group), group=group)],
         ]
 
-    for rank, found in enumerate(fleet(SIZE).run(run)):
+    for rank, result in enumerate(fleet(SIZE).run(run)):
         group = sorted(TWO if rank in TWO else THREE)
         gathered = [float(one) for one in group for _ in range(one + 1)]
-        assert found == [
+        assert result == [
             [group[-1]] * 4,
             group[0],
             gathered,
@@ -91,8 +91,8 @@ def test_broadcasts_gathers_and_barriers_of_groups(fleet: Fleets) -> None:
 def test_parameters_are_broadcast_and_averaged_within_a_group(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
         x, y = torch.full((3,), float(shoal.rank())), torch.full((3,), float(shoal.rank()))
-        shoal.broadcast_parameters({"x": x}, min(mine()), group=mine())
-        shoal.allreduce_parameters({"y": y}, group=mine())
+        shoal.broadcast_parameters({"x": x}, min(own_group()), group=own_group())
+        shoal.allreduce_parameters({"y": y}, group=own_group())
         return x[0].item(), y[0].item()
 
     assert fleet(SIZE).run(run) == [(0.0, 2.0), (1.0, 2.0), (0.0, 2.0), (1.0, 2.0), (0.0, 2.0)]
@@ -105,10 +105,10 @@ def test_neighbours_in_a_group_average_without_the_others(fleet: Fleets, graph: 
     def run() -> list[torch.Tensor]:
         shoal.set_topology(graph)
         x = sample(shoal.rank(), (1000,))
-        handle = shoal.neighbor_allreduce_nonblocking(x, group=mine())
-        (grouped,) = shoal.grouped_neighbor_allreduce([x], group=mine())
-        gathered = shoal.neighbor_allgather(x[:1], group=mine())
-        return [handle.wait(), shoal.neighbor_allreduce(x, group=mine()), grouped, gathered]
+        handle = shoal.neighbor_allreduce_nonblocking(x, group=own_group())
+        (grouped,) = shoal.grouped_neighbor_allreduce([x], group=own_group())
+        gathered = shoal.neighbor_allgather(x[:1], group=own_group())
+        return [handle.wait(), shoal.neighbor_allreduce(x, group=own_group()), grouped, gathered]
 
     inputs = [sample(rank, (1000,)) for rank in range(SIZE)]
     expected: dict[int, torch.Tensor] = {}
@@ -119,8 +119,8 @@ def test_neighbours_in_a_group_average_without_the_others(fleet: Fleets, graph: 
         left.add_nodes_from(range(SIZE))
         for i, j in zip(*np.nonzero(w), strict=True):
             left.add_edge(int(j), int(i), weight=float(w[i, j]))
-        found = averaged_over(left, inputs, is_weighted=True)
-        expected |= {rank: found[rank] for rank in group}
+        result = averaged_over(left, inputs, is_weighted=True)
+        expected |= {rank: result[rank] for rank in group}
         sources |= {rank: [j for j in range(SIZE) if j != rank and w[rank, j]] for rank in group}
     for rank, (one, two, grouped, gathered) in enumerate(fleet(SIZE).run(run)):
         assert same_bits(one, expected[rank]) and same_bits(two, expected[rank]) and same_bits(grouped, expected[rank])
@@ -146,14 +146,14 @@ def test_explicit_weights_name_ranks_of_the_group(fleet: Fleets) -> None:
 def test_invalid_groups_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
     def run() -> None:
         x, rank = torch.ones(3), shoal.rank()
-        for group, error, says in [
+        for group, error, message in [
             ([(rank + 1) % 3], ValueError, f"allreduce on rank {rank}: group is ranks .* none of them"),
             ([rank, 7], ValueError, r"group names ranks \[7\], of 3 agents"),
             ([rank, rank], ValueError, "group names a rank twice"),
             ("01", TypeError, "group must be a list of ranks"),
             ([rank, 0.5], TypeError, "group"),
         ]:
-            with pytest.raises(error, match=says):
+            with pytest.raises(error, match=message):
                 shoal.allreduce(x, group=group)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=rf"root_rank names ranks \[{(rank + 1) % 3}\], and its group"):
             shoal.broadcast(x, (rank + 1) % 3, group=[rank])
@@ -167,16 +167,16 @@ def test_invalid_groups_are_refused_before_anything_is_sent(fleet: Fleets) -> No
 
 def test_a_mismatch_in_a_group_names_its_members_and_does_not_affect_others(fleet: Fleets) -> None:
     def run() -> tuple[int, ...]:
-        found: tuple[int, ...] = ()
+        result: tuple[int, ...] = ()
         if shoal.rank() in THREE:
             with pytest.raises(shoal.Mismatch, match="of ranks 0, 2, 4") as caught:
                 shoal.allreduce(torch.ones(3 + (shoal.rank() == 2)), name="x", group=THREE)
-            found = caught.value.ranks
+            result = caught.value.ranks
         assert shoal.allreduce(torch.ones(2), False)[0] == SIZE
-        return found
+        return result
 
-    found = fleet(SIZE).run(run)
-    assert all(2 in found[rank] and set(found[rank]) <= set(THREE) for rank in THREE)
+    results = fleet(SIZE).run(run)
+    assert all(2 in results[rank] and set(results[rank]) <= set(THREE) for rank in THREE)
 
 
 def test_an_absent_member_is_named_and_no_other_group_waits(fleet: Fleets) -> None:
@@ -206,7 +206,7 @@ def test_calls_of_large_groups_have_a_short_name(fleet: Fleets) -> None:
         handle.wait()
         return repr(handle)
 
-    assert all("of 9 ranks (" in told for told in fleet(10).run(run)[:9])
+    assert all("of 9 ranks (" in error_text for error_text in fleet(10).run(run)[:9])
 
 
 def by_process_groups(port: int, other: int) -> list[float]:
@@ -214,7 +214,7 @@ def by_process_groups(port: int, other: int) -> list[float]:
     rank = shoal.rank()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    found = shoal.allreduce(torch.full((2,), float(rank)), False, group=groups[rank == 1])[0].item()
+    result = shoal.allreduce(torch.full((2,), float(rank)), False, group=groups[rank == 1])[0].item()
     of_all = shoal.allreduce(torch.full((2,), float(rank)), False, group=dist.group.WORLD)[0].item()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{other}", rank=-rank % 3, world_size=3)
@@ -223,7 +223,7 @@ def by_process_groups(port: int, other: int) -> list[float]:
             shoal.allreduce(torch.ones(2), group=dist.group.WORLD)
     shoal.barrier()  # a group that is destroyed closes connections that other agents may still be opening
     dist.destroy_process_group()
-    return [found, of_all]
+    return [result, of_all]
 
 
 def test_a_process_group_defines_the_members() -> None:

@@ -39,8 +39,8 @@ def test_a_hundred_names_in_flight_match_in_any_order(fleet: Fleets, numel: int)
         }
         return [handles[name].wait().mean().item() for name in shuffled(names, 10 + rank)]
 
-    for rank, found in enumerate(fleet(3).run(run)):
-        assert found == pytest.approx([names.index(name) + 1.0 for name in shuffled(names, 10 + rank)])
+    for rank, result in enumerate(fleet(3).run(run)):
+        assert result == pytest.approx([names.index(name) + 1.0 for name in shuffled(names, 10 + rank)])
 
 
 def test_unnamed_operations_match_by_call_order_within_their_type(fleet: Fleets) -> None:
@@ -79,12 +79,12 @@ def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
             ]
 
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(shoal.bind(work), range(4)))
+            result = list(pool.map(shoal.bind(work), range(4)))
         graph = shoal.topology.ExponentialTwoGraph(3)
         for step in range(10):
             inputs = samples(3, (numels[step],), seed=step)
             expected = averaged_over(graph, inputs, is_weighted=False)[shoal.rank()]
-            assert all(same_bits(results[step], expected) for results in found)
+            assert all(same_bits(results[step], expected) for results in result)
         return True
 
     assert fleet(3).run(run) == [True] * 3
@@ -240,14 +240,14 @@ def test_a_callback_that_waits_for_another_operation_raises_a_deadlock_error(fle
         later = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "later")
         errors: list[Exception] = []
 
-        def wait_here(_: shoal.Handle[torch.Tensor]) -> None:
+        def wait_in_callback(_: shoal.Handle[torch.Tensor]) -> None:
             try:
                 later.wait()
             except Exception as error:
                 errors.append(error)
             go.set()
 
-        shoal.allreduce_nonblocking(torch.ones(1), name="now").add_done_callback(wait_here)
+        shoal.allreduce_nonblocking(torch.ones(1), name="now").add_done_callback(wait_in_callback)
         assert go.wait(5)
         assert [type(error) for error in errors] == [RuntimeError]
         assert "would never end" in str(errors[0])
@@ -356,9 +356,9 @@ def test_invalid_handles_are_refused(thing: Any) -> None:
 
 def test_names_of_internal_calls_are_reserved(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
-        mine = shoal.allreduce_nonblocking(torch.ones(2), name="metrics")
-        found = shoal.metrics({"loss": float(shoal.rank())})
-        return found["loss"].mean, shoal.wait(mine)[0].item()
+        own = shoal.allreduce_nonblocking(torch.ones(2), name="metrics")
+        result = shoal.metrics({"loss": float(shoal.rank())})
+        return result["loss"].mean, shoal.wait(own)[0].item()
 
     assert fleet(2).run(run) == [(0.5, 1.0)] * 2
 

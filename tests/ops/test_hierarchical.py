@@ -40,11 +40,11 @@ def test_the_matrix_is_the_machine_matrix_kron_the_mean_of_a_machine(
             results.append(shoal.hierarchical_neighbor_allreduce(x))
         return results
 
-    found = fleet(size, agents_per_machine=per_machine).run(run)
+    observed = fleet(size, agents_per_machine=per_machine).run(run)
     x = torch.stack(samples(size, (11,), torch.float64)).numpy()
     for case, graph in enumerate(graphs.values()):
         matrix = np.kron(shoal.topology.mixing_matrix(graph), np.full((per_machine, per_machine), 1.0 / per_machine))
-        result = np.stack([found[rank][case].numpy() for rank in range(size)])
+        result = np.stack([observed[rank][case].numpy() for rank in range(size)])
         np.testing.assert_allclose(result, matrix @ x, rtol=1e-12, atol=1e-12)
 
 
@@ -56,10 +56,10 @@ def test_every_dtype_and_size_has_the_bits_of_the_reference(fleet: Fleets, dtype
         shoal.set_machine_topology(graph)
         return [shoal.hierarchical_neighbor_allreduce(sample(shoal.rank(), shape, dtype)) for shape in shapes(dtype)]
 
-    found = fleet(4, agents_per_machine=2).run(run)
+    results = fleet(4, agents_per_machine=2).run(run)
     for case, shape in enumerate(shapes(dtype)):
         expected = expected_of(samples(4, shape, dtype), 2, [0.5, 0.5], [{1: 0.5}, {0: 0.5}])
-        assert all(same_bits(found[rank][case], expected[rank]) for rank in range(4)), shape
+        assert all(same_bits(results[rank][case], expected[rank]) for rank in range(4)), shape
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -69,19 +69,19 @@ def test_explicit_weights_name_machines_also_outside_the_machine_topology(fleet:
     receives = [[{j: 0.5 + j for j in range(machines) if i in send[j]} for i in range(machines)] for send in sends]
 
     def run() -> list[torch.Tensor]:
-        here = shoal.machine_rank()
+        own_machine = shoal.machine_rank()
         return [
             shoal.hierarchical_neighbor_allreduce(
-                sample(shoal.rank(), (33,)), -0.5, receive[here], send[here], enable_topo_check=check
+                sample(shoal.rank(), (33,)), -0.5, receive[own_machine], send[own_machine], enable_topo_check=check
             )
             for send, receive in zip(sends, receives, strict=True)
         ]
 
-    found = fleet(machines * per_machine, agents_per_machine=per_machine).run(run)
+    results = fleet(machines * per_machine, agents_per_machine=per_machine).run(run)
     for case, (send, receive) in enumerate(zip(sends, receives, strict=True)):
         scaled = [{j: r * send[j][i] for j, r in receive[i].items()} for i in range(machines)]
         expected = expected_of(samples(8, (33,)), per_machine, [-0.5] * machines, scaled)
-        assert all(same_bits(found[rank][case], expected[rank]) for rank in range(8)), send
+        assert all(same_bits(results[rank][case], expected[rank]) for rank in range(8)), send
 
 
 def test_destinations_may_be_a_list_and_weights_integers(fleet: Fleets) -> None:

@@ -26,12 +26,12 @@ def test_the_static_topology_gives_the_sources_in_ascending_rank(fleet: Fleets, 
             results.append(shoal.neighbor_allgather(sample(shoal.rank(), (2, 3))))
         return results
 
-    found = fleet(size).run(run)
+    result = fleet(size).run(run)
     for case, (name, graph) in enumerate(graphs.items()):
         for rank in range(size):
             sources = sorted(set(graph.predecessors(rank)) - {rank})
             expected = torch.cat([sample(source, (2, 3)) for source in sources] or [torch.empty(0, 3)])
-            assert same_bits(found[rank][case], expected), (name, rank)
+            assert same_bits(result[rank][case], expected), (name, rank)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -76,11 +76,11 @@ def test_random_digraphs_give_the_sources_in_the_requested_order(fleet: Fleets, 
             for send, order in zip(sends, orders, strict=True)
         ]
 
-    found = fleet(size).run(run)
+    results = fleet(size).run(run)
     for case, order in enumerate(orders):
         for rank in range(size):
             parts = [sample(source, (source + 1, 2)) for source in order[rank]]
-            assert same_bits(found[rank][case], torch.cat(parts or [torch.empty(0, 2)])), (case, rank)
+            assert same_bits(results[rank][case], torch.cat(parts or [torch.empty(0, 2)])), (case, rank)
 
 
 def test_without_any_source_the_result_has_no_rows(fleet: Fleets) -> None:

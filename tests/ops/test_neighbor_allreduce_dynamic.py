@@ -23,7 +23,7 @@ def receive_weights(send: Edges) -> Edges:
 
 
 def ones(edges: Edges) -> Edges:
-    return [dict.fromkeys(mine, 1.0) for mine in edges]
+    return [dict.fromkeys(own, 1.0) for own in edges]
 
 
 def rounds(fleet: Fleets, size: int, calls: list[list[dict[str, Any]]], shape: tuple[int, ...]) -> list[Any]:
@@ -90,10 +90,10 @@ def test_push_pull_has_the_bits_of_the_reference_for_every_size(fleet: Fleets, d
             for shape in shapes(dtype)
         ]
 
-    found = fleet(3).run(run)
+    results = fleet(3).run(run)
     for case, shape in enumerate(shapes(dtype)):
         expected = push_pull(samples(3, shape, dtype), [0.1] * 3, receive, send)
-        assert all(same_bits(found[rank][case], expected[rank]) for rank in range(3)), shape
+        assert all(same_bits(results[rank][case], expected[rank]) for rank in range(3)), shape
 
 
 @pytest.mark.parametrize("form", ["push", "pull"])
@@ -105,8 +105,8 @@ def test_push_and_pull_within_the_topology_need_no_discovery(fleet: Fleets, form
     allowed = static.has_edge
     within = [
         [
-            {peer: w for peer, w in mine.items() if (allowed(rank, peer) if form == "push" else allowed(peer, rank))}
-            for rank, mine in enumerate(edges)
+            {peer: w for peer, w in own.items() if (allowed(rank, peer) if form == "push" else allowed(peer, rank))}
+            for rank, own in enumerate(edges)
         ]
         for edges in wanted
     ]

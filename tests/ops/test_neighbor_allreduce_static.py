@@ -27,13 +27,13 @@ def test_every_bluefog_graph_gives_its_average_uniform_and_weighted(fleet: Fleet
                 results.append(shoal.neighbor_allreduce(sample(shoal.rank(), (7,))))
         return results
 
-    found = fleet(size).run(run)
+    result = fleet(size).run(run)
     inputs = samples(size, (7,))
     for case, (name, graph) in enumerate(graphs.items()):
         for is_weighted in (False, True):
             expected = averaged_over(graph, inputs, is_weighted=is_weighted)
             for rank in range(size):
-                assert same_bits(found[rank][2 * case + is_weighted], expected[rank]), (name, is_weighted, rank)
+                assert same_bits(result[rank][2 * case + is_weighted], expected[rank]), (name, is_weighted, rank)
 
 
 @pytest.mark.parametrize("dtype", WEIGHABLE, ids=str)
@@ -44,17 +44,17 @@ def test_every_size_has_the_bits_of_the_reference(fleet: Fleets, dtype: torch.dt
         shoal.set_topology(graph, is_weighted=True)
         return [shoal.neighbor_allreduce(sample(shoal.rank(), shape, dtype)) for shape in shapes(dtype)]
 
-    found = fleet(4).run(run)
+    results = fleet(4).run(run)
     for case, shape in enumerate(shapes(dtype)):
         expected = averaged_over(graph, samples(4, shape, dtype), is_weighted=True)
         for rank in range(4):
-            assert same_bits(found[rank][case], expected[rank]), (shape, rank)
+            assert same_bits(results[rank][case], expected[rank]), (shape, rank)
 
 
 def test_without_arguments_the_topology_is_the_uniform_exponential_graph(fleet: Fleets) -> None:
-    found = fleet(6).run(lambda: shoal.neighbor_allreduce(sample(shoal.rank(), (3,))))
+    results = fleet(6).run(lambda: shoal.neighbor_allreduce(sample(shoal.rank(), (3,))))
     expected = averaged_over(shoal.topology.ExponentialTwoGraph(6), samples(6, (3,)), is_weighted=False)
-    assert all(map(same_bits, found, expected))
+    assert all(map(same_bits, results, expected))
 
 
 def test_a_graph_with_negative_weights_and_weights_above_one_is_used_as_it_is(fleet: Fleets) -> None:
@@ -134,10 +134,10 @@ def test_a_new_topology_takes_effect_with_the_next_call(fleet: Fleets) -> None:
             results.append(shoal.neighbor_allreduce(sample(shoal.rank(), (3,)), name="x"))
         return results
 
-    found = fleet(5).run(run)
+    result = fleet(5).run(run)
     for case, graph in enumerate(graphs):
         expected = averaged_over(graph, samples(5, (3,)), is_weighted=False)
-        assert all(same_bits(found[rank][case], expected[rank]) for rank in range(5))
+        assert all(same_bits(result[rank][case], expected[rank]) for rank in range(5))
 
 
 def test_a_nonblocking_call_uses_the_topology_of_its_submission(fleet: Fleets) -> None:

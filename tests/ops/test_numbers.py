@@ -1,4 +1,4 @@
-"""What has ``__index__`` is a rank and what has ``__float__`` a weight, in every operation; nothing else is."""
+"""An object with ``__index__`` is a rank and one with ``__float__`` a weight, in every operation; no other is."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_every_operation_accepts_ranks_with_an_index_method(fleet: Fleets, rank_
     def run() -> None:
         rank = shoal.rank()
         x, other = torch.full((2,), float(rank)), rank_of(1 - rank)
-        theirs, mean = [1.0 - rank] * 2, [0.5, 0.5]
-        assert shoal.neighbor_allgather(x, src_ranks=[other], dst_ranks=[other]).tolist() == theirs
-        assert shoal.neighbor_alltoall(x.view(1, 2), [other]).tolist() == [theirs]
+        remote, mean = [1.0 - rank] * 2, [0.5, 0.5]
+        assert shoal.neighbor_allgather(x, src_ranks=[other], dst_ranks=[other]).tolist() == remote
+        assert shoal.neighbor_alltoall(x.view(1, 2), [other]).tolist() == [remote]
         assert shoal.pair_gossip(x, other).tolist() == mean
         assert shoal.neighbor_allreduce(x, 0.5, {other: 0.5}, [other]).tolist() == mean
         assert shoal.hierarchical_neighbor_allreduce(x, 0.5, {other: 0.5}, [other]).tolist() == mean

@@ -1,4 +1,4 @@
-"""Models, optimizers and plain objects are brought to one state exactly, and nothing that could run code arrives."""
+"""Models, optimizers and plain objects are synchronized exactly, and no received bytes can run code."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def same(one: Any, other: Any) -> bool:
 def test_plain_objects_arrive_equal_from_every_root(fleet: Fleets, size: int) -> None:
     def run() -> None:
         for root in range(size):
-            mine = PLAIN if shoal.rank() == root else f"ignored {shoal.rank()}"
-            assert same(shoal.broadcast_object(mine, root_rank=root), PLAIN)
+            own = PLAIN if shoal.rank() == root else f"ignored {shoal.rank()}"
+            assert same(shoal.broadcast_object(own, root_rank=root), PLAIN)
 
     fleet(size).run(run)
 
@@ -96,7 +96,7 @@ def test_an_object_that_could_run_code_is_refused_at_the_root(
         if shoal.rank() == 0:
             with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
                 shoal.broadcast_object(value, 0)
-        # Nothing was sent, so the next broadcast is matched as if the refused one had not been asked for.
+        # Nothing was sent, so the next broadcast is matched as if the refused one had not been called.
         assert shoal.broadcast_object("fine" if shoal.rank() == 0 else None) == "fine"
 
     fleet(2).run(run)
@@ -128,16 +128,16 @@ def test_broadcast_parameters_copies_the_roots_values_in_place(fleet: Fleets, wa
     expected = {name: tensor.clone() for name, tensor in models[2].state_dict().items()}
 
     def run() -> None:
-        mine = models[shoal.rank()]
-        where = [parameter.data_ptr() for parameter in mine.parameters()]
-        assert shoal.broadcast_parameters(WAYS[way](mine), root_rank=2) is None  # type: ignore[func-returns-value]
-        assert [parameter.data_ptr() for parameter in mine.parameters()] == where
-        assert all(parameter.requires_grad for parameter in mine.parameters())
+        own = models[shoal.rank()]
+        where = [parameter.data_ptr() for parameter in own.parameters()]
+        assert shoal.broadcast_parameters(WAYS[way](own), root_rank=2) is None  # type: ignore[func-returns-value]
+        assert [parameter.data_ptr() for parameter in own.parameters()] == where
+        assert all(parameter.requires_grad for parameter in own.parameters())
 
     fleet(3).run(run)
     for model in models:
-        found = model.state_dict() if "dict" in way else dict(model.named_parameters())
-        assert all(same_bits(found[name], expected[name]) for name in found)
+        result = model.state_dict() if "dict" in way else dict(model.named_parameters())
+        assert all(same_bits(result[name], expected[name]) for name in result)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,8 +151,8 @@ def test_allreduce_parameters_averages_floating_point_entries(fleet: Fleets, tra
     fleet(3).run(run)
     models_of_0 = models[0].state_dict()
     for rank, model in enumerate(models):
-        found = model.state_dict() if "dict" in way else dict(model.named_parameters())
-        for name, tensor in found.items():
+        result = model.state_dict() if "dict" in way else dict(model.named_parameters())
+        for name, tensor in result.items():
             if not tensor.is_floating_point():
                 assert same_bits(tensor, before[rank][name])
                 continue
@@ -230,7 +230,7 @@ def test_expanded_and_empty_tensors_are_exchanged_too(fleet: Fleets, kind: str) 
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What all agents of the process submit meanwhile."""
+    """Operations that all agents of the process submit concurrently."""
     submitted: list[str] = []
     submit = Engine.submit
 
@@ -242,15 +242,15 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return submitted
 
 
-def many(rank: int) -> dict[str, torch.Tensor]:
+def mixed_tensors(rank: int) -> dict[str, torch.Tensor]:
     """Small tensors of several dtypes and layouts, and a large one."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
-    found = {f"{n:03d}": sample(100 * rank + n, (n % 4, 3), dtypes[n % 6]) for n in range(180)}
-    found["columns"] = sample(rank, (5, 7)).t()[1:]
-    found["conjugate"] = sample(rank, (4,), torch.complex64).conj()
-    found["number"] = torch.tensor(float(rank))
-    found["large"] = sample(rank, (90_000,))
-    return found
+    result = {f"{n:03d}": sample(100 * rank + n, (n % 4, 3), dtypes[n % 6]) for n in range(180)}
+    result["columns"] = sample(rank, (5, 7)).t()[1:]
+    result["conjugate"] = sample(rank, (4,), torch.complex64).conj()
+    result["number"] = torch.tensor(float(rank))
+    result["large"] = sample(rank, (90_000,))
+    return result
 
 
 @every_exchange
@@ -263,14 +263,14 @@ def test_small_tensors_are_fused_with_the_bits_of_single_calls(
     }
 
     def run() -> int:
-        expected = {name: single[kind](one) for name, one in many(shoal.rank()).items()}
-        found = many(shoal.rank())
+        expected = {name: single[kind](one) for name, one in mixed_tensors(shoal.rank()).items()}
+        result = mixed_tensors(shoal.rank())
         shoal.barrier()
         before = len(operations)
         shoal.barrier()
-        Exchanges[kind](found)
+        Exchanges[kind](result)
         shoal.barrier()
-        for name, one in found.items():
+        for name, one in result.items():
             if transport == PROCESS_GROUP and kind == "allreduce" and one.dtype == torch.bfloat16:
                 assert torch.allclose(one, expected[name])
             else:
@@ -307,9 +307,9 @@ def test_an_error_names_the_non_finite_tensors_of_a_fused_message(
             Exchanges[kind](params)
         return str(caught.value)
 
-    found = fleet(2).run(run)
-    assert "'broadcast_parameters.a and 2 more'" in found[0] or "'allreduce_parameters.a and 2 more'" in found[0]
-    assert found[1].endswith("The tensors with such numbers: b")
+    results = fleet(2).run(run)
+    assert "'broadcast_parameters.a and 2 more'" in results[0] or "'allreduce_parameters.a and 2 more'" in results[0]
+    assert results[1].endswith("The tensors with such numbers: b")
 
 
 @every_exchange
@@ -327,10 +327,16 @@ def test_agents_with_other_tensors_raise_a_mismatch_and_nothing_is_changed(fleet
                 "none": {},
             }
             params = changed[how]
-        words = {"tied": "'b' .*tied to 'a'", "names": "'c'", "shape": r"\[3, 1\]", "dtype": "float64", "none": "none"}
+        messages = {
+            "tied": "'b' .*tied to 'a'",
+            "names": "'c'",
+            "shape": r"\[3, 1\]",
+            "dtype": "float64",
+            "none": "none",
+        }
         with pytest.raises(shoal.Mismatch, match=r"rank 0 has 'b'|rank 0 has 'a'") as caught:
             Exchanges[kind](params)
-        assert re.search(f"only rank 2 has.*{words[how]}", str(caught.value))
+        assert re.search(f"only rank 2 has.*{messages[how]}", str(caught.value))
         assert caught.value.ranks == (0, 2)
         assert not a.any()
         assert not b.any()
@@ -402,8 +408,8 @@ def test_after_the_broadcast_equal_gradients_keep_the_agents_equal(fleet: Fleets
         optimizer.step()
         return model.weight.detach()
 
-    found = fleet(3).run(run)
-    assert all(same_bits(one, found[0]) for one in found)
+    results = fleet(3).run(run)
+    assert all(same_bits(one, results[0]) for one in results)
 
 
 def test_a_state_of_none_is_preserved(fleet: Fleets) -> None:
@@ -431,7 +437,7 @@ def test_lbfgs_is_refused(fleet: Fleets) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_infer_finds_the_reverse_lists_of_random_digraphs(fleet: Fleets, size: int) -> None:
-    sends = [[list(mine) for mine in random_digraph(size, seed)] for seed in range(6)]
+    sends = [[list(own) for own in random_digraph(size, seed)] for seed in range(6)]
 
     def run() -> list[tuple[Any, Any]]:
         rank = shoal.rank()
@@ -452,7 +458,7 @@ def test_infer_finds_the_reverse_lists_of_random_digraphs(fleet: Fleets, size: i
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_infer_gives_the_matrix_of_uniform_weights_with_columns_that_sum_to_one(fleet: Fleets, size: int) -> None:
     """``A[i, j]`` weighs the edge from i to j: each agent j weighs itself and its sources by 1 / (in-degree + 1)."""
-    sends = [list(mine) for mine in random_digraph(size, 4)]
+    sends = [list(own) for own in random_digraph(size, 4)]
     receives = incoming(sends)
     expected = torch.zeros(size, size)
     for j, sources in enumerate(receives):

@@ -45,9 +45,9 @@ def test_a_random_order_of_pairs_preserves_the_sum(fleet: Fleets) -> None:
                 x = shoal.pair_gossip(x, pair[0] + pair[1] - shoal.rank())
         return x.item()
 
-    found = fleet(5).run(run)
-    assert sum(found) == pytest.approx(10.0)
-    assert max(found) - min(found) < 1.0
+    results = fleet(5).run(run)
+    assert sum(results) == pytest.approx(10.0)
+    assert max(results) - min(results) < 1.0
 
 
 def test_agents_outside_the_pair_need_not_call(fleet: Fleets) -> None:

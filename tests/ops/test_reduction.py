@@ -1,4 +1,4 @@
-"""All-reduces by every way that there is: the same bits as a fold in rank order, whoever owns which numbers."""
+"""All-reduces by every algorithm: the same bits as a fold in rank order, however the numbers are split."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NUMELS = [1, 7, 1000, 5001, 300_001]
 def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[int]], Sequence[int]]], None]:
     """Says which of a group own the numbers, instead of what their count would pay for."""
 
-    def say(owners: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    def set_owners(owners: Callable[[Sequence[int]], Sequence[int]]) -> None:
         def of(agent: Agent, group: Sequence[int], nbytes: int) -> Sequence[int]:
             return owners(group)
 
         monkeypatch.setattr(reduction, "owners_of", of)
 
-    return say
+    return set_owners
 
 
 @pytest.mark.links("an engine sums in an order of its own")
@@ -45,8 +45,8 @@ def test_any_number_of_owners_gives_the_bits_of_the_sum_in_rank_order(
     expected = [reduced("sum", samples(size, (numel,))) for numel in NUMELS]
     for count in range(1, size + 1):
         owned_by(lambda group, count=count: group[-count:])
-        for found in fleet(size).run(run):
-            assert all(map(same_bits, found, expected)), count
+        for result in fleet(size).run(run):
+            assert all(map(same_bits, result, expected)), count
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.int64], ids=str)
@@ -59,11 +59,11 @@ def test_the_bits_of_every_dtype_are_independent_of_the_owner(
     def run() -> torch.Tensor:
         return shoal.allreduce(sample(shoal.rank(), (5001,), dtype), op=how)
 
-    found = []
+    results = []
     for count in (1, 2, 4):
         owned_by(lambda group, count=count: group[:count])
-        found += fleet(4).run(run)
-    assert all(same_bits(one, found[0]) for one in found)
+        results += fleet(4).run(run)
+    assert all(same_bits(one, results[0]) for one in results)
 
 
 @pytest.mark.links("with an engine all own a share, of what it does not sum itself")
@@ -119,22 +119,22 @@ def test_one_shape_of_four_that_differs_ends_all_calls_and_sums_nothing(fleet: F
         shoal.allreduce(torch.ones(3), name="after")
         return caught.value.ranks
 
-    found = fleet(4).run(run)
-    assert any(odd in ranks for ranks in found), found
+    results = fleet(4).run(run)
+    assert any(odd in ranks for ranks in results), results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numel", [3, 3_000_000], ids=["one owner", "all own"])
 def test_all_agents_name_only_the_absent_agent(fleet: Fleets, numel: int) -> None:
     """So do agents that wait only for the message of an owner that itself waits."""
-    done, begun, ended = threading.Event(), threading.Barrier(3), threading.Barrier(3)
+    done, started, ended = threading.Event(), threading.Barrier(3), threading.Barrier(3)
 
     def run() -> tuple[int, ...]:
         if shoal.rank() == 2:
             assert done.wait(scaled(15))
             return (2,)
         x = torch.ones(numel)
-        begun.wait()  # an agent that begins when others have given up is late itself
+        started.wait()  # an agent that begins when others have given up is late itself
         with pytest.raises(shoal.DeadlineExceeded) as caught:
             shoal.allreduce(x, name="x", timeout=scaled(1.0))
         ended.wait()
@@ -147,8 +147,8 @@ def test_all_agents_name_only_the_absent_agent(fleet: Fleets, numel: int) -> Non
 def by_machine(how: str, inputs: Sequence[torch.Tensor], machines: Sequence[Sequence[int]]) -> torch.Tensor:
     """Each machine's reduction, and the reduction of those; the sum of an average is divided once."""
     folded = "sum" if how == "average" else how
-    whole = reduced(folded, [reduced(folded, [inputs[rank] for rank in ranks]) for ranks in machines])
-    return whole / len(inputs) if how == "average" else whole
+    full = reduced(folded, [reduced(folded, [inputs[rank] for rank in ranks]) for ranks in machines])
+    return full / len(inputs) if how == "average" else full
 
 
 @pytest.mark.links("an engine sums in an order of its own")
@@ -160,23 +160,23 @@ def test_large_tensors_are_reduced_machine_by_machine(fleet: Fleets, machines: i
 
     def run() -> list[torch.Tensor]:
         x = sample(shoal.rank(), (numel,))
-        given, found = x.clone(), []
+        given, results = x.clone(), []
         for how in kinds:
             pieces = torch.split(x, cuts)
-            found += [shoal.allreduce(x, op=how), *(shoal.allreduce(piece, op=how) for piece in pieces)]
+            results += [shoal.allreduce(x, op=how), *(shoal.allreduce(piece, op=how) for piece in pieces)]
             handles = [shoal.allreduce_nonblocking(piece, op=how) for piece in pieces]
-            found += [handle.wait() for handle in handles] + shoal.grouped_allreduce(list(pieces), op=how)
+            results += [handle.wait() for handle in handles] + shoal.grouped_allreduce(list(pieces), op=how)
         assert same_bits(x, given)
-        return found
+        return results
 
     grouping = [range(machine * per_machine, (machine + 1) * per_machine) for machine in range(machines)]
     x, expected = samples(size, (numel,)), []
     for how in kinds:
-        whole = by_machine(how, x, grouping)
-        expected += [whole, *3 * torch.split(whole, cuts)]
+        full = by_machine(how, x, grouping)
+        expected += [full, *3 * torch.split(full, cuts)]
     assert not same_bits(expected[0], reduced("sum", x))  # so the order can be told
-    for found in fleet(size, agents_per_machine=per_machine).run(run):
-        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected)
+    for result in fleet(size, agents_per_machine=per_machine).run(run):
+        assert [same_bits(*pair) for pair in zip(result, expected, strict=True)] == [True] * len(expected)
 
 
 @pytest.mark.links("an engine sums in an order of its own")
@@ -186,16 +186,18 @@ def test_a_group_is_reduced_by_machine_if_it_has_equally_many_agents_on_each(fle
 
     def run() -> list[torch.Tensor]:
         rank = shoal.rank()
-        found = [shoal.allreduce(sample(rank, shape), False, group=group) for group in (uneven, even) if rank in group]
+        results = [
+            shoal.allreduce(sample(rank, shape), False, group=group) for group in (uneven, even) if rank in group
+        ]
         half = sample(rank, shape, torch.bfloat16)
-        return [*found, shoal.allreduce(torch.cat([half, half]), False)]
+        return [*results, shoal.allreduce(torch.cat([half, half]), False)]
 
     x, half = samples(8, shape), samples(8, shape, torch.bfloat16)
     of_seven, of_four = reduced("sum", [x[rank] for rank in uneven]), by_machine("sum", x, [(0, 1), (6, 7)])
-    of_half = reduced("sum", [torch.cat([one, one]) for one in half])  # it would be rounded once more
-    for rank, found in enumerate(fleet(8, agents_per_machine=2).run(run)):
+    of_half = reduced("sum", [torch.cat([one, one]) for one in half])  # it would be rounded a second time
+    for rank, result in enumerate(fleet(8, agents_per_machine=2).run(run)):
         expected = [one for one, group in ((of_seven, uneven), (of_four, even)) if rank in group] + [of_half]
-        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected), rank
+        assert [same_bits(*pair) for pair in zip(result, expected, strict=True)] == [True] * len(expected), rank
 
 
 @pytest.mark.parametrize("other", [1, 2], ids=["beside it", "on another machine"])
@@ -207,12 +209,12 @@ def test_a_shape_that_differs_on_one_machine_is_a_mismatch_and_the_next_call_wor
         try:
             shoal.allreduce(torch.ones((2, numel // 2) if differs else (4, numel // 4)), name="differs")
         except shoal.Mismatch as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = ""
+            message = ""
         shoal.barrier()
         assert shoal.allreduce(torch.ones(numel)).eq(1.0).all()
-        return said
+        return message
 
-    for said in fleet(4, agents_per_machine=2).run(run):
-        assert "'differs'" in said and ("shape" in said or "list of tensors" in said), said
+    for output in fleet(4, agents_per_machine=2).run(run):
+        assert "'differs'" in output and ("shape" in output or "list of tensors" in output), output

@@ -22,8 +22,8 @@ SIZE = 7
 
 def tensors(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
-    found = [torch.randn(numel, dtype=torch.float64, generator=draw) * (1 + rank) for rank in range(SIZE)]
-    return [one.to(dtype) for one in found]
+    results = [torch.randn(numel, dtype=torch.float64, generator=draw) * (1 + rank) for rank in range(SIZE)]
+    return [one.to(dtype) for one in results]
 
 
 def hops(rule: Robust | None) -> list[int]:
@@ -40,13 +40,13 @@ def average(numel: int, dtype: torch.dtype, rule: Robust | None, spoil: dict[int
     if shoal.rank() in spoil:
         x = torch.full_like(x, spoil[shoal.rank()])
     before = x.clone()
-    found = shoal.neighbor_allreduce(x, robust=rule)
+    result = shoal.neighbor_allreduce(x, robust=rule)
     assert torch.equal(x.nan_to_num(), before.nan_to_num())
     out = torch.empty_like(x)
     assert torch.equal(
-        shoal.neighbor_allreduce_nonblocking(x, robust=rule, out=out).wait().nan_to_num(), found.nan_to_num()
+        shoal.neighbor_allreduce_nonblocking(x, robust=rule, out=out).wait().nan_to_num(), result.nan_to_num()
     )
-    return found
+    return result
 
 
 RULES = [
@@ -67,13 +67,13 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(
     "transport",
-    [pytest.param(one, marks=pytest.mark.transport(one)) for one in ("threads", "shared_memory", "network")],
+    [pytest.param(name, marks=pytest.mark.transport(name)) for name in ("threads", "shared_memory", "network")],
 )
 def test_each_rule_is_its_equation(rule: Robust, spoil: dict[int, float], transport: str) -> None:
     for numel, dtype, tolerance in ((7, torch.float64, 1e-13), (100_000, torch.float32, 1e-5)):
         fleet = shoal.Fleet(SIZE, transport=transport)
-        found = fleet.run(average, numel, dtype, rule, spoil)
-        x = [one.double().numpy() for one in tensors(dtype, numel)]
+        results = fleet.run(average, numel, dtype, rule, spoil)
+        x = [tensor.double().numpy() for tensor in tensors(dtype, numel)]
         for rank, value in spoil.items():
             x[rank] = np.full(numel, value)
         for rank in range(SIZE):
@@ -82,7 +82,7 @@ def test_each_rule_is_its_equation(rule: Robust, spoil: dict[int, float], transp
             group = sorted({(rank + hop) % SIZE for hop in hops(rule)})
             expected = of_paper(rule, x[rank], [x[one] for one in group], [1 / (len(group) + 1)] * len(group))
             scale = np.abs(expected).max()
-            np.testing.assert_allclose(found[rank].double().numpy(), expected, rtol=0, atol=tolerance * (1 + scale))
+            np.testing.assert_allclose(results[rank].double().numpy(), expected, rtol=0, atol=tolerance * (1 + scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -115,8 +115,8 @@ def test_a_sender_of_non_finite_values_is_named(caplog: pytest.LogCaptureFixture
     robust._named.clear()
     with caplog.at_level(logging.WARNING, "shoal"):
         shoal.Fleet(SIZE).run(average, 3, torch.float32, shoal.robust.FiniteOnly(), {2: float("nan")})
-    said = sorted(record.message for record in caplog.records)
-    assert said == [f"rank {rank} leaves out what rank 2 sends: it is not finite" for rank in (1, 3)]
+    logged = sorted(record.message for record in caplog.records)
+    assert logged == [f"rank {rank} leaves out what rank 2 sends: it is not finite" for rank in (1, 3)]
 
 
 def too_few(call: Callable[[], torch.Tensor]) -> str:
@@ -142,11 +142,11 @@ def one_source(form: str, rule: Robust) -> torch.Tensor:
 @pytest.mark.parametrize("form", ["static", "push", "pull", "push-pull"])
 def test_too_few_neighbours_in_a_round_are_refused_with_the_remedy(rule: Robust, form: str) -> None:
     static = partial(shoal.neighbor_allreduce, torch.ones(2), robust=rule)
-    found = shoal.Fleet(4).run(too_few, static if form == "static" else partial(one_source, form, rule))
-    for rank, said in enumerate(found):
-        assert f"robust={rule}: an agent needs at least 3 neighbours" in said
-        assert f"rank {rank} has ranks [" in said
-        assert "FullyConnectedGraph" in said
+    results = shoal.Fleet(4).run(too_few, static if form == "static" else partial(one_source, form, rule))
+    for rank, output in enumerate(results):
+        assert f"robust={rule}: an agent needs at least 3 neighbours" in output
+        assert f"rank {rank} has ranks [" in output
+        assert "FullyConnectedGraph" in output
 
 
 def in_a_group(rule: Robust) -> torch.Tensor:
@@ -157,26 +157,26 @@ def in_a_group(rule: Robust) -> torch.Tensor:
 
 
 def test_only_the_neighbours_in_a_group_count() -> None:
-    found = shoal.Fleet(6).run(too_few, partial(in_a_group, shoal.robust.TrimmedMean()))
-    assert found[:4] == [""] * 4
-    assert all("needs at least 3 neighbours" in said for said in found[4:])
+    results = shoal.Fleet(6).run(too_few, partial(in_a_group, shoal.robust.TrimmedMean()))
+    assert results[:4] == [""] * 4
+    assert all("needs at least 3 neighbours" in output for output in results[4:])
 
 
 def without_a_need() -> list[float]:
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     x = torch.tensor([float(shoal.rank())])
     rules = (shoal.robust.FiniteOnly(), shoal.robust.ClippedGossip(radius=9.0))
-    found = [shoal.neighbor_allreduce(x, robust=rule).item() for rule in rules]
+    results = [shoal.neighbor_allreduce(x, robust=rule).item() for rule in rules]
     alone = [
         shoal.neighbor_allreduce(x, 1.0, {}, {}, robust=rule).item() for rule in (shoal.robust.TrimmedMean(), *rules)
     ]
-    return found + alone
+    return results + alone
 
 
 def test_a_rule_without_a_minimum_and_an_agent_without_neighbours_are_no_error() -> None:
-    for rank, found in enumerate(shoal.Fleet(4).run(without_a_need)):
-        assert found[0] == found[1] != rank or rank in (1, 2)
-        assert found[2:] == [rank] * 3
+    for rank, result in enumerate(shoal.Fleet(4).run(without_a_need)):
+        assert result[0] == result[1] != rank or rank in (1, 2)
+        assert result[2:] == [rank] * 3
 
 
 def with_schedule(schedule: shoal.topology.Schedule, rule: Robust) -> str:
@@ -191,11 +191,11 @@ def with_schedule(schedule: shoal.topology.Schedule, rule: Robust) -> str:
 
 def test_an_optimizer_checks_the_rounds_of_its_schedule() -> None:
     gossip = shoal.topology.find("gossip-pga").schedule(4)
-    for said in shoal.Fleet(4).run(with_schedule, gossip, shoal.robust.TrimmedMean()):
-        assert "needs at least 3 neighbours" in said
-        assert "in round 0 of topology= rank 0 has 1" in said
-    whole = shoal.topology.find("fully-connected").schedule(4)
-    assert shoal.Fleet(4).run(with_schedule, whole, shoal.robust.TrimmedMean()) == [""] * 4
+    for output in shoal.Fleet(4).run(with_schedule, gossip, shoal.robust.TrimmedMean()):
+        assert "needs at least 3 neighbours" in output
+        assert "in round 0 of topology= rank 0 has 1" in output
+    full = shoal.topology.find("fully-connected").schedule(4)
+    assert shoal.Fleet(4).run(with_schedule, full, shoal.robust.TrimmedMean()) == [""] * 4
     assert shoal.Fleet(4).run(with_schedule, gossip, shoal.robust.FiniteOnly()) == [""] * 4
 
 
@@ -215,19 +215,19 @@ def by_hand() -> str:
 
 
 def test_an_optimizer_checks_explicit_weights_in_the_step() -> None:
-    assert all("needs at least 3 neighbours" in said for said in shoal.Fleet(4).run(by_hand))
+    assert all("needs at least 3 neighbours" in output for output in shoal.Fleet(4).run(by_hand))
 
 
 def after_a_loss(rule: Robust) -> list[float]:
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
-    x, found = torch.tensor([float(shoal.rank())]), []
+    x, result = torch.tensor([float(shoal.rank())]), []
     for round_ in range(3):
         if round_ == 1 and shoal.rank() == 3:
             shoal.shutdown()
-            return found
+            return result
         x = shoal.neighbor_allreduce(x, robust=rule)
-        found.append(x.item())
-    return found
+        result.append(x.item())
+    return result
 
 
 @pytest.mark.parametrize("rule", [shoal.robust.ClippedGossip(), shoal.robust.TrimmedMean()], ids=str)
@@ -239,11 +239,11 @@ def test_survivors_with_too_few_neighbours_warn_once_and_continue(
     robust._warned.clear()
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     with caplog.at_level(logging.WARNING, "shoal"):
-        found = shoal.Fleet(4).run(after_a_loss, rule)
-    assert [len(one) for one in found] == [3, 3, 3, 1]
-    said = sorted(record.message for record in caplog.records if "needs at least" in record.message)
-    assert [one.split("and rank ")[1][0] for one in said] == ["0", "1", "2"], said
-    assert all(one.endswith("Agents were lost, so it goes on without that guarantee") for one in said)
+        results = shoal.Fleet(4).run(after_a_loss, rule)
+    assert [len(one) for one in results] == [3, 3, 3, 1]
+    logged = sorted(record.message for record in caplog.records if "needs at least" in record.message)
+    assert [one.split("and rank ")[1][0] for one in logged] == ["0", "1", "2"], logged
+    assert all(one.endswith("Agents were lost, so it goes on without that guarantee") for one in logged)
 
 
 def train(rule: Robust | None, liar: str) -> list[float]:
@@ -288,8 +288,8 @@ def train(rule: Robust | None, liar: str) -> list[float]:
 )
 def test_honest_agents_learn_beside_a_byzantine_one(rule: Robust, liar: str) -> None:
     honest = np.mean([target(rank) * 0.1 for rank in range(4)], axis=0)
-    found = np.array(shoal.Fleet(5).run(train, rule, liar)[:4])
-    assert np.abs(found - honest).max() < 0.25, found
+    results = np.array(shoal.Fleet(5).run(train, rule, liar)[:4])
+    assert np.abs(results - honest).max() < 0.25, results
     spoiled = np.array(shoal.Fleet(5).run(train, None, liar)[:4])
     assert not np.abs(spoiled - honest).max() < 5.0
 
@@ -319,7 +319,7 @@ def test_invalid_rules_are_refused(call: Any, error: type[Exception], message: s
 def refused() -> list[str]:
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    results = []
     calls: list[Any] = [
         lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, robust="median"),
         lambda: shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, robust=shoal.robust.TrimmedMean()),
@@ -332,12 +332,12 @@ def refused() -> list[str]:
         try:
             call()
         except (TypeError, ValueError) as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def test_a_rule_without_effect_is_refused() -> None:
-    for said in shoal.Fleet(8).run(refused):
-        assert [one.split(":")[0][:20] for one in said] and len(said) == 4, said
-        assert "must be a rule" in said[0] and "would not count" in said[1] and "would not count" in said[2]
-        assert "no order" in said[3]
+    for output in shoal.Fleet(8).run(refused):
+        assert [one.split(":")[0][:20] for one in output] and len(output) == 4, output
+        assert "must be a rule" in output[0] and "would not count" in output[1] and "would not count" in output[2]
+        assert "no order" in output[3]

@@ -26,10 +26,10 @@ def key_of(name: str | None = "x", mixing: Mixing | None = None, form: str = "st
     return "neighbor_allreduce", name, type(name), mixing, form, checked, False, ALL
 
 
-def excluding(gone: tuple[int, ...]) -> Operation:
+def excluding(departed: tuple[int, ...]) -> Operation:
     operation = Operation("neighbor_allreduce", "x", 0, 1.0)
-    if gone:
-        operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.SKIP_MISSING, Plan(gone))  # type: ignore[arg-type, return-value]
+    if departed:
+        operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.SKIP_MISSING, Plan(departed))  # type: ignore[arg-type, return-value]
     return operation
 
 
@@ -50,9 +50,9 @@ def test_equal_weights_share_a_plan_and_others_do_not(fleet: Fleets) -> None:
         agent, other, counts, results = current(), 1 - shoal.rank(), [], []
         for weight in (0.5, 0.5, 0.25):
             x = torch.full((1,), float(shoal.rank()))
-            found = shoal.neighbor_allreduce(x, 1 - weight, {other: weight}, [other], name="x")
+            result = shoal.neighbor_allreduce(x, 1 - weight, {other: weight}, [other], name="x")
             counts.append(len(agent.plans))
-            results.append(found.item())
+            results.append(result.item())
         shoal.barrier()
         return counts, results
 
@@ -63,17 +63,17 @@ def test_another_topology_drops_the_plans_and_the_next_call_follows_it(fleet: Fl
     graphs = [shoal.topology.RingGraph(4, 1), shoal.topology.RingGraph(4, 2)]
 
     def run() -> list[torch.Tensor]:
-        agent, found = current(), []
+        agent, result = current(), []
         for graph in graphs:
             shoal.set_topology(graph)
             assert not agent.plans
-            found += [shoal.neighbor_allreduce(sample(shoal.rank(), (3,)), name="x") for _ in range(2)]
-        return found
+            result += [shoal.neighbor_allreduce(sample(shoal.rank(), (3,)), name="x") for _ in range(2)]
+        return result
 
-    found = fleet(4).run(run)
+    results = fleet(4).run(run)
     for place, graph in enumerate((graphs[0], graphs[0], graphs[1], graphs[1])):
         expected = averaged_over(graph, samples(4, (3,)), is_weighted=False)
-        assert all(same_bits(one[place], wanted) for one, wanted in zip(found, expected, strict=True))
+        assert all(same_bits(one[place], wanted) for one, wanted in zip(results, expected, strict=True))
 
 
 def test_a_membership_change_drops_the_plans(fleet: Fleets) -> None:
@@ -111,9 +111,9 @@ def test_the_edges_of_an_operation_are_those_of_its_included_ranks(fleet: Fleets
             return
         shoal.set_topology(shoal.topology.RingGraph(4))
         plan = make_plan(agent, {}, key_of())
-        whole = plan.edges(agent, excluding(()), None)
-        assert list(whole.destinations) == [1, 3]
-        assert plan.edges(agent, excluding(()), None) is whole
+        full = plan.edges(agent, excluding(()), None)
+        assert list(full.destinations) == [1, 3]
+        assert plan.edges(agent, excluding(()), None) is full
         less = plan.edges(agent, excluding((1,)), None)
         assert list(less.destinations) == [2, 3]  # the ring is closed over the gap
         assert plan.edges(agent, excluding((1,)), None) is less
@@ -129,9 +129,9 @@ def test_a_round_planned_again_after_a_failure_is_not_cached(fleet: Fleets) -> N
         if shoal.rank():
             return
         plan = make_plan(agent, {}, key_of("x", Mixing(0, 0.5, {1: 0.5}, [1]), "push-pull"))
-        for instead in (2, 3):
-            again = plan.edges(agent, excluding((1,)), lambda _, to=instead: Mixing(0, 0.5, {to: 0.5}, [to]))
-            assert list(again.destinations) == [instead]
+        for substitute in (2, 3):
+            again = plan.edges(agent, excluding((1,)), lambda _, to=substitute: Mixing(0, 0.5, {to: 0.5}, [to]))
+            assert list(again.destinations) == [substitute]
 
     fleet(4).run(run)
 
@@ -170,9 +170,9 @@ def test_a_group_has_its_own_plan(fleet: Fleets) -> None:
         if shoal.rank() < 2:
             assert shoal.neighbor_allreduce(x, name="x", group=[0, 1]).item() == 0.5
         shoal.neighbor_allreduce(x, name="x")
-        found = [0 if key[-1] == ALL else len(key[-1].ranks) for key in agent.plans]
+        result = [0 if key[-1] == ALL else len(key[-1].ranks) for key in agent.plans]
         shoal.barrier()
-        return found
+        return result
 
-    found = fleet(3).run(run)
-    assert found == [[2, 0], [2, 0], [0]]
+    results = fleet(3).run(run)
+    assert results == [[2, 0], [2, 0], [0]]

@@ -1,4 +1,4 @@
-"""What goes in and what comes out: strides, views, gradients, out=, NaN and infinity, whatever the operation."""
+"""Inputs and outputs: strides, views, gradients, out=, NaN and infinity, for every operation."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_any_strides_give_the_result_of_a_contiguous_copy(fleet: Fleets, shape: 
         x = sample(shoal.rank(), shape)
         for average in AVERAGES.values():
             for name, view in VIEWS.items():
-                given = view(x.clone())
-                before = given.clone()
-                result = average(given)
+                nonfinite_sample = view(x.clone())
+                before = nonfinite_sample.clone()
+                result = average(nonfinite_sample)
                 assert same_bits(result, average(before.contiguous())), name
-                assert same_bits(given, before), name
-                assert result.shape == given.shape
+                assert same_bits(nonfinite_sample, before), name
+                assert result.shape == nonfinite_sample.shape
 
     fleet(2).run(run)
 
@@ -84,7 +84,7 @@ def test_conjugate_and_negative_views_count_by_value(fleet: Fleets, numel: int) 
     inputs = samples(2, (numel,), torch.complex64)
     conjugates = [x.conj().resolve_conj() for x in inputs]
     negatives = [-x.imag for x in inputs]
-    for rank, found in enumerate(fleet(2).run(run)):
+    for rank, result in enumerate(fleet(2).run(run)):
         other = 1 - rank
         expected = [
             weighted(conjugates[rank], 0.5, {other: (0.5, conjugates[other])}),
@@ -93,7 +93,7 @@ def test_conjugate_and_negative_views_count_by_value(fleet: Fleets, numel: int) 
             conjugates[1],
             torch.cat(conjugates),
         ]
-        assert all(map(same_bits, found, expected))
+        assert all(map(same_bits, result, expected))
 
 
 @pytest.mark.filterwarnings("ignore:.*no gradient flows back")
@@ -205,7 +205,7 @@ def test_nan_and_infinity_propagate_by_arithmetic(
     """Where one agent has NaN or infinity, the result has its arithmetic value. All other entries are finite."""
     special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0]
 
-    def given(rank: int) -> torch.Tensor:
+    def nonfinite_sample(rank: int) -> torch.Tensor:
         x = sample(rank, (numel,), dtype)
         if rank == 1:
             x[: len(special)] = torch.tensor(special).to(dtype)
@@ -215,10 +215,10 @@ def test_nan_and_infinity_propagate_by_arithmetic(
 
     def run() -> list[torch.Tensor]:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
-        x = given(shoal.rank())
+        x = nonfinite_sample(shoal.rank())
         return [shoal.neighbor_allreduce(x), shoal.allreduce(x, average=False), shoal.broadcast(x, 1)]
 
-    inputs = [given(rank) for rank in range(3)]
+    inputs = [nonfinite_sample(rank) for rank in range(3)]
     averages = averaged_over(shoal.topology.FullyConnectedGraph(3), inputs, is_weighted=False)
     total = reduced("sum", inputs)
     for rank, (average, sums, copy) in enumerate(fleet(3).run(run)):
@@ -294,8 +294,12 @@ def as_bytes(tensor: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("rows", [2, 5000], ids=["inline", "region"])
 def test_dtypes_without_sums_are_moved_bit_for_bit(fleet: Fleets, rows: int) -> None:
     def made(rank: int, dtype: torch.dtype) -> torch.Tensor:
-        given = torch.arange(rows * 8, dtype=torch.int64).view(rows, 8).mul(7).add(rank).to(torch.uint8)
-        return given.view(torch.float16).view(torch.complex32) if dtype.is_complex else given.view(dtype)
+        nonfinite_sample = torch.arange(rows * 8, dtype=torch.int64).view(rows, 8).mul(7).add(rank).to(torch.uint8)
+        return (
+            nonfinite_sample.view(torch.float16).view(torch.complex32)
+            if dtype.is_complex
+            else nonfinite_sample.view(dtype)
+        )
 
     def run() -> None:
         for dtype in MOVED:

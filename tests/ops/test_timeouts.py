@@ -106,12 +106,12 @@ def _with_variants(calls: Calls, name: str, *arguments: object) -> None:
         function = getattr(shoal.bluefog if "win_" in one else shoal, one, None)
         if function is not None:
             calls[one] = lambda function=function, **t: (  # type: ignore[misc]
-                found.wait() if isinstance(found := function(*arguments, **t), shoal.Handle) else found
+                result.wait() if isinstance(result := function(*arguments, **t), shoal.Handle) else result
             )
 
 
 def public_functions_with_a_timeout() -> set[str]:
-    found = set()
+    result = set()
     by_name = {name: getattr(shoal.bluefog, name) for name in dir(shoal.bluefog) if "win_" in name}
     for name, one in ({name: getattr(shoal, name) for name in dir(shoal)} | by_name).items():
         methods = inspect.getmembers(one, inspect.isfunction) if inspect.isclass(one) else []
@@ -119,8 +119,8 @@ def public_functions_with_a_timeout() -> set[str]:
         for called, function in functions.items():
             public = "._" not in called or called.endswith(".__init__")
             if public and inspect.isfunction(function) and "timeout" in inspect.signature(function).parameters:
-                found.add(called)
-    return found
+                result.add(called)
+    return result
 
 
 def test_every_function_accepts_any_number_of_seconds_and_refuses_others_with_a_message(
@@ -238,11 +238,11 @@ def test_a_deadline_without_a_waiting_thread_ends_the_call_too(fleet: Fleets) ->
                 over.wait(15)
         else:
             shoal.barrier()
-            told = threading.Event()
+            waiting = threading.Event()
             first = shoal.bluefog.win_put_nonblocking(torch.ones(2), "x", require_mutex=True, timeout=15)
             second = shoal.bluefog.win_get_nonblocking("x", timeout=0.2)
-            second.add_done_callback(lambda _: told.set())
-            assert told.wait(5) and second.poll() and not first.poll()
+            second.add_done_callback(lambda _: waiting.set())
+            assert waiting.wait(5) and second.poll() and not first.poll()
             over.set()
             first.wait()
         shoal.barrier()

@@ -28,8 +28,8 @@ def test_the_sender_waits_for_its_reader_if_nothing_was_copied(fleet: Fleets, ze
         tensor = engine.arena.empty((LARGE,), torch.float32).fill_(float(1 + shoal.rank()))
         if shoal.rank() == 1:
             shoal.barrier()
-            found = shoal.neighbor_allreduce(tensor, 0.5, {0: 0.5}, [], enable_topo_check=False)
-            return True, found.mean().item()
+            results = shoal.neighbor_allreduce(tensor, 0.5, {0: 0.5}, [], enable_topo_check=False)
+            return True, results.mean().item()
         handle = neighbor.submit(current(), tensor, Mixing(0, 1.0, {}, [1]), zero_copy=zero_copy)
         time.sleep(0.1)
         early = handle.poll()
@@ -40,9 +40,9 @@ def test_the_sender_waits_for_its_reader_if_nothing_was_copied(fleet: Fleets, ze
         tensor.fill_(9.0)
         return early, 0.0
 
-    (early, _), (_, found) = fleet(2).run(run)
+    (early, _), (_, result) = fleet(2).run(run)
     assert early != zero_copy
-    assert found == 1.5
+    assert result == 1.5
 
 
 @pytest.mark.links("who sends may go on before who reads has come")
@@ -53,8 +53,8 @@ def test_memory_is_not_reused_while_it_is_read(fleet: Fleets) -> None:
         engine = current().engine
         if shoal.rank() == 1:
             shoal.barrier()
-            mine = torch.full((LARGE,), 2.0)
-            return shoal.neighbor_allreduce(mine, 0.5, {0: 0.5}, [], enable_topo_check=False).mean().item()
+            own = torch.full((LARGE,), 2.0)
+            return shoal.neighbor_allreduce(own, 0.5, {0: 0.5}, [], enable_topo_check=False).mean().item()
         tensor = engine.arena.empty((LARGE,), torch.float32).fill_(1.0)
         neighbor.submit(current(), tensor, Mixing(0, 1.0, {}, [1]), zero_copy=True)
         del tensor

@@ -31,8 +31,8 @@ def parameter() -> torch.nn.Parameter:
 def test_one_gradient_per_update_equals_adamw() -> None:
     ours, torchs = parameter(), parameter()
     options: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    found = stepped(shoal.optim.AccumAdamW([ours], accumulate=1, **options), ours, gradients(7))
-    torch.testing.assert_close(found, stepped(torch.optim.AdamW([torchs], **options), torchs, gradients(7)))
+    result = stepped(shoal.optim.AccumAdamW([ours], accumulate=1, **options), ours, gradients(7))
+    torch.testing.assert_close(result, stepped(torch.optim.AdamW([torchs], **options), torchs, gradients(7)))
 
 
 def test_moments_use_the_mean_of_several_gradients_and_betas_raised_to_their_number() -> None:
@@ -65,8 +65,8 @@ def test_noisy_gradients_are_divided_by_the_root_of_their_count() -> None:
 
 
 def test_a_loaded_state_resumes_between_two_updates() -> None:
-    whole, param, again = parameter(), parameter(), parameter()
-    expected = stepped(shoal.optim.AccumAdamW([whole], accumulate=3), whole, gradients(8))
+    full, param, again = parameter(), parameter(), parameter()
+    expected = stepped(shoal.optim.AccumAdamW([full], accumulate=3), full, gradients(8))
     first = shoal.optim.AccumAdamW([param], accumulate=3)
     stepped(first, param, gradients(8)[:4])
     again.data.copy_(param)

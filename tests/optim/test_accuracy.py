@@ -22,10 +22,10 @@ SIZE, EPOCHS, BATCH, SEEDS = 4, 10, 16, 2
 
 
 def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(seed))
-    images = torch.tensor(found.images, dtype=torch.float32).flatten(1)[order] / 16
-    labels = torch.tensor(found.target)[order]
+    result = load_digits()
+    order = torch.randperm(len(result.target), generator=torch.Generator().manual_seed(seed))
+    images = torch.tensor(result.images, dtype=torch.float32).flatten(1)[order] / 16
+    labels = torch.tensor(result.target)[order]
     return TensorDataset(images[449:], labels[449:]), TensorDataset(images[:449], labels[:449])
 
 
@@ -84,7 +84,7 @@ def train_with_adam(mix_state: tuple[str, ...]) -> float:
     """The same with labels dealt out as unevenly as it goes, and batches drawn from them."""
     train_set, test_set = digits(0)
     shard = shoal.data.dirichlet_shards(train_set.tensors[1], alpha=0.1, seed=0)[shoal.rank()]
-    images, labels = (one[shard] for one in train_set.tensors)
+    images, labels = (tensor[shard] for tensor in train_set.tensors)
     weight = len(shard) * ADAM_AGENTS / len(train_set)
     model, chance = make_model(0), torch.Generator().manual_seed(shoal.rank())
     adam = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -66,7 +66,7 @@ CHOOSES_POINTS += [DualAveraging(1.0), EASGD(1.0, 2), DiLoCo(GradientTracking(1.
 
 
 def simulated(algorithm: Algorithm, steps: int = STEPS) -> Tensor:
-    """What the agents' models should be, ``[n, d]``: the same object on the rows of one tensor."""
+    """The expected models of the agents, ``[n, d]``: the same object on the rows of one tensor."""
     model, now = deepcopy(MODEL), [0]
 
     def of_all(x: Tensor) -> Tensor:
@@ -102,23 +102,23 @@ def one_step(model: torch.nn.Module, optimizer: shoal.DecentralizedOptimizer, st
 
 @pytest.mark.parametrize("algorithm", [*ONE_GRADIENT, *CHOOSES_POINTS], ids=str)
 def test_training_equals_the_simulation(fleet: Fleets, algorithm: Algorithm) -> None:
-    found = torch.stack(fleet(SIZE).run(train, algorithm))
+    results = torch.stack(fleet(SIZE).run(train, algorithm))
     expected = simulated(algorithm)
     assert (expected - flat(MODEL)).abs().max() > 0.01
-    assert (found - expected).abs().max() < 1e-12
+    assert (results - expected).abs().max() < 1e-12
 
 
 def test_a_matrix_equation_gets_the_shapes_of_the_model(fleet: Fleets) -> None:
     shapes = tuple(tuple(param.shape) for param in MODEL.parameters())
-    found = torch.stack(fleet(SIZE).run(train, DeMuon(0.1)))
-    assert (found - simulated(DeMuon(0.1, shapes=shapes))).abs().max() < 1e-12
-    assert (found - simulated(DeMuon(0.1))).abs().max() > 1e-3
+    results = torch.stack(fleet(SIZE).run(train, DeMuon(0.1)))
+    assert (results - simulated(DeMuon(0.1, shapes=shapes))).abs().max() < 1e-12
+    assert (results - simulated(DeMuon(0.1))).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("algorithm", [GradientDescent(1.0), GradientDescent(1.0, atc=False)], ids=["atc", "awc"])
 def test_common_algorithms_equal_their_equation(fleet: Fleets, algorithm: Algorithm) -> None:
-    found = torch.stack(fleet(SIZE).run(train, algorithm))
-    assert (found - simulated(algorithm)).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(train, algorithm))
+    assert (results - simulated(algorithm)).abs().max() < 1e-12
 
 
 def test_the_static_topology_is_the_default(fleet: Fleets) -> None:
@@ -132,8 +132,8 @@ def test_the_static_topology_is_the_default(fleet: Fleets) -> None:
             one_step(model, optimizer, step)
         return flat(model)
 
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found - simulated(ExactDiffusion(1.0, lazy=True))).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results - simulated(ExactDiffusion(1.0, lazy=True))).abs().max() < 1e-12
 
 
 RESUMED = [ExactDiffusion(1.0, lazy=True), GradientTracking(1.0), EASGD(1.0, 2), AccumAdam(0.05, 2)]
@@ -148,9 +148,9 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
             adam = torch.optim.Adam(model.parameters(), lr=0.01)
             return model, shoal.DecentralizedOptimizer(adam, model, algorithm, topology=shoal.topology.RingGraph(SIZE))
 
-        whole, first, second = make(), make(), make()
+        full, first, second = make(), make(), make()
         for step in range(6):
-            one_step(*whole, step)
+            one_step(*full, step)
         for step in range(3):
             one_step(*first, step)
         saved = deepcopy((first[0].state_dict(), first[1].state_dict()))
@@ -159,7 +159,7 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         for step in range(3, 6):
             one_step(*second, step)
         assert second[1].rounds == 6
-        return torch.equal(flat(second[0]), flat(whole[0]))
+        return torch.equal(flat(second[0]), flat(full[0]))
 
     assert all(fleet(SIZE).run(run))
 

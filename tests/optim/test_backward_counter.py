@@ -124,6 +124,6 @@ def test_gradients_are_averaged_also_in_a_step_with_fewer_passes(fleet: Fleets, 
                 optimizer.step()
         return flat(model)
 
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found == found[0]).all()
-    assert not torch.equal(found[0], flat(MODEL))
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results == results[0]).all()
+    assert not torch.equal(results[0], flat(MODEL))

@@ -45,8 +45,8 @@ def train(folder: str) -> list[list[float]]:
 @pytest.mark.transport("shared_memory")
 def test_gradients_are_averaged_within_a_machine_and_parameters_between_machines(tmp_path: Path) -> None:
     with World(SIZE, environment={"SHOAL_AGENTS_PER_MACHINE": "2"}) as world:
-        told = world.results(train, str(tmp_path))
-    starts, ends = torch.tensor(told, dtype=torch.float64).unbind(1)
+        times = world.results(train, str(tmp_path))
+    starts, ends = torch.tensor(times, dtype=torch.float64).unbind(1)
     W = torch.tensor([[0.75, 0.25], [0.25, 0.75]], dtype=torch.float64)
     model = deepcopy(MODEL)
     x = starts[::2]

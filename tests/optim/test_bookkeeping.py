@@ -1,7 +1,7 @@
-"""What an optimizer does for each parameter in a step, counted: it must not cost what the step itself does.
+"""The work of an optimizer for each parameter in a step, counted: it must not cost as much as the step itself.
 
-Two models of different numbers of parameters; by what the longer one has more of, and the plain optimizer has not, it
-is done for each parameter. Nothing is timed.
+Two models have different numbers of parameters. Work that the longer one has more of, and that the plain optimizer
+lacks, is done for each parameter. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def counts(count: int, numel: int, make: Make | None, local: Local, backward: bo
         param.grad = torch.ones_like(param)
     for _ in range(3):
         step()
-    least = [sys.maxsize, sys.maxsize]  # an agent that waits may do what another has sent it meanwhile
+    least = [sys.maxsize, sys.maxsize]  # a waiting agent may process messages that have arrived
     for _ in range(4):
         with Touches() as touches:
             step()
@@ -120,8 +120,8 @@ def for_each_parameter(
         touches, instructions = (((many - few) - (many_plain - few_plain)) / (MANY - FEW)).tolist()
         return touches, instructions
 
-    found = shoal.Fleet(size).run(run)
-    return max(one[0] for one in found), max(one[1] for one in found)
+    results = shoal.Fleet(size).run(run)
+    return max(one[0] for one in results), max(one[1] for one in results)
 
 
 def equation(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:

@@ -87,7 +87,7 @@ def make(
     )
 
 
-def go_on(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: range) -> None:
+def train_steps(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()
@@ -97,7 +97,7 @@ def go_on(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: rang
 def train(algorithm: Algorithm, overlap: str | None, model: nn.Module = MODEL) -> Tensor:
     model = deepcopy(model)
     optimizer = make(model, algorithm, overlap)
-    go_on(model, optimizer, range(STEPS))
+    train_steps(model, optimizer, range(STEPS))
     optimizer.close()
     assert optimizer.rounds == STEPS
     return flat(model)
@@ -112,15 +112,15 @@ def test_buckets_give_the_same_bits_as_one_vector(fleet: Fleets, algorithm: Algo
 
 
 def in_pieces(entry: Entry, pieces: list[slice]) -> Tensor:
-    """What agents end at whose gradients have no part in each other, and what of it each piece makes by itself."""
+    """The end points of agents whose losses separate by element, computed for each piece alone."""
     algorithm = entry.example()
     if isinstance(algorithm, CensoredGradientDescent):
         algorithm = CensoredGradientDescent(0.1, 0.5, 0.9)  # so that some agents are silent, and with pieces others
-    if any(one.name == "compressor" for one in fields(algorithm)):  # type: ignore[arg-type]
+    if any(field.name == "compressor" for field in fields(algorithm)):  # type: ignore[arg-type]
         algorithm = replace(algorithm, compressor=Cast(torch.bfloat16))  # type: ignore[type-var]
     curves = torch.linspace(0.5, 2.0, 12, dtype=torch.float64)
     goals = torch.randn(SIZE, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    found = []
+    results = []
     for piece in pieces:
         fleet = StackedFleet(case_of(entry).topology(SIZE), seed=3)
         start = torch.zeros(len(goals[0, piece]), dtype=torch.float64)
@@ -130,20 +130,20 @@ def in_pieces(entry: Entry, pieces: list[slice]) -> Tensor:
 
         run = fleet.run(algorithm, start, gradient_of, 20, unchecked=[need.name for need in algorithm.needs])
         assert run.estimate is run.x or not algorithm.separable
-        found.append(run.estimate)
-    return torch.cat(found, dim=1)
+        results.append(run.estimate)
+    return torch.cat(results, dim=1)
 
 
 @pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
 def test_only_algorithms_that_declare_it_are_separable(entry: Entry) -> None:
     """A separable algorithm without the declaration gets its gradients in one vector, apart from the model."""
-    whole, pieces = in_pieces(entry, [slice(0, 12)]), in_pieces(entry, [slice(0, 5), slice(5, 12)])
+    full, pieces = in_pieces(entry, [slice(0, 12)]), in_pieces(entry, [slice(0, 5), slice(5, 12)])
     algorithm = entry.example()
     if algorithm.separable:
         assert algorithm.one_gradient
-        assert torch.equal(whole, pieces)
+        assert torch.equal(full, pieces)
     elif algorithm.one_gradient and type(algorithm).estimate is Algorithm.estimate:
-        assert not torch.equal(whole, pieces)
+        assert not torch.equal(full, pieces)
 
 
 def test_each_bucket_is_a_message_of_its_own(fleet: Fleets) -> None:
@@ -157,14 +157,14 @@ def test_each_bucket_is_a_message_of_its_own(fleet: Fleets) -> None:
     for step in range(STEPS):
         momentum = 0.5 * momentum + torch.stack([gradient(model, x[k], k, step) for k in range(SIZE)])
         y = x - LR * momentum
-        parts = [one.clone() for one in (y - h).split(sizes, dim=1)]
+        parts = [part.clone() for part in (y - h).split(sizes, dim=1)]
         for part in parts:
             kept = max(1, round(share * part.shape[1]))
             part *= part.abs() >= part.abs().sort(dim=1, descending=True).values[:, kept - 1 : kept]
         h = h + torch.cat(parts, dim=1)
         x = y + gamma * (RING @ h - h)
-    found = torch.stack(fleet(SIZE).run(train, ChocoSGD(1.0, gamma, TopK(share)), "backward"))
-    assert (found - x).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(train, ChocoSGD(1.0, gamma, TopK(share)), "backward"))
+    assert (results - x).abs().max() < 1e-12
 
 
 def test_buckets_draw_independently(fleet: Fleets) -> None:
@@ -173,9 +173,9 @@ def test_buckets_draw_independently(fleet: Fleets) -> None:
 
     class Watched(RandomK):
         def __call__(self, x: Tensor, draws: Any) -> Tensor:
-            found = super().__call__(x, draws)
-            chosen.setdefault(shoal.rank(), []).append(found != 0)
-            return found
+            result = super().__call__(x, draws)
+            chosen.setdefault(shoal.rank(), []).append(result != 0)
+            return result
 
         @property
         def encodes(self) -> bool:
@@ -205,10 +205,10 @@ def test_buckets_may_have_several_dtypes(fleet: Fleets) -> None:
 
     mixed = Mixed()
     agents = fleet(SIZE)
-    found = [torch.stack(agents.run(train, ExactDiffusion(1.0, lazy=True), how, mixed)) for how in (None, "backward")]
-    assert torch.equal(*found)
-    spread = (found[0] - found[0].mean(0)).norm()
-    assert 0 < spread < 0.5 * (found[0] - flat(mixed)).norm()
+    results = [torch.stack(agents.run(train, ExactDiffusion(1.0, lazy=True), how, mixed)) for how in (None, "backward")]
+    assert torch.equal(*results)
+    spread = (results[0] - results[0].mean(0)).norm()
+    assert 0 < spread < 0.5 * (results[0] - flat(mixed)).norm()
 
 
 def test_agents_without_batches_contribute_a_zero_gradient(fleet: Fleets) -> None:
@@ -225,7 +225,7 @@ def test_agents_without_batches_contribute_a_zero_gradient(fleet: Fleets) -> Non
             overlap=overlap,  # type: ignore[arg-type]
         )
         with optimizer.join():
-            go_on(model, optimizer, range(batches[shoal.rank()]))
+            train_steps(model, optimizer, range(batches[shoal.rank()]))
         assert optimizer.rounds == max(batches)
         return flat(model)
 
@@ -242,8 +242,8 @@ def test_agents_without_batches_contribute_a_zero_gradient(fleet: Fleets) -> Non
         x, before = (phi + RING @ phi) / 2, psi
     agents = fleet(SIZE)
     for overlap in (None, "backward"):
-        found = torch.stack(agents.run(run, ExactDiffusion(1.0, lazy=True), overlap))
-        assert (found - x).abs().max() < 1e-12
+        results = torch.stack(agents.run(run, ExactDiffusion(1.0, lazy=True), overlap))
+        assert (results - x).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
@@ -262,7 +262,7 @@ def test_local_steps_before_the_last_batch_are_kept(fleet: Fleets, overlap: Lite
             num_steps_per_communication=2,
         )
         with optimizer.join():
-            go_on(model, optimizer, range(batches[shoal.rank()]))
+            train_steps(model, optimizer, range(batches[shoal.rank()]))
         assert optimizer.rounds == 3
         return flat(model)
 
@@ -276,8 +276,8 @@ def test_local_steps_before_the_last_batch_are_kept(fleet: Fleets, overlap: Lite
                     psi[rank] -= LR * gradient(model, psi[rank], rank, step)
         phi = psi + x - before
         x, before = (phi + RING @ phi) / 2, psi
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found - x).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results - x).abs().max() < 1e-12
 
 
 def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Fleets) -> None:
@@ -285,7 +285,7 @@ def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Flee
         model = deepcopy(MODEL)
         optimizer = make(model, ExactDiffusion(1.0, lazy=True), overlap)
         optimizer.num_steps_per_communication = 3
-        go_on(model, optimizer, range(STEPS))
+        train_steps(model, optimizer, range(STEPS))
         assert optimizer.rounds == STEPS // 3
         return flat(model)
 
@@ -298,25 +298,25 @@ def test_local_steps_between_two_exchanges_are_summed_in_each_bucket(fleet: Flee
 @pytest.mark.parametrize("algorithm", [ExactDiffusion(1.0, lazy=True), ChocoSGD(1.0, 1.0, MinMaxUInt8())], ids=str)
 def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
     def run() -> bool:
-        whole, first, second, other = (deepcopy(MODEL) for _ in range(4))
-        go_on(whole, make(whole, algorithm, "backward"), range(STEPS))
-        begun = make(first, algorithm, "backward")
-        go_on(first, begun, range(3))
-        saved = deepcopy((first.state_dict(), begun.state_dict()))
+        full, first, second, other = (deepcopy(MODEL) for _ in range(4))
+        train_steps(full, make(full, algorithm, "backward"), range(STEPS))
+        started = make(first, algorithm, "backward")
+        train_steps(first, started, range(3))
+        saved = deepcopy((first.state_dict(), started.state_dict()))
         for_another = deepcopy(saved[1])
-        begun.close()
+        started.close()
         resumed = make(second, algorithm, "backward")
         second.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert resumed.state_dict()["shoal"]["way"].keys() == {"parts"}
-        go_on(second, resumed, range(3, STEPS))
-        elsewhere = make(other, algorithm, None)  # in the parts of what it goes on from
+        train_steps(second, resumed, range(3, STEPS))
+        elsewhere = make(other, algorithm, None)  # in the parts of its resumed state
         other.load_state_dict(saved[0])
         elsewhere.load_state_dict(for_another)
         assert elsewhere.state_dict()["shoal"]["way"].keys() == {"parts"}
-        go_on(other, elsewhere, range(3, STEPS))
-        assert torch.equal(flat(other), flat(whole))
-        return torch.equal(flat(second), flat(whole))
+        train_steps(other, elsewhere, range(3, STEPS))
+        assert torch.equal(flat(other), flat(full))
+        return torch.equal(flat(second), flat(full))
 
     assert fleet(SIZE).run(run) == [True] * SIZE
 
@@ -349,7 +349,7 @@ def test_added_parameters_start_when_they_are_added(fleet: Fleets, algorithm: Al
             sgd, model, algorithm, topology=shoal.topology.RingGraph(SIZE), overlap=overlap
         )
 
-    def alone(name: str, steps: int) -> Tensor:
+    def train_part(name: str, steps: int) -> Tensor:
         model = Two()
         param = getattr(model, name)
         for other in model.parameters():
@@ -380,8 +380,8 @@ def test_added_parameters_start_when_they_are_added(fleet: Fleets, algorithm: Al
 
     agents = fleet(SIZE)
     firsts, seconds = zip(*agents.run(growing), strict=True)
-    for found, name, steps in ((firsts, "first", 12), (seconds, "second", 8)):
-        assert torch.equal(torch.stack(found), torch.stack(agents.run(alone, name, steps)))
+    for result, name, steps in ((firsts, "first", 12), (seconds, "second", 8)):
+        assert torch.equal(torch.stack(result), torch.stack(agents.run(train_part, name, steps)))
     assert (torch.stack(seconds) - 1).abs().max() > 0.01
 
 
@@ -396,10 +396,10 @@ def test_parameters_cannot_be_added_to_a_single_vector_after_the_first_step(flee
             PowerGossip(1.0),
             topology=shoal.topology.RingGraph(SIZE),
         )
-        go_on(model, optimizer, range(2))
+        train_steps(model, optimizer, range(2))
         with pytest.raises(ValueError, match="PowerGossip has begun, and takes all parameters as one vector"):
             optimizer.add_param_group({"params": model[2].parameters()})
-        go_on(model, optimizer, range(2, 4))
+        train_steps(model, optimizer, range(2, 4))
         optimizer.close()
 
     fleet(SIZE).run(run)
@@ -407,27 +407,27 @@ def test_parameters_cannot_be_added_to_a_single_vector_after_the_first_step(flee
 
 def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fleets) -> None:
     """The other agents delay the first layer until they have the message of the last layer."""
-    come = [threading.Event() for _ in range(2)]
+    arrived = [threading.Event() for _ in range(2)]
 
-    class Telling(GradientDescent):
+    class RecordingDescent(GradientDescent):
         def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
-            found = super().step(x, state, grad, mix)
+            result = super().step(x, state, grad, mix)
             if len(x) == MODEL[2].bias.numel():
-                come[shoal.rank()].set()
-            return found
+                arrived[shoal.rank()].set()
+            return result
 
     def run() -> None:
         model = deepcopy(MODEL)
         optimizer = shoal.DecentralizedOptimizer(
             torch.optim.SGD(model.parameters(), lr=LR),
             model,
-            Telling(1.0, atc=False),
+            RecordingDescent(1.0, atc=False),
             topology=shoal.topology.RingGraph(2),
             overlap="backward",
             bucket_bytes=1,
         )
         seen: list[bool] = []
-        model[0].weight.register_hook(lambda _: seen.append(come[shoal.rank()].wait(10.0)))
+        model[0].weight.register_hook(lambda _: seen.append(arrived[shoal.rank()].wait(10.0)))
         model(batch(0, 0)).square().mean().backward()
         optimizer.step()
         assert seen == [True]
@@ -438,7 +438,7 @@ def test_a_bucket_is_sent_while_earlier_layers_gradients_are_computed(fleet: Fle
 def test_buckets_late_on_some_agents_and_early_on_others_do_not_deadlock(fleet: Fleets) -> None:
     """A layer without a gradient is sent at the step, also while buckets sent before wait for a neighbour's message."""
 
-    class OneOfTwo(nn.Module):
+    class AlternatingLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(2))
@@ -447,7 +447,7 @@ def test_buckets_late_on_some_agents_and_early_on_others_do_not_deadlock(fleet: 
             y: Tensor = self.layers[which](x)
             return y
 
-    either = OneOfTwo()
+    either = AlternatingLayers()
 
     def run(overlap: str | None) -> Tensor:
         model = deepcopy(either)
@@ -472,10 +472,10 @@ def test_an_error_in_a_bucket_is_raised_by_step_and_no_thread_is_left(fleet: Fle
     def run() -> None:
         model, sound = deepcopy(MODEL), deepcopy(MODEL)
         optimizer = make(model, Wrong(0.5), "backward")
-        go_on(model, optimizer, range(1))
+        train_steps(model, optimizer, range(1))
         with pytest.raises(ArithmeticError, match="it does not work out"):
-            go_on(model, optimizer, range(1, 2))
-        go_on(sound, make(sound, GradientDescent(0.5), "backward"), range(2))
+            train_steps(model, optimizer, range(1, 2))
+        train_steps(sound, make(sound, GradientDescent(0.5), "backward"), range(2))
         for (name, one), other in zip(model.named_parameters(), sound.parameters(), strict=True):
             assert torch.equal(one, other) == (name != "0.bias"), name  # the other parts have taken their step
         assert not [one for one in threading.enumerate() if one.name.startswith(f"shoal-part-{shoal.rank()}-")]

@@ -1,4 +1,4 @@
-"""A run that is saved and loaded goes on to the bit, and begins at the mean with another number of agents."""
+"""A resumed run is equal to the bit, and begins at the mean with another number of agents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 def momentum(run: Run) -> Tensor:
-    return torch.cat([run.optimizer.state[one]["momentum_buffer"].view(-1) for one in run.model.parameters()])
+    return torch.cat(
+        [run.optimizer.state[parameter]["momentum_buffer"].view(-1) for parameter in run.model.parameters()]
+    )
 
 
 def flat(run: Run) -> Tensor:
@@ -48,7 +50,7 @@ def save(folder: Path, steps: int, size: int = SIZE) -> list[dict[str, Any]]:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, tmp_path: Path) -> None:
-    def whole() -> dict[str, Any]:
+    def uninterrupted() -> dict[str, Any]:
         return Run().steps(7).all()
 
     def first() -> None:
@@ -61,7 +63,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, tmp_path: Path
         assert run.checkpoint.load(tmp_path) == 4
         return run.steps(3).all()
 
-    expected = fleet(SIZE).run(whole)
+    expected = fleet(SIZE).run(uninterrupted)
     fleet(SIZE).run(first)
     assert same(fleet(SIZE).run(second), expected)
     assert not same(expected[0]["model"], expected[1]["model"]), "agents that are alike would prove little"
@@ -167,16 +169,16 @@ def test_loading_from_an_empty_folder(tmp_path: Path) -> None:
 def test_a_machine_needs_only_the_files_of_its_own_agents(tmp_path: Path) -> None:
     """Two disks: the folder of rank 1 never sees rank 0's file or the manifest."""
 
-    def mine() -> Path:
+    def own_folder() -> Path:
         return tmp_path / str(shoal.rank())
 
     def save_twice() -> None:
         for step in (1, 2):
-            shoal.Checkpoint(model=weight(shoal.rank() + step)).save(mine(), step, keep=1)
+            shoal.Checkpoint(model=weight(shoal.rank() + step)).save(own_folder(), step, keep=1)
 
     def load() -> float:
         model = weight(0.0)
-        assert shoal.Checkpoint(model=model).load(mine()) == 2
+        assert shoal.Checkpoint(model=model).load(own_folder()) == 2
         return model.weight.item()
 
     shoal.Fleet(2).run(save_twice)
@@ -285,22 +287,22 @@ def test_every_agent_starts_at_the_mean_of_the_consensus(size: int, tmp_path: Pa
         noise = run.noise.get_state()
         assert run.checkpoint.load(tmp_path, start="consensus") == 6
         assert torch.equal(run.noise.get_state(), noise), "agents would draw alike"
-        found = flat(run), momentum(run), run.all()
+        result = flat(run), momentum(run), run.all()
         run.steps(2)
-        return found
+        return result
 
     results = shoal.Fleet(size, timeout=20.0).run(run)
     for x, v, state in results:
         assert torch.equal(x, results[0][0]) and torch.equal(v, results[0][1])
         for name, tensor in state["model"].items():
-            all_of_it = torch.stack([one["model"][name] for one in saved])
+            stacked = torch.stack([one["model"][name] for one in saved])
             if tensor.is_floating_point():
-                assert torch.equal(tensor, all_of_it.double().mean(0).float()), name
+                assert torch.equal(tensor, stacked.double().mean(0).float()), name
             else:
-                assert tensor == all_of_it[0] == 6, name
+                assert tensor == stacked[0] == 6, name
         for key, entry in state["optimizer"]["state"].items():
-            all_of_it = torch.stack([one["optimizer"]["state"][key]["momentum_buffer"] for one in saved])
-            assert torch.equal(entry["momentum_buffer"], all_of_it.double().mean(0).float())
+            stacked = torch.stack([one["optimizer"]["state"][key]["momentum_buffer"] for one in saved])
+            assert torch.equal(entry["momentum_buffer"], stacked.double().mean(0).float())
         assert state["optimizer"]["shoal"]["rounds"] == 6
         assert same(state["optimizer"]["param_groups"], saved[0]["optimizer"]["param_groups"])
         assert same(state["schedule"], saved[0]["schedule"]) and same(state["scaler"], saved[0]["scaler"])
@@ -319,9 +321,9 @@ def masses(folder: Path, start: Any = None) -> dict[str, Any]:
         checkpoint.save(folder, 3)
     else:
         checkpoint.load(folder, start=start)
-    [found] = deepcopy(optimizer.state_dict()["shoal"]["way"]).values()
+    [result] = deepcopy(optimizer.state_dict()["shoal"]["way"]).values()
     optimizer.close()
-    return dict(found)
+    return dict(result)
 
 
 def test_an_asynchronous_run_keeps_its_masses_and_starts_from_their_mean_with_another_size(tmp_path: Path) -> None:
@@ -366,7 +368,7 @@ def test_an_error_whose_text_cannot_be_encoded_is_an_error_on_all() -> None:
     shoal.Fleet(2, timeout=20.0).run(run)
 
 
-class Trap:
+class PicklePayload:
     """Runs code where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -376,7 +378,7 @@ class Trap:
 def test_a_file_that_would_run_code_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
     save(tmp_path, 1, size=1)
-    torch.save({"model": Trap()}, tmp_path / "000001-step-1" / "agent-0.pt")
+    torch.save({"model": PicklePayload()}, tmp_path / "000001-step-1" / "agent-0.pt")
 
     def run() -> None:
         with pytest.raises(shoal.ShoalError, match="not loaded"):
@@ -384,11 +386,11 @@ def test_a_file_that_would_run_code_is_not_loaded(tmp_path: Path, monkeypatch: p
 
     shoal.Fleet(1).run(run)
     assert not (tmp_path / "sprung").exists()
-    pickle.loads(pickle.dumps(Trap()))
+    pickle.loads(pickle.dumps(PicklePayload()))
     assert (tmp_path / "sprung").exists(), "the trap works"
 
 
-class Strange:
+class UnloadablePart:
     """A part whose state cannot be loaded again, on one agent."""
 
     def __init__(self, rank: int) -> None:
@@ -404,7 +406,7 @@ def test_a_state_that_could_not_be_loaded_is_refused_by_save_on_all_agents(tmp_p
     save(tmp_path, 1)
 
     def run() -> None:
-        checkpoint = shoal.Checkpoint(model=weight(0.0), strange=Strange(1))
+        checkpoint = shoal.Checkpoint(model=weight(0.0), strange=UnloadablePart(1))
         with pytest.raises(shoal.ShoalError, match=r"not saved: at rank 1, TypeError: the state of strange .*pathlib"):
             checkpoint.save(tmp_path, 2)
         shoal.barrier()

@@ -87,7 +87,7 @@ def save_after(folder: Path, steps: int, later: bool = False) -> bytes:
     return packed(saved)
 
 
-def load_and_go_on(folder: Path, steps: int) -> bytes:
+def load_and_resume(folder: Path, steps: int) -> bytes:
     run = Run()
     dcp.load({"training": run.checkpoint}, checkpoint_id=folder)
     return packed([run.all(), run.steps(steps).all()])
@@ -103,12 +103,12 @@ def test_a_checkpoint_restores_everything_bit_for_bit(world: World, later: bool,
 
     The training that follows is that of an uninterrupted run.
     """
-    whole = [unpacked(one) for one in world.results(train, 5)]
+    full = [unpacked(one) for one in world.results(train, 5)]
     saved = [unpacked(one) for one in world.results(save_after, tmp_path, 3, later)]
     assert not same(saved[0]["model"], saved[1]["model"]), "agents that are alike would prove little"
-    found = [unpacked(one) for one in world.results(load_and_go_on, tmp_path, 2)]
-    assert same([loaded for loaded, _ in found], saved)
-    assert same([later for _, later in found], whole)
+    results = [unpacked(one) for one in world.results(load_and_resume, tmp_path, 2)]
+    assert same([loaded for loaded, _ in results], saved)
+    assert same([later for _, later in results], full)
 
 
 def load_with_another_number(folder: Path) -> tuple[str, bool]:

@@ -51,8 +51,8 @@ def test_adapt_with_combine_decays_the_value_before_the_local_step(fleet: Fleets
         equation = W @ equation - LR * (DECAY * equation + moves(kind, equation))
     assert np.abs(wrapper - equation).max() > 1e-3
     for algorithm, expected in ((AWC, wrapper), (ITS_EQUATION, equation)):
-        found = torch.stack(fleet(SIZE).run(trained, algorithm, kind, False)).numpy()
-        assert np.abs(found - expected).max() < 1e-12
+        results = torch.stack(fleet(SIZE).run(trained, algorithm, kind, False)).numpy()
+        assert np.abs(results - expected).max() < 1e-12
 
 
 @pytest.mark.transport("threads")
@@ -61,8 +61,8 @@ def test_decay_in_the_loss_is_of_x_in_both() -> None:
     for _ in range(STEPS):
         x = W @ x - LR * (slope(x) + DECAY * x)
     for algorithm in (AWC, ITS_EQUATION):
-        found = torch.stack(shoal.Fleet(SIZE).run(trained, algorithm, "sgd", True)).numpy()
-        assert np.abs(found - x).max() < 1e-12
+        results = torch.stack(shoal.Fleet(SIZE).run(trained, algorithm, "sgd", True)).numpy()
+        assert np.abs(results - x).max() < 1e-12
 
 
 @pytest.mark.parametrize("atc", [False, True])
@@ -97,5 +97,5 @@ def test_the_interval_of_bagua_is_the_attribute_set_after_the_first_step(fleet: 
                 x = W @ x if communicates else x
             else:
                 x = (W @ x if communicates else x) - LR * slope(x)
-        found = torch.stack(fleet(SIZE).run(run, as_bagua)).numpy()
-        assert np.abs(found - x).max() < 1e-12
+        results = torch.stack(fleet(SIZE).run(run, as_bagua)).numpy()
+        assert np.abs(results - x).max() < 1e-12

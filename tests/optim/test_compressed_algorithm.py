@@ -30,42 +30,42 @@ def optimizer_of(model: torch.nn.Module, topology: Any = None, **options: Any) -
     )
 
 
-def taken(topology: Any, compressor: Compressor) -> Algorithm:
+def chosen_algorithm(topology: Any, compressor: Compressor) -> Algorithm:
     optimizer = optimizer_of(deepcopy(MODEL), topology, compression=compressor)
     optimizer.close()
     return optimizer.algorithm
 
 
 def test_the_algorithm_is_sound_for_the_compressor_and_the_topology() -> None:
-    def found(topology: Any, compressor: Compressor) -> Algorithm:
-        one, *others = shoal.Fleet(SIZE).run(taken, topology, compressor)
+    def common_algorithm(topology: Any, compressor: Compressor) -> Algorithm:
+        one, *others = shoal.Fleet(SIZE).run(chosen_algorithm, topology, compressor)
         assert all(other == one for other in others)
         assert isinstance(one, Algorithm)
         return one
 
     ring = shoal.topology.RingGraph(SIZE)
-    assert found(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS) / 2, TopK(0.1))
-    assert found(ring, RandomK(0.1)) == ChocoSGD(1.0, share_kept(RandomK(0.1), NUMBERS), RandomK(0.1))
-    assert found(Static(ring), Sign()) == ChocoSGD(1.0, share_kept(Sign(), NUMBERS), Sign())
-    changing = found(OnePeerHypercube(SIZE), TopK(0.1))
+    assert common_algorithm(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS) / 2, TopK(0.1))
+    assert common_algorithm(ring, RandomK(0.1)) == ChocoSGD(1.0, share_kept(RandomK(0.1), NUMBERS), RandomK(0.1))
+    assert common_algorithm(Static(ring), Sign()) == ChocoSGD(1.0, share_kept(Sign(), NUMBERS), Sign())
+    changing = common_algorithm(OnePeerHypercube(SIZE), TopK(0.1))
     assert isinstance(changing, DeepSqueeze)
     assert changing.compressor == TopK(0.1)
     assert 0 < changing.gamma < share_kept(TopK(0.1), NUMBERS)
-    fine = found(RandomMatchings(SIZE), MinMaxUInt8())
+    fine = common_algorithm(RandomMatchings(SIZE), MinMaxUInt8())
     assert isinstance(fine, DeepSqueeze)
     assert fine.gamma == share_kept(MinMaxUInt8(), NUMBERS) >= 0.99
-    shrunk = found(ring, QSGD(1))  # of which no bound below 1 is known
+    shrunk = common_algorithm(ring, QSGD(1))  # of which no bound below 1 is known
     assert isinstance(shrunk, ChocoSGD)
     assert shrunk.compressor == Shrunk(QSGD(1))
 
 
 def test_the_chosen_algorithm_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shoal"):
-        shoal.Fleet(SIZE).run(taken, None, TopK(0.1))
-    said = [record.getMessage() for record in caplog.records if "compression" in record.getMessage()]
-    assert len(said) == 1
-    assert "ChocoSGD" in said[0]
-    assert "gamma" in said[0]
+        shoal.Fleet(SIZE).run(chosen_algorithm, None, TopK(0.1))
+    logged = [record.getMessage() for record in caplog.records if "compression" in record.getMessage()]
+    assert len(logged) == 1
+    assert "ChocoSGD" in logged[0]
+    assert "gamma" in logged[0]
 
 
 def _phi(z: float) -> float:
@@ -81,14 +81,14 @@ def _phi(z: float) -> float:
         (TopK(0.1), 2 * (1.64485 * _phi(1.64485) + 0.05)),  # the second moment beyond the quantile
         (TopK(0.01), 2 * (2.57583 * _phi(2.57583) + 0.005)),
         (RandomK(0.1), 0.1),
-        (Shrunk(RandomK(0.25, scaled=True)), 0.25),  # by 4, of what was multiplied by 4
+        (Shrunk(RandomK(0.25, scaled=True)), 0.25),  # by 4, after a multiplication by 4
     ],
 )
 def test_the_fraction_of_a_message_that_is_kept(compressor: Compressor, expected: float) -> None:
-    found = share_kept(compressor, 200_000)
-    assert 0.95 * expected <= found <= 1.01 * expected  # two digits, downwards
-    assert found == share_kept(compressor, 200_000)
-    assert math.isclose(found, float(f"{found:.2g}"))
+    result = share_kept(compressor, 200_000)
+    assert 0.95 * expected <= result <= 1.01 * expected  # two digits, downwards
+    assert result == share_kept(compressor, 200_000)
+    assert math.isclose(result, float(f"{result:.2g}"))
 
 
 def test_the_fraction_kept_of_more_numbers_than_are_tried() -> None:
@@ -114,8 +114,8 @@ def train(compressor: Compressor | None, algorithm: Algorithm | None, topology: 
 def test_a_step_is_the_algorithms(fleet: Fleets) -> None:
     ring = shoal.topology.RingGraph(SIZE)
     algorithm = ChocoSGD(1.0, share_kept(TopK(0.2), NUMBERS), TopK(0.2))
-    short, whole = (fleet(SIZE).run(train, *how, ring, 5) for how in ((TopK(0.2), None), (None, algorithm)))
-    assert all(torch.equal(one, other) for one, other in zip(short, whole, strict=True))
+    short, full = (fleet(SIZE).run(train, *how, ring, 5) for how in ((TopK(0.2), None), (None, algorithm)))
+    assert all(torch.equal(one, other) for one, other in zip(short, full, strict=True))
 
 
 def targets() -> torch.Tensor:
@@ -164,13 +164,13 @@ SLOW = pytest.mark.slow  # each of them learns on a ring, and so do two others w
 def test_agents_converge_to_the_joint_optimum_on_a_changing_topology(compressor: Compressor) -> None:
     optimum = targets().mean(0)
     alone = (targets() - optimum).norm(dim=1).max()
-    found = torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, OnePeerHypercube(SIZE)))
-    print((found - optimum).norm(dim=1).max() / alone)
-    assert (found - optimum).norm(dim=1).max() < 0.6 * alone
+    results = torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, OnePeerHypercube(SIZE)))
+    print((results - optimum).norm(dim=1).max() / alone)
+    assert (results - optimum).norm(dim=1).max() < 0.6 * alone
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"compression": "8 bits"}, TypeError, r"compression='8 bits' is no compressor; .* TopK\(0.1\)"),
         (
@@ -188,13 +188,13 @@ def test_agents_converge_to_the_joint_optimum_on_a_changing_topology(compressor:
     ],
 )
 def test_invalid_combinations_are_refused_with_the_reason(
-    options: dict[str, Any], error: type[Exception], said: str
+    options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     def build() -> None:
         model = torch.nn.Linear(100, 50)
         algorithm = options.get("algorithm")
         rest = {key: value for key, value in options.items() if key != "algorithm"}
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             if algorithm is None:
                 optimizer_of(model, **rest)
             else:

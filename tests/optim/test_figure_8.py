@@ -1,7 +1,7 @@
-"""The BlueFog paper's figure 8, asserted from the events of a trace: which exchange is under way during which layer.
+"""The BlueFog paper's figure 8, asserted from the events of a trace: which exchange runs during which layer.
 
-Nothing is left to speed: layers wait, in the middle of their passes, for what has to happen then (an exchange that
-ends, another agent that gets as far). What never happens is waited for in vain, and the trace then tells.
+The result does not depend on speed: layers wait, in the middle of their passes, for the required event (the end of
+an exchange, the progress of another agent). An event that never happens causes a timeout, which the trace shows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRADIENTS = Way("", shoal.optim.DistributedGradientAllreduceOptimizer)
 
 
 class Pace:
-    """What an agent does in the middle of a pass, and when its exchanges have ended."""
+    """An agent's actions in the middle of a pass, and the times when its exchanges have ended."""
 
     def __init__(self) -> None:
         self.inside: dict[tuple[str, int], Callable[[], object]] = {}
@@ -42,7 +42,7 @@ class Pace:
     def __call__(self, phase: str, layer: int) -> None:
         self.inside.get((phase, layer), bool)()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if event.kind == "finished":
             self._of(event.name).set()
 
@@ -91,10 +91,10 @@ class Step:
 
     def __init__(self, bars: list[Bar]) -> None:
         def of_layers(what: str) -> dict[int, Bar]:
-            found = {bar.layer: bar for bar in bars if bar.what == what}
-            assert sorted(found) == list(range(1, LAYERS + 1)), f"{what} of layers {sorted(found)}"
-            assert len(found) == sum(bar.what == what for bar in bars)
-            return found
+            result = {bar.layer: bar for bar in bars if bar.what == what}
+            assert sorted(result) == list(range(1, LAYERS + 1)), f"{what} of layers {sorted(result)}"
+            assert len(result) == sum(bar.what == what for bar in bars)
+            return result
 
         self.forward, self.backward, self.exchange = map(of_layers, ("forward", "backward", "exchange"))
         self.local = [bar for bar in bars if bar.what == "local step"]
@@ -115,7 +115,7 @@ def train(agents: shoal.Fleet, folder: Path, name: str, way: Way, begin: Callabl
 
     def run() -> None:
         pace = Pace()
-        unsubscribe = current("test").engine.events.subscribe(pace.hear)
+        unsubscribe = current("test").engine.events.subscribe(pace.on_event)
         training = Training(name, way, nn.Sequential(*(Paced(number, pace) for number in range(1, LAYERS + 1))))
         training.iterate(torch.ones(NUMEL))
         shoal.barrier()
@@ -144,15 +144,15 @@ def test_awc_exchanges_from_the_first_forward_pass_on_and_steps_last(fleet: Flee
         pace.inside["forward", 1] = computing.set
         pace.inside["backward", LAYERS] = pace.until_ended("awc.0", "awc.1", "awc.2")
 
-    mine, other = train(fleet(2), traces, "awc", WAYS["awc"], begin)
-    for step in (mine, other):
+    own, other = train(fleet(2), traces, "awc", WAYS["awc"], begin)
+    for step in (own, other):
         for layer, exchange in step.exchange.items():
             assert exchange.start < step.forward[1].start
             assert exchange.start < step.backward[layer].start
-    for exchange in mine.exchange.values():  # the other agent was not there before our forward pass
-        assert mine.forward[1].start < exchange.end < mine.backward[LAYERS].end
-    [local] = mine.local
-    assert mine.step.start < local.start < local.end < mine.step.end
+    for exchange in own.exchange.values():  # the other agent was not there before our forward pass
+        assert own.forward[1].start < exchange.end < own.backward[LAYERS].end
+    [local] = own.local
+    assert own.step.start < local.start < local.end < own.step.end
 
 
 @pytest.mark.parametrize(("name", "way", "prefix"), both_ways_during_backward(), ids=["gradients", "atc"])
@@ -174,14 +174,14 @@ def test_a_layer_is_exchanged_during_the_backward_pass_of_the_preceding_layer(
         pace.inside["backward", 2] = in_the_second
         pace.inside["backward", 1] = pace.until_ended(f"{prefix}1")
 
-    mine, other = train(fleet(2), traces, name, way, begin)
-    for step in (mine, other):
+    own, other = train(fleet(2), traces, name, way, begin)
+    for step in (own, other):
         assert step.backward[3].end < step.exchange[3].start < step.backward[2].start
         assert step.backward[2].end < step.exchange[2].start < step.backward[1].start
         assert step.backward[1].end < step.exchange[1].start < step.step.start
     # The other agent's third layer ended during our second one's backward pass.
-    assert mine.backward[2].start < mine.exchange[3].end < mine.backward[2].end
-    assert mine.exchange[2].end < mine.backward[1].end
+    assert own.backward[2].start < own.exchange[3].end < own.backward[2].end
+    assert own.exchange[2].end < own.backward[1].end
 
 
 def test_atc_during_backward_steps_a_layer_before_it_is_exchanged(fleet: Fleets, traces: Path) -> None:

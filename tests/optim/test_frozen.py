@@ -99,8 +99,8 @@ def test_frozen_parameters_stay_and_the_others_train(fleet: Fleets, way: str, pa
         optimizer.close()
         return flat(model)
 
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found - expected(way, frozen, len(frozen))).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results - expected(way, frozen, len(frozen))).abs().max() < 1e-12
 
 
 class Adapter(nn.Module):
@@ -183,11 +183,11 @@ def test_windows_with_only_frozen_parameters_are_skipped(fleet: Fleets, make: An
         optimizer = make(torch.optim.SGD(model.parameters(), lr=0.01), model, bucket_bytes=1)
         bucket_exchange = optimizer._bucket_exchange
         moved: list[list[int]] = []
-        whole = bucket_exchange._move
+        full = bucket_exchange._move
 
         def move(bucket: Any, name: str) -> Any:
             moved[-1].append(bucket.numel)
-            return whole(bucket, name)
+            return full(bucket, name)
 
         bucket_exchange._move = move
         for step in range(8):
@@ -305,15 +305,15 @@ def test_frozen_values_that_differ_are_averaged_once(fleet: Fleets) -> None:
         with torch.no_grad():
             model[0].weight.add_(shoal.rank())
         optimizer = shoal.DecentralizedOptimizer(sgd(model), model)
-        found = []
+        results = []
         for step in range(2):
             step_of(model, optimizer, step)
-            found.append(model[0].weight.detach().clone())
-        return torch.stack(found)
+            results.append(model[0].weight.detach().clone())
+        return torch.stack(results)
 
-    for found in fleet(SIZE).run(run):
-        assert (found - (MODEL[0].weight.detach() + (SIZE - 1) / 2)).abs().max() < 1e-12
-        assert torch.equal(found[0], found[1])
+    for result in fleet(SIZE).run(run):
+        assert (result - (MODEL[0].weight.detach() + (SIZE - 1) / 2)).abs().max() < 1e-12
+        assert torch.equal(result[0], result[1])
 
 
 def test_frozen_integers_that_differ_are_refused_by_name(fleet: Fleets) -> None:
@@ -366,7 +366,7 @@ def test_alternately_frozen_layers_are_not_moved_again(fleet: Fleets) -> None:
             optimizer.zero_grad()
             model(torch.randn(2, 40)).square().mean().backward()
             optimizer.step()
-            places.append({one.untyped_storage().data_ptr() for one in model.parameters()})
+            places.append({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
             if step == 2:
                 buckets = list(optimizer._bucket_exchange.buckets)
         assert all(one is other for one, other in zip(buckets, optimizer._bucket_exchange.buckets, strict=True))
@@ -389,7 +389,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, what: str, handed_over: bool) -> None:
     turns = [[], [0], [2], [0], [], [2], [0], []]
 
-    def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
+    def train_steps(model: nn.Module, optimizer: Any, steps: range) -> None:
         for step in steps:
             for layer in (0, 2):
                 model[layer].requires_grad_(layer not in turns[step])  # type: ignore[index, union-attr]
@@ -402,7 +402,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, what: str, han
         shoal.set_topology(shoal.topology.FullyConnectedGraph(2))
         model = deepcopy(MODEL)
         optimizer = made(model)
-        go_on(model, optimizer, range(4))
+        train_steps(model, optimizer, range(4))
         if stop:
             weights = deepcopy(model.state_dict())
             file = io.BytesIO()
@@ -418,12 +418,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, what: str, han
                 optimizer.take_over(state)
             else:
                 optimizer.load_state_dict(state)
-        go_on(model, optimizer, range(4, 8))
+        train_steps(model, optimizer, range(4, 8))
         optimizer.close()
         return flat(model)
 
-    whole, resumed = (torch.stack(shoal.Fleet(2).run(run, stop)) for stop in (False, True))
-    assert torch.equal(whole, resumed)
+    full, resumed = (torch.stack(shoal.Fleet(2).run(run, stop)) for stop in (False, True))
+    assert torch.equal(full, resumed)
 
 
 def test_an_alternating_generator_and_discriminator(fleet: Fleets) -> None:

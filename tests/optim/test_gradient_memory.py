@@ -55,17 +55,17 @@ def test_rounds_do_not_see_each_others_gradients(fleet: Fleets, size: int, overl
             model.weight.zero_()
         wrapped = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(wrapped, model, overlap=overlap)
-        found = []
+        results = []
         for number in range(rounds):
             gradient = sample(shoal.rank(), (300, 400), seed=number)
             optimizer.zero_grad()
             (model.weight * gradient).sum().backward()
             optimizer.step()
             assert model.weight.grad is not None
-            found.append(model.weight.grad.clone())
-        return found
+            results.append(model.weight.grad.clone())
+        return results
 
-    for found in fleet(size).run(run):
-        for number, mean in enumerate(found):
+    for result in fleet(size).run(run):
+        for number, mean in enumerate(result):
             given = [sample(rank, (300, 400), seed=number) for rank in range(size)]
             assert same_bits(mean, reduced("average", given)), number

@@ -49,12 +49,12 @@ def test_grouping_changes_no_bits(fleet: Fleets, make: Any, overlap: str | None)
         each: list[Options] = [{}, {"num_groups": 1}, {"num_groups": 3}, {"groups": [[first, rest[-1]], rest[:1]]}]
         return [train(make, options | {"overlap": overlap}) for options in each]
 
-    for found in fleet(SIZE).run(run):
-        assert all(torch.equal(model, found[0][0]) for model, _ in found)
-        assert [len(layout) for _, layout in found[1:3]] == [1, 3]
+    for result in fleet(SIZE).run(run):
+        assert all(torch.equal(model, result[0][0]) for model, _ in result)
+        assert [len(layout) for _, layout in result[1:3]] == [1, 3]
         first, *rest = names()
-        assert found[3][1][:2] == [[first, rest[-1]], rest[:1]]
-        assert sorted(name for group in found[3][1] for name in group) == sorted(names())
+        assert result[3][1][:2] == [[first, rest[-1]], rest[:1]]
+        assert sorted(name for group in result[3][1] for name in group) == sorted(names())
 
 
 def test_a_group_is_one_message_to_each_neighbour(fleet: Fleets) -> None:
@@ -116,7 +116,7 @@ def test_invalid_groupings_are_refused() -> None:
         ATC(sgd(model), model, topology=shoal.topology.RingGraph(2), **options)
 
     def run() -> None:
-        for options, error, says in [
+        for options, error, message in [
             ({"num_groups": 0}, ValueError, "num_groups=0: it must be a whole number, 1 to"),
             ({"num_groups": 99}, ValueError, "num_groups=99"),
             ({"num_groups": 2, "bucket_bytes": 10}, ValueError, "leave groups and bucket_bytes out"),
@@ -126,7 +126,7 @@ def test_invalid_groupings_are_refused() -> None:
             ({"groups": [[torch.ones(2)]]}, ValueError, "a Tensor is no parameter of this optimizer"),
             ({"groups": [names()[:1], names()[:1]]}, ValueError, "is named twice"),
         ]:
-            with pytest.raises(error, match=says):
+            with pytest.raises(error, match=message):
                 make(**options)
         model = deepcopy(MODEL)
         with pytest.raises(ValueError, match="GradientTracking steps one vector of all parameters"):

@@ -1,4 +1,4 @@
-"""Agents with different numbers of batches: what those without take part in, and what the mean divides by."""
+"""Agents with different numbers of batches: the operations of agents without batches, and the divisor of the mean."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def by_hand(algorithm: Algorithm) -> Tensor:
     model = deepcopy(MODEL)
     x = flat(model).repeat(SIZE, 1)
     for step in range(max(BATCHES)):
-        here = [step < count for count in BATCHES]
-        rows = [gradient(model, x[k], k, step) if here[k] else torch.zeros_like(x[k]) for k in range(SIZE)]
+        present = [step < count for count in BATCHES]
+        rows = [gradient(model, x[k], k, step) if present[k] else torch.zeros_like(x[k]) for k in range(SIZE)]
         g = LR * torch.stack(rows)
         if algorithm == PARALLEL:
-            x = x - g.sum(0) / sum(here)
+            x = x - g.sum(0) / sum(present)
         else:
             x = RING @ (x - g) if algorithm == ATC else RING @ x - g
     return x
@@ -49,14 +49,14 @@ def by_hand(algorithm: Algorithm) -> Tensor:
 
 @pytest.mark.parametrize("algorithm", [ATC, AWC, PARALLEL], ids=["atc", "awc", "gradients"])
 def test_joined_training_equals_its_equation(fleet: Fleets, algorithm: Algorithm) -> None:
-    found = torch.stack(fleet(SIZE).run(train, algorithm))
-    assert (found - by_hand(algorithm)).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(train, algorithm))
+    assert (results - by_hand(algorithm)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("algorithm", [ATC, PARALLEL], ids=["atc", "gradients"])
 def test_joined_training_equals_its_equation_during_the_backward_pass(fleet: Fleets, algorithm: Algorithm) -> None:
-    found = torch.stack(fleet(SIZE).run(train, algorithm, "backward"))
-    assert (found - by_hand(algorithm)).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(train, algorithm, "backward"))
+    assert (results - by_hand(algorithm)).abs().max() < 1e-12
 
 
 def test_a_schedule_continues(fleet: Fleets) -> None:
@@ -91,9 +91,9 @@ def test_an_asynchronous_agent_forwards_received_mass_until_all_have_ended(fleet
         optimizer.close()
         return saved["u"], saved["p"]
 
-    found = fleet(SIZE).run(run)
-    assert sum(p for _, p in found) == pytest.approx(SIZE, abs=1e-12)
-    assert torch.allclose(sum(u for u, _ in found) / SIZE, torch.full((3,), 1.5, dtype=torch.float64))  # type: ignore[arg-type]
+    results = fleet(SIZE).run(run)
+    assert sum(p for _, p in results) == pytest.approx(SIZE, abs=1e-12)
+    assert torch.allclose(sum(u for u, _ in results) / SIZE, torch.full((3,), 1.5, dtype=torch.float64))  # type: ignore[arg-type]
 
 
 def test_methods_that_cannot_run_without_batches_are_refused(fleet: Fleets) -> None:

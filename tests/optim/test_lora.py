@@ -73,9 +73,9 @@ def by_hand() -> Tensor:
 
 
 def test_adapters_are_averaged_and_frozen_weights_stay(fleet: Fleets) -> None:
-    found = fleet(SIZE).run(train, GradientDescent(1.0))
-    assert (torch.stack([x for x, *_ in found]) - by_hand()).abs().max() < 1e-12
-    assert all(torch.equal(base, MODEL.base.weight) for _, base, _ in found)
+    results = fleet(SIZE).run(train, GradientDescent(1.0))
+    assert (torch.stack([x for x, *_ in results]) - by_hand()).abs().max() < 1e-12
+    assert all(torch.equal(base, MODEL.base.weight) for _, base, _ in results)
 
 
 @pytest.mark.parametrize(("algorithm", "messages"), [(GradientDescent(1.0), 1), (DeMuon(0.05), 2)], ids=str)

@@ -34,7 +34,7 @@ def power_gossip(rank: int, halves: int) -> Vectors:
     """Algorithm 2 of the paper on each matrix, with QR: what is seen of a difference depends on the span alone."""
     algorithm, model = PowerGossip(1.0, rank=rank, shapes=SHAPES), deepcopy(MODEL)
     start = flat(MODEL).repeat(SIZE, 1)
-    begun = StackedFleet(GRAPH).run(algorithm, start, torch.zeros_like, 0).state[1:]
+    started = StackedFleet(GRAPH).run(algorithm, start, torch.zeros_like, 0).state[1:]
     places, at, used = [], 0, [0, 0]
     bases: dict[tuple[int, int, int, int], Vectors] = {}  # of a link, a matrix and a side
     for number, shape in enumerate(SHAPES):
@@ -42,7 +42,7 @@ def power_gossip(rank: int, halves: int) -> Vectors:
         places.append(slice(at, at + size))
         at += size
         for side, length in enumerate(shape if len(shape) == 2 else ()):
-            part = begun[side][:, used[side] : used[side] + length * rank].numpy()
+            part = started[side][:, used[side] : used[side] + length * rank].numpy()
             used[side] += length * rank
             for link, row in zip(LINKS, part, strict=True):
                 bases[(*link, number, side)] = row.reshape(length, rank)
@@ -88,8 +88,8 @@ def train(compression: LowRank) -> tuple[torch.Tensor, list[int]]:
 
 @pytest.mark.parametrize(("rank", "iterations"), [(1, 1), (2, 1), (1, 0.5), (2, 1.5)])
 def test_a_step_is_power_gossip_of_every_matrix(fleet: Fleets, rank: int, iterations: float) -> None:
-    found = [x for x, _ in fleet(SIZE).run(train, LowRank(rank, iterations))]
-    assert np.abs(torch.stack(found).numpy() - power_gossip(rank, round(2 * iterations))).max() < 1e-10
+    results = [x for x, _ in fleet(SIZE).run(train, LowRank(rank, iterations))]
+    assert np.abs(torch.stack(results).numpy() - power_gossip(rank, round(2 * iterations))).max() < 1e-10
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -105,10 +105,10 @@ def test_a_matrix_sends_rank_times_rows_plus_columns_and_a_vector_all_its_entrie
 def test_a_matrix_whose_factors_are_larger_is_sent_uncompressed() -> None:
     """Then one step is an average, as of a vector."""
     fleet, x = StackedFleet(GRAPH), torch.randn(SIZE, 12, dtype=torch.float64)
-    whole = fleet.run(PowerGossip(1.0, rank=3, shapes=((4, 3),)), x, torch.zeros_like, 5)
+    full = fleet.run(PowerGossip(1.0, rank=3, shapes=((4, 3),)), x, torch.zeros_like, 5)
     vector = fleet.run(PowerGossip(1.0, shapes=((12,),)), x, torch.zeros_like, 5)
-    assert torch.equal(whole.x, vector.x)
-    assert whole.sent == vector.sent
+    assert torch.equal(full.x, vector.x)
+    assert full.sent == vector.sent
 
 
 def test_differences_of_lower_rank_than_the_messages_converge() -> None:
@@ -117,8 +117,8 @@ def test_differences_of_lower_rank_than_the_messages_converge() -> None:
     common, left, right = (torch.randn(*size, dtype=torch.float64, generator=draw) for size in ((8, 6), (8, 1), (1, 6)))
     amounts = torch.randn(SIZE, 1, 1, dtype=torch.float64, generator=draw)
     x = (common + amounts * (left @ right)).flatten(1)
-    found = StackedFleet(GRAPH).run(PowerGossip(1.0, rank=2, shapes=((8, 6),)), x, torch.zeros_like, 60).x
-    assert (found - x.mean(0)).abs().max() < 1e-10 < 0.1 < (x - x.mean(0)).abs().max()
+    results = StackedFleet(GRAPH).run(PowerGossip(1.0, rank=2, shapes=((8, 6),)), x, torch.zeros_like, 60).x
+    assert (results - x.mean(0)).abs().max() < 1e-10 < 0.1 < (x - x.mean(0)).abs().max()
 
 
 def test_unsupported_settings_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""A wrapped optimizer under a schedule of the learning rate: the papers' iterates, written anew in numpy."""
+"""A wrapped optimizer under a learning rate schedule: the papers' iterates, implemented in numpy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.points import LR, SIZE, START, D, Point, Vectors, W, slope
 Fleets = Callable[..., shoal.Fleet]
 BETA = 0.9
 DROP = [LR] * 6 + [LR / 10] * 6
-WARM_UP = [LR * one for one in (0.2, 0.4, 0.6, 0.8, 1.0, 0.7, 0.3, 0.1)]
+WARM_UP = [LR * value for value in (0.2, 0.4, 0.6, 0.8, 1.0, 0.7, 0.3, 0.1)]
 LAZY = (np.eye(SIZE) + W) / 2
 # The papers
 
@@ -132,8 +132,8 @@ def trained(algorithm: Algorithm, rates: list[float]) -> torch.Tensor:
 def test_sgd_with_an_algorithm_is_the_papers_equation_under_any_schedule(
     fleet: Fleets, algorithm: Algorithm, paper: Callable[[list[float]], Vectors], rates: list[float]
 ) -> None:
-    found = torch.stack(fleet(SIZE).run(trained, algorithm, rates)).numpy()
-    assert np.abs(found - paper(rates)).max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(trained, algorithm, rates)).numpy()
+    assert np.abs(results - paper(rates)).max() < 1e-12
 
 
 @pytest.mark.parametrize("algorithm", [GradientDescent(0.5), ExactDiffusion(1.0, lazy=True)], ids=str)
@@ -145,8 +145,8 @@ def test_algorithms_without_gradient_memory_are_unchanged(algorithm: Algorithm) 
     for lr in DROP:
         psi = x - factor * lr * slope(x)
         x, before = (W @ psi if isinstance(algorithm, GradientDescent) else LAZY @ (psi + x - before)), psi
-    found = torch.stack(shoal.Fleet(SIZE).run(trained, algorithm, DROP)).numpy()
-    assert np.abs(found - x).max() < 1e-12
+    results = torch.stack(shoal.Fleet(SIZE).run(trained, algorithm, DROP)).numpy()
+    assert np.abs(results - x).max() < 1e-12
 
 
 @pytest.mark.transport("threads")
@@ -187,18 +187,18 @@ def test_each_group_follows_its_own_schedule(algorithm: Algorithm, paper: Callab
     """The paper's equation does not couple the groups' entries, so each group is the paper's equation alone."""
     for second in ([one / 5 for one in DROP], [*WARM_UP, 0.1, 0.2, 0.3, 0.4]):
         rates = [list(one) for one in zip(DROP, second, strict=True)]
-        found = torch.stack(shoal.Fleet(SIZE).run(in_groups, rates, algorithm)).numpy()
-        assert np.abs(found[:, : D // 2] - paper(DROP)[:, : D // 2]).max() < 1e-12
-        assert np.abs(found[:, D // 2 :] - paper(second)[:, D // 2 :]).max() < 1e-12
+        results = torch.stack(shoal.Fleet(SIZE).run(in_groups, rates, algorithm)).numpy()
+        assert np.abs(results[:, : D // 2] - paper(DROP)[:, : D // 2]).max() < 1e-12
+        assert np.abs(results[:, D // 2 :] - paper(second)[:, D // 2 :]).max() < 1e-12
 
 
 @pytest.mark.transport("threads")
 @pytest.mark.parametrize("algorithm", [Momentum(GradientDescent(1.0), BETA), DecentLaM(1.0, BETA)], ids=str)
 def test_a_group_with_rate_zero_is_averaged_and_takes_no_step(algorithm: Algorithm) -> None:
     rates = [[LR, 0.0]] * 5 + [[LR / 10, 0.0]] * 3
-    found = torch.stack(shoal.Fleet(SIZE).run(in_groups, rates, algorithm)).numpy()
+    results = torch.stack(shoal.Fleet(SIZE).run(in_groups, rates, algorithm)).numpy()
     still = np.linalg.matrix_power(W, 8) @ START
-    assert np.abs(found[:, D // 2 :] - still[:, D // 2 :]).max() < 1e-12
+    assert np.abs(results[:, D // 2 :] - still[:, D // 2 :]).max() < 1e-12
 
 
 # A rate of zero
@@ -211,8 +211,8 @@ def test_a_rate_of_zero_is_a_step_of_the_equation_without_gradient(
 ) -> None:
     """At the start, in the middle, and at the end of the schedule: no division by it."""
     for rates in ([0.0, LR, LR, LR], [LR, LR, 0.0, 0.0, LR / 2], [LR, LR, 0.0]):
-        found = torch.stack(shoal.Fleet(SIZE).run(trained, algorithm, rates)).numpy()
-        assert np.isfinite(found).all() and np.abs(found).max() < 10
+        results = torch.stack(shoal.Fleet(SIZE).run(trained, algorithm, rates)).numpy()
+        assert np.isfinite(results).all() and np.abs(results).max() < 10
     if isinstance(algorithm, GradientTracking | ExactDiffusion) or (
         isinstance(algorithm, Momentum) and isinstance(algorithm.algorithm, ExactDiffusion)
     ):
@@ -232,11 +232,11 @@ def test_a_rate_of_zero_at_the_exchange_keeps_earlier_local_steps() -> None:
             step(model, optimizer)
         return model.x().detach()
 
-    found = torch.stack(shoal.Fleet(SIZE).run(run)).numpy()
-    assert np.abs(found - W @ (START - 0.5 * LR * slope(START))).max() < 1e-12
+    results = torch.stack(shoal.Fleet(SIZE).run(run)).numpy()
+    assert np.abs(results - W @ (START - 0.5 * LR * slope(START))).max() < 1e-12
 
 
-class Heedless(torch.optim.SGD):
+class ConstantStepSGD(torch.optim.SGD):
     """Moves whatever its ``lr`` says."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -250,7 +250,7 @@ class Heedless(torch.optim.SGD):
 def test_an_optimizer_that_moves_without_a_rate_is_reported() -> None:
     def run() -> None:
         model = Point()
-        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=Heedless)
+        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=ConstantStepSGD)
         step(model, optimizer)
         optimizer.param_groups[0]["lr"] = 0.0
         with pytest.raises(ValueError, match=r"moves parameters whose lr is 0.*a small lr"):
@@ -266,7 +266,7 @@ def test_an_optimizer_without_a_rate_is_tracked_in_displacements(rate: Any) -> N
 
     def run() -> torch.Tensor:
         model = Point()
-        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=Heedless)
+        optimizer = wrapped(Momentum(GradientDescent(1.0), BETA), model, kind=ConstantStepSGD)
         for _ in range(6):
             if rate is None:
                 optimizer.param_groups[0].pop("lr", None)
@@ -275,8 +275,8 @@ def test_an_optimizer_without_a_rate_is_tracked_in_displacements(rate: Any) -> N
             step(model, optimizer)
         return model.x().detach()
 
-    found = torch.stack(shoal.Fleet(SIZE).run(run)).numpy()
-    assert np.abs(found - dmsgd([0.01] * 6)).max() < 1e-12
+    results = torch.stack(shoal.Fleet(SIZE).run(run)).numpy()
+    assert np.abs(results - dmsgd([0.01] * 6)).max() < 1e-12
 
 
 # Around it
@@ -290,23 +290,25 @@ def test_a_torch_scheduler_in_a_resumed_run() -> None:
             optimizer = wrapped(QuasiGlobalMomentum(1.0, BETA), model)
             return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
 
-        def go_on(made: tuple[Point, shoal.DecentralizedOptimizer, torch.optim.lr_scheduler.StepLR], n: int) -> None:
+        def train_steps(
+            made: tuple[Point, shoal.DecentralizedOptimizer, torch.optim.lr_scheduler.StepLR], n: int
+        ) -> None:
             for _ in range(n):
                 step(made[0], made[1])
                 made[2].step()
 
-        whole, first, second = make(), make(), make()
-        go_on(whole, 8)
-        go_on(first, 5)
+        full, first, second = make(), make(), make()
+        train_steps(full, 8)
+        train_steps(first, 5)
         for one, other in zip(first, second, strict=True):
             other.load_state_dict(deepcopy(one.state_dict()))
-        go_on(second, 3)
-        return whole[0].x().detach(), second[0].x().detach()
+        train_steps(second, 3)
+        return full[0].x().detach(), second[0].x().detach()
 
-    found = shoal.Fleet(SIZE).run(run)
-    assert all(torch.equal(*pair) for pair in found)
+    results = shoal.Fleet(SIZE).run(run)
+    assert all(torch.equal(*pair) for pair in results)
     expected = quasi_global([LR] * 3 + [LR / 10] * 3 + [LR / 100] * 2)
-    assert np.abs(torch.stack([one for one, _ in found]).numpy() - expected).max() < 1e-12
+    assert np.abs(torch.stack([one for one, _ in results]).numpy() - expected).max() < 1e-12
 
 
 @pytest.mark.transport("threads")

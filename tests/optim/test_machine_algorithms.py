@@ -90,19 +90,19 @@ def test_machines_equal_single_agents_with_the_mean_gradient(fleet: Fleets, algo
     grad = shoal.algorithms.Gradient(of_machines, draw=draw)
     start = flat(MODEL).repeat(MACHINES, 1)
     expected = StackedFleet(machines_of(algorithm)).run(algorithm, start, grad, STEPS).x.repeat_interleave(EACH, 0)
-    found = torch.stack(fleet(SIZE, agents_per_machine=EACH).run(train, algorithm))
-    assert (found - expected).abs().max() < (1e-2 if "Cast" in str(algorithm) else 1e-12)
-    assert all(torch.equal(found[rank], found[rank // EACH * EACH]) for rank in range(SIZE))
-    assert (found - start[0]).abs().max() > 0.01
+    results = torch.stack(fleet(SIZE, agents_per_machine=EACH).run(train, algorithm))
+    assert (results - expected).abs().max() < (1e-2 if "Cast" in str(algorithm) else 1e-12)
+    assert all(torch.equal(results[rank], results[rank // EACH * EACH]) for rank in range(SIZE))
+    assert (results - start[0]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_overlapped_buckets_have_the_same_bits(fleet: Fleets, algorithm: Algorithm) -> None:
     agents = fleet(SIZE, agents_per_machine=EACH)
-    found = torch.stack(agents.run(train, algorithm, "backward"))
+    results = torch.stack(agents.run(train, algorithm, "backward"))
     if algorithm.separable and "Cast" not in str(algorithm):
-        assert (found - torch.stack(agents.run(train, algorithm))).abs().max() < 1e-13
-    assert (found - flat(MODEL)).abs().max() > 0.01
+        assert (results - torch.stack(agents.run(train, algorithm))).abs().max() < 1e-13
+    assert (results - flat(MODEL)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("compressor", [MinMaxUInt8(), TopK(0.5)], ids=["8 bits", "top 50%"])
@@ -113,16 +113,16 @@ def test_simulated_and_real_agents_send_the_same_messages(fleet: Fleets, compres
     start = torch.randn(SIZE, A.shape[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def agent() -> tuple[list[float], int]:
-        found = run(algorithm, start[shoal.rank()], own(loss, A[shoal.rank()], b[shoal.rank()]), topology, 30)
-        return found.x.tolist(), found.sent
+        result = run(algorithm, start[shoal.rank()], own(loss, A[shoal.rank()], b[shoal.rank()]), topology, 30)
+        return result.x.tolist(), result.sent
 
     def gradients(x: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.grad(loss))(x, A, b)
 
     stacked = StackedFleet(topology, agents_per_machine=EACH).run(algorithm, start, gradients, 30)
-    found = fleet(SIZE, agents_per_machine=EACH).run(agent)
-    assert (torch.tensor([x for x, _ in found], dtype=torch.float64) - stacked.x).abs().max() < 1e-12
-    assert sum(sent for _, sent in found) == stacked.sent
+    results = fleet(SIZE, agents_per_machine=EACH).run(agent)
+    assert (torch.tensor([x for x, _ in results], dtype=torch.float64) - stacked.x).abs().max() < 1e-12
+    assert sum(sent for _, sent in results) == stacked.sent
 
 
 def test_compression_between_machines_is_an_algorithm_of_machines() -> None:
@@ -138,9 +138,9 @@ def test_compression_between_machines_is_an_algorithm_of_machines() -> None:
         return optimizer.algorithm
 
     for topology, expected in ((RING, ChocoSGD), (RandomMatchings(MACHINES), DeepSqueeze)):
-        found = shoal.Fleet(SIZE, agents_per_machine=EACH).run(agent, topology)[0]
-        assert isinstance(found, OfMachines)
-        assert isinstance(found.algorithm, expected)
+        results = shoal.Fleet(SIZE, agents_per_machine=EACH).run(agent, topology)[0]
+        assert isinstance(results, OfMachines)
+        assert isinstance(results.algorithm, expected)
 
 
 def test_the_default_is_the_machine_topology() -> None:
@@ -149,9 +149,9 @@ def test_the_default_is_the_machine_topology() -> None:
         return train(EXTRA(1.0), topology=None).tolist()
 
     fleet = shoal.Fleet(SIZE, agents_per_machine=EACH)
-    found = torch.tensor(fleet.run(agent), dtype=torch.float64)
+    results = torch.tensor(fleet.run(agent), dtype=torch.float64)
     expected = torch.stack(fleet.run(train, EXTRA(1.0), topology=as_schedule(shoal.topology.RingGraph(MACHINES))))
-    assert torch.equal(found, expected)
+    assert torch.equal(results, expected)
     with pytest.raises(ValueError, match="no machine topology is set"):
         fleet.run(train, EXTRA(1.0), topology=None)
     alone = torch.stack(shoal.Fleet(3, agents_per_machine=3).run(train, EXTRA(1.0), topology=None))
@@ -194,6 +194,6 @@ def sent_in_steps(steps: int) -> int:
 def test_each_entry_leaves_a_machine_once_as_one_byte() -> None:
     numbers = 200 * 1001
     with network_namespaces(2) as hosts, World(4, namespaces=[hosts[0], hosts[0], hosts[1], hosts[1]]) as world:
-        found = world.results(sent_in_steps, 11)
-    for wire in found:  # the interface's, which both agents of a machine see
+        result = world.results(sent_in_steps, 11)
+    for wire in result:  # the interface's, which both agents of a machine see
         assert 10 * numbers < wire < 1.06 * 10 * numbers, (wire, 10 * numbers)

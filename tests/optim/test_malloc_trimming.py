@@ -83,8 +83,8 @@ def test_any_heap_variable_disables_trimming(
     for one in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(one, raising=False)
     monkeypatch.setenv(name, text)
-    told: list[tuple[int, int]] = []
-    libc = SimpleNamespace(mallopt=lambda what, value: told.append((what, value)) or 1)
+    reported: list[tuple[int, int]] = []
+    libc = SimpleNamespace(mallopt=lambda what, value: reported.append((what, value)) or 1)
     monkeypatch.setattr(malloc_trimming.ctypes, "CDLL", lambda _: libc)
     assert malloc_trimming.keep_freed_memory.__wrapped__() is not tuned
-    assert bool(told) is not tuned
+    assert bool(reported) is not tuned

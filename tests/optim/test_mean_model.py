@@ -26,16 +26,16 @@ def test_the_file_has_the_mean_and_each_agent_keeps_its_own_values(fleet: Fleets
     path = tmp_path / "model.pt"
 
     def run() -> float:
-        mine = model()
-        shoal.save(mine, path)
+        own = model()
+        shoal.save(own, path)
         assert path.exists()
-        return mine[0].weight.item()
+        return own[0].weight.item()
 
     assert fleet(3).run(run) == [0.0, 1.0, 2.0]
     saved = torch.load(path, weights_only=True)
     assert (saved["0.weight"].item(), saved["1.running_mean"].item()) == (1.0, 2.0)
     assert saved["1.num_batches_tracked"].item() == 7
-    assert [one.name for one in tmp_path.iterdir()] == ["model.pt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
 def test_an_agent_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:

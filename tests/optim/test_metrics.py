@@ -17,7 +17,7 @@ SIZE = 4
 LOSS, ACCURACY = (0.25, 2.0, 0.5, 0.25), (0.5, 0.75, 0.125, 1.0)
 
 
-def found() -> shoal.Metrics:
+def gathered_metrics() -> shoal.Metrics:
     """The dictionary in another order on every second agent."""
     rank = shoal.rank()
     pairs: list[tuple[str, Any]] = [("loss", torch.tensor([LOSS[rank]])), ("accuracy", ACCURACY[rank])]
@@ -25,7 +25,7 @@ def found() -> shoal.Metrics:
 
 
 def test_every_agent_has_rank_0s_value_the_mean_and_the_worst(fleet: Fleets) -> None:
-    for each in fleet(SIZE).run(found):
+    for each in fleet(SIZE).run(gathered_metrics):
         assert set(each) == {"loss", "accuracy"}
         assert each["loss"] == shoal.Metric(LOSS, 0.75, 1)
         assert (each["loss"].rank0, each["loss"].worst) == (0.25, 2.0)
@@ -47,8 +47,8 @@ def test_weights_make_the_mean_that_over_all_samples(fleet: Fleets) -> None:
     samples = [[1.0, 2.0, 6.0], [4.0]]
 
     def run() -> shoal.Metric:
-        mine = samples[shoal.rank()]
-        return shoal.metrics({"loss": sum(mine) / len(mine)}, weight=len(mine))["loss"]
+        own = samples[shoal.rank()]
+        return shoal.metrics({"loss": sum(own) / len(own)}, weight=len(own))["loss"]
 
     assert [one.mean for one in fleet(2).run(run)] == [3.25] * 2
 
@@ -56,10 +56,10 @@ def test_weights_make_the_mean_that_over_all_samples(fleet: Fleets) -> None:
 def test_all_metrics_share_one_message_between_each_two_agents() -> None:
     def run() -> list[str]:
         shoal.barrier()
-        begun: list[str] = []
-        shoal.events().subscribe(lambda event: begun.append(event.operation) if event.kind == "submitted" else None)
+        started: list[str] = []
+        shoal.events().subscribe(lambda event: started.append(event.operation) if event.kind == "submitted" else None)
         shoal.metrics({f"metric {number}": number for number in range(20)})
-        return begun
+        return started
 
     assert shoal.Fleet(2).run(run) == [["allgather"]] * 2
 
@@ -104,7 +104,7 @@ def test_an_empty_call_raises() -> None:
 
 
 def test_the_table_has_a_row_for_each_name() -> None:
-    each = shoal.Fleet(SIZE).run(found)[1]
+    each = shoal.Fleet(SIZE).run(gathered_metrics)[1]
     console = Console(width=60)
     with console.capture() as capture:
         console.print(each)
@@ -128,37 +128,37 @@ class Scalars:
     """As TensorBoard's."""
 
     def __init__(self) -> None:
-        self.had: list[tuple[str, float, int]] = []
+        self.logged: list[tuple[str, float, int]] = []
 
     def add_scalar(self, name: str, number: float, step: int) -> None:
-        self.had.append((name, number, step))
+        self.logged.append((name, number, step))
 
 
 class Rows:
-    """As those that take all numbers of a step at once."""
+    """A metrics sink of the kind that gets all numbers of a step in one call."""
 
     def __init__(self, method: str) -> None:
-        self.had: list[tuple[dict[str, float], int]] = []
+        self.logged: list[tuple[dict[str, float], int]] = []
         setattr(self, method, self._take)
 
     def _take(self, numbers: dict[str, float], step: int) -> None:
-        self.had.append((numbers, step))
+        self.logged.append((numbers, step))
 
 
 def test_loggers_get_the_mean_the_worst_and_every_agents_value() -> None:
     def run() -> tuple[list[tuple[str, float, int]], ...]:
         scalars, metrics, log = Scalars(), Rows("log_metrics"), Rows("log")
         for step in (1, 5):
-            numbers = found()
+            numbers = gathered_metrics()
             for to in (scalars, metrics, log, None):
                 numbers.log(to, step)
-        assert metrics.had == log.had == [(LOGGED, 1), (LOGGED, 5)]
+        assert metrics.logged == log.logged == [(LOGGED, 1), (LOGGED, 5)]
         with pytest.raises(TypeError, match="int has neither add_scalar, nor log_metrics, nor log"):
             numbers.log(3, 1)
-        return (scalars.had,)
+        return (scalars.logged,)
 
-    for (had,) in shoal.Fleet(SIZE).run(run):
-        assert sorted(had) == sorted((name, number, step) for step in (1, 5) for name, number in LOGGED.items())
+    for (logged,) in shoal.Fleet(SIZE).run(run):
+        assert sorted(logged) == sorted((name, number, step) for step in (1, 5) for name, number in LOGGED.items())
 
 
 def test_a_loss_with_gradient_is_accepted_as_a_number(recwarn: pytest.WarningsRecorder) -> None:

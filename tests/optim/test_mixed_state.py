@@ -44,18 +44,18 @@ def by_hand(
     """
     model, batches = deepcopy(MODEL), batches or [steps] * SIZE
     x = flat(model).repeat(SIZE, 1).numpy()
-    m, v, taken = np.zeros_like(x), np.zeros_like(x), np.zeros((SIZE, 1))
+    m, v, steps_taken = np.zeros_like(x), np.zeros_like(x), np.zeros((SIZE, 1))
     for step in range(max(batches)):
         W = Ws[step % len(Ws)].numpy()
-        here = np.array([[step < count] for count in batches])
+        present = np.array([[step < count] for count in batches])
         g = np.stack([gradient(model, torch.from_numpy(x[rank]), rank, step).numpy() for rank in range(SIZE)])
         if make is AWC:
             x, m, v = W @ x, W @ m if "exp_avg" in keys else m, W @ v if "exp_avg_sq" in keys else v
-        taken = taken + here
-        m = np.where(here, BETAS[0] * m + (1 - BETAS[0]) * g, m)
-        v = np.where(here, BETAS[1] * v + (1 - BETAS[1]) * g**2, v)
-        first, second = (1 - beta ** np.maximum(taken, 1) for beta in BETAS)
-        x = x - np.where(here, LR * (m / first) / (np.sqrt(v / second) + EPS), 0)
+        steps_taken = steps_taken + present
+        m = np.where(present, BETAS[0] * m + (1 - BETAS[0]) * g, m)
+        v = np.where(present, BETAS[1] * v + (1 - BETAS[1]) * g**2, v)
+        first, second = (1 - beta ** np.maximum(steps_taken, 1) for beta in BETAS)
+        x = x - np.where(present, LR * (m / first) / (np.sqrt(v / second) + EPS), 0)
         if make is ATC:
             x, m, v = W @ x, W @ m if "exp_avg" in keys else m, W @ v if "exp_avg_sq" in keys else v
     return x
@@ -84,8 +84,8 @@ def train(
     return flat(model)
 
 
-def assert_equal(found: list[Tensor], wanted: Rows) -> None:
-    assert np.abs(torch.stack(found).numpy() - wanted).max() < 1e-12
+def assert_equal(tensors: list[Tensor], wanted: Rows) -> None:
+    assert np.abs(torch.stack(tensors).numpy() - wanted).max() < 1e-12
 
 
 # The equation
@@ -108,9 +108,9 @@ def over_threads(make: Any, keys: tuple[str, ...], bucket_bytes: int) -> Tensor:
     ],
 )
 def test_mixing_state_is_its_equation(fleet: Fleets, make: Any, keys: tuple[str, ...], bucket_bytes: int) -> None:
-    found = fleet(SIZE).run(train, make, keys, bucket_bytes=bucket_bytes)
-    assert_equal(found, by_hand(make, [RING], keys))
-    assert torch.equal(torch.stack(found), over_threads(make, keys, bucket_bytes))
+    results = fleet(SIZE).run(train, make, keys, bucket_bytes=bucket_bytes)
+    assert_equal(results, by_hand(make, [RING], keys))
+    assert torch.equal(torch.stack(results), over_threads(make, keys, bucket_bytes))
 
 
 def test_mixing_state_differs_from_parameters_alone() -> None:
@@ -128,8 +128,8 @@ def test_mixing_follows_the_rounds_of_a_schedule(fleet: Fleets, make: Any) -> No
 
 @both_ways
 def test_state_averaged_over_all_agents(fleet: Fleets, make: Any) -> None:
-    found = fleet(SIZE).run(train, make, communication_type=shoal.CommunicationType.allreduce)
-    assert_equal(found, by_hand(make, [MEAN]))
+    results = fleet(SIZE).run(train, make, communication_type=shoal.CommunicationType.allreduce)
+    assert_equal(results, by_hand(make, [MEAN]))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
@@ -208,7 +208,7 @@ def test_state_received_before_the_first_gradient_is_added_to_the_initial_state(
     # What the optimizer has, and what has come to an agent whose optimizer has nothing.
     state, own, have, wanted = np.zeros(2), np.zeros(2), np.array([False, False]), []
     for step in range(4):
-        here = np.array([True, step >= 2])
+        present = np.array([True, step >= 2])
 
         def exchange(state: Rows, own: Rows, have: Any) -> tuple[Rows, Rows]:
             mean = np.full(2, (state + own).mean())
@@ -216,18 +216,18 @@ def test_state_received_before_the_first_gradient_is_added_to_the_initial_state(
 
         if make is AWC:
             state, own = exchange(state, own, have)
-        state = np.where(here, BETAS[1] * state + (1 - BETAS[1]) * np.array([1.0, 4.0]), state)
-        have = have | here
+        state = np.where(present, BETAS[1] * state + (1 - BETAS[1]) * np.array([1.0, 4.0]), state)
+        have = have | present
         if make is ATC:
             state, own = exchange(state, own, have)
         wanted.append(state)
-    found = fleet(2).run(run)
+    results = fleet(2).run(run)
     for rank in range(2):
         for step in range(4):
             if step >= 2 or rank == 0:
-                assert (found[rank][step] - wanted[step][rank]).abs().max() < 1e-15, (rank, step)
+                assert (results[rank][step] - wanted[step][rank]).abs().max() < 1e-15, (rank, step)
             else:
-                assert (found[rank][step] == -1).all()
+                assert (results[rank][step] == -1).all()
 
 
 @both_ways
@@ -300,8 +300,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, make: Any, lat
         return steps(model, optimizer, range(3, 6))
 
     agents = fleet(SIZE)
-    whole, resumed = torch.stack(agents.run(run, False)), torch.stack(agents.run(run, True))
-    assert torch.equal(whole, resumed)
+    full, resumed = torch.stack(agents.run(run, False)), torch.stack(agents.run(run, True))
+    assert torch.equal(full, resumed)
 
 
 def test_one_agent_may_load_its_state_alone(fleet: Fleets) -> None:
@@ -336,8 +336,8 @@ def test_state_loaded_between_steps_takes_effect(fleet: Fleets) -> None:
                 state = deepcopy(local.state_dict())
                 state["state"][0]["exp_avg_sq"].fill_(shoal.rank())
                 local.load_state_dict(state)
-        found: Tensor = local.state[model.weight]["exp_avg_sq"]
-        return found.clone()
+        result: Tensor = local.state[model.weight]["exp_avg_sq"]
+        return result.clone()
 
     for one in fleet(2).run(run):
         assert (one - (BETAS[1] * 0.5 + (1 - BETAS[1]))).abs().max() < 1e-15
@@ -397,9 +397,9 @@ def test_state_in_sixteen_bits(fleet: Fleets, make: Any) -> None:
             optimizer.step()
         return flat(model).double(), optimizer.state[model[0].weight]["exp_avg_sq"].dtype
 
-    found = fleet(SIZE).run(run)
-    assert all(dtype == torch.bfloat16 for _, dtype in found)
-    assert np.abs(torch.stack([one for one, _ in found]).numpy() - by_hand(make, [uniform_ring()])).max() < 0.02
+    results = fleet(SIZE).run(run)
+    assert all(dtype == torch.bfloat16 for _, dtype in results)
+    assert np.abs(torch.stack([one for one, _ in results]).numpy() - by_hand(make, [uniform_ring()])).max() < 0.02
 
 
 def uniform_ring() -> Tensor:
@@ -419,8 +419,8 @@ def test_a_compiled_model_mixes_its_second_moments() -> None:
             optimizer.zero_grad()
             loss_of(compiled, step).backward()  # type: ignore[arg-type]
             optimizer.step()
-        found: Tensor = optimizer.state[model[0].weight]["exp_avg_sq"]
-        return found.sum().item()
+        result: Tensor = optimizer.state[model[0].weight]["exp_avg_sq"]
+        return result.sum().item()
 
     first, second = shoal.Fleet(2).run(run)
     assert first > 0 and abs(first - second) < 1e-15

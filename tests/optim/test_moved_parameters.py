@@ -80,9 +80,9 @@ def test_new_parameter_data_set_by_a_local_step_are_used(fleet: Fleets, how: str
             shoal.barrier()
             optimizer.step()
             shoal.barrier()
-        found = flat(net)
+        result = flat(net)
         optimizer.close()
-        return found
+        return result
 
     agents = fleet(SIZE)
     assert torch.equal(torch.stack(agents.run(run, Reassigning)), torch.stack(agents.run(run, InPlace)))
@@ -124,8 +124,8 @@ def test_parameters_shrunk_in_place_are_exchanged_in_place(fleet: Fleets, width:
         assert net[0].weight.shape == (2, width) and net[1].weight.shape == (1, 2)
         return flat(net)
 
-    for found in fleet(2).run(run):
-        assert torch.equal(found, torch.full((2 * width + 2,), 0.5))
+    for result in fleet(2).run(run):
+        assert torch.equal(result, torch.full((2 * width + 2,), 0.5))
 
 
 @WIDTHS
@@ -159,7 +159,7 @@ def another_parameter(net: nn.Module) -> None:
     net[1].weight = nn.Parameter(torch.ones(1, 3))  # type: ignore[index, union-attr]
 
 
-def another_parameter_behind(net: nn.Module) -> None:
+def append_parameter(net: nn.Module) -> None:
     net[1].new = nn.Parameter(torch.ones(1, 3))  # type: ignore[index, union-attr]
 
 
@@ -210,7 +210,7 @@ def test_a_modified_model_that_keeps_its_parameters_trains_on(fleet: Fleets) -> 
         net.double()
         net.float()
         step()
-        another_parameter_behind(net)
+        append_parameter(net)
         step()
         del net[0]
         step()
@@ -283,14 +283,14 @@ def test_parameters_that_share_memory_keep_sharing_it(fleet: Fleets, how: str) -
         optimizer.close()
         return flat(net), shares
 
-    found, shares = zip(*fleet(2).run(run), strict=True)
+    result, shares = zip(*fleet(2).run(run), strict=True)
     assert all(shares)
-    assert how not in ("atc", "gradients", "atc, backward", "gradients, backward") or torch.allclose(*found, atol=1e-6)
+    assert how not in ("atc", "gradients", "atc, backward", "gradients, backward") or torch.allclose(*result, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["atc", "gradients"])
 def test_tied_parameters_step_as_in_plain_training(fleet: Fleets, way: str) -> None:
-    """With the same batches on all agents, the models equal one that is trained without a wrapper."""
+    """With the same batches on all agents, the models equal a model trained without a wrapper."""
     torch.manual_seed(0)  # from some starts this loss diverges at this rate
     start = Tied().state_dict()
 
@@ -310,8 +310,8 @@ def test_tied_parameters_step_as_in_plain_training(fleet: Fleets, way: str) -> N
 
     plain = fleet(1).run(run, False)[0]
     for overlap in (None, "backward"):
-        for found in fleet(2).run(run, True, overlap):
-            assert torch.allclose(found, plain, rtol=0, atol=1e-6)
+        for result in fleet(2).run(run, True, overlap):
+            assert torch.allclose(result, plain, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after two steps"])

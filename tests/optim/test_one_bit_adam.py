@@ -1,4 +1,4 @@
-"""Adam whose messages may be short: torch's own while it warms up, and then its description, written down once more."""
+"""Adam with compressed messages: torch's Adam during the warm-up, then a second implementation of its description."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def train(compression: Compressor | None, batches: int = STEPS, **options: Any) 
     model = deepcopy(MODEL)
     adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS, **options)
     optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=compression)
-    go_on(model, optimizer, range(batches))
+    train_steps(model, optimizer, range(batches))
     return flat(model)
 
 
-def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
+def train_steps(model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()
@@ -38,25 +38,25 @@ def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
 def mean_of(messages: list[Tensor], compressor: Compressor, sent: list[Tensor], back: list[Tensor]) -> Tensor:
     """A compressed reduce-scatter and all-gather of one bucket, which is laid out from the last parameter on."""
     size, count = len(messages), messages[0].numel()
-    found = []
+    results = []
     feedback = not isinstance(compressor, MinMaxUInt8)  # whose messages are fine enough
     if feedback:
         messages = [own + rest for own, rest in zip(messages, sent, strict=True)]
     for part in range(size):
         where = slice(count * part // size, count * (part + 1) // size)
-        told = [compressor(own[where], None) for own in messages]  # type: ignore[arg-type]
-        for rank, one in enumerate(told):
+        reported = [compressor(own[where], None) for own in messages]  # type: ignore[arg-type]
+        for rank, one in enumerate(reported):
             sent[rank][where] = messages[rank][where] - one
-        total = sum(told[1:], told[0].clone()) / size + (back[part] if feedback else 0)
-        said = compressor(total, None)  # type: ignore[arg-type]
-        back[part] = total - said
-        found.append(said)
-    return torch.cat(found)
+        total = sum(reported[1:], reported[0].clone()) / size + (back[part] if feedback else 0)
+        output = compressor(total, None)  # type: ignore[arg-type]
+        back[part] = total - output
+        results.append(output)
+    return torch.cat(results)
 
 
 def by_hand(compressor: Compressor) -> Tensor:
     model = deepcopy(MODEL)
-    sizes = [one.numel() for one in model.parameters()]
+    sizes = [parameter.numel() for parameter in model.parameters()]
 
     def turned(x: Tensor, lengths: list[int]) -> Tensor:
         return torch.cat(x.split(lengths)[::-1])
@@ -82,9 +82,9 @@ def by_hand(compressor: Compressor) -> Tensor:
 def test_warm_up_is_adam(weight_decay: float) -> None:
     models = [deepcopy(MODEL) for _ in range(2)]
     ours = shoal.optim.OneBitAdam(models[0].parameters(), LR, warmup=STEPS, betas=BETAS, weight_decay=weight_decay)
-    theirs = torch.optim.Adam(models[1].parameters(), LR, betas=BETAS, weight_decay=weight_decay)
+    remote = torch.optim.Adam(models[1].parameters(), LR, betas=BETAS, weight_decay=weight_decay)
     for step in range(STEPS):
-        for model, optimizer in zip(models, (ours, theirs), strict=True):
+        for model, optimizer in zip(models, (ours, remote), strict=True):
             optimizer.zero_grad()
             model(batch(0, step)).square().mean().backward()
             optimizer.step()
@@ -93,15 +93,15 @@ def test_warm_up_is_adam(weight_decay: float) -> None:
 
 @pytest.mark.parametrize("compressor", [Identity(), MinMaxUInt8(), Sign()], ids=str)
 def test_after_the_warm_up_momenta_are_averaged_as_described(fleet: Fleets, compressor: Compressor) -> None:
-    found = fleet(AGENTS).run(train, compressor)
-    for one in found:
-        assert torch.equal(one, found[0])
-    assert (found[0] - by_hand(compressor)).abs().max() < 1e-12
+    results = fleet(AGENTS).run(train, compressor)
+    for one in results:
+        assert torch.equal(one, results[0])
+    assert (results[0] - by_hand(compressor)).abs().max() < 1e-12
 
 
 def test_without_compression_messages_have_the_full_size(fleet: Fleets) -> None:
-    found = fleet(AGENTS).run(train, None)
-    assert (found[0] - by_hand(Identity())).abs().max() < 1e-12
+    results = fleet(AGENTS).run(train, None)
+    assert (results[0] - by_hand(Identity())).abs().max() < 1e-12
 
 
 def test_after_the_warm_up_messages_are_short() -> None:
@@ -152,14 +152,14 @@ def test_after_closing_the_optimizer_steps_with_gradients_again() -> None:
         models = [deepcopy(MODEL) for _ in range(2)]
         adams = [shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS) for model in models]
         around = shoal.optim.DistributedGradientAllreduceOptimizer(adams[0], models[0])
-        go_on(models[0], around, range(WARMUP + 2))
+        train_steps(models[0], around, range(WARMUP + 2))
         around.close()
-        go_on(models[0], adams[0], range(WARMUP + 2, STEPS))
-        go_on(models[1], adams[1], range(STEPS))
+        train_steps(models[0], adams[0], range(WARMUP + 2, STEPS))
+        train_steps(models[1], adams[1], range(STEPS))
         return flat(models[0]), flat(models[1])
 
-    [(found, alone)] = shoal.Fleet(1).run(run)
-    assert (found - alone).abs().max() < 1e-12
+    [(result, alone)] = shoal.Fleet(1).run(run)
+    assert (result - alone).abs().max() < 1e-12
 
 
 def test_agents_without_batches_do_not_count(fleet: Fleets) -> None:
@@ -170,7 +170,7 @@ def test_agents_without_batches_do_not_count(fleet: Fleets) -> None:
         adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
         optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model)
         with optimizer.join():
-            go_on(model, optimizer, range(batches[shoal.rank()]))
+            train_steps(model, optimizer, range(batches[shoal.rank()]))
         return flat(model)
 
     model, x = deepcopy(MODEL), flat(MODEL)
@@ -193,20 +193,20 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
         return model, shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
 
     def run() -> bool:
-        whole, first, second = make(), make(), make()
-        go_on(*whole, range(STEPS))
-        go_on(*first, range(at))
+        full, first, second = make(), make(), make()
+        train_steps(*full, range(STEPS))
+        train_steps(*first, range(at))
         saved = deepcopy((first[0].state_dict(), first[1].state_dict()))
         second[0].load_state_dict(saved[0])
         second[1].load_state_dict(saved[1])
-        go_on(*second, range(at, STEPS))
-        return torch.equal(flat(whole[0]), flat(second[0]))
+        train_steps(*second, range(at, STEPS))
+        return torch.equal(flat(full[0]), flat(second[0]))
 
     assert fleet(AGENTS).run(run) == [True] * AGENTS
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"warmup": 0}, "pass 1 or more"),
         ({"warmup": 1, "lr": -1.0}, "lr=-1.0"),
@@ -214,8 +214,8 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
         ({"warmup": 1, "eps": 0.0}, "eps=0.0"),
     ],
 )
-def test_arguments_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         shoal.optim.OneBitAdam(MODEL.parameters(), **options)
 
 

@@ -1,4 +1,4 @@
-"""The optimizers do what their equations say, to rounding: against the same steps taken by hand, all agents at once."""
+"""The optimizers follow their equations, to rounding: against the same steps in plain torch, all agents at once."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def train(way: Algorithm, bucket_bytes: int, communication: shoal.CommunicationT
 @pytest.mark.parametrize("way", [ATC, AWC, PARALLEL], ids=["atc", "awc", "gradients"])
 def test_every_strategy_is_its_equation(fleet: Fleets, way: Algorithm, bucket_bytes: int) -> None:
     kind = shoal.CommunicationType.neighbor_allreduce
-    found = torch.stack(fleet(SIZE).run(train, way, bucket_bytes, kind))
+    results = torch.stack(fleet(SIZE).run(train, way, bucket_bytes, kind))
     W = MEAN if way == PARALLEL else RING
-    assert (found - by_hand(way, W)).abs().max() < 1e-12
+    assert (results - by_hand(way, W)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("way", [ATC, AWC], ids=["atc", "awc"])
@@ -44,5 +44,5 @@ def test_communication_with_all_agents_and_with_none(fleet: Fleets, way: Algorit
         (shoal.CommunicationType.allreduce, MEAN),
         (shoal.CommunicationType.empty, torch.eye(SIZE).double()),
     ):
-        found = torch.stack(fleet(SIZE).run(train, way, 1 << 20, kind))
-        assert (found - by_hand(way, W)).abs().max() < 1e-12
+        results = torch.stack(fleet(SIZE).run(train, way, 1 << 20, kind))
+        assert (results - by_hand(way, W)).abs().max() < 1e-12

@@ -1,4 +1,4 @@
-"""What happens to a model and its optimizer around the steps: copies, conversions, parameters and agents that go."""
+"""Events of a model and its optimizer around the steps: copies, conversions, removed parameters and departed agents."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_memory_format_that_changes_later_does_not_permute_elements(fleet: Fle
         optimizer.step()
         return model[0].weight.detach().clone()
 
-    for found in fleet(2).run(run):
-        assert torch.equal(found, torch.arange(48.0).view(4, 3, 2, 2))
+    for result in fleet(2).run(run):
+        assert torch.equal(result, torch.arange(48.0).view(4, 3, 2, 2))
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
@@ -156,8 +156,8 @@ def test_a_model_converted_between_steps_trains_on(fleet: Fleets, make: Any) -> 
         optimizer.step()
         return model[0].weight.dtype, flat(model)
 
-    for dtype, found in fleet(2).run(run):
-        assert dtype is torch.float64 and (found == 0.5).all()
+    for dtype, result in fleet(2).run(run):
+        assert dtype is torch.float64 and (result == 0.5).all()
 
 
 def test_a_consensus_model_may_be_converted_and_saved(fleet: Fleets) -> None:
@@ -170,8 +170,8 @@ def test_a_consensus_model_may_be_converted_and_saved(fleet: Fleets) -> None:
         assert model[0].weight.dtype is torch.float32 and model[1].running_mean.dtype is torch.float32
         return torch.cat([flat(model), model[1].running_mean])
 
-    for rank, found in enumerate(fleet(2).run(run)):
-        assert torch.equal(found, torch.tensor([float(rank)] * 10 + [10.0 * rank] * 2))
+    for rank, result in enumerate(fleet(2).run(run)):
+        assert torch.equal(result, torch.tensor([float(rank)] * 10 + [10.0 * rank] * 2))
 
 
 def test_imaginary_parts_are_averaged(fleet: Fleets) -> None:
@@ -182,13 +182,13 @@ def test_imaginary_parts_are_averaged(fleet: Fleets) -> None:
         with shoal.consensus(model):
             return shoal.consensus_distance(deepcopy(model)), complex(model.get_buffer("seen").item())
 
-    def apart() -> float:
+    def imaginary_weight() -> float:
         model = nn.Module()
         model.weight = nn.Parameter(torch.full((3,), 1j * shoal.rank(), dtype=torch.complex64))
         return shoal.consensus_distance(model)
 
     assert fleet(2).run(run) == [(0.0, 0.5j)] * 2
-    assert fleet(2).run(apart) == pytest.approx([(3 * 0.25) ** 0.5] * 2)
+    assert fleet(2).run(imaginary_weight) == pytest.approx([(3 * 0.25) ** 0.5] * 2)
 
 
 # Parameters and optimizers that come and go
@@ -270,8 +270,8 @@ def test_added_parameters_are_exchanged(fleet: Fleets, make: Any) -> None:
         optimizer.close()
         return groups, flat(model)
 
-    for groups, found in fleet(2).run(run):
-        assert groups == 2 and (found == 0.5).all()
+    for groups, result in fleet(2).run(run):
+        assert groups == 2 and (result == 0.5).all()
 
 
 def test_a_window_optimizer_whose_neighbour_left_can_be_closed(fleet: Fleets) -> None:
@@ -401,8 +401,8 @@ def test_an_algorithm_on_one_agent_is_itself(algorithm: Any) -> None:
     for step in range(2):
         v = beta * v + LR * gradient(deepcopy(MODEL), x, 0, step)
         x = x - lr * v
-    (found,) = shoal.Fleet(1).run(run)
-    assert (found - x).abs().max() < 1e-12
+    (result,) = shoal.Fleet(1).run(run)
+    assert (result - x).abs().max() < 1e-12
 
 
 # Settings
@@ -458,8 +458,8 @@ def test_bluefogs_older_names_adapt_with_combine(fleet: Fleets, kind: str) -> No
     }[kind]
     x = flat(MODEL) + torch.arange(SIZE, dtype=torch.float64)[:, None]
     g = torch.stack([gradient(deepcopy(MODEL), x[rank], rank, 0) for rank in range(SIZE)])
-    found = torch.stack(fleet(SIZE, agents_per_machine=2).run(run))
-    assert (found - (W @ x - LR * g)).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE, agents_per_machine=2).run(run))
+    assert (results - (W @ x - LR * g)).abs().max() < 1e-12
 
 
 def test_without_the_check_a_push_stays_within_the_topology(fleet: Fleets) -> None:
@@ -511,8 +511,8 @@ def test_a_setting_changed_during_a_round_takes_effect_in_the_next(fleet: Fleets
         optimizer.step()
         return flat(model)
 
-    for found in fleet(2).run(run):
-        assert (found == 0.5).all()
+    for result in fleet(2).run(run):
+        assert (result == 0.5).all()
 
 
 def test_loops_that_cannot_be_joined_are_refused(fleet: Fleets) -> None:

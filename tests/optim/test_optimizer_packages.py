@@ -1,6 +1,6 @@
-"""Optimizers of torch and of packages inside Shoal's: each is what its own steps and averages by hand come to.
+"""Optimizers of torch and of packages inside Shoal's: each equals its own steps and explicit averages.
 
-The table in docs/optimizers.md says so of each of them.
+The table in docs/optimizers.md states the same of each of them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ UNEVEN = nx.DiGraph(
 W = torch.tensor([[0.75, 0.25], [0.25, 0.75]])
 
 
-class Known(NamedTuple):
+class TableEntry(NamedTuple):
     """An optimizer of the table.
 
     Attributes:
-        package: Where it is.
-        name: What it is called there.
-        options: What it is made with.
-        mixed: The state that the page says to average.
+        package: The package that contains it.
+        name: Its name in the package.
+        options: Its arguments.
+        mixed: The state that the page tells users to average.
         overlaps: It may step bucket by bucket.
     """
 
@@ -52,16 +52,18 @@ class Known(NamedTuple):
 
 
 KNOWN = [
-    Known("torch.optim", "SGD", {"lr": 0.1, "momentum": 0.9}),
-    Known("torch.optim", "AdamW", {"lr": 0.01}, ("exp_avg_sq",)),
-    Known("torch.optim", "Adafactor", {"lr": 0.01}),
-    Known("torch.optim", "Muon", {"lr": 0.02}, ("momentum_buffer",)),
-    Known("schedulefree", "SGDScheduleFree", {"lr": 0.3, "warmup_steps": 2}, ("z",), overlaps=False),
-    Known("schedulefree", "AdamWScheduleFree", {"lr": 0.02, "warmup_steps": 2}, ("z", "exp_avg_sq"), overlaps=False),
-    Known("pytorch_optimizer", "Lion", {"lr": 1e-3}, ("exp_avg",), overlaps=False),
-    Known("pytorch_optimizer", "SOAP", {"lr": 1e-2, "precondition_frequency": 2}, overlaps=False),
-    Known("pytorch_optimizer", "Shampoo", {"lr": 1e-2}, overlaps=False),
-    Known("pytorch_optimizer", "Prodigy", {"lr": 1.0, "d0": 0.01}, overlaps=False),
+    TableEntry("torch.optim", "SGD", {"lr": 0.1, "momentum": 0.9}),
+    TableEntry("torch.optim", "AdamW", {"lr": 0.01}, ("exp_avg_sq",)),
+    TableEntry("torch.optim", "Adafactor", {"lr": 0.01}),
+    TableEntry("torch.optim", "Muon", {"lr": 0.02}, ("momentum_buffer",)),
+    TableEntry("schedulefree", "SGDScheduleFree", {"lr": 0.3, "warmup_steps": 2}, ("z",), overlaps=False),
+    TableEntry(
+        "schedulefree", "AdamWScheduleFree", {"lr": 0.02, "warmup_steps": 2}, ("z", "exp_avg_sq"), overlaps=False
+    ),
+    TableEntry("pytorch_optimizer", "Lion", {"lr": 1e-3}, ("exp_avg",), overlaps=False),
+    TableEntry("pytorch_optimizer", "SOAP", {"lr": 1e-2, "precondition_frequency": 2}, overlaps=False),
+    TableEntry("pytorch_optimizer", "Shampoo", {"lr": 1e-2}, overlaps=False),
+    TableEntry("pytorch_optimizer", "Prodigy", {"lr": 1.0, "d0": 0.01}, overlaps=False),
 ]
 each = pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.package.partition('.')[0]} {known.name}")
 
@@ -74,12 +76,12 @@ def initial() -> nn.Module:
     return model
 
 
-def trained(known: Known, way: str, **said: Any) -> Tensor:
+def trained(known: TableEntry, way: str, **overrides: Any) -> Tensor:
     """The agents' models after some steps, as rows."""
 
     def agent() -> Tensor:
         model = initial()
-        optimizer = wrapped(known, way, model, **said)
+        optimizer = wrapped(known, way, model, **overrides)
         for step in range(STEPS):
             gradients_through(model, optimizer, step)
         return flat(model)
@@ -92,19 +94,19 @@ def gradients_through(model: nn.Module, optimizer: torch.optim.Optimizer, step: 
     optimizer.step()
 
 
-def wrapped(known: Known, way: str, model: nn.Module, **said: Any) -> Any:
+def wrapped(known: TableEntry, way: str, model: nn.Module, **overrides: Any) -> Any:
     inner = known.make(model)
     if way == "gradients":
-        return shoal.optim.DistributedGradientAllreduceOptimizer(inner, model, **said)
+        return shoal.optim.DistributedGradientAllreduceOptimizer(inner, model, **overrides)
     how = {
         "adapt then combine": shoal.optim.DistributedAdaptThenCombineOptimizer,
         "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
     }[way]
-    return how(inner, model, topology=UNEVEN, mix_state=known.mixed, **said)
+    return how(inner, model, topology=UNEVEN, mix_state=known.mixed, **overrides)
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([one.detach().reshape(-1) for one in model.parameters()]).clone()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
 
 
 @torch.no_grad()
@@ -115,14 +117,14 @@ def average(tensors: list[list[Tensor]]) -> None:
             one.copy_(mean)
 
 
-def average_all(known: Known, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+def average_all(known: TableEntry, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
     average([list(model.parameters()) for model in models])
     for key in known.mixed:
-        kept = [[state[key] for state in one.state.values() if key in state] for one in optimizers]
+        kept = [[state[key] for state in optimizer.state.values() if key in state] for optimizer in optimizers]
         average(kept)
 
 
-def by_hand(known: Known, way: str) -> Tensor:
+def by_hand(known: TableEntry, way: str) -> Tensor:
     models = [initial() for _ in range(AGENTS)]
     optimizers = [known.make(model) for model in models]
     for step in range(STEPS):
@@ -148,16 +150,16 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 @each
 @pytest.mark.parametrize("way", ["gradients", "adapt then combine", "adapt with combine"])
-def test_an_optimizer_takes_its_own_steps_between_averages(known: Known, way: str) -> None:
-    expected, found = by_hand(known, way), trained(known, way)
+def test_an_optimizer_takes_its_own_steps_between_averages(known: TableEntry, way: str) -> None:
+    expected, result = by_hand(known, way), trained(known, way)
     assert (expected - flat(initial())).abs().max() > 1e-3
-    assert (found - expected).abs().max() < 2e-5
+    assert (result - expected).abs().max() < 2e-5
     if way == "gradients":
-        assert torch.equal(found[0], found[1])
+        assert torch.equal(result[0], result[1])
 
 
 @each
-def test_overlap_gives_the_same_result_or_is_refused(known: Known) -> None:
+def test_overlap_gives_the_same_result_or_is_refused(known: TableEntry) -> None:
     """An optimizer that counts steps in its groups would count each bucket as a step."""
     run = partial(trained, known, "adapt then combine")
     if known.overlaps:
@@ -168,16 +170,16 @@ def test_overlap_gives_the_same_result_or_is_refused(known: Known) -> None:
 
 
 @pytest.mark.parametrize("known", [one for one in KNOWN if "z" in one.mixed], ids=lambda known: known.name)
-def test_a_schedule_free_optimizer_whose_z_is_not_averaged_is_refused(known: Known) -> None:
+def test_a_schedule_free_optimizer_whose_z_is_not_averaged_is_refused(known: TableEntry) -> None:
     def agent() -> None:
         model = initial()
-        for how, said in (
+        for how, output in (
             (shoal.optim.DistributedAdaptThenCombineOptimizer, r'give mix_state=\("z",\)'),
             (shoal.optim.DistributedAdaptWithCombineOptimizer, r'give mix_state=\("z",\)'),
             (partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0, lazy=True)), "the parameters alone"),
             (shoal.optim.DistributedWinPutOptimizer, "the parameters alone"),
         ):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=output):
                 how(known.make(model), model)
 
     shoal.Fleet(AGENTS, timeout=20.0).run(agent)
@@ -202,12 +204,12 @@ def test_schedule_free_agents_stay_together_on_different_data() -> None:
         optimizer.optimizer.eval()
         return model.weight.detach()[0].clone()
 
-    found = torch.stack(shoal.Fleet(4, timeout=20.0).run(agent))
-    assert (found - centres.mean(0)).norm(dim=1).max() < 0.3  # 0.149; without z it is 10.7, and grows
+    results = torch.stack(shoal.Fleet(4, timeout=20.0).run(agent))
+    assert (results - centres.mean(0)).norm(dim=1).max() < 0.3  # 0.149; without z it is 10.7, and grows
 
 
 @each
-def test_a_resumed_run_equals_an_uninterrupted_one(known: Known, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(known: TableEntry, tmp_path: Path) -> None:
     def agent() -> tuple[Tensor, Tensor]:
         model = initial()
         optimizer = wrapped(known, "adapt then combine", model)
@@ -223,5 +225,5 @@ def test_a_resumed_run_equals_an_uninterrupted_one(known: Known, tmp_path: Path)
             gradients_through(other, later, step)
         return flat(model), flat(other)
 
-    for whole, resumed in shoal.Fleet(AGENTS, timeout=20.0).run(agent):
-        assert torch.equal(whole, resumed)
+    for full, resumed in shoal.Fleet(AGENTS, timeout=20.0).run(agent):
+        assert torch.equal(full, resumed)

@@ -56,14 +56,14 @@ def test_a_resumed_run_continues_in_its_round(fleet: Fleets) -> None:
             schedule = OnePeerExponential(SIZE)
             return model, shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule)
 
-        whole, first, second = make(), make(), make()
-        take_steps(*whole, range(5))
+        full, first, second = make(), make(), make()
+        take_steps(*full, range(5))
         take_steps(*first, range(3))
         saved = deepcopy((first[0].state_dict(), first[1].state_dict()))
         second[0].load_state_dict(saved[0])
         second[1].load_state_dict(saved[1])
         take_steps(*second, range(3, 5))
-        return torch.equal(flat(second[0]), flat(whole[0]))
+        return torch.equal(flat(second[0]), flat(full[0]))
 
     assert all(fleet(SIZE).run(run))
 
@@ -84,8 +84,8 @@ def test_rounds_of_machines(fleet: Fleets) -> None:
         optimizer.step()
         return flat(model)
 
-    found = torch.stack(fleet(4, agents_per_machine=2).run(run))
-    assert torch.equal(found, torch.full((4, 1), (1.5 + 6) / 2, dtype=torch.float64))
+    results = torch.stack(fleet(4, agents_per_machine=2).run(run))
+    assert torch.equal(results, torch.full((4, 1), (1.5 + 6) / 2, dtype=torch.float64))
 
 
 def test_explicit_weights_beside_a_schedule_are_refused(fleet: Fleets) -> None:

@@ -1,4 +1,4 @@
-"""DiLoCo and SlowMo around torch's optimizers: what their papers' loops do with the same optimizers, by hand."""
+"""DiLoCo and SlowMo around torch's optimizers: the papers' loops, written out with the same optimizers."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def by_hand(outer_step: Callable[[torch.nn.Parameter, float], None], weights: to
 @pytest.mark.parametrize("in_the_algorithm", [True, False])
 def test_diloco_is_adamw_inside_and_nesterov_outside(fleet: Fleets, in_the_algorithm: bool) -> None:
     every, per_exchange = (EVERY, 1) if in_the_algorithm else (1, EVERY)
-    found = torch.stack(fleet(SIZE).run(train, DiLoCo(GradientDescent(1.0), every), per_exchange))
+    results = torch.stack(fleet(SIZE).run(train, DiLoCo(GradientDescent(1.0), every), per_exchange))
     weights = torch.nn.Parameter(flat(MODEL))
     nesterov = torch.optim.SGD([weights], lr=0.7, momentum=0.9, nesterov=True)
     expected = by_hand(lambda weights, rate: nesterov.step(), weights)
     assert (expected - flat(MODEL)).abs().max() > 0.01
-    assert (found - expected).abs().max() < 1e-12
+    assert (results - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("in_the_algorithm", [True, False])
 def test_slow_momentum_is_scaled_by_the_current_learning_rate(fleet: Fleets, in_the_algorithm: bool) -> None:
     every, per_exchange = (EVERY, 1) if in_the_algorithm else (1, EVERY)
-    found = torch.stack(fleet(SIZE).run(train, SlowMo(GradientDescent(1.0), every, 0.7), per_exchange))
+    results = torch.stack(fleet(SIZE).run(train, SlowMo(GradientDescent(1.0), every, 0.7), per_exchange))
     memory = torch.zeros_like(flat(MODEL))
 
     def outer_step(weights: torch.nn.Parameter, rate: float) -> None:
@@ -83,4 +83,4 @@ def test_slow_momentum_is_scaled_by_the_current_learning_rate(fleet: Fleets, in_
         with torch.no_grad():
             weights -= rate * memory
 
-    assert (found - by_hand(outer_step, torch.nn.Parameter(flat(MODEL)))).abs().max() < 1e-12
+    assert (results - by_hand(outer_step, torch.nn.Parameter(flat(MODEL)))).abs().max() < 1e-12

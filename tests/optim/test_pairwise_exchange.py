@@ -41,8 +41,8 @@ def start() -> torch.nn.Module:
 def gossip(compressor: Compressor | None, bucket_bytes: int, steps: int) -> tuple[list[float], float]:
     """The parameters at the end, and how far the mean of all agents has moved.
 
-    Every agent takes another number of steps at another pace. They go on until all agree to ``CLOSE``, and stop after
-    40 times ``steps``: how fast they agree depends on the order in which the machine runs them.
+    Every agent takes another number of steps at another pace. They continue until all agree to ``CLOSE``, and stop
+    after 40 times ``steps``: how fast they agree depends on the order in which the machine runs them.
     """
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
     model = start()
@@ -72,9 +72,9 @@ def test_peers_agree_on_their_mean_by_compressed_messages(compressor: Compressor
     check_agreement(shoal.Fleet(SIZE, transport="network", timeout=20.0).run(gossip, compressor, 1 << 20, 10))
 
 
-def check_agreement(found: list[tuple[list[float], float]]) -> None:
-    ended = torch.tensor([x for x, _ in found], dtype=torch.float64)
-    assert max(moved for _, moved in found) < 1e-12
+def check_agreement(agents_results: list[tuple[list[float], float]]) -> None:
+    ended = torch.tensor([x for x, _ in agents_results], dtype=torch.float64)
+    assert max(moved for _, moved in agents_results) < 1e-12
     assert (ended - (flat(MODEL) + 1.5)).abs().max() < CLOSE
 
 
@@ -93,7 +93,9 @@ def test_two_peers_average_their_models_and_add_their_local_steps(fleet: Fleets)
                 optimizer.zero_grad()
                 x = flat(model)
                 model(batch(shoal.rank(), step)).square().mean().backward()
-                gradient = torch.cat([one.grad.view(-1) for one in model.parameters() if one.grad is not None])
+                gradient = torch.cat(
+                    [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
+                )
                 optimizer.step()
                 total += LR * gradient
                 moved.append((x, flat(model), gradient))
@@ -103,8 +105,8 @@ def test_two_peers_average_their_models_and_add_their_local_steps(fleet: Fleets)
         optimizer.close()
         return flat(model).tolist(), total.tolist(), (moved[-1][1] + LR * moved[-1][2]).tolist()
 
-    found = fleet(2).run(run)
-    x, steps, averaged = (torch.tensor([one[k] for one in found], dtype=torch.float64) for k in range(3))
+    results = fleet(2).run(run)
+    x, steps, averaged = (torch.tensor([one[k] for one in results], dtype=torch.float64) for k in range(3))
     assert (x.mean(0) - (flat(MODEL) + 0.5 - steps.mean(0))).abs().max() < 1e-12
     # The last average is that of agent 1, in the middle; its local step is its own.
     assert (x[0] - averaged[1]).abs().max() < 1e-12
@@ -115,7 +117,7 @@ def test_two_peers_average_their_models_and_add_their_local_steps(fleet: Fleets)
 def test_a_slow_agent_does_not_slow_the_others(fleet: Fleets, staleness: int | None) -> None:
     """The others take 20 steps between two of the slow agent. If one waited for it, none would advance."""
     slow, batches = SIZE - 1, 8
-    taken = [threading.Semaphore(0) for _ in range(batches)]
+    semaphores = [threading.Semaphore(0) for _ in range(batches)]
 
     def optimum_distance() -> float:
         shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
@@ -130,7 +132,7 @@ def test_a_slow_agent_does_not_slow_the_others(fleet: Fleets, staleness: int | N
             optimizer.step()
 
         with optimizer.join():
-            for one in taken:
+            for one in semaphores:
                 if shoal.rank() == slow:
                     for _ in range(SIZE - 1):
                         assert one.acquire(timeout=15)
@@ -167,8 +169,8 @@ def test_the_number_of_averages_accepted_between_two_forward_passes_is_limited(
         if shoal.rank() == 0:
             for _ in range(4):
                 with torch.no_grad():
-                    for one in model.parameters():
-                        one += 1
+                    for parameter in model.parameters():
+                        parameter += 1
                 optimizer.step()
                 optimizer.synchronize()
         shoal.barrier()
@@ -176,9 +178,9 @@ def test_the_number_of_averages_accepted_between_two_forward_passes_is_limited(
         optimizer.close()
         return flat(model).tolist()
 
-    found = shoal.Fleet(2, transport="threads", timeout=20.0).run(run)
-    assert found[1] == [accepted / 2] * 7
-    assert found[0] == [4 - accepted / 2] * 7
+    results = shoal.Fleet(2, transport="threads", timeout=20.0).run(run)
+    assert results[1] == [accepted / 2] * 7
+    assert results[0] == [4 - accepted / 2] * 7
 
 
 @pytest.mark.transport("threads")
@@ -199,7 +201,7 @@ def test_invalid_combinations_are_refused() -> None:
 
 
 def run_until_lost(victim: int) -> tuple[int, str, float]:
-    """Steps taken, the error's name and what it says, and the seconds to it."""
+    """Steps taken, the error's name and text, and the seconds to it."""
     import os
     import signal
 
@@ -228,25 +230,25 @@ def test_one_agent_is_killed(on_loss: str, environment: dict[str, str]) -> None:
     ways = environment | (CONTINUE if on_loss == "continue" else {})
     with World(SIZE, environment=ways) as world:
         outcomes = world.run(run_until_lost, 1)
-    for one in outcomes:
-        if one.rank == 1:
-            assert one.error == "Died"
+    for outcome in outcomes:
+        if outcome.rank == 1:
+            assert outcome.error == "Died"
         else:
-            assert not one.error, f"{one.error}: {one.message}\n{one.trace}"
-            steps, said, seconds = one.value
+            assert not outcome.error, f"{outcome.error}: {outcome.message}\n{outcome.trace}"
+            steps, output, seconds = outcome.value
             assert seconds < scaled(10)
-            assert (steps == STEPS and not said) if on_loss == "continue" else "rank 1" in said
+            assert (steps == STEPS and not output) if on_loss == "continue" else "rank 1" in output
 
 
 def test_a_peer_that_fails_after_it_was_drawn_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     put = pairwise_exchange.ops.win_put_nonblocking
-    lost: list[bool] = []
+    failed: list[bool] = []
 
     def refused(*given: Any, **named: Any) -> Any:
-        if shoal.rank() or lost:
+        if shoal.rank() or failed:
             return put(*given, **named)
-        lost.append(True)
+        failed.append(True)
         raise shoal.PeerLost("the peer was lost after it was drawn", (1,))
 
     def run() -> None:
@@ -262,4 +264,4 @@ def test_a_peer_that_fails_after_it_was_drawn_ends_no_step(monkeypatch: pytest.M
 
     monkeypatch.setattr(pairwise_exchange.ops, "win_put_nonblocking", refused)
     shoal.Fleet(2, timeout=20.0).run(run)
-    assert lost
+    assert failed

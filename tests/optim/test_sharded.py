@@ -39,13 +39,13 @@ from support.sharded import (
     among_replicas,
     begin,
     end,
+    full_parameters,
     halved,
     mesh,
     of_process,
     of_replica,
     sharded,
     train,
-    whole,
     wrapped,
 )
 from support.world import World
@@ -76,65 +76,65 @@ def unsharded(way: str, model: nn.Module, batches: Callable[[int, int], torch.Te
         own = deepcopy(model)
         optimizer = WAYS[way](own)
         train(own, optimizer, partial(batches, shoal.rank()), *range(STEPS))
-        return whole(own)
+        return full_parameters(own)
 
     return torch.stack(shoal.Fleet(REPLICAS, timeout=20.0).run(run))
 
 
 def train_sharded(way: str) -> bytes:
-    of = mesh()
-    with among_replicas(of):
+    index = mesh()
+    with among_replicas(index):
         assert (shoal.rank(), shoal.size()) == (dist.get_rank() // SHARDS, REPLICAS)
-        model = sharded(of["shard"])
+        model = sharded(index["shard"])
         optimizer = WAYS[way](model)
         train(model, optimizer, of_process, *range(STEPS))
-        return packed(whole(model))
+        return packed(full_parameters(model))
 
 
 @pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_sharded_replicas_train_like_unsharded_ones(world: World, way: str) -> None:
     """With gradients clipped by their norm over all shards, and layers of odd size on two ranks."""
-    found = torch.stack([unpacked(one) for one in world.results(train_sharded, way)])
+    result = torch.stack([unpacked(one) for one in world.results(train_sharded, way)])
     expected = unsharded(way, MODEL, of_replica)
-    apart = (found - expected.repeat_interleave(SHARDS, 0)).abs().max()
+    apart = (result - expected.repeat_interleave(SHARDS, 0)).abs().max()
     assert apart < (1e-12 if way != "compressed" else 5e-4)  # what is quantised is a shard, not the whole
     if way != "gradients":
         assert (expected[0] - expected[1]).abs().max() > 1e-3, "replicas that are equal would prove little"
 
 
 def train_halved(way: str) -> bytes:
-    of = mesh("tensor")
-    with among_replicas(of):
-        model = halved(of["tensor"])
+    index = mesh("tensor")
+    with among_replicas(index):
+        model = halved(index["tensor"])
         optimizer = WAYS[way](model)
         train(model, optimizer, partial(batch, shoal.rank()), *range(STEPS))
-        found = packed(whole(model))
+        result = packed(full_parameters(model))
         with pytest.raises(ValueError, match=r"has a copy of '2.bias'. MinMaxUInt8 looks at several numbers together"):
             wrapped(
-                SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, halved(of["tensor"]),
+                SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, halved(index["tensor"]),
                 topology=UNEVEN, compression=shoal.compression.MinMaxUInt8(),
             )  # fmt: skip
         if way == "adapt then combine":
             optimizer.robust = shoal.robust.ClippedGossip()
             with pytest.raises(ValueError, match=r"robust: several processes of a replica have a copy of '2.bias'"):
                 optimizer.step()
-        return found
+        return result
 
 
 @pytest.mark.parametrize("way", ["adapt then combine", "gradients"])
 def test_tensor_parallel_replicas_train_like_unsharded_ones(world: World, way: str) -> None:
-    found = torch.stack([unpacked(one) for one in world.results(train_halved, way)])
+    result = torch.stack([unpacked(one) for one in world.results(train_halved, way)])
     expected = unsharded(way, OF_TENSORS, batch)
-    assert (found - expected.repeat_interleave(SHARDS, 0)).abs().max() < 1e-12
+    assert (result - expected.repeat_interleave(SHARDS, 0)).abs().max() < 1e-12
 
 
 # The mean model
 
 
 def look_at_the_mean() -> tuple[bytes, bytes, float]:
-    of = mesh()
-    with among_replicas(of):
-        model = sharded(of["shard"])
+    index = mesh()
+    with among_replicas(index):
+        model = sharded(index["shard"])
         train(model, ATC(model), of_process, 0, 1)
         apart = shoal.consensus_distance(model)
         with torch.no_grad(), shoal.consensus(model):
@@ -154,7 +154,7 @@ def test_the_mean_of_sharded_models_is_that_of_unsharded_ones(world: World) -> N
         train(model, ATC(model), partial(of_replica, shoal.rank()), 0, 1)
 
     shoal.Fleet(REPLICAS).run(run)
-    x = torch.stack([whole(model) for model in models])
+    x = torch.stack([full_parameters(model) for model in models])
     mean = deepcopy(MODEL)
     nn.utils.vector_to_parameters(x.mean(0), mean.parameters())
     distance = (x - x.mean(0)).square().sum(1).mean().sqrt()
@@ -166,16 +166,16 @@ def test_the_mean_of_sharded_models_is_that_of_unsharded_ones(world: World) -> N
 
 
 def begin_alike() -> tuple[bytes, bytes]:
-    of = mesh()
-    with among_replicas(of):
-        model = sharded(of["shard"])
+    index = mesh()
+    with among_replicas(index):
+        model = sharded(index["shard"])
         sgd = SGD(model.parameters())
         train(model, sgd, of_process, 0)
         shoal.broadcast_parameters(model.state_dict(), root_rank=1)
         shoal.broadcast_optimizer_state(sgd, root_rank=1)
         train(model, sgd, partial(batch, 7), 1)
-        momentum = [one["momentum_buffer"].full_tensor() for one in sgd.state.values()]
-        return packed(whole(model)), packed(momentum)
+        momentum = [value["momentum_buffer"].full_tensor() for value in sgd.state.values()]
+        return packed(full_parameters(model)), packed(momentum)
 
 
 def test_replicas_can_start_from_equal_parameters(world: World) -> None:
@@ -186,9 +186,9 @@ def test_replicas_can_start_from_equal_parameters(world: World) -> None:
 
 
 def save_after(folder: Path, way: str, steps: int) -> bytes:
-    of = mesh()
-    with among_replicas(of):
-        model = sharded(of["shard"])
+    index = mesh()
+    with among_replicas(index):
+        model = sharded(index["shard"])
         optimizer = WAYS[way](model)
         train(model, optimizer, of_process, *range(steps))
         checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
@@ -196,17 +196,17 @@ def save_after(folder: Path, way: str, steps: int) -> bytes:
             checkpoint.save(folder, 1)
         dcp.save({"training": checkpoint}, checkpoint_id=folder)
         train(model, optimizer, of_process, *range(steps, STEPS))
-        return packed(whole(model))
+        return packed(full_parameters(model))
 
 
-def load_and_go_on(folder: Path, way: str, steps: int) -> bytes:
-    of = mesh()
-    with among_replicas(of):
-        model = sharded(of["shard"])
+def load_and_resume(folder: Path, way: str, steps: int) -> bytes:
+    index = mesh()
+    with among_replicas(index):
+        model = sharded(index["shard"])
         optimizer = WAYS[way](model)
         dcp.load({"training": shoal.Checkpoint(model=model, optimizer=optimizer)}, checkpoint_id=folder)
         train(model, optimizer, of_process, *range(steps, STEPS))
-        return packed(whole(model))
+        return packed(full_parameters(model))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def load_and_go_on(folder: Path, way: str, steps: int) -> bytes:
 def test_a_resumed_run_equals_an_uninterrupted_one(world: World, way: str, tmp_path: Path) -> None:
     whole_run = world.results(save_after, tmp_path, way, 2)
     assert whole_run[0] != whole_run[-1], "replicas that are equal would prove little"
-    assert world.results(load_and_go_on, tmp_path, way, 2) == whole_run
+    assert world.results(load_and_resume, tmp_path, way, 2) == whole_run
 
 
 def read_one_model(folder: Path) -> bytes:
@@ -223,7 +223,7 @@ def read_one_model(folder: Path) -> bytes:
     model = sharded(dist.device_mesh.init_device_mesh("cpu", (REPLICAS * SHARDS,)))
     state = {"training": {"agent1of2": {"model": model.state_dict()}}}
     dcp.load(state, checkpoint_id=folder)
-    return packed(whole(model))
+    return packed(full_parameters(model))
 
 
 def test_a_saved_model_can_be_loaded_with_another_number_of_shards(world: World, tmp_path: Path) -> None:
@@ -245,56 +245,58 @@ class Flat(FullyShardedDataParallel):
 
 
 def refused() -> dict[str, str]:
-    """What is said of what is not sound."""
+    """The error message for each invalid configuration."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
 
-    of = mesh()
-    said: dict[str, str] = {}
+    index = mesh()
+    output: dict[str, str] = {}
 
-    def note(what: str, attempt: Callable[[], Any]) -> None:
+    def record_error(what: str, attempt: Callable[[], Any]) -> None:
         try:
             attempt()
-            said[what] = "nothing"
+            output[what] = "nothing"
         except (ValueError, TypeError, RuntimeError) as error:
-            said[what] = f"{type(error).__name__}: {error}"
+            output[what] = f"{type(error).__name__}: {error}"
 
-    note("two dimensions", lambda: shoal.init(mesh=of))
-    note("no mesh", lambda: shoal.init(mesh=2))
-    note("continue", lambda: shoal.init(mesh=of["replicate"], on_loss="continue"))
-    with among_replicas(of):
-        model = sharded(of["shard"])
-        note("HSDP", lambda: ATC(sharded(of)))
-        note("windows", lambda: wrapped(SGD, shoal.optim.DistributedWinPutOptimizer, model))
-        note("pairs", lambda: wrapped(SGD, shoal.optim.DistributedADPSGDOptimizer, model))
-        note(
+    record_error("two dimensions", lambda: shoal.init(mesh=index))
+    record_error("no mesh", lambda: shoal.init(mesh=2))
+    record_error("continue", lambda: shoal.init(mesh=index["replicate"], on_loss="continue"))
+    with among_replicas(index):
+        model = sharded(index["shard"])
+        record_error("HSDP", lambda: ATC(sharded(index)))
+        record_error("windows", lambda: wrapped(SGD, shoal.optim.DistributedWinPutOptimizer, model))
+        record_error("pairs", lambda: wrapped(SGD, shoal.optim.DistributedADPSGDOptimizer, model))
+        record_error(
             "overlap", lambda: wrapped(SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, model, overlap="backward")
         )
-        note("tensor", lambda: shoal.neighbor_allreduce(next(model.parameters())))
+        record_error("tensor", lambda: shoal.neighbor_allreduce(next(model.parameters())))
         flat = Flat(deepcopy(MODEL))
-        note("flat", lambda: ATC(flat))
+        record_error("flat", lambda: ATC(flat))
         plain = deepcopy(MODEL)
-        zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, of["shard"].get_group(), lr=0.1)
-        note("ZeRO", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(zero, plain))
+        zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, index["shard"].get_group(), lr=0.1)
+        record_error("ZeRO", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(zero, plain))
 
         def convert() -> None:
             with shoal.consensus(model):
                 model.half()
 
-        note("conversion", convert)
-        note("others", lambda: shoal.init(mesh=of["shard"]))
-    shoal.init(mesh=of["shard"])
-    note("wrong dimension", lambda: ATC(sharded(of["shard"])))
+        record_error("conversion", convert)
+        record_error("others", lambda: shoal.init(mesh=index["shard"]))
+    shoal.init(mesh=index["shard"])
+    record_error("wrong dimension", lambda: ATC(sharded(index["shard"])))
     shoal.shutdown()
     shoal.init()
-    note("no replicas", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(SGD(model.parameters()), model))
+    record_error(
+        "no replicas", lambda: shoal.optim.DistributedAdaptThenCombineOptimizer(SGD(model.parameters()), model)
+    )
     shoal.shutdown()
-    return said
+    return output
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_unsound_combinations_are_refused_with_the_reason(world: World) -> None:
-    told = world.results(refused)[1]
-    for what, words in {
+    errors_by_case = world.results(refused)[1]
+    for what, message in {
         "two dimensions": 'has 2 dimensions (replicate, shard). Give the one between the replicas, such as mesh["repl',
         "no mesh": "a DeviceMesh is wanted, not int",
         "continue": "a replica has 2 processes, and with one of them lost",
@@ -310,19 +312,19 @@ def test_unsound_combinations_are_refused_with_the_reason(world: World) -> None:
         "wrong dimension": "lies on ranks [0, 1], and this agent averages with ranks [0] of these",
         "no replicas": "is sharded over ranks [0, 1], each of which is an agent",
     }.items():
-        assert words in told[what], what
+        assert message in errors_by_case[what], what
 
 
 def other_shards() -> str:
-    of = mesh()
-    with among_replicas(of):
+    index = mesh()
+    with among_replicas(index):
         model = nn.Linear(4, 4)
         dim = shoal.rank()  # of the weight, by which it is cut
 
         def place(param: nn.Parameter) -> Shard:
             return Shard(dim if param.dim() > 1 else 0)
 
-        model = fully_shard(model, mesh=of["shard"], shard_placement_fn=place)
+        model = fully_shard(model, mesh=index["shard"], shard_placement_fn=place)
         optimizer = wrapped(SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, model)
         model(torch.ones(2, 4)).sum().backward()
         try:
@@ -333,16 +335,16 @@ def other_shards() -> str:
 
 
 def test_counterparts_with_other_shards_raise_a_mismatch(world: World) -> None:
-    for rank, said in enumerate(world.results(other_shards)):
-        assert "rank 0 has the parameter weight [2, 4] float32 of [4, 4]" in said or "weight [4, 2]" in said, said
-        assert f"at {rank % SHARDS} of 2" in said
+    for rank, output in enumerate(world.results(other_shards)):
+        assert "rank 0 has the parameter weight [2, 4] float32 of [4, 4]" in output or "weight [4, 2]" in output, output
+        assert f"at {rank % SHARDS} of 2" in output
 
 
 # A whole script, and its end
 
 
 def example(traces: str, *options: str) -> str:
-    """What the example prints, in processes that have a process group already."""
+    """The example's output, in processes that have a process group already."""
     sys.path.append(EXAMPLES)
     import sharded_digits
 
@@ -362,31 +364,31 @@ def test_the_example_trains_and_resumes_from_its_checkpoint(world: World, tmp_pa
     whole_run = world.results(example, traces, "--steps", "20")
     world.results(example, traces, "--steps", "10", "--checkpoint", folder)
     assert world.results(example, traces, "--steps", "20", "--checkpoint", folder) == whole_run
-    found = re.match(r"step 20: the mean model of 2 replicas reads (\d+) of 449 images", whole_run[0])
-    assert found is not None and int(found[1]) > 150
+    result = re.match(r"step 20: the mean model of 2 replicas reads (\d+) of 449 images", whole_run[0])
+    assert result is not None and int(result[1]) > 150
     written = {place.name: len(list(place.glob("*.json"))) for place in Path(traces).iterdir()}
     assert written == {"counterparts-of-rank0": 6, "counterparts-of-rank1": 6}  # of two agents, three runs
 
 
 def train_until_it_fails() -> tuple[str, float]:
-    """What this process heard, and when; rank 3 is killed in its third step."""
+    """The error that this process got, and when; rank 3 is killed in its third step."""
     begin()
-    of = mesh()
-    shoal.init(mesh=of["replicate"])
-    model = sharded(of["shard"])
+    index = mesh()
+    shoal.init(mesh=index["replicate"])
+    model = sharded(index["shard"])
     optimizer = ATC(model)
-    said = "nothing"
+    output = "nothing"
     try:
         for step in range(200):
             if (dist.get_rank(), step) == (3, 3):
                 os.kill(os.getpid(), signal.SIGKILL)
             train(model, optimizer, of_process, step)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    heard = time.monotonic()
+        output = f"{type(error).__name__}: {error}"
+    received = time.monotonic()
     shoal.shutdown()
     end()
-    return said, heard
+    return output, received
 
 
 def test_all_processes_are_notified_when_one_is_killed() -> None:
@@ -402,6 +404,6 @@ def test_all_processes_are_notified_when_one_is_killed() -> None:
     assert killed.error == "Died"
     assert all(not one.error for one in others), others
     for one in others:
-        said, heard = one.value
-        assert said != "nothing" and heard - killed.ended < scaled(10.0)
+        output, received = one.value
+        assert output != "nothing" and received - killed.ended < scaled(10.0)
     assert others[1].value[0].startswith("PeerLost: ") and "rank 1" in others[1].value[0]

@@ -1,4 +1,4 @@
-"""Several agents' states made into one, and states freed from what they are a part of."""
+"""Merging the states of several agents, and copying states out of a larger storage."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_entries_without_a_mean_are_named(other: Any) -> None:
 
 def test_the_mean_of_models_keeps_the_non_tensor_state() -> None:
     state = MODEL.state_dict()
-    found = mean_state([state, state], "model")
-    assert found._metadata == state._metadata and type(found) is type(state)  # type: ignore[attr-defined]
+    result = mean_state([state, state], "model")
+    assert result._metadata == state._metadata and type(result) is type(state)  # type: ignore[attr-defined]
 
 
 def test_a_tensor_in_a_bucket_is_saved_without_the_bucket() -> None:

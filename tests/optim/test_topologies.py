@@ -24,33 +24,33 @@ ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.Distrib
 
 
 def steps_of(make: Any, count: int = 3, **options: Any) -> list[float]:
-    """What an agent that begins with its rank has after each of some steps that average and do nothing else."""
+    """An agent's values after each of some steps that only average; it begins with its rank."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, float(shoal.rank()))
     optimizer = make(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
-    found = []
+    results = []
     for _ in range(count):
         optimizer.zero_grad()
         model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
         optimizer.step()
-        found.append(model.weight.item())
-    return found
+        results.append(model.weight.item())
+    return results
 
 
 def averages(topology: Schedule, count: int = 3) -> list[list[float]]:
     """The same by the matrices of a topology, of each agent."""
-    x, found = np.arange(float(topology.size)), []
+    x, result = np.arange(float(topology.size)), []
     for number in range(count):
         x = topology.matrix(number) @ x
-        found.append(x)
-    return [[step[rank] for step in found] for rank in range(topology.size)]
+        result.append(x)
+    return [[step[rank] for step in result] for rank in range(topology.size)]
 
 
 @pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_without_a_topology_an_agent_averages_with_one_peer_at_a_time(fleet: Fleets, size: int, make: Any) -> None:
-    found = fleet(size).run(lambda: steps_of(make))
-    assert np.allclose(found, averages(OnePeerExponential(size)), atol=1e-12)
+    results = fleet(size).run(lambda: steps_of(make))
+    assert np.allclose(results, averages(OnePeerExponential(size)), atol=1e-12)
 
 
 def test_a_step_sends_one_message_of_the_size_of_the_model(fleet: Fleets) -> None:
@@ -106,13 +106,13 @@ BLUEFOGS = [bf.DistributedAdaptThenCombineOptimizer, bf.DistributedAdaptWithComb
 
 @pytest.mark.parametrize("make", [*BLUEFOGS, bf.DistributedNeighborAllreduceOptimizer])
 def test_bluefogs_names_average_on_the_static_topology(fleet: Fleets, make: Any) -> None:
-    found = fleet(4).run(lambda: steps_of(make))
-    assert np.allclose(found, averages(Static(ExponentialTwoGraph(4))), atol=1e-12)
+    results = fleet(4).run(lambda: steps_of(make))
+    assert np.allclose(results, averages(Static(ExponentialTwoGraph(4))), atol=1e-12)
 
 
 def test_bluefogs_names_take_a_topology(fleet: Fleets) -> None:
-    found = fleet(4).run(lambda: steps_of(BLUEFOGS[0], topology=RingGraph(4)))
-    assert np.allclose(found, averages(Static(RingGraph(4))), atol=1e-12)
+    results = fleet(4).run(lambda: steps_of(BLUEFOGS[0], topology=RingGraph(4)))
+    assert np.allclose(results, averages(Static(RingGraph(4))), atol=1e-12)
 
 
 def test_explicit_weights_and_a_robust_rule_keep_the_default_topologys_neighbours() -> None:
@@ -167,21 +167,21 @@ def test_any_other_string_than_static_is_refused() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
 def test_every_algorithm_has_a_default_that_it_accepts(size: int) -> None:
     def run() -> dict[str, Schedule]:
-        found = {}
+        result = {}
         for name, entry in CATALOG.items():
             algorithm = entry.example()
-            found[name] = topology_of(algorithm, 1000, (), static=False)
-            shoal.algorithms.check(name, algorithm.needs, found[name], dimension=1000)
-        return found
+            result[name] = topology_of(algorithm, 1000, (), static=False)
+            shoal.algorithms.check(name, algorithm.needs, result[name], dimension=1000)
+        return result
 
-    found = shoal.Fleet(size).run(run)[-1]
-    assert found["gradient tracking (ATC)"].describe() == OnePeerExponential(size).describe()
+    results = shoal.Fleet(size).run(run)[-1]
+    assert results["gradient tracking (ATC)"].describe() == OnePeerExponential(size).describe()
     if size > 2:
         expected = {"CHOCO-SGD": SymmetricExponentialGraph, "censored D-PSGD": ExponentialTwoGraph}
         for name, graph in (expected | {"RelaySGD": ChainGraph}).items():
             same_as_exponential = size == 3 and name == "CHOCO-SGD"
             wanted = ExponentialTwoGraph if same_as_exponential else graph
-            assert np.allclose(found[name].matrix(0), Static(wanted(size)).matrix(0)), name
+            assert np.allclose(results[name].matrix(0), Static(wanted(size)).matrix(0)), name
 
 
 def test_an_algorithm_and_a_compressor_train_without_a_topology(fleet: Fleets) -> None:

@@ -58,11 +58,11 @@ def test_a_setting_changed_on_one_agent_is_a_mismatch_that_names_the_parameter(
         optimizer.close()
         return str(caught.value), caught.value.ranks
 
-    said = r"The parameter '0.weight' is frozen on rank (\d) and trainable on rank (\d): change requires_grad of"
+    output = r"The parameter '0.weight' is frozen on rank (\d) and trainable on rank (\d): change requires_grad of"
     for text, ranks in fleet(3, timeout=NEVER).run(run):
-        found = re.search(said, text)
-        assert found, text
-        frozen, trainable = map(int, found.groups())
+        result = re.search(output, text)
+        assert result, text
+        frozen, trainable = map(int, result.groups())
         assert (trainable if what == "unfreezes" else frozen) == 0
         assert frozen != trainable and {*ranks} == {frozen, trainable}
 

@@ -94,8 +94,8 @@ def test_any_local_optimizer_unmodified(fleet: Fleets, make: Any, name: str) -> 
             local.step()
         if make is ATC:
             combine()
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found - torch.stack([flat(model) for model in models])).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results - torch.stack([flat(model) for model in models])).abs().max() < 1e-12
 
 
 def test_the_state_of_the_wrapped_optimizer_is_kept(fleet: Fleets) -> None:
@@ -175,14 +175,14 @@ def test_schedulers_drive_the_learning_rate(fleet: Fleets) -> None:
         model = deepcopy(MODEL)
         optimizer = ATC(sgd(model), model)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        found = []
+        results = []
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, shoal.rank(), step).backward()
             optimizer.step()
             schedule.step()
-            found.append(optimizer.param_groups[0]["lr"])
-        return found
+            results.append(optimizer.param_groups[0]["lr"])
+        return results
 
     assert fleet(2).run(run)[0] == [LR / 2, LR / 4, LR / 8]
 
@@ -301,8 +301,8 @@ def test_a_scaler_without_overflow_changes_nothing(fleet: Fleets, unscaled: bool
     assert (torch.stack(agents.run(run)) - torch.stack(agents.run(plain))).abs().max() < 1e-12
 
 
-class Awkward(nn.Module):
-    """A parameter of its own beside children, a shared one, one that is never used, and a frozen one."""
+class MixedParameters(nn.Module):
+    """Parameters of several kinds: one beside children, a shared one, an unused one, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class Awkward(nn.Module):
         return y
 
 
-AWKWARD = Awkward()
+AWKWARD = MixedParameters()
 
 
 @both_ways
@@ -428,7 +428,7 @@ def test_attributes_set_after_the_forward_pass_take_effect_in_the_next_round_wit
         with torch.no_grad():
             model.weight.fill_(float(shoal.rank()))
         optimizer = AWC(sgd(model, lr=0.0), model, unchecked="doubly stochastic")
-        found = []
+        results = []
         for step in range(2):
             model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
             if step == 0:
@@ -436,8 +436,8 @@ def test_attributes_set_after_the_forward_pass_take_effect_in_the_next_round_wit
                     optimizer.self_weight = 1.0
                 optimizer.src_weights = {1 - shoal.rank(): 1.0}
             optimizer.step()
-            found.append(model.weight.item())
-        return found
+            results.append(model.weight.item())
+        return results
 
     assert fleet(2).run(run) == [[0.5, 1.0], [0.5, 1.0]]
 
@@ -466,9 +466,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, make: Any) -> 
 
     def run() -> bool:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        whole, first, second = (deepcopy(MODEL) for _ in range(3))
-        made = [make(LOCAL["adam"](model.parameters()), model, mix_state=()) for model in (whole, first)]
-        steps(whole, made[0], range(6))
+        full, first, second = (deepcopy(MODEL) for _ in range(3))
+        made = [make(LOCAL["adam"](model.parameters()), model, mix_state=()) for model in (full, first)]
+        steps(full, made[0], range(6))
         steps(first, made[1], range(3))
         saved = deepcopy((first.state_dict(), made[1].state_dict()))
         other = make(LOCAL["adam"](second.parameters()), second, mix_state=())
@@ -476,7 +476,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(fleet: Fleets, make: Any) -> 
         other.load_state_dict(saved[1])
         steps(second, other, range(3, 6))
         assert other.rounds == made[0].rounds == 6
-        return torch.equal(flat(whole), flat(second))
+        return torch.equal(flat(full), flat(second))
 
     assert all(fleet(SIZE).run(run))
 
@@ -612,7 +612,7 @@ def test_consensus_averages_and_restores(fleet: Fleets) -> None:
         with pytest.raises(ZeroDivisionError), shoal.consensus(model):
             _ = 1 / 0
         assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-        count = sum(one.numel() for one in model.parameters())
+        count = sum(parameter.numel() for parameter in model.parameters())
         spread = torch.arange(SIZE, dtype=torch.float64).std(correction=0).item()
         assert shoal.consensus_distance(model) == pytest.approx(spread * count**0.5)
 

@@ -24,7 +24,8 @@ def world() -> Iterator[World]:
 
 
 def by_hand(averages_gradients: bool = False) -> list[Arrays]:
-    """Parameters, and then moments: each optimizer steps by itself, and what the page names is averaged on a ring."""
+    """Parameters, and then moments: each optimizer steps by itself, and the state that the page names is averaged on a
+    ring."""
     W = torch.from_numpy(shoal.topology.mixing_matrix(shoal.topology.RingGraph(SIZE))).float()
     models = [agents.initial() for _ in range(SIZE)]
     pairs = [agents.plain(model) for model in models]
@@ -40,7 +41,7 @@ def by_hand(averages_gradients: bool = False) -> list[Arrays]:
         with torch.no_grad():
             if averages_gradients:
                 for params in zip(*(model.parameters() for model in models), strict=True):
-                    average(tuple(one.grad for one in params), torch.full((SIZE, SIZE), 1 / SIZE))
+                    average(tuple(param.grad for param in params), torch.full((SIZE, SIZE), 1 / SIZE))
             for pair in pairs:
                 for one in pair:
                     one.step()
@@ -55,19 +56,19 @@ def by_hand(averages_gradients: bool = False) -> list[Arrays]:
 
 
 def test_two_wrappers_of_one_model_average_each_parameter_once_and_are_resumed(world: World, tmp_path: Path) -> None:
-    found = world.results(agents.run, str(tmp_path))
-    for one, wanted in zip(found, by_hand(), strict=True):
+    result = world.results(agents.run, str(tmp_path))
+    for one, wanted in zip(result, by_hand(), strict=True):
         for value, by_own in zip(one["own"] + one["moments"], wanted, strict=True):
             np.testing.assert_allclose(value, by_own, rtol=1e-5, atol=1e-6)
         assert one["rounds"] == [agents.STEPS] * 2
         assert all(np.array_equal(*both) for both in zip(one["whole"], one["again"], strict=True))
         for what, mean in (("own", "mean"), ("own", "consensus"), ("moments", "mean moments")):
             for number, value in enumerate(one[mean]):
-                wanted_mean = np.mean([each[what][number] for each in found], axis=0)
+                wanted_mean = np.mean([each[what][number] for each in result], axis=0)
                 np.testing.assert_allclose(value, wanted_mean, rtol=1e-5, atol=1e-6)
-    assert not np.allclose(found[0]["own"][0], found[1]["own"][0], atol=1e-4)
+    assert not np.allclose(result[0]["own"][0], result[1]["own"][0], atol=1e-4)
     wanted = by_hand(averages_gradients=True)
-    for one in found:
-        assert all(np.array_equal(*both) for both in zip(one["gradients"], found[0]["gradients"], strict=True))
+    for one in result:
+        assert all(np.array_equal(*both) for both in zip(one["gradients"], result[0]["gradients"], strict=True))
         for value, by_own in zip(one["gradients"], wanted[0], strict=False):  # parameters come before moments
             np.testing.assert_allclose(value, by_own, rtol=1e-5, atol=1e-5)

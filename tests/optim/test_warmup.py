@@ -1,4 +1,4 @@
-"""The learning rate that counts agents: where it begins and ends, and what comes after it."""
+"""The learning rate that grows with the number of agents: its start and end, and the schedule after it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def sgd(lr: float | torch.Tensor = LR) -> torch.optim.SGD:
 
 def rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: int) -> list[float]:
     """Of each step."""
-    found = []
+    results = []
     for _ in range(steps):
-        found.append(float(optimizer.param_groups[0]["lr"]))
+        results.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
         scheduler.step()
-    return found
+    return results
 
 
-def alone(function: Callable[[], Any]) -> Any:
+def on_one_agent(function: Callable[[], Any]) -> Any:
     return shoal.Fleet(1).run(function)[0]
 
 
@@ -49,8 +49,8 @@ def test_the_rate_rises_linearly_to_the_number_of_agents_times_its_value() -> No
 
 def test_a_factor_may_be_passed() -> None:
     optimizer = sgd()
-    found = rates(optimizer, shoal.optim.Warmup(optimizer, STEPS, factor=math.sqrt(8)), STEPS + 1)
-    assert found == pytest.approx([ramp(math.sqrt(8), step) for step in range(STEPS + 1)], rel=1e-12)
+    result = rates(optimizer, shoal.optim.Warmup(optimizer, STEPS, factor=math.sqrt(8)), STEPS + 1)
+    assert result == pytest.approx([ramp(math.sqrt(8), step) for step in range(STEPS + 1)], rel=1e-12)
 
 
 def test_one_agent_keeps_its_rate() -> None:
@@ -58,7 +58,7 @@ def test_one_agent_keeps_its_rate() -> None:
         optimizer = sgd()
         return rates(optimizer, shoal.optim.Warmup(optimizer, STEPS), STEPS + 2)
 
-    assert alone(run) == [LR] * (STEPS + 2)
+    assert on_one_agent(run) == [LR] * (STEPS + 2)
 
 
 def followed_by_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -86,15 +86,15 @@ both = pytest.mark.parametrize(
 @both
 def test_the_wrapped_schedule_applies_to_the_raised_rate(schedule: Schedule, expected: Callable[[int], float]) -> None:
     optimizer = sgd()
-    found = rates(optimizer, schedule(optimizer), STEPS + AFTER)
-    assert found == pytest.approx([expected(step) for step in range(STEPS + AFTER)], rel=1e-12)
+    result = rates(optimizer, schedule(optimizer), STEPS + AFTER)
+    assert result == pytest.approx([expected(step) for step in range(STEPS + AFTER)], rel=1e-12)
 
 
 @both
 @pytest.mark.parametrize("stop", [2, STEPS, STEPS + 2])
 def test_warm_up_resumes_bit_for_bit(schedule: Schedule, expected: object, stop: int) -> None:
     optimizer = sgd()
-    whole = rates(optimizer, schedule(optimizer), STEPS + AFTER)
+    full = rates(optimizer, schedule(optimizer), STEPS + AFTER)
     optimizer = sgd()
     scheduler = schedule(optimizer)
     first = rates(optimizer, scheduler, stop)
@@ -103,7 +103,7 @@ def test_warm_up_resumes_bit_for_bit(schedule: Schedule, expected: object, stop:
     scheduler = schedule(optimizer)
     optimizer.load_state_dict(states[0])
     scheduler.load_state_dict(states[1])
-    assert first + rates(optimizer, scheduler, STEPS + AFTER - stop) == whole
+    assert first + rates(optimizer, scheduler, STEPS + AFTER - stop) == full
 
 
 def test_warm_up_works_on_a_decentralized_optimizer() -> None:
@@ -112,13 +112,13 @@ def test_warm_up_works_on_a_decentralized_optimizer() -> None:
         model = torch.nn.Linear(2, 1)
         optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
         scheduler = shoal.optim.Warmup(optimizer, STEPS)
-        found = []
+        results = []
         for _ in range(STEPS + 1):
-            found.append(optimizer.param_groups[0]["lr"])
+            results.append(optimizer.param_groups[0]["lr"])
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             scheduler.step()
-        return found
+        return results
 
     for each in shoal.Fleet(4, timeout=20.0).run(run):
         assert each == pytest.approx([ramp(4, step) for step in range(STEPS + 1)], rel=1e-12)

@@ -87,12 +87,12 @@ def test_machine_schedules_are_checked_too(fleet: Fleets) -> None:
 
 def test_other_algorithms_requirements_are_checked_when_a_topology_is_set(fleet: Fleets) -> None:
     def run() -> None:
-        for algorithm, topology, told in (
+        for algorithm, topology, warned in (
             (ExactDiffusion(1.0), Circulant(SIZE, {0: 0.2, 1: 0.4, -1: 0.4}), "above -1/3"),
             (ExactDiffusion(1.0, lazy=True), OnePeerExponential(SIZE), "static"),
             (ChocoSGD(1.0, 0.2, RandomK(0.1, scaled=True)), shoal.topology.RingGraph(SIZE), "contraction"),
         ):
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=warned):
                 make(partial(shoal.DecentralizedOptimizer, algorithm=algorithm), topology=topology)
 
     fleet(SIZE).run(run)
@@ -105,8 +105,8 @@ def test_exact_diffusion_with_eigenvalue_minus_a_third_causes_a_warning() -> Non
             topology=shoal.topology.RingGraph(SIZE),
         )
 
-    assert all("where they are flat, the noise of gradients adds up" in one for one in heard(SIZE, run))
-    assert heard(SIZE, run)
+    assert all("where they are flat, the noise of gradients adds up" in one for one in warnings_of(SIZE, run))
+    assert warnings_of(SIZE, run)
 
 
 def test_an_oscillating_momentum_is_refused_in_training() -> None:
@@ -121,7 +121,7 @@ def test_an_oscillating_momentum_is_refused_in_training() -> None:
     shoal.Fleet(12).run(run)
 
 
-def heard(size: int, function: Callable[[], object], **options: Any) -> list[str]:
+def warnings_of(size: int, function: Callable[[], object], **options: Any) -> list[str]:
     """The warnings of a fleet, of all its threads."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -151,16 +151,16 @@ def train(wrap: Wrap, graph: nx.DiGraph | None, weighted: bool = True, steps: in
 
 @pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
 def test_an_unbalanced_static_topology_causes_one_warning(wrap: Wrap) -> None:
-    (told,) = heard(SIZE, lambda: train(wrap, STAR))
-    assert "needs W to be doubly stochastic, and column 0 of W sums to 1.75" in told
-    assert "the static topology of 4 agents" in told
+    (warned,) = warnings_of(SIZE, lambda: train(wrap, STAR))
+    assert "needs W to be doubly stochastic, and column 0 of W sums to 1.75" in warned
+    assert "the static topology of 4 agents" in warned
 
 
 def test_uniform_weights_that_replace_a_graphs_own_are_named() -> None:
     graph = shoal.topology.StarGraph(SIZE)
-    (told,) = heard(SIZE, lambda: train(atc, nx.DiGraph(graph.edges), weighted=False))
-    assert "column 0 of W sums to 1.75" in told
-    assert "with uniform weights since it was set without is_weighted=True" in told
+    (warned,) = warnings_of(SIZE, lambda: train(atc, nx.DiGraph(graph.edges), weighted=False))
+    assert "column 0 of W sums to 1.75" in warned
+    assert "with uniform weights since it was set without is_weighted=True" in warned
 
 
 @pytest.mark.parametrize(
@@ -170,21 +170,21 @@ def test_uniform_weights_that_replace_a_graphs_own_are_named() -> None:
 )
 def test_the_default_topology_and_rings_cause_no_warning(wrap: Wrap) -> None:
     for graph in (None, shoal.topology.RingGraph(SIZE), shoal.topology.RingGraph(SIZE, connect_style=1)):
-        assert heard(SIZE, lambda graph=graph: train(wrap, graph, weighted=False)) == []
+        assert warnings_of(SIZE, lambda graph=graph: train(wrap, graph, weighted=False)) == []
 
 
 def test_methods_that_ignore_the_static_topology_or_are_sound_on_it_cause_no_warning() -> None:
-    assert heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, STAR)) == []
-    assert heard(SIZE, lambda: train(shoal.optim.DistributedAllreduceOptimizer, STAR)) == []
-    assert heard(SIZE, lambda: train(shoal.optim.DistributedGradientAllreduceOptimizer, STAR)) == []
-    assert heard(SIZE, lambda: train(atc, STAR, communication_type=KINDS.empty)) == []
-    assert heard(SIZE, lambda: train(atc, STAR, unchecked="doubly stochastic")) == []
+    assert warnings_of(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, STAR)) == []
+    assert warnings_of(SIZE, lambda: train(shoal.optim.DistributedAllreduceOptimizer, STAR)) == []
+    assert warnings_of(SIZE, lambda: train(shoal.optim.DistributedGradientAllreduceOptimizer, STAR)) == []
+    assert warnings_of(SIZE, lambda: train(atc, STAR, communication_type=KINDS.empty)) == []
+    assert warnings_of(SIZE, lambda: train(atc, STAR, unchecked="doubly stochastic")) == []
 
 
 def test_push_sum_on_a_graph_that_is_not_strongly_connected_causes_a_warning() -> None:
     pairs = nx.DiGraph([(0, 1), (1, 0), (2, 3), (3, 2)])
-    (told,) = heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, pairs, weighted=False))
-    assert "needs W to be connected, and its agents fall into 2 parts" in told
+    (warned,) = warnings_of(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, pairs, weighted=False))
+    assert "needs W to be connected, and its agents fall into 2 parts" in warned
 
 
 def test_a_topology_set_later_is_checked_too() -> None:
@@ -195,8 +195,8 @@ def test_a_topology_set_later_is_checked_too() -> None:
         for step in range(3):
             one_step(model, optimizer, step)
 
-    (told,) = heard(SIZE, run)
-    assert "column 0 of W sums to 1.75" in told
+    (warned,) = warnings_of(SIZE, run)
+    assert "column 0 of W sums to 1.75" in warned
 
 
 # By hand
@@ -221,7 +221,7 @@ def one_peer(rank: int, step: int) -> dict[str, Any]:
 
 
 def pull_of_star(rank: int, step: int) -> dict[str, Any]:
-    """Every row sums to 1, which is all that an agent sees; the column of the centre sums to more."""
+    """Every row sums to 1, which is all an agent can see; the column of the centre sums to more."""
     others = range(1, SIZE) if rank == 0 else (0,)
     share = 1 / (len(others) + 1)
     return {"self_weight": share, "src_weights": dict.fromkeys(others, share)}
@@ -235,10 +235,10 @@ def push_of_star(rank: int, step: int) -> dict[str, Any]:
 
 
 def too_much_later(rank: int, step: int) -> dict[str, Any]:
-    found = one_peer(rank, step)
+    result = one_peer(rank, step)
     if step >= 2 and rank == 3:
-        found["self_weight"] = 0.75
-    return found
+        result["self_weight"] = 0.75
+    return result
 
 
 def push_too_little_later(rank: int, step: int) -> dict[str, Any]:
@@ -257,11 +257,11 @@ def push_pull_that_scales(rank: int, step: int) -> dict[str, Any]:
 @pytest.mark.parametrize("wrap", [atc, awc], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("weights", [one_peer, push_pull_that_scales], ids=lambda one: one.__name__)
 def test_balanced_explicit_weights_cause_no_warning(weights: Callable[[int, int], dict[str, Any]], wrap: Wrap) -> None:
-    assert heard(SIZE, lambda: by_hand(weights, wrap=wrap)) == []
+    assert warnings_of(SIZE, lambda: by_hand(weights, wrap=wrap)) == []
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "warning"),
     [
         (pull_of_star, "column 0 of W sums to 1.75 (weights by hand, of the first round"),
         (push_of_star, "row 0 of W sums to 1.75 (weights by hand, of the first round"),
@@ -272,19 +272,19 @@ def test_balanced_explicit_weights_cause_no_warning(weights: Callable[[int, int]
 )
 @pytest.mark.parametrize("wrap", [atc, awc], ids=lambda one: one.__name__)
 def test_unbalanced_explicit_weights_cause_one_warning_by_name(
-    weights: Callable[[int, int], dict[str, Any]], told: str, wrap: Wrap
+    weights: Callable[[int, int], dict[str, Any]], warning: str, wrap: Wrap
 ) -> None:
-    (found,) = heard(SIZE, lambda: by_hand(weights, steps=6, wrap=wrap))
-    assert told in found
-    assert heard(SIZE, lambda: by_hand(weights, wrap=wrap, unchecked="doubly stochastic")) == []
+    (result,) = warnings_of(SIZE, lambda: by_hand(weights, steps=6, wrap=wrap))
+    assert warning in result
+    assert warnings_of(SIZE, lambda: by_hand(weights, wrap=wrap, unchecked="doubly stochastic")) == []
 
 
 def test_weights_that_windows_would_apply_twice_cause_a_warning() -> None:
     def half(rank: int, step: int) -> dict[str, Any]:
         return {"dst_weights": {(rank + 1) % SIZE: 0.5 if rank == 1 else 1.0}}
 
-    (found,) = heard(SIZE, lambda: by_hand(half, wrap=shoal.optim.DistributedWinPutOptimizer))
-    assert "dst_weights scales what is then averaged with the weights of the static topology: 0.5 for rank 2" in found
+    (result,) = warnings_of(SIZE, lambda: by_hand(half, wrap=shoal.optim.DistributedWinPutOptimizer))
+    assert "dst_weights scales what is then averaged with the weights of the static topology: 0.5 for rank 2" in result
 
 
 def test_explicit_machine_weights_are_checked() -> None:
@@ -292,13 +292,13 @@ def test_explicit_machine_weights_are_checked() -> None:
         other = 1 - rank // 2
         return {"self_weight": 0.75, "src_machine_weights": {other: 0.5}, "dst_machine_weights": [other]}
 
-    found = heard(
+    result = warnings_of(
         SIZE,
         lambda: by_hand(weights, communication_type=KINDS.hierarchical_neighbor_allreduce),
         agents_per_machine=2,
     )
-    assert found
-    assert all("sums to 1.25" in one for one in found)
+    assert result
+    assert all("sums to 1.25" in one for one in result)
 
 
 # Mixings that cannot bring agents together
@@ -310,7 +310,7 @@ def without_self_weights() -> nx.DiGraph:
     return graph
 
 
-def beyond_one(rank: int, step: int) -> dict[str, Any]:
+def with_eigenvalue_above_one(rank: int, step: int) -> dict[str, Any]:
     """Sums of 1, and the eigenvalue 1.5."""
     return {"self_weight": 1.25, "src_weights": {(rank - 1) % SIZE: -0.25}, "dst_weights": [(rank + 1) % SIZE]}
 
@@ -332,20 +332,20 @@ def test_a_topology_without_consensus_is_refused_by_every_wrapper(fleet: Fleets,
 
 @pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
 def test_a_static_topology_without_consensus_causes_one_warning(wrap: Wrap) -> None:
-    (told,) = heard(SIZE, lambda: train(wrap, without_self_weights()))
-    assert "differences between agents to die out" in told and "W has the eigenvalue -1" in told
-    assert "Agents then do not come to agree" in told
-    assert heard(SIZE, lambda: train(wrap, without_self_weights(), unchecked="differences die out")) == []
+    (warned,) = warnings_of(SIZE, lambda: train(wrap, without_self_weights()))
+    assert "differences between agents to die out" in warned and "W has the eigenvalue -1" in warned
+    assert "Agents then do not come to agree" in warned
+    assert warnings_of(SIZE, lambda: train(wrap, without_self_weights(), unchecked="differences die out")) == []
 
 
 def test_push_sum_uses_its_own_shares_if_the_graph_has_none() -> None:
-    assert heard(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, without_self_weights())) == []
+    assert warnings_of(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, without_self_weights())) == []
 
 
 def test_explicit_weights_with_growing_disagreement_cause_a_warning() -> None:
-    (found,) = heard(SIZE, lambda: by_hand(beyond_one))
-    assert "differences between agents not to grow in any round, and weights below 0 make them grow up to 1.5" in found
-    assert heard(SIZE, lambda: by_hand(beyond_one, unchecked="differences die out")) == []
+    (result,) = warnings_of(SIZE, lambda: by_hand(with_eigenvalue_above_one))
+    assert "differences between agents not to grow in any round, and weights below 0 make them grow up to 1.5" in result
+    assert warnings_of(SIZE, lambda: by_hand(with_eigenvalue_above_one, unchecked="differences die out")) == []
 
 
 def swapped(rank: int, step: int) -> dict[str, Any]:
@@ -354,15 +354,15 @@ def swapped(rank: int, step: int) -> dict[str, Any]:
 
 
 def test_repeated_explicit_weights_without_consensus_cause_a_warning() -> None:
-    (found,) = heard(2, lambda: by_hand(swapped, steps=9))
-    assert "differences between agents to die out" in found and "eigenvalue -1" in found
-    assert "weights by hand of the first round, which rank 0 has repeated" in found
-    assert heard(2, lambda: by_hand(swapped, steps=9, unchecked="differences die out")) == []
+    (result,) = warnings_of(2, lambda: by_hand(swapped, steps=9))
+    assert "differences between agents to die out" in result and "eigenvalue -1" in result
+    assert "weights by hand of the first round, which rank 0 has repeated" in result
+    assert warnings_of(2, lambda: by_hand(swapped, steps=9, unchecked="differences die out")) == []
 
     def in_turns(rank: int, step: int) -> dict[str, Any]:
         return swapped(rank, step) if step % 2 == 0 else {"self_weight": 0.5, "src_weights": {1 - rank: 0.5}}
 
-    assert heard(2, lambda: by_hand(in_turns, steps=9)) == []
+    assert warnings_of(2, lambda: by_hand(in_turns, steps=9)) == []
 
 
 def test_other_algorithms_are_refused_on_a_static_topology_without_consensus() -> None:

@@ -39,8 +39,8 @@ def train_in_step(make: Make, bucket_bytes: int) -> torch.Tensor:
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
 @pytest.mark.parametrize("make", [shoal.optim.DistributedWinPutOptimizer, shoal.optim.DistributedPullGetOptimizer])
 def test_synchronous_put_and_get_are_adapt_with_combine(fleet: Fleets, make: Make, bucket_bytes: int) -> None:
-    found = torch.stack(fleet(SIZE).run(train_in_step, make, bucket_bytes))
-    assert (found - by_hand(AWC, RING)).abs().max() < 1e-12
+    results = torch.stack(fleet(SIZE).run(train_in_step, make, bucket_bytes))
+    assert (results - by_hand(AWC, RING)).abs().max() < 1e-12
 
 
 def test_push_sum_reaches_the_mean_over_a_directed_graph_asynchronously(fleet: Fleets) -> None:
@@ -66,8 +66,8 @@ def test_push_sum_reaches_the_mean_over_a_directed_graph_asynchronously(fleet: F
         optimizer.close()
         return flat(model)
 
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found - (flat(MODEL) + 1.5)).abs().max() < 1e-9
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results - (flat(MODEL) + 1.5)).abs().max() < 1e-9
 
 
 def test_push_sum_applies_the_full_gradient_step(fleet: Fleets) -> None:
@@ -89,12 +89,12 @@ def test_push_sum_applies_the_full_gradient_step(fleet: Fleets) -> None:
             (model.weight.sum() * 0).backward()
             optimizer.step()
             shoal.barrier()
-        found = model.weight.item()
+        results = model.weight.item()
         optimizer.close()
-        return found, 5.0 - 6 * 2.5
+        return results, 5.0 - 6 * 2.5
 
-    for found, expected in fleet(SIZE).run(run):
-        assert found == pytest.approx(expected, abs=1e-9)
+    for result, expected in fleet(SIZE).run(run):
+        assert result == pytest.approx(expected, abs=1e-9)
 
 
 MAKES = (
@@ -130,8 +130,8 @@ def test_unregister_window_frees_the_windows_and_the_next_step_creates_them_agai
         optimizer.unregister_window()
         return flat(model)
 
-    found = torch.stack(fleet(SIZE).run(run))
-    assert (found - found.mean(0)).abs().max() < 1e-3
+    results = torch.stack(fleet(SIZE).run(run))
+    assert (results - results.mean(0)).abs().max() < 1e-3
 
 
 def test_recreated_windows_do_not_restore_a_state_loaded_before(fleet: Fleets) -> None:
@@ -155,7 +155,7 @@ def test_recreated_windows_do_not_restore_a_state_loaded_before(fleet: Fleets) -
 
 
 def test_force_barrier_synchronizes_all_agents_before_each_step(fleet: Fleets) -> None:
-    begun: list[int] = []
+    started: list[int] = []
 
     def run() -> list[int]:
         model = deepcopy(MODEL)
@@ -166,9 +166,9 @@ def test_force_barrier_synchronizes_all_agents_before_each_step(fleet: Fleets) -
         seen = []
         for step in range(5):
             time.sleep(0.01 * shoal.rank())
-            begun.append(step)
+            started.append(step)
             optimizer.step()
-            seen.append(begun.count(step))
+            seen.append(started.count(step))
         shoal.barrier()
         optimizer.close()
         return seen
@@ -220,14 +220,14 @@ def test_a_state_saved_asynchronously_has_all_of_the_mass_and_the_run_resumes_fr
         optimizer.close()
         return saved[1]["shoal"]["way"], *went_on
 
-    found = fleet(SIZE).run(run)
-    masses = [next(iter(way.values())) for way, _, _ in found]
+    results = fleet(SIZE).run(run)
+    masses = [next(iter(way.values())) for way, _, _ in results]
     assert sum(mass["p"] for mass in masses) == pytest.approx(SIZE, abs=1e-12)
     total = torch.stack([mass["u"] for mass in masses]).sum(0)
     expected = flat(MODEL) + 1.5
     # A bucket begins with the last layer.
     sizes = [param.numel() for param in MODEL.parameters()]
     assert (torch.cat(total.split(sizes[::-1])[::-1]) / SIZE - expected).abs().max() < 1e-12
-    for _, went_on, resumed in found:
+    for _, went_on, resumed in results:
         assert (went_on - expected).abs().max() < 1e-9
         assert (resumed - expected).abs().max() < 1e-9

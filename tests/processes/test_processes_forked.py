@@ -1,4 +1,4 @@
-"""Processes that agents fork: the agent goes on as if nothing had happened, and the child is told that it is none."""
+"""Processes that agents fork: the agent is unaffected, and the child gets an error."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ OVER = [
 
 
 def in_a_child(call: Callable[[], object]) -> str:
-    """What a call comes to in a forked child: the class and the text of its exception, or its value. "hangs" if so."""
+    """The outcome of a call in a forked child: the class and the text of its exception, or its value. "hangs" if so."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
         signal.alarm(10)
         try:
-            said = repr(call())
+            output = repr(call())
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(write_end, said.encode())
+            output = f"{type(error).__name__}: {error}"
+        os.write(write_end, output.encode())
         os._exit(0)
     os.close(write_end)
     os.waitpid(pid, 0)
-    said = os.read(read_end, 4096).decode() or "hangs"
+    output = os.read(read_end, 4096).decode() or "hangs"
     os.close(read_end)
-    return said
+    return output
 
 
 def ask_a_child_while_a_thread_holds_the_lock() -> list[str]:
@@ -76,10 +76,10 @@ def test_a_child_raises_that_it_is_no_agent_whatever_locks_the_parents_threads_h
 ) -> None:
     with World(2, environment=environment) as world:
         for rank, answers in enumerate(world.results(ask_a_child_while_a_thread_holds_the_lock)):
-            waited, begun, asked, worked, is_one, called = answers
-            for said in (waited, begun, asked, called):
-                assert said.startswith("NotInitialized: "), answers
-                assert f"forked from that of rank {rank}" in said, answers
+            waited, started, requested, worked, is_one, called = answers
+            for output in (waited, started, requested, called):
+                assert output.startswith("NotInitialized: "), answers
+                assert f"forked from that of rank {rank}" in output, answers
             assert worked == "27000000.0" and is_one == "False"
 
 
@@ -95,9 +95,9 @@ def test_a_child_of_a_fleet_is_no_agent_either(transport: str) -> None:
         return answers
 
     answers = shoal.Fleet(2, transport=transport, timeout=30.0).run(run)[0]
-    for said in answers:
-        assert said.startswith("NotInitialized: "), answers
-        assert "forked from that of rank 0" in said, answers
+    for output in answers:
+        assert output.startswith("NotInitialized: "), answers
+        assert "forked from that of rank 0" in output, answers
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
@@ -108,7 +108,7 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((100,), float(index))
 
 
-def fork_in_every_way() -> list[object]:
+def fork_by_every_method() -> list[object]:
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(30)
@@ -140,18 +140,18 @@ def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
     threads = [threading.Thread(target=average, args=(k, numel)) for k, numel in enumerate((4, 5_000, 100_000))]
     for thread in threads:
         thread.start()
-    found = fork_in_every_way()
+    results = fork_by_every_method()
     forked.set()
     for thread in threads:
         thread.join(40)
-    return found, failed, calls
+    return results, failed, calls
 
 
 @pytest.mark.parametrize("environment", OVER)
 def test_threads_of_an_agent_continue_while_its_process_forks(environment: dict[str, str]) -> None:
     with World(2, environment=environment, timeout=40.0) as world:
-        for found, failed, calls in world.results(fork_while_threads_average, patience=100.0):
-            assert found == [0, 600.0, 0, "27000000.0"]
+        for result, failed, calls in world.results(fork_while_threads_average, patience=100.0):
+            assert result == [0, 600.0, 0, "27000000.0"]
             assert not failed
             assert all(calls), calls
         assert world.is_sound()

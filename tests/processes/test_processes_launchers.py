@@ -48,7 +48,7 @@ def test_a_script_without_a_launcher_is_a_single_agent(tmp_path: Path) -> None:
 
 
 def run(launcher: list[str], folder: Path) -> list[list[float]]:
-    """What each agent found, by rank; the job must end well and say nothing of its own."""
+    """Each agent's result, by rank; the job must succeed and print nothing itself."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     seconds = scaled(40)

@@ -100,27 +100,27 @@ def init_within(seconds: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("third_comes", "said", "ranks"),
+    ("third_starts", "expected_message", "ranks"),
     [
         (False, "ranks [2] never came; ranks [1] came, and gave up before. Check", (2,)),
         (True, "on rank 0: ranks [1] came, and gave up before. Check", (1,)),
     ],
 )
 def test_an_agent_that_gave_up_before_is_not_reported_absent(
-    third_comes: bool, said: str, ranks: tuple[int, ...]
+    third_starts: bool, expected_message: str, ranks: tuple[int, ...]
 ) -> None:
     """The third agent starts after the other has given up, so the result depends on the record and not on timing."""
     with World(SIZE, init=False) as world:
         early = world.run_on(1, init_within, 4.0)
         leader = world.run_on(0, init_within, 12.0)
         assert early.outcome().ranks == (2,)
-        late = world.run_on(2, init_within, 12.0) if third_comes else None
+        late = world.run_on(2, init_within, 12.0) if third_starts else None
         outcome = leader.outcome()
         assert (outcome.error, outcome.ranks) == ("DeadlineExceeded", ranks), outcome
-        assert said in outcome.message
+        assert expected_message in outcome.message
         if late is not None:  # rank 0 waits until it has read why
-            told = late.outcome()
-            assert (told.error, told.ranks) == ("DeadlineExceeded", (1,)), told
+            late_outcome = late.outcome()
+            assert (late_outcome.error, late_outcome.ranks) == ("DeadlineExceeded", (1,)), late_outcome
 
 
 # torch.distributed
@@ -204,7 +204,7 @@ def learn_from_the_process_group(file: Path) -> tuple[int, int, float]:
 def test_without_any_variable_a_process_group_gives_rank_and_size(tmp_path: Path) -> None:
     world = World(SIZE, init=False)
     try:
-        found = world.results(learn_from_the_process_group, tmp_path / "store")
-        assert found == [(rank, SIZE, 1.0) for rank in range(SIZE)]
+        result = world.results(learn_from_the_process_group, tmp_path / "store")
+        assert result == [(rank, SIZE, 1.0) for rank in range(SIZE)]
     finally:
         world.destroy()

@@ -1,4 +1,4 @@
-"""Machines as agents see them: which transport leads where, who is on which machine, and what each listens on."""
+"""Machines as agents see them: the transport to each rank, the ranks of each machine, and the listeners of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NETWORK = {"SHOAL_TRANSPORT": "network"}
 
 
 def transports() -> list[str]:
-    """What leads to each other rank."""
+    """The transport to each other rank."""
     router = current().engine.router
     return [router.transport_to(other) for other in range(shoal.size()) if other != shoal.rank()]
 
@@ -33,14 +33,14 @@ def machine() -> tuple[int, int, int, int, bool]:
 
 def listening() -> list[str]:
     """The TCP addresses that this process listens on, without the ports; one may have several listeners."""
-    mine = {target for _, target in holdings().descriptors}
-    found = []
+    own = {target for _, target in holdings().descriptors}
+    results = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in mine:
-                found.append(_address(local.partition(":")[0]))
-    return sorted(set(found))
+            if state == "0A" and f"socket:[{inode}]" in own:
+                results.append(_address(local.partition(":")[0]))
+    return sorted(set(results))
 
 
 def _address(text: str) -> str:
@@ -68,7 +68,7 @@ def test_agents_share_memory_within_a_machine_and_use_the_network_between_machin
         assert world.results(transports) == [[near, far, far], [near, far, far], [far, far, near], [far, far, near]]
         assert world.results(machine) == [(2, m, 2, local, True) for m in range(2) for local in range(2)]
         assert_average(world)
-        assert world.results(listening) == [[one.address] for one in machines for _ in range(2)]
+        assert world.results(listening) == [[machine.address] for machine in machines for _ in range(2)]
 
 
 @pytest.mark.transport("network")
@@ -119,7 +119,7 @@ def test_machines_that_meet_over_ipv6_listen_there(interface: str) -> None:
     with network_namespaces(2) as machines:
         environment = {"MASTER_ADDR": machines[0].address6, "SHOAL_INTERFACE": interface}
         with World(2, namespaces=machines, environment=environment) as world:
-            assert world.results(listening) == [[one.address6] for one in machines]
+            assert world.results(listening) == [[machine.address6] for machine in machines]
             assert_average(world)
 
 
@@ -158,8 +158,8 @@ def test_a_machine_whose_host_name_resolves_to_loopback_listens_on_a_reachable_a
         near = world.run_on(0, init_where, "debian", ["127.0.1.1"], {})
         other = world.run_on(1, init_where, "debian", far, {})
         address = far[-1]
-        found = [near.outcome(), other.outcome()]
-        assert [one.value for one in found] == [[address], [address[:-1] + "2"]], found[0].trace + found[1].trace
+        results = [near.outcome(), other.outcome()]
+        assert [one.value for one in results] == [[address], [address[:-1] + "2"]], results[0].trace + results[1].trace
         assert_average(world)
 
 
@@ -249,17 +249,19 @@ def test_agents_that_disagree_about_agents_per_machine_name_each_other() -> None
     with World(3, init=False, timeout=5.0) as world:
         pending = [world.run_on(r, init_with, {"SHOAL_AGENTS_PER_MACHINE": "3" if r < 2 else "1"}) for r in range(3)]
         outcomes = [one.outcome() for one in pending]
-        assert [(one.error, one.ranks) for one in outcomes] == [("Mismatch", (2,))] * 2 + [("Mismatch", (0, 1))]
+        assert [(outcome.error, outcome.ranks) for outcome in outcomes] == [("Mismatch", (2,))] * 2 + [
+            ("Mismatch", (0, 1))
+        ]
 
 
 def averages_and_reversed_links() -> tuple[list[float], list[int]]:
     """Small and large averages, and the ranks to which this agent sends over connections that they have opened."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
-    found = [float(shoal.neighbor_allreduce(torch.full((n,), float(shoal.rank())))[-1]) for n in (3, 300_000)]
+    results = [float(shoal.neighbor_allreduce(torch.full((n,), float(shoal.rank())))[-1]) for n in (3, 300_000)]
     links = current().engine.router.links
     reversed_ones = [rank for rank, link in links.items() if isinstance(link, NetworkLink) and link.is_reversed]
     shoal.barrier()
-    return found, sorted(reversed_ones)
+    return results, sorted(reversed_ones)
 
 
 @pytest.mark.transport("network")
@@ -268,6 +270,6 @@ def test_agents_behind_an_inbound_firewall_open_the_connections_of_both_directio
     with network_namespaces(2) as machines:
         machines[1].let_no_connection_in()
         with World(4, namespaces=machines, timeout=60.0) as world:
-            found = world.results(averages_and_reversed_links)
-    assert [averages for averages, _ in found] == [[1.5, 1.5]] * 4
-    assert [links for _, links in found] == [[2, 3], [2, 3], [], []]
+            result = world.results(averages_and_reversed_links)
+    assert [averages for averages, _ in result] == [[1.5, 1.5]] * 4
+    assert [links for _, links in result] == [[2, 3], [2, 3], [], []]

@@ -46,7 +46,7 @@ shoal.shutdown()
 
 
 def index_of(rank: int, address: str) -> dict[str, str]:
-    """An indexed Job, or a JobSet: what its controller sets, and what the manifest does."""
+    """An indexed Job, or a JobSet: the fields that its controller sets, applied to the manifest."""
     return {"JOB_COMPLETION_INDEX": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": address, "MASTER_PORT": "29400"}
 
 
@@ -81,19 +81,19 @@ def test_pods_of_one_agent_that_start_in_any_order_connect(controller: Callable[
         pods = [controller(rank, machines[0].address) for rank in range(3)]
         pending = [world.run_on(rank, meet, pods[rank], late[rank]) for rank in range(3)]
         outcomes = [one.outcome() for one in pending]
-        assert [one.value for one in outcomes] == [(rank, 3, rank, 1.0) for rank in range(3)], outcomes
+        assert [outcome.value for outcome in outcomes] == [(rank, 3, rank, 1.0) for rank in range(3)], outcomes
 
 
 def lines_of(log: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def await_line(logs: list[Path], said: str, after: int = 0, seconds: float = 50.0) -> None:
+def await_line(logs: list[Path], awaited: str, after: int = 0, seconds: float = 50.0) -> None:
     """Until the first log has a line that ends so, after so many lines."""
     limit = time.monotonic() + seconds
-    while not any(line.endswith(said) for line in lines_of(logs[0])[after:]):
-        whole = "\n".join(f"{log.name}:\n" + "\n".join(lines_of(log)[-25:]) for log in logs)
-        assert time.monotonic() < limit, f"nobody has said {said!r}\n{whole}"
+    while not any(line.endswith(awaited) for line in lines_of(logs[0])[after:]):
+        full = "\n".join(f"{log.name}:\n" + "\n".join(lines_of(log)[-25:]) for log in logs)
+        assert time.monotonic() < limit, f"nobody has said {awaited!r}\n{full}"
         time.sleep(0.05)
 
 
@@ -136,15 +136,15 @@ def test_pods_under_shoal_run_connect_and_a_rescheduled_one_rejoins(tmp_path: Pa
             )
             assert done.returncode == 0 and "2 of 4 agents" in done.stdout, done.stdout + done.stderr
 
-            pods[1].send_signal(signal.SIGKILL)  # the pod, with all that is in it
+            pods[1].send_signal(signal.SIGKILL)  # the pod, with all its processes
             pods[1].wait()
             await_line(logs, "with [0, 1]")
-            there = len(lines_of(logs[0]))
+            known = len(lines_of(logs[0]))
             start(1, 2, logs[2])  # another node: another address
-            await_line(logs, "with [0, 1, 2, 3]", after=there)
+            await_line(logs, "with [0, 1, 2, 3]", after=known)
             await_line(logs[2:], "rank 2 of 4 machine 1 with [0, 1, 2, 3]")
             stop.touch()
             codes = [pods[machine].wait(30) for machine in (0, 2)]
-            said = "\n".join(lines_of(logs[0]) + lines_of(logs[2]))
-            assert codes == [0, 0], said
-            assert sum(line.endswith("ends") for line in said.splitlines()) == 4
+            output = "\n".join(lines_of(logs[0]) + lines_of(logs[2]))
+            assert codes == [0, 0], output
+            assert sum(line.endswith("ends") for line in output.splitlines()) == 4

@@ -58,7 +58,9 @@ def test_agents_that_gave_up_connect_to_late_ones_on_a_second_try(early: list[in
         pending = [world.run_on(rank, give_up_and_try_again) for rank in early]
         time.sleep(2.0)
         outcomes = world.run(init_and_average, on=late)
-        assert [one.value for one in outcomes] == [1.0] * len(late), "".join(one.trace for one in outcomes)
+        assert [outcome.value for outcome in outcomes] == [1.0] * len(late), "".join(
+            outcome.trace for outcome in outcomes
+        )
         for one in [one.outcome() for one in pending]:
             assert one.value == 1.0, one.trace
         assert world.results(shut_down_and_begin_again) == [1.0] * SIZE

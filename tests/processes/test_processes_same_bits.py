@@ -17,7 +17,7 @@ from support.world import World
 
 @dataclass(frozen=True)
 class Kind:
-    """Agents somewhere: how many, in machines of how many, and what is forced on them."""
+    """A placement of agents: how many, on machines of how many, and with which forced transport."""
 
     size: int
     per_machine: int
@@ -67,9 +67,9 @@ def in_threads(exchange: Exchange, size: int, per_machine: int) -> list[Bits]:
 def test_processes_give_the_bits_of_threads(world: tuple[Kind, World], exchange: Exchange) -> None:
     one, agents = world
     expected = in_threads(exchange, one.size, one.per_machine)
-    for rank, found in enumerate(agents.results(bits_of, exchange)):
-        assert [each[:2] for each in found] == [each[:2] for each in expected[rank]]
-        different = [each[:2] for each, other in zip(found, expected[rank], strict=True) if each != other]
+    for rank, result in enumerate(agents.results(bits_of, exchange)):
+        assert [each[:2] for each in result] == [each[:2] for each in expected[rank]]
+        different = [each[:2] for each, other in zip(result, expected[rank], strict=True) if each != other]
         assert not different, f"rank {rank} has other bits for {different}"
 
 
@@ -77,4 +77,4 @@ def test_a_barrier_ends_after_all_have_arrived(world: tuple[Kind, World]) -> Non
     one, agents = world
     for late in range(one.size):
         times = agents.results(times_of_a_barrier, late)
-        assert max(came for came, _ in times) <= min(went for _, went in times)
+        assert max(arrived for arrived, _ in times) <= min(went for _, went in times)

@@ -30,8 +30,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "machines.md"
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as found:
-        yield found
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as result:
+        yield result
 
 
 @pytest.fixture
@@ -65,12 +65,12 @@ def path(tmp_path: Path) -> str:
 
 
 def await_text(file: Path, text: str, seconds: float = 50.0) -> str:
-    """What is in a file, once that is."""
+    """The content of a file, once it has some."""
     limit = time.monotonic() + seconds
-    while text not in (said := file.read_text() if file.exists() else ""):
-        assert time.monotonic() < limit, f"{text!r} is not in {file.name}:\n{said}"
+    while text not in (content := file.read_text() if file.exists() else ""):
+        assert time.monotonic() < limit, f"{text!r} is not in {file.name}:\n{content}"
         time.sleep(0.05)
-    return said
+    return content
 
 
 def test_a_batch_script_starts_a_launcher_on_each_node_as_documented(slurm: Slurm, script: Path, path: str) -> None:
@@ -82,14 +82,14 @@ def test_a_batch_script_starts_a_launcher_on_each_node_as_documented(slurm: Slur
     batch.write_text(f"#!/bin/bash\n#SBATCH --nodes 2 --output {log}\n{lines}\necho it ended with $?.\n")
     done = slurm.run("sbatch", str(batch), PATH=path, SHOAL_SECRET="of this job", SHOAL_TIMEOUT="40")
     assert done.returncode == 0, done.stdout + done.stderr
-    said = await_text(log, "it ended with ")
-    assert said.endswith("it ended with 0.\n")
+    output = await_text(log, "it ended with ")
+    assert output.endswith("it ended with 0.\n")
     assert found_in(script.parent) == [[f"node{rank}", 2, rank, 0, 1.0] for rank in range(2)]
 
 
 def test_a_cancelled_job_leaves_no_agent(slurm: Slurm, tmp_path: Path, path: str) -> None:
     """scancel's SIGTERM reaches agents through their launcher, and they may save their work."""
-    script, there, left = (tmp_path / name for name in ("wait.py", "there", "left"))
+    script, started, left = (tmp_path / name for name in ("wait.py", "there", "left"))
     script.write_text(
         "import os, pathlib, signal, sys, time\n"
         "def leave(*_): pathlib.Path(sys.argv[2]).write_text('saved'); sys.exit()\n"
@@ -98,10 +98,10 @@ def test_a_cancelled_job_leaves_no_agent(slurm: Slurm, tmp_path: Path, path: str
         "time.sleep(100)\n"
     )
     batch, log = tmp_path / "job.sh", tmp_path / "job.log"
-    batch.write_text(f"#!/bin/bash\n#SBATCH --output {log}\nsrun -n 1 shoal run -n 1 {script} {there} {left}\n")
+    batch.write_text(f"#!/bin/bash\n#SBATCH --output {log}\nsrun -n 1 shoal run -n 1 {script} {started} {left}\n")
     done = slurm.run("sbatch", "--parsable", str(batch), PATH=path)
     assert done.returncode == 0, done.stderr
-    agent = int(await_text(there, "is here").split()[0])
+    agent = int(await_text(started, "is here").split()[0])
     assert slurm.run("scancel", done.stdout.strip()).returncode == 0
     await_text(left, "saved")
     limit = time.monotonic() + 20.0

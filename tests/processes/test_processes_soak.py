@@ -25,7 +25,7 @@ OVER = [
 
 @dataclass(frozen=True)
 class Usage:
-    """What an agent uses at one moment."""
+    """The resources of an agent at one moment."""
 
     arena: int
     resident: int
@@ -39,7 +39,7 @@ def usage() -> Usage:
 
 
 def average_in_every_form(rounds: int) -> tuple[Usage, Usage]:
-    """What is used after the first thousand rounds, and after all."""
+    """The resources in use after the first thousand rounds, and after all."""
     rank, size = shoal.rank(), shoal.size()
     shoal.set_topology(shoal.topology.RingGraph(size))
     small, large = torch.full((16,), float(rank)), torch.full((40_000,), float(rank))
@@ -74,8 +74,8 @@ def test_ten_thousand_rounds_take_no_more_memory_than_a_thousand(environment: di
             assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
 
 
-def come_and_go(times: int) -> tuple[Usage, Usage]:
-    """What is used after ten lives of an agent, and after all."""
+def init_and_shut_down(times: int) -> tuple[Usage, Usage]:
+    """The resources in use after ten cycles of init and shutdown, and after all."""
     before = None
     for life in range(times):
         shoal.init()
@@ -94,7 +94,7 @@ def come_and_go(times: int) -> tuple[Usage, Usage]:
 @pytest.mark.parametrize("environment", OVER)
 def test_two_hundred_init_shutdown_cycles_leave_nothing_in_the_process(environment: dict[str, str]) -> None:
     with World(3, environment=environment, init=False, timeout=60.0) as world:
-        for before, after in world.results(come_and_go, 200, patience=280.0):
+        for before, after in world.results(init_and_shut_down, 200, patience=280.0):
             assert after.arena == before.arena
             assert after.resident - before.resident < SPARE_BYTES
             assert (after.descriptors, after.threads) == (before.descriptors, before.threads)

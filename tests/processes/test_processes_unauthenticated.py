@@ -1,4 +1,4 @@
-"""Who is no agent of the job gets nothing and disturbs nobody; who is one and speaks nonsense is lost, by name."""
+"""Connections from outside the job get nothing and disturb no agent; an agent with protocol errors fails, by name."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from support.unauthenticated_peers import (
     NONSENSE_OVER_TCP,
     NONSENSE_OVER_UNIX,
     SILENCE_SECONDS,
-    Door,
+    ListenerAddress,
     Packets,
     be_impatient,
     count_of_descriptors,
-    door,
     is_closed,
     leave_with,
+    listener_address,
     rejected,
     send_packets,
 )
@@ -65,13 +65,16 @@ def average() -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(world: World, turned_away: int = 1) -> Iterator[Door]:
-    """The way to one agent. Afterwards so many strangers were turned away, no descriptor is left, and all goes on."""
+def undisturbed(world: World, rejections: int = 1) -> Iterator[ListenerAddress]:
+    """Yields the address of one agent.
+
+    Afterwards the given number of strangers were rejected, no descriptor is left, and all agents work.
+    """
     before = world.results(count_of_descriptors)
     [known] = world.results(rejected, on=[VICTIM])
-    [way] = world.results(door, on=[VICTIM])
+    [way] = world.results(listener_address, on=[VICTIM])
     yield way
-    assert wait_until(lambda: world.results(rejected, on=[VICTIM])[0] == known + turned_away)
+    assert wait_until(lambda: world.results(rejected, on=[VICTIM])[0] == known + rejections)
     assert wait_until(lambda: world.results(count_of_descriptors) == before), "a descriptor was left"
     world.results(average)
 
@@ -131,7 +134,7 @@ def test_a_peer_without_the_secret_or_the_rank_is_refused(
 
 
 def test_a_recorded_reply_opens_no_other_connection(world: World) -> None:
-    with undisturbed(world, turned_away=2) as way:
+    with undisturbed(world, rejections=2) as way:
         with way.connect() as sock:
             overheard = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
         with way.connect() as sock:
@@ -142,7 +145,7 @@ def test_a_recorded_reply_opens_no_other_connection(world: World) -> None:
 
 def test_unauthenticated_peers_above_the_limit_block_no_agent() -> None:
     with World(SIZE + 1, environment=NETWORK) as world:
-        [way] = world.results(door, on=[VICTIM])
+        [way] = world.results(listener_address, on=[VICTIM])
         with contextlib.ExitStack() as crowd:
             for _ in range(MOST_UNKNOWN + 50):
                 crowd.enter_context(way.connect())
@@ -175,18 +178,18 @@ except ConnectionResetError:
 def test_another_users_connection_gets_no_greeting() -> None:
     with World(SIZE) as world, undisturbed(world) as way:
         command = [sys.executable, "-I", "-c", TOO_MUCH, way.unix]
-        heard = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
-        assert heard == "0\n"
+        stdout = subprocess.run(command, check=True, capture_output=True, text=True, timeout=scaled(20)).stdout
+        assert stdout == "0\n"
 
 
-# Who knows the secret, and then says what no agent would say
+# Peers with the secret that then send invalid messages
 
 
-def lose_the_claimed_one(world: World, speak: Callable[[socket.socket, Keys], None]) -> None:
+def fail_the_claimed_rank(world: World, speak: Callable[[socket.socket, Keys], None]) -> None:
     """Connect to one agent as if one were rank ``CLAIMED`` and speak; the others lose that rank, and nothing else."""
     world.results(average)
     before = world.results(count_of_descriptors, on=[VICTIM])
-    [way] = world.results(door, on=[VICTIM])
+    [way] = world.results(listener_address, on=[VICTIM])
     sock, keys = way.enter(CLAIMED)
     with sock:
         speak(sock, keys)
@@ -207,15 +210,15 @@ SAID = NONSENSE | NONSENSE_OVER_TCP
 
 
 @pytest.mark.transport("network")
-@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_an_agent_with_a_protocol_error_over_tcp_fails(said: bytes) -> None:
+@pytest.mark.parametrize("packet", SAID.values(), ids=SAID)
+def test_an_agent_with_a_protocol_error_over_tcp_fails(packet: bytes) -> None:
     def speak(sock: socket.socket, keys: Keys) -> None:
-        leave_with(sock, over_tcp(MacSeal(keys.messages), said))
+        leave_with(sock, over_tcp(MacSeal(keys.messages), packet))
         with contextlib.suppress(OSError):  # it has been closed already
             sock.shutdown(socket.SHUT_WR)
 
     with World(SIZE, environment=NETWORK) as world:
-        lose_the_claimed_one(world, speak)
+        fail_the_claimed_rank(world, speak)
 
 
 @pytest.mark.transport("network")
@@ -223,7 +226,7 @@ def test_an_agent_with_a_protocol_error_over_tcp_fails(said: bytes) -> None:
 def test_corruption_on_the_network_ends_a_connection_and_no_agent(noise: Callable[[MacSeal], bytes]) -> None:
     with World(SIZE, environment=NETWORK) as world:
         world.results(average)
-        with undisturbed(world, turned_away=0) as way:
+        with undisturbed(world, rejections=0) as way:
             sock, keys = way.enter(CLAIMED)
             with sock:
                 leave_with(sock, noise(MacSeal(keys.messages)))
@@ -232,17 +235,20 @@ def test_corruption_on_the_network_ends_a_connection_and_no_agent(noise: Callabl
                 assert is_closed(sock)
 
 
-UNIX_NONSENSE: dict[str, Packets] = {**{name: [(said, [])] for name, said in NONSENSE.items()}, **NONSENSE_OVER_UNIX}
+UNIX_NONSENSE: dict[str, Packets] = {
+    **{name: [(output, [])] for name, output in NONSENSE.items()},
+    **NONSENSE_OVER_UNIX,
+}
 
 
 @pytest.mark.transport("shared_memory")
 @pytest.mark.parametrize("packets", UNIX_NONSENSE.values(), ids=UNIX_NONSENSE)
 def test_an_agent_with_a_protocol_error_over_a_unix_socket_fails(packets: Packets) -> None:
     with World(SIZE) as world:
-        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, packets))
+        fail_the_claimed_rank(world, lambda sock, _: send_packets(sock, packets))
 
 
 @pytest.mark.transport("shared_memory")
 def test_an_agent_whose_packets_are_corrupt_fails() -> None:
     with World(SIZE) as world:
-        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, [(ASK, [])], sealed=False))
+        fail_the_claimed_rank(world, lambda sock, _: send_packets(sock, [(ASK, [])], sealed=False))

@@ -1,4 +1,4 @@
-"""Agents that were started wrongly: what a slip in one of several commands is told by ``init``, and how soon."""
+"""Misconfigured agents: the error of ``init`` for a mistake in one of several commands, and how soon it comes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TIMEOUT = 60.0
 """Seconds for what should take two; far below ``SHOAL_TIMEOUT``."""
 
 
-def said_by(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0) -> list[str]:
-    """What launchers of one job, given -n and --node-rank, print to stderr; both must fail."""
+def stderr_of(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0) -> list[str]:
+    """The output on stderr of launchers of one job, given -n and --node-rank; both must fail."""
     script = tmp_path / "script.py"
     script.write_text("import shoal\nshoal.init()\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -56,13 +56,13 @@ def test_launchers_with_different_numbers_of_agents_raise_at_once(
     launchers: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     """No launcher starts some of the agents that one waits for."""
-    for text in said_by(tmp_path, *launchers):
+    for text in stderr_of(tmp_path, *launchers):
         assert "also calls itself rank" in text or "WORLD_SIZE is" in text, text
 
 
 def test_launchers_without_a_first_one_name_what_is_missing(tmp_path: Path) -> None:
     """No launcher hosts the store. One may still start, as far as they know."""
-    for text in said_by(tmp_path, (1, 1), (1, 1), timeout=1.0):
+    for text in stderr_of(tmp_path, (1, 1), (1, 1), timeout=1.0):
         assert "Check that a launcher was started with --node-rank 0" in text, text
 
 
@@ -80,27 +80,27 @@ def test_both_agents_with_the_same_rank_raise_mismatch_at_once(twins: list[int])
         start = time.monotonic()
         pending = [world.run_on(agent, init_as, rank) for agent, rank in enumerate(twins)]
         outcomes = [one.outcome() for one in pending]
-        told = [one for one, rank in zip(outcomes, twins, strict=True) if twins.count(rank) == 2]
+        reported = [one for one, rank in zip(outcomes, twins, strict=True) if twins.count(rank) == 2]
         # One may hear it from the other first.
-        assert "Mismatch" in [one.error for one in told], outcomes
-        assert all("also calls itself rank" in one.message for one in told), outcomes
-        assert max(one.ended for one in told) < start + scaled(5.0)
+        assert "Mismatch" in [one.error for one in reported], outcomes
+        assert all("also calls itself rank" in one.message for one in reported), outcomes
+        assert max(one.ended for one in reported) < start + scaled(5.0)
     finally:
         world.destroy()
 
 
 def wait_and_listen() -> list[str]:
-    """What the log says of who has not come, while this one waits in ``init`` for longer than that takes."""
-    heard: list[str] = []
+    """The log's lines about missing agents while this one waits in ``init`` for longer than they take."""
+    received: list[str] = []
     listener = logging.Handler()
-    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    listener.emit = lambda record: received.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shoal").addHandler(listener)
     # Longer than a name server is waited for that does not answer: who is to be there must have come.
     bootstrap_barrier.REPORT_AFTER = rendezvous.REPORT_AFTER = 1.2
     os.environ["SHOAL_TIMEOUT"] = "3.0"
     with pytest.raises(shoal.DeadlineExceeded):
         shoal.init()
-    return heard
+    return received
 
 
 @pytest.mark.slow

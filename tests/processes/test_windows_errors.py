@@ -1,4 +1,4 @@
-"""Wrong calls on windows are errors at the caller alone: its own process and all others go on."""
+"""Wrong calls on windows are errors at the caller alone: its own process and all others continue."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ COMPLAINTS = {
     "stranger": ("ValueError", f"[{STRANGER}]"),
     "nobody": ("ValueError", "4"),
 }
-"""The class of the exception of each kind of wrong call, and what it must say."""
+"""The class of the exception of each kind of wrong call, and its expected text."""
 Failure = tuple[str, str]
-"""The class of an exception and what it says."""
+"""The class of an exception and its text."""
 
 
 # What agents do
 
 
 def failure_of(call: Callable[[], object]) -> Failure:
-    """What a call raises; empty if it raises nothing."""
+    """The error of a call; empty if it raises none."""
     try:
         call()
     except Exception as error:
@@ -47,7 +47,7 @@ def make_window(name: str = "x") -> None:
     shoal.barrier()
 
 
-def wrong_calls(stranger: int) -> dict[str, Failure]:
+def invalid_calls(stranger: int) -> dict[str, Failure]:
     """Call everything wrongly that can be called wrongly, with ``stranger`` for a rank that is no neighbour."""
     good = torch.zeros(2)
     calls: dict[str, Callable[[], object]] = {
@@ -76,7 +76,7 @@ def wrong_calls(stranger: int) -> dict[str, Failure]:
 
 
 def keep_working(rounds: int, name: str = "x") -> None:
-    """Put, get and update as usual, whatever others do meanwhile."""
+    """Put, get and update as usual, whatever others do concurrently."""
     for _ in range(rounds):
         shoal.bluefog.win_put(torch.ones(2), name)
         shoal.bluefog.win_get(name)
@@ -95,8 +95,8 @@ def counts(name: str = "x") -> int:
 def create_another(odd: int, shape: int, dtype: torch.dtype) -> bool:
     """Make a window together; agent ``odd`` with another shape or dtype than the others' two float32."""
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
-    mine = torch.zeros(shape, dtype=dtype) if shoal.rank() == odd else torch.zeros(2)
-    return shoal.bluefog.win_create(mine, "x", timeout=10.0)
+    own = torch.zeros(shape, dtype=dtype) if shoal.rank() == odd else torch.zeros(2)
+    return shoal.bluefog.win_create(own, "x", timeout=10.0)
 
 
 def put_to(to: int, name: str = "x") -> bool:
@@ -127,30 +127,30 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 @pytest.fixture(autouse=True)
-def all_go_on(world: World) -> Iterator[None]:
-    """After each test every agent is there, has no window, and all work together as ever."""
+def all_still_work(world: World) -> Iterator[None]:
+    """After each test every agent is running and has no window, and all can still average."""
     yield
     assert world.alive == [0, 1, 2, 3]
     assert world.results(names) == [[]] * 4
-    found = world.results(every_operation, 3)
-    assert [one["put"] for one in found] == [[10.0 * (j + 1) * (i + 1) for j in range(4) if j != i] for i in range(4)]
+    result = world.results(every_operation, 3)
+    assert [one["put"] for one in result] == [[10.0 * (j + 1) * (i + 1) for j in range(4) if j != i] for i in range(4)]
 
 
 def test_invalid_calls_are_errors_at_the_caller_while_the_others_work(world: World) -> None:
     world.results(make_window)
     busy = [world.run_on(rank, keep_working, 40) for rank in (RIGHT, STRANGER, LEFT)]
-    found = world.results(wrong_calls, STRANGER, on=[CALLER])[0]
+    result = world.results(invalid_calls, STRANGER, on=[CALLER])[0]
     assert [one.outcome().error for one in busy] == [""] * 3
-    for what, (error, message) in found.items():
-        expected, said = next(one for end, one in COMPLAINTS.items() if what.endswith(end))
+    for what, (error, message) in result.items():
+        expected, output = next(one for end, one in COMPLAINTS.items() if what.endswith(end))
         assert error == expected, what
-        assert said in message, f"{what}: {message}"
+        assert output in message, f"{what}: {message}"
     world.results(free)
 
 
 def test_invalid_calls_write_to_no_slot(world: World) -> None:
     world.results(make_window)
-    world.results(wrong_calls, STRANGER, on=[CALLER])
+    world.results(invalid_calls, STRANGER, on=[CALLER])
     assert world.results(counts) == [0] * 4
     world.results(free)
 
@@ -161,10 +161,10 @@ def test_a_window_of_another_kind_is_an_error_at_both_ends_of_each_of_its_edges(
 ) -> None:
     outcomes = world.run(create_another, CALLER, shape, dtype)
     assert [one.error for one in outcomes] == ["Mismatch", "Mismatch", "", "Mismatch"]
-    for one in outcomes:
-        if one.error:
-            assert CALLER in one.ranks
-            assert str(dtype) in one.message and f"[{shape}]" in one.message
+    for outcome in outcomes:
+        if outcome.error:
+            assert CALLER in outcome.ranks
+            assert str(dtype) in outcome.message and f"[{shape}]" in outcome.message
     assert world.results(names) == [[], [], ["x"], []]
     [writer] = world.run(put_to, RIGHT, on=[STRANGER])  # it made its window, its neighbours did not
     assert writer.error == "Mismatch" and RIGHT in writer.ranks and "freed" in writer.message

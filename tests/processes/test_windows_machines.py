@@ -41,8 +41,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.mark.parametrize("numel", [1, 300_000])
 def test_every_operation_has_its_documented_result(world: World, numel: int) -> None:
-    found = world.results(every_operation, numel)
-    for me, slots in enumerate(found):
+    result = world.results(every_operation, numel)
+    for me, slots in enumerate(result):
         others = [rank for rank in range(world.size) if rank != me]
         assert slots["put"] == [10.0 * (j + 1) * (me + 1) for j in others]
         assert slots["accumulate"] == [(j + 1) * (10.0 * (me + 1) + 1) for j in others]
@@ -51,7 +51,7 @@ def test_every_operation_has_its_documented_result(world: World, numel: int) -> 
 
 
 def collected(rank: int, size: int) -> float:
-    """What an agent has after it has collected all that the others put and accumulated."""
+    """An agent's value after it has collected all puts and accumulates of the others."""
     return rank + 1 + sum((j + 1) * (10.0 * (rank + 1) + 1) for j in range(size) if j != rank)
 
 
@@ -64,9 +64,9 @@ def test_a_mutex_excludes_agents_of_both_machines(world: World) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_mass_is_conserved_exactly(world: World, threads: int) -> None:
     flow = Flow(phases=3, operations=120, threads=threads)
-    found: list[list[Mass]] = world.results(move_mass, flow)
+    result: list[list[Mass]] = world.results(move_mass, flow)
     first = [sum(one) for one in zip(*(first_mass(rank, flow.numel) for rank in range(world.size)), strict=True)]
-    for now in zip(*found, strict=True):
+    for now in zip(*result, strict=True):
         assert [sum(one) for one in zip(*(mass.values for mass in now), strict=True)] == first
         assert sum(mass.p for mass in now) == world.size
 

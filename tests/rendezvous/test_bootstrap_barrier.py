@@ -24,7 +24,7 @@ def launch(rank: int, port: int) -> Launch:
     return Launch(rank, SIZE, "torchrun", "127.0.0.1", port)
 
 
-def soon(seconds: float = 30.0) -> float:
+def deadline_in(seconds: float = 30.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -58,7 +58,7 @@ def test_an_agent_absent_at_rank_0s_deadline_raises_with_the_reason(monkeypatch:
 
     def meet(rank: int, port: int, seconds: float) -> None:
         try:
-            with gather_agents(None, launch(rank, port), soon(seconds), {}):
+            with gather_agents(None, launch(rank, port), deadline_in(seconds), {}):
                 pass
         except ShoalError as error:
             outcomes[rank] = error
@@ -90,7 +90,7 @@ def test_the_second_of_two_with_one_rank_raises_at_once_also_if_the_attempt_is_o
 
     def meet(name: str, rank: int, mine: Store) -> None:
         try:
-            with gather_agents(mine, launch(rank, 0), soon(), {}):
+            with gather_agents(mine, launch(rank, 0), deadline_in(), {}):
                 pass
         except ShoalError as error:
             outcomes[name] = error
@@ -113,16 +113,16 @@ def test_the_second_of_two_with_one_rank_raises_at_once_also_if_the_attempt_is_o
 
 def test_a_key_set_before_another_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be set just after it was read, and the other key just before that one is read."""
-    with reserved_port() as port, closing(open_store(launch(0, port), soon())) as store:
+    with reserved_port() as port, closing(open_store(launch(0, port), deadline_in())) as store:
         assert isinstance(store, TcpStore)
         check = store._check
 
-        def set_meanwhile(key: str) -> bool:
-            found = check(key)
-            if key == "all" and not found:
+        def set_after_check(key: str) -> bool:
+            result = check(key)
+            if key == "all" and not result:
                 store._store.set(store._prefix + "all", "x")  # type: ignore[arg-type]
                 store._store.set(store._prefix + "over", "y")  # type: ignore[arg-type]
-            return found
+            return result
 
-        monkeypatch.setattr(store, "_check", set_meanwhile)
-        assert store.first(["all", "over"], soon()) == ("all", b"x")
+        monkeypatch.setattr(store, "_check", set_after_check)
+        assert store.first(["all", "over"], deadline_in()) == ("all", b"x")

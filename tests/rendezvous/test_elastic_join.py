@@ -1,4 +1,4 @@
-"""What a run that others may join says of itself, who believes it, and that ranks are claimed once."""
+"""The invitation of an elastic run, its authentication, and the claim of each rank exactly once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def room(descriptor: int = -1, size: int = 8) -> Invitation:
 
 
 @contextmanager
-def served(said: str | None) -> Iterator[int]:
+def served(response: str | None) -> Iterator[int]:
     """The port of a launcher's store."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = _torchs_server(listener, time.monotonic() + 60.0)
-    if said is not None:
+    if response is not None:
         store.set(PREFIX + CLAIMED, "0 nobody")
-        store.set(PREFIX + ROOM, said)
+        store.set(PREFIX + ROOM, response)
     yield port
     del store
 
@@ -53,14 +53,14 @@ def test_ranks_are_claimed_in_turn_until_none_is_left() -> None:
 
 
 def test_concurrent_claims_get_different_ranks() -> None:
-    found: list[int] = []
+    results: list[int] = []
     with served(room(size=16).written(SECRET)) as port:
-        threads = [threading.Thread(target=lambda: found.append(claimed(port, 2))) for _ in range(6)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-    assert sorted(found) == [4, 6, 8, 10, 12, 14]
+        threads = [threading.Thread(target=lambda: results.append(claimed(port, 2))) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(results) == [4, 6, 8, 10, 12, 14]
 
 
 def test_a_process_of_the_same_user_finds_the_secret_in_the_launcher() -> None:
@@ -88,10 +88,10 @@ def test_a_joiner_with_another_secret_is_refused_with_a_message() -> None:
 
 
 def test_modified_entries_are_rejected() -> None:
-    said, proof = json.loads(room().written(SECRET))
-    for changed in ({"size": 100}, {"watch_port": 1}):  # to whom launchers that join would tell what their agents do
+    output, proof = json.loads(room().written(SECRET))
+    for changed in ({"size": 100}, {"watch_port": 1}):  # the launcher to which joining launchers would report
         with (
-            served(json.dumps([{**said, **changed}, proof])) as port,
+            served(json.dumps([{**output, **changed}, proof])) as port,
             pytest.raises(shoal.ShoalError, match="not signed"),
         ):
             claimed(port, 1)

@@ -26,7 +26,7 @@ from support.limits import scaled
 EVERY_BYTE = bytes(range(256))
 
 
-def soon(seconds: float = 20.0) -> float:
+def deadline_in(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -56,28 +56,28 @@ def stores(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Store]]:
         return
     port = free_port()
     with ExitStack() as closes:
-        first = closes.enter_context(closing(open_store(launch(0, port), soon())))
-        second = closes.enter_context(closing(open_store(launch(1, port), soon())))
+        first = closes.enter_context(closing(open_store(launch(0, port), deadline_in())))
+        second = closes.enter_context(closing(open_store(launch(1, port), deadline_in())))
         yield first, second
 
 
 def test_a_value_is_read_as_another_agent_has_set_it_byte_for_byte(stores: tuple[Store, Store]) -> None:
     stores[0].set("key/0", EVERY_BYTE)
     stores[0].set("empty", b"")
-    assert stores[1].get("key/0", soon()) == EVERY_BYTE
-    assert stores[1].get("empty", soon()) == b""
+    assert stores[1].get("key/0", deadline_in()) == EVERY_BYTE
+    assert stores[1].get("empty", deadline_in()) == b""
 
 
 def test_a_later_value_replaces_an_earlier_one(stores: tuple[Store, Store]) -> None:
     stores[0].set("key", b"1")
     stores[1].set("key", b"2")
-    assert stores[0].get("key", soon()) == b"2"
+    assert stores[0].get("key", deadline_in()) == b"2"
 
 
 def test_get_waits_for_a_value_that_is_set_later(stores: tuple[Store, Store]) -> None:
     late = threading.Timer(0.2, stores[0].set, ("late", b"x"))
     late.start()
-    assert stores[1].get("late", soon()) == b"x"
+    assert stores[1].get("late", deadline_in()) == b"x"
     late.join()
 
 
@@ -85,7 +85,7 @@ def test_a_counter_sums_the_increments_of_all_agents(stores: tuple[Store, Store]
     assert stores[0].add("n", 2) == 2
     assert stores[1].add("n", 40) == 42
     assert stores[0].add("n", 0) == 42
-    assert stores[0].get("n", soon()) == b"42"
+    assert stores[0].get("n", deadline_in()) == b"42"
 
 
 def test_get_ends_at_its_deadline_and_names_the_key(stores: tuple[Store, Store]) -> None:
@@ -102,11 +102,11 @@ def test_a_value_is_returned_at_an_expired_deadline(stores: tuple[Store, Store])
 
 def test_jobs_and_attempts_do_not_see_each_others_keys() -> None:
     port = free_port()
-    with closing(open_store(launch(0, port), soon())) as host:
+    with closing(open_store(launch(0, port), deadline_in())) as host:
         host.set("key", b"x")
         other = Launch(1, 2, "torchrun", "127.0.0.1", port, store_is_served=True, attempt=1)
-        with closing(open_store(other, soon())) as store, pytest.raises(DeadlineExceeded):
-            store.get("key", soon(0.1))
+        with closing(open_store(other, deadline_in())) as store, pytest.raises(DeadlineExceeded):
+            store.get("key", deadline_in(0.1))
 
 
 def test_closing_frees_the_port_and_ends_the_thread() -> None:
@@ -114,8 +114,8 @@ def test_closing_frees_the_port_and_ends_the_thread() -> None:
     threads = threads_of_the_store()
     before = descriptors_open()
     for _ in range(3):
-        first = open_store(launch(0, port), soon())
-        second = open_store(launch(1, port), soon())
+        first = open_store(launch(0, port), deadline_in())
+        second = open_store(launch(1, port), deadline_in())
         second.close()
         first.close()
         with socket.socket() as plain, pytest.raises(ConnectionRefusedError):
@@ -131,34 +131,34 @@ def test_closing_frees_the_port_and_ends_the_thread() -> None:
 
 def test_a_kept_error_does_not_keep_the_port() -> None:
     port = free_port()
-    store = open_store(launch(0, port), soon())
+    store = open_store(launch(0, port), deadline_in())
     with pytest.raises(DeadlineExceeded) as kept:
-        store.get("absent", soon(0.05))
+        store.get("absent", deadline_in(0.05))
     store.close()
     listen("127.0.0.1", port).close()
     assert kept.value.__traceback__ is not None
 
 
 def test_a_single_agent_opens_no_port() -> None:
-    store = open_store(Launch(0, 1, "none", "127.0.0.1", 1), soon())
+    store = open_store(Launch(0, 1, "none", "127.0.0.1", 1), deadline_in())
     assert isinstance(store, ThreadStore)
 
 
 def test_agents_wait_for_rank_0_to_start() -> None:
     port = free_port()
-    found: list[bytes] = []
+    results: list[bytes] = []
 
     def come_early() -> None:
-        with closing(open_store(launch(1, port), soon())) as store:
-            found.append(store.get("key", soon()))
+        with closing(open_store(launch(1, port), deadline_in())) as store:
+            results.append(store.get("key", deadline_in()))
 
     early = threading.Thread(target=come_early)
     early.start()
     time.sleep(0.2)
-    with closing(open_store(launch(0, port), soon())) as host:
+    with closing(open_store(launch(0, port), deadline_in())) as host:
         host.set("key", b"x")
         early.join()
-    assert found == [b"x"]
+    assert results == [b"x"]
 
 
 def test_without_rank_0_the_error_comes_in_time_with_the_address() -> None:
@@ -171,8 +171,8 @@ def test_without_rank_0_the_error_comes_in_time_with_the_address() -> None:
 
 
 def test_an_unresponsive_server_does_not_outlast_the_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as intruder:
+        port = intruder.getsockname()[1]
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=f"127.0.0.1:{port} is not the rendezvous store"):
             open_store(launch(1, port), started + 0.5)
@@ -182,35 +182,35 @@ def test_an_unresponsive_server_does_not_outlast_the_deadline() -> None:
 def test_an_agent_accepted_by_a_previous_server_finds_the_right_one() -> None:
     port = free_port()
     old = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    found: list[bytes] = []
+    results: list[bytes] = []
 
-    def come() -> None:
-        with closing(open_store(launch(1, port), soon())) as store:
-            found.append(store.get("key", soon()))
+    def open_and_get() -> None:
+        with closing(open_store(launch(1, port), deadline_in())) as store:
+            results.append(store.get("key", deadline_in()))
 
-    agent = threading.Thread(target=come)
+    agent = threading.Thread(target=open_and_get)
     agent.start()
     time.sleep(0.3)
     del old
-    with closing(open_store(launch(0, port), soon())) as host:
+    with closing(open_store(launch(0, port), deadline_in())) as host:
         host.set("key", b"right")
         agent.join()
-    assert found == [b"right"]
+    assert results == [b"right"]
 
 
 def test_foreign_clients_have_a_quota_in_the_store_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "owner_of", lambda peer, own: 65534 if str(peer[0]) == "127.0.0.1" else 0)
     port = free_port()
     request = struct.pack("=BQ3sQ", 1, 3, b"key", 1 << 19) + bytes(1 << 19)
-    with closing(open_store(Launch(0, 2, "a test", "127.0.0.2", port), soon())) as host:
-        with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.1", 0)) as stranger:
-            stranger.settimeout(20.0)
+    with closing(open_store(Launch(0, 2, "a test", "127.0.0.2", port), deadline_in())) as host:
+        with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.1", 0)) as intruder:
+            intruder.settimeout(20.0)
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
-                stranger.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
+                intruder.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
                 for number in range(64):  # more than any socket buffers
-                    stranger.sendall(request.replace(b"key", b"%03d" % number))
+                    intruder.sendall(request.replace(b"key", b"%03d" % number))
         host.set("key", b"x")
-        assert host.get("key", soon()) == b"x"
+        assert host.get("key", deadline_in()) == b"x"
 
 
 @pytest.mark.slow
@@ -218,30 +218,30 @@ def test_clients_of_a_newer_torch_use_its_features_if_available(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_server, "NEWEST_TORCH", (1, 0))
-    assert rendezvous._clients_agree(soon())
+    assert rendezvous._clients_agree(deadline_in())
     assert not caplog.records
     monkeypatch.setattr(store_server.StoreServer, "_add", lambda self, one, arguments: self._send(one, bytes(8)))
-    assert not rendezvous._clients_agree(soon())
+    assert not rendezvous._clients_agree(deadline_in())
     assert "the rendezvous store is torch's own" in caplog.text
-    with closing(open_store(launch(0, free_port()), soon())) as host:
+    with closing(open_store(launch(0, free_port()), deadline_in())) as host:
         assert host.add("key", 2) == 2
 
 
 def test_an_occupied_port_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.rendezvous.rendezvous._PORT_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}.*in use.*SHOAL_RENDEZVOUS"):
-            open_store(launch(0, port), soon())
+            open_store(launch(0, port), deadline_in())
 
 
 def test_losing_the_host_is_an_error_that_names_rank_0() -> None:
     port = free_port()
-    host = open_store(launch(0, port), soon())
-    with closing(open_store(launch(1, port), soon())) as store:
+    host = open_store(launch(0, port), deadline_in())
+    with closing(open_store(launch(1, port), deadline_in())) as store:
         host.close()
         with pytest.raises(PeerLost, match="its server is gone") as caught:
-            store.get("key", soon())
+            store.get("key", deadline_in())
     assert caught.value.ranks == (0,)
 
 
@@ -257,12 +257,12 @@ def test_a_loopback_rendezvous_is_not_open_to_the_network() -> None:
 def test_a_launch_that_contradicts_the_process_group_is_refused() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        found = current({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"})
-        assert found == Launch(0, 1, "torch.distributed", "10.0.0.7", 29500)
+        result = current({"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "2"})
+        assert result == Launch(0, 1, "torch.distributed", "10.0.0.7", 29500)
         with pytest.raises(
             ValueError, match=r"initialised as rank 0 of 1, but the launch \(torchrun\) says rank 1 of 2"
         ):
-            open_store(launch(1, 29500), soon())
+            open_store(launch(1, 29500), deadline_in())
     finally:
         dist.destroy_process_group()
 
@@ -314,11 +314,11 @@ def test_a_process_group_finds_the_port_free_and_provides_its_own_store(tmp_path
 
 
 def test_an_invalid_host_name_is_refused_with_the_setting() -> None:
-    begun = time.monotonic()
+    started = time.monotonic()
     impossible = Launch(rank=1, size=2, launcher="test", host="no..host", port=free_port())
     with pytest.raises(ValueError, match=r"'no\.\.host'.*cannot be the name.*SHOAL_RENDEZVOUS=host:port"):
-        open_store(impossible, soon())
-    assert time.monotonic() - begun < scaled(5.0)
+        open_store(impossible, deadline_in())
+    assert time.monotonic() - started < scaled(5.0)
 
 
 SERVE_LATE = "import sys, time; time.sleep(8); from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]))"
@@ -336,8 +336,8 @@ def test_the_end_of_an_agent_is_recorded_also_in_a_store_not_yet_served(monkeypa
     with subprocess.Popen(command, pass_fds=[listener.fileno()]) as server, listener:
         try:
             publish_end("lost", "it was killed")
-            with closing(open_store(current(), soon())) as store:
-                assert b"it was killed" in store.get("lost", soon())
+            with closing(open_store(current(), deadline_in())) as store:
+                assert b"it was killed" in store.get("lost", deadline_in())
         finally:
             server.kill()
 

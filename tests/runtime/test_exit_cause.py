@@ -1,4 +1,4 @@
-"""What an agent sends last comes, once, however late: its goodbye is not counted before, and nothing comes after it."""
+"""An agent's goodbye message arrives exactly once, however late; it is not counted before, and nothing follows it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_departing_agent_does_not_count_as_gone_before_its_messages_have_arriv
     made = Router.outgoing
     opens: list[float] = []
 
-    def late(self: Router, peer: int, *rest: Any) -> Outgoing:
+    def delayed_link(self: Router, peer: int, *rest: Any) -> Outgoing:
         link = made(self, peer, *rest)
         if (self.rank, peer) == (SENDER, RECEIVER):
             opens.append(time.monotonic() + 1.5)
@@ -38,7 +38,7 @@ def test_a_departing_agent_does_not_count_as_gone_before_its_messages_have_arriv
             monkeypatch.setattr(link, "_greet", lambda: greet() if time.monotonic() > opens[0] else time.sleep(0.01))
         return link
 
-    monkeypatch.setattr(Router, "outgoing", late)
+    monkeypatch.setattr(Router, "outgoing", delayed_link)
 
     def run() -> list[float]:
         sums = []
@@ -50,7 +50,7 @@ def test_a_departing_agent_does_not_count_as_gone_before_its_messages_have_arriv
             shoal.set_topology(graph)
             sums.append(shoal.neighbor_allgather(torch.tensor([float(shoal.rank())])).sum().item())
         if shoal.rank() not in (SENDER, RECEIVER) and not others_leave:
-            time.sleep(2.0)  # they hear that the sender leaves, and say so
+            time.sleep(2.0)  # they learn that the sender leaves, and confirm it
         return sums
 
     results = shoal.Fleet(SIZE, transport="network", timeout=20.0).run(run)
@@ -65,7 +65,7 @@ def test_messages_queued_after_the_exit_message_are_not_delivered_twice(monkeypa
     cut: list[int] = []
     once_more = Router._cut
 
-    def note(self: Router, link: Outgoing, cause: str, at_once: bool) -> None:
+    def record_link(self: Router, link: Outgoing, cause: str, at_once: bool) -> None:
         if self.rank == 1 and link.peer == 0 and not link.idle:
             cut.append(link.peer)
         once_more(self, link, cause, at_once)
@@ -76,7 +76,7 @@ def test_messages_queued_after_the_exit_message_are_not_delivered_twice(monkeypa
             self._parts.router.links[0].post(Message(Kind.NOTICE, round=1, token=1, text="as I said"))
 
     monkeypatch.setattr(Shutdown, "_send_shutdown", say_more)
-    monkeypatch.setattr(Router, "_cut", note)
+    monkeypatch.setattr(Router, "_cut", record_link)
 
     def run() -> list[float]:
         rank = shoal.rank()
@@ -121,9 +121,9 @@ def test_fleets_on_an_overloaded_machine_end_without_an_error() -> None:
     ]
     try:
         for process in processes:
-            said, complained = process.communicate(timeout=scaled(300))
+            output, complained = process.communicate(timeout=scaled(300))
             assert process.returncode == 0, complained[-2000:]
-            assert int(said) > 10
+            assert int(output) > 10
     finally:
         for process in processes:
             with process:

@@ -49,20 +49,20 @@ def test_every_run_starts_fresh(fleet: Fleets) -> None:
 
     one = fleet(3)
     one.run(change)
-    found = one.run(lambda: (shoal.bytes_sent(), shoal.topology.IsTopologyEquivalent(*graphs())))
-    assert found == [(0, True)] * 3
+    results = one.run(lambda: (shoal.bytes_sent(), shoal.topology.IsTopologyEquivalent(*graphs())))
+    assert results == [(0, True)] * 3
 
 
 def graphs() -> tuple[nx.DiGraph, nx.DiGraph]:
     return shoal.load_topology(), shoal.topology.ExponentialTwoGraph(shoal.size())
 
 
-class Unlucky(Exception):
+class ScriptError(Exception):
     pass
 
 
 def fall(rank: int) -> None:
-    raise Unlucky(f"of rank {rank}")
+    raise ScriptError(f"of rank {rank}")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -77,7 +77,7 @@ def test_an_exception_of_one_agent_ends_all_with_its_traceback(fleet: Fleets, si
         shoal.allreduce(torch.ones(10_000))
 
     started = time.monotonic()
-    with pytest.raises(Unlucky, match=f"of rank {odd}") as caught:
+    with pytest.raises(ScriptError, match=f"of rank {odd}") as caught:
         fleet(size).run(run)
     assert time.monotonic() - started < scaled(5.0)
     assert "in fall" in "".join(traceback.format_tb(caught.value.__traceback__))
@@ -91,12 +91,12 @@ def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Flee
     program = [chance.choice(["mix", "sum", "gather", "broadcast", "barrier"]) for _ in range(12)]
 
     def run() -> None:
-        mine = random.Random(100 * seed + shoal.rank())
+        own = random.Random(100 * seed + shoal.rank())
         x = torch.ones(chance_numel)
         for step, kind in enumerate(program):
             if shoal.rank() == odd and step == step_of_fall:
                 fall(odd)
-            time.sleep(mine.random() * 0.002)
+            time.sleep(own.random() * 0.002)
             if kind == "mix":
                 shoal.neighbor_allreduce(x)
             elif kind == "sum":
@@ -109,12 +109,12 @@ def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Flee
                 shoal.barrier()
 
     chance_numel = chance.choice([1, 3000, 50_000])
-    with pytest.raises(Unlucky, match=f"of rank {odd}"):
+    with pytest.raises(ScriptError, match=f"of rank {odd}"):
         fleet(size).run(run)
 
 
 def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None:
-    heard: list[shoal.PeerLost] = []
+    received: list[shoal.PeerLost] = []
     together = threading.Barrier(3)
 
     def run() -> None:
@@ -125,13 +125,13 @@ def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None
             for _ in range(1000):
                 shoal.allreduce(torch.ones(3))
         except shoal.PeerLost as error:
-            heard.append(error)
+            received.append(error)
             raise
 
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(3).run(run)
-    assert len(heard) == 2
-    for error in heard:
+    assert len(received) == 2
+    for error in received:
         assert error.ranks == (1,)
         assert "Unlucky: of rank 1" in str(error)
 
@@ -150,7 +150,7 @@ def test_an_agent_in_an_endless_loop_is_named_and_abandoned(
         assert go.wait(20)
 
     with nothing_is_left():
-        with caplog.at_level(logging.WARNING, "shoal"), pytest.raises(Unlucky):
+        with caplog.at_level(logging.WARNING, "shoal"), pytest.raises(ScriptError):
             shoal.Fleet(3).run(run)
         assert "[1, 2]" in caplog.text
         go.set()
@@ -189,15 +189,15 @@ def test_a_fleet_inside_an_agent_is_independent(fleet: Fleets) -> None:
         return shoal.rank(), shoal.size(), shoal.allreduce(torch.tensor(float(outer))).item()
 
     def run() -> tuple[list[tuple[int, int, float]], int, float]:
-        mine = shoal.rank()
-        found = fleet(2).run(inner, mine)
-        return found, shoal.rank(), shoal.allreduce(torch.tensor(float(mine))).item()
+        own = shoal.rank()
+        results = fleet(2).run(inner, own)
+        return results, shoal.rank(), shoal.allreduce(torch.tensor(float(own))).item()
 
     assert fleet(3).run(run) == [([(0, 2, float(r)), (1, 2, float(r))], r, 1.0) for r in range(3)]
 
 
 def test_two_concurrent_fleets_are_independent(fleet: Fleets) -> None:
-    found: dict[int, list[float]] = {}
+    result: dict[int, list[float]] = {}
 
     def run(base: float) -> float:
         x = torch.tensor(base + shoal.rank())
@@ -206,15 +206,15 @@ def test_two_concurrent_fleets_are_independent(fleet: Fleets) -> None:
         return x.item()
 
     def start(base: int) -> None:
-        found[base] = fleet(4).run(run, float(base))
+        result[base] = fleet(4).run(run, float(base))
 
     threads = [threading.Thread(target=start, args=(base,)) for base in (0, 1000)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] == pytest.approx([1.5] * 4)
-    assert found[1000] == pytest.approx([1001.5] * 4)
+    assert result[0] == pytest.approx([1.5] * 4)
+    assert result[1000] == pytest.approx([1001.5] * 4)
 
 
 def test_the_caller_of_a_fleet_is_no_agent_of_it(fleet: Fleets) -> None:
@@ -263,7 +263,7 @@ def test_a_large_fleet_in_one_process_works(fleet: Fleets) -> None:
 
 
 def test_a_fleet_leaves_no_threads_descriptors_or_memory(transport: str) -> None:
-    """Also one whose agents exchanged large tensors, and one that failed."""
+    """Also a fleet whose agents exchanged large tensors, and a fleet that failed."""
 
     def run(fail: bool) -> None:
         for _ in range(3):
@@ -277,7 +277,7 @@ def test_a_fleet_leaves_no_threads_descriptors_or_memory(transport: str) -> None
         with nothing_is_left():
             try:
                 shoal.Fleet(3, transport=transport, timeout=20.0).run(run, fail)
-            except Unlucky:
+            except ScriptError:
                 assert fail
 
     for _ in range(2):
@@ -320,35 +320,35 @@ def test_a_finished_fleet_ends_at_once(fleet: Fleets) -> None:
 
 def test_an_agent_with_an_error_in_shutdown_fails_the_fleet(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example because a listener cannot write to its full disk. The other listeners are still called."""
-    told: list[int] = []
+    reported: list[int] = []
 
     def fail(agent: Agent) -> None:
         if agent.rank == 1:
-            raise Unlucky("of the disk")
+            raise ScriptError("of the disk")
 
-    monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: told.append(agent.rank)])
-    with pytest.raises(Unlucky, match="of the disk"):
+    monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: reported.append(agent.rank)])
+    with pytest.raises(ScriptError, match="of the disk"):
         within(10.0, lambda: fleet(3).run(shoal.barrier))
-    assert sorted(told) == [0, 1, 2]
+    assert sorted(reported) == [0, 1, 2]
 
 
 def within(seconds: float, call: Callable[[], object]) -> object:
-    """What a call comes to, made in another thread, so that one that hangs fails its test instead of the whole run."""
-    found: list[object] = []
+    """Make a call in another thread, so that a hanging call fails its test instead of the whole run."""
+    results: list[object] = []
 
     def attempt() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
-    assert found, f"not done after {seconds} s"
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    assert results, f"not done after {seconds} s"
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
 
 
 def test_an_agent_that_fails_before_init_ends_the_agents_that_wait_for_it(
@@ -360,12 +360,12 @@ def test_an_agent_that_fails_before_init_ends_the_agents_that_wait_for_it(
         def __init__(self, rank: int, size: int, timeout: float, incarnation: int) -> None:
             if rank == 1:
                 time.sleep(0.1)
-                raise Unlucky("of the engine")
+                raise ScriptError("of the engine")
             super().__init__(rank, size, timeout, incarnation)
 
     monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Broken)
     started = time.monotonic()
-    with pytest.raises(Unlucky, match="of the engine"):
+    with pytest.raises(ScriptError, match="of the engine"):
         fleet(3).run(shoal.barrier)
     assert time.monotonic() - started < scaled(4.0)
 
@@ -381,7 +381,7 @@ def test_an_agent_that_rejoins_after_a_failure_is_not_waited_for(fleet: Fleets) 
         shoal.init()
 
     started = time.monotonic()
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(3).run(run)
     assert time.monotonic() - started < scaled(4.0)
 
@@ -418,7 +418,7 @@ def test_an_extraordinary_exception_ends_all_too(fleet: Fleets, kind: type[BaseE
 
 
 def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
-    heard: list[shoal.PeerLost] = []
+    received: list[shoal.PeerLost] = []
     inside = threading.Barrier(3)
 
     def inner() -> None:
@@ -428,7 +428,7 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
                 shoal.allreduce(torch.ones(3))
                 time.sleep(0.01)
         except shoal.PeerLost as error:
-            heard.append(error)
+            received.append(error)
             raise
 
     def outer() -> None:
@@ -438,16 +438,16 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
         fleet(2).run(inner)
 
     started = time.monotonic()
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(2).run(outer)
     assert time.monotonic() - started < scaled(4.0)
-    assert len(heard) == 2
-    assert all("Unlucky: of rank 0" in str(error) for error in heard)
+    assert len(received) == 2
+    assert all("Unlucky: of rank 0" in str(error) for error in received)
 
 
 def test_after_a_failure_no_nested_fleet_starts(fleet: Fleets) -> None:
     failed = threading.Event()
-    begun: list[int] = []
+    started: list[int] = []
 
     def outer() -> None:
         if shoal.rank() == 0:
@@ -457,11 +457,11 @@ def test_after_a_failure_no_nested_fleet_starts(fleet: Fleets) -> None:
                 shoal.allreduce(torch.ones(1))
             except shoal.PeerLost:
                 failed.set()
-        fleet(2).run(lambda: begun.append(1))
+        fleet(2).run(lambda: started.append(1))
 
-    with pytest.raises(Unlucky):
+    with pytest.raises(ScriptError):
         fleet(2).run(outer)
-    assert not begun
+    assert not started
 
 
 def test_an_interrupt_while_agents_are_in_init_ends_them(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,6 +526,6 @@ def test_agents_own_generators_repeat_in_threads() -> None:
         generator = torch.Generator().manual_seed(5 + shoal.rank())
         return torch.randn(3, generator=generator).tolist()
 
-    found = shoal.Fleet(3).run(draw)
-    assert found == shoal.Fleet(3).run(draw)
-    assert found[0] != found[1]
+    results = shoal.Fleet(3).run(draw)
+    assert results == shoal.Fleet(3).run(draw)
+    assert results[0] != results[1]

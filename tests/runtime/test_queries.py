@@ -1,4 +1,4 @@
-"""What an agent can ask about itself, its machine and its topology, and how it sets them."""
+"""Queries of an agent about itself, its machine and its topology, and the setters of these."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_agents_per_machine_group_ranks_in_order(fleet: Fleets) -> None:
 
 
 def test_a_last_machine_with_fewer_agents_makes_the_fleet_inhomogeneous(fleet: Fleets) -> None:
-    found = fleet(5, agents_per_machine=3).run(where_am_i)
-    assert found == [
+    results = fleet(5, agents_per_machine=3).run(where_am_i)
+    assert results == [
         (0, 5, 0, 3, 0, 2, 0),
         (1, 5, 1, 3, 0, 2, 0),
         (2, 5, 2, 3, 0, 2, 0),
@@ -96,9 +96,9 @@ def test_init_starts_with_the_unweighted_exponential_graph(fleet: Fleets) -> Non
             shoal.out_neighbor_ranks(),
         )
 
-    for rank, found in enumerate(fleet(6).run(run)):
+    for rank, result in enumerate(fleet(6).run(run)):
         sources, destinations = (sorted((rank + sign * hop) % 6 for hop in (1, 2, 4)) for sign in (-1, 1))
-        assert found == (True, False, False, None, sources, destinations)
+        assert result == (True, False, False, None, sources, destinations)
 
 
 def test_init_accepts_a_function_from_the_size_to_a_graph(fleet: Fleets) -> None:
@@ -204,7 +204,7 @@ def test_load_topology_returns_the_graph_that_was_set(fleet: Fleets) -> None:
 
 
 def test_changing_a_graph_after_it_was_set_changes_nothing(fleet: Fleets) -> None:
-    """Otherwise two agents that share the object, or one that changes it, would average over different graphs."""
+    """Otherwise two agents that share the object, or a later change of it, would average over different graphs."""
 
     def run() -> tuple[list[int], float]:
         graph = nx.DiGraph(shoal.topology.FullyConnectedGraph(3))
@@ -212,7 +212,7 @@ def test_changing_a_graph_after_it_was_set_changes_nothing(fleet: Fleets) -> Non
         graph.remove_edges_from(list(graph.edges))
         return shoal.in_neighbor_ranks(), shoal.neighbor_allreduce(torch.tensor(float(shoal.rank()))).item()
 
-    assert [found[1] for found in fleet(3).run(run)] == pytest.approx([1.0] * 3)
+    assert [result[1] for result in fleet(3).run(run)] == pytest.approx([1.0] * 3)
 
 
 def test_neighbours_exclude_self_and_follow_the_direction_of_edges(fleet: Fleets) -> None:
@@ -231,8 +231,8 @@ def test_machine_neighbours_are_machines(fleet: Fleets) -> None:
         shoal.set_machine_topology(shoal.topology.RingGraph(3, connect_style=2))
         return (*before, shoal.in_neighbor_machine_ranks(), shoal.out_neighbor_machine_ranks())
 
-    found = fleet(6, agents_per_machine=2).run(run)
-    assert found == [([], [], [(rank // 2 - 1) % 3], [(rank // 2 + 1) % 3]) for rank in range(6)]
+    results = fleet(6, agents_per_machine=2).run(run)
+    assert results == [([], [], [(rank // 2 - 1) % 3], [(rank // 2 + 1) % 3]) for rank in range(6)]
 
 
 def test_setting_a_topology_before_init_is_false_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -267,7 +267,7 @@ def test_dropping_nonzero_weights_is_logged_once(
 
 
 def test_membership_starts_with_all_agents_and_its_epoch_changes_with_a_departure(fleet: Fleets) -> None:
-    gone, both = threading.Event(), threading.Barrier(2)
+    departed, both = threading.Event(), threading.Barrier(2)
 
     def run() -> None:
         view = shoal.membership()
@@ -276,9 +276,9 @@ def test_membership_starts_with_all_agents_and_its_epoch_changes_with_a_departur
         shoal.barrier()
         if shoal.rank() == 1:
             shoal.shutdown()
-            gone.set()
+            departed.set()
             return
-        assert gone.wait(10)
+        assert departed.wait(10)
         assert wait_until(lambda: 1 not in shoal.membership().alive)
         later = shoal.membership()
         assert later.epoch > view.epoch
@@ -306,9 +306,9 @@ def test_events_report_the_engines_actions_until_unsubscribed(fleet: Fleets) -> 
         by_time = ("waited", "prepared", "arrived")  # it did not wait, was quick, or all came at once
         return sorted({(event.kind, event.peer, event.nbytes) for event in seen if event.kind not in by_time})
 
-    for rank, found in enumerate(fleet(2).run(run)):
+    for rank, result in enumerate(fleet(2).run(run)):
         expected = [("finished", -1, 0), ("received", 1 - rank, 20_000), ("sent", 1 - rank, 20_000)]
-        assert found == [*expected, ("submitted", -1, 0), ("summed", -1, 0)]
+        assert result == [*expected, ("submitted", -1, 0), ("summed", -1, 0)]
 
 
 def test_a_listener_that_raises_is_logged_once_and_has_no_other_effect(

@@ -24,20 +24,20 @@ def incarnation(
     if known is not None:
         store.set(DIRECTORY, b"")
     monkeypatch.setattr(peer_directory, "directory", lambda *_: SimpleNamespace(published=[{}, known]))
-    launch, said = numbered(
+    launch, output = numbered(
         store, Launch(1, 2, "torchrun", incarnation=starts), time.monotonic() + 5.0, Config(launcher=launcher)
     )
-    return launch.incarnation, said["launcher"]
+    return launch.incarnation, output["launcher"]
 
 
 def test_the_init_count_is_passed_from_launcher_to_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, said = incarnation(monkeypatch, None, "a", 0)
-    assert (count, said) == (0, {"id": "a", "base": 0})
-    first = {"place": {"incarnation": 0}, "launcher": said}
+    count, output = incarnation(monkeypatch, None, "a", 0)
+    assert (count, output) == (0, {"id": "a", "base": 0})
+    first = {"place": {"incarnation": 0}, "launcher": output}
     assert incarnation(monkeypatch, first, "a", 2)[0] == 2  # the same launcher has started it again
-    count, said = incarnation(monkeypatch, first | {"place": {"incarnation": 2}}, "b", 0)
-    assert (count, said) == (3, {"id": "b", "base": 3})
-    second = {"place": {"incarnation": 3}, "launcher": said}
+    count, output = incarnation(monkeypatch, first | {"place": {"incarnation": 2}}, "b", 0)
+    assert (count, output) == (3, {"id": "b", "base": 3})
+    second = {"place": {"incarnation": 3}, "launcher": output}
     assert incarnation(monkeypatch, second, "b", 1)[0] == 4
     assert incarnation(monkeypatch, second | {"place": {"incarnation": 4}}, "c", 0)[0] == 5
 

@@ -1,4 +1,4 @@
-"""What a process learns of the end of its own script, in processes that end."""
+"""How a process learns of the end of its own script, in processes that end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOST = "raise PeerLost('rank 1 was lost')"
 
 
 def failure_of(folder: Path, body: str) -> tuple[int, str]:
-    """The exit status of a script that is run as an agent's, and what its exit handler read of it."""
+    """The exit status of a script run as an agent's, and the cause that its exit handler read."""
     script = folder / "script.py"
     script.write_text(PRELUDE.format(path=str(Path(shoal.__path__[0]).parent)) + body)
     run = [sys.executable, agent_script.__file__, str(script)]
@@ -37,7 +37,7 @@ def failed(text: str, is_peer_loss: bool = False) -> str:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ("pass", 0, "None"),
         ("raise ValueError('no data\\nat all')", 1, failed("ValueError: no data")),
@@ -64,9 +64,9 @@ def failed(text: str, is_peer_loss: bool = False) -> str:
     ],
 )
 def test_an_exit_handler_gets_the_exception_that_ended_the_script(
-    tmp_path: Path, body: str, status: int, said: str
+    tmp_path: Path, body: str, status: int, message: str
 ) -> None:
-    assert failure_of(tmp_path, body) == (status, said)
+    assert failure_of(tmp_path, body) == (status, message)
 
 
 def test_shoal_replaces_no_way_to_exit() -> None:

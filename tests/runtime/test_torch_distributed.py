@@ -28,9 +28,9 @@ def optimizer() -> None:
 
 def test_init_warns_once_if_failures_are_survived(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
-    with pytest.warns(UserWarning, match=r"torch.distributed is initialized.*Remove dist.init_process_group") as found:
+    with pytest.warns(UserWarning, match=r"torch.distributed is initialized.*Remove dist.init_process_group") as result:
         shoal.Fleet(2).run(optimizer)
-    assert len(found) == 2, "each agent, once"
+    assert len(result) == 2, "each agent, once"
 
 
 def test_init_does_not_warn_if_a_failure_ends_all(process_group: None) -> None:

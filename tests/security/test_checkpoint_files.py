@@ -31,9 +31,9 @@ def saved(folder: Path, steps: int) -> None:
 def loaded(folder: Path, step: int | None = None, start: str = "own") -> list[tuple[int, float]]:
     def run() -> tuple[int, float]:
         model = torch.nn.Linear(40, 10)
-        found = shoal.Checkpoint(model=model).load(folder, step, start=start)  # type: ignore[arg-type]
+        result = shoal.Checkpoint(model=model).load(folder, step, start=start)  # type: ignore[arg-type]
         (value,) = set(model.weight.flatten().tolist())
-        return found, value
+        return result, value
 
     return shoal.Fleet(SIZE).run(run)
 
@@ -54,8 +54,8 @@ def test_one_flipped_bit_is_detected_named_and_the_checkpoint_skipped(tmp_path: 
         UserWarning,
         match="step-2 is not loaded: .*at rank 1, Damaged: .*agent-1.pt is not what .* the one before it is tried",
     ):
-        found = loaded(tmp_path, start=start)
-    assert found == [(1, 100.0 * rank + 1 if start == "own" else 101.0) for rank in range(SIZE)]
+        result = loaded(tmp_path, start=start)
+    assert result == [(1, 100.0 * rank + 1 if start == "own" else 101.0) for rank in range(SIZE)]
     with pytest.raises(shoal.ShoalError, match=r"step-2 is not loaded: .*agent-1\.pt is not what was written") as error:
         loaded(tmp_path, 2, start)
     assert error.value.ranks == ((1,) if start == "own" else (0, 1, 2))
@@ -84,7 +84,7 @@ def test_a_corrupt_manifest_is_named_and_its_checkpoint_skipped_and_kept(tmp_pat
             {"nothing": b"", "no json": b'{"step": 1', "no dictionary": b"[1]"}.get(spoil, b"\xff\xfe")
         )
     with pytest.warns(UserWarning, match=f"step-{step}/manifest.json is damaged"):
-        assert [found for found, _ in loaded(tmp_path)] == [3 - step] * SIZE
+        assert [result for result, _ in loaded(tmp_path)] == [3 - step] * SIZE
 
     def save() -> None:
         shoal.Checkpoint(model=torch.nn.Linear(40, 10)).save(tmp_path, 3, keep=1)
@@ -116,22 +116,22 @@ def test_a_path_from_rank_0_cannot_leave_the_folder(
     folder = tmp_path / "run"
 
     def lie(rank: int, what: str, ask: Callable[[], object], timeout: float | None) -> object:
-        found = honest(rank, what, ask, timeout)
+        result = honest(rank, what, ask, timeout)
         if what == "checkpoint.find":
             return {"found": [(name, {"step": 1, "agents": 2, "parts": ["model"]})], "steps": [1]}
-        return name if what == "checkpoint.name" else found
+        return name if what == "checkpoint.name" else result
 
     monkeypatch.setattr(module, "from_one_agent", lie)  # as if rank 0 had said it
 
     def run() -> list[str]:
-        model, told = torch.nn.Linear(2, 2), []
+        model, errors = torch.nn.Linear(2, 2), []
         for call in ("save", "load"):
             with pytest.raises(shoal.ShoalError, match="which is no checkpoint's name") as caught:
                 getattr(shoal.Checkpoint(model=model), call)(folder, 1)
-            told.append(str(caught.value))
-        return told
+            errors.append(str(caught.value))
+        return errors
 
-    assert all(repr(name) in text for told in fleet(2).run(run) for text in told)
+    assert all(repr(name) in text for errors in fleet(2).run(run) for text in errors)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
 
 

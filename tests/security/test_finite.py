@@ -1,4 +1,4 @@
-"""``SHOAL_CHECK_FINITE``: NaN and infinity are not sent; whose they are is said on both sides, and all goes on."""
+"""``SHOAL_CHECK_FINITE``: NaN and infinity are not sent; both sides name their owner, and all agents continue."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_the_agent_and_the_tensor_are_named_on_all_sides(fleet: Fleets, operatio
         assert bool((after == 1).all())
         return type(caught.value).__name__, str(caught.value)
 
-    found = fleet(3).run(run)
-    assert [kind for kind, _ in found] == ["Mismatch", "Mismatch", "NotFinite"]
-    for _, text in found:
+    results = fleet(3).run(run)
+    assert [kind for kind, _ in results] == ["Mismatch", "Mismatch", "NotFinite"]
+    for _, text in results:
         assert f"2 of the {numel} numbers of its tensor are NaN or infinite" in text and "'weights'" in text
         assert f"rank {CULPRIT}" in text
 
@@ -55,19 +55,19 @@ def test_of_a_fused_message_only_the_non_finite_tensor_fails(fleet: Fleets) -> N
         for k in range(6):
             x = torch.full((4,), math.nan if (shoal.rank(), k) == (CULPRIT, 3) else float(k))
             handles.append(shoal.neighbor_allreduce_nonblocking(x, name=f"layer{k}"))
-        told = []
+        reported = []
         for k, handle in enumerate(handles):
             try:
                 assert handle.wait().tolist() == [float(k)] * 4
-                told.append("")
+                reported.append("")
             except shoal.ShoalError as error:
-                told.append(str(error))
+                reported.append(str(error))
         shoal.barrier(name="all have heard")
-        return told
+        return reported
 
-    for told in fleet(3).run(run):
-        assert [bool(text) for text in told] == [False, False, False, True, False, False]
-        assert "layer3" in told[3]
+    for error_texts in fleet(3).run(run):
+        assert [bool(text) for text in error_texts] == [False, False, False, True, False, False]
+        assert "layer3" in error_texts[3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
@@ -97,7 +97,7 @@ def test_training_stops_before_the_parameters_become_non_finite(fleet: Fleets, o
         optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model, topology="static", overlap=overlap
         )
-        told = ""
+        error_texts = ""
         try:
             for step in range(6):
                 optimizer.zero_grad()
@@ -105,21 +105,21 @@ def test_training_stops_before_the_parameters_become_non_finite(fleet: Fleets, o
                 (factor * model(torch.ones(2, 40)).square().mean()).backward()
                 optimizer.step()
         except shoal.ShoalError as error:
-            told = str(error)
+            error_texts = str(error)
         shoal.barrier(name="all have heard")
         spoiled = not all(bool(torch.isfinite(param).all()) for param in model.parameters())
-        return spoiled, told
+        return spoiled, error_texts
 
-    found = fleet(3).run(run)
-    assert [spoiled for spoiled, _ in found] == [False, True, False]
-    assert all("NaN or infinite" in told and "rank 1" in told for _, told in found)
+    results = fleet(3).run(run)
+    assert [spoiled for spoiled, _ in results] == [False, True, False]
+    assert all("NaN or infinite" in error_texts and "rank 1" in error_texts for _, error_texts in results)
 
 
 @pytest.mark.parametrize("value", ["0", ""])
 def test_the_check_is_off_by_default(fleet: Fleets, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("SHOAL_CHECK_FINITE", value)
-    found = fleet(2).run(lambda: float(shoal.neighbor_allreduce(torch.tensor(math.nan if shoal.rank() else 1.0))))
-    assert all(map(math.isnan, found))
+    results = fleet(2).run(lambda: float(shoal.neighbor_allreduce(torch.tensor(math.nan if shoal.rank() else 1.0))))
+    assert all(map(math.isnan, results))
 
 
 def test_an_invalid_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,8 @@ def test_windows_are_not_checked(fleet: Fleets) -> None:
         shoal.bluefog.win_get("x")
         shoal.bluefog.win_put(x, "x")
         shoal.barrier()
-        found = shoal.bluefog.win_update("x")
+        result = shoal.bluefog.win_update("x")
         shoal.bluefog.win_free("x")
-        return [bool(torch.isnan(found).all()), float(shoal.allreduce(torch.ones(1))) == 1.0]
+        return [bool(torch.isnan(result).all()), float(shoal.allreduce(torch.ones(1))) == 1.0]
 
     assert fleet(2).run(run) == [[True, True]] * 2

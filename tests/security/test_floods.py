@@ -1,4 +1,4 @@
-"""Floods: who only connects, however often, keeps no agent out and takes little of its time."""
+"""Floods: a client that only connects, however often, blocks no agent and takes little of its time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ELSEWHERE = [f"127.0.0.{k}" for k in (2, 3, 4)]
 
 def endpoint() -> tuple[str, str, int]:
     """Where this agent listens: the name of its Unix socket, its address and its port."""
-    here = current().engine.router._endpoints[shoal.rank()]
-    return here.unix, here.host, here.port
+    own_endpoint = current().engine.router._endpoints[shoal.rank()]
+    return own_endpoint.unix, own_endpoint.host, own_endpoint.port
 
 
 def in_a_ring() -> float:
@@ -40,7 +40,7 @@ def in_a_ring() -> float:
     return shoal.neighbor_allreduce(torch.ones(3), name="ring")[0].item()
 
 
-def with_everybody() -> float:
+def average_with_all() -> float:
     """Uses links that the ring has no use for. Seconds."""
     began = time.monotonic()
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
@@ -73,7 +73,7 @@ def test_half_open_connections_from_foreign_addresses_block_no_agent() -> None:
         world.results(in_a_ring)
         _, host, port = world.results(endpoint, on=[0])[0]
         with flood(*(Flooder(host, port, source=source, keep=800) for source in ELSEWHERE), after=0.5):
-            assert max(world.results(with_everybody)) < 5.0
+            assert max(world.results(average_with_all)) < 5.0
 
 
 @pytest.mark.soak
@@ -83,7 +83,7 @@ def test_half_open_connections_from_the_agents_addresses_block_no_agent() -> Non
         world.results(in_a_ring)
         _, host, port = world.results(endpoint, on=[0])[0]
         with flood(*(Flooder(host, port, keep=5000, seconds=100.0) for _ in range(3)), after=2.0):
-            world.results(with_everybody, patience=70.0)
+            world.results(average_with_all, patience=70.0)
 
 
 @pytest.mark.transport("shared_memory")
@@ -93,7 +93,7 @@ def test_a_flood_by_another_user_blocks_no_agent() -> None:
         world.results(in_a_ring)
         name, _, _ = world.results(endpoint, on=[0])[0]
         with flood(Flooder(name, uid=NOBODY)):
-            assert max(world.results(with_everybody)) < 5.0
+            assert max(world.results(average_with_all)) < 5.0
 
 
 @pytest.mark.soak
@@ -111,7 +111,7 @@ def test_agents_connect_beside_a_flood_in_one_shared_queue(transport: str, monke
             with_flood = [Flooder(host if port else name, port, keep=300 if port else 0)]
         with flood(*with_flood):
             shoal.barrier()
-            return with_everybody()
+            return average_with_all()
 
     assert max(shoal.Fleet(SIZE, transport=transport, timeout=30.0).run(run)) < 25.0
 
@@ -119,23 +119,23 @@ def test_agents_connect_beside_a_flood_in_one_shared_queue(transport: str, monke
 # A link that is cut while it begins
 
 
-def turn_away(count: int) -> None:
+def reject_connections(count: int) -> None:
     """Let this agent have no room for so many connections."""
-    strangers = current().engine.router.acceptor.unauthenticated
-    has_room, left = strangers.has_room, [count]
+    intruders = current().engine.router.acceptor.unauthenticated
+    has_room, left = intruders.has_room, [count]
 
-    def perhaps(origin: str, now: float) -> bool:
+    def has_room_later(origin: str, now: float) -> bool:
         left[0] -= 1
         return left[0] < 0 and has_room(origin, now)
 
-    setattr(strangers, "has_room", perhaps)  # noqa: B010 - mypy: a method
+    setattr(intruders, "has_room", has_room_later)  # noqa: B010 - mypy: a method
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 def test_a_link_cut_during_its_handshake_is_retried_with_all_queued_messages(transport: str) -> None:
     def run() -> list[float]:
         in_a_ring()
-        turn_away(5)
+        reject_connections(5)
         shoal.barrier()
         shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         tensors = [torch.full((numel,), float(shoal.rank())) for numel in (3, 200_000, 3, 5000, 100_000)]
@@ -150,7 +150,7 @@ def test_an_operation_whose_link_is_cut_repeatedly_keeps_its_deadline(transport:
     def run() -> float:
         in_a_ring()
         if shoal.rank() == 0:
-            turn_away(1_000_000)
+            reject_connections(1_000_000)
         shoal.barrier()
         shoal.set_topology(shoal.topology.FullyConnectedGraph(SIZE))
         began = time.monotonic()
@@ -169,9 +169,9 @@ def test_an_operation_whose_link_is_cut_repeatedly_keeps_its_deadline(transport:
 def test_an_agent_that_exits_during_a_reconnection_is_soon_reported_failed(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
         world.results(in_a_ring)
-        world.results(turn_away, 1_000_000, on=[0])
+        world.results(reject_connections, 1_000_000, on=[0])
         others = range(1, SIZE)
-        pending = [world.run_on(rank, with_everybody) for rank in others]
+        pending = [world.run_on(rank, average_with_all) for rank in others]
         time.sleep(0.3)
         world.kill(0)
         killed = time.monotonic()
@@ -181,7 +181,7 @@ def test_an_agent_that_exits_during_a_reconnection_is_soon_reported_failed(envir
         world.destroy()
 
 
-# What it costs the job
+# Its cost to the job
 
 
 @pytest.mark.transport("shared_memory")
@@ -208,17 +208,17 @@ def test_a_listener_uses_only_its_share_of_the_time() -> None:
 
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:
         listener.setblocking(False)
-        door = RateLimitedListener(listener, poller, slowly)
-        came = [socket.create_connection(listener.getsockname()) for _ in range(500)]
+        server = RateLimitedListener(listener, poller, slowly)
+        arrived = [socket.create_connection(listener.getsockname()) for _ in range(500)]
         began = time.monotonic()
         while (now := time.monotonic()) < began + 1.0:
-            door.check(now)
-            for callback, events in poller.poll(min(0.01, max(0.0, door.next_turn - now))):
+            server.check(now)
+            for callback, events in poller.poll(min(0.01, max(0.0, server.next_turn - now))):
                 callback(events)
         fair = AT_ONCE_SECONDS + SHARE * 1.0
         assert fair / 2 < sum(let_in) < fair + listeners.A_TURN * 0.003, f"{len(let_in)} in {sum(let_in):.3f} s"
-        door.close()
-        for sock in came:
+        server.close()
+        for sock in arrived:
             sock.close()
     poller.close()
 
@@ -228,12 +228,12 @@ def test_a_listener_does_not_pause_for_time_in_which_its_process_was_stopped() -
     poller = Poller()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        door = RateLimitedListener(listener, poller, lambda sock, _: (sock.close(), time.sleep(0.3)))
+        server = RateLimitedListener(listener, poller, lambda sock, _: (sock.close(), time.sleep(0.3)))
         with socket.create_connection(listener.getsockname()):
             for callback, events in poller.poll(5.0):
                 callback(events)
-        assert door.next_turn == float("inf")
-        door.close()
+        assert server.next_turn == float("inf")
+        server.close()
     poller.close()
 
 
@@ -249,12 +249,12 @@ def test_a_listener_does_not_pause_for_interpreter_work_during_an_accept() -> No
     poller = Poller()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        door = RateLimitedListener(listener, poller, collect)
+        server = RateLimitedListener(listener, poller, collect)
         with socket.create_connection(listener.getsockname()):
             for callback, events in poller.poll(5.0):
                 callback(events)
-        assert door.next_turn == float("inf")
-        door.close()
+        assert server.next_turn == float("inf")
+        server.close()
     poller.close()
 
 
@@ -312,12 +312,12 @@ def test_other_users_cannot_connect_to_this_users_socket() -> None:
 
 def open_more(count: int) -> None:
     """Connections to rank 0 besides this agent's link."""
-    mine = current().engine.router
-    kind: Any = type(mine.link(0))
-    nobody: Any = SimpleNamespace(on_closed=lambda *_, **__: None)
+    own = current().engine.router
+    kind: Any = type(own.link(0))
+    stub: Any = SimpleNamespace(on_closed=lambda *_, **__: None)
     for _ in range(count):
-        sock, greeting = mine._connect(0)
-        OPENED.append(kind(sock, 0, greeting, mine.poller, nobody))
+        sock, greeting = own._connect(0)
+        OPENED.append(kind(sock, 0, greeting, own.poller, stub))
 
 
 OPENED: list[Any] = []
@@ -397,7 +397,7 @@ def test_ten_thousand_unauthenticated_peers_change_no_result_and_leave_nothing()
         for source in [*ELSEWHERE, "127.0.0.1"]:
             connect_and_leave(2500, host, port, source)
         for one in pending:
-            assert not (said := one.outcome(300.0)).error, said.trace
+            assert not (output := one.outcome(300.0)).error, output.trace
         with flood(*(Flooder(host, port, source=source, keep=2000) for source in ELSEWHERE), after=1.0):
             world.results(averages, 500)
         assert settled(lambda: world.results(held) == before), (before, world.results(held))

@@ -1,4 +1,4 @@
-"""Mutated frames: what an agent is told are the first messages that were sent, each as it was, and then the end."""
+"""Mutated frames: an agent receives the first messages that were sent, each unchanged, and then the end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OVER = [pytest.param(name, marks=pytest.mark.transport(name)) for name in ("shar
 Packets = list[tuple[bytes, list[int]]]
 
 
-class Ear:
-    """Writes down what it is told."""
+class RecordingReceiver:
+    """Records the calls that it gets."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -43,14 +43,14 @@ class Ear:
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         self.end = cause
 
-    def said(self) -> list[tuple[Any, ...]]:
+    def received(self) -> list[tuple[Any, ...]]:
         return [plain(message) for message in self.messages]
 
 
 def plain(message: Message) -> tuple[Any, ...]:
-    """All that means something to who is told, with as much of the tensor as counts as there."""
-    there = message.payload
-    numbers = b"" if there is None else there.data[: there.available].numpy().tobytes()
+    """All meaningful fields of a received message, with only the significant part of the tensor."""
+    tensor_field = message.payload
+    numbers = b"" if tensor_field is None else tensor_field.data[: tensor_field.available].numpy().tobytes()
     fields = ("kind", "op", "name", "round", "stage", "token", "flags", "digest", "scale", "dtype", "shape", "text")
     return *(getattr(message, field) for field in fields), numbers
 
@@ -60,10 +60,10 @@ def sockets(over: str) -> tuple[socket.socket, socket.socket]:
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
-        theirs = server.accept()[0]
-        for one in (ours, theirs):  # a hundred thousand would use up all ports, which rest for a minute after each
+        remote = server.accept()[0]
+        for one in (ours, remote):  # a hundred thousand would use up all ports, which rest for a minute after each
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return ours, theirs
+        return ours, remote
 
 
 def open_link(over: str, sock: socket.socket) -> Outgoing:
@@ -75,33 +75,33 @@ def open_link(over: str, sock: socket.socket) -> Outgoing:
     return link
 
 
-def open_incoming(over: str, sock: socket.socket, ear: Any) -> Incoming:
+def open_incoming(over: str, sock: socket.socket, receiver: Any) -> Incoming:
     incoming: Incoming
     if over == "network":
-        incoming = NetworkIncoming(sock, NOTHING, NOTHING, ear, ResultPool())
+        incoming = NetworkIncoming(sock, NOTHING, NOTHING, receiver, ResultPool())
     else:
-        incoming = SharedMemoryIncoming(sock, NOTHING, NOTHING, ear)
+        incoming = SharedMemoryIncoming(sock, NOTHING, NOTHING, receiver)
     incoming.peer, incoming._seal = 1, type(incoming).seal_of(KEYS.messages)
     return incoming
 
 
 def conversation(over: str, arena: Arena) -> tuple[Packets, list[tuple[Any, ...]]]:
-    """Packets of a link as they travel, each with its descriptors; and what they say."""
-    ours, theirs = sockets(over)
+    """Packets of a link as they travel, each with its descriptors; and the messages in them."""
+    ours, remote = sockets(over)
     link = open_link(over, ours)
     packets: Packets = []
-    with ours, theirs:
-        theirs.settimeout(0.05)
+    with ours, remote:
+        remote.settimeout(0.05)
 
         def send(message: Message, published: Published | None = None, elements: int = 0) -> None:
             link.post(message, published, 0, elements)
             link.flush()
             while True:
                 try:
-                    said, descriptors, _, _ = socket.recv_fds(theirs, 1 << 20, 4)
+                    output, descriptors, _, _ = socket.recv_fds(remote, 1 << 20, 4)
                 except TimeoutError:
                     return
-                packets.append((said, descriptors))
+                packets.append((output, descriptors))
 
         for token, elements in enumerate((3, 900, 20_000), start=1):
             tensor = torch.arange(elements, dtype=torch.float32) + token
@@ -114,52 +114,56 @@ def conversation(over: str, arena: Arena) -> tuple[Packets, list[tuple[Any, ...]
             send(data, published, elements)
             send(Message(Kind.ASK, "neighbor_allreduce", "x", token))
             send(Message(Kind.REFUSE, token=token, text="another shape"))
-    ear, _ = told(over, packets)
-    assert len(ear) == 9
-    return packets, ear
+    receiver, _ = receive_all(over, packets)
+    assert len(receiver) == 9
+    return packets, receiver
 
 
-def told(over: str, packets: Packets) -> tuple[list[tuple[Any, ...]], bool]:
-    """What an agent is told that gets these packets, and whether it took the connection for broken."""
-    ours, theirs = sockets(over)
-    ear = Ear()
-    incoming = open_incoming(over, theirs, ear)
+def receive_all(over: str, packets: Packets) -> tuple[list[tuple[Any, ...]], bool]:
+    """The messages that an agent gets from these packets, and whether it counted the connection as broken."""
+    ours, remote = sockets(over)
+    receiver = RecordingReceiver()
+    incoming = open_incoming(over, remote, receiver)
     with ours:
         try:
-            for said, descriptors in packets:
-                if said and ear.end == "":
-                    socket.send_fds(ours, [said], [fd for fd in descriptors if fd >= 0])
+            for output, descriptors in packets:
+                if output and receiver.end == "":
+                    socket.send_fds(ours, [output], [fd for fd in descriptors if fd >= 0])
                     incoming.on_event()
         except OSError:
-            assert ear.end
-        broken = ear.end != ""
+            assert receiver.end
+        broken = receiver.end != ""
         with contextlib.suppress(OSError):
             ours.shutdown(socket.SHUT_WR)
-        while not ear.end:
+        while not receiver.end:
             incoming.on_event()
-        found = ear.said()
+        result = receiver.received()
     incoming.close()
-    return found, broken
+    return result, broken
 
 
 def mutated(packets: Packets, draws: random.Random) -> Packets:
     packets = list(packets)
     which = draws.randrange(len(packets))
-    said, descriptors = packets[which]
-    at = min(int(len(said) ** draws.random()), len(said) - 1) if draws.random() < 0.7 else draws.randrange(len(said))
+    output, descriptors = packets[which]
+    at = (
+        min(int(len(output) ** draws.random()), len(output) - 1)
+        if draws.random() < 0.7
+        else draws.randrange(len(output))
+    )
     way = draws.choice(["flip", "flip", "byte", "word", "cut", "insert", "twice", "missing", "swap"])
     if way == "flip":
-        said = said[:at] + bytes([said[at] ^ 1 << draws.randrange(8)]) + said[at + 1 :]
+        output = output[:at] + bytes([output[at] ^ 1 << draws.randrange(8)]) + output[at + 1 :]
     elif way == "byte":
-        said = said[:at] + bytes([(said[at] + draws.randrange(1, 256)) % 256]) + said[at + 1 :]
+        output = output[:at] + bytes([(output[at] + draws.randrange(1, 256)) % 256]) + output[at + 1 :]
     elif way == "word":
         word = draws.choice([b"\xff" * 4, b"\0" * 4, b"\xff" * 8, b"\x7f" * 8, draws.randbytes(4)])
-        said = said[:at] + word + said[at + len(word) :]
+        output = output[:at] + word + output[at + len(word) :]
     elif way == "cut":
-        said = said[:at] + said[at + draws.randrange(1, 64) :]
+        output = output[:at] + output[at + draws.randrange(1, 64) :]
     elif way == "insert":
-        said = said[:at] + draws.randbytes(draws.randrange(1, 64)) + said[at:]
-    packets[which] = (said, descriptors)
+        output = output[:at] + draws.randbytes(draws.randrange(1, 64)) + output[at:]
+    packets[which] = (output, descriptors)
     if way == "twice":
         packets.insert(which, packets[which])
     elif way == "missing":
@@ -177,15 +181,15 @@ def attack(over: str, count: int) -> None:
     for seed in range(count):
         draws = random.Random(seed)
         attacked = mutated(packets, draws)
-        found, broken = told(over, attacked)
-        noticed += broken or found != truth
+        result, broken = receive_all(over, attacked)
+        noticed += broken or result != truth
         if over == "network":
-            whole = found == truth[: len(found)]
+            full = result == truth[: len(result)]
             # The last message may be a tensor of which only a part has come.
-            partly = found[:-1] == truth[: len(found) - 1] and truth[len(found) - 1][-1].startswith(found[-1][-1])
-            assert whole or partly, seed
+            partly = result[:-1] == truth[: len(result) - 1] and truth[len(result) - 1][-1].startswith(result[-1][-1])
+            assert full or partly, seed
         else:  # whole packets do not get lost, or swapped, between processes of a machine; but none is another
-            assert all(one in truth for one in found), seed
+            assert all(one in truth for one in result), seed
     assert noticed > 0.9 * count * (1.0 if over == "network" else 0.7), noticed
     for _, descriptors in packets:
         for fd in descriptors:

@@ -1,4 +1,4 @@
-"""What one agent may cost another: who passes a budget is lost, by name, and what was kept for it is free again."""
+"""Limits on one agent's cost to another: an agent that exceeds a quota fails, by name, and its memory is freed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FEW = 50
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "MESSAGES", FEW)
 
 
 def early(number: int, numel: int = 4) -> Message:
-    """A message, with its numbers, for a call that nobody makes."""
+    """A numbered message of a call that no agent makes."""
     message = Message(Kind.DATA, "neighbor_allreduce", f"early {number}", dtype=torch.uint8, shape=(numel,))
     message.where, message.nbytes, message.body = Where.INLINE, numel, bytes(numel)
     message.payload = Payload(torch.zeros(numel, dtype=torch.uint8), numel)
@@ -61,7 +61,10 @@ def average_for_ever() -> None:
 
 
 def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[str]:
-    """What the agents other than the greedy one say when that one has sent these. The victim keeps nothing of them."""
+    """The errors of the agents other than the greedy one, which has sent these.
+
+    The victim keeps none of the messages.
+    """
 
     def run() -> str:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
@@ -88,17 +91,17 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
     return [victim, other]
 
 
-def test_a_peer_that_exceeds_the_early_message_quota_fails(fleet: Fleets, few: None) -> None:
-    [said, _] = loss(fleet(3), lambda: (early(k) for k in range(FEW + 10)))
-    assert f"its budget of {FEW} messages that came before this agent's call" in said
+def test_a_peer_that_exceeds_the_early_message_quota_fails(fleet: Fleets, small_quotas: None) -> None:
+    [output, _] = loss(fleet(3), lambda: (early(k) for k in range(FEW + 10)))
+    assert f"its budget of {FEW} messages that came before this agent's call" in output
 
 
-def test_a_peer_that_exceeds_the_query_quota_fails(fleet: Fleets, few: None) -> None:
-    [said, _] = loss(fleet(3), lambda: (question(k) for k in range(FEW + 10)))
-    assert f"its budget of {FEW} questions" in said
+def test_a_peer_that_exceeds_the_query_quota_fails(fleet: Fleets, small_quotas: None) -> None:
+    [output, _] = loss(fleet(3), lambda: (question(k) for k in range(FEW + 10)))
+    assert f"its budget of {FEW} questions" in output
 
 
-def test_a_repeated_message_or_query_counts_once(fleet: Fleets, few: None) -> None:
+def test_a_repeated_message_or_query_counts_once(fleet: Fleets, small_quotas: None) -> None:
     def run() -> float:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         shoal.barrier()
@@ -113,22 +116,22 @@ def test_a_repeated_message_or_query_counts_once(fleet: Fleets, few: None) -> No
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 def test_a_peer_that_exceeds_the_early_byte_quota_fails(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
-    [said, _] = loss(
+    [output, _] = loss(
         shoal.Fleet(3, transport=transport, timeout=20.0), lambda: (early(k, numel=10_000) for k in range(11))
     )
-    assert "100,000 bytes" in said
+    assert "100,000 bytes" in output
 
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize(("count", "numel"), [(3, 50_000), (FEW + 1, 8)], ids=["bytes", "number"])
 def test_a_peer_that_announces_too_many_bytes_fails(
-    count: int, numel: int, monkeypatch: pytest.MonkeyPatch, few: None
+    count: int, numel: int, monkeypatch: pytest.MonkeyPatch, small_quotas: None
 ) -> None:
     monkeypatch.setattr(quotas, "KEPT_BYTES", 100_000)
-    [said, _] = loss(
+    [output, _] = loss(
         shoal.Fleet(3, transport="network", timeout=20.0), lambda: (announced(k, numel) for k in range(count))
     )
-    assert "tensors that are announced and have not come" in said
+    assert "tensors that are announced and have not come" in output
 
 
 @pytest.mark.transport("shared_memory")
@@ -146,7 +149,7 @@ def test_shared_memory_of_the_sender_counts_against_no_quota(monkeypatch: pytest
     assert shoal.Fleet(2, transport="shared_memory", timeout=20.0).run(run) == [5.0, 5.0]
 
 
-def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, few: None) -> None:
+def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, small_quotas: None) -> None:
     """Ten times the quota of messages, half of them early, never all at once."""
 
     def run() -> int:
@@ -161,8 +164,8 @@ def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, few: N
             for handle in handles:
                 assert handle.wait()[0].item() == 1.0
         with engine.lock:
-            return sum(abs(one.count) + abs(one.nbytes) for one in engine.matcher._kept.values()) + sum(
-                one.count for one in engine.matcher._asked.values()
+            return sum(abs(value.count) + abs(value.nbytes) for value in engine.matcher._kept.values()) + sum(
+                value.count for value in engine.matcher._asked.values()
             )
 
     assert fleet(2).run(run) == [0, 0]

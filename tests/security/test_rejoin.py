@@ -1,4 +1,4 @@
-"""Who asks to be let into a run that goes on, and is no agent of it; and what is written down for those who are."""
+"""Requests from outside the job to rejoin a run; and the membership records of real agents."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SIZE = 3
 
 
 def met(store: ThreadStore) -> PeerDirectory:
-    """What the agents of a job have written down."""
-    said: list[dict[str, Any]] = [
+    """The membership records that the agents of a job have written."""
+    output: list[dict[str, Any]] = [
         {"place": asdict(local_peer_id(rank)), "alike": {}, "reached": ""} for rank in range(SIZE)
     ]
     endpoints = [asdict(Endpoint(unix=f"shoal-{rank}")) for rank in range(SIZE)]
-    proofs = [_proof(SECRET.encode(), "attempt", rank, said, endpoints[rank]) for rank in range(SIZE)]
-    heard: list[dict[str, Any]] = [
+    proofs = [_proof(SECRET.encode(), "attempt", rank, output, endpoints[rank]) for rank in range(SIZE)]
+    received: list[dict[str, Any]] = [
         {"endpoint": endpoint, "proof": proof} for endpoint, proof in zip(endpoints, proofs, strict=True)
     ]
-    found = PeerDirectory("attempt", said, heard, b"key", True)
-    store.set(DIRECTORY, found.written())
-    return found
+    result = PeerDirectory("attempt", output, received, b"key", True)
+    store.set(DIRECTORY, result.written())
+    return result
 
 
 def read(store: ThreadStore, secret: str = SECRET) -> PeerDirectory:
@@ -45,12 +45,12 @@ def read(store: ThreadStore, secret: str = SECRET) -> PeerDirectory:
 
 def test_the_secret_is_not_written_and_its_owner_accepts_markers() -> None:
     store = ThreadStore()
-    found = met(store)
-    add_to_directory(store, Launch(2, SIZE, "torchrun", incarnation=1), found, SECRET)
+    result = met(store)
+    add_to_directory(store, Launch(2, SIZE, "torchrun", incarnation=1), result, SECRET)
     for key in (DIRECTORY, f"{DIRECTORY}/2"):
         text = store.get(key, time.monotonic())
         assert SECRET.encode() not in text and b"key" not in text
-    assert read(store).endpoints == found.endpoints
+    assert read(store).endpoints == result.endpoints
 
 
 @pytest.mark.parametrize("secret", ["", "another one"])
@@ -63,10 +63,14 @@ def test_a_process_with_another_secret_rejects_markers(secret: str) -> None:
 
 def test_foreign_markers_are_rejected() -> None:
     store = ThreadStore()
-    found = met(store)
-    attempt, said, heard = json.loads(store.get(DIRECTORY, time.monotonic()))
-    elsewhere = {**heard[0], "endpoint": {**heard[0]["endpoint"], "unix": "shoal-stranger"}}
-    for forged in ([attempt, said, [elsewhere, *heard[1:]]], [attempt, said, heard[:2]], ["another", said, heard]):
+    result = met(store)
+    attempt, output, received = json.loads(store.get(DIRECTORY, time.monotonic()))
+    elsewhere = {**received[0], "endpoint": {**received[0]["endpoint"], "unix": "shoal-stranger"}}
+    for forged in (
+        [attempt, output, [elsewhere, *received[1:]]],
+        [attempt, output, received[:2]],
+        ["another", output, received],
+    ):
         store.set(DIRECTORY, json.dumps(forged).encode())
         with pytest.raises(shoal.Mismatch):
             read(store)
@@ -74,16 +78,16 @@ def test_foreign_markers_are_rejected() -> None:
         store.set(DIRECTORY, nonsense)
         with pytest.raises(shoal.Mismatch):
             read(store)
-    store.set(DIRECTORY, found.written())
-    came = [said[0], elsewhere]
+    store.set(DIRECTORY, result.written())
+    arrived = [output[0], elsewhere]
     for proof in (
         "",
-        _verified_peer(b"guessed", "attempt", 0, came),
-        _verified_peer(SECRET.encode(), "before", 0, came),
+        _verified_peer(b"guessed", "attempt", 0, arrived),
+        _verified_peer(SECRET.encode(), "before", 0, arrived),
     ):
-        store.set(f"{DIRECTORY}/0", json.dumps([*came, proof]).encode())
-        assert read(store).endpoints == found.endpoints
-    store.set(f"{DIRECTORY}/0", json.dumps([*came, _verified_peer(SECRET.encode(), "attempt", 0, came)]).encode())
+        store.set(f"{DIRECTORY}/0", json.dumps([*arrived, proof]).encode())
+        assert read(store).endpoints == result.endpoints
+    store.set(f"{DIRECTORY}/0", json.dumps([*arrived, _verified_peer(SECRET.encode(), "attempt", 0, arrived)]).encode())
     assert read(store).endpoints[0].unix == "shoal-stranger"
 
 
@@ -100,30 +104,30 @@ def test_the_restart_count_is_part_of_the_authentication(changed: int, purpose: 
         accepting.check(bytes(answer))
 
 
-class Heard:
+class RecordingReceiver:
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def on_message(self, source: int, message: Message) -> None:
-        self.said.append(message.name)
+        self.lines.append(message.name)
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
-        self.said.append(cause)
+        self.lines.append(cause)
 
     def on_arrived(self, source: int, message: object) -> None: ...
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None: ...
 
 
 def test_messages_of_pending_peers_are_buffered_in_order_within_a_quota() -> None:
-    heard = Heard()
-    threshold = BufferingReceiver(heard)
+    received = RecordingReceiver()
+    threshold = BufferingReceiver(received)
     for name in ("a", ENTRY, "b"):
         threshold.on_message(1, Message(Kind.DATA, name, name))
     threshold.on_closed(1, "it ended")
-    assert heard.said == [ENTRY]
+    assert received.lines == [ENTRY]
     threshold.open()
-    assert heard.said == [ENTRY, "a", "b", "it ended"]
-    other = BufferingReceiver(heard)
+    assert received.lines == [ENTRY, "a", "b", "it ended"]
+    other = BufferingReceiver(received)
     for _ in range(MESSAGES):
         other.on_message(1, Message(Kind.DATA, "a", "a"))
     with pytest.raises(ProtocolError, match="budget"):
@@ -139,8 +143,8 @@ def test_an_invalid_peer_address_is_rejected(change: dict[str, Any]) -> None:
     from shoal.errors import NONSENSE
     from shoal.fault_tolerance.rejoin import JoiningPeer
 
-    said = json.loads(JoiningPeer(replace(local_peer_id(1), incarnation=1), Endpoint()).as_json())
-    assert JoiningPeer.of(said, 1).place.rank == 1
-    said[0].update(change)
+    status = json.loads(JoiningPeer(replace(local_peer_id(1), incarnation=1), Endpoint()).as_json())
+    assert JoiningPeer.of(status, 1).place.rank == 1
+    status[0].update(change)
     with pytest.raises(NONSENSE):
-        JoiningPeer.of(said, 1)
+        JoiningPeer.of(status, 1)

@@ -1,4 +1,4 @@
-"""Who stands in the middle of a connection and does not know the secret can end it, and cannot make a result wrong."""
+"""A man in the middle who does not know the secret can end a connection, but cannot make a result wrong."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def forges(draws: random.Random) -> Callable[[], Change]:
     row, column, apart = draws.randrange(20, 60), draws.randrange(100), draws.randrange(2, 20)
 
     def of_a_connection() -> Change:
-        def change(said: bytes, before: int) -> bytes:
-            changed = bytearray(said)
+        def change(data: bytes, before: int) -> bytes:
+            changed = bytearray(data)
             for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
                 at = 800_000 + 8 * (512 * (row + apart * down) + column + apart * right) - before
                 # A byte that can be one more or less; all numbers are the same, so at all corners it is the same one.
-                for place in range(max(at, 0), min(at + 4, len(said))):
+                for place in range(max(at, 0), min(at + 4, len(data))):
                     if 0 < changed[place] < 255:
                         changed[place] += 1 if down == right else -1
                         break
@@ -45,9 +45,9 @@ def test_a_relay_that_forges_checksums_changes_no_tensor_if_a_secret_is_set(
     fooled = False
     for seed in range(5):  # what he wants to change may come in two pieces, and he looks at one
         with in_the_middle(forges(random.Random(seed))):
-            found = shoal.Fleet(2, transport="network", timeout=5.0).run(rounds)
-        fooled = fooled or any(wrong for _, wrong, _ in found)
-        assert not secret or all(not wrong and end for _, wrong, end in found), found
+            results = shoal.Fleet(2, transport="network", timeout=5.0).run(rounds)
+        fooled = fooled or any(wrong for _, wrong, _ in results)
+        assert not secret or all(not wrong and end for _, wrong, end in results), results
     assert fooled == (not secret)
 
 

@@ -37,35 +37,35 @@ def test_a_call_that_raises_an_earlier_calls_error_counts_as_a_round(fleet: Flee
         average(0.0, self_weight=1.0, src_weights={}, dst_weights=targets, enable_topo_check=False)
         return [average(10.0 * step * (1 + shoal.rank())) for step in range(1, 9)]
 
-    for found in fleet(2).run(run):
-        assert found[-3:] == [15.0 * step for step in (6, 7, 8)]
-        assert all(value in (15.0 * step, "Mismatch") for step, value in enumerate(found, start=1)), found
+    for result in fleet(2).run(run):
+        assert result[-3:] == [15.0 * step for step in (6, 7, 8)]
+        assert all(value in (15.0 * step, "Mismatch") for step, value in enumerate(result, start=1)), result
 
 
 def _make(call: str, step: int, size: int) -> tuple[str, float | str]:
-    """One call of a random program. What comes back is exact for the agents' values of this very step."""
+    """One call of a random program. Its result is exact for the agents' values of this very step."""
     rank = shoal.rank()
     x = torch.full((4,), float(1000 * step + rank))
     ring = {(rank + 1) % size: 1.0}
     try:
         if call == "average":
-            found = shoal.neighbor_allreduce(x)
+            result = shoal.neighbor_allreduce(x)
         elif call == "named":
-            found = shoal.neighbor_allreduce(x, name="one")
+            result = shoal.neighbor_allreduce(x, name="one")
         elif call == "sum":
-            found = shoal.allreduce(x, average=False)
+            result = shoal.allreduce(x, average=False)
         elif call == "push":
-            found = shoal.neighbor_allreduce(x, 0.0, None, ring)
+            result = shoal.neighbor_allreduce(x, 0.0, None, ring)
         elif call == "send more":  # what nobody expects
-            found = shoal.neighbor_allreduce(x, 1.0, {}, ring, enable_topo_check=False)
+            result = shoal.neighbor_allreduce(x, 1.0, {}, ring, enable_topo_check=False)
         elif call == "longer":
-            found = shoal.neighbor_allreduce(torch.cat([x, x]))
+            result = shoal.neighbor_allreduce(torch.cat([x, x]))
         elif call == "other type":
-            found = shoal.neighbor_allreduce(x.double())
+            result = shoal.neighbor_allreduce(x.double())
         elif call == "tried again":
             with pytest.raises(ValueError, match="out"):
                 shoal.neighbor_allreduce(x, out=torch.empty(5))
-            found = shoal.neighbor_allreduce(x)
+            result = shoal.neighbor_allreduce(x)
         elif call == "many":
             handles = [shoal.neighbor_allreduce_nonblocking(x * 2**k) for k in range(4)]
             values = [_outcome(handle) for handle in handles]
@@ -74,7 +74,7 @@ def _make(call: str, step: int, size: int) -> tuple[str, float | str]:
             return call, [*wrong, *(value for value in values if value == "Mismatch"), right][0]
         else:
             raise AssertionError(call)
-        return call, float(found[0]) if bool((found == found[0]).all()) else "torn"
+        return call, float(result[0]) if bool((result == result[0]).all()) else "torn"
     except shoal.Mismatch:
         return call, "Mismatch"
 
@@ -87,8 +87,8 @@ def _outcome(handle: shoal.Handle[torch.Tensor]) -> float | str:
 
 
 def _model(call: str, step: int, rank: int, size: int) -> float:
-    """What a call gives where all agents make it."""
-    values = [float(1000 * step + one) for one in range(size)]
+    """The result of a call that all agents make."""
+    values = [float(1000 * step + index) for index in range(size)]
     if call == "sum":
         return sum(values)
     if call == "push":
@@ -122,13 +122,13 @@ def test_random_programs_equal_the_model_or_raise(transport: str, size: int, dat
 
     def run() -> list[tuple[str, float | str]]:
         shoal.set_topology(shoal.topology.RingGraph(size))
-        found = []
+        results = []
         for step, call in enumerate([*common, *["average", "sum"] * 4]):
-            mine = odd[step][1] if step in odd and odd[step][0] == shoal.rank() else call
+            own = odd[step][1] if step in odd and odd[step][0] == shoal.rank() else call
             if (step, shoal.rank()) in late:
                 time.sleep(0.01)
-            found.append(_make(mine, step, size))
-        return found
+            results.append(_make(own, step, size))
+        return results
 
     results = shoal.Fleet(size, transport=transport, timeout=SOON).run(run)
     for rank, result in enumerate(results):
@@ -160,18 +160,18 @@ def test_messages_that_arrived_before_a_change_of_topology(
             limit = time.monotonic() + SOON
             while not all(handle.poll() for handle in handles) and time.monotonic() < limit:
                 time.sleep(0.01)
-        found = [_outcome(handle) for handle in handles]
+        results = [_outcome(handle) for handle in handles]
         shoal.set_topology(shoal.topology.RingGraph(4))
         for name in ("a", "b", "b"):
-            found.append(average(float(rank), name))
-        return found
+            results.append(average(float(rank), name))
+        return results
 
     with caplog.at_level(logging.ERROR):
         results = fleet(4).run(run)
-    for rank, found in enumerate(results):
+    for rank, result in enumerate(results):
         right = _model("average", 0, rank, 4)
-        assert found[-3:] == pytest.approx([right] * 3), results
-        assert all(value in ("Mismatch", pytest.approx(right)) for value in found), results
+        assert result[-3:] == pytest.approx([right] * 3), results
+        assert all(value in ("Mismatch", pytest.approx(right)) for value in result), results
     assert "Mismatch" in results[0] and not caplog.records
 
 
@@ -181,18 +181,18 @@ def test_a_discovery_without_destinations(fleet: Fleets, named: list[int]) -> No
         engine = current().engine
 
         def call() -> list[int]:
-            mine = named if shoal.rank() == 1 else []
-            return engine.submit("barrier", "x", lambda operation: discover(engine, operation, mine)).wait(SOON)
+            own = named if shoal.rank() == 1 else []
+            return engine.submit("barrier", "x", lambda operation: discover(engine, operation, own)).wait(SOON)
 
         try:
-            found = str(call())
+            result = str(call())
         except shoal.Mismatch as error:
-            found = str(error)
+            result = str(error)
         assert float(shoal.allreduce(torch.ones(1), average=False)) == 4.0
-        return found
+        return result
 
-    told = fleet(4).run(run)
-    assert any("passed on" in text for text in told), told
+    error_texts = fleet(4).run(run)
+    assert any("passed on" in text for text in error_texts), error_texts
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -222,7 +222,9 @@ def test_an_internal_error_in_an_exchange_ends_it_with_an_error(
         raise KeyError("nobody thought of this")
 
     with caplog.at_level(logging.ERROR, "shoal"):
-        told = fleet(2).run(run)
-    assert "rank 1: an internal error ended the exchange" in told[1] and "nobody thought of this" in told[1]
-    assert "rank 1" in told[0]
+        error_texts = fleet(2).run(run)
+    assert (
+        "rank 1: an internal error ended the exchange" in error_texts[1] and "nobody thought of this" in error_texts[1]
+    )
+    assert "rank 1" in error_texts[0]
     assert any(record.exc_info for record in caplog.records)

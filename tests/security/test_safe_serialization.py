@@ -1,4 +1,4 @@
-"""Objects travel as plain data: equal on the other side, and nothing that bytes claim is believed."""
+"""Objects travel as plain data: equal on the other side, and no claim in the bytes is trusted."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, complex):
         return same(one.real, other.real) and same(one.imag, other.imag)
     if isinstance(one, dict):
-        beside = same(getattr(one, "_metadata", None), getattr(other, "_metadata", None))
-        return beside and same(list(one.items()), list(other.items()))
+        same_metadata = same(getattr(one, "_metadata", None), getattr(other, "_metadata", None))
+        return same_metadata and same(list(one.items()), list(other.items()))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, (set, frozenset)):
-        return one == other and all(any(same(mine, theirs) for theirs in other) for mine in one)
+        return one == other and all(any(same(own, remote) for remote in other) for own in one)
     return bool(one == other)
 
 
@@ -111,7 +111,7 @@ def test_encoded_values_are_decoded_equally(value: Any) -> None:
 
 
 def spoil_and_read(value: Any, chance: random.Random) -> None:
-    """Whatever is accepted is plain: it can be written again, and what that says is the same."""
+    """Accepted data are plain: they can be serialized again, with an equal result."""
     message = write(value)
     for _ in range(8):
         spoiled = bytearray(message.numpy().tobytes())
@@ -129,7 +129,7 @@ def spoil_and_read(value: Any, chance: random.Random) -> None:
             spoiled = spoiled or bytearray(1)
             if chance.random() < 0.8 and len(spoiled) >= 8:  # with a length that fits, the text is looked at
                 spoiled[:8] = struct.pack(
-                    "<Q", max(0, len(spoiled) - 8 - sum(map(safe_serialization._nbytes, found(value))))
+                    "<Q", max(0, len(spoiled) - 8 - sum(map(safe_serialization._nbytes, tensors_in(value))))
                 )
         try:
             accepted = read(torch.frombuffer(spoiled, dtype=torch.uint8))
@@ -153,12 +153,12 @@ def test_a_hundred_thousand_corrupt_messages_are_refused_or_give_a_plain_value(
     spoil_and_read(value, chance)
 
 
-def found(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [one for part in value for one in found(part)] if isinstance(value, (list, tuple)) else []
+    return [one for part in value for one in tensors_in(part)] if isinstance(value, (list, tuple)) else []
 
 
 def message(text: str, after: bytes = b"") -> torch.Tensor:
@@ -235,11 +235,11 @@ def test_a_message_that_is_not_text_is_refused(raw: bytes) -> None:
         read(torch.tensor(list(raw), dtype=torch.uint8))
 
 
-class Foo:
+class ForeignClass:
     pass
 
 
-class Word(str):
+class StrSubclass(str):
     pass
 
 
@@ -258,18 +258,18 @@ with warnings.catch_warnings():
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "object": ({"a": [0, 1, 2, Foo()]}, rf"value\['a'\]\[3\] is a {re.escape(Foo.__module__)}.Foo"),
-    "class": (Foo, "value is a type"),
+    "object": ({"a": [0, 1, 2, ForeignClass()]}, rf"value\['a'\]\[3\] is a {re.escape(ForeignClass.__module__)}.Foo"),
+    "class": (ForeignClass, "value is a type"),
     "function": ([print], r"value\[0\] is a builtin_function"),
-    "str": ((1, Word("x")), r"value\[1\] is a .*Word, and no plain str"),
+    "str": ((1, StrSubclass("x")), r"value\[1\] is a .*Word, and no plain str"),
     "int": ({"a": {"b": Colour.RED}}, r"value\['a'\]\['b'\] is a .*Colour, and no plain int"),
     "tuple": ([Pair(1, 2)], r"value\[0\] is a .*Pair, and no plain tuple"),
     "dict": ([defaultdict(int)], r"value\[0\] is a collections.defaultdict, and no plain dict"),
     "numpy's": ([np.float64(1)], r"value\[0\] is a numpy.float64, and no plain float"),
     "array": (np.ones(2), "value is a numpy.ndarray"),
-    "key": ({"a": {Word("x"): 1}}, r"a key of value\['a'\] is a .*Word"),
-    "in a key": ({(1, Foo()): 1}, r"a key of value\[1\] is a"),
-    "element": ([{Foo()}], r"an element of value\[0\] is a"),
+    "key": ({"a": {StrSubclass("x"): 1}}, r"a key of value\['a'\] is a .*Word"),
+    "in a key": ({(1, ForeignClass()): 1}, r"a key of value\[1\] is a"),
+    "element": ([{ForeignClass()}], r"an element of value\[0\] is a"),
     "attribute": ([with_attribute], r"value\[0\] has attributes, which do not travel: other"),
     "sparse": ([torch.eye(2).to_sparse()], r"value\[0\] is a tensor \(sparse_coo, float32\)"),
     "quantized": (quantized, r"value is a tensor \(.*qint8\)"),
@@ -287,15 +287,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_unsupported_values_are_refused_at_the_root_with_their_path(what: str) -> None:
-    value, words = REFUSED[what]
-    with pytest.raises((TypeError, ValueError), match=words):
+    value, expected_message = REFUSED[what]
+    with pytest.raises((TypeError, ValueError), match=expected_message):
         write(value)
 
 
 def test_a_long_integer_is_sent_and_printable_in_an_error() -> None:
     assert read(write({10**5000: 1})) == {10**5000: 1}
     with pytest.raises(TypeError, match=r"value\[a long number\] is a type"):
-        write({10**5000: Foo})
+        write({10**5000: ForeignClass})
 
 
 def test_a_hundred_nested_objects_are_sent() -> None:
@@ -322,12 +322,12 @@ SPECIAL: dict[str, torch.Tensor] = {
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_special_tensors_arrive_with_their_values(kind: str) -> None:
     tensor = SPECIAL[kind]
-    found = read(write([tensor]))[0]
-    assert type(found) is type(tensor)
-    assert same_bits(found.detach(), tensor.detach())
-    assert found.requires_grad == tensor.requires_grad
+    result = read(write([tensor]))[0]
+    assert type(result) is type(tensor)
+    assert same_bits(result.detach(), tensor.detach())
+    assert result.requires_grad == tensor.requires_grad
     if kind in ("channels last", "transposed"):
-        assert found.stride() == tensor.stride()
+        assert result.stride() == tensor.stride()
     assert write(tensor).numel() < 8 + 80 + tensor.numel() * tensor.element_size()
 
 
@@ -336,17 +336,17 @@ def test_tensors_get_their_own_memory_and_shared_ones_stay_shared() -> None:
     state = {"first": model.weight.detach(), "tied": model.weight.detach(), "other": model.weight.t()[:1], "b": {}}
     message = write(state)
     assert message.numel() < 30 * 31 * 4 + 300
-    found = read(message)
-    assert found["first"] is found["tied"]
-    assert all(one.untyped_storage().nbytes() == one.numel() * 4 for one in (found["first"], found["other"]))
+    result = read(message)
+    assert result["first"] is result["tied"]
+    assert all(one.untyped_storage().nbytes() == one.numel() * 4 for one in (result["first"], result["other"]))
     message.zero_()
-    assert same_bits(found["first"], state["first"])
+    assert same_bits(result["first"], state["first"])
 
 
 def test_a_models_version_metadata_is_sent() -> None:
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict()
-    found = read(write(state))
-    assert found._metadata == state._metadata and same(found, state)
+    result = read(write(state))
+    assert result._metadata == state._metadata and same(result, state)
 
 
 def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -388,7 +388,7 @@ class Greeting:
 
 
 def sent_by_rank_0(raw: torch.Tensor, kind: str) -> Callable[[], None]:
-    """What an agent does that sends these bytes as an object, and what the others hear."""
+    """The actions of an agent that sends these bytes as an object, and the others' results."""
 
     def run() -> None:
         agent = current()
@@ -423,12 +423,12 @@ def test_an_agent_that_sends_another_type_is_named(
 
 
 def test_between_agents_that_trust_each_other_any_object_is_sent(fleet: Fleets) -> None:
-    value = {"pair": Pair(1, Foo), "tensor": torch.ones(3), "array": np.arange(3.0)}
+    value = {"pair": Pair(1, ForeignClass), "tensor": torch.ones(3), "array": np.arange(3.0)}
 
     def run() -> None:
-        found = shoal.broadcast_object(value if shoal.rank() == 1 else None, 1, trusted=True)
-        assert found is not None and found["pair"] == Pair(1, Foo)
-        assert same_bits(found["tensor"], value["tensor"]) and np.array_equal(found["array"], value["array"])
+        result = shoal.broadcast_object(value if shoal.rank() == 1 else None, 1, trusted=True)
+        assert result is not None and result["pair"] == Pair(1, ForeignClass)
+        assert same_bits(result["tensor"], value["tensor"]) and np.array_equal(result["array"], value["array"])
 
     fleet(3).run(run)
 
@@ -446,9 +446,9 @@ def test_trust_on_some_agents_only_is_a_mismatch_and_nothing_is_unpickled(
             return str(error)
         return ""
 
-    words = fleet(3).run(run)
-    assert "trusted" in words[0]
-    assert all("trusted" in words[rank] for rank in range(1, 3) if (rank in trusting) != (0 in trusting))
+    expected_message = fleet(3).run(run)
+    assert "trusted" in expected_message[0]
+    assert all("trusted" in expected_message[rank] for rank in range(1, 3) if (rank in trusting) != (0 in trusting))
     executed = capsys.readouterr().out.count("executed")
     assert executed == (len(set(trusting) - {0}) if 0 in trusting else 0)
 
@@ -456,7 +456,7 @@ def test_trust_on_some_agents_only_is_a_mismatch_and_nothing_is_unpickled(
 def test_the_root_names_the_refused_value(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(TypeError, match=r"broadcast_object sends plain.*value\['a'\] is a .*Foo.*trusted=True"):
-            shoal.broadcast_object({"a": Foo()}, 0)
+            shoal.broadcast_object({"a": ForeignClass()}, 0)
 
     fleet(1).run(run)
 

@@ -26,8 +26,8 @@ SECRET = "a word that the user has chosen"
 
 @contextmanager
 def relay(to: int) -> Iterator[tuple[int, list[bytes]]]:
-    """Somebody in front of a server who hears every byte; its port, and what it has heard."""
-    heard: list[bytes] = []
+    """A relay in front of a server that records every byte; its port, and the recorded bytes."""
+    received: list[bytes] = []
     over = threading.Event()
 
     def forward() -> None:
@@ -47,7 +47,7 @@ def relay(to: int) -> Iterator[tuple[int, list[bytes]]]:
                         key.data.sendall(data)
                     except OSError:
                         data = b""
-                    heard.append(data)
+                    received.append(data)
                     if not data:
                         selector.unregister(key.fileobj)
 
@@ -55,7 +55,7 @@ def relay(to: int) -> Iterator[tuple[int, list[bytes]]]:
         thread = threading.Thread(target=forward)
         thread.start()
         try:
-            yield listener.getsockname()[1], heard
+            yield listener.getsockname()[1], received
         finally:
             over.set()
             thread.join()
@@ -76,11 +76,11 @@ def test_an_explicit_secret_is_never_sent_to_the_store(secret: str) -> None:
     server = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
     )  # as a launcher's, it stays when init is over
-    with relay(port) as (near, heard):
+    with relay(port) as (near, received):
         environment = {"SHOAL_SECRET": secret, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(near)}
         with World(3, environment=environment) as world:
             assert world.results(rank_and_answer) == [(rank, 3.0) for rank in range(3)]
-            text = b"".join(heard)
+            text = b"".join(received)
             assert b"endpoint" in text  # they met here
             if secret:
                 assert SECRET.encode() not in text and b"proof" in text
@@ -92,7 +92,7 @@ def test_an_explicit_secret_is_never_sent_to_the_store(secret: str) -> None:
 
 
 def altered(monkeypatch: pytest.MonkeyPatch, key: str, change: Callable[[list[dict[str, Any]]], object]) -> None:
-    """A store that says something else than what was said, to everybody."""
+    """Make the store change the value of a key, for all clients."""
     honest = ThreadStore.set
 
     def set_(self: ThreadStore, name: str, value: bytes) -> None:
@@ -121,7 +121,7 @@ CHANGES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], object]]] = {
 def test_a_store_with_false_entries_is_not_trusted(change: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SECRET", SECRET)
     altered(monkeypatch, *CHANGES[change])
-    # The one about whom it lies finds out, or all do; whoever does tells the others.
+    # The misreported agent detects it, or all do; the detecting agent reports it.
     expected = (shoal.Mismatch, shoal.PeerLost)
     with pytest.raises(expected, match="do not know this job's secret, or the rendezvous store"):
         fleet(3).run(rank_and_answer)

@@ -28,7 +28,7 @@ from support.world import World
 ALL = ("::", "0.0.0.0")
 OWN4, OWN6, OTHER = "10.77.0.1", "fd77::1", "10.77.0.50"
 
-# What a name means on rank 0's machine, SHOAL_INTERFACE there, and where the store may listen.
+# The address of a name on rank 0's machine, SHOAL_INTERFACE there, and where the store may listen.
 PLACES: list[tuple[str, list[str], str, tuple[str, ...]]] = [
     (OWN4, [], "", (OWN4,)),
     (OWN6, [], "", (OWN6,)),
@@ -58,7 +58,7 @@ PLACES: list[tuple[str, list[str], str, tuple[str, ...]]] = [
 
 def places() -> list[tuple[str, str]]:
     """Where this machine listens for each of ``PLACES``, and what came of a connection to it."""
-    found = []
+    results = []
     real = socket.getaddrinfo
     for host, addresses, interface, _ in PLACES:
 
@@ -72,38 +72,38 @@ def places() -> list[tuple[str, str]]:
         socket.getaddrinfo = resolve
         try:
             with listen(host, 0, interface) as server:
-                found.append(server.getsockname()[0])
+                results.append(server.getsockname()[0])
         finally:
             socket.getaddrinfo = real
-    return found
+    return results
 
 
 def test_the_store_listens_on_the_reachable_address_or_on_all_if_that_is_unknown() -> None:
     with network_namespaces(1) as machines:
         machines[0].add_address(f"{OTHER}/24", INTERFACE, f"{INTERFACE}:1")
         with World(1, namespaces=machines, init=False) as world:
-            [found] = world.results(places)
-    for (host, addresses, interface, expected), address in zip(PLACES, found, strict=True):
+            [result] = world.results(places)
+    for (host, addresses, interface, expected), address in zip(PLACES, result, strict=True):
         assert address in expected, (host, addresses, interface)
 
 
 def listeners(pid: int) -> list[tuple[str, int]]:
     """Addresses and ports that some process of the machine of ``pid`` listens on."""
-    found = []
+    results = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             local, state = (line.split()[at] for at in (1, 3))
             if state == "0A":
                 address, port = local.split(":")
-                words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
-                packed = struct.pack(f"={len(words)}I", *words)
+                requests = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
+                packed = struct.pack(f"={len(requests)}I", *requests)
                 family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-                found.append((socket.inet_ntop(family, packed), int(port, 16)))
-    return found
+                results.append((socket.inet_ntop(family, packed), int(port, 16)))
+    return results
 
 
 def listeners_here() -> list[tuple[str, int]]:
-    """What this agent's machine listens on; who has answered is on its own machine and no longer on the test's."""
+    """The listeners of this agent's machine. An agent that calls this is on its own machine, not on the test's."""
     return listeners(os.getpid())
 
 
@@ -123,16 +123,16 @@ def test_rank_0_hosts_the_store_on_the_one_interface_of_its_address(version: int
 
 
 def leave(sock: socket.socket, number: int) -> None:
-    """Say something that no agent says, and go; every other one without a word of farewell."""
-    greeting = struct.pack("<BI", 0, 0x3C85F7CE)  # so much of torch's protocol that it goes on reading
+    """Send a message that no agent sends, and leave; every other one without a goodbye."""
+    greeting = struct.pack("<BI", 0, 0x3C85F7CE)  # enough of torch's protocol that it continues to read
     chance = random.Random(number)
-    words: list[Callable[[], bytes]] = [
+    requests: list[Callable[[], bytes]] = [
         lambda: chance.randbytes(chance.randrange(1, 200)),
         lambda: greeting + chance.randbytes(chance.randrange(1, 200)),
         lambda: greeting + bytes([number % 20]) + struct.pack("<Q", 1 << 60) + chance.randbytes(100),
         lambda: b"GET / HTTP/1.0\r\n\r\n",
     ]
-    sock.sendall(words[number % 4]())
+    sock.sendall(requests[number % 4]())
     if number % 8 < 4:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 

@@ -1,4 +1,4 @@
-"""The store that a launcher serves: that it is torch's to torch's clients, and what strangers can have it keep."""
+"""The store that a launcher serves: torch's clients can use it, and strangers can store only a limited amount."""
 
 from __future__ import annotations
 
@@ -70,31 +70,31 @@ def all_requests(port: int) -> list[Any]:
     one, other = client(port), client(port)
     short = timedelta(seconds=0.2)
     one.set("key", "value")
-    found: list[Any] = [other.get("key"), one.add("n", 3), other.add("n", -1), one.get("n")]
-    found += [one.check(["key"]), one.check(["key", "none"]), one.check([])]
+    results: list[Any] = [other.get("key"), one.add("n", 3), other.add("n", -1), one.get("n")]
+    results += [one.check(["key"]), one.check(["key", "none"]), one.check([])]
     swaps = (("new", "", "x"), ("new", "y", "z"), ("new", "x", "z"), ("none", "y", "z"))
-    found += [one.compare_set(*arguments) for arguments in swaps]
+    results += [one.compare_set(*arguments) for arguments in swaps]
     one.append("long", "1")
     one.append("long", "2")
     one.multi_set(["a", "b"], ["", "y" * 100_000])
-    found += [other.get("long"), *other.multi_get(["a", "b"]), one.delete_key("a"), one.delete_key("a")]
+    results += [other.get("long"), *other.multi_get(["a", "b"]), one.delete_key("a"), one.delete_key("a")]
     with later(lambda: other.set("late", "1")):
         one.wait(["late", "key"])
-    found += [fails(lambda: one.wait(["none"], short)), one.get("key")]
+    results += [fails(lambda: one.wait(["none"], short)), one.get("key")]
     with later(lambda: other.add("counted", 1)):
-        found.append(one.get("counted"))
+        results.append(one.get("counted"))
     one.queue_push("queue", "one")
     one.queue_push("queue", "two")
-    found += [other.queue_len("queue"), other.queue_pop("queue"), other.queue_pop("queue")]
-    found += [other.queue_len("queue"), fails(lambda: other.queue_pop("queue", False))]
+    results += [other.queue_len("queue"), other.queue_pop("queue"), other.queue_pop("queue")]
+    results += [other.queue_len("queue"), fails(lambda: other.queue_pop("queue", False))]
     with later(lambda: other.queue_push("queue", "three")):
-        found.append(one.queue_pop("queue"))
-    for size in (2, 3, 4):  # those who have arrived before count
+        results.append(one.queue_pop("queue"))
+    for size in (2, 3, 4):  # earlier arrivals count
         with later(lambda: other.barrier("barrier", 2)):
-            found.append(fails(partial(one.barrier, "barrier", size, 10 * short)))
+            results.append(fails(partial(one.barrier, "barrier", size, 10 * short)))
     one.set("big", "z" * (8 << 20))
-    found += [sorted(one.list_keys()), one.num_keys(), len(other.get("big")), one.clone().get("key")]
-    return found
+    results += [sorted(one.list_keys()), one.num_keys(), len(other.get("big")), one.clone().get("key")]
+    return results
 
 
 def test_torchs_clients_read_the_same_values_as_from_torchs_store() -> None:
@@ -173,9 +173,9 @@ HELD = {
 
 @pytest.mark.parametrize("what", HELD)
 def test_a_foreign_client_has_a_quota_and_others_are_served(server: StoreServer, what: str) -> None:
-    strangers = [connect(server) for _ in range(8)]
+    intruders = [connect(server) for _ in range(8)]
     for data in HELD[what]:
-        for sock in strangers:
+        for sock in intruders:
             with contextlib.suppress(OSError, TimeoutError):
                 sock.settimeout(0.0)
                 sock.sendall(data)
@@ -186,23 +186,23 @@ def test_a_foreign_client_has_a_quota_and_others_are_served(server: StoreServer,
     member.sendall(set_(b"own", bytes(100_000)) + b"\3" + string(b"/job"))
     settle(server)
     assert member.recv(100) == string(b"name")
-    for sock in (*strangers, member):
+    for sock in (*intruders, member):
         sock.close()
     settle(server)
-    kept = sum(one.cost for one in server._values.values() if one.quota is not server._trusted)
+    kept = sum(value.cost for value in server._values.values() if value.quota is not server._trusted)
     kept += sum(one.cost for queue in server._queues.values() for one in queue)
     assert server._total.used == kept + store_server.KEY_COST  # that it has been there
     assert not server._connections and not server._waiting
 
 
 def test_a_foreign_client_may_keep_only_some_connections_open(server: StoreServer) -> None:
-    strangers = [connect(server) for _ in range(2 * LOCAL_QUOTA // CONNECTION_COST)]
+    intruders = [connect(server) for _ in range(2 * LOCAL_QUOTA // CONNECTION_COST)]
     settle(server)
-    assert len(server._connections) == LOCAL_QUOTA // CONNECTION_COST - 1  # and what they have said
+    assert len(server._connections) == LOCAL_QUOTA // CONNECTION_COST - 1  # and their messages
     assert connect(server, "127.0.0.2") is not None
     settle(server)
-    assert any(one.quota is server._trusted for one in server._connections)
-    for sock in strangers:
+    assert any(connection.quota is server._trusted for connection in server._connections)
+    for sock in intruders:
         sock.close()
 
 
@@ -278,14 +278,14 @@ def test_another_user_cannot_fill_the_stores_memory_and_agents_still_meet(served
 def test_the_owner_of_an_open_connection_is_found() -> None:
     for family, where in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with socket.create_server((where, 0), family=family) as listener:
-            theirs = socket.create_connection(listener.getsockname()[:2])
-            mine, _ = listener.accept()
-            ends = address_of(mine.getpeername()), address_of(mine.getsockname())
+            remote = socket.create_connection(listener.getsockname()[:2])
+            own, _ = listener.accept()
+            ends = address_of(own.getpeername()), address_of(own.getsockname())
             assert owner_of(*ends) == os.geteuid()
             assert owner_of((ends[0][0], ends[1][1]), ends[1]) is None  # the listener's
-            theirs.close()
+            remote.close()
             assert owner_of(*ends) is None
-            mine.close()
+            own.close()
 
 
 def test_the_process_of_the_store_does_not_import_torch(served: tuple[int, int]) -> None:

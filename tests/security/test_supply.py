@@ -1,4 +1,4 @@
-"""What an install brings: locked by hash, looked up, and of licences that we know."""
+"""The installed packages: locked by hash, available in the index, and with known licences."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def tool(name: str) -> ModuleType:
 
 
 def locked() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", "\n".join(LOCKS.values()), re.MULTILINE):
-        found.setdefault(canonicalize_name(name), []).append(version)
-    return found
+        result.setdefault(canonicalize_name(name), []).append(version)
+    return result
 
 
 def test_the_locks_have_every_requirement_but_torch_within_its_bounds() -> None:
@@ -79,14 +79,14 @@ def test_the_sbom_lists_the_installed_packages(name: str) -> None:
 
 def test_installed_packages_have_known_licences() -> None:
     bill = tool("bill")
-    found = {
+    result = {
         name: bill.licence(package) for name, package in bill.brought("shoal").items() if not name.startswith(OF_CUDA)
     }
-    assert len(found) > 10
+    assert len(result) > 10
     unknown = {
-        name: said
-        for name, said in found.items()
-        if not set(re.split(r"\s+(?:AND|OR|WITH)\s+", said.replace("(", "").replace(")", ""))) <= FREE
+        name: output
+        for name, output in result.items()
+        if not set(re.split(r"\s+(?:AND|OR|WITH)\s+", output.replace("(", "").replace(")", ""))) <= FREE
     }
     assert not unknown
 
@@ -97,12 +97,12 @@ def database(known: dict[str, list[str]], status: int = 200) -> Iterator[str]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+            decoded = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
             results: list[dict[str, Any]] = [
                 {"vulns": [{"id": one} for one in known[query["package"]["name"]]]}
                 if query["package"]["name"] in known and query["version"]
                 else {}
-                for query in asked
+                for query in decoded
             ]
             self.send_response(status)
             self.end_headers()

@@ -64,23 +64,23 @@ def fleet(timeout: float = 20.0) -> shoal.Fleet:
 
 
 def everything() -> list[torch.Tensor]:
-    """What operations of all kinds give, tensors of all dtypes and sizes among them."""
+    """Results of operations of all kinds, with tensors of all dtypes and sizes."""
     shoal.set_topology(shoal.topology.RingGraph(SIZE))
-    found = [
+    results = [
         shoal.neighbor_allgather(sample(shoal.rank(), (2, *shape), dtype)) for dtype in ALL_DTYPES for shape in SHAPES
     ]
     for shape in SHAPES:
-        found.append(shoal.neighbor_allreduce(sample(shoal.rank(), shape, torch.float32)))
+        results.append(shoal.neighbor_allreduce(sample(shoal.rank(), shape, torch.float32)))
         handles = [shoal.allreduce_nonblocking(sample(step, shape, torch.float64)) for step in range(5)]
-        found += [handle.wait() for handle in handles]
+        results += [handle.wait() for handle in handles]
     x = sample(shoal.rank(), (300_000,), torch.float32)
     shoal.bluefog.win_create(x, "x", zero_init=True)
     shoal.bluefog.win_put(x, "x")
     shoal.barrier()
-    found.append(shoal.bluefog.win_update("x").clone())
+    results.append(shoal.bluefog.win_update("x").clone())
     shoal.barrier()
     shoal.bluefog.win_free("x")
-    return found
+    return results
 
 
 def fingerprint() -> list[str]:
@@ -125,23 +125,23 @@ def test_names_and_numbers_are_not_readable_on_the_network(
 ) -> None:
     """Without TLS the test reads them."""
     monkeypatch.setenv("SHOAL_TLS", "on" if inside else "off")
-    heard = bytearray()
+    received = bytearray()
 
     def listen() -> Change:
-        def change(said: bytes, _: int) -> bytes:
-            heard.extend(said)
-            return said
+        def change(data: bytes, _: int) -> bytes:
+            received.extend(data)
+            return data
 
         return change
 
-    def say() -> None:
+    def exchange_needles() -> None:
         for count in (1, 10_000):
             shoal.allgather(torch.frombuffer(bytearray(NEEDLE * count), dtype=torch.uint8), name="the-name")
 
     with in_the_middle(listen):
-        fleet().run(say)
-    assert (NEEDLE in heard, b"the-name" in heard) == ((False, False) if inside else (True, True))
-    assert heard.count(NEEDLE) >= (0 if inside else 10_000)
+        fleet().run(exchange_needles)
+    assert (NEEDLE in received, b"the-name" in received) == ((False, False) if inside else (True, True))
+    assert received.count(NEEDLE) >= (0 if inside else 10_000)
 
 
 @NETWORK
@@ -182,7 +182,7 @@ def of_another_rank(folder: Path) -> None:
         shutil.copy(folder / f"rank-2.{end}", folder / f"rank-1.{end}")
 
 
-def taken_back(folder: Path) -> None:
+def revoke_rank_1(folder: Path) -> None:
     kept = {name: (folder / name).read_bytes() for name in ("rank-1.crt", "rank-1.key")}
     certificates.revoke(folder, [1])
     for name, content in kept.items():
@@ -198,12 +198,12 @@ def expired(folder: Path) -> None:
         certificates.make(folder, SIZE, timedelta(days=1))
 
 
-TURNED_AWAY = "it refuses this agent: the secret, the certificate or what was said at the rendezvous is not its own"
-# Whoever notices first tells the others; the one that is refused hears it in an alert.
+TURNED_AWAY = "it refuses this agent: the secret, the certificate or the data of the rendezvous is not its own"
+# The first to notice reports it to the others; the refused one gets an alert.
 REASONS: dict[Callable[[Path], None], str] = {
     of_another_authority: "unable to get local issuer|certificate signature failure|unknown ca|decrypt error",
     of_another_rank: f"Hostname mismatch, certificate is not valid for 'rank-1.shoal'|{TURNED_AWAY}",
-    taken_back: "certificate revoked",
+    revoke_rank_1: "certificate revoked",
     expired: "certificate (has )?expired",
 }
 
@@ -294,7 +294,7 @@ def test_a_peer_with_the_secret_and_without_a_certificate_is_refused(folder: Pat
 @pytest.mark.usefixtures("folder")
 def test_a_reachability_query_is_answered_inside_tls() -> None:
     def run() -> list[int]:
-        engine, heard = current().engine, []
+        engine, received = current().engine, []
         engine.router.answer_by(lambda rank, incarnation: 7)
         asking = PeerProbe(engine.router)
 
@@ -305,41 +305,41 @@ def test_a_reachability_query_is_answered_inside_tls() -> None:
         shoal.barrier()
         if shoal.rank() == 0:
             with engine.lock:
-                asking.ask(1, heard.append)
+                asking.ask(1, received.append)
             assert wait_until(lambda: not waits())
         shoal.barrier()
-        return heard
+        return received
 
     assert fleet().run(run) == [[7], [], []]
 
 
 def test_a_listener_with_another_ranks_certificate_is_rejected(made: Path) -> None:
     one, other = socket.socketpair()
-    ours, theirs = Certificates(made, 0).connect(one, 1), Certificates(made, 2).accept(other)
-    with contextlib.closing(ours), contextlib.closing(theirs):
-        for sock in (ours, theirs):
+    ours, remote = Certificates(made, 0).connect(one, 1), Certificates(made, 2).accept(other)
+    with contextlib.closing(ours), contextlib.closing(remote):
+        for sock in (ours, remote):
             sock._sock.setblocking(False)
         with pytest.raises(ProtocolError, match=r"its certificate is refused: Hostname mismatch.*'rank-1\.shoal'"):
             for _ in range(10):
                 ours.shake_hands()
-                theirs.shake_hands()
+                remote.shake_hands()
 
 
 def await_end(sock: socket.socket) -> bytes:
-    """What comes until the other side ends the connection; without the alerts of TLS."""
-    said = b""
+    """The bytes received until the other side ends the connection; without the alerts of TLS."""
+    output = b""
     try:
         while more := sock.recv(1000):
-            said += more
+            output += more
     except (ssl.SSLError, ConnectionResetError):
         return b""
-    return b"" if said.startswith(b"\x15\x03\x03") else said
+    return b"" if output.startswith(b"\x15\x03\x03") else output
 
 
 LIES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
-    "endpoint": lambda heard: heard[1]["endpoint"].update(port=9),
-    "exchanged": lambda heard: heard.insert(1, heard.pop(2)),
-    "secret": lambda heard: heard[0].update(secret="known to who said it"),
+    "endpoint": lambda packets: packets[1]["endpoint"].update(port=9),
+    "exchanged": lambda packets: packets.insert(1, packets.pop(2)),
+    "secret": lambda packets: packets[0].update(secret="known to who said it"),
 }
 
 
@@ -354,15 +354,15 @@ def test_a_store_with_false_entries_for_one_agent_excludes_it(
     def first(self: ThreadStore, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
         key, content = real(self, keys, deadline)
         if key.endswith("endpoint/all") and threading.current_thread().name.endswith("2"):
-            heard = json.loads(content)
-            LIES[lie](heard)
-            return key, json.dumps(heard).encode()
+            status = json.loads(content)
+            LIES[lie](status)
+            return key, json.dumps(status).encode()
         return key, content
 
     monkeypatch.setattr(ThreadStore, "first", first)
-    found = {"endpoint": "refused", "exchanged": "the rendezvous store does not say", "secret": TURNED_AWAY}
+    result = {"endpoint": "refused", "exchanged": "the rendezvous store does not say", "secret": TURNED_AWAY}
     text = refused()
-    assert re.search(f"{found[lie]}|{TURNED_AWAY}", text), text
+    assert re.search(f"{result[lie]}|{TURNED_AWAY}", text), text
 
 
 def test_the_doctor_reports_tls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,8 +377,8 @@ def test_the_doctor_reports_tls(folder: Path, capsys: pytest.CaptureFixture[str]
 def test_the_command_creates_revokes_and_lists_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--folder", str(tmp_path / "new")]
     assert main(["certificates", "make", "-n", "2", *where]) == 0
-    said = capsys.readouterr().out
-    assert "2 certificates, 0 revoked" in said and f"export SHOAL_TLS=on SHOAL_CERTIFICATES={tmp_path}/new" in said
+    stdout = capsys.readouterr().out
+    assert "2 certificates, 0 revoked" in stdout and f"export SHOAL_TLS=on SHOAL_CERTIFICATES={tmp_path}/new" in stdout
     for secret in (tmp_path / "new").glob("*.key"):
         assert secret.stat().st_mode & 0o777 == 0o600
     first = (tmp_path / "new" / "rank-1.crt").read_bytes()

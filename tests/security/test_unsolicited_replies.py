@@ -22,7 +22,7 @@ def test_memory_that_others_read_is_not_released_by_a_third_agents_message(fleet
         engine = current().engine
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
         x = torch.full((70_000,), 1.0)
-        found = []
+        results = []
         for step in range(4):
             handle = shoal.neighbor_allreduce_nonblocking(x + step, name="large")
             if shoal.rank() == 0:
@@ -30,11 +30,11 @@ def test_memory_that_others_read_is_not_released_by_a_third_agents_message(fleet
                     others = {token for token, sent in engine.sender._unacknowledged.items() if sent.receiver == 1}
                     for token in others:
                         engine.dispatch.on_message(2, Message(kind, name="nobody's", token=token))
-                    found.append((len(others), len(others & engine.sender._unacknowledged.keys())))
+                    results.append((len(others), len(others & engine.sender._unacknowledged.keys())))
             assert torch.equal(handle.wait(), x + step)
             shoal.barrier(name=f"step {step}")
-        return found
+        return results
 
-    found, *_ = fleet(3).run(run)
-    assert sum(before for before, _ in found) > 0
-    assert all(before == after for before, after in found)
+    result, *_ = fleet(3).run(run)
+    assert sum(before for before, _ in result) > 0
+    assert all(before == after for before, after in result)

@@ -76,7 +76,7 @@ def values() -> torch.Tensor:
 
 
 def message(attack: Adversary, own: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """What an attack sends, from its paper."""
+    """The message of an attack, from its paper."""
     if isinstance(attack, SignFlip):
         return -2.0 * own
     if isinstance(attack, InnerProductManipulation):
@@ -91,42 +91,42 @@ def message(attack: Adversary, own: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 def received(attack: Adversary, x: np.ndarray, w: np.ndarray, rank: int) -> tuple[list[np.ndarray], list[float]]:
     """The tensors that an honest agent gets, and their weights."""
-    sources = [one for one in range(SIZE) if w[rank, one] and one != rank]
-    seen = x[[rank, *(one for one in sources if one not in BAD)]]
-    found = [message(attack, x[one], seen) if one in BAD else x[one] for one in sources]
-    return found, [w[rank, one] for one in sources]
+    sources = [index for index in range(SIZE) if w[rank, index] and index != rank]
+    seen = x[[rank, *(source for source in sources if source not in BAD)]]
+    results = [message(attack, x[source], seen) if source in BAD else x[source] for source in sources]
+    return results, [w[rank, source] for source in sources]
 
 
 @every_rule
 def test_the_primitive_is_the_rules_equation(rule: Robust) -> None:
     w, x = weights(), values()
-    found = StackedMix(graph_of(w)).robust(x, rule).numpy()
+    result = StackedMix(graph_of(w)).robust(x, rule).numpy()
     for rank in range(SIZE):
-        others = [one for one in range(SIZE) if w[rank, one] and one != rank]
+        others = [index for index in range(SIZE) if w[rank, index] and index != rank]
         expected = of_paper(rule, x[rank].numpy(), [x[one].numpy() for one in others], [w[rank, one] for one in others])
-        np.testing.assert_allclose(found[rank], expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(result[rank], expected, rtol=0, atol=1e-12)
 
 
 @every_rule
 @every_attack
 def test_a_rule_gets_the_messages_of_an_attack(rule: Robust, attack: Adversary) -> None:
     w, x = weights(), values()
-    found = StackedMix(graph_of(w), adversary=attack).robust(x, rule).numpy()
+    result = StackedMix(graph_of(w), adversary=attack).robust(x, rule).numpy()
     for rank in attack.honest(SIZE):
         expected = of_paper(rule, x[rank].numpy(), *received(attack, x.numpy(), w, rank))
-        np.testing.assert_allclose(found[rank], expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(result[rank], expected, rtol=0, atol=1e-12)
 
 
 @every_attack
 def test_a_plain_average_gets_the_messages_of_an_attack(attack: Adversary) -> None:
     w, x = weights(), values()
-    found = StackedMix(graph_of(w), adversary=attack)(x).numpy()
+    result = StackedMix(graph_of(w), adversary=attack)(x).numpy()
     for rank in attack.honest(SIZE):
         tensors, shares = received(attack, x.numpy(), w, rank)
         expected = w[rank, rank] * x[rank].numpy() + np.tensordot(shares, np.stack(tensors), 1)
-        np.testing.assert_allclose(found[rank], expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(result[rank], expected, rtol=0, atol=1e-12)
     for rank in BAD:
-        np.testing.assert_allclose(found[rank], (w @ x.numpy())[rank], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(result[rank], (w @ x.numpy())[rank], rtol=0, atol=1e-12)
 
 
 def algorithm_with(rule: Robust) -> Algorithm:
@@ -189,12 +189,12 @@ def test_local_steps_exchange_by_the_rule() -> None:
 
 def test_labels_are_flipped_on_the_adversarys_agents_only() -> None:
     targets = torch.arange(12).view(4, 3) % 10
-    found = LabelFlip((1, 3)).flipped(targets)
-    assert torch.equal(found[[0, 2]], targets[[0, 2]])
-    assert torch.equal(found[[1, 3]], 9 - targets[[1, 3]])
+    result = LabelFlip((1, 3)).flipped(targets)
+    assert torch.equal(result[[0, 2]], targets[[0, 2]])
+    assert torch.equal(result[[1, 3]], 9 - targets[[1, 3]])
     parts = [torch.tensor([0, 5]), torch.tensor([1, 7, 2])]
-    found = LabelFlip((1,), 3).flipped(torch.tensor([0, 1, 2, 0, 1, 2, 0, 0]), parts)
-    assert found.tolist() == [0, 1, 0, 0, 1, 2, 0, 2]
+    result = LabelFlip((1,), 3).flipped(torch.tensor([0, 1, 2, 0, 1, 2, 0, 0]), parts)
+    assert result.tolist() == [0, 1, 0, 0, 1, 2, 0, 2]
 
 
 def test_unsupported_rules_and_adversaries_are_refused() -> None:

@@ -19,7 +19,7 @@ from shoal.sim import StackedFleet, StackedModel, flipped_and_shifted
 PARTS = [torch.arange(0, 26), torch.arange(26, 40), torch.arange(40, 60).flip(0)]
 SIZE, BATCH, STEPS, LR = len(PARTS), 5, 17, 0.1
 ALONE = nx.from_edgelist([(rank, rank) for rank in range(SIZE)], nx.DiGraph)
-"""No agent hears of another, so each trains as if it were the only one."""
+"""No agent receives from another, so each trains as if it were the only one."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -50,11 +50,11 @@ def stacked(
     batches: list[list[Batch]] = [[] for _ in range(SIZE)]
 
     def watched(x: torch.Tensor) -> torch.Tensor:
-        found = gradient.again(x)
+        result = gradient.again(x)
         assert gradient._sample is not None
         for rank, taken in enumerate(batches):
             taken.append((gradient._sample[0][rank].clone(), gradient._sample[1][rank].clone()))
-        return found
+        return result
 
     algorithm = Momentum(GradientDescent(LR), 0.9)
     run = StackedFleet(ALONE, seed=2).run(
@@ -69,7 +69,7 @@ def stacked(
     return run, batches
 
 
-def trained_alone(module: nn.Module, batches: list[Batch], decay: float) -> nn.Module:
+def train_plain_torch(module: nn.Module, batches: list[Batch], decay: float) -> nn.Module:
     """Plain PyTorch: no line of Shoal."""
     module = copy.deepcopy(module)
     sgd = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9, weight_decay=decay)
@@ -95,11 +95,11 @@ def test_each_agent_trains_as_in_torch(decay: float, augment: Augment | None, no
     model = StackedModel(module, SIZE)
     run, batches = stacked(model, torch.float64, augment=augment, decay=decay, vectorize=vectorize)
     for rank in range(SIZE):
-        expected = trained_alone(module, batches[rank], decay).state_dict()
-        found = model.module(run.x[rank], rank).state_dict()
-        assert expected.keys() == found.keys()
+        expected = train_plain_torch(module, batches[rank], decay).state_dict()
+        result = model.module(run.x[rank], rank).state_dict()
+        assert expected.keys() == result.keys()
         for name, value in expected.items():
-            assert (found[name] - value).abs().max() < 1e-11, (rank, name)
+            assert (result[name] - value).abs().max() < 1e-11, (rank, name)
     if norm:
         assert model.statistics["1.num_batches_tracked"].tolist() == [STEPS] * SIZE
 
@@ -111,24 +111,24 @@ def test_gradients_computed_agent_by_agent_have_the_bits_of_torch() -> None:
     run = StackedFleet(ALONE).run(
         GradientDescent(0.0), model.start, gradient, 1, unchecked=("connected", "differences die out")
     )
-    found = gradient.again(run.x)
+    result = gradient.again(run.x)
     assert gradient._sample is not None
     for rank in range(SIZE):
         alone = copy.deepcopy(module)
         F.cross_entropy(alone(gradient._sample[0][rank]), gradient._sample[1][rank]).backward()
-        expected = torch.cat([(one.grad + 1e-2 * one).flatten() for one in alone.parameters()])  # type: ignore[operator]
+        expected = torch.cat([(parameter.grad + 1e-2 * parameter).flatten() for parameter in alone.parameters()])  # type: ignore[operator]
         # The sum with the decay is one operation here, and two above.
-        assert (found[rank] - expected).abs().max() < 1e-8
+        assert (result[rank] - expected).abs().max() < 1e-8
     bare = model.gradient(F.cross_entropy, inputs, targets, PARTS, BATCH)
     run = StackedFleet(ALONE).run(
         GradientDescent(0.0), model.start, bare, 1, unchecked=("connected", "differences die out")
     )
-    found = bare.again(run.x)
+    result = bare.again(run.x)
     assert bare._sample is not None
     for rank in range(SIZE):
         alone = copy.deepcopy(module)
         F.cross_entropy(alone(bare._sample[0][rank]), bare._sample[1][rank]).backward()
-        assert torch.equal(found[rank], torch.cat([one.grad.flatten() for one in alone.parameters()]))  # type: ignore[union-attr]
+        assert torch.equal(result[rank], torch.cat([parameter.grad.flatten() for parameter in alone.parameters()]))  # type: ignore[union-attr]
 
 
 def test_each_agent_iterates_over_its_own_shard_of_any_length() -> None:
@@ -167,9 +167,9 @@ def test_decay_by_name_excludes_biases() -> None:
 
     plain, named = full(0.0), full(lambda name: 0.5 if name.endswith("weight") else 0.0)
     decayed = model.module((named - plain)[1])
-    for (name, found), one in zip(decayed.named_parameters(), model.module(model.start[1]).parameters(), strict=True):
+    for (name, result), one in zip(decayed.named_parameters(), model.module(model.start[1]).parameters(), strict=True):
         expected = 0.5 * one if name.endswith("weight") else 0 * one
-        assert (found - expected).abs().max() < 1e-12
+        assert (result - expected).abs().max() < 1e-12
 
 
 def test_the_mean_model_has_the_mean_statistics_and_outputs_are_those_of_eval() -> None:
@@ -180,8 +180,8 @@ def test_the_mean_model_has_the_mean_statistics_and_outputs_are_those_of_eval() 
         assert (outputs - model.module(run.x[rank], rank).eval()(inputs)).abs().max() < 1e-12
     mean = model.module(run.x.mean(0))
     torch.testing.assert_close(mean.get_buffer("1.running_var"), model.statistics["1.running_var"].mean(0))
-    found = model.outputs(run.x.mean(0, keepdim=True), inputs.unsqueeze(0))
-    assert (found[0] - mean.eval()(inputs)).abs().max() < 1e-12
+    result = model.outputs(run.x.mean(0, keepdim=True), inputs.unsqueeze(0))
+    assert (result[0] - mean.eval()(inputs)).abs().max() < 1e-12
     with pytest.raises(ValueError, match="2 rows of parameters"):
         model.outputs(run.x[:2], inputs.expand(2, *inputs.shape))
 
@@ -223,10 +223,10 @@ def test_resnet20_trains_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[Batch] = []
 
     def watched(x: torch.Tensor) -> torch.Tensor:
-        found = gradient.again(x)
+        results = gradient.again(x)
         assert gradient._sample is not None
         batches.append((gradient._sample[0][1].clone(), gradient._sample[1][1].clone()))
-        return found
+        return results
 
     run = StackedFleet(graph).run(
         Momentum(GradientDescent(LR), 0.9),
@@ -237,10 +237,10 @@ def test_resnet20_trains_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
         every=0,
         unchecked=("connected", "differences die out"),
     )
-    expected = trained_alone(module, batches, 1e-4).state_dict()
-    found = model.module(run.x[1], 1).state_dict()
+    expected = train_plain_torch(module, batches, 1e-4).state_dict()
+    result = model.module(run.x[1], 1).state_dict()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_inconsistent_parts_are_refused() -> None:

@@ -33,7 +33,7 @@ def convolutional() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """The same weight twice, a scalar parameter, one that is frozen, and a buffer."""
+    """The same weight twice, a scalar parameter, a frozen parameter, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,9 @@ def test_gradients_are_those_of_separate_modules(
     for rank in range(SIZE):
         alone = model.module(x[rank])
         F.cross_entropy(alone(inputs[rank]), targets[rank]).backward()
-        expected = torch.cat([one.grad.flatten() for one in alone.parameters() if one.grad is not None])
+        expected = torch.cat(
+            [parameter.grad.flatten() for parameter in alone.parameters() if parameter.grad is not None]
+        )
         assert (gradient[rank] - expected).abs().max() < tolerance
 
 
@@ -84,9 +86,9 @@ def test_outputs_are_those_of_separate_modules(make: Callable[[], nn.Module]) ->
     module, (inputs, _) = made(make), sample()
     model = StackedModel(module, SIZE)
     x = model.start + torch.arange(SIZE).unsqueeze(1) / 100
-    found = model.outputs(x, inputs)
+    result = model.outputs(x, inputs)
     for rank in range(SIZE):
-        assert (found[rank] - model.module(x[rank])(inputs[rank])).abs().max() < 1e-12
+        assert (result[rank] - model.module(x[rank])(inputs[rank])).abs().max() < 1e-12
 
 
 @every_module
@@ -122,14 +124,14 @@ def test_with_a_seed_each_agent_starts_with_its_own_parameters() -> None:
 
 
 def test_a_layer_without_a_reset_method_is_named() -> None:
-    class Odd(nn.Module):
+    class LayerWithoutReset(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.zeros(3))
 
     with pytest.raises(ValueError, match=r"layer '0' \(Odd\) has parameters and no reset_parameters"):
-        StackedModel(nn.Sequential(Odd()), 2, seed=0)
-    assert StackedModel(nn.Sequential(Odd()), 2).dimension == 3
+        StackedModel(nn.Sequential(LayerWithoutReset()), 2, seed=0)
+    assert StackedModel(nn.Sequential(LayerWithoutReset()), 2).dimension == 3
 
 
 def test_the_users_module_is_not_changed() -> None:
@@ -140,7 +142,7 @@ def test_the_users_module_is_not_changed() -> None:
     StackedFleet(ring(SIZE)).run(GradientDescent(0.1), model.start, gradient, 3)
     model.module(model.start[1])
     assert all(torch.equal(one, before[name]) for name, one in module.state_dict().items())
-    assert all(one.grad is None for one in module.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(8), nn.InstanceNorm1d(8, track_running_stats=True)])
@@ -157,7 +159,7 @@ def test_statistics_that_do_not_change_are_constants() -> None:
     inputs, targets = sample()
     gradient = per_agent(loss_of(module, F.cross_entropy), inputs, targets)(StackedModel(module, SIZE).start)
     F.cross_entropy(module(inputs[2]), targets[2]).backward()
-    expected = torch.cat([one.grad.flatten() for one in module.parameters() if one.grad is not None])
+    expected = torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None])
     assert (gradient[2] - expected).abs().max() < 1e-12
 
 
@@ -245,7 +247,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs[order].view(AGENTS, -1, 64), targets[order].view(AGENTS, -1)
 
 
-def train_alone(module: nn.Module) -> list[float]:
+def train_agent(module: nn.Module) -> list[float]:
     """One agent of a real fleet."""
     inputs, targets = digits()
     gradient = own(loss_of(module, F.cross_entropy), inputs[shoal.rank()], targets[shoal.rank()], batch=32)
@@ -261,15 +263,15 @@ def test_digits_in_shards_by_class_train_stacked_as_in_threads() -> None:
     module = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
     model = StackedModel(module, AGENTS)
 
-    def right(x: torch.Tensor) -> dict[str, float]:
+    def count_correct(x: torch.Tensor) -> dict[str, float]:
         guessed = model.module(x.mean(0))(inputs.view(-1, 64)).argmax(1)
         return {"right": (guessed == targets.view(-1)).double().mean().item()}
 
     gradient = per_agent(loss_of(module, F.cross_entropy), inputs, targets, batch=32)
     fleet = StackedFleet(ring(AGENTS), seed=2)
-    found = fleet.run(GradientDescent(LR), model.start, gradient, STEPS, measure=right, every=STEPS)
-    before, after = found.column("right").tolist()
+    results = fleet.run(GradientDescent(LR), model.start, gradient, STEPS, measure=count_correct, every=STEPS)
+    before, after = results.column("right").tolist()
     assert before < 0.2
     assert after > 0.8
-    alone = torch.tensor(shoal.Fleet(AGENTS, timeout=30.0).run(train_alone, module), dtype=torch.float64)
-    assert (alone - found.x).abs().max() < 1e-12
+    alone = torch.tensor(shoal.Fleet(AGENTS, timeout=30.0).run(train_agent, module), dtype=torch.float64)
+    assert (alone - results.x).abs().max() < 1e-12

@@ -1,4 +1,4 @@
-"""The clock of a stacked run: it says what the network model says of every step, and of what was really sent."""
+"""The clock of a stacked run: it equals the network model for every step, and for the messages actually sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES = 8 * DIMENSION
 
 
 @dataclass(frozen=True)
-class Says(Algorithm):
+class StepDependent(Algorithm):
     """Communicates in a way that depends on the step, and does nothing else."""
 
     ways: tuple[str, ...]
@@ -57,8 +57,8 @@ def clock(topology: Schedule, network: Network, steps: int, algorithm: Algorithm
 
 def ends(run: Any) -> np.ndarray[Any, Any]:
     """When each step had ended, without the start."""
-    found: np.ndarray[Any, Any] = run.column("seconds").numpy()[1:]
-    return found
+    result: np.ndarray[Any, Any] = run.column("seconds").numpy()[1:]
+    return result
 
 
 NETWORKS = {
@@ -77,9 +77,9 @@ every_topology = pytest.mark.parametrize("topology", [ring(16), OnePeerExponenti
 def test_the_clock_equals_a_simulation_of_every_step(topology: Schedule, network: Network, compute: Any) -> None:
     steps = 100
     played = simulate(network, rounds_of(topology, NBYTES, steps), compute).ended.max(axis=1)
-    found = ends(clock(topology, network, steps, compute=compute))
-    assert np.abs(found / played - 1)[:3].max() < 1e-9
-    assert np.abs(found / played - 1).max() < 0.05
+    result = ends(clock(topology, network, steps, compute=compute))
+    assert np.abs(result / played - 1)[:3].max() < 1e-9
+    assert np.abs(result / played - 1).max() < 0.05
 
 
 class Alternating(Schedule):
@@ -118,70 +118,70 @@ def test_two_exchanges_in_a_step_take_twice_as_long() -> None:
 
 @pytest.mark.parametrize("verb", ["mix", "pull", "push", "edges"])
 def test_every_exchange_with_neighbours_takes_the_same_time(verb: str) -> None:
-    found = clock(ring(16), NETWORKS["alike"], 4, Says((verb,)))
-    assert found.seconds == pytest.approx(4 * NIC.seconds(NBYTES, 2))
-    assert found.sent == 4 * 32 * NBYTES
+    result = clock(ring(16), NETWORKS["alike"], 4, StepDependent((verb,)))
+    assert result.seconds == pytest.approx(4 * NIC.seconds(NBYTES, 2))
+    assert result.sent == 4 * 32 * NBYTES
 
 
 def test_averages_over_all_take_the_time_of_an_allreduce() -> None:
     network = NETWORKS["machines"]
     expected = simulate(network, [direct_allreduce(16, NBYTES)]).seconds
-    assert clock(ring(16), network, 5, Says(("all",))).seconds == pytest.approx(5 * expected)
+    assert clock(ring(16), network, 5, StepDependent(("all",))).seconds == pytest.approx(5 * expected)
     large = Network(300, NIC)
     expected = simulate(large, [tree_allreduce(300, NBYTES)]).seconds
-    assert clock(ring(300), large, 1, Says(("all",))).seconds == pytest.approx(expected)
+    assert clock(ring(300), large, 1, StepDependent(("all",))).seconds == pytest.approx(expected)
 
 
 def test_averages_within_a_machine_leave_the_nics_alone() -> None:
     network = NETWORKS["machines"]
-    found = clock(ring(16), network, 3, Says(("machine",)), agents_per_machine=4).seconds
+    result = clock(ring(16), network, 3, StepDependent(("machine",)), agents_per_machine=4).seconds
     # Two exchanges, in each of which an agent sends three quarters of its tensor through its port.
-    assert found == pytest.approx(3 * 2 * network.inside.seconds(NBYTES / 4 * 3))
-    assert found < simulate(network, [hierarchical_allreduce(4, 4, NBYTES)]).seconds
+    assert result == pytest.approx(3 * 2 * network.inside.seconds(NBYTES / 4 * 3))
+    assert result < simulate(network, [hierarchical_allreduce(4, 4, NBYTES)]).seconds
 
 
 def test_a_step_without_messages_takes_its_computation_alone() -> None:
-    found = ends(clock(ring(16), NETWORKS["alike"], 6, Says(("nothing", "mix")), compute=0.5))
+    result = ends(clock(ring(16), NETWORKS["alike"], 6, StepDependent(("nothing", "mix")), compute=0.5))
     both = [0.5, 0.5 + NIC.seconds(NBYTES, 2)]
-    assert np.diff(found, prepend=0.0) == pytest.approx(both * 3)
+    assert np.diff(result, prepend=0.0) == pytest.approx(both * 3)
 
 
 def test_an_empty_message_takes_its_latency_and_overhead() -> None:
-    found = clock(ring(16), NETWORKS["alike"], 2, Says(("silent",)))
-    assert found.seconds == pytest.approx(2 * NIC.seconds(0, 2), rel=1e-6)
-    assert found.sent == 0
+    result = clock(ring(16), NETWORKS["alike"], 2, StepDependent(("silent",)))
+    assert result.seconds == pytest.approx(2 * NIC.seconds(0, 2), rel=1e-6)
+    assert result.sent == 0
 
 
 def test_one_message_determines_the_time_of_all() -> None:
-    found = clock(ring(16), NETWORKS["alike"], 2, Says(("one",)))
-    assert found.seconds == pytest.approx(2 * NIC.seconds(NBYTES, 2))
-    assert found.sent == 2 * 2 * NBYTES
+    result = clock(ring(16), NETWORKS["alike"], 2, StepDependent(("one",)))
+    assert result.seconds == pytest.approx(2 * NIC.seconds(NBYTES, 2))
+    assert result.sent == 2 * 2 * NBYTES
 
 
 def test_a_nonperiodic_schedule_is_extrapolated_from_the_simulated_rounds() -> None:
     topology, network = RandomMatchings(16, seed=3), NETWORKS["machines"]
     steps = 120
-    found = ends(clock(topology, network, steps))
+    result = ends(clock(topology, network, steps))
     played = simulate(network, rounds_of(topology, NBYTES, steps)).ended.max(axis=1)
-    assert found[:72] == pytest.approx(played[:72])
+    assert result[:72] == pytest.approx(played[:72])
     # Of the last rounds that are played nothing is kept, as they meet no traffic of others that would follow.
-    assert np.ptp(np.diff(found[71:])) < 1e-9
-    assert found[-1] == pytest.approx(played[-1], rel=0.05)
+    assert np.ptp(np.diff(result[71:])) < 1e-9
+    assert result[-1] == pytest.approx(played[-1], rel=0.05)
 
 
 def test_a_period_too_long_to_be_simulated_is_sampled() -> None:
     topology, network = ShiftOne(400), Network(400, NIC)
-    found = clock(topology, network, 450).seconds
-    assert found == pytest.approx(450 * NIC.seconds(NBYTES))
+    result = clock(topology, network, 450).seconds
+    assert result == pytest.approx(450 * NIC.seconds(NBYTES))
 
 
 def test_the_clock_continues_when_a_run_is_resumed() -> None:
     topology, network = OnePeerExponential(16), NETWORKS["machines"]
-    whole = clock(topology, network, 20, compute=0.01)
+    full = clock(topology, network, 20, compute=0.01)
     half = clock(topology, network, 7, compute=0.01)
     rest = clock(topology, network, 13, compute=0.01, resume=half)
-    assert rest.seconds == pytest.approx(whole.seconds)
-    assert [row["seconds"] for row in rest.records] == pytest.approx([row["seconds"] for row in whole.records])
+    assert rest.seconds == pytest.approx(full.seconds)
+    assert [row["seconds"] for row in rest.records] == pytest.approx([row["seconds"] for row in full.records])
 
 
 def test_a_run_without_a_network_has_no_seconds() -> None:
@@ -219,6 +219,6 @@ def test_a_long_run_is_not_simulated_to_its_end(monkeypatch: pytest.MonkeyPatch)
         return simulate(network, steps, compute)
 
     monkeypatch.setattr(pace, "simulate", counted)
-    found = ends(clock(ring(16), NETWORKS["alike"], 500))
+    result = ends(clock(ring(16), NETWORKS["alike"], 500))
     assert played == [4]
-    assert found[-1] == pytest.approx(500 * NIC.seconds(NBYTES, 2))
+    assert result[-1] == pytest.approx(500 * NIC.seconds(NBYTES, 2))

@@ -80,17 +80,17 @@ def test_a_round_multiplies_by_its_matrix(topology: nx.Graph | Schedule, form: s
     x = torch.randn(mix.size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for round_ in range(6):
         mix.begin(round_)
-        found = multiplied(mix, form, x)
-        assert (found - dense(topology, round_, form) @ x).abs().max() < 1e-14
+        result = multiplied(mix, form, x)
+        assert (result - dense(topology, round_, form) @ x).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("topology", [*SHIFTS[2:], *PAIRS, *IRREGULAR], ids=name_of)
 def test_blocks_do_not_change_the_result(topology: nx.Graph | Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(as_schedule(topology).size, 3)
-    whole = StackedMix(topology)(x)
+    full = StackedMix(topology)(x)
     for rows in (1, 2, 3, 5):
         monkeypatch.setattr(products, "_BLOCK_BYTES", rows * x[0].nbytes)
-        assert torch.equal(StackedMix(topology)(x), whole)
+        assert torch.equal(StackedMix(topology)(x), full)
 
 
 @pytest.mark.parametrize("topology", [*SHIFTS, *PAIRS], ids=name_of)
@@ -110,8 +110,8 @@ def test_numbers_that_are_exact_in_binary_stay_exact(weights: tuple[float, float
 def test_a_graph_is_recognised_as_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(products, "_sparse")
     x = torch.randn(16, 3, dtype=torch.float64)
-    found, expected = StackedMix(graphs.ExponentialTwoGraph(16))(x), StackedMix(exponential(16))(x)
-    assert (found - expected).abs().max() < 1e-14
+    result, expected = StackedMix(graphs.ExponentialTwoGraph(16))(x), StackedMix(exponential(16))(x)
+    assert (result - expected).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("schedule", SHIFTS, ids=name_of)
@@ -130,9 +130,9 @@ def test_equal_agents_need_no_edges(make: type[Schedule], monkeypatch: pytest.Mo
     schedule = make(64)  # type: ignore[call-arg]
     monkeypatch.setattr(schedule, "edges", None)
     fleet = StackedFleet(schedule)
-    found = fleet.run(GradientTracking(0.1), torch.zeros(5), lambda x: x - 1, 10)
+    results = fleet.run(GradientTracking(0.1), torch.zeros(5), lambda x: x - 1, 10)
     messages = 2 if make is ring else 1
-    assert found.sent == 10 * 2 * 64 * messages * 5 * 4
+    assert results.sent == 10 * 2 * 64 * messages * 5 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex128])
@@ -141,9 +141,9 @@ def test_other_dtypes_are_mixed_too(topology: nx.Graph | Schedule, dtype: torch.
     mix = StackedMix(topology)
     x = torch.randn(mix.size, 4, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    found = mix(x)
-    assert found.dtype == dtype
-    error = (found.to(wide) - dense(topology, 0, "mix").to(wide) @ x.to(wide)).abs().max()
+    result = mix(x)
+    assert result.dtype == dtype
+    error = (result.to(wide) - dense(topology, 0, "mix").to(wide) @ x.to(wide)).abs().max()
     assert error < 8 * torch.finfo(dtype).eps
 
 
@@ -151,8 +151,8 @@ def test_other_dtypes_are_mixed_too(topology: nx.Graph | Schedule, dtype: torch.
 def test_only_the_device_of_x_is_used(topology: Schedule) -> None:
     mix = StackedMix(topology)
     x = torch.empty(mix.size, 4, device="meta")
-    found = mix(x), mix.pull(x), mix.push(x), mix.average(x), mix.gather(mix.edges(mix.spread(x))), mix.sign(x)
-    assert {one.device.type for one in (*found, mix.uniform(x), mix.ones(x))} == {"meta"}
+    result = mix(x), mix.pull(x), mix.push(x), mix.average(x), mix.gather(mix.edges(mix.spread(x))), mix.sign(x)
+    assert {one.device.type for one in (*result, mix.uniform(x), mix.ones(x))} == {"meta"}
 
 
 def test_rows_of_matrices_mix_like_rows_of_vectors() -> None:
@@ -190,8 +190,8 @@ def test_a_start_of_one_row_is_used_for_all_agents() -> None:
 
 def test_a_run_of_zero_steps_returns_a_copy_of_the_start() -> None:
     start = torch.zeros(4, 2)
-    found = StackedFleet(ring(4)).run(GradientDescent(0.1), start, lambda x: x, 0)
-    found.x.add_(1)
+    results = StackedFleet(ring(4)).run(GradientDescent(0.1), start, lambda x: x, 0)
+    results.x.add_(1)
     assert not start.any()
 
 
@@ -215,12 +215,12 @@ def test_a_message_on_a_link_arrives_at_its_other_end() -> None:
     graph = with_metropolis_hastings_weights(nx.gnp_random_graph(9, 0.5, seed=1))
     mix, edges = StackedMix(graph), Static(graph).edges(0)
     pairs = [(i, j) for i, j in zip(edges.destination.tolist(), edges.source.tolist(), strict=True) if i != j]
-    said = torch.tensor([[100.0 * i + j] for i, j in pairs])
-    assert mix.edges(said).flatten().tolist() == [100.0 * j + i for i, j in pairs]
+    output = torch.tensor([[100.0 * i + j] for i, j in pairs])
+    assert mix.edges(output).flatten().tolist() == [100.0 * j + i for i, j in pairs]
     assert mix.spread(torch.arange(9.0).unsqueeze(1)).flatten().tolist() == [i for i, _ in pairs]
-    assert mix.sign(said).flatten().tolist() == [1.0 if i < j else -1.0 for i, j in pairs]
+    assert mix.sign(output).flatten().tolist() == [1.0 if i < j else -1.0 for i, j in pairs]
     sums = [sum(100.0 * i + j for i, j in pairs if i == rank) for rank in range(9)]
-    assert mix.gather(said).flatten().tolist() == sums
+    assert mix.gather(output).flatten().tolist() == sums
 
 
 def test_directed_edges_have_no_message_of_their_own() -> None:
@@ -293,12 +293,12 @@ def test_a_resumed_run_has_the_draws_of_an_uninterrupted_one() -> None:
     def distance(x: torch.Tensor) -> dict[str, float]:
         return {"distance": float(x.norm())}
 
-    whole = fleet.run(GradientDescent(0.05), start, gradient, 12, measure=distance)
+    full = fleet.run(GradientDescent(0.05), start, gradient, 12, measure=distance)
     half = fleet.run(GradientDescent(0.05), start, gradient, 5, measure=distance)
     rest = fleet.run(GradientDescent(0.05), start, gradient, 7, measure=distance, resume=half)
-    assert torch.equal(whole.x, rest.x)
-    assert whole.records == rest.records
-    assert (whole.rounds, whole.exchanges, whole.sent) == (rest.rounds, rest.exchanges, rest.sent)
+    assert torch.equal(full.x, rest.x)
+    assert full.records == rest.records
+    assert (full.rounds, full.exchanges, full.sent) == (rest.rounds, rest.exchanges, rest.sent)
     assert len(half.records) == 6
 
 
@@ -308,7 +308,7 @@ def test_a_small_sparse_product_has_one_thread_and_the_bits_of_two(
 ) -> None:
     weights = ScheduleWeights(graphs.MeshGrid2DGraph(12))[0]
     x = torch.randn(12, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with_threads, found, seen = torch.get_num_threads(), [], list[int]()
+    with_threads, result, seen = torch.get_num_threads(), [], list[int]()
     try:
         torch.set_num_threads(2)
         for limit in (products._ONE_THREAD, 0):
@@ -316,10 +316,10 @@ def test_a_small_sparse_product_has_one_thread_and_the_bits_of_two(
             multiply, out = products.product(weights, "mix", dtype, x.device), torch.empty_like(x)
             with _Counting(seen):
                 multiply(out, x)
-            found.append(out)
+            result.append(out)
             assert torch.get_num_threads() == 2
         assert seen == [1, 2]
-        assert torch.equal(*found)
+        assert torch.equal(*result)
     finally:
         torch.set_num_threads(with_threads)
 

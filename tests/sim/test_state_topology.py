@@ -32,7 +32,7 @@ def test_links_between_near_agents_follow_their_positions() -> None:
         seen.append((round_, x.clone(), state))
         return near(x)
 
-    found = StackedFleet(N).run(GradientDescent(0.1), start(), lambda x: x, 6, topology=links)
+    results = StackedFleet(N).run(GradientDescent(0.1), start(), lambda x: x, 6, topology=links)
     x = start().numpy()
     graphs = []
     for round_ in range(6):
@@ -45,8 +45,8 @@ def test_links_between_near_agents_follow_their_positions() -> None:
         W = np.where(close, 1 / (1 + np.maximum(degree[:, None], degree[None])), 0.0)
         W += np.diag(1 - W.sum(1))
         x = W @ (x - 0.1 * x)
-    np.testing.assert_allclose(found.x.numpy(), x, rtol=0, atol=1e-13)
-    assert any((one != graphs[0]).any() for one in graphs[1:])
+    np.testing.assert_allclose(results.x.numpy(), x, rtol=0, atol=1e-13)
+    assert any((graph != graphs[0]).any() for graph in graphs[1:])
 
 
 def test_the_function_gets_the_state_of_the_algorithm() -> None:
@@ -61,9 +61,9 @@ def test_the_function_gets_the_state_of_the_algorithm() -> None:
     assert torch.equal(states[0][0], start())
     static = StackedFleet(with_metropolis_hastings_weights(nx.path_graph(N)))
     expected = static.run(GradientTracking(0.1), start(), lambda x: x, 5)
-    found = fleet.run(GradientTracking(0.1), start(), lambda x: x, 5, topology=links)
-    assert (found.x - expected.x).abs().max() < 1e-13
-    assert found.sent == expected.sent
+    results = fleet.run(GradientTracking(0.1), start(), lambda x: x, 5, topology=links)
+    assert (results.x - expected.x).abs().max() < 1e-13
+    assert results.sent == expected.sent
 
 
 def test_all_forms_of_links_are_the_same_round() -> None:

@@ -38,13 +38,13 @@ def test_the_summary_is_that_of_the_single_runs() -> None:
 
 
 def test_a_refused_pair_does_not_affect_the_others() -> None:
-    found = swept()
-    assert list(found.refused) == [("EXTRA", "one-peer")]
-    assert "static" in found.refused["EXTRA", "one-peer"]
-    assert len(found.records) == 3 * 3 * 7
+    result = swept()
+    assert list(result.refused) == [("EXTRA", "one-peer")]
+    assert "static" in result.refused["EXTRA", "one-peer"]
+    assert len(result.records) == 3 * 3 * 7
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(found.table())
+        console.print(result.table())
     assert "EXTRA on one-peer was refused: EXTRA needs W to be static" in " ".join(captured.get().split())
     with pytest.raises(ValueError, match=r"every pair is refused; the first because EXTRA.* needs"):
         sweep(PROBLEM, [EXTRA(0.05)], [OnePeerExponential(4)], 1)
@@ -54,9 +54,11 @@ def test_each_seed_may_have_its_own_problem() -> None:
     def problem_of(seed: int) -> Any:
         return torch.full((4, 2), float(seed)), lambda x: 0 * x
 
-    found = sweep(problem_of, [GradientDescent(0.1)], [RingGraph(4)], 1, seeds=(1, 3), measure=lambda x: {"m": x.max()})
-    assert found.summary()[0]["m"] == 2
-    assert found.summary()[0]["algorithm"] == repr(GradientDescent(0.1))
+    result = sweep(
+        problem_of, [GradientDescent(0.1)], [RingGraph(4)], 1, seeds=(1, 3), measure=lambda x: {"m": x.max()}
+    )
+    assert result.summary()[0]["m"] == 2
+    assert result.summary()[0]["algorithm"] == repr(GradientDescent(0.1))
 
 
 def test_a_plot_has_a_line_for_each_pair() -> None:

@@ -1,4 +1,4 @@
-"""What the checks of a simulated run take for right, and what they report."""
+"""The results that the checks of a simulated run accept, and those they report."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def test_only_an_agent_that_the_receiver_knows_to_have_left_may_be_missing(
         history.entries.append(Entry(rank, 1, 2, call, plan, plan, members, result))
     report = Report(Scenario(1, training, Weather(), (Fault("departs", 2, 3),), "continue"), history=history)
     training_checks.check(report, training)
-    found = [one for one in report.problems if one.startswith("step 2, call 0")]
-    assert bool(found) == (3 in members), found
+    step_problems = [one for one in report.problems if one.startswith("step 2, call 0")]
+    assert bool(step_problems) == (3 in members), step_problems

@@ -116,14 +116,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def failures(first: int, count: int, most: int = 1) -> list[Scenario]:
-    found = []
+    results = []
     for seed in range(first, first + count):
         scenario = Scenario.draw(seed)
         if run(scenario).problems:
-            found.append(scenario)
-            if len(found) == most:
+            results.append(scenario)
+            if len(results) == most:
                 break
-    return found
+    return results
 
 
 def check(seed: int) -> None:
@@ -154,15 +154,15 @@ def test_many_seeds(first: int) -> None:
 
 def drawn(of: type[Program], with_kind: str, count: int) -> list[int]:
     """The first seeds whose runs are of a kind of program, and have a call of a kind or a fault of it."""
-    found = []
+    results = []
     for seed in range(10_000):
         scenario = Scenario.draw(seed)
-        kinds = {one.kind for one in scenario.program.calls} | {one.kind for one in scenario.faults}
+        kinds = {call.kind for call in scenario.program.calls} | {fault.kind for fault in scenario.faults}
         if type(scenario.program) is of and with_kind in kinds:
-            found.append(seed)
-            if len(found) == count:
+            results.append(seed)
+            if len(results) == count:
                 break
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", ["returns", "joins", "optimizer"])
@@ -182,22 +182,22 @@ def test_a_rejoined_agent_has_the_results_of_the_others() -> None:
     training = Training(3, "ring", [Call(0, "average", 2, True, NOBODY), Call(1, "static", 2, True, NOBODY)], 1)
     report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
     assert not report.problems
-    members = list(report.history.there.values())
+    members = list(report.history.participants.values())
     assert [set(one.values()) for one in (members[0], members[-1])] == [{(0, 1, 2)}] * 2
-    assert {(0, 2)} in [set(one.values()) for one in members]
+    assert {(0, 2)} in [set(member.values()) for member in members]
     assert report.history.plans == dict.fromkeys(range(3), Plan((), 1))
 
 
 def test_a_wrong_average_after_a_rejoin_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     mix = neighbor.mix_steps
 
-    def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def corrupted(*args, **kwargs):  # type: ignore[no-untyped-def]
         result = yield from mix(*args, **kwargs)
         if current().engine.agreement.now.entered:
             result[0] += 0.25
         return result
 
-    monkeypatch.setattr(neighbor, "mix_steps", wrong)
+    monkeypatch.setattr(neighbor, "mix_steps", corrupted)
     training = Training(3, "full", [Call(0, "static", 2, True, NOBODY)], 1)
     report = run(Scenario(1, training, Weather(), (Fault("returns", 300, 1, seconds=0.1),), "continue"))
     assert any("has the weights" in one or "not [" in one for one in report.problems), report.problems
@@ -228,15 +228,15 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a call uses the square of a weight, an average is wrong."""
     mix = neighbor.mix_steps
 
-    def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def corrupted(*args, **kwargs):  # type: ignore[no-untyped-def]
         result = yield from mix(*args, **kwargs)
         if result.numel() == 7:
             result.add_(1.0)
         return result
 
-    monkeypatch.setattr(neighbor, "mix_steps", wrong)
-    (found,) = failures(0, 100)
-    short = shrunk(found)
+    monkeypatch.setattr(neighbor, "mix_steps", corrupted)
+    (results,) = failures(0, 100)
+    short = shrunk(results)
     assert len(short.program.calls) == 1 and not short.faults
     assert "of 7 numbers" in str(short)
 

@@ -1,4 +1,4 @@
-"""What the tests share: a reference in plain tensors, sample tensors, and ways to run fleets and to look at them."""
+"""Shared parts of the tests: a reference in plain tensors, sample tensors, and ways to run and inspect fleets."""
 
 TRANSPORTS = ("threads", "shared_memory", "network")
 PROCESS_GROUP = "process-group"

@@ -1,4 +1,4 @@
-"""What agents of the tests of Accelerate do."""
+"""The agents' functions in the tests of Accelerate."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def prepared(made: ShoalAccelerator, batch: int = 2) -> tuple[nn.Module, Any, An
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, gamma=0.5)
     loader = DataLoader(dataset(), batch_size=batch, shuffle=True)
-    found: tuple[nn.Module, Any, Any, DataLoader[Any]] = made.prepare(model, optimizer, schedule, loader)
-    return found
+    result: tuple[nn.Module, Any, Any, DataLoader[Any]] = made.prepare(model, optimizer, schedule, loader)
+    return result
 
 
 def one_epoch(made: ShoalAccelerator, parts: tuple[nn.Module, Any, Any, DataLoader[Any]], skip: int = 0) -> list[int]:
@@ -75,7 +75,7 @@ def one_epoch(made: ShoalAccelerator, parts: tuple[nn.Module, Any, Any, DataLoad
 
 
 def numbers_of(parts: tuple[nn.Module, Any, Any, DataLoader[Any]]) -> list[np.ndarray[Any, Any]]:
-    """All that training has left: parameters, moments, the rate, and what is drawn next."""
+    """The complete state after training: parameters, moments, the rate, and the next random number."""
     model, optimizer, schedule, _ = parts
     moments = [one for state in optimizer.state.values() for _, one in sorted(state.items())]
     drawn = torch.rand(3)
@@ -105,32 +105,32 @@ def prepare() -> dict[str, Any]:
 
 def gather() -> dict[str, Any]:
     made = accelerator()
-    rank, found = made.process_index, {}
+    rank, result = made.process_index, {}
     loader = made.prepare(DataLoader(dataset(), batch_size=4))
-    found["numbers"] = torch.cat([made.gather_for_metrics(numbers) for _, numbers in loader]).tolist()
-    found["objects"] = [name for _, numbers in loader for name in made.gather_for_metrics([f"a{n}" for n in numbers])]
-    found["nested"] = made.gather({"bool": torch.tensor([rank == 1]), "nan": [torch.tensor(float("nan"))]})
-    found["nested"] = str(found["nested"])
-    found["reduced"] = [made.reduce(torch.tensor(float(rank)), how).item() for how in ("sum", "mean", "max")]
-    found["padded"] = made.pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist()
+    result["numbers"] = torch.cat([made.gather_for_metrics(numbers) for _, numbers in loader]).tolist()
+    result["objects"] = [name for _, numbers in loader for name in made.gather_for_metrics([f"a{n}" for n in numbers])]
+    result["nested"] = made.gather({"bool": torch.tensor([rank == 1]), "nan": [torch.tensor(float("nan"))]})
+    result["nested"] = str(result["nested"])
+    result["reduced"] = [made.reduce(torch.tensor(float(rank)), how).item() for how in ("sum", "mean", "max")]
+    result["padded"] = made.pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist()
     for name, options in (("stream", {}), ("full rounds", {"drop_last": True})):
         streamed = made.prepare(DataLoader(Stream(), batch_size=4, **options))
         for _ in range(2):
-            found[name] = torch.cat([made.gather_for_metrics(numbers) for numbers in streamed]).tolist()
+            result[name] = torch.cat([made.gather_for_metrics(numbers) for numbers in streamed]).tolist()
     if rank == 2:
         made.set_trigger()
-    found["trigger"] = made.check_trigger()
-    return found
+    result["trigger"] = made.check_trigger()
+    return result
 
 
 def functions() -> dict[str, Any]:
-    """What the functions of ``accelerate.utils`` give."""
+    """The results of the functions of ``accelerate.utils``."""
     rank = accelerator().process_index
     nested = {"bool": torch.tensor([rank == 1]), "nan": [torch.tensor([float("nan"), rank])]}
     halves = torch.full((1, 2), float(rank), dtype=torch.bfloat16)
     given = torch.full((2,), float(rank), requires_grad=True)
     synchronize_rng_states(["torch"])
-    found = {
+    result = {
         "gathered": gather_tensors(torch.tensor(rank)).tolist(),
         "nested": str(gather_tensors(nested)),
         "halves": gather_tensors(halves).tolist(),
@@ -141,25 +141,25 @@ def functions() -> dict[str, Any]:
         "padded": pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist(),
         "drawn": torch.rand(()).item(),
     }
-    PartialState().debug = True  # has agents compare the shapes of what they gather
+    PartialState().debug = True  # makes agents compare the shapes of gathered tensors
     try:
         gather_tensors(torch.ones(rank + 1))
     except DistributedOperationException as error:
-        found["shapes"] = str(error)
+        result["shapes"] = str(error)
     finally:
         PartialState().debug = False
-    return found
+    return result
 
 
 def save_and_resume(folder: str) -> dict[str, Any]:
-    """Two epochs, one of them in the middle; and from there again, with all made anew."""
+    """Two epochs, saved in the middle of one; and resumed from there with new objects."""
     made = accelerator()
     parts = prepared(made)
     one_epoch(made, parts)
     made.save_state(folder)
     saved = [param.detach().numpy().copy() for param in parts[0].parameters()]
     whole_seen = one_epoch(made, parts)
-    whole = numbers_of(parts)
+    full = numbers_of(parts)
 
     made = accelerator()
     parts = prepared(made)
@@ -171,12 +171,12 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     parts = prepared(made)
     made.load_state(folder, start="consensus")
     mean = [param.detach().numpy().copy() for param in parts[0].parameters()]
-    found = {"whole": whole, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
-    return found | {"drawn": torch.rand(()).item()}
+    result = {"whole": full, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
+    return result | {"drawn": torch.rand(()).item()}
 
 
 def save_model(folder: str) -> dict[str, Any]:
-    made = accelerator(wrapper=_apart)
+    made = accelerator(wrapper=_without_exchange)
     parts = prepared(made)
     one_epoch(made, parts)
     made.save_model(parts[0], folder)
@@ -188,7 +188,7 @@ def save_model(folder: str) -> dict[str, Any]:
     return {"own": own, "saved": {name: value.numpy().copy() for name, value in saved.items()}}
 
 
-def _apart(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> shoal.DecentralizedOptimizer:
+def _without_exchange(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> shoal.DecentralizedOptimizer:
     """Agents that exchange nothing: their models go different ways."""
     kind = shoal.CommunicationType.empty
     return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, models, kind, mix_state=())

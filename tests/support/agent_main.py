@@ -1,8 +1,8 @@
 """The process of one agent in a :class:`~support.world.World`, and the template that it is forked from.
 
 Importing torch costs a second or two, and forking a process that has imported it ten milliseconds. So one template
-imports everything, before it has a second thread, and forks an agent for each request. An agent then calls whatever
-function it is told to, by name, and sends back what came of it, until its world tells it to leave.
+imports everything, before it has a second thread, and forks an agent for each request. An agent then calls the
+functions that its world requests, by name, and returns their outcomes, until its world shuts it down.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ IMPORTED = (
 
 @dataclass(frozen=True)
 class Spawn:
-    """What the template needs to know to make an agent."""
+    """The parameters with which the template forks a new agent."""
 
     environment: dict[str, str]
     path: list[str]
@@ -96,7 +96,7 @@ class Dying:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds that an agent must give back: descriptors, threads, shared memory, child processes."""
+    """The resources of a process that an agent must give back: descriptors, threads, shared memory, child processes."""
 
     descriptors: frozenset[tuple[str, str]]
     threads: tuple[str, ...]
@@ -104,16 +104,16 @@ class Holdings:
     children: tuple[str, ...]
 
     def beyond(self, before: Holdings) -> list[str]:
-        """What is there now and was not before."""
-        found = []
+        """The resources held now but not before."""
+        results = []
         # Gloo never wakes who waits for a message of which a part has come when its sender was killed: that thread
         # keeps its group, and the tensors that it was to receive.
         if not any(name.startswith("abandoned to") for name in self.threads):
-            found += [f"descriptor {fd} -> {target}" for fd, target in sorted(self.descriptors - before.descriptors)]
-            found += [f"thread {name}" for name in _added(self.threads, before.threads)]
-            found += [f"memory {line}" for line in self.maps if line not in before.maps]
-        found += [f"child process {pid}" for pid in self.children if pid not in before.children]
-        return found
+            results += [f"descriptor {fd} -> {target}" for fd, target in sorted(self.descriptors - before.descriptors)]
+            results += [f"thread {name}" for name in _added(self.threads, before.threads)]
+            results += [f"memory {line}" for line in self.maps if line not in before.maps]
+        results += [f"child process {pid}" for pid in self.children if pid not in before.children]
+        return results
 
 
 def _added(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
@@ -122,14 +122,14 @@ def _added(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
 
 
 def holdings() -> Holdings:
-    """What this process holds now."""
+    """The resources of this process now."""
     gc.collect()
     descriptors = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             descriptors.add((entry.name, os.readlink(entry)))  # noqa: PTH115 - a socket's "target" is no path
         except FileNotFoundError:
-            continue  # the one that lists the directory
+            continue  # the descriptor of the listing itself
     threads = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -156,12 +156,12 @@ def die(how: int = signal.SIGKILL) -> NoReturn:
 
 
 def left_over() -> list[str]:
-    """What this process holds beyond what it had when it began. Threads get a moment to end."""
+    """Resources that this process has acquired since its start. Threads get a moment to end."""
     assert _before is not None
     limit = time.monotonic() + 2.0
-    while (found := holdings().beyond(_before)) and time.monotonic() < limit:
+    while (result := holdings().beyond(_before)) and time.monotonic() < limit:
         time.sleep(0.01)
-    return found
+    return result
 
 
 def main() -> None:
@@ -186,7 +186,7 @@ def main() -> None:
         try:
             _agent(*work)
         except SystemExit as error:
-            script_end.note_exit(error)  # as what runs the scripts of a launcher does
+            script_end.note_exit(error)  # as the runner of a launcher's scripts does
             raise
 
 
@@ -227,12 +227,12 @@ def _serve(control: socket.socket) -> tuple[Spawn, int] | None:
 
 def _orphans(agents: set[int]) -> list[tuple[int, str]]:
     """Processes that agents have left behind; they have become children of the template."""
-    found = []
+    results = []
     for text in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         pid = int(text)
         if pid not in agents and os.waitpid(pid, os.WNOHANG) == (0, 0):
-            found.append((pid, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")))
-    return found
+            results.append((pid, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")))
+    return results
 
 
 def _agent(spawn: Spawn, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""What the tests need of an algorithm of the catalog beside its example: a topology, and how long it takes."""
+"""An algorithm of the catalog as the tests need it: its example, a topology, and its number of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Case:
     Attributes:
         topology: A mixing that it works on, for any (even) number of agents.
         steps: Steps after which it is within 1e-8 of the optimum of ``support.least_squares``, if it is exact; else 0.
-        compressed: It quantises or chooses, or else a last bit grows: its runs are compared exactly, for a few steps on
+        compressed: It quantises or chooses, or rounding errors grow: its runs are compared exactly, over a few steps on
             numbers that are exact in binary.
     """
 
@@ -82,5 +82,5 @@ CASES = {
 
 
 def case_of(entry: Entry) -> Case:
-    """How its example is run: on a ring, if nothing else is said."""
+    """How its example is run: on a ring, unless specified otherwise."""
     return CASES.get(entry.name, Case())

@@ -49,7 +49,7 @@ class Browser:
         self._ask("POST", "/url", {"url": address})
 
     def run(self, script: str) -> Any:
-        """What a function body returns in the page."""
+        """The result of a function body run in the page."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})
 
     def tell(self, command: str, **parameters: Any) -> Any:
@@ -64,17 +64,17 @@ class Browser:
         self.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def complaints(self) -> list[str]:
-        """What the console says since this was asked last, but for what is no complaint."""
+        """The console's messages since the last call, without harmless ones."""
         lines = self._ask("POST", "/se/log", {"type": "browser"})
         return [line["message"] for line in lines if line["level"] not in ("DEBUG", "INFO")]
 
     def until(self, script: str, true: Callable[[Any], bool] = bool, seconds: float = _PATIENCE) -> Any:
-        """What it returns, once that is so."""
+        """Run the script until its result is as required; return the result."""
         limit = time.monotonic() + seconds
-        while not true(found := self.run(script)):
-            assert time.monotonic() < limit, f"{script} gives {found!r}"
+        while not true(results := self.run(script)):
+            assert time.monotonic() < limit, f"{script} gives {results!r}"
             time.sleep(0.05)
-        return found
+        return results
 
     def picture(self, path: Path) -> None:
         """Of what can be seen, as PNG."""
@@ -86,7 +86,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(width: int = 1200, height: int = 900) -> Iterator[Browser]:
-    """A new browser, with an empty profile, and nothing of it afterwards."""
+    """A new browser, with an empty profile that is removed afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as profile:

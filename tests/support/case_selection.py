@@ -61,8 +61,8 @@ def chosen(name: str, cases: list[pytest.Item], way: str) -> Iterable[pytest.Ite
     # Another first case for each function, so that not all of them test their first size over the first transport.
     first = crc32(name.encode()) % len(cases)
     order = [*range(first, len(cases)), *range(first)]
-    found = cover([values[index] for index in order], 2 if pairs else 1, order, TRANSPORT if over_any else ())
-    return [cases[index] for index in sorted(found)]
+    result = cover([values[index] for index in order], 2 if pairs else 1, order, TRANSPORT if over_any else ())
+    return [cases[index] for index in sorted(result)]
 
 
 def cover(
@@ -70,23 +70,23 @@ def cover(
 ) -> list[int]:
     """Entries of ``order`` whose cases have, together, all combinations of ``length`` values that any case has.
 
-    Greedy: the next case is the first of those with the most combinations that no chosen case has; among these, the
-    first of those with the most new values of the parameters ``as_it_comes``.
+    Greedy: the next case is the first with the most combinations that no chosen case has; ties are broken by the most
+    new values of the parameters ``as_it_comes``.
 
     Args:
         values: The parameters of each case, as names and numbers that stand for their values.
         length: How many parameters' values are combined; all of a case, if it has fewer.
-        order: What is returned for each case.
+        order: The value returned for each case.
         as_it_comes: Parameters of which not every value is needed.
     """
     needed = [[one for one in case if one[0] not in as_it_comes] for case in values]
     combined: list[set[Hashable]] = [set(combinations(sorted(one), min(length, len(one)))) for one in needed]
     missing = set().union(*combined)
     welcome = [set(case) - set(one) for case, one in zip(values, needed, strict=True)]
-    found, met = [], set[tuple[str, int]]()
+    result, met = [], set[tuple[str, int]]()
     while missing:
         best = max(range(len(combined)), key=lambda case: (len(combined[case] & missing), len(welcome[case] - met)))
         missing -= combined[best]
         met |= welcome[best]
-        found.append(order[best])
-    return found
+        result.append(order[best])
+    return result

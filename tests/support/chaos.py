@@ -1,4 +1,4 @@
-"""Training under faults that are drawn from a seed; what must come of it is computed, all else is an error."""
+"""Training under faults drawn from a seed; the expected outcome is computed, and any other is an error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 AVERAGING, JOINING = ("ATC", "AWC"), ("ATC", "AWC", "gradients", "gradients during backward")
 MANY = 2 * STEPS
-"""Batches of those that have most, where agents have different numbers of them."""
+"""The largest number of batches of an agent, where the numbers differ."""
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "ring": lambda size: None,  # the static topology
     "one-peer exponential": OnePeerExponential,
@@ -57,7 +57,7 @@ TOPOLOGIES: dict[str, Callable[[int], Any]] = {
 
 @dataclass(frozen=True)
 class Draw:
-    """One run: who trains how, and what befalls whom, where.
+    """One run: how each agent trains, and the fault of each, with its place.
 
     Attributes:
         faults: By rank.
@@ -96,11 +96,11 @@ class Draw:
         return Draw(size, chance.choice(["shared_memory", "network"]), way, topology, faults, tuple(batches))
 
     @property
-    def left(self) -> list[int]:
+    def survivors(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.faults]
 
     @property
-    def gone(self) -> list[int]:
+    def departed(self) -> list[int]:
         return sorted(rank for rank, (fault, _) in self.faults.items() if fault != LEFT_OUT)
 
     @property
@@ -109,19 +109,19 @@ class Draw:
 
     @property
     def kind(self) -> str:
-        """What befalls, for a table."""
+        """The kind of fault, as tables name it."""
         first = next(iter(self.faults.values()))[0]
         return first if len(self.faults) == 1 else f"{first}, and others killed"
 
     @property
     def conditions(self) -> list[str]:
-        """What else is so, for a table."""
+        """The other conditions, as tables name them."""
         late = any(point.kind in LATE for _, point in self.faults.values())
         return ["unequal batches"] * self.unequal + ["killed while a loss is agreed on"] * late
 
 
 @dataclass(frozen=True)
-class Found:
+class RunFigures:
     """What came of a run: how long the survivors' longest step was, and how far they ended from where they must."""
 
     seconds: float
@@ -132,7 +132,7 @@ def _point(chance: random.Random) -> Point:
     return Point(chance.choice(KINDS), chance.randint(3, 60))
 
 
-def suffer(draw: Draw, rank: int, locked: float) -> None:
+def inject_fault(draw: Draw, rank: int, locked: float) -> None:
     """Have befall this agent what is drawn for it."""
     if rank not in draw.faults:
         return
@@ -157,7 +157,7 @@ def train(draw: Draw, rank: int, locked: float) -> tuple[list[float], float, int
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)
     step, ends = step_of(optimizer, model), [time.monotonic()]
     shoal.barrier()
-    suffer(draw, rank, locked)
+    inject_fault(draw, rank, locked)
     with optimizer.join() if draw.unequal else contextlib.nullcontext():
         for _ in range(draw.batches[rank]):
             step()
@@ -166,17 +166,17 @@ def train(draw: Draw, rank: int, locked: float) -> tuple[list[float], float, int
     return model.x.tolist(), longest, len(ends) - 1, optimizer.rounds
 
 
-def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") -> Found:
+def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") -> RunFigures:
     """Draw, train, and compare. AssertionError where an agent ends otherwise than it must.
 
     Args:
         locked: The seconds for which an agent's interpreter lock is held.
-        over: The transport, if not the one that is drawn.
+        over: The transport, if not the drawn one.
     """
     draw = Draw.of(seed)
     environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": over or draw.transport}
     environment["SHOAL_CHECK_FINITE"] = str(int(any(fault == REFUSED for fault, _ in draw.faults.values())))
-    told = f"seed {seed}, {draw}:"
+    prefix = f"seed {seed}, {draw}:"
     with World(draw.size, environment=environment) as world:
         world.excused = {rank for rank, (fault, _) in draw.faults.items() if fault == NO_MEMORY}
         children = []
@@ -190,43 +190,43 @@ def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") ->
             rank: world.run_on(rank, train, draw, rank, locked, caught=rank not in script_ends)
             for rank in range(draw.size)
         }
-        outcomes = {rank: pending[rank].outcome(locked + 30.0) for rank in draw.left}
+        outcomes = {rank: pending[rank].outcome(locked + 30.0) for rank in draw.survivors}
         for rank, one in outcomes.items():
-            assert not one.error, f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+            assert not one.error, f"{prefix} rank {rank}: {one.error}: {one.message}\n{one.trace}"
         for rank, (fault, _) in draw.faults.items():
             if fault == STOPPED:
                 world.kill(rank, signal.SIGCONT)
-            problem = _wrong(fault, pending[rank].outcome(locked + 30.0), world.members[rank].log.read_text())
-            assert not problem, f"{told} rank {rank}: {problem}"
+            problem = _problem(fault, pending[rank].outcome(locked + 30.0), world.members[rank].log.read_text())
+            assert not problem, f"{prefix} rank {rank}: {problem}"
         expected, distance = _expected(draw), 0.0
         for rank, one in outcomes.items():
             x, _, steps, rounds = one.value
             distance = max(distance, float(np.abs(np.array(x) - expected[rank]).max()))
-            assert not distance >= 1e-8 and not math.isnan(distance), f"{told} {distance:g} from where they must be"
-            assert steps == draw.batches[rank], f"{told} rank {rank} made {steps} steps"
-            assert rounds == outcomes[draw.left[0]].value[3], f"{told} rank {rank} was in {rounds} rounds"
+            assert not distance >= 1e-8 and not math.isnan(distance), f"{prefix} {distance:g} from where they must be"
+            assert steps == draw.batches[rank], f"{prefix} rank {rank} made {steps} steps"
+            assert rounds == outcomes[draw.survivors[0]].value[3], f"{prefix} rank {rank} was in {rounds} rounds"
         for sender, receiver in _names(draw):
-            said = f"rank {receiver} leaves out what rank {sender} sends"
-            assert said in world.members[receiver].log.read_text(), f"{told} the log lacks: {said}"
+            output = f"rank {receiver} leaves out what rank {sender} sends"
+            assert output in world.members[receiver].log.read_text(), f"{prefix} the log lacks: {output}"
         for child in children:  # it has lived to the end
             os.kill(child, signal.SIGKILL)
         wait_for_no_orphans()
-        return Found(max(one.value[1] for one in outcomes.values()), distance)
+        return RunFigures(max(outcome.value[1] for outcome in outcomes.values()), distance)
 
 
-def _wrong(fault: str, one: Outcome, log: str) -> str:
+def _problem(fault: str, one: Outcome, log: str) -> str:
     """Why an agent must not end like this that had such a fault; empty where it may."""
-    said = f"{one.error}: {one.message}\n{one.trace}"
-    if fault == LEFT_OUT:  # nobody has told it, and it goes on
-        return said if one.error or not np.isnan(one.value[0]).all() else ""
+    output = f"{one.error}: {one.message}\n{one.trace}"
+    if fault == LEFT_OUT:  # it got no notice, and continues
+        return output if one.error or not np.isnan(one.value[0]).all() else ""
     if fault == REFUSED:
         right = one.message == "exit code 1" and "NotFinite" in log and "nothing of it was sent" in log
-        return "" if right else f"{said}\n{log}"
+        return "" if right else f"{output}\n{log}"
     if fault == NO_MEMORY:
-        return "" if one.error == "Died" and one.message != "exit code 0" else f"{said}\n{log}"
+        return "" if one.error == "Died" and one.message != "exit code 0" else f"{output}\n{log}"
     if fault in (STOPPED, LOCKED):  # it wakes, and learns that it is not there any more
-        return "" if one.error == "ShoalError" and "counts it as lost" in one.message else said
-    return "" if one.error == "Died" else said
+        return "" if one.error == "ShoalError" and "counts it as lost" in one.message else output
+    return "" if one.error == "Died" else output
 
 
 def _schedule(draw: Draw) -> Any:
@@ -234,11 +234,11 @@ def _schedule(draw: Draw) -> Any:
 
 
 def _names(draw: Draw) -> list[tuple[int, int]]:
-    """Who sends NaN to whom, of those that are left."""
+    """The pairs of a sender of NaN and its receiver, among the survivors."""
     senders = [rank for rank, (fault, _) in draw.faults.items() if fault == LEFT_OUT]
-    schedule = Without(_schedule(draw), draw.gone)
+    schedule = Without(_schedule(draw), draw.departed)
     matrices = [schedule.matrix(number) for number in range(schedule.period or 1)]
-    return [(j, i) for j in senders for i in draw.left if any(matrix[i, j] for matrix in matrices)]
+    return [(j, i) for j in senders for i in draw.survivors if any(matrix[i, j] for matrix in matrices)]
 
 
 def _expected(draw: Draw) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -246,8 +246,8 @@ def _expected(draw: Draw) -> np.ndarray[Any, np.dtype[np.float64]]:
     steps = max(draw.batches)
     idle = [rank for rank in range(draw.size) if draw.batches[rank] < steps]
     if draw.way not in AVERAGING:
-        return np.broadcast_to(optimum([rank for rank in draw.left if rank not in idle]), (draw.size, 3))
-    unheard = [rank for rank, (fault, _) in draw.faults.items() if fault == LEFT_OUT]
+        return np.broadcast_to(optimum([rank for rank in draw.survivors if rank not in idle]), (draw.size, 3))
+    silent = [rank for rank, (fault, _) in draw.faults.items() if fault == LEFT_OUT]
     return resting_place(
-        _schedule(draw), draw.size, draw.gone, draw.way == "AWC", steps=steps, unheard=unheard, idle=idle
+        _schedule(draw), draw.size, draw.departed, draw.way == "AWC", steps=steps, unheard=silent, idle=idle
     )

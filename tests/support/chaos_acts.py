@@ -1,4 +1,4 @@
-"""What befalls an agent, called in the midst of its work."""
+"""The faults of an agent, each called in the middle of its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on machines whose cables are slow, or cut, as drawn from a seed; what must come of it is computed."""
+"""Training on machines whose cables are slow or cut, as drawn from a seed; the expected outcome is computed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ SHORT = 0.45 * DROP_AFTER
 
 @dataclass(frozen=True)
 class Draw:
-    """One run: who trains how, and which cable fails when, and for how long.
+    """One run: how each agent trains, and which cable fails when, with the duration.
 
     Attributes:
-        other: Where two are cut off from each other, the second.
+        other: The second of two that are cut off from each other.
         stops: ``SHOAL_ON_PARTITION=stop``.
     """
 
@@ -76,8 +76,8 @@ class Draw:
 
 
 @dataclass
-class Seen:
-    """What one agent saw: the parameters in the end, after how many steps, the longest of them, and who was there."""
+class AgentResult:
+    """The outcome of one agent: its final parameters, its steps, the longest of them, and the members."""
 
     x: list[float]
     steps: int
@@ -87,15 +87,15 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Found:
+class RunFigures:
     """What came of a run: the longest step, and how far all ended from where they must."""
 
     seconds: float
     distance: float
 
 
-def train(draw: Draw, seconds: float) -> Seen:
-    """Train for so long, and then some steps more, as many on all that reach each other."""
+def train(draw: Draw, seconds: float) -> AgentResult:
+    """Train for the given time, and then a few more steps, as many on all agents that reach each other."""
     model, changes = Point3(), []
     shoal.set_topology(topology_util.RingGraph(draw.size), is_weighted=True)
     options = ALGORITHMS[draw.way] | {"topology": TOPOLOGIES[draw.topology](draw.size)}
@@ -114,15 +114,15 @@ def train(draw: Draw, seconds: float) -> Seen:
             time.sleep(0.01)
             over = shoal.allreduce(torch.tensor([float(now - began > seconds)]))
             end = steps + AFTER if over.item() else None
-    return Seen(model.x.tolist(), steps, longest, changes, shoal.alive())
+    return AgentResult(model.x.tolist(), steps, longest, changes, shoal.alive())
 
 
 def _fault(draw: Draw, machines: list[Namespace]) -> Callable[[bool], None]:
-    """What begins the fault, and ends it."""
+    """The functions that begin and end the fault."""
     victim, other = machines[draw.victim], machines[draw.other]
     rest = [machine for machine in machines if machine is not victim]
 
-    def befall(begins: bool) -> None:
+    def apply_fault(begins: bool) -> None:
         kind = draw.kind.removesuffix(FOR_GOOD)
         if kind in (SLOW, SLOW_FOR_GOOD):
             victim.slow(draw.kbit if begins else 0)
@@ -136,66 +136,66 @@ def _fault(draw: Draw, machines: list[Namespace]) -> Callable[[bool], None]:
         for source, target in pairs.get(kind, []):
             source.cut(target, begins)
 
-    return befall
+    return apply_fault
 
 
-def run(seed: int, over: str = "") -> Found:
+def run(seed: int, over: str = "") -> RunFigures:
     """Draw, train, and compare, over TCP or another transport. AssertionError where an agent ends otherwise than it
     must."""
     draw = Draw.of(seed)
-    told = f"seed {seed}, {draw}:"
+    prefix = f"seed {seed}, {draw}:"
     environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": over}
     if draw.stops:
         environment["SHOAL_ON_PARTITION"] = "stop"
     with network_namespaces(draw.size) as machines:
-        befall = _fault(draw, machines)
+        apply_fault = _fault(draw, machines)
         with World(draw.size, environment=environment, namespaces=machines) as world:
             seconds = draw.after + (2 * DROP_AFTER if draw.for_good else draw.lasts + 0.5)
             pending = [world.run_on(rank, train, draw, seconds) for rank in range(draw.size)]
             time.sleep(draw.after)
-            befall(True)
+            apply_fault(True)
             if not draw.for_good and draw.kind != SLOW_FOR_GOOD:
                 time.sleep(draw.lasts)
-                befall(False)
+                apply_fault(False)
             outcomes = [one.outcome(60.0) for one in pending]
             if draw.for_good or draw.kind == SLOW_FOR_GOOD:
-                befall(False)  # so that all can say goodbye
+                apply_fault(False)  # so that all can say goodbye
             parts, shut_out = _parts(draw, outcomes)
-            assert sorted([*shut_out, *(rank for part in parts for rank in part)]) == list(range(draw.size)), told
-            assert parts or (draw.kind in LOPSIDED and draw.stops), f"{told} nobody goes on"
-            assert not draw.stops or len(parts) < 2, f"{told} {parts} go on apart"
+            assert sorted([*shut_out, *(rank for part in parts for rank in part)]) == list(range(draw.size)), prefix
+            assert parts or (draw.kind in LOPSIDED and draw.stops), f"{prefix} nobody goes on"
+            assert not draw.stops or len(parts) < 2, f"{prefix} {parts} go on apart"
             for rank, one in enumerate(outcomes):
-                said = f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+                output = f"{prefix} rank {rank}: {one.error}: {one.message}\n{one.trace}"
                 if rank in shut_out:
-                    assert one.error in ("PeerLost", "ShoalError"), said
+                    assert one.error in ("PeerLost", "ShoalError"), output
                     why = ("as the smaller part", "counts it as lost", "gives way")
-                    assert any(text in one.message for text in why), said
+                    assert any(text in one.message for text in why), output
                 else:
-                    assert not one.error, said
+                    assert not one.error, output
             distance, longest = 0.0, 0.0
             for part in parts:
                 for rank in part:
-                    seen: Seen = outcomes[rank].value
-                    assert seen.alive == tuple(part), f"{told} rank {rank} is with {seen.alive}, not {part}"
-                    lost = sorted(one for change in seen.changes for one in change)
-                    assert lost == sorted(set(range(draw.size)) - set(part)), f"{told} rank {rank}: {seen.changes}"
+                    seen: AgentResult = outcomes[rank].value
+                    assert seen.alive == tuple(part), f"{prefix} rank {rank} is with {seen.alive}, not {part}"
+                    failed = sorted(one for change in seen.changes for one in change)
+                    assert failed == sorted(set(range(draw.size)) - set(part)), f"{prefix} rank {rank}: {seen.changes}"
                     expected = _expected(draw, part, seen.steps)[rank]
                     distance = max(distance, float(np.abs(np.array(seen.x) - expected).max()))
                     longest = max(longest, seen.longest)
-            assert distance < 1e-8, f"{told} {distance:g} from where they must be"
-    return Found(longest, distance)
+            assert distance < 1e-8, f"{prefix} {distance:g} from where they must be"
+    return RunFigures(longest, distance)
 
 
 def _parts(draw: Draw, outcomes: list[Outcome]) -> tuple[list[list[int]], list[int]]:
-    """Who goes on with whom, and who ends, as docs/survival.md says."""
-    everybody, victim = list(range(draw.size)), draw.victim
-    rest = [rank for rank in everybody if rank != victim]
+    """The expected parts, and the agents that end, as docs/survival.md states."""
+    all_ranks, victim = list(range(draw.size)), draw.victim
+    rest = [rank for rank in all_ranks if rank != victim]
     if not draw.for_good:
-        return [everybody], []
+        return [all_ranks], []
     if draw.kind == CUT + FOR_GOOD:
         return ([rest], [victim]) if draw.stops else ([rest, [victim]], [])
-    views = sorted({one.value.alive for one in outcomes if not one.error})
-    return [list(view) for view in views], [rank for rank in everybody if outcomes[rank].error]
+    views = sorted({outcome.value.alive for outcome in outcomes if not outcome.error})
+    return [list(view) for view in views], [rank for rank in all_ranks if outcomes[rank].error]
 
 
 def _expected(draw: Draw, part: list[int], steps: int) -> np.ndarray:
@@ -203,5 +203,5 @@ def _expected(draw: Draw, part: list[int], steps: int) -> np.ndarray:
     if draw.way not in AVERAGING:
         return np.tile(optimum(part), (draw.size, 1))
     topology = TOPOLOGIES[draw.topology](draw.size) or Static(topology_util.RingGraph(draw.size))
-    gone = [rank for rank in range(draw.size) if rank not in part]
-    return resting_place(topology, draw.size, gone, draw.way == "AWC", steps=steps)
+    departed = [rank for rank in range(draw.size) if rank not in part]
+    return resting_place(topology, draw.size, departed, draw.way == "AWC", steps=steps)

@@ -1,5 +1,5 @@
-"""Training under faults that are drawn from a seed, where whoever fails is started again: all must end where they would
-have without a fault."""
+"""Training under faults drawn from a seed, where failed agents are restarted: all must end at the result of a run
+without faults."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from support.rejoin import (
     RESET,
     STOPPED,
     WITH_CHILD,
+    AgentResult,
     Fault,
-    Seen,
     train,
 )
 from support.surviving_training import optimum, resting_place
@@ -52,8 +52,8 @@ MOST_STARTS = 12
 
 @dataclass(frozen=True)
 class Draw:
-    """One run: who trains how, and what befalls whom, where; after a fault some are hit again, while they enter or
-    later.
+    """One run: how each agent trains, and the fault of each, with its place; some restarted agents get a second fault,
+    while they rejoin or later.
 
     Attributes:
         writes: Checkpoints are written into files.
@@ -68,7 +68,7 @@ class Draw:
 
     @staticmethod
     def of(seed: int, over: str = "") -> Draw:
-        """``over``: the transport, if not the one that is drawn; its links have no connections to cut."""
+        """Draw a run. ``over``: the transport, if not the drawn one; its links have no connections to cut."""
         chance = random.Random(seed)
         way = chance.choice(list(ALGORITHMS))
         topology = chance.choice(list(TOPOLOGIES)) if way in ("ATC", "AWC") else "ring"
@@ -93,24 +93,24 @@ class Draw:
 
     @property
     def kind(self) -> str:
-        """What befalls, for a table."""
+        """The kind of fault, as tables name it."""
         first = next(iter(self.faults.values()))[0][0]
         return first if sum(map(len, self.faults.values())) == 1 else f"{first}, and others killed"
 
     @property
     def conditions(self) -> list[str]:
-        """What else is so, for a table."""
+        """The other conditions, as tables name them."""
         points = {point.kind for faults in self.faults.values() for _, point in faults}
-        told = {
+        problems = {
             "killed while a loss is agreed on": points & set(LATE),
             "killed while it enters": "Entering" in points,
             "killed while a checkpoint is written": "Writing" in points,
         }
-        return [text for text, so in told.items() if so]
+        return [text for text, so in problems.items() if so]
 
 
 @dataclass(frozen=True)
-class Found:
+class RunFigures:
     """What came of a run: how often an agent was started again, how long it took to enter (seconds), how far all ended
     from where they must, and how many checkpoints could not be written."""
 
@@ -124,7 +124,7 @@ def _point(chance: random.Random) -> Point:
     return Point(chance.choice(["received", "sent", "finished"]), chance.randint(5, 150))
 
 
-def run(seed: int, over: str = "") -> Found:
+def run(seed: int, over: str = "") -> RunFigures:
     """Draw, train, and compare, ``over`` the transport that is drawn or another one. AssertionError where an agent ends
     otherwise than it must."""
     draw = Draw.of(seed, over)
@@ -133,8 +133,8 @@ def run(seed: int, over: str = "") -> Found:
         return _run(seed, draw, folder, environment)
 
 
-def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) -> Found:
-    told = f"seed {seed}, {draw}:"
+def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) -> RunFigures:
+    problems = f"seed {seed}, {draw}:"
     options = ALGORITHMS[draw.way] | {"topology": TOPOLOGIES[draw.topology](draw.size)}
     environment = transport | CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER)}
     drawn = {fault for faults in draw.faults.values() for fault, _ in faults}
@@ -149,15 +149,15 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
             return world.run_on(rank, train, options, fault, 0, folder)
 
         pending = {rank: start(rank) for rank in range(draw.size)}
-        ended: dict[int, Seen] = {}
+        ended: dict[int, AgentResult] = {}
         world.excused = {rank for rank, faults in draw.faults.items() if faults[0][0] == NO_MEMORY}
         starts, limit, woken = 0, time.monotonic() + SECONDS, time.monotonic() + 2 * DROP_AFTER
         while len(ended) < draw.size:
             if time.monotonic() > limit:
                 late = sorted(set(pending) - set(ended))
                 stacks = "\n".join(world.members[rank].stacks() for rank in late)
-                raise AssertionError(f"{told} ranks {late} have not ended\n{stacks}")
-            if time.monotonic() > woken:  # whoever was stopped is let go on, some time after it was dropped
+                raise AssertionError(f"{problems} ranks {late} have not ended\n{stacks}")
+            if time.monotonic() > woken:  # a stopped agent is continued, some time after it was dropped
                 woken = time.monotonic() + 1.0
                 for rank in pending:
                     world.kill(rank, signal.SIGCONT)
@@ -168,31 +168,31 @@ def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) 
                 if not one.error:
                     ended[rank] = one.value
                     continue
-                assert _may_end(has[rank], one), f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+                assert _may_end(has[rank], one), f"{problems} rank {rank}: {one.error}: {one.message}\n{one.trace}"
                 starts += 1
-                assert starts < MOST_STARTS, f"{told} rank {rank}: {one.error}: {one.message}\n{one.trace}"
+                assert starts < MOST_STARTS, f"{problems} rank {rank}: {one.error}: {one.message}\n{one.trace}"
                 if one.error != "Died":  # as its script would end
                     world.kill(rank)
                     world.members[rank].outcome(5.0)
                 world.start_again(rank)
                 pending[rank] = start(rank)
             time.sleep(0.005)
-        for pid, _ in template().orphans():  # the children of who was killed
+        for pid, _ in template().orphans():  # the children of the killed agent
             os.kill(pid, signal.SIGKILL)
         wait_for_no_orphans()
     expected_x = _expected(draw, ended[0].steps)
     distance = max(float(np.abs(np.array(ended[rank].x) - expected_x[rank]).max()) for rank in ended)
-    assert distance < 1e-8, f"{told} {distance}"
+    assert distance < 1e-8, f"{problems} {distance}"
     for seen in ended.values():
         for step, mean in seen.reloaded:
             if step and all(step in other.at for other in ended.values()):  # else it is of fewer agents
                 saved = np.mean([other.at[step] for other in ended.values()], axis=0)
-                assert float(np.abs(saved - mean).max()) < 1e-12, f"{told} step {step}: {mean} instead of {saved}"
+                assert float(np.abs(saved - mean).max()) < 1e-12, f"{problems} step {step}: {mean} instead of {saved}"
     unsaved = max(len(seen.reloaded) for seen in ended.values())
-    assert unsaved or FULL not in drawn, f"{told} the disk was never full"
+    assert unsaved or FULL not in drawn, f"{problems} the disk was never full"
     if sum(map(len, draw.faults.values())) == 1 and drawn & {RESET, CORRUPTED}:
-        assert not starts, f"{told} what was cut, or spoiled, cost an agent"
-    return Found(starts, [seen.waited for seen in ended.values() if seen.began[0]], distance, unsaved)
+        assert not starts, f"{problems} what was cut, or spoiled, cost an agent"
+    return RunFigures(starts, [seen.waited for seen in ended.values() if seen.began[0]], distance, unsaved)
 
 
 @contextlib.contextmanager

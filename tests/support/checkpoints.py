@@ -1,4 +1,4 @@
-"""A training run with everything that has a state, for tests of checkpoints."""
+"""A training run with all stateful parts, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7
 
 
 class Run:
-    """A training run with everything that has a state, and noise of its own on every agent."""
+    """A training run with all stateful parts, and a separate noise on every agent."""
 
     def __init__(self) -> None:
         self.model = deepcopy(MODEL)
@@ -56,7 +56,7 @@ class Run:
 
     def all(self) -> dict[str, Any]:
         """A copy of the whole state."""
-        found = {
+        result = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -64,7 +64,7 @@ class Run:
             "noise": self.noise.get_state(),
             "scaler": self.scaler.state_dict(),
         }
-        return deepcopy(found)
+        return deepcopy(result)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -79,7 +79,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def folders(of: Path) -> list[str]:
-    return sorted(one.name for one in of.iterdir())
+    return sorted(path.name for path in of.iterdir())
 
 
 def weight(value: float) -> nn.Linear:

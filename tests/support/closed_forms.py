@@ -42,8 +42,8 @@ def rest_of_gradient_descent(W: torch.Tensor, lr: float, atc: bool) -> torch.Ten
     H, c = gradient_of_all(len(W))
     mixing, unit = on_all(W), torch.eye(len(H), dtype=W.dtype)
     after = mixing if atc else unit
-    found: torch.Tensor = torch.linalg.solve(unit - mixing + lr * after @ H, lr * after @ c)
-    return found.view(len(W), DIMENSION)
+    result: torch.Tensor = torch.linalg.solve(unit - mixing + lr * after @ H, lr * after @ c)
+    return result.view(len(W), DIMENSION)
 
 
 def rest_of_cycle(mixings: Sequence[torch.Tensor], lr: float) -> torch.Tensor:
@@ -55,5 +55,5 @@ def rest_of_cycle(mixings: Sequence[torch.Tensor], lr: float) -> torch.Tensor:
     for W in mixings:
         mixing = on_all(W)
         factor, offset = mixing @ (factor - lr * H @ factor), mixing @ (offset - lr * (H @ offset - c))
-    found: torch.Tensor = torch.linalg.solve(unit - factor, offset)
-    return found.view(size, DIMENSION)
+    result: torch.Tensor = torch.linalg.solve(unit - factor, offset)
+    return result.view(size, DIMENSION)

@@ -40,7 +40,7 @@ class ClosedPorts:
         return listener in self._closed.values()
 
     def open(self, rank: int) -> None:
-        """Let connections to a rank through from now on."""
+        """Accept connections to a rank again."""
         self._closed.pop(rank).setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
@@ -51,12 +51,12 @@ def closed_ports(*ranks: int) -> Iterator[ClosedPorts]:
     listen, listen_for = Router.listen, acceptor.listen_for
 
     def closed_listen(router: Router, *args: object, **options: object) -> object:
-        found = listen(router, *args, **options)  # type: ignore[arg-type]
+        result = listen(router, *args, **options)  # type: ignore[arg-type]
         ports.close(router.rank, router.acceptor._far)
-        return found
+        return result
 
-    def closed_listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | None:
-        return None if ports.is_closed(beside) else listen_for(known, beside)
+    def closed_listen_for(known: Iterable[str], other: socket.socket) -> socket.socket | None:
+        return None if ports.is_closed(other) else listen_for(known, other)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "listen", closed_listen)
@@ -71,18 +71,18 @@ def refused(code: int, *ranks: int) -> Iterator[None]:
     listen, start = Router.listen, tcp.start_connecting
 
     def noted_listen(router: Router, *args: object, **options: object) -> object:
-        found = listen(router, *args, **options)  # type: ignore[arg-type]
+        result = listen(router, *args, **options)  # type: ignore[arg-type]
         if router.rank in ranks:
-            ports.add(found.port)
-        return found
+            ports.add(result.port)
+        return result
 
     def refuse(address: str, port: int) -> socket.socket:
         if port not in ports:
             return start(address, port)
         if code != errno.ECONNREFUSED:
             raise OSError(code, "no way there")
-        with socket.create_server((address, 0)) as nobody:
-            name = nobody.getsockname()
+        with socket.create_server((address, 0)) as unused:
+            name = unused.getsockname()
         return start(*name)
 
     with pytest.MonkeyPatch.context() as patch:

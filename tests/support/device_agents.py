@@ -1,4 +1,4 @@
-"""What agents with tensors on a slow device do in processes of their own."""
+"""The functions of agents, in their own processes, with tensors on a slow device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ NUMEL = 50_000
 
 
 def _average_on_a_ring(alive: tuple[int, ...]) -> None:
-    """A round over a ring of those that are there, checked."""
+    """A round over a ring of the current members, checked."""
     rank, place = shoal.rank(), alive.index(shoal.rank())
     others = sorted({alive[place - 1], alive[(place + 1) % len(alive)]} - {rank})
     weight = 1 / (len(others) + 1)
     own = to_device(torch.full((NUMEL,), float(rank)))
-    found = shoal.neighbor_allreduce(own, weight, dict.fromkeys(others, weight), others, timeout=20.0)
-    assert isinstance(found, Slow)
+    result = shoal.neighbor_allreduce(own, weight, dict.fromkeys(others, weight), others, timeout=20.0)
+    assert isinstance(result, Slow)
     expected = torch.tensor((rank + sum(others)) * weight)
-    assert torch.allclose(found.cpu(), expected), f"{found.cpu()} instead of {expected}"
+    assert torch.allclose(result.cpu(), expected), f"{result.cpu()} instead of {expected}"
 
 
 def average_until_it_fails(victim: int, point: Point) -> None:
@@ -33,7 +33,7 @@ def average_until_it_fails(victim: int, point: Point) -> None:
             _average_on_a_ring(tuple(range(shoal.size())))
 
 
-def average_and_go_on(victim: int, point: Point, rounds: int) -> tuple[int, ...]:
+def average_through_a_loss(victim: int, point: Point, rounds: int) -> tuple[int, ...]:
     """Rounds on the static topology while one is lost, and after it; the latter as on the CPU, to the bit."""
     if shoal.rank() == victim:
         arm(point)
@@ -43,9 +43,9 @@ def average_and_go_on(victim: int, point: Point, rounds: int) -> tuple[int, ...]
         shoal.barrier()
         for _ in range(4 * rounds):  # the victim is killed in one of them
             assert bool(shoal.neighbor_allreduce(to_device(own)).cpu().isfinite().all())
-        shoal.barrier()  # from here on all agree on who is there
+        shoal.barrier()  # after this all agree on the members
         for _ in range(rounds):
-            there = shoal.neighbor_allreduce(to_device(own), name="there")
-            assert isinstance(there, Slow)
-            assert torch.equal(there.cpu(), shoal.neighbor_allreduce(own, name="on the CPU"))
+            on_device = shoal.neighbor_allreduce(to_device(own), name="there")
+            assert isinstance(on_device, Slow)
+            assert torch.equal(on_device.cpu(), shoal.neighbor_allreduce(own, name="on the CPU"))
     return shoal.alive()

@@ -73,9 +73,9 @@ def push_pull(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compressed(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a compressor that draws, and one whose messages are as long as it likes.
+    """Averages with a compressor that draws, and with one whose messages have any length.
 
-    What is drawn depends on the name and on how often that has been used, so the names are this exchange's own.
+    The draws depend on the name and on how often it has been used, so this exchange has its own names.
     """
     shoal.set_topology(weighted_digraph(shoal.size()), is_weighted=True)
     tensor = tensor.real if tensor.is_complex() else tensor
@@ -133,20 +133,20 @@ def hierarchical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hierarchical_dynamic(tensor: torch.Tensor) -> torch.Tensor:
-    mine, count = shoal.machine_rank(), shoal.machine_size()
+    own, count = shoal.machine_rank(), shoal.machine_size()
     if count == 1:
         return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {}, {})
-    return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {(mine - 1) % count: 0.9}, {(mine + 1) % count: -0.3})
+    return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {(own - 1) % count: 0.9}, {(own + 1) % count: -0.3})
 
 
 def in_flight_together(tensor: torch.Tensor) -> torch.Tensor:
     """Four operations, begun in an order that differs between the agents."""
     shoal.set_topology(shoal.topology.RingGraph(shoal.size()))
-    begun = {}
+    started = {}
     for turn in range(4):
         k = (turn + shoal.rank()) % 4
-        begun[k] = shoal.neighbor_allreduce_nonblocking(tensor * (k + 1), name=f"bucket {k}")
-    return torch.stack([begun[k].wait() for k in range(4)])
+        started[k] = shoal.neighbor_allreduce_nonblocking(tensor * (k + 1), name=f"bucket {k}")
+    return torch.stack([started[k].wait() for k in range(4)])
 
 
 EXCHANGES: tuple[Exchange, ...] = (
@@ -171,7 +171,7 @@ EXCHANGES: tuple[Exchange, ...] = (
 
 
 def bits_of(exchange: Exchange) -> Bits:
-    """What an operation gives this agent for each shape, and in each dtype for one, hashed."""
+    """The hashed results of an operation on this agent for each shape, and in each dtype for one shape."""
     inputs = [sample(shoal.rank(), shape, seed=len(shape)) for shape in SHAPES]
     inputs += [sample(shoal.rank(), (9, 1000), dtype) for dtype in WEIGHABLE]
     outputs = [exchange(one) for one in inputs]
@@ -182,6 +182,6 @@ def times_of_a_barrier(late: int) -> tuple[float, float]:
     """When this agent came to the barrier and when it went on; agent ``late`` comes after the others."""
     if shoal.rank() == late:
         time.sleep(0.05)
-    came = time.monotonic()
+    arrived = time.monotonic()
     shoal.barrier()
-    return came, time.monotonic()
+    return arrived, time.monotonic()

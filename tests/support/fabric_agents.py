@@ -1,4 +1,4 @@
-"""What agents of the tests of Lightning's Fabric do, in loops of their own. Only agents import Lightning."""
+"""The agents' functions in the tests of Lightning's Fabric, with their own loops. Only agents import Lightning."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Training:
 
     @property
     def momenta(self) -> list[np.ndarray[Any, Any]]:
-        return [one["momentum_buffer"].numpy().copy() for one in self.optimizer.optimizer.state.values()]
+        return [value["momentum_buffer"].numpy().copy() for value in self.optimizer.optimizer.state.values()]
 
 
 def train(gradients: bool = False, accumulate: int = 1) -> dict[str, Any]:
@@ -92,11 +92,11 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     run.epoch()
     again = Training(dropout=0.2)
     left = again.fabric.load(path, again.state)
-    begun = again.params
+    started = again.params
     again.epoch()
     return {
         "own": own,
-        "begun": begun,
+        "begun": started,
         "whole": (run.params, run.momenta, run.seen[7:], run.optimizer.optimizer.rounds, run.state["epoch"]),
         "again": (again.params, again.momenta, again.seen, again.optimizer.optimizer.rounds, again.state["epoch"]),
         "left": left,
@@ -128,11 +128,11 @@ def refused() -> dict[str, str]:
         "optimizer first": lambda: fabric().setup_optimizers(torch.optim.SGD(network().parameters(), lr=0.1)),
         "sync_grads": lambda: fabric().all_gather(torch.ones(1), sync_grads=True),
     }
-    found = {}
+    result = {}
     for case, call in cases.items():
         try:
             call()
-            found[case] = "accepted"
+            result[case] = "accepted"
         except Exception as error:
-            found[case] = f"{type(error).__name__}: {error}"
-    return found
+            result[case] = f"{type(error).__name__}: {error}"
+    return result

@@ -76,7 +76,7 @@ def in_turn(names: Sequence[str]) -> list[object]:
 
 @dataclass(frozen=True)
 class Point:
-    """The ``count``-th event of a kind, or, for the kinds that begin with a capital, the place named there."""
+    """The ``count``-th event of a kind, or, if the kind begins with a capital, the place of that name."""
 
     kind: str
     count: int = 1
@@ -111,13 +111,13 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
     """Have ``act`` called when this agent reaches the point for the first time."""
     reached = _counting(point.count, act)
     if point.kind == "Block":
-        native_sums.library = lambda: None  # torch sums block by block, so that there is a middle to be reached
+        native_sums.library = lambda: None  # torch sums block by block, so that the middle of a sum is reachable
         _before(arithmetic, "_weigh", reached)
     elif point.kind == "Chunk in":
         _before(NetworkIncoming, "_advance", reached)
     elif point.kind == "Chunk out":
         _before(NetworkLink, "_fill", reached)
-    elif point.kind == "Agreeing":  # on a loss that this agent has just heard of
+    elif point.kind == "Agreeing":  # on a loss that this agent has just learnt of
         _before(Agreement, "change", reached)
     elif point.kind == "Deciding":
         _before(Agreement, "_decide", reached)
@@ -158,11 +158,11 @@ def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
     """Have ``call`` called before each call of a function that has no event of its own."""
     original = getattr(owner, name)
 
-    def instead(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         call()
         return original(*args)
 
-    setattr(owner, name, instead)
+    setattr(owner, name, wrapped)
 
 
 def average_until_it_fails(numel: int, victim: int = -1, point: Point | None = None) -> None:

@@ -57,9 +57,9 @@ class Flooder:
         where: An address, or the abstract name of a Unix socket.
         port: 0 for a Unix socket.
         source: The address to come from.
-        uid: Whom to be.
-        keep: So many connections are kept open, and made anew when they are closed; 0: each is closed at once.
-        seconds: For how long.
+        uid: The user that it runs as.
+        keep: The number of connections kept open, and reopened when closed; 0: each is closed at once.
+        seconds: The duration.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Flooder:
 
 @contextlib.contextmanager
 def flood(*flooders: Flooder, after: float = 0.2) -> Iterator[None]:
-    """What is in the block goes on under these, which have had a moment to begin."""
+    """Run the block under these floods, which have had a moment to begin."""
     try:
         time.sleep(after)
         yield

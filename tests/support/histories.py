@@ -1,13 +1,13 @@
-"""Recorded histories of windows, and the question whether what the agents saw could have happened one step at a time.
+"""Recorded histories of windows, and the check whether the agents' results could have happened one step at a time.
 
-Threads of agents record when they called each operation, when it returned, and what it read. The history of each slot
-is then searched for an order that keeps to these times and to the sequential model of a slot (Wing and Gong 1993,
-"Testing and verifying concurrent objects", with the memory of Lowe 2017, "Testing for linearizability"). If there is
-none, the operation that has no place is named.
+Threads of agents record when they called each operation, when it returned, and the value that it read. The history
+of each slot is then searched for an order that keeps to these times and to the sequential model of a slot (Wing and
+Gong 1993, "Testing and verifying concurrent objects", with the memory of Lowe 2017, "Testing for linearizability").
+If no order exists, the error names the operation without a place.
 
 The sequential model of the slot that agent i has for its in-neighbour j is :class:`Slot`, and each :class:`Effect` says
-what one step does to it. A get is two steps in one interval, as the tensor that it copies is another object than the
-slot that it fills; an update over several slots is one read for each slot, all in one interval.
+the effect of one step on it. A get is two steps in one interval, as the tensor that it copies is another object than
+the slot that it fills; an update over several slots is one read for each slot, all in one interval.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Record:
     """One step of a history.
 
     Attributes:
-        who: the agent and its thread, for the reader of an error.
+        who: the agent and its thread, as errors show them.
         called, returned: in ``time.monotonic_ns()``, one clock for all processes of a machine. ``NEVER`` if the call
             ended in an error or at its deadline: then it has taken effect at any later time, or not at all.
     """
@@ -162,7 +162,7 @@ class Record:
     returned: float
 
 
-class NoPlace(AssertionError):
+class NotLinearizable(AssertionError):
     """There is no order. ``record`` is the first operation, by its return, up to which there is none."""
 
     def __init__(self, record: Record, slots: Iterable[Slot]) -> None:
@@ -205,16 +205,16 @@ def find_order(history: Iterable[Record], start: Slot | None = None) -> list[Rec
             after = records[index].effect.after(slot)
             if after is None:
                 continue
-            found = placed | 1 << index, after
-            if found not in came_from:
-                came_from[found] = state, index
-                pending.append(found)
+            result = placed | 1 << index, after
+            if result not in came_from:
+                came_from[result] = state, index
+                pending.append(result)
     assert culprit is not None
-    raise NoPlace(culprit, slots)
+    raise NotLinearizable(culprit, slots)
 
 
 def _possible(records: list[Record], placed: int) -> tuple[list[int], Record | None]:
-    """The steps that may come next, the likeliest last, and the one of all that are not placed that returned first."""
+    """The possible next steps, the likeliest last, and the unplaced step that returned first."""
     possible: list[int] = []
     first: Record | None = None
     lowest = (~placed & placed + 1).bit_length() - 1
@@ -269,11 +269,11 @@ class Recorder:
 
 def merged(parts: Iterable[dict[Edge, list[Record]]]) -> dict[Edge, list[Record]]:
     """The histories of several threads or agents as one for each slot."""
-    found: dict[Edge, list[Record]] = defaultdict(list)
+    result: dict[Edge, list[Record]] = defaultdict(list)
     for part in parts:
         for edge, records in part.items():
-            found[edge] += records
-    return found
+            result[edge] += records
+    return result
 
 
 def check_all(histories: dict[Edge, list[Record]], starts: dict[Edge, Slot] | None = None) -> int:
@@ -285,7 +285,7 @@ def check_all(histories: dict[Edge, list[Record]], starts: dict[Edge, Slot] | No
     for edge, records in histories.items():
         try:
             find_order(records, (starts or {}).get(edge))
-        except NoPlace as error:
+        except NotLinearizable as error:
             raise AssertionError(f"the slot that agent {edge[1]} has for agent {edge[0]}: {error}") from error
     return sum(map(len, histories.values()))
 

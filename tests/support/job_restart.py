@@ -1,4 +1,4 @@
-"""A training run whose agents all die at once, as often as they are told to, and that writes down how it ended."""
+"""A training run whose agents all die at once, as often as configured, and that writes its final state."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def train(folder: Path, began: list[int] | None = None, dies_at: int = STEPS, sa
         saving: Not before that step, but in the midst of the next save.
     """
     run, chance = Run(), torch.Generator().manual_seed(1)
-    for one in run.model.parameters():  # each process has drawn others
-        torch.nn.init.normal_(one, std=0.3, generator=chance)
+    for parameter in run.model.parameters():  # each process has drawn others
+        torch.nn.init.normal_(parameter, std=0.3, generator=chance)
     step = run.checkpoint.load(folder, missing_ok=True)
     if began is not None:
         began.append(step)
@@ -49,12 +49,12 @@ def die_in_the_next_save() -> None:
     """When the own file is written, and before the checkpoint counts."""
     write = checkpoint.write_states
 
-    def dies(place: Path, rank: int, states: dict[str, Any]) -> int:
+    def write_and_die(place: Path, rank: int, states: dict[str, Any]) -> int:
         write(place, rank, states)
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    checkpoint.write_states = dies
+    checkpoint.write_states = write_and_die
 
 
 def main(folder: Path, *deaths: str) -> None:

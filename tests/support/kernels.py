@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def why_no_programs() -> str | None:
-    """What keeps programs in Triton from running in these tests."""
+    """The reason why programs in Triton cannot run in these tests."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if DEVICE == "cpu" and tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 9):

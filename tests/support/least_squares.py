@@ -23,5 +23,5 @@ def loss(x: torch.Tensor, A: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def optimum(size: int = SIZE) -> torch.Tensor:
     """Where the sum of all agents' losses is least, ``[d]``."""
     A, b = problem(size)
-    found: torch.Tensor = torch.linalg.solve((A.mT @ A).sum(0), (A.mT @ b.unsqueeze(-1)).sum(0)).squeeze(-1)
-    return found
+    result: torch.Tensor = torch.linalg.solve((A.mT @ A).sum(0), (A.mT @ b.unsqueeze(-1)).sum(0)).squeeze(-1)
+    return result

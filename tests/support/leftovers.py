@@ -1,4 +1,4 @@
-"""What a test leaves behind: threads and descriptors of this process, compared before and after."""
+"""Resources that a test leaves behind: threads and descriptors of this process, compared before and after."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 def descriptors() -> dict[str, str]:
     """The open descriptors of this process, and what each is."""
-    found = {}
+    result = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found[entry.name] = os.readlink(entry)  # noqa: PTH115 - what a socket or a memfd "links" to is no path
+            result[entry.name] = os.readlink(entry)  # noqa: PTH115 - what a socket or a memfd "links" to is no path
         except FileNotFoundError:
-            continue  # the one that lists the directory
-    return found
+            continue  # the descriptor of the listing itself
+    return result
 
 
 @contextmanager

@@ -1,5 +1,7 @@
-"""What agents of the tests of Lightning do. Lightning is imported by them, and not by the test process: it takes
-seconds."""
+"""The agents' functions in the tests of Lightning.
+
+They import Lightning, and the test process does not: it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ class Fitted:
     ranks: tuple[Any, ...]
     dtypes: set[str] = field(default_factory=set)
     files: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 def fit(
@@ -121,8 +123,8 @@ def fit(
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         ranks=(trainer.global_rank, trainer.world_size, trainer.is_global_zero, shoal.rank()),
         dtypes=net.dtypes,
-        files=sorted(str(one.relative_to(folder)) for one in Path(folder).rglob("*.ckpt*")),
-        said=[str(one.message) for one in caught],
+        files=sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.ckpt*")),
+        messages=[str(one.message) for one in caught],
     )
 
 
@@ -147,9 +149,9 @@ def evaluate(folder: str) -> dict[str, Any]:
         "validated": validated,
         "tested": tested,
         "predicted": torch.cat(predicted).numpy(),
-        "released": all(one.dist_sync_fn is None for one in metrics),
+        "released": all(metric.dist_sync_fn is None for metric in metrics),
         "logged": dict(trainer.logged_metrics),
-        "trained_under_grad": all(one.requires_grad for one in net.net.parameters()),
+        "trained_under_grad": all(parameter.requires_grad for parameter in net.net.parameters()),
     }
 
 
@@ -165,7 +167,7 @@ def loaded_anywhere(path: str) -> dict[str, Any]:
 
 
 def exchange() -> dict[str, Any]:
-    """What the strategy's own operations give."""
+    """The results of the strategy's own operations."""
     from support import lightning_modules as modules
 
     strategy, rank = modules.strategy(), shoal.rank()
@@ -192,30 +194,30 @@ def refusals(cases: list[str]) -> dict[str, str]:
     """With which error each case is refused."""
     from support import lightning_modules as modules
 
-    found = {}
+    result = {}
     for case in cases:
         try:
             modules.CASES[case]()
-            found[case] = "accepted"
+            result[case] = "accepted"
         except Exception as error:
-            found[case] = f"{type(error).__name__}: {error}"
-    return found
+            result[case] = f"{type(error).__name__}: {error}"
+    return result
 
 
 def fit_until_killed(folder: str, victim: int) -> tuple[str, list[str]]:
-    """Train until an agent is killed; the error of the others, and what is left in their processes."""
+    """Train until an agent is killed; the error of the others, and the resources left in their processes."""
     from shoal.errors import PeerLost
     from support import lightning_modules as modules
 
     try:
         modules.trainer(folder, max_epochs=1000).fit(modules.Net(optimizer="sgd", dies=victim), *modules.loaders())
     except PeerLost as lost:
-        said = f"PeerLost {lost.ranks}"
+        output = f"PeerLost {lost.ranks}"
         lost.__traceback__ = None
     else:
-        said = "ended"
+        output = "ended"
     shoal.shutdown()
-    return said, left_over()
+    return output, left_over()
 
 
 def run_page(folder: str) -> Fitted:
@@ -256,4 +258,4 @@ def run_cli(folder: str) -> tuple[str, list[int]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that arguments are not the command line's
         cli = LightningCLI(modules.Net, modules.Samples, args=["fit", f"--config={path}", *quiet, *options])
-    return cli.trainer.strategy._wrapper.__name__, [one.rounds for one in cli.trainer.optimizers]
+    return cli.trainer.strategy._wrapper.__name__, [optimizer.rounds for optimizer in cli.trainer.optimizers]

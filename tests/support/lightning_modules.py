@@ -54,8 +54,8 @@ class Net(pl.LightningModule):
         self.first = params_of(self.net)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.net(inputs)
-        return found
+        result: torch.Tensor = self.net(inputs)
+        return result
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor | None:
         inputs, labels, indices = batch
@@ -69,10 +69,10 @@ class Net(pl.LightningModule):
         self.log("train_loss", loss, sync_dist=True)
         if self.automatic_optimization:
             return loss
-        for one in self.optimizers():
-            one.zero_grad()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
             self.manual_backward(cross_entropy(self(inputs), labels))
-            one.step()
+            optimizer.step()
         return None
 
     def validation_step(self, batch: Any, number: int) -> None:
@@ -95,8 +95,8 @@ class Net(pl.LightningModule):
         self.metrics["labels"].reset()
 
     def predict_step(self, batch: Any, number: int) -> torch.Tensor:
-        found: torch.Tensor = self(batch[0])
-        return found
+        result: torch.Tensor = self(batch[0])
+        return result
 
     def configure_optimizers(self) -> Any:
         kind, lr = self.hparams["optimizer"], self.hparams["lr"]
@@ -116,7 +116,7 @@ class Net(pl.LightningModule):
 
 
 class Resumable(torch.utils.data.DataLoader[Any]):
-    """One that goes on in the middle of an epoch."""
+    """A loader that can resume in the middle of an epoch."""
 
     _done = _skip = 0
 

@@ -66,28 +66,28 @@ class Namespace:
         _ip("-n", self.switch, "link", "set", self.port, "up" if plugged else "down")
 
     def cut(self, to: Namespace, cut: bool) -> None:
-        """Have nothing that this machine sends reach another, which is heard as before; or end that."""
-        nobody = "lladdr 02:00:00:00:00:01 nud permanent"
+        """Drop all packets from this machine to another, in one direction; or end that."""
+        unknown_neighbour = "lladdr 02:00:00:00:00:01 nud permanent"
         for address in (to.address, to.address6):
             _ip(
                 "-n",
                 self.name,
                 "neigh",
                 *(
-                    f"replace {address} dev {INTERFACE} {nobody}".split()
+                    f"replace {address} dev {INTERFACE} {unknown_neighbour}".split()
                     if cut
                     else f"del {address} dev {INTERFACE}".split()
                 ),
             )
 
     def let_no_connection_in(self, but_port: int = 0) -> None:
-        """Drop every request to connect (a TCP segment with SYN and without ACK) that comes through the cable, but
-        those to one port. What this machine connects to answers as before."""
+        """Drop every request to connect (a TCP segment with SYN and without ACK) that comes through the cable, except
+        to one port. Answers to this machine's own connections pass as before."""
         no_syn = _no_syn(but_port)
         commands = "qdisc add dev {} clsact", f"filter add dev {{}} ingress bpf bytecode '{no_syn}' direct-action"
         for command in commands:
-            words = shlex.split(command.format(INTERFACE))
-            subprocess.run(["tc", "-n", self.name, *words], check=True, capture_output=True)
+            argv = shlex.split(command.format(INTERFACE))
+            subprocess.run(["tc", "-n", self.name, *argv], check=True, capture_output=True)
 
     def slow(self, kbit: int) -> None:
         """Let so much through the cable in a second, each way; 0: as much as there is."""
@@ -128,9 +128,9 @@ def network_namespaces(count: int) -> Iterator[list[Namespace]]:
     """``count`` machines with addresses 10.77.0.1 and fd77::1, 10.77.0.2 and fd77::2, ... on one Ethernet."""
     require_namespaces()
     _remove_leftovers()
-    mine = f"{_PREFIX}-{os.getpid()}-{_start_of(os.getpid())}-{next(_numbers)}"
-    switch = f"{mine}-switch"
-    machines = [Namespace(f"{mine}-{k}", f"10.77.0.{k + 1}", switch, f"port{k}") for k in range(count)]
+    own = f"{_PREFIX}-{os.getpid()}-{_start_of(os.getpid())}-{next(_numbers)}"
+    switch = f"{own}-switch"
+    machines = [Namespace(f"{own}-{k}", f"10.77.0.{k + 1}", switch, f"port{k}") for k in range(count)]
     try:
         _ip("netns", "add", switch)
         _batch(switch, ["link add bridge0 type bridge", "link set bridge0 up"])
@@ -184,7 +184,7 @@ def _start_of(pid: int) -> str:
 
 
 def _remove_leftovers() -> None:
-    """What a killed test run could not remove."""
+    """Remove the remains of a killed test run."""
     folder = Path("/run/netns")
     for entry in folder.iterdir() if folder.exists() else ():
         if not entry.name.startswith(_PREFIX):

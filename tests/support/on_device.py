@@ -1,5 +1,5 @@
-"""Has a test that knows of tensors of the CPU call Shoal with tensors of a device: they go there before each call, and
-what comes of it comes back."""
+"""Let a test of CPU tensors call Shoal with tensors of a device: arguments move there before each call, and results
+return to the CPU."""
 
 from __future__ import annotations
 
@@ -59,56 +59,56 @@ class _Call:
 
     def __init__(self, moves: Moves, in_place: bool) -> None:
         self._moves, self._in_place = moves, in_place
-        self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what is there: here, there
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what is there: here, there
 
-    def there(self, one: Any) -> Any:
+    def to_device(self, one: Any) -> Any:
         if isinstance(one, list):
-            return [self.there(item) for item in one]
+            return [self.to_device(item) for item in one]
         if type(one) is not torch.Tensor or one.layout is not torch.strided or not one.is_cpu or one.requires_grad:
             return one
-        for here, there in self._there.values():  # a tensor that is both input and out stays one
-            if here is one:
+        for on_cpu, there in self._copies.values():  # a tensor that is both input and out stays one
+            if on_cpu is one:
                 return there
         moved = self._moves(one)
-        self._there[id(moved)] = one, moved
+        self._copies[id(moved)] = one, moved
         return moved
 
-    def back(self, result: Any) -> Any:
+    def to_cpu(self, result: Any) -> Any:
         if self._in_place:
             with torch.no_grad():
-                for here, there in self._there.values():
-                    here.copy_(there.cpu())
+                for on_cpu, there in self._copies.values():
+                    on_cpu.copy_(there.cpu())
             if isinstance(result, torch.Tensor):
-                return here
+                return on_cpu
         if isinstance(result, list):
-            return [self.back(item) for item in result]
+            return [self.to_cpu(item) for item in result]
         if not isinstance(result, torch.Tensor):
             return result
-        known = self._there.get(id(result))
+        known = self._copies.get(id(result))
         if known is None:
-            assert not result.is_cpu or not self._there, "the result is on the CPU, and the tensors were not"
+            assert not result.is_cpu or not self._copies, "the result is on the CPU, and the tensors were not"
             return result.cpu()
-        here, there = known
+        on_cpu, there = known
         with torch.no_grad():
-            here.copy_(there.cpu())
-        return here
+            on_cpu.copy_(there.cpu())
+        return on_cpu
 
 
 def _wrapped(call: Callable[..., Any], moves: Moves, in_place: bool) -> Callable[..., Any]:
     @functools.wraps(call)
     def on_device(*args: Any, **kwargs: Any) -> Any:
         one = _Call(moves, in_place)
-        given = [one.there(item) for item in args]
-        named = {name: one.there(item) for name, item in kwargs.items()}
+        given = [one.to_device(item) for item in args]
+        named = {name: one.to_device(item) for name, item in kwargs.items()}
         result = call(*given, **named)
-        return HandleOfDevice(result, one.back) if isinstance(result, shoal.Handle) else one.back(result)
+        return HandleOfDevice(result, one.to_cpu) if isinstance(result, shoal.Handle) else one.to_cpu(result)
 
     return on_device
 
 
 @contextmanager
 def all_on_device(moves: Moves) -> Iterator[None]:
-    """Public operations called meanwhile have their tensors on a device, small ones as well.
+    """Let public operations called in the block have their tensors on a device, small ones as well.
 
     Args:
         moves: Makes a copy of a tensor there, with its strides.

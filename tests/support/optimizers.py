@@ -1,4 +1,4 @@
-"""A small model, its batches, and SGD with momentum by hand, for tests of the optimizers."""
+"""A small model, its batches, and an explicit SGD with momentum, for tests of the optimizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gradient(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
     nn.utils.vector_to_parameters(x.clone(), model.parameters())
     model.zero_grad()
     model(batch(rank, step)).square().mean().backward()
-    return torch.cat([one.grad.view(-1) for one in model.parameters() if one.grad is not None])
+    return torch.cat([parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None])
 
 
 def by_hand(way: Algorithm, W: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 from .namespaces import Namespace
 from .world import plain_environment
 
-# What follows is the command, as the pod's first process but one.
+# The rest is the command, as the pod's second process.
 _INSIDE = """
 mount -t tmpfs -o size=4k tmpfs /dev/shm
 exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
@@ -26,7 +26,10 @@ def in_pod(machine: Namespace, command: Sequence[str]) -> list[str]:
 def start_pod(
     machine: Namespace, command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start one, with nothing of a launcher's in its environment but what is given. Its output goes into a file."""
+    """Start one.
+
+    Its environment has no variables of a launcher except the given ones. Its output is written to a file.
+    """
     with log.open("ab") as output:
         return subprocess.Popen(
             in_pod(machine, command),

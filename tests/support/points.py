@@ -1,4 +1,4 @@
-"""A quadratic of a few dimensions for each agent, for tests that follow an optimizer by hand in numpy."""
+"""A quadratic of a few dimensions for each agent, for tests that compute an optimizer's steps in numpy."""
 
 from __future__ import annotations
 

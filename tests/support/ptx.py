@@ -16,8 +16,8 @@ class Case(NamedTuple):
     """A program with some of its constants.
 
     Attributes:
-        types: Of the pointers to numbers, and what the others are.
-        expected: The instructions of floating point that it must have, and no others, with how they round.
+        types: Of the pointers to numbers, and of the other arguments.
+        expected: The exact set of floating-point instructions that it must have, with their rounding.
     """
 
     program: str
@@ -60,13 +60,14 @@ def launched(program: Any) -> list[str]:
     )
     tensor = torch.empty(64)
     samples = {"fp64": 0.1, "i64": 1 << 20}
-    given = {one.name: 1 if one.is_constexpr else samples.get(one.annotation, tensor) for one in program.params}
+    given = {param.name: 1 if param.is_constexpr else samples.get(param.annotation, tensor) for param in program.params}
     _, specialization, _ = bind(**given)
-    return [found[0] for one, found in zip(program.params, specialization, strict=False) if one.annotation in samples]
+    return [result[0] for one, result in zip(program.params, specialization, strict=False) if one.annotation in samples]
 
 
 def instructions(case: Case) -> dict[str, Any]:
-    """Of one case: its instructions, whether the assembler took them, and what computes places in 32 bits."""
+    """Of one case: its instructions, whether the assembler accepted them, and the instructions that compute indices in
+    32 bits."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -91,7 +92,7 @@ def instructions(case: Case) -> dict[str, Any]:
     text = re.sub(r"//.*", "", made.asm["ptx"])
     operations = made.asm["ttir"].splitlines()
     return {
-        "declared": [one.annotation for one in program.params if one.annotation in ("fp64", "i64")],
+        "declared": [param.annotation for param in program.params if param.annotation in ("fp64", "i64")],
         "launched": launched(program),
         "narrow": [
             line

@@ -1,4 +1,4 @@
-"""What a real agent runs: a thread or a process."""
+"""The functions of a real agent, which is a thread or a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operations must compute, in plain tensors, to the last bit.
+"""The expected results of the operations, in plain tensors, to the last bit.
 
 A weighted sum is taken in one order: the agent's own term, then the sources by ascending rank, each one fused
 multiply-add with the product r s taken in double precision; in float32 for 16-bit tensors and rounded once at the end;
@@ -67,7 +67,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def averaged_over(graph: nx.DiGraph, inputs: Sequence[torch.Tensor], *, is_weighted: bool) -> list[torch.Tensor]:
-    """What a round over a static graph gives each agent; edge (j, i) carries W[i, j]."""
+    """Each agent's result of a round over a static graph; edge (j, i) carries W[i, j]."""
     results = []
     for rank, own in enumerate(inputs):
         sources = sorted(set(graph.predecessors(rank)) - {rank})
@@ -113,5 +113,5 @@ def push_pull(
 
 
 def incoming(send: Sequence[Iterable[int]]) -> list[list[int]]:
-    """Who sends to each agent, given whom each sends to."""
+    """Each agent's senders, given each agent's receivers."""
     return [sorted(j for j, destinations in enumerate(send) if i in destinations) for i in range(len(send))]

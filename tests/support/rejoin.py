@@ -37,16 +37,16 @@ MOST_SECONDS = 40.0
 
 
 @dataclass
-class Seen:
+class AgentResult:
     """What one agent saw.
 
     Attributes:
-        x: The parameters in the end.
-        began: The step that it began with, and what it began there with.
-        changes: Who was lost, and who entered, in this order.
+        x: The final parameters.
+        began: The step that it began with, and its parameters there.
+        changes: The failed and the joined ranks, in order.
         steps: The step with which training ended.
         waited: Seconds in which it entered.
-        reloaded: The checkpoints that were there after one could not be written: the step, and the mean of all agents.
+        reloaded: The remaining checkpoints after a failed write: the step, and the mean of all agents.
     """
 
     x: list[float] = field(default_factory=list)
@@ -58,16 +58,16 @@ class Seen:
     reloaded: list[tuple[int, list[float]]] = field(default_factory=list)
 
 
-def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Path | None = None) -> Seen:
-    """Train until so many agents have entered, all are there, and then some more.
+def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Path | None = None) -> AgentResult:
+    """Train until the given number of agents have entered and all are members, and then a few more steps.
 
     Args:
         options: Of the optimizer.
-        fault: What befalls this agent, and where; while it enters, where it does.
+        fault: The fault of this agent, and its place; during its rejoin, if it rejoins.
         entries: How many agents enter at least.
-        folder: Where checkpoints are written; one that could not be is left out.
+        folder: The folder of the checkpoints; a checkpoint that fails to be written is left out.
     """
-    rank, size, seen, model = shoal.rank(), shoal.size(), Seen(), Point3()
+    rank, size, seen, model = shoal.rank(), shoal.size(), AgentResult(), Point3()
     shoal.set_topology(topology_util.RingGraph(size), is_weighted=True)
     shoal.broadcast_parameters(model.state_dict(), 0)
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)
@@ -79,13 +79,13 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
     shoal.on_membership_change(lambda change: seen.changes.append((change.lost, change.entered)))
     fired = [True]
     if fault is not None and shoal.is_entering():
-        suffer(fault, fired, folder)
+        inject_fault(fault, fired, folder)
     began = time.monotonic()
     step = checkpoint.load(folder, missing_ok=True)
     saved = step
     seen.began, seen.waited = (step, model.x.tolist()), time.monotonic() - began
     if fault is not None and not step:
-        suffer(fault, fired, folder)
+        inject_fault(fault, fired, folder)
     take_a_step = step_of(optimizer, model)
     limit = time.monotonic() + MOST_SECONDS
     while progress.since < AFTER:
@@ -93,7 +93,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
         step += 1
         if step % BETWEEN == 0:
             seen.at[step] = model.x.tolist()
-            progress.look(entries, fired[0])
+            progress.record(entries, fired[0])
             if fault is not None and fault[0] == RAISED and fired[0]:
                 raise RuntimeError("drawn")
             if folder is not None and fault is not None and fault[0] == FULL and fired[0] and not seen.reloaded:
@@ -111,7 +111,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
                     make_room(folder, fault, len(seen.reloaded))
             assert time.monotonic() < limit, f"rank {rank}: {progress}, {shoal.alive()}, {seen.changes}"
             if not progress.since:
-                time.sleep(0.01)  # who comes needs a moment
+                time.sleep(0.01)  # a joining agent needs a moment
     seen.x, seen.steps = model.x.tolist(), step
     if folder is not None:
         last = Point3()
@@ -120,33 +120,33 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
 
 
 def _loaded(folder: Path) -> tuple[int, list[float]]:
-    """The last checkpoint that is whole, as the mean of those that it is of."""
+    """The last complete checkpoint, as the mean over its agents."""
     while True:
-        with contextlib.suppress(shoal.PeerLost):  # who reads for all is lost: for all, and they do it again
+        with contextlib.suppress(shoal.PeerLost):  # the reading agent is lost: for all, and they repeat it
             model = Point3()
             step = shoal.Checkpoint(model=model).load(folder, start="consensus", missing_ok=True)
             return step, model.x.tolist()
 
 
 def make_room(folder: Path, fault: Fault | None, failures: int) -> None:
-    """Whoever has filled the disk ends that after some saves that failed."""
+    """The agent that has filled the disk frees it after some failed saves."""
     if fault is not None and fault[0] == FULL and failures > fault[1].count % 3:
         (folder / "filler").unlink(missing_ok=True)
 
 
 @dataclass
 class Progress:
-    """How far all are; the same on all agents, and handed over to those that enter."""
+    """The progress of the job; equal on all agents, and transferred to joining agents."""
 
     since: int = 0
     """Steps since the last of those came that are to come."""
 
-    def look(self, entries: int, fired: bool) -> None:
+    def record(self, entries: int, fired: bool) -> None:
         """All that are there call it, and say whether what is to befall them has."""
-        there = shoal.allgather(torch.tensor([fired]))
+        flags = shoal.allgather(torch.tensor([fired]))
         entered = current().engine.agreement.now.entered
-        whole = len(there) == shoal.size() and entered >= entries and bool(there.all())
-        self.since = self.since + BETWEEN if whole else 0
+        full = len(flags) == shoal.size() and entered >= entries and bool(flags.all())
+        self.since = self.since + BETWEEN if full else 0
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self)
@@ -156,7 +156,7 @@ class Progress:
 
 
 def _reset_a_connection() -> None:
-    """As a router does that has forgotten a connection: the other side is told that there is none."""
+    """Reset a connection, as a router does that has forgotten it."""
     links = [link for link in current().engine.router.links.values() if isinstance(link, NetworkLink) and link.open]
     nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
     ctypes.CDLL(None).connect(links[0].sock.fileno(), nowhere, len(nowhere))
@@ -166,13 +166,13 @@ def _corrupt_a_packet() -> None:
     """Turn a bit of the next packet that leaves, behind its length."""
     original: Callable[..., memoryview] = NetworkLink._sealed
 
-    def instead(link: NetworkLink, packet: bytes) -> memoryview:
+    def corrupted(link: NetworkLink, packet: bytes) -> memoryview:
         NetworkLink._sealed = original  # type: ignore[method-assign]
         sealed = bytearray(original(link, packet))
         sealed[len(sealed) // 2] ^= 4
         return memoryview(bytes(sealed))
 
-    NetworkLink._sealed = instead  # type: ignore[method-assign]
+    NetworkLink._sealed = corrupted  # type: ignore[method-assign]
 
 
 ACTS: dict[str, Callable[[], None]] = {
@@ -185,7 +185,7 @@ ACTS: dict[str, Callable[[], None]] = {
 }
 
 
-def suffer(fault: Fault, fired: list[bool], folder: Path | None = None) -> None:
+def inject_fault(fault: Fault, fired: list[bool], folder: Path | None = None) -> None:
     """Have a fault befall this agent; ``fired`` says when it has."""
     what, point = fault
     drawn: dict[str, Callable[[], None]] = {
@@ -196,11 +196,11 @@ def suffer(fault: Fault, fired: list[bool], folder: Path | None = None) -> None:
     }
     act = (ACTS | drawn)[what]
 
-    def befall() -> None:
+    def trigger() -> None:
         fired[0] = True
         act()
 
     fired[0] = False
     if what == WITH_CHILD:
         fork_a_sleeper()
-    arm(point, befall)
+    arm(point, trigger)

@@ -1,4 +1,4 @@
-"""Somebody in the middle of every connection between agents of this process, who knows nothing of the job's secret."""
+"""A relay in the middle of every connection between agents of this process, without the job's secret."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Cut(Exception):
 
 
 Change = Callable[[bytes, int], bytes]
-"""What becomes of some bytes of one direction of a connection, given how many came before them."""
+"""Maps bytes of one direction of a connection, given how many came before them."""
 
 
 class Relay:
@@ -42,7 +42,7 @@ class Relay:
         self._thread.start()
 
     def join(self, near: socket.socket, far: socket.socket) -> None:
-        """Forward between two connected sockets from now on."""
+        """Forward between two connected sockets until they close."""
         near.setblocking(True)
         far.setblocking(True)
         self._new.append((near, far))
@@ -71,26 +71,26 @@ class Relay:
     def _forward(self, source: socket.socket, data: list) -> None:  # type: ignore[type-arg]
         target, change, before = data
         fds: list[int] = []
-        said = b""
+        output = b""
         with contextlib.suppress(OSError):
-            said, fds, _, _ = socket.recv_fds(source, 1 << 17, 8)
-        data[2] += len(said)
+            output, fds, _, _ = socket.recv_fds(source, 1 << 17, 8)
+        data[2] += len(output)
         try:
-            changed = change(said, before)
+            changed = change(output, before)
             if changed:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
                 sent = target.sendmsg([changed], rights)
                 target.sendall(changed[sent:]) if sent < len(changed) else None
         except OSError:
-            said = b""
+            output = b""
         except Cut as cut:
-            said = b""
+            output = b""
             for sock in (source, target) if cut.reset else ():
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         finally:
             for fd in fds:
                 os.close(fd)
-        if not said:
+        if not output:
             for sock in (source, target):
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(sock)
@@ -103,16 +103,16 @@ class Relay:
 
 @contextlib.contextmanager
 def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
-    """Every connection that an agent of this process opens meanwhile goes through a relay."""
+    """During the block, every connection that an agent of this process opens passes through a relay."""
     relay = Relay(change)
 
     def over_tcp(address: str, port: int) -> socket.socket:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            ours = start(*door.getsockname())
-            near = door.accept()[0]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = start(*listener.getsockname())
+            near = listener.accept()[0]
         try:
             far = socket.create_connection((address, port))
-        except OSError:  # who listened has ended
+        except OSError:  # the listener has ended
             ours.close()
             near.close()
             raise

@@ -1,4 +1,4 @@
-"""What somebody in the middle of a connection may do to what passes, and jobs that live through it."""
+"""Attacks of a relay in the middle of a connection, and jobs that run through it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def rounds() -> tuple[int, int, str]:
     try:
         for step in range(6):
             x = torch.full((SIZES[step % 3],), 10.0 * step + shoal.rank())
-            found = shoal.neighbor_allreduce(x, name="x")
-            exact = bool((found == 10.0 * step + 0.5).all())
+            result = shoal.neighbor_allreduce(x, name="x")
+            exact = bool((result == 10.0 * step + 0.5).all())
             right, wrong = right + exact, wrong + (not exact)
     except shoal.ShoalError as error:
         return right, wrong, type(error).__name__
@@ -38,12 +38,12 @@ def flips(draws: random.Random) -> Callable[[], Change]:
     def of_a_connection() -> Change:
         nonlocal count
         count += 1
-        mine = count
+        own = count
 
-        def change(said: bytes, before: int) -> bytes:
-            if mine != 1 or not before <= place < before + len(said):
-                return said
-            changed = bytearray(said)
+        def change(data: bytes, before: int) -> bytes:
+            if own != 1 or not before <= place < before + len(data):
+                return data
+            changed = bytearray(data)
             changed[place - before] ^= bit
             return bytes(changed)
 
@@ -57,9 +57,9 @@ def leaves_out(draws: random.Random) -> Callable[[], Change]:
     place, nbytes = int(10 ** draws.uniform(0, 6.6)), draws.choice([1, 16, 1000, MIB])
 
     def of_a_connection() -> Change:
-        def change(said: bytes, before: int) -> bytes:
+        def change(data: bytes, before: int) -> bytes:
             start = max(0, place - before)
-            return said[:start] + said[max(start, place + nbytes - before) :]
+            return data[:start] + data[max(start, place + nbytes - before) :]
 
         return change
 
@@ -67,11 +67,11 @@ def leaves_out(draws: random.Random) -> Callable[[], Change]:
 
 
 def repeats(draws: random.Random) -> Callable[[], Change]:
-    """What comes at one time comes twice."""
+    """Delivers the bytes received at one time twice."""
     place = int(10 ** draws.uniform(0, 6.6))
 
     def of_a_connection() -> Change:
-        return lambda said, before: 2 * said if before <= place < before + len(said) else said
+        return lambda data, before: 2 * data if before <= place < before + len(data) else data
 
     return of_a_connection
 
@@ -86,11 +86,11 @@ def cuts(draws: random.Random, seen: list[int]) -> Callable[[], Change]:
         lasts += 0.02
         place, reset = int(10 ** draws.uniform(1.5, lasts)), draws.random() < 0.5
 
-        def change(said: bytes, before: int) -> bytes:
-            if before + len(said) > place:
+        def change(data: bytes, before: int) -> bytes:
+            if before + len(data) > place:
                 seen.append(place)
                 raise Cut(reset)
-            return said
+            return data
 
         return change
 
@@ -104,10 +104,10 @@ def attack(over: str, first: int, count: int) -> None:
         with nothing_is_left(), in_the_middle(draws.choice([flips, flips, leaves_out, repeats])(draws)):
             try:
                 # A packet that was left out is missed at the deadline, if nothing comes behind it.
-                found = shoal.Fleet(2, transport=over, timeout=1.0).run(rounds)
+                results = shoal.Fleet(2, transport=over, timeout=1.0).run(rounds)
             except shoal.ShoalError as error:
-                found = [(0, 0, type(error).__name__)]
-        assert not any(wrong for _, wrong, _ in found), (seed, found)
-        for *_, end in found:
+                results = [(0, 0, type(error).__name__)]
+        assert not any(wrong for _, wrong, _ in results), (seed, results)
+        for *_, end in results:
             ends[end] = ends.get(end, 0) + 1
     assert count < 10 or ends.get("PeerLost", 0) > 0, ends

@@ -14,7 +14,7 @@ Vector = NDArray[np.float64]
 
 
 def of_paper(rule: Robust, own: Vector, others: Sequence[Vector], weights: Sequence[float]) -> Vector:
-    """What a rule makes of an agent's tensor ``[d]`` and its neighbours', some of which may not be finite.
+    """The result of a rule for an agent's tensor ``[d]`` and its neighbours', some of which may not be finite.
 
     Args:
         weights: of the neighbours; the rest to 1 is the agent's own.

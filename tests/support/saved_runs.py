@@ -1,4 +1,4 @@
-"""What runs of the examples have saved, and whether two are equal."""
+"""The files that runs of the examples have saved, and their comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def saved(checkpoints: Path) -> dict[str, Any]:
-    """What was saved last, without times and bytes: for each way of training, step and agent."""
+    """The last save, without times and bytes: for each way of training, step and agent."""
     states = {}
     for algorithm in sorted(checkpoints.iterdir()):
         last = max(algorithm.iterdir())

@@ -1,4 +1,4 @@
-"""Scripts that users start, run in agents that are processes, without importing torch anew for each of them."""
+"""Users' scripts, run in agents that are processes, without importing torch again for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .world import World
 
 
 def printed_by(script: str, *arguments: str) -> str:
-    """What a script prints in this process, which is one of its agents."""
+    """The output of a script in this process, which is one of its agents."""
     sys.argv = [script, *arguments]
     with redirect_stdout(io.StringIO()) as output:
         runpy.run_path(script, run_name="__main__")

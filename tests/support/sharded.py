@@ -47,8 +47,8 @@ ADAM = partial(torch.optim.AdamW, lr=0.01)
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def wrapped(local: Callable[..., torch.optim.Optimizer], how: Any, model: nn.Module, **said: Any) -> Any:
-    return how(local(model.parameters()), model, **said)
+def wrapped(local: Callable[..., torch.optim.Optimizer], how: Any, model: nn.Module, **options: Any) -> Any:
+    return how(local(model.parameters()), model, **options)
 
 
 WAYS: dict[str, Make] = {
@@ -93,7 +93,7 @@ def among_replicas(of: DeviceMesh) -> Iterator[None]:
 
 
 def sharded(over: DeviceMesh, model: nn.Module = MODEL) -> nn.Module:
-    """A copy of the model, its first layer sharded, and the rest with what holds both: FSDP leaves that whole after a
+    """A copy of the model with its first layer and its root sharded: FSDP keeps the root's parameters whole after a
     forward pass."""
     model = deepcopy(model)
     fully_shard(model[0], mesh=over)
@@ -122,11 +122,13 @@ def of_process(step: int) -> torch.Tensor:
 
 
 def of_replica(replica: int, step: int) -> torch.Tensor:
-    """What its processes take, in one."""
+    """The batches of its processes, concatenated."""
     return torch.cat([batch(replica * SHARDS + shard, step) for shard in range(SHARDS)])
 
 
-def whole(model: nn.Module) -> torch.Tensor:
+def full_parameters(model: nn.Module) -> torch.Tensor:
     """All parameters, put together; the processes of a replica call it together."""
-    tensors = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
-    return torch.cat([one.detach().reshape(-1) for one in tensors])
+    tensors = [
+        parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters()
+    ]
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

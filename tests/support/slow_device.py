@@ -1,7 +1,7 @@
-"""A device made of this machine's CPU, on which work is done late: what forgets to wait reads what is not there yet.
+"""A device emulated on this machine's CPU, which works late: code that forgets to wait reads stale data.
 
-Its tensors say that they are on ``cuda:0``. What is called on them is queued in the calling thread's stream, a thread
-that takes its time, and new memory is full of NaN until something has been written. Its memory lies in memory files, so
+Its tensors say that they are on ``cuda:0``. Operations on them are queued in the calling thread's stream, a thread that
+takes its time, and new memory is full of NaN until something has been written. Its memory lies in memory files, so
 other processes map it like a device's.
 """
 
@@ -27,7 +27,7 @@ from shoal.transport.shared_regions import PeerMemory, Segment
 
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
-_here = threading.local()
+_local = threading.local()
 _writes: Counter[int] = Counter()
 """Of each memory, by its address."""
 
@@ -49,7 +49,7 @@ class SlowStream:
             time.sleep(self._chance.random() * self._longest)
             try:
                 work()
-            except Exception as error:  # as on a device: whoever waits next hears of it
+            except Exception as error:  # as on a device: the next wait raises it
                 self.error = self.error or error
 
     def queue(self, work: Callable[[], None]) -> None:
@@ -65,12 +65,12 @@ class SlowStream:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        before = getattr(_here, "stream", None)
-        _here.stream = self
+        before = getattr(_local, "stream", None)
+        _local.stream = self
         try:
             yield
         finally:
-            _here.stream = before
+            _local.stream = before
 
     def mark(self) -> SlowMark:
         return SlowMark(self)
@@ -135,7 +135,7 @@ class Slow(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        stream: SlowStream = here().current()
+        stream: SlowStream = current_device().current()
         if func in (_aten.new_empty.default, _aten.empty_like.default):
             shape = args[1] if func is _aten.new_empty.default else args[0].shape
             return empty(tuple(shape), kwargs.get("dtype") or args[0].dtype)
@@ -183,7 +183,7 @@ def to_device(tensor: torch.Tensor) -> Slow:
     """A copy there, at once; what is queued to write it is done later."""
     made = empty(tuple(tensor.shape), tensor.dtype)
     given = tensor.detach().clone()
-    here().current().queue(lambda: made.on_cpu.copy_(given))  # type: ignore[arg-type, func-returns-value]
+    current_device().current().queue(lambda: made.on_cpu.copy_(given))  # type: ignore[arg-type, func-returns-value]
     return made
 
 
@@ -210,14 +210,14 @@ class SlowDevice:
         self._first = self.stream()
 
     def current(self) -> SlowStream:
-        return getattr(_here, "stream", None) or self._first
+        return getattr(_local, "stream", None) or self._first
 
     def stream(self) -> SlowStream:
         self._streams.append(SlowStream(self.longest))
         return self._streams[-1]
 
     def share(self, ident: int, size: int) -> SlowMemory:
-        if getattr(_here, "full", False):
+        if getattr(_local, "full", False):
             raise MemoryError("the device has no memory left")
         return SlowMemory(ident, size)
 
@@ -232,17 +232,17 @@ class SlowDevice:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """The calling thread gets no new memory that others can map."""
-    _here.full = True
+    _local.full = True
     try:
         yield
     finally:
-        _here.full = False
+        _local.full = False
 
 
 _device: SlowDevice | None = None
 
 
-def here() -> SlowDevice:
+def current_device() -> SlowDevice:
     """That of this process."""
     assert _device is not None, "no slow device is in use"
     return _device
@@ -250,7 +250,7 @@ def here() -> SlowDevice:
 
 @contextmanager
 def in_use() -> Iterator[SlowDevice]:
-    """Agents that are made meanwhile find it, and leave tensors on it."""
+    """Let agents made in the block find it, and leave tensors on it."""
     global _device
     _device = device = SlowDevice()
     memory, numbers = PeerMemory(), itertools.count()
@@ -263,9 +263,9 @@ def in_use() -> Iterator[SlowDevice]:
     def mapped(fd: int, size: int) -> Slow:
         ident = next(numbers)
         memory.add(ident, os.dup(fd))
-        whole = memory.segment(ident)
-        assert whole is not None and whole[0].numel() >= size
-        return Slow(whole[0][:size])
+        full = memory.segment(ident)
+        assert full is not None and full[0].numel() >= size
+        return Slow(full[0][:size])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "open_device", opened)

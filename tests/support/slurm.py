@@ -93,7 +93,7 @@ def require_slurm() -> None:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Slurm]:
-    """Start it, and end it with all that it has started."""
+    """Start it, and end it with all its processes."""
     require_slurm()
     with network_namespaces(2) as machines, ExitStack() as last:
         slurm = Slurm(tuple(machines), folder)

@@ -1,4 +1,4 @@
-"""What an agent would say of itself, for tests that make it up."""
+"""Status messages of an agent, made up by tests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def summary(rank: int, size: int = 4, **of_it: Any) -> dict[str, Any]:
-    """A whole one, of an agent that computes, but for what is given."""
-    said: dict[str, Any] = {
+    """A complete message of a computing agent, with the given fields changed."""
+    output: dict[str, Any] = {
         "rank": rank,
         "size": size,
         "incarnation": 0,
@@ -28,4 +28,4 @@ def summary(rank: int, size: int = 4, **of_it: Any) -> dict[str, Any]:
         "sent": [],
         "edges": [],
     }
-    return said | of_it
+    return output | of_it

@@ -1,4 +1,4 @@
-"""Training that goes on after a loss, on a problem whose answer is known."""
+"""Training that continues after a loss, on a problem with a known answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.fault_points import Point, arm
 
 RATE, STEPS = 0.2, 300
 disturbances: list[Callable[[torch.Tensor], torch.Tensor]] = []
-"""What becomes of the losses of this agent: faults add to it."""
+"""Changes to the losses of this agent: faults add to it."""
 
 
 def curvature(rank: int) -> float:
@@ -34,10 +34,10 @@ class Point3(torch.nn.Module):
 
 
 def train_through(victims: dict[int, Point], options: dict[str, Any]) -> list[float]:
-    """The parameters that training ends with, while the victims end where they are told to."""
+    """The final parameters of training, while the victims end at their given places."""
     rank = shoal.rank()
     *_, last = steps_of_training(lambda: arm(victims[rank]) if rank in victims else None, options)
-    assert sorted(victims) == [one for one in range(shoal.size()) if one not in shoal.alive()]
+    assert sorted(victims) == [index for index in range(shoal.size()) if index not in shoal.alive()]
     return last
 
 
@@ -94,12 +94,12 @@ def resting_place(
     unheard: Collection[int] = (),
     idle: Collection[int] = (),
 ) -> NDArray[np.float64]:
-    """Where decentralized SGD with this constant rate comes to rest on what is left of a topology, after its last
-    round: ``x = W (x - rate h (x - c))``, or ``x = W x - rate h (x - c)`` with the step beside the exchange.
+    """The fixed point of decentralized SGD with this constant rate on the surviving topology, after its last round. It
+    solves ``x = W (x - rate h (x - c))``, or ``x = W x - rate h (x - c)`` with the step beside the exchange.
 
     Args:
-        unheard: Whose tensors are left out; their weight goes to the receiver's own.
-        idle: Who has no gradients.
+        unheard: The ranks whose tensors are left out; the receiver's own tensor gets their weight.
+        idle: The ranks without gradients.
     """
     schedule = Without(topology, gone)
     x = np.zeros((size, 3))

@@ -1,4 +1,4 @@
-"""What agents do that outlive others, and what the mathematics says they must find."""
+"""The functions of agents that survive others, and the expected results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def first_value(rank: int) -> float:
 
 
 @dataclass
-class Diary:
-    """What an agent saw, round by round."""
+class RoundLog:
+    """The results of an agent, round by round."""
 
     values: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -38,38 +38,38 @@ class Diary:
     slowest: float = 0.0
 
 
-def live_through(numel: int, rounds: int, victims: dict[int, Point], directed: bool = False) -> Diary:
-    """Average with the neighbours on a ring, and with all, while the victims end where they are told to."""
+def average_through(numel: int, rounds: int, victims: dict[int, Point], directed: bool = False) -> RoundLog:
+    """Average with the neighbours on a ring, and with all, while the victims end at their given places."""
     rank, size = shoal.rank(), shoal.size()
     graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
     shoal.set_topology(graph, is_weighted=True)
-    diary = Diary()
-    shoal.on_membership_change(lambda change: diary.changes.append((change.lost, change.alive)))
+    log = RoundLog()
+    shoal.on_membership_change(lambda change: log.changes.append((change.lost, change.alive)))
     shoal.barrier()
     if rank in victims:
         arm(victims[rank])
     x = torch.full((numel,), first_value(rank), dtype=torch.float64)
-    diary.values.append(float(x[0]))
+    log.values.append(float(x[0]))
     for number in range(rounds):
         x = shoal.neighbor_allreduce(x, name="x")
         assert bool((x == x[0]).all()), "a sum of which only a part holds what was lost"
-        diary.values.append(float(x[0]))
-        diary.means.append(float(shoal.allreduce(torch.tensor([float(rank)], dtype=torch.float64))))
+        log.values.append(float(x[0]))
+        log.means.append(float(shoal.allreduce(torch.tensor([float(rank)], dtype=torch.float64))))
         total = shoal.allreduce(torch.full((numel,), 2.0**rank, dtype=torch.float64), average=False)
         assert bool((total == total[0]).all())
-        diary.sums.append(float(total[0]))
+        log.sums.append(float(total[0]))
         if number % 3 == 0:
-            diary.gathered.append(tuple(shoal.allgather(torch.tensor([float(rank)])).tolist()))
+            log.gathered.append(tuple(shoal.allgather(torch.tensor([float(rank)])).tolist()))
         if number % 4 == 0:
             try:
-                diary.heard.append(float(shoal.broadcast(torch.tensor([float(rank + number)]), 0)))
+                log.heard.append(float(shoal.broadcast(torch.tensor([float(rank + number)]), 0)))
             except shoal.PeerLost:  # its root is gone, for all of them
                 assert 0 in victims
-                diary.heard.append(-1.0)
+                log.heard.append(-1.0)
         if number % 5 == 0:
             shoal.barrier()
-    diary.alive = shoal.alive()
-    return diary
+    log.alive = shoal.alive()
+    return log
 
 
 def burst_through(numel: int, rounds: int, victims: dict[int, Point]) -> list[list[float]]:
@@ -110,25 +110,25 @@ def sums_through(rounds: int, victims: dict[int, Point]) -> list[list[float]]:
 
 
 def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
-    """What those came to that are left, of whom none may have failed; the victims have been killed."""
+    """The results of the survivors, which must all succeed; the victims have been killed."""
     for rank in victims:
         assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
-    left = [one for one in outcomes if one.rank not in victims]
+    left = [outcome for outcome in outcomes if outcome.rank not in victims]
     failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in left if one.error]
     assert not failed, "\n".join(failed)
     return {one.rank: one.value for one in left}
 
 
-def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
-    """Operations of all gave all the same: of everybody, and from some round on of those that are left."""
-    first, *others = diaries.values()
+def check_all_equal(logs: dict[int, RoundLog], size: int) -> None:
+    """Operations of all gave the same results on all: over all agents, and from some round over the survivors."""
+    first, *others = logs.values()
     for other in others:
         assert other.means == first.means
         assert other.sums == first.sums
         assert other.gathered == first.gathered
         assert other.heard == first.heard
         assert other.alive == first.alive
-    left = sorted(diaries)
+    left = sorted(logs)
     assert first.alive == tuple(left)
     chain = [tuple(range(size)), *(alive for _, alive in first.changes)]
     at = 0
@@ -137,19 +137,19 @@ def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
     assert first.means[-1] == sum(left) / len(left), "the loss came after the last round"
     assert first.sums[-1] == sum(2.0**rank for rank in left)
     assert first.gathered[-1] == tuple(float(rank) for rank in left)
-    for diary in diaries.values():
-        assert sorted(rank for lost, _ in diary.changes for rank in lost) == [r for r in range(size) if r not in left]
-        assert diary.changes[-1][1] == tuple(left)
+    for log in logs.values():
+        assert sorted(rank for failed, _ in log.changes for rank in failed) == [r for r in range(size) if r not in left]
+        assert log.changes[-1][1] == tuple(left)
 
 
 def check_averages(values: dict[int, list[float]], size: int, victim: int, directed: bool = False) -> int:
-    """Each average is that of the topology, with or without what the victim sent, and then of those that are left.
+    """Each average is that of the topology, with or without the victim's tensor, and later of the survivors.
 
     Returns:
-        In how many rounds not all had the same plan of whom to count.
+        The number of rounds in which plans differed between agents.
     """
     graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
-    whole, healed = Static(graph).matrix(0), Without(graph, [victim]).matrix(0)
+    full, healed = Static(graph).matrix(0), Without(graph, [victim]).matrix(0)
     states = []
     rounds = len(next(iter(values.values())))
     offset = next(iter(values.values()))[0] - first_value(min(values))
@@ -160,11 +160,11 @@ def check_averages(values: dict[int, list[float]], size: int, victim: int, direc
             now[rank] = one[k]
         if k + 1 == rounds:
             break
-        kinds = {rank: _kinds(rank, one[k + 1], now, whole, healed, victim) for rank, one in values.items()}
+        kinds = {rank: _kinds(rank, one[k + 1], now, full, healed, victim) for rank, one in values.items()}
         assert all(kinds.values()), f"round {k}: {kinds}: nobody could compute that"
         states.append(kinds)
-        now[victim] = whole[victim] @ now
-    healed_from = next(k for k in range(len(states)) if all("healed" in one for one in states[k].values()))
+        now[victim] = full[victim] @ now
+    healed_from = next(k for k in range(len(states)) if all("healed" in value for value in states[k].values()))
     assert all("healed" in one for kinds in states[healed_from:] for one in kinds.values())
     for kinds in states[:healed_from]:
         assert not any(one == {"healed"} for one in kinds.values()), "some had a new plan, and others not"

@@ -33,7 +33,7 @@ def largest(topology: Topology) -> Schedule:
     return schedule_of(topology, sizes(topology)[-1])
 
 
-def the_sums_of_its_weights_are_as_declared(topology: Topology, size: int, round: int) -> None:
+def its_weight_sums_are_as_declared(topology: Topology, size: int, round: int) -> None:
     matrix = schedule_of(topology, size).matrix(round)
     np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-12)
     if topology.doubly:
@@ -46,7 +46,7 @@ def it_is_symmetric_as_declared(topology: Topology, size: int, round: int) -> No
     np.testing.assert_allclose(matrix, matrix.T, rtol=0, atol=1e-15)
 
 
-def what_one_sends_the_other_expects(topology: Topology, size: int, round: int) -> None:
+def its_senders_match_its_receivers(topology: Topology, size: int, round: int) -> None:
     views = [schedule_of(topology, size).mixing(round, rank) for rank in range(size)]
     assert [view.rank for view in views] == list(range(size))
     sent = {(view.rank, peer) for view in views for peer in view.destination_ranks}
@@ -55,7 +55,7 @@ def what_one_sends_the_other_expects(topology: Topology, size: int, round: int) 
     assert {weight for view in views for weight in view.destination_weights} <= {1.0}
 
 
-def its_edges_say_what_its_mixings_say(topology: Topology, size: int, round: int) -> None:
+def its_edges_match_its_mixings(topology: Topology, size: int, round: int) -> None:
     schedule = schedule_of(topology, size)
     edges, from_mixings = schedule.edges(round), Schedule.edges(schedule, round)
     assert [array.dtype for array in edges] == [np.int64, np.int64, np.float64]
@@ -80,7 +80,7 @@ def it_does_not_repeat_if_it_has_no_period(topology: Topology, size: int, round:
         assert any((now != then).any() for now, then in zip(matrices, matrices[lag:], strict=False)), lag
 
 
-def it_has_no_memory(topology: Topology, size: int, round: int) -> None:
+def it_is_stateless(topology: Topology, size: int, round: int) -> None:
     used, fresh = schedule_of(topology, size), topology.schedule(size)
     for earlier in range(round % 7):
         used.edges(earlier)
@@ -95,7 +95,7 @@ def it_survives_pickling(topology: Topology, size: int, round: int) -> None:
     assert_same_edges(schedule, round, copy, round)
 
 
-def a_clock_goes_on_where_another_was_saved(topology: Topology, size: int, round: int) -> None:
+def its_clock_resumes(topology: Topology, size: int, round: int) -> None:
     rank = round % size
     saved = Clock(schedule_of(topology, size), rank, round)
     next(saved)
@@ -105,7 +105,7 @@ def a_clock_goes_on_where_another_was_saved(topology: Topology, size: int, round
     assert [next(restored) for _ in range(3)] == [next(saved) for _ in range(3)]
 
 
-def a_clock_of_another_schedule_is_refused(topology: Topology, size: int, round: int) -> None:
+def its_clock_refuses_another_schedule(topology: Topology, size: int, round: int) -> None:
     foreign = Clock(RandomMatchings(size, seed=987654321), 0, round)
     clock = Clock(schedule_of(topology, size), 0, round=5)
     with pytest.raises(ValueError, match="seed 987654321"):
@@ -113,14 +113,14 @@ def a_clock_of_another_schedule_is_refused(topology: Topology, size: int, round:
     assert clock.round == 5
 
 
-def everybody_hears_of_everybody(topology: Topology, size: int, round: int) -> None:
+def it_is_connected(topology: Topology, size: int, round: int) -> None:
     schedule = schedule_of(topology, size)
-    heard = nx.DiGraph()
-    heard.add_nodes_from(range(size))
+    received = nx.DiGraph()
+    received.add_nodes_from(range(size))
     for later in range(round, round + (schedule.period or 64)):
         edges = schedule.edges(later)
-        heard.add_edges_from(zip(edges.source.tolist(), edges.destination.tolist(), strict=True))
-    assert nx.is_strongly_connected(heard)
+        received.add_edges_from(zip(edges.source.tolist(), edges.destination.tolist(), strict=True))
+    assert nx.is_strongly_connected(received)
 
 
 def it_is_exact_as_declared(topology: Topology, size: int, round: int) -> None:
@@ -136,17 +136,17 @@ def it_names_its_number_of_agents(topology: Topology, size: int, round: int) -> 
 
 
 CHECKS: list[Callable[[Topology, int, int], None]] = [
-    the_sums_of_its_weights_are_as_declared,
+    its_weight_sums_are_as_declared,
     it_is_symmetric_as_declared,
-    what_one_sends_the_other_expects,
-    its_edges_say_what_its_mixings_say,
+    its_senders_match_its_receivers,
+    its_edges_match_its_mixings,
     it_repeats_after_its_period,
     it_does_not_repeat_if_it_has_no_period,
-    it_has_no_memory,
+    it_is_stateless,
     it_survives_pickling,
-    a_clock_goes_on_where_another_was_saved,
-    a_clock_of_another_schedule_is_refused,
-    everybody_hears_of_everybody,
+    its_clock_resumes,
+    its_clock_refuses_another_schedule,
+    it_is_connected,
     it_is_exact_as_declared,
     it_names_its_number_of_agents,
 ]
@@ -180,11 +180,11 @@ def assert_same_edges(one: Schedule, round: int, other: Schedule, other_round: i
 
 
 def other(topology: Topology, size: int) -> int:
-    return next(found for found in sizes(topology) if found != size)
+    return next(result for result in sizes(topology) if result != size)
 
 
 def run_all(topology: Topology) -> None:
-    """Every check, for a few numbers of agents."""
+    """Run every check with a few numbers of agents."""
     for check in CHECKS:
         for size in sizes_for(check, topology)[:12]:
             check(topology, size, 3 * size)

@@ -1,4 +1,4 @@
-"""What agents of the tests of Transformers' Trainer do: train a language model of a few thousand numbers."""
+"""The agents' functions in the tests of Transformers' Trainer: train a language model of a few thousand numbers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def small_model(dropout: float = 0.0) -> GPT2LMHeadModel:
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """What a Trainer tells its callbacks."""
+    """The events that a Trainer sends to its callbacks."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -134,8 +134,8 @@ def trainer(folder: str, examples: int = 64, *, dropout: float = 0.0, wrapper: s
 
 
 def recorder_of(made: ShoalTrainer) -> Recorder:
-    found: Recorder = next(one for one in made.callback_handler.callbacks if isinstance(one, Recorder))
-    return found
+    result: Recorder = next(one for one in made.callback_handler.callbacks if isinstance(one, Recorder))
+    return result
 
 
 def train(folder: str, resume: bool | str | None = None, **options: Any) -> Trained:
@@ -173,19 +173,19 @@ def train_and_evaluate(folder: str, **options: Any) -> dict[str, Any]:
     made = trainer(folder, **options)
     made.train()
     before = params_of(made.model)
-    found = made.evaluate()
+    result = made.evaluate()
     after = params_of(made.model)
     made.save_model(f"{folder}/final")
     saved = GPT2LMHeadModel.from_pretrained(f"{folder}/final")
     best = made.state.best_model_checkpoint
     return {
-        "loss": found["eval_loss"],
+        "loss": result["eval_loss"],
         "own": before,
         "unchanged": all(np.array_equal(before[name], after[name]) for name in before),
         "saved": params_of(saved),
         "best": best,
         "best_params": params_of(GPT2LMHeadModel.from_pretrained(best)) if best else {},
-        "files": sorted(one.name for one in Path(folder).iterdir()),
+        "files": sorted(path.name for path in Path(folder).iterdir()),
         "first": made.is_world_process_zero(),
     }
 

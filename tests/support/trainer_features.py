@@ -1,4 +1,4 @@
-"""What agents of the tests of Transformers' Trainer do with streams, checkpoints and what people ask a Trainer for."""
+"""The agents' functions in the tests of Transformers' Trainer with streams, checkpoints and common options."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Numbered(Recorded):
 
 
 class Watching(TrainerCallback):  # type: ignore[misc]
-    """Where it is told that it is, and what training begins with."""
+    """Records its process index, and the state at the start of training."""
 
     def __init__(self) -> None:
         self.places: set[tuple[bool, bool]] = set()
@@ -145,22 +145,22 @@ def accuracy(found: EvalPrediction) -> dict[str, Any]:
 
 def evaluations(folder: str) -> dict[str, Any]:
     """21 sequences evaluated in several ways; the last round of 8 is not full."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     given = {"compute_metrics": accuracy}
     for name, options in (("plain", {}), ("accumulated", {"eval_accumulation_steps": 1})):
-        found[name] = made(folder, evaluate=Sequences(21), given=given, **options)[0].evaluate()
+        results[name] = made(folder, evaluate=Sequences(21), given=given, **options)[0].evaluate()
     trainer, _ = made(folder, given=given)
     for name, dataset in (("predicted", Sequences(21)), ("stream", Stream(21)), ("full stream", Stream(24))):
         result = trainer.predict(dataset)
-        found[name] = result.predictions
-        found[f"{name} metrics"] = result.metrics
+        results[name] = result.predictions
+        results[f"{name} metrics"] = result.metrics
     ragged, _ = made(folder, evaluate=Ragged(21), given={"data_collator": padded, "compute_metrics": _tokens})
-    found["tokens"] = ragged.evaluate()["eval_tokens"]
-    return found
+    results["tokens"] = ragged.evaluate()["eval_tokens"]
+    return results
 
 
 def _tokens(found: EvalPrediction) -> dict[str, Any]:
-    """How many labels there are that are not padding, and their sum."""
+    """The number of labels that are not padding, and their sum."""
     real = found.label_ids[found.label_ids >= 0]
     return {"tokens": (len(real), int(real.sum()))}
 
@@ -190,13 +190,13 @@ def conveniences(folder: str) -> dict[str, Any]:
         "losses": [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log],
         "params": params_of(trainer.model),
         "places": watching.places,
-        "boards": [one.name for one in Path(folder, "board").iterdir()],
+        "boards": [path.name for path in Path(folder, "board").iterdir()],
     }
 
 
 def recomputing(folder: str) -> list[list[float]]:
     """The losses without and with gradient checkpointing, of both kinds."""
-    found = []
+    results = []
     for options in (
         {},
         {"activation_checkpointing": True},
@@ -204,8 +204,8 @@ def recomputing(folder: str) -> list[list[float]]:
     ):
         trainer, _ = made(folder, dropout=0.2, **options)
         trainer.train()
-        found.append(trainer.own_losses)
-    return found
+        results.append(trainer.own_losses)
+    return results
 
 
 def train(

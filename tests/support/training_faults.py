@@ -1,4 +1,4 @@
-"""What agents do while they train and one of them fails: the loops and the ways to fail, by name."""
+"""The training of agents of which one fails: the loops and the kinds of fault, by name."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ WINDOWS = ("put", "get", "push")
 
 @dataclass(frozen=True)
 class Fault:
-    """One that was drawn. ``kind`` is a name of ``KINDS``; ``after`` the seconds of training before it.
+    """A drawn fault. ``kind`` is a name of ``KINDS``; ``after`` the seconds of training before it.
 
     Attributes:
-        busy: Who keeps the interpreter lock between steps; -1: nobody.
-        then: What an agent does whose batches have ended: "leave", or "linger" for longer than anybody waits.
+        busy: The rank that keeps the interpreter lock between steps; -1: none.
+        then: The action of an agent whose batches have ended: "leave", or "linger" for longer than all timeouts.
     """
 
     seed: int
@@ -117,7 +117,7 @@ def draw(seed: int) -> Fault:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentEnd:
     """How one agent's training ended, by its own account.
 
     Attributes:
@@ -135,7 +135,7 @@ class Ended:
 
 
 class OwnError(Exception):
-    """What goes wrong in one agent's script."""
+    """The exception of one agent's script."""
 
 
 def ready() -> None:
@@ -146,28 +146,27 @@ def ready() -> None:
     optimizer.step()
 
 
-def train(fault: Fault) -> Ended:
-    """Train until the end or an error, catch it, and leave. What the fault does with this agent it does itself, but
-    for the signals."""
-    error, ranks, said, steps = "", (), "", 0
+def train(fault: Fault) -> AgentEnd:
+    """Train until the end or an error, catch it, and leave. The agent triggers its own fault, except signals."""
+    error, ranks, output, steps = "", (), "", 0
     loop = _Loop(fault)
     try:
         loop.run()
     except shoal.ShoalError as caught:
-        error, ranks, said = type(caught).__name__, caught.ranks, str(caught)
+        error, ranks, output = type(caught).__name__, caught.ranks, str(caught)
     except KeyboardInterrupt:
         error = "KeyboardInterrupt"
     except OwnError as caught:
         if fault.kind == "exception":
             raise
-        error, said = type(caught).__name__, str(caught)
+        error, output = type(caught).__name__, str(caught)
     noticed = time.monotonic()
     steps = loop.steps
     del loop
     started = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
         shoal.shutdown()
-    return Ended(error, ranks, said, steps, noticed, time.monotonic() - started)
+    return AgentEnd(error, ranks, output, steps, noticed, time.monotonic() - started)
 
 
 class _Loop:

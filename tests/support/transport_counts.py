@@ -1,7 +1,7 @@
-"""A pytest plugin that says how many tests moved bytes over each transport, and can insist that none was left out.
+"""A pytest plugin that reports how many tests moved bytes over each transport, and can require all transports.
 
-A test counts for a transport when it carries ``@pytest.mark.transport(name)``; the ``transport`` fixture gives it that
-mark. A suite that skipped a transport looks just as green as one that ran it, so CI passes ``--every-transport``.
+A test counts for a transport when it carries ``@pytest.mark.transport(name)``; the ``transport`` fixture gives it
+that mark. A suite that skipped a transport looks as green as a full run, so CI passes ``--every-transport``.
 """
 
 from __future__ import annotations

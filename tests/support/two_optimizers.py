@@ -56,16 +56,16 @@ def averaged_gradients(model: nn.Module) -> list[shoal.DecentralizedOptimizer]:
 def train(model: nn.Module, optimizers: list[Any], begin: int, end: int) -> None:
     for step in range(begin, end):
         gradients(model, shoal.rank(), step)
-        for one in optimizers:
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def arrays(values: Any) -> Arrays:
-    return [one.detach().numpy().copy() for one in values]
+    return [value.detach().numpy().copy() for value in values]
 
 
 def moments(optimizers: list[Any]) -> Arrays:
-    states = [state for one in optimizers for state in one.state.values()]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
     return arrays(value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
 
 
@@ -79,27 +79,27 @@ def run(folder: str) -> dict[str, Any]:
     model = initial()
     both = make(model)
     train(model, both, 0, STEPS)
-    found: dict[str, Any] = {"own": arrays(model.parameters()), "moments": moments(both)}
-    found["rounds"] = [one.rounds for one in both]
+    result: dict[str, Any] = {"own": arrays(model.parameters()), "moments": moments(both)}
+    result["rounds"] = [one.rounds for one in both]
     with shoal.consensus(model):
-        found["mean"] = arrays(model.parameters())
+        result["mean"] = arrays(model.parameters())
     saved(model, both).save(folder, STEPS)
     train(model, both, STEPS, STEPS + MORE)
-    found["whole"] = arrays(model.parameters()) + moments(both)
+    result["whole"] = arrays(model.parameters()) + moments(both)
 
     model = initial()
     both = make(model)
     assert saved(model, both).load(folder) == STEPS
     train(model, both, STEPS, STEPS + MORE)
-    found["again"] = arrays(model.parameters()) + moments(both)
+    result["again"] = arrays(model.parameters()) + moments(both)
 
     model = initial()
     both = make(model)
     saved(model, both).load(folder, start="consensus")
-    found["consensus"] = arrays(model.parameters())
-    found["mean moments"] = moments(both)
+    result["consensus"] = arrays(model.parameters())
+    result["mean moments"] = moments(both)
 
     model = initial()
     train(model, averaged_gradients(model), 0, STEPS)
-    found["gradients"] = arrays(model.parameters())
-    return found
+    result["gradients"] = arrays(model.parameters())
+    return result

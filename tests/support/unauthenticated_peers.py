@@ -1,4 +1,4 @@
-"""Connections that no agent makes: from who knows nothing of the job, or knows its secret and speaks nonsense."""
+"""Connections that no agent makes: from outside the job, or with its secret and protocol errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADER = struct.Struct("<IBBBBHHHHIIIQQQQd")
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenerAddress:
     """Where one agent listens, and what one must know to be let in."""
 
     rank: int
@@ -60,11 +60,11 @@ class Door:
         return sock, greeting.keys
 
 
-def door() -> Door:
+def listener_address() -> ListenerAddress:
     """This agent's."""
     engine = current().engine
     endpoint = engine.router._endpoints[engine.rank]
-    return Door(engine.rank, endpoint.unix, endpoint.host, endpoint.port, engine.router._secret)
+    return ListenerAddress(engine.rank, endpoint.unix, endpoint.host, endpoint.port, engine.router._secret)
 
 
 def rejected() -> int:
@@ -161,7 +161,7 @@ NOISE: dict[str, Callable[[MacSeal], bytes]] = {
     "a length that is not said twice": lambda _: _LENGTH.pack(100, 100),
     "half a packet": lambda seal: over_tcp(seal, ASK)[:30],
 }
-"""Each what the seal of the connection makes of it; nothing of it is whole, as after an accident on the way."""
+"""Maps each sealed packet to a damaged one, as after an error on the path."""
 
 
 def _memfd(size: int, seals: int) -> int:

@@ -1,7 +1,7 @@
-"""What agents do with windows in tests: the same functions in a thread of a fleet and in a process of a world.
+"""The agents' functions with windows in tests: the same in a thread of a fleet and in a process of a world.
 
 :func:`record_history` does random operations and records them for :mod:`support.histories`. :func:`move_mass` does
-random operations that keep the total and counts it in between. Both are told by a plain value what to do.
+random operations that keep the total and counts it in between. A plain value configures each.
 """
 
 from __future__ import annotations
@@ -58,46 +58,46 @@ def in_threads(count: int, function: Callable[[int], object]) -> None:
 
 
 def every_operation(numel: int) -> dict[str, list[float]]:
-    """What the slots of this agent hold after each operation of all agents, in the order of its in-neighbours."""
+    """The content of this agent's slots after each operation of all agents, in the order of its in-neighbours."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     me = shoal.rank()
     x = torch.full((numel,), me + 1.0)
     shoal.bluefog.win_create(x, "x", zero_init=True)
-    found = {}
+    result = {}
 
-    def note(what: str) -> None:
+    def record(what: str) -> None:
         shoal.barrier()
-        found[what] = [
+        result[what] = [
             common_value(shoal.bluefog.win_update("x", 0.0, {source: 1.0}, clone=True))
             for source in shoal.in_neighbor_ranks()
         ]
         shoal.barrier()
 
     shoal.bluefog.win_put(x * 10, "x", dst_weights={to: to + 1 for to in shoal.out_neighbor_ranks()})
-    note("put")
+    record("put")
     shoal.bluefog.win_accumulate(x, "x", require_mutex=True)
-    note("accumulate")
+    record("accumulate")
     shoal.bluefog.win_update_then_collect("x")
-    note("collect")
+    record("collect")
     shoal.bluefog.win_get("x", src_weights=dict.fromkeys(shoal.in_neighbor_ranks(), 0.5))
-    note("get")
+    record("get")
     shoal.bluefog.win_free("x")
-    return found
+    return result
 
 
 def times_in_mutex(rounds: int) -> list[tuple[int, int]]:
     """From when to when, in ``time.monotonic_ns()``, this agent had the mutex of agent 0 each time."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     shoal.bluefog.win_create(torch.zeros(1), "x")
-    found = []
+    results = []
     for _ in range(rounds):
         with shoal.bluefog.win_mutex("x", for_self=shoal.rank() == 0, ranks=[0]):
             began = time.monotonic_ns()
             time.sleep(0.0002)
-            found.append((began, time.monotonic_ns()))
+            results.append((began, time.monotonic_ns()))
     shoal.barrier()
     shoal.bluefog.win_free("x")
-    return found
+    return results
 
 
 # Histories
@@ -144,8 +144,8 @@ def record_history(program: Program) -> dict[Edge, list[Record]]:
     in_threads(program.threads, lambda thread: _Thread(program, thread, x, recorders[thread]).run())
     shoal.barrier()
     last = _Thread(program, 0, x, recorders[0])
-    for _ in range(2):  # nothing that has returned may be missing at the end
-        last.look()
+    for _ in range(2):  # no returned operation may be missing at the end
+        last.read_states()
         last.read()
     shoal.barrier()
     shoal.bluefog.win_free("x")
@@ -161,8 +161,8 @@ def starts(size: int) -> dict[Edge, Slot]:
 class _Thread:
     """One thread of an agent.
 
-    A sum over slots must tell what was in each of them, so each in-neighbour has bits of its own: what it writes is
-    shifted by the weight that goes with it, and what is read is taken apart again.
+    A sum over slots must show the content of each slot, so each in-neighbour has its own bits: its writes are shifted
+    by the associated weight, and reads are split into bits again.
     """
 
     def __init__(self, program: Program, thread: int, x: torch.Tensor, recorder: Recorder) -> None:
@@ -230,14 +230,14 @@ class _Thread:
 
     def read(self) -> None:
         self._recorder.run(
-            lambda: self._update(reset=False), lambda found: [] if found is None else self._apart(Read, found)
+            lambda: self._update(reset=False), lambda found: [] if found is None else self._split(Read, found)
         )
 
     def collect(self) -> None:
         def effects(found: torch.Tensor | None) -> Steps:
             if found is None:
                 return [((source, self._me), Collect(None)) for source in self._sources]
-            return self._apart(Collect, found)
+            return self._split(Collect, found)
 
         self._recorder.run(lambda: self._update(reset=True), effects)
 
@@ -261,7 +261,7 @@ class _Thread:
             "x", 0, ones, reset=reset, clone=True, require_mutex=self._program.require_mutex
         )
 
-    def _apart(self, kind: type[Read] | type[Collect], found: torch.Tensor) -> Steps:
+    def _split(self, kind: type[Read] | type[Collect], found: torch.Tensor) -> Steps:
         total = common_value(found)
         steps: Steps = []
         for source in self._sources:
@@ -270,7 +270,7 @@ class _Thread:
             steps.append(((source, self._me), kind(value)))
         return steps
 
-    def look(self) -> None:
+    def read_states(self) -> None:
         def effects(found: dict[int, shoal.windows.SlotState] | None) -> Steps:
             assert found is not None
             return [
@@ -288,14 +288,14 @@ QUANTUM_BITS = 46
 
 @dataclass(frozen=True)
 class Flow:
-    """Random pushes and collections of all agents on one window, none of which makes or destroys mass.
+    """Random pushes and collections of all agents on one window, which conserve the total mass.
 
     Attributes:
         phases: after each, when all agents have done its operations, the mass is counted.
         operations: of each thread in a phase.
         threads: of each agent. Several take turns through the agent's own mutex, as they change one tensor.
         numel: elements of the tensor.
-        dyadic: all shares are powers of two, and none so small that a sum of them must be rounded.
+        dyadic: all shares are powers of two, large enough that their sums are exact.
         in_place: the tensor comes from ``shoal.empty``.
         seed: of the random choices.
     """
@@ -325,27 +325,27 @@ def flow_graph(size: int) -> nx.DiGraph:
 
 
 def first_mass(rank: int, numel: int) -> list[float]:
-    """What an agent's tensor holds when its window is made."""
+    """The first value of an agent's tensor, when its window is made."""
     return [float((rank + 1) * (1 + 2 * (k % 3))) for k in range(numel)]
 
 
 def move_mass(flow: Flow) -> list[Mass]:
-    """Be one agent of a flow. What this agent had after each phase, when no operation was in progress."""
+    """Be one agent of a flow. Returns its mass after each phase, when no operation was in progress."""
     shoal.set_topology(flow_graph(shoal.size()))
     shoal.bluefog.turn_on_win_ops_with_associated_p()
     first = torch.tensor(first_mass(shoal.rank(), flow.numel), dtype=torch.float64)
     x = shoal.empty(flow.numel, dtype=torch.float64).copy_(first) if flow.in_place else first
     shoal.bluefog.win_create(x, "x", zero_init=True)
     movers = [_Mover(flow, x, thread) for thread in range(flow.threads)]
-    found = []
+    results = []
     for _ in range(flow.phases):
         in_threads(flow.threads, lambda thread: movers[thread].run())
         shoal.barrier()
-        found.append(_count())
+        results.append(_count())
         shoal.barrier()
     shoal.bluefog.win_free("x")
     shoal.bluefog.turn_off_win_ops_with_associated_p()
-    return found
+    return results
 
 
 def _count() -> Mass:
@@ -395,7 +395,7 @@ class _Mover:
             shoal.bluefog.win_wait(shoal.bluefog.win_accumulate_nonblocking(self._x, "x", kept, sent, require_mutex))
 
     def _shares(self, some: list[int]) -> tuple[float, dict[int, float]]:
-        """What is kept and what each gets; together one."""
+        """The share that is kept and the shares of the receivers; their sum is one."""
         if not self._flow.dyadic:
             return 1 / (1 + len(some)), dict.fromkeys(some, 1 / (1 + len(some)))
         shares = [2.0 ** -(k + 1) for k in range(len(some))]

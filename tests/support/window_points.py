@@ -1,4 +1,5 @@
-"""What agents do with windows in the tests of their faults, and where in a write one is made to end or to stop.
+"""The agents' functions with windows in the tests of their faults, and the places in a write at which one ends or
+stops.
 
 Every write here sends a multiple of ones, and the same multiple as its associated weight. So a slot with one whole
 write in it has a single value, which is also its associated weight; and after accumulates of 1 it is their number too.
@@ -37,14 +38,14 @@ PLACES = (*BEFORE_THE_FLIP, *AFTER_THE_FLIP)
 
 @dataclass(frozen=True)
 class Slot:
-    """What lies in a slot: its smallest and its largest element, and its associated weight."""
+    """The content of a slot: its smallest and its largest element, and its associated weight."""
 
     smallest: float
     largest: float
     p: float
 
 
-def whole(multiple: float) -> Slot:
+def whole_write(multiple: float) -> Slot:
     """A slot that holds this multiple of ones, and nothing else."""
     return Slot(multiple, multiple, multiple)
 
@@ -69,37 +70,37 @@ def arm_write(place: str, act: Callable[[], object] = die) -> None:
     """Have ``act`` called once, when a write that this process itself does comes to the place."""
     once = fault_points._counting(1, act)
     if place == "locked":
-        _around(WindowMemory, "_write", before=once)
+        _wrap(WindowMemory, "_write", before=once)
     elif place == "half copied":
         for name in ("scale", "add_scaled"):
             setattr(window_memory, name, _in_halves(getattr(elementwise, name), once))
     elif place == "copied":
-        _around(WindowMemory, "_describe", before=once)
+        _wrap(WindowMemory, "_describe", before=once)
     elif place == "described":
-        _around(WindowMemory, "_describe", after=once)
+        _wrap(WindowMemory, "_describe", after=once)
     elif place == "flipped":
-        _around(WindowMemory, "_write", after=once)
+        _wrap(WindowMemory, "_write", after=once)
     else:
         assert place == "unlocked"
-        _around(WindowMemory, "write", after=once)
+        _wrap(WindowMemory, "write", after=once)
 
 
 def _nothing() -> None:
     pass
 
 
-def _around(
+def _wrap(
     owner: Any, name: str, before: Callable[[], object] = _nothing, after: Callable[[], object] = _nothing
 ) -> None:
     original = getattr(owner, name)
 
-    def instead(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         before()
         result = original(*args)
         after()
         return result
 
-    setattr(owner, name, instead)
+    setattr(owner, name, wrapped)
 
 
 def stop() -> None:
@@ -160,13 +161,13 @@ def write_for_ever_without_waiting(how: str, to: int) -> None:
 
 
 def read(source: int, timeout: float = 1.0) -> Slot:
-    """What lies in this agent's slot for a neighbour. From then on its own associated weight is that of the slot."""
+    """The content of this agent's slot for a neighbour. Afterwards its own associated weight is that of the slot."""
     value = shoal.bluefog.win_update(NAME, 0.0, {source: 1.0}, clone=True, timeout=timeout)
     return Slot(value.min().item(), value.max().item(), shoal.bluefog.win_associated_p(NAME))
 
 
 def read_until(source: int, count: int, seconds: float = 10.0) -> list[Slot]:
-    """Reads until so many different values have been seen; those that were no whole write."""
+    """Read until the given number of different values have been seen; return the torn ones."""
     seen: set[float] = set()
     broken = []
     limit = time.monotonic() + seconds
@@ -174,7 +175,7 @@ def read_until(source: int, count: int, seconds: float = 10.0) -> list[Slot]:
         assert time.monotonic() < limit, f"only {sorted(seen)} came in {seconds:g} s"
         slot = read(source)
         seen.add(slot.largest)
-        if slot != whole(slot.largest):
+        if slot != whole_write(slot.largest):
             broken.append(slot)
     return broken
 
@@ -185,7 +186,7 @@ def accumulates(source: int) -> int:
 
 def update_and_stop(source: int) -> Slot:
     """Stops with the locks of its slots in its hands."""
-    _around(window_memory, "weigh_in_blocks", before=fault_points._counting(1, stop))
+    _wrap(window_memory, "weigh_in_blocks", before=fault_points._counting(1, stop))
     return read(source)
 
 
@@ -208,7 +209,7 @@ def sleep_for_ever() -> None:
 def end_when_waiting(pid: int, how: int = signal.SIGKILL) -> None:
     """Send a signal as soon as this agent waits for a mutex."""
     once = fault_points._counting(1, lambda: kill(pid, how))
-    _around(ByteLocks, "_take_in_turn", before=fault_points._counting(30, once))
+    _wrap(ByteLocks, "_take_in_turn", before=fault_points._counting(30, once))
 
     def listener(event: Event) -> None:
         if (event.operation, event.kind) == ("win_lock", "sent"):
@@ -223,17 +224,17 @@ def take_mutex(of: int, timeout: float | None = None) -> float:
         return time.monotonic()
 
 
-def go_on(neighbours: list[int]) -> list[Slot]:
-    """Three writes to each neighbour that is left, and what has come from them after theirs; no barrier knows them."""
+def write_after_a_loss(neighbours: list[int]) -> list[Slot]:
+    """Three writes to each surviving neighbour, and the values received after theirs; no barrier knows them."""
     others = [rank for rank in neighbours if rank != shoal.rank()]
     for rank in others:
         for _ in range(2):
             write(PUT, 7.0, rank)
         write(PUT, 11.0, rank)
     limit = time.monotonic() + 10.0
-    found = [_read_when(rank, 11.0, limit) for rank in others]
+    results = [_read_when(rank, 11.0, limit) for rank in others]
     assert all(take_mutex(rank) for rank in neighbours)
-    return found
+    return results
 
 
 def _read_when(source: int, value: float, limit: float) -> Slot:

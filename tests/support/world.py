@@ -1,8 +1,8 @@
-"""Real agents in real processes, told what to do by a test, and looked at closely when they end.
+"""Real agents in real processes, directed by a test, and inspected closely when they end.
 
-A :class:`World` is a set of agent processes that stay up and call the functions that a test names, so that many tests
-share one start. Closing it shuts every agent down and asserts that each process ends by itself and that nothing of it
-is left: no descriptor, thread, shared memory, child process, or name.
+A :class:`World` is a set of agent processes that stay up and call the functions that a test names, so that many
+tests share one start. Closing it shuts every agent down and asserts that each process ends by itself and leaves no
+descriptor, thread, shared memory, child process, or name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plain_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that nobody else gets meanwhile, and that rank 0 may nevertheless listen on.
+    """A port of 127.0.0.1 that is reserved during the block, and that rank 0 may nevertheless listen on.
 
     Linux lets several sockets with SO_REUSEADDR be bound to one port as long as at most one of them listens.
     """
@@ -104,9 +104,9 @@ class Template:
         other.close()
 
     def spawn(self, spawn: Spawn) -> tuple[int, Connection[Any, Any]]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        pid: int = self._ask("spawn", spawn, theirs.fileno())
-        theirs.close()
+        ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pid: int = self._ask("spawn", spawn, remote.fileno())
+        remote.close()
         return pid, Connection(ours.detach())
 
     def reap(self, pid: int) -> int:
@@ -116,11 +116,11 @@ class Template:
 
     def orphans(self) -> list[tuple[int, str]]:
         """Processes that dead agents have left running: (pid, command)."""
-        found: list[tuple[int, str]] = self._ask("orphans", None)
-        return found
+        result: list[tuple[int, str]] = self._ask("orphans", None)
+        return result
 
     def imports(self, module: str) -> None:
-        """Import a module, which agents that are forked from now on have: what takes seconds."""
+        """Import a module, so that agents forked later have it already: slow imports then happen once."""
         self._ask("import", module)
 
     def _ask(self, request: str, argument: object, descriptor: int = -1) -> Any:
@@ -198,8 +198,10 @@ class Member:
             self._connection.send(request)
 
     def outcome(self, patience: float) -> Outcome:
-        """The answer to what was sent, or that the agent died. Raises when neither comes in time, which is longer on a
-        busy machine."""
+        """The answer to the request, or that the agent died.
+
+        Raises when neither comes within a limit, which is longer on a busy machine.
+        """
         patience = scaled(patience)
         limit = time.monotonic() + patience
         while self.exit_code is None:
@@ -208,7 +210,7 @@ class Member:
             if not ready:
                 raise AssertionError(f"rank {self.rank} does not answer after {patience:g} s\n{self.stacks()}")
             if self._connection in ready:  # first of all: what it said last, before its end
-                answer = self._hear()
+                answer = self._receive()
                 if isinstance(answer, Outcome):
                     return answer
             elif self._pidfd in ready:
@@ -217,21 +219,21 @@ class Member:
         return Outcome(self.rank, None, "Died", f"exit code {self.exit_code}", ended=self.died_at)
 
     def is_ready(self) -> bool:
-        """Something is to be heard of it."""
+        """Whether it has sent a message."""
         waiting: list[Any] = [self._pidfd] if self._silent else [self._pidfd, self._connection]
         return bool(select.select(waiting, [], [], 0.0)[0])
 
-    def _hear(self) -> Outcome | None:
+    def _receive(self) -> Outcome | None:
         try:
-            heard = self._connection.recv()
+            received = self._connection.recv()
         except (EOFError, ConnectionResetError):
             self._silent = True
             return None
-        if isinstance(heard, Dying):
-            self.died_at = heard.at
+        if isinstance(received, Dying):
+            self.died_at = received.at
             return None
-        assert isinstance(heard, Outcome)
-        return heard
+        assert isinstance(received, Outcome)
+        return received
 
     def stacks(self) -> str:
         """What each of its threads is doing, and the rest of its log."""
@@ -268,7 +270,7 @@ class World:
 
     Args:
         size: How many.
-        environment: Variables besides those that say who each is.
+        environment: Variables besides the ranks and addresses.
         namespaces: Machines to deal the agents out to, in blocks of consecutive ranks.
         timeout: ``SHOAL_TIMEOUT``: above the seconds in which a fault must be noticed, below those of the test.
         init: Make them agents.
@@ -360,12 +362,12 @@ class World:
     ) -> list[Any]:
         """The values that the agents returned; raises if one did not."""
         outcomes = self.run(function, *args, on=on, patience=patience)
-        failed = [one for one in outcomes if one.error]
+        failed = [outcome for outcome in outcomes if outcome.error]
         assert not failed, "\n".join(f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in failed)
-        return [one.value for one in outcomes]
+        return [outcome.value for outcome in outcomes]
 
     def start_again(self, rank: int) -> None:
-        """A new process in the place of one that has ended, or was dropped; an agent when it has said so."""
+        """Start a new process after the last one has ended, or was dropped; returns when it is an agent."""
         old = self.members[rank]
         if old.exit_code is None:
             self._dropped.append(old)
@@ -406,7 +408,7 @@ class World:
             outcomes = self.run(_in_step, patience=10.0)
         except AssertionError:
             return False
-        return all(not one.error for one in outcomes)
+        return all(not outcome.error for outcome in outcomes)
 
     # The end
 

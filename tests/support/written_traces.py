@@ -61,18 +61,18 @@ class Written:
         error: str = "",
         operation: str = "neighbor_allreduce",
     ) -> None:
-        """An operation; ``moves``: when a process group was asked for it, gave it its turn, and was done."""
+        """An operation; ``moves``: when a process group got the request, gave it its turn, and was done."""
         row = self._row(f"exchange: {name}")
         self._line("B", row, ts=self._at(start), name=operation, args={"round": round_})
         for what, (begins, ends) in [("sum", one) for one in sums or []] + ([("prepare", prepare)] if prepare else []):
             length = self._at(ends) - self._at(begins)
             self._line("X", row, ts=self._at(begins), name=what, dur=length, args={"round": round_})
-        for stage, (asked, ordered, moved) in enumerate(moves or []):
-            said = {"round": round_, "stage": stage}
-            self._line("i", row, ts=self._at(asked), name="asked", s="t", args=said | {"among": among or []})
-            for what, begins, ends in (("ordering", asked, ordered), ("moving", ordered, moved)):
+        for stage, (requested, ordered, moved) in enumerate(moves or []):
+            output = {"round": round_, "stage": stage}
+            self._line("i", row, ts=self._at(requested), name="asked", s="t", args=output | {"among": among or []})
+            for what, begins, ends in (("ordering", requested, ordered), ("moving", ordered, moved)):
                 length = self._at(ends) - self._at(begins)
-                self._line("X", row, ts=self._at(begins), name=what, dur=length, args=said)
+                self._line("X", row, ts=self._at(begins), name=what, dur=length, args=output)
         if error:
             self._line(
                 "i", row, ts=self._at(end or start), name="failed", s="t", args={"error": error, "round": round_}
@@ -84,9 +84,9 @@ class Written:
         self, way: str, peer: int, at: float, name: str = "x", round_: int = 0, nbytes: int = 1000, **more: Any
     ) -> None:
         """``to``, ``from`` or ``all from`` another agent."""
-        said = {"peer": peer, "bytes": nbytes, "round": round_, **more}
+        output = {"peer": peer, "bytes": nbytes, "round": round_, **more}
         row = self._row(f"exchange: {name}")
-        self._line("i", row, ts=self._at(at), name=f"{way} {peer}", s="t", args=said)
+        self._line("i", row, ts=self._at(at), name=f"{way} {peer}", s="t", args=output)
 
     def wait(self, start: float, end: float, name: str = "x", round_: int = 0, thread: str = "MainThread") -> None:
         """A thread stood still for an operation."""
@@ -109,9 +109,9 @@ class Written:
             "perf_counter_ns": 3_600_000_000_000,
             "unix_time_ns": BEGAN + round(self.ahead * MS),
         }
-        said = {"version": "0", "rank": self.rank, "host": self.host, **clock, "run": self.run, "size": self.size}
-        said |= {"boot": self.host, "incarnation": self.incarnation}
-        return {"name": "shoal", "ph": "M", "pid": self.rank, "tid": 0, "args": said}
+        output = {"version": "0", "rank": self.rank, "host": self.host, **clock, "run": self.run, "size": self.size}
+        output |= {"boot": self.host, "incarnation": self.incarnation}
+        return {"name": "shoal", "ph": "M", "pid": self.rank, "tid": 0, "args": output}
 
     def into(self, folder: Path, suffix: str = "", *, closed: bool = True, torn: str = "") -> Path:
         """Write the file."""

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: every algorithm of the catalog goes on as a fleet of those that are left would."""
+"""``on_loss="continue"``: every algorithm of the catalog continues as a fleet of the survivors would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shoal
 from shoal.algorithms import CATALOG
 from support.algorithm_cases import case_of
 from support.fault_points import OVER, Point, in_turn
-from support.surviving_algorithms import Story, fleet_of_the_rest, optimum_of, run_through
+from support.surviving_algorithms import AgentOutcome, fleet_of_survivors, optimum_of, run_through
 from support.survivors import CONTINUE
 from support.world import World
 
@@ -20,14 +20,14 @@ SIZE, GONE = 5, 1
 LEFT = [rank for rank in range(SIZE) if rank != GONE]
 STEPS = 60  # the one that is lost is lost in step 40, or by its events before
 Fleets = Callable[..., shoal.Fleet]
-SMOOTH = [one.name for one in CATALOG.values() if not case_of(one).compressed and one.name != "push-sum"]
-COMPRESSED = [one.name for one in CATALOG.values() if case_of(one).compressed]
+SMOOTH = [value.name for value in CATALOG.values() if not case_of(value).compressed and value.name != "push-sum"]
+COMPRESSED = [value.name for value in CATALOG.values() if case_of(value).compressed]
 POINTS = [Point("sent", 30), Point("received", 35), Point("summed", 12), Point("finished", 40)]
 KILLED = ("gradient tracking (ATC)", "exact diffusion (D2)", "push-sum gradient tracking", "RelaySGD", "SGP")
 
 
 @pytest.fixture(autouse=True)
-def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def continue_on_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
 
@@ -43,24 +43,24 @@ def killed() -> list[object]:
     return cases
 
 
-def check_that_they_are_a_fleet_of_their_own(name: str, stories: dict[int, Story]) -> None:
-    assert [one.alive for one in stories.values()] == [tuple(LEFT)] * len(LEFT)
-    assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
-    expected = fleet_of_the_rest(name, SIZE, LEFT, stories, STEPS)
-    ended = torch.tensor([one.estimate for one in stories.values()], dtype=torch.float64)
+def check_that_survivors_are_a_fleet(name: str, agent_outcomes: dict[int, AgentOutcome]) -> None:
+    assert [one.alive for one in agent_outcomes.values()] == [tuple(LEFT)] * len(LEFT)
+    assert [len(one.restarts) for one in agent_outcomes.values()] == [1] * len(LEFT)
+    expected = fleet_of_survivors(name, SIZE, LEFT, agent_outcomes, STEPS)
+    ended = torch.tensor([one.estimate for one in agent_outcomes.values()], dtype=torch.float64)
     assert (ended - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(("name", "transport"), in_turn(SMOOTH), indirect=["transport"])
 def test_survivors_form_a_fleet_of_their_own_from_one_step_on(name: str, fleet: Fleets) -> None:
-    found = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40})
-    check_that_they_are_a_fleet_of_their_own(name, {rank: found[rank] for rank in LEFT})
+    results = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40})
+    check_that_survivors_are_a_fleet(name, {rank: results[rank] for rank in LEFT})
 
 
 @pytest.mark.parametrize("name", ["EXTRA", "gradient tracking (ATC)"])
 def test_survivors_form_a_fleet_if_one_agent_leaves_between_two_runs(name: str, fleet: Fleets) -> None:
-    found = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40}, pause=40)
-    check_that_they_are_a_fleet_of_their_own(name, {rank: found[rank] for rank in LEFT})
+    results = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40}, pause=40)
+    check_that_survivors_are_a_fleet(name, {rank: results[rank] for rank in LEFT})
 
 
 @pytest.mark.parametrize(("name", "point", "environment"), killed())
@@ -69,20 +69,24 @@ def test_survivors_form_a_fleet_wherever_one_agent_is_killed(
 ) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(run_through, name, STEPS, {}, {GONE: point})
-        failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+        failed = [
+            f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+            for outcome in outcomes
+            if outcome.error
+        ]
         assert outcomes[GONE].error == "Died" and len(failed) == 1, "\n".join(failed)
-        check_that_they_are_a_fleet_of_their_own(name, {rank: outcomes[rank].value for rank in LEFT})
+        check_that_survivors_are_a_fleet(name, {rank: outcomes[rank].value for rank in LEFT})
 
 
 @pytest.mark.parametrize(("name", "transport"), in_turn(COMPRESSED), indirect=["transport"])
 def test_compressed_algorithms_converge_close_to_the_survivors_optimum(name: str, fleet: Fleets) -> None:
-    found = fleet(SIZE).run(run_through, name, 150, {GONE: 40})
-    stories = {rank: found[rank] for rank in LEFT}
-    assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
+    results = fleet(SIZE).run(run_through, name, 150, {GONE: 40})
+    agent_outcomes = {rank: results[rank] for rank in LEFT}
+    assert [len(one.restarts) for one in agent_outcomes.values()] == [1] * len(LEFT)
     optimum = optimum_of(SIZE, LEFT)
-    expected = (fleet_of_the_rest(name, SIZE, LEFT, stories, 150) - optimum).norm()
-    ended = torch.tensor([one.estimate for one in stories.values()], dtype=torch.float64)
-    assert (ended - optimum).norm() < 2 * expected + 1e-3  # they draw by rank, and those that are left keep theirs
+    expected = (fleet_of_survivors(name, SIZE, LEFT, agent_outcomes, 150) - optimum).norm()
+    ended = torch.tensor([one.estimate for one in agent_outcomes.values()], dtype=torch.float64)
+    assert (ended - optimum).norm() < 2 * expected + 1e-3  # they draw by rank, and survivors keep their ranks
 
 
 @pytest.mark.slow  # that they are a fleet of their own, and that such a fleet finds the optimum, others test apart
@@ -92,14 +96,14 @@ def test_compressed_algorithms_converge_close_to_the_survivors_optimum(name: str
     indirect=["transport"],
 )
 def test_exact_algorithms_reach_the_survivors_optimum(name: str, fleet: Fleets) -> None:
-    found = fleet(SIZE).run(run_through, name, 1500, {GONE: 40})
-    ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
+    results = fleet(SIZE).run(run_through, name, 1500, {GONE: 40})
+    ended = torch.tensor([results[rank].estimate for rank in LEFT], dtype=torch.float64)
     assert (ended - optimum_of(SIZE, LEFT)).abs().max() < 1e-8
 
 
 @pytest.mark.parametrize("leaves", [3, 40])
 def test_push_sum_agrees_on_a_mean_of_the_initial_values(fleet: Fleets, leaves: int) -> None:
-    found = fleet(SIZE).run(run_through, "push-sum", STEPS, {GONE: leaves})
-    ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
+    results = fleet(SIZE).run(run_through, "push-sum", STEPS, {GONE: leaves})
+    ended = torch.tensor([results[rank].estimate for rank in LEFT], dtype=torch.float64)
     assert (ended - ended[0, 0]).abs().max() < 1e-10  # agents begin with their ranks, in every place
     assert min(LEFT) < float(ended[0, 0]) < max(LEFT)

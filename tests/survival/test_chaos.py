@@ -1,7 +1,7 @@
-"""Faults drawn from seeds: whoever is left trains on, and ends where the mathematics says.
+"""Faults drawn from seeds: the survivors continue training, and end at the computed result.
 
-One that fails is run again alone by its seed: ``python tools/chaos.py 1 --first 17``, which also runs as many as one
-likes, and prints the table of docs/fault-injection.md.
+A failing one is repeated alone by its seed: ``python tools/chaos.py 1 --first 17``, which also runs any number of
+seeds, and prints the table of docs/fault-injection.md.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def test_seeds_draw_all_kinds_of_faults() -> None:
     assert {fault for draw in draws[:10] for fault, _ in draw.faults.values()} == set(FAULTS)
     assert any(draw.unequal for draw in draws[:10])
     assert {point.kind for draw in draws for _, point in draw.faults.values()} > set(LATE)
-    assert any(0 in draw.faults for draw in draws) and any(len(draw.left) == 1 < draw.size - 1 for draw in draws)
+    assert any(0 in draw.faults for draw in draws) and any(len(draw.survivors) == 1 < draw.size - 1 for draw in draws)
     assert Draw.of(7) == Draw.of(7)

@@ -1,4 +1,4 @@
-"""Training under faults drawn from a seed, where whoever fails is started again: it ends as if nothing had been.
+"""Training under faults drawn from a seed, where failed agents are restarted: it ends as without faults.
 
 ``python tools/chaos.py --returns`` runs more of them and prints a table.
 """

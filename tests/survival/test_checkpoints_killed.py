@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: an agent dies while all write a checkpoint; those that are left have one that loads."""
+"""``on_loss="continue"``: an agent dies while all write a checkpoint; the survivors have a checkpoint that loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVES = 6
 
 
 def save_through(folder: Path, victim: int, point: Point) -> list[str]:
-    """Save again and again while the victim ends where it is told to; the names of what was saved."""
+    """Save repeatedly while the victim ends at its given place; the names of the saved checkpoints."""
     rank, model = shoal.rank(), torch.nn.Linear(1, 1, bias=False)
     checkpoint = shoal.Checkpoint(model=model)
     shoal.barrier()
@@ -60,27 +60,31 @@ def test_every_checkpoint_is_complete(environment: dict[str, str], victim: int, 
     left = [rank for rank in range(SIZE) if rank != victim]
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(save_through, tmp_path, victim, point)
-        failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+        failed = [
+            f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+            for outcome in outcomes
+            if outcome.error
+        ]
         assert outcomes[victim].error == "Died" and len(failed) == 1, "\n".join(failed)
         names = [outcomes[rank].value for rank in left]
         assert names == [names[0]] * len(left)
     with World(len(left), environment=environment) as world:
         means = {sum(range(SIZE)) / SIZE, sum(left) / len(left)}
         for step in range(SAVES):
-            [found] = set(world.results(load_one, tmp_path, step))
-            assert any(abs(found - (100.0 * step + mean)) < 1e-4 for mean in means), (step, found)
+            [result] = set(world.results(load_one, tmp_path, step))
+            assert any(abs(result - (100.0 * step + mean)) < 1e-4 for mean in means), (step, result)
         assert world.results(load_own, tmp_path) == [100.0 * (SAVES - 1) + rank for rank in left]
 
 
 def save_on_a_full_disk(folders: list[str]) -> tuple[str, list[float]]:
-    """What is said where one agent has no room, and that all goes on: averages, and a checkpoint elsewhere."""
+    """The error where one agent's disk is full; averages and a checkpoint elsewhere still work."""
     model = torch.nn.Linear(200, 200)
     checkpoint = shoal.Checkpoint(model=model)
-    said = ""
+    output = ""
     try:
         checkpoint.save(folders[shoal.rank()], 1)
     except shoal.ShoalError as error:
-        said = f"{error.ranks} {error}"
+        output = f"{error.ranks} {error}"
     x = torch.tensor([float(shoal.rank())])
     means = [shoal.allreduce(x).item()]
     with torch.no_grad():
@@ -88,7 +92,7 @@ def save_on_a_full_disk(folders: list[str]) -> tuple[str, list[float]]:
     checkpoint.save(folders[-1], 2)
     loaded = torch.nn.Linear(200, 200)
     assert shoal.Checkpoint(model=loaded).load(folders[-1]) == 2 and torch.equal(loaded.weight, model.weight)
-    return said, means
+    return output, means
 
 
 def test_a_full_disk_on_one_agent_ends_the_save_of_all_and_nothing_else(tmp_path: Path) -> None:
@@ -99,11 +103,11 @@ def test_a_full_disk_on_one_agent_ends_the_save_of_all_and_nothing_else(tmp_path
     try:
         folders = [str(tmp_path / "room"), str(full), str(tmp_path / "room"), str(tmp_path / "later")]
         with World(3, environment=CONTINUE) as world:
-            found = world.results(save_on_a_full_disk, folders)
+            result = world.results(save_on_a_full_disk, folders)
         left = [str(path) for path in full.rglob("*") if path.is_file()]
     finally:
         subprocess.run(["umount", str(full)], check=True)
-    for said, means in found:
-        assert said.startswith("(1,)") and "is not saved: at rank 1" in said and means == [1.0]
-        assert "No space left on device" in said, said
+    for output, means in result:
+        assert output.startswith("(1,)") and "is not saved: at rank 1" in output and means == [1.0]
+        assert "No space left on device" in output, output
     assert not left, left

@@ -51,9 +51,13 @@ def beginners(environment: dict[str, str], size: int = SIZE) -> World:
 
 def ends(pending: list[Pending]) -> list[Any]:
     outcomes = [one.outcome(60.0) for one in pending]
-    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+    failed = [
+        f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        for outcome in outcomes
+        if outcome.error
+    ]
     assert not failed, "\n".join(failed)
-    return [one.value for one in outcomes]
+    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.transport(PROCESS_GROUP)
@@ -87,9 +91,9 @@ def test_a_joining_agent_takes_no_part_in_a_coordination_round_that_some_have_st
     with beginners({"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
         pending = [world.run_on(rank, ask_across_an_entry) for rank in range(BEGIN)]
         pending.append(world.run_on(world.join(), ask_across_an_entry))
-        found = ends(pending)
-    assert [one[-1] for one in found] == [2.0] * 3, "the mean of all three"
-    assert len(found[0]) > 1 and set(found[0][:-1]) == {1.5} and found[1] == found[0], "those before, of two"
+        result = ends(pending)
+    assert [one[-1] for one in result] == [2.0] * 3, "the mean of all three"
+    assert len(result[0]) > 1 and set(result[0][:-1]) == {1.5} and result[1] == result[0], "those before, of two"
 
 
 def ask_across_an_entry() -> list[float]:
@@ -103,17 +107,17 @@ def ask_across_an_entry() -> list[float]:
     CollectiveOrdering.due = property(lambda order: not is_late(order) and due(order))  # type: ignore[method-assign]
     checkpoint = shoal.Checkpoint(model=Point3())
     step = checkpoint.load(None, missing_ok=True)
-    x, found, limit = torch.full((100_000,), shoal.rank() + 1.0), list[float](), time.monotonic() + 40.0
+    x, result, limit = torch.full((100_000,), shoal.rank() + 1.0), list[float](), time.monotonic() + 40.0
     while len(shoal.alive()) < 3:
         late[0] = shoal.rank() == 1
         handle = shoal.allreduce_nonblocking(x, name="across")
         step += 1
         checkpoint.save(None, step)
         late[0] = False
-        found.append(handle.wait()[0].item())
+        result.append(handle.wait()[0].item())
         time.sleep(0.01)
         assert time.monotonic() < limit
-    return [*found, shoal.allreduce(x, name="all").mean().item()]
+    return [*result, shoal.allreduce(x, name="all").mean().item()]
 
 
 @over_both
@@ -132,15 +136,15 @@ def test_two_agents_join_at_once(environment: dict[str, str]) -> None:
 def test_an_agent_killed_while_joining_does_not_affect_the_others(point: Point, environment: dict[str, str]) -> None:
     """The next agent that joins on another rank is admitted normally."""
     with beginners(environment) as world:
-        pending = [world.run_on(rank, until_three_are_there) for rank in range(BEGIN)]
+        pending = [world.run_on(rank, until_three_are_members) for rank in range(BEGIN)]
         dies = world.run_on(world.join(), die_entering, point)
         assert dies.outcome(60.0).error == "Died"
-        pending.append(world.run_on(world.join(), until_three_are_there))
+        pending.append(world.run_on(world.join(), until_three_are_members))
         assert ends(pending) == [(0, 1, 3)] * 3
 
 
-def until_three_are_there() -> tuple[int, ...]:
-    """Train until the last rank is there, and then some more, on the data of those that are."""
+def until_three_are_members() -> tuple[int, ...]:
+    """Train until the last rank is a member, and then a few more steps, on the data of all members."""
     model = Point3()
     optimizer = shoal.DecentralizedOptimizer(
         torch.optim.SGD(model.parameters(), lr=RATE), model, **WAYS["tracking"], topology=RING
@@ -151,7 +155,7 @@ def until_three_are_there() -> tuple[int, ...]:
     while not last or step < last:
         take()
         step += 1
-        if not last and 3 in (there := shoal.alive()) and 2 not in there:
+        if not last and 3 in (present := shoal.alive()) and 2 not in present:
             last = step + 200
         if step % 10 == 0:
             checkpoint.save(None, step)
@@ -163,20 +167,20 @@ def until_three_are_there() -> tuple[int, ...]:
 
 def die_entering(point: Point) -> None:
     arm(point)
-    until_three_are_there()
+    until_three_are_members()
 
 
 @over_both
 def test_a_job_without_joining_agents_equals_a_fixed_one(environment: dict[str, str]) -> None:
     with beginners(environment) as world:
         for way in ("ATC", "tracking"):
-            found = np.array(world.results(last_of_training, WAYS[way]))
-            there = list(range(BEGIN))
+            result = np.array(world.results(last_of_training, WAYS[way]))
+            present = list(range(BEGIN))
             if way == "ATC":
-                expected = resting_place(RING, SIZE, [2, 3], overlapping=False)[there]
+                expected = resting_place(RING, SIZE, [2, 3], overlapping=False)[present]
             else:
-                expected = np.tile(optimum(there), (BEGIN, 1))
-            assert np.abs(found - expected).max() < 1e-8
+                expected = np.tile(optimum(present), (BEGIN, 1))
+            assert np.abs(result - expected).max() < 1e-8
 
 
 def last_of_training(options: dict[str, Any]) -> list[float]:
@@ -188,8 +192,8 @@ def last_of_training(options: dict[str, Any]) -> list[float]:
 def test_operations_include_exactly_the_members(environment: dict[str, str]) -> None:
     rounds = Without(RING, [2, 3]).matrix(0)
     with beginners(environment) as world:
-        for rank, found in enumerate(world.results(operations)):
-            assert found == {
+        for rank, result in enumerate(world.results(operations)):
+            assert result == {
                 "size": SIZE,
                 "alive": (0, 1),
                 "mean": 0.5,
@@ -233,19 +237,19 @@ def test_machines_average_between_them_also_with_joined_agents(environment: dict
         pending = [world.run_on(rank, between_machines) for rank in range(BEGIN)]
         for _ in range(SIZE - BEGIN):
             pending.append(world.run_on(world.join(), between_machines))
-        found = ends(pending)
-    assert found == [(rank // 2, rank % 2, 1.5) for rank in range(SIZE)]
+        result = ends(pending)
+    assert result == [(rank // 2, rank % 2, 1.5) for rank in range(SIZE)]
 
 
 def between_machines() -> tuple[int, int, float]:
     shoal.set_machine_topology(topology_util.FullyConnectedGraph(2))
-    enter_until_whole()
+    save_until_all_have_joined()
     x = torch.tensor([float(shoal.rank())])
     mean = shoal.hierarchical_neighbor_allreduce(x)
     return shoal.machine_rank(), shoal.local_rank(), mean.item()
 
 
-def enter_until_whole(sampler: shoal.AgentSampler | None = None) -> list[list[int]]:
+def save_until_all_have_joined(sampler: shoal.AgentSampler | None = None) -> list[list[int]]:
     """Save until all are there; what was dealt before each."""
     model, dealt = torch.nn.Linear(1, 1), []
     checkpoint = shoal.Checkpoint(model=model, **({} if sampler is None else {"sampler": sampler}))
@@ -261,7 +265,7 @@ def enter_until_whole(sampler: shoal.AgentSampler | None = None) -> list[list[in
 
 def dealt() -> list[int]:
     sampler = shoal.AgentSampler(range(40))
-    enter_until_whole(sampler)
+    save_until_all_have_joined(sampler)
     return list(sampler)
 
 
@@ -269,9 +273,9 @@ def test_the_data_are_distributed_among_joined_agents_too() -> None:
     with beginners({}) as world:
         pending = [world.run_on(rank, dealt) for rank in range(BEGIN)]
         pending += [world.run_on(world.join(), dealt) for _ in range(SIZE - BEGIN)]
-        found = ends(pending)
-    assert [len(one) for one in found] == [40 // BEGIN] * SIZE, "as many as before"
-    assert sorted(number for one in found for number in one) == sorted(SIZE // BEGIN * list(range(40)))
+        result = ends(pending)
+    assert [len(one) for one in result] == [40 // BEGIN] * SIZE, "as many as before"
+    assert sorted(number for one in result for number in one) == sorted(SIZE // BEGIN * list(range(40)))
 
 
 def save_there(folder: Path) -> list[float]:
@@ -288,11 +292,11 @@ def save_there(folder: Path) -> list[float]:
 
 
 def test_a_checkpoint_of_the_initial_agents_loads_into_the_same_number(tmp_path: Path) -> None:
-    found = []
+    results = []
     for _ in range(2):
         with beginners({}) as world:
-            found.append(world.results(save_there, tmp_path))
-    assert found[0] == found[1]
+            results.append(world.results(save_there, tmp_path))
+    assert results[0] == results[1]
 
 
 def test_absent_spare_ranks_do_not_count_as_a_partition() -> None:
@@ -308,10 +312,10 @@ def test_absent_spare_ranks_do_not_count_as_a_partition() -> None:
         assert waiting.outcome().value == (2,)
 
 
-def save_until(there: int) -> tuple[int, ...]:
+def save_until(present: int) -> tuple[int, ...]:
     checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
     step, limit = checkpoint.load(None, missing_ok=True), time.monotonic() + 20.0
-    while len(shoal.allgather(torch.ones(1))) != there:
+    while len(shoal.allgather(torch.ones(1))) != present:
         step += 1
         checkpoint.save(None, step)
         time.sleep(0.01)
@@ -334,16 +338,16 @@ def save_until(there: int) -> tuple[int, ...]:
 def test_a_job_that_cannot_be_joined_is_refused(environment: dict[str, str], message: str) -> None:
     variables = CONTINUE | {"SHOAL_BEGIN_WITH": "2"} | environment
     with World(SIZE, environment=variables, restarts=True, begin_with=BEGIN, init=False) as world:
-        said = world.run_on(1, shoal.init).outcome()
-        assert said.error == "ValueError" and message in said.message, said
+        output = world.run_on(1, shoal.init).outcome()
+        assert output.error == "ValueError" and message in output.message, output
 
 
 def test_without_members_joining_fails() -> None:
     with World(SIZE, environment=CONTINUE, restarts=True, begin_with=0, init=False, timeout=1.0) as world:
         world.join(init=False)
         began = time.monotonic()
-        said = world.run_on(0, with_variables, {"RANK": "2", "SHOAL_BEGIN_WITH": "2"}).outcome()
-        assert said.error == "DeadlineExceeded" and "have not met in time" in said.message, said
+        output = world.run_on(0, with_variables, {"RANK": "2", "SHOAL_BEGIN_WITH": "2"}).outcome()
+        assert output.error == "DeadlineExceeded" and "have not met in time" in output.message, output
         assert time.monotonic() - began < scaled(10.0)
 
 
@@ -355,8 +359,8 @@ def with_variables(variables: dict[str, str]) -> None:
 def test_an_agent_that_has_left_cannot_rejoin_in_the_same_process() -> None:
     with beginners({}) as world:
         world.join()
-        said = world.run_on(2, leave_and_begin).outcome()
-        assert said.error == "ShoalError" and "a new process can join" in said.message, said
+        output = world.run_on(2, leave_and_begin).outcome()
+        assert output.error == "ShoalError" and "a new process can join" in output.message, output
 
 
 def leave_and_begin() -> None:
@@ -374,8 +378,8 @@ def test_a_single_machine_job_has_no_listener_for_joining_agents_and_the_error_s
     with beginners({}) as world:
         assert world.results(listens) == [("", 0)] * BEGIN
         world.join(init=False)
-        said = world.run_on(2, with_variables, {"SHOAL_TRANSPORT": "network"}).outcome()
-        assert said.error == "ValueError" and "cannot reach ranks [0, 1]" in said.message, said
+        output = world.run_on(2, with_variables, {"SHOAL_TRANSPORT": "network"}).outcome()
+        assert output.error == "ValueError" and "cannot reach ranks [0, 1]" in output.message, output
     with beginners({"SHOAL_TRANSPORT": "network"}) as world:
         assert {host for host, _ in world.results(listens)} == {"127.0.0.1"}
 
@@ -383,8 +387,8 @@ def test_a_single_machine_job_has_no_listener_for_joining_agents_and_the_error_s
 def test_a_joining_agent_with_other_settings_is_refused_with_a_message() -> None:
     with beginners({}) as world:
         world.join(init=False)
-        said = world.run_on(2, with_variables, {"SHOAL_AGENTS_PER_MACHINE": "2"}).outcome()
-        assert said.error == "Mismatch" and "SHOAL_AGENTS_PER_MACHINE is 2 here and None" in said.message, said
+        output = world.run_on(2, with_variables, {"SHOAL_AGENTS_PER_MACHINE": "2"}).outcome()
+        assert output.error == "Mismatch" and "SHOAL_AGENTS_PER_MACHINE is 2 here and None" in output.message, output
 
 
 @pytest.mark.transport("namespaces")

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: what a group calls goes on without a member that is killed, and others lose nothing by it."""
+"""``on_loss="continue"``: calls of a group continue without a member that is killed, and others lose nothing by it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE, ROUNDS = 6, 12
 def in_groups(numel: int, victim: int, point: Point) -> list[tuple[float, float, tuple[float, ...]]]:
     """Sums in my group, and of all, and what my group has, round by round, until the victim ends, and after."""
     rank = shoal.rank()
-    group, found = EVEN if rank in EVEN else ODD, []
+    group, result = EVEN if rank in EVEN else ODD, []
     shoal.barrier()
     if rank == victim:
         arm(point)
@@ -27,8 +27,8 @@ def in_groups(numel: int, victim: int, point: Point) -> list[tuple[float, float,
         assert bool((within == within[0]).all())
         total = shoal.allreduce(torch.tensor([2.0**rank]), False, name="x")
         gathered = shoal.allgather(torch.tensor([float(rank)]), group=group)
-        found.append((float(within[0]), float(total), tuple(gathered.tolist())))
-    return found
+        result.append((float(within[0]), float(total), tuple(gathered.tolist())))
+    return result
 
 
 @pytest.mark.parametrize("over", ["shared_memory", "network", PROCESS_GROUP])
@@ -43,20 +43,20 @@ def test_the_group_of_a_killed_agent_continues_without_it_and_the_other_unchange
         outcomes = world.run(in_groups, numel, victim, point)
     assert outcomes[victim].message == "exit code -9"
     left = [rank for rank in range(SIZE) if rank != victim]
-    assert not [one for one in outcomes if one.rank in left and one.error], outcomes
+    assert not [outcome for outcome in outcomes if outcome.rank in left and outcome.error], outcomes
     bereaved = EVEN if victim in EVEN else ODD
     before, after = sum(2.0**rank for rank in bereaved), sum(2.0**rank for rank in bereaved if rank != victim)
-    everybody = 2.0**SIZE - 1
+    sum_of_all = 2.0**SIZE - 1
     for rank in left:
-        mine = EVEN if rank in EVEN else ODD
+        own = EVEN if rank in EVEN else ODD
         sums, totals, gathered = zip(*outcomes[rank].value, strict=True)
-        if mine == bereaved:
+        if own == bereaved:
             assert list(sums) == sorted(sums, reverse=True) and {after} <= {*sums} <= {before, after}
-            assert gathered[-1] == tuple(float(one) for one in mine if one != victim)
+            assert gathered[-1] == tuple(float(one) for one in own if one != victim)
         else:
-            assert {*sums} == {sum(2.0**one for one in mine)}
-            assert {*gathered} == {tuple(float(one) for one in mine)}
-        assert list(totals) == sorted(totals, reverse=True) and {*totals} <= {everybody, everybody - 2.0**victim}
-        assert totals[-1] == everybody - 2.0**victim
-        first = next(one for one in left if one in mine)
+            assert {*sums} == {sum(2.0**one for one in own)}
+            assert {*gathered} == {tuple(float(one) for one in own)}
+        assert list(totals) == sorted(totals, reverse=True) and {*totals} <= {sum_of_all, sum_of_all - 2.0**victim}
+        assert totals[-1] == sum_of_all - 2.0**victim
+        first = next(one for one in left if one in own)
         assert outcomes[rank].value == outcomes[first].value

@@ -93,19 +93,19 @@ def test_an_agent_waiting_to_rejoin_when_the_last_member_dies_does_not_count_as_
     assert done.returncode == 0, done.stderr
     assert "nobody is there any more who could let it in" in done.stderr
     assert done.stderr.count("all agents are gone; beginning again (1 of 3)") == 1, done.stderr
-    found = sorted(path.name.removeprefix("up.") for path in tmp_path.glob("up.*"))
-    assert found == ["0.0.0", "0.1.0", "0.1.1", "1.0.0", "1.1.0"], done.stderr
+    result = sorted(path.name.removeprefix("up.") for path in tmp_path.glob("up.*"))
+    assert result == ["0.0.0", "0.1.0", "0.1.1", "1.0.0", "1.1.0"], done.stderr
 
 
 def signs() -> list[bool]:
     """Whether the launcher sees this agent wait: before it has entered, and after."""
-    run, found = shoal.Checkpoint(model=torch.nn.Linear(1, 1)), [is_marked(os.getpid())]
+    run, result = shoal.Checkpoint(model=torch.nn.Linear(1, 1)), [is_marked(os.getpid())]
     step = run.load(None, missing_ok=True)
-    found.append(is_marked(os.getpid()))
+    result.append(is_marked(os.getpid()))
     while not step or len(shoal.alive()) < 2:
         step += 1
         run.save(None, step)
-    return found
+    return result
 
 
 def test_a_rejoined_agent_counts_as_a_survivor() -> None:
@@ -143,7 +143,7 @@ def test_an_agent_of_the_previous_attempt_cannot_rejoin(tmp_path: Path) -> None:
             assert job.poll() is None
         before, now = (json.loads((tmp_path / f"environ.{attempt}.1").read_text()) for attempt in range(2))
         limits = {"SHOAL_INCARNATION": "9", "SHOAL_TIMEOUT": "5"}
-        said = [
+        output = [
             subprocess.run(
                 [sys.executable, "-c", "import shoal; shoal.init()"], env=environ | limits, capture_output=True
             )
@@ -151,7 +151,7 @@ def test_an_agent_of_the_previous_attempt_cannot_rejoin(tmp_path: Path) -> None:
         ]
         (tmp_path / "refused").touch()
         assert job.stderr is not None and job.wait(TIMEOUT) == 0, job.stderr.read()
-    assert b"DeadlineExceeded" in said[0].stderr and b"Mismatch" in said[1].stderr, said
+    assert b"DeadlineExceeded" in output[0].stderr and b"Mismatch" in output[1].stderr, output
 
 
 def save_after_a_loss(folder: Path) -> None:
@@ -185,7 +185,7 @@ def test_if_the_last_checkpoint_has_fewer_agents_all_start_at_their_mean(tmp_pat
     """Otherwise no attempt could load it."""
     with World(3, environment=CONTINUE) as world:
         assert [one.error for one in world.run(save_after_a_loss, tmp_path)] == ["", "", "Died"]
-    with World(3) as world:  # which was not begun again: whoever did it knows, or not
+    with World(3) as world:  # which was not restarted
         assert all("of 2 agents, and there are 3 now" in one for one in world.results(refused, tmp_path))
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     with World(3, environment=again) as world:

@@ -1,4 +1,4 @@
-"""``optimizer.join()``: agents with different numbers of batches, of whom one is killed; the others end it."""
+"""``optimizer.join()``: agents have different numbers of batches. One of them is killed; the others finish."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def train(way: str, victim: int, point: Point) -> tuple[list[float], list[list[f
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
-        (1, Point("finished", 60)),  # who has the most batches
-        (2, Point("finished", 150)),  # who has none left
+        (1, Point("finished", 60)),  # the agent with the most batches
+        (2, Point("finished", 150)),  # an agent with none left
         pytest.param(0, Point("received", 40), marks=pytest.mark.soak),
         pytest.param(3, Point("sent", 101), marks=pytest.mark.soak),
         pytest.param(3, Point("summed", 77), marks=pytest.mark.soak),

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: algorithms of machines go on with the machines, and the agents of them, that are left."""
+"""``on_loss="continue"``: algorithms of machines continue with the surviving machines and agents."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def go_through(leaves: dict[int, int], victims: dict[int, Point]) -> list[float]
     if rank in victims:
         arm(victims[rank])
     algorithm = OfMachines(EXTRA(0.3))
-    found = run(algorithm, start, own(ridge, A[rank], b[rank]), TOPOLOGY, leaves.get(rank, STEPS), every=0)
+    result = run(algorithm, start, own(ridge, A[rank], b[rank]), TOPOLOGY, leaves.get(rank, STEPS), every=0)
     if rank not in leaves:
         shoal.barrier()
-    return found.x.tolist()
+    return result.x.tolist()
 
 
-def check(found: dict[int, list[float]]) -> None:
-    """Each machine that is left counts once, with the mean of those that are left of it."""
+def check(estimates: dict[int, list[float]]) -> None:
+    """Each surviving machine counts once, with the mean of its surviving agents."""
     A, b = problem(SIZE)
-    count = [sum(other // EACH == rank // EACH for other in found) for rank in range(SIZE)]
-    weights = torch.tensor([1 / max(1, count[rank]) if rank in found else 0.0 for rank in range(SIZE)]).double()
+    count = [sum(other // EACH == rank // EACH for other in estimates) for rank in range(SIZE)]
+    weights = torch.tensor([1 / max(1, count[rank]) if rank in estimates else 0.0 for rank in range(SIZE)]).double()
     one = torch.eye(DIMENSION, dtype=torch.float64)
     sides = (
         (weights.view(-1, 1, 1) * (A.mT @ A + one)).sum(0),
         (weights.view(-1, 1, 1) * (A.mT @ b.unsqueeze(-1))).sum(0),
     )
     expected = torch.linalg.solve(*sides).squeeze(-1)
-    ended = torch.tensor([*found.values()], dtype=torch.float64)
+    ended = torch.tensor([*estimates.values()], dtype=torch.float64)
     assert (ended - expected).abs().max() < 1e-8
 
 
@@ -69,8 +69,8 @@ def check(found: dict[int, list[float]]) -> None:
 def test_machines_reach_the_survivors_optimum(name: str, fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
     leaves = LOSSES[name]
-    found = fleet(SIZE, agents_per_machine=EACH).run(go_through, leaves, {})
-    check({rank: found[rank] for rank in range(SIZE) if rank not in leaves})
+    results = fleet(SIZE, agents_per_machine=EACH).run(go_through, leaves, {})
+    check({rank: results[rank] for rank in range(SIZE) if rank not in leaves})
 
 
 @each_over_one(f"{victim}, {point}" for point in POINTS for victim in (2, 3))
@@ -80,6 +80,10 @@ def test_machines_reach_the_survivors_optimum_wherever_one_agent_is_killed(
     victim, point = next((victim, point) for point in POINTS for victim in (2, 3) if way == f"{victim}, {point}")
     with World(SIZE, environment=environment | CONTINUE | {"SHOAL_AGENTS_PER_MACHINE": str(EACH)}) as world:
         outcomes = world.run(go_through, {}, {victim: point})
-    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+    failed = [
+        f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        for outcome in outcomes
+        if outcome.error
+    ]
     assert outcomes[victim].error == "Died" and len(failed) == 1, "\n".join(failed)
-    check({one.rank: one.value for one in outcomes if one.rank != victim})
+    check({outcome.rank: outcome.value for outcome in outcomes if outcome.rank != victim})

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: what each operation gives to those that are left, and what one still refuses."""
+"""``on_loss="continue"``: the result of each operation on the survivors, and the operations that are still refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.fixture(autouse=True)
-def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def continue_on_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
 
@@ -32,7 +32,7 @@ def value(rank: int) -> torch.Tensor:
 
 
 def after_a_loss(does: Callable[[], Any]) -> Any:
-    """What a call gives once rank 1 has left a ring, twice; and that all goes on after it."""
+    """The result of a call once rank 1 has left a ring, twice; and averages still work after it."""
     shoal.set_topology(topology_util.RingGraph(SIZE), is_weighted=True)
     shoal.barrier()
     if shoal.rank() == GONE:
@@ -40,15 +40,15 @@ def after_a_loss(does: Callable[[], Any]) -> Any:
         return None
     while GONE in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
         pass
-    found = [does(), does()]
+    results = [does(), does()]
     assert float(shoal.allreduce(value(shoal.rank()), average=False)) == 1 + 100 + 1000
-    assert found[0] == found[1]
-    return found[0]
+    assert results[0] == results[1]
+    return results[0]
 
 
 def results(fleet: Fleets, does: Callable[[], Any]) -> dict[int, Any]:
-    found = fleet(SIZE).run(after_a_loss, does)
-    return {rank: found[rank] for rank in LEFT}
+    results = fleet(SIZE).run(after_a_loss, does)
+    return {rank: results[rank] for rank in LEFT}
 
 
 def test_neighbor_allgather_uses_the_healed_topology(fleet: Fleets) -> None:
@@ -60,7 +60,7 @@ def test_neighbor_allgather_uses_the_healed_topology(fleet: Fleets) -> None:
 
 def test_neighbor_allgather_from_explicit_ranks_omits_failed_ones(fleet: Fleets) -> None:
     def does() -> list[float]:
-        others = [one for one in range(SIZE) if one != shoal.rank()]
+        others = [index for index in range(SIZE) if index != shoal.rank()]
         return shoal.neighbor_allgather(value(shoal.rank()), src_ranks=others, dst_ranks=others).tolist()
 
     assert results(fleet, does) == {0: [100, 1000], 2: [1, 1000], 3: [1, 100]}
@@ -76,7 +76,7 @@ def test_pair_gossip_with_a_failed_agent_keeps_the_own_value(fleet: Fleets) -> N
 
 def test_a_pull_adds_a_failed_agents_weight_to_the_own(fleet: Fleets) -> None:
     def does() -> float:
-        sources = {one: 0.25 for one in range(SIZE) if one != shoal.rank()}
+        sources = {index: 0.25 for index in range(SIZE) if index != shoal.rank()}
         return shoal.neighbor_allreduce(value(shoal.rank()), self_weight=0.25, src_weights=sources).item()
 
     total = 1 + 100 + 1000
@@ -101,10 +101,10 @@ def test_calls_within_the_topology_without_a_check_are_the_same(fleet: Fleets, f
             x, self_weight=2.0, src_weights=of, dst_weights=to, enable_topo_check=False
         ).item()
 
-    lost = 0.0 if form == "push" else 0.5
+    failed = 0.0 if form == "push" else 0.5
     assert results(fleet, does) == {
-        0: (2 + lost) * 1 + 500,
-        2: (2 + lost) * 100 + 500,
+        0: (2 + failed) * 1 + 500,
+        2: (2 + failed) * 100 + 500,
         3: 2000 + 0.5 + 50,
     }
 
@@ -112,7 +112,7 @@ def test_calls_within_the_topology_without_a_check_are_the_same(fleet: Fleets, f
 def test_alltoall_names_the_failed_agent_only_to_agents_that_need_its_row(fleet: Fleets) -> None:
     def does() -> Any:
         ranks = {0: [1, 2], 2: [0, 3], 3: [2]}[shoal.rank()]
-        rows = torch.tensor([[100.0 * shoal.rank() + one] for one in ranks])
+        rows = torch.tensor([[100.0 * shoal.rank() + rank] for rank in ranks])
         try:
             return shoal.neighbor_alltoall(rows, ranks).flatten().tolist()
         except shoal.PeerLost as error:
@@ -123,8 +123,14 @@ def test_alltoall_names_the_failed_agent_only_to_agents_that_need_its_row(fleet:
 
 def test_metrics_are_of_the_survivors_by_their_ranks(fleet: Fleets) -> None:
     def does() -> Any:
-        found = shoal.metrics({"loss": float(shoal.rank())}, weight=1.0 + shoal.rank())["loss"]
-        return found.mean, found.worst_rank, found.worst, [math.isnan(one) for one in found.values], found.values[2]
+        result = shoal.metrics({"loss": float(shoal.rank())}, weight=1.0 + shoal.rank())["loss"]
+        return (
+            result.mean,
+            result.worst_rank,
+            result.worst,
+            [math.isnan(value) for value in result.values],
+            result.values[2],
+        )
 
     expected = (0 * 1 + 2 * 3 + 3 * 4) / 8, 3, 3.0, [False, True, False, False], 2.0
     assert results(fleet, does) == dict.fromkeys(LEFT, expected)
@@ -151,17 +157,17 @@ def test_an_epoch_is_distributed_among_the_survivors(fleet: Fleets) -> None:
             pass
         return first, list(sampler)
 
-    found = fleet(SIZE).run(run)
-    assert sorted(index for first, _ in found for index in first) == list(range(20))
-    later = [second for rank, (_, second) in enumerate(found) if rank != GONE]
+    results = fleet(SIZE).run(run)
+    assert sorted(index for first, _ in results for index in first) == list(range(20))
+    later = [second for rank, (_, second) in enumerate(results) if rank != GONE]
     assert [len(one) for one in later] == [5, 5, 5], "as many as before, so that schedules stay"
     assert len({index for one in later for index in one}) == 15
 
 
 def test_unequal_shards_are_redistributed(fleet: Fleets) -> None:
     def run() -> tuple[int, float, list[int]]:
-        mine = range(10 * shoal.rank(), 10 * shoal.rank() + 4 + 2 * shoal.rank())  # 4, 6, 8, 10 samples
-        sampler = shoal.AgentSampler(range(100), shard=list(mine))
+        own = range(10 * shoal.rank(), 10 * shoal.rank() + 4 + 2 * shoal.rank())  # 4, 6, 8, 10 samples
+        sampler = shoal.AgentSampler(range(100), shard=list(own))
         assert len(sampler) == 7
         list(sampler)
         if shoal.rank() == GONE:
@@ -169,47 +175,47 @@ def test_unequal_shards_are_redistributed(fleet: Fleets) -> None:
             return 0, 0.0, []
         while GONE in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
             pass
-        taken = list(sampler)
-        assert set(taken) <= set(mine)
-        return len(taken), sampler.weight, taken
+        indices = list(sampler)
+        assert set(indices) <= set(own)
+        return len(indices), sampler.weight, indices
 
-    found = fleet(SIZE).run(run)
-    assert [found[rank][0] for rank in LEFT] == [7, 7, 7]  # as many as before, of 22 samples
-    assert [found[rank][1] for rank in LEFT] == [3 * count / 22 for count in (4, 8, 10)]
+    results = fleet(SIZE).run(run)
+    assert [results[rank][0] for rank in LEFT] == [7, 7, 7]  # as many as before, of 22 samples
+    assert [results[rank][1] for rank in LEFT] == [3 * count / 22 for count in (4, 8, 10)]
 
 
-@pytest.mark.parametrize("gone", [(1,), (2, 3), (0, 2, 3)])
+@pytest.mark.parametrize("departed", [(1,), (2, 3), (0, 2, 3)])
 @pytest.mark.parametrize("numel", [3, 200_000])
-def test_machines_average_over_their_survivors(fleet: Fleets, gone: tuple[int, ...], numel: int) -> None:
+def test_machines_average_over_their_survivors(fleet: Fleets, departed: tuple[int, ...], numel: int) -> None:
     def run() -> Any:
         rank = shoal.rank()
         shoal.set_machine_topology(topology_util.RingGraph(3), is_weighted=True)
         x = torch.full((numel,), 10.0**rank, dtype=torch.float64)
         shoal.hierarchical_neighbor_allreduce(x)
-        if rank in gone:
+        if rank in departed:
             shoal.shutdown()
             return None
-        while set(gone) & set(shoal.allgather(torch.tensor([rank])).tolist()):
+        while set(departed) & set(shoal.allgather(torch.tensor([rank])).tolist()):
             pass
-        found = shoal.hierarchical_neighbor_allreduce(x)
-        assert bool((found == found[0]).all())
-        assert torch.equal(shoal.hierarchical_neighbor_allreduce(x, compression=Identity()), found)
+        result = shoal.hierarchical_neighbor_allreduce(x)
+        assert bool((result == result[0]).all())
+        assert torch.equal(shoal.hierarchical_neighbor_allreduce(x, compression=Identity()), result)
         machine = shoal.machine_rank()
         weights = {(machine + 1) % 3: 0.25, (machine - 1) % 3: 0.25}
         by_hand = shoal.hierarchical_neighbor_allreduce(x, 0.5, weights, dict.fromkeys(weights, 1.0))
-        return found[0].item(), by_hand[0].item()
+        return result[0].item(), by_hand[0].item()
 
-    found = fleet(6, agents_per_machine=2).run(run)
+    results = fleet(6, agents_per_machine=2).run(run)
     means = {}
     for machine in range(3):
-        left = [rank for rank in (2 * machine, 2 * machine + 1) if rank not in gone]
+        left = [rank for rank in (2 * machine, 2 * machine + 1) if rank not in departed]
         if left:
             means[machine] = sum(10.0**rank for rank in left) / len(left)
-    for rank in set(range(6)) - set(gone):
+    for rank in set(range(6)) - set(departed):
         own = means[rank // 2]
         others = [mean for machine, mean in means.items() if machine != rank // 2]
-        assert found[rank][0] == pytest.approx(sum(means.values()) / len(means))  # what is left of a ring of three
-        assert found[rank][1] == pytest.approx(own * (1 - 0.25 * len(others)) + 0.25 * sum(others))
+        assert results[rank][0] == pytest.approx(sum(means.values()) / len(means))  # what is left of a ring of three
+        assert results[rank][1] == pytest.approx(own * (1 - 0.25 * len(others)) + 0.25 * sum(others))
 
 
 def test_new_windows_use_the_healed_topology(fleet: Fleets) -> None:
@@ -218,16 +224,16 @@ def test_new_windows_use_the_healed_topology(fleet: Fleets) -> None:
         assert shoal.bluefog.win_create(x, "w", zero_init=True)
         shoal.bluefog.win_put(x, "w")
         shoal.barrier()
-        found = shoal.bluefog.win_update("w").tolist()
+        results = shoal.bluefog.win_update("w").tolist()
         shoal.barrier()
         shoal.bluefog.win_free("w")
-        return found
+        return results
 
-    found = results(fleet, does)
+    result = results(fleet, does)
     weights = Without(Static(topology_util.RingGraph(SIZE)), [GONE]).matrix(0)
     x = np.array([10.0**rank for rank in range(SIZE)])
     for rank in LEFT:
-        assert found[rank] == pytest.approx([(weights @ x)[rank]])
+        assert result[rank] == pytest.approx([(weights @ x)[rank]])
 
 
 def is_left_with_another_machine_topology() -> bool:
@@ -256,14 +262,16 @@ def test_machine_topologies_that_differ_are_a_mismatch_after_a_machine_has_lost_
         except shoal.ShoalError as error:  # other agents may also find those lost whose call has failed
             return f"{type(error).__name__}: {error}"
 
-    found = fleet(6, agents_per_machine=2).run(run)
+    results = fleet(6, agents_per_machine=2).run(run)
     # Agents whose call has failed count as lost. The last ones may be alike, and have an average among themselves.
-    assert any(one.startswith("Mismatch: ") for one in found), found
+    assert any(one.startswith("Mismatch: ") for one in results), results
 
 
 def test_such_a_mismatch_has_one_outcome_on_all_agents_long_before_the_deadline(fleet: Fleets) -> None:
-    """Also on agents that are not the first of their machine, which exchange nothing with other machines. No agent
-    leaves meanwhile: that would be another event."""
+    """Also on agents that are not the first of their machine, which exchange nothing with other machines.
+
+    No agent leaves during the test: that would be another event.
+    """
     failed = threading.Barrier(5)
 
     def run() -> tuple[str, float]:

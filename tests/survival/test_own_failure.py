@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: one agent's own call fails, and its process lives on; the others go on without it."""
+"""``on_loss="continue"``: one agent's own call fails, and its process lives on; the others continue without it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def average(kind: str) -> tuple[list[float], tuple[int, ...]]:
     return OPERATIONS[kind](x).tolist(), shoal.alive()
 
 
-def is_shut_out() -> str:
+def shut_out_error() -> str:
     with pytest.raises(shoal.ShoalError) as caught:
         shoal.allreduce(torch.ones(1))
     return str(caught.value)
@@ -55,8 +55,8 @@ def test_the_others_continue_and_are_notified(environment: dict[str, Any], kind:
             assert outcomes[rank].value[1] == tuple(left)
         if kind == "all":
             assert [outcomes[rank].value[0] for rank in left] == [[pytest.approx(sum(left) / len(left))]] * len(left)
-        [said] = world.results(is_shut_out, on=[CULPRIT])
-        assert "counts it as lost (its own call failed: NotFinite" in said
+        [output] = world.results(shut_out_error, on=[CULPRIT])
+        assert "counts it as lost (its own call failed: NotFinite" in output
 
 
 def average_until_memory_runs_out(op: str, kind: str) -> tuple[list[float], tuple[int, ...]]:
@@ -70,7 +70,7 @@ def average_until_memory_runs_out(op: str, kind: str) -> tuple[list[float], tupl
         if number == 20 and shoal.rank() == CULPRIT:
             with pytest.raises(MemoryError):
                 current().engine.submit(op, "x", no_memory)
-            time.sleep(0.5)  # in which the others ask for what it has not sent
+            time.sleep(0.5)  # in which the others request its unsent tensors
             shoal.shutdown()
             raise MemoryError
         OPERATIONS[kind](x)
@@ -97,8 +97,8 @@ def leave_in_the_midst(kind: str) -> tuple[int, ...]:
     if shoal.rank() == 0:
         time.sleep(1.0)
     if shoal.rank() == CULPRIT:
-        begun = shoal.allreduce_nonblocking if kind == "all" else shoal.neighbor_allreduce_nonblocking
-        begun(x, name="x")
+        started = shoal.allreduce_nonblocking if kind == "all" else shoal.neighbor_allreduce_nonblocking
+        started(x, name="x")
         time.sleep(0.5)
         shoal.shutdown()
         return ()

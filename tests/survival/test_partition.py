@@ -1,5 +1,7 @@
-"""A job that falls apart into two: each part goes on with a view of its own, or one at most, by policy; where they can
-reach each other again the smaller one gives way, and its agents enter the other when they are started again."""
+"""A network partition into two parts: by policy each part continues with its own view, or at most one does.
+
+Where they reach each other again the smaller part yields, and its restarted agents rejoin the other.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def machines() -> Iterator[list[Namespace]]:
         yield made
 
 
-def go_on(seconds: float) -> tuple[float, tuple[int, ...]]:
-    """Average for so long, at least; the mean over all that are there, and who these are."""
+def average_for(seconds: float) -> tuple[float, tuple[int, ...]]:
+    """Average for at least the given time; the mean over all members, and their ranks."""
     limit = time.monotonic() + seconds
     x = torch.tensor([float(shoal.rank())], dtype=torch.float64)
     over = 0.0
@@ -40,7 +42,10 @@ def go_on(seconds: float) -> tuple[float, tuple[int, ...]]:
 
 
 def keep_saving(seconds: float, most: int) -> tuple[int, int, tuple[int, ...]]:
-    """Save until so many are there, for so long; the steps with which it began and ended, and who was there."""
+    """Save until the given number are members, and the given time is over.
+
+    Returns the first and the last step, and the members.
+    """
     model = torch.nn.Linear(1, 1)
     checkpoint = shoal.Checkpoint(model=model)
     began = step = checkpoint.load(None, missing_ok=True)
@@ -51,15 +56,14 @@ def keep_saving(seconds: float, most: int) -> tuple[int, int, tuple[int, ...]]:
         done = len(shoal.alive()) >= most or time.monotonic() > limit
         over = shoal.allreduce(torch.tensor([float(done)])).item()
         time.sleep(0.01)
-        checkpoint.save(None, step)  # the last of the loop: who enters begins the next turn with the others
+        checkpoint.save(None, step)  # the last of the loop: a joining agent begins the next turn with the others
     return began, step, shoal.alive()
 
 
-def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
-    """Train until all have been apart, and are together again; with which step it began, its number after each step,
-    and who was there in each.
+def train_through_partition(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
+    """Train until the partition has come and healed; the first step, the number after each step, and its members.
 
-    In a part with rank 0 the number grows by one in each step; in another one it falls: it says with whom it was.
+    In a part with rank 0 the number grows by one in each step; in another part it falls. So it shows the part.
     """
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
@@ -83,8 +87,8 @@ def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
     return began, seen, there
 
 
-def come_together(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
-    """The cable is back: the smaller part gives way, is started again, and goes on with what the larger part has."""
+def heal_the_partition(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
+    """The cable is back: the smaller part yields, is restarted, and continues with the state of the larger part."""
     for rank in smaller:
         outcome = running[rank].outcome(6.0)
         assert outcome.error == "PeerLost" and "and this one gives way" in outcome.message, outcome.trace
@@ -95,16 +99,16 @@ def come_together(world: World, running: list[Pending], larger: list[int], small
         world.members[rank].outcome(5.0)
     for rank in smaller:
         world.start_again(rank)
-        running[rank] = world.run_on(rank, live, world.size)
+        running[rank] = world.run_on(rank, train_through_partition, world.size)
     outcomes = [one.outcome(45.0) for one in running]
-    assert not [one.trace for one in outcomes if one.error]
-    everybody = tuple(range(world.size))
+    assert not [outcome.trace for outcome in outcomes if outcome.error]
+    all_ranks = tuple(range(world.size))
     began, seen, there = outcomes[larger[0]].value
     assert began == 0
-    assert there[-1] == everybody and tuple(larger) in there
+    assert there[-1] == all_ranks and tuple(larger) in there
     for (before, after), here in zip(itertools.pairwise(seen), there[1:], strict=True):
         assert after - before == pytest.approx(1.0 if here[0] == 0 else -1.0), "of a step with others"
-    for rank in everybody:
+    for rank in all_ranks:
         began, own, here = outcomes[rank].value
         assert own == pytest.approx(seen[began:]) and here[1:] == there[began + 1 :]
         assert (began > 0) == (rank in smaller)
@@ -117,30 +121,30 @@ def test_both_parts_continue_and_the_smaller_one_yields_when_the_partition_heals
     first = [rank for rank in range(size) if rank * 2 // size == 0]
     others = [rank for rank in range(size) if rank not in first]
     with World(size, environment=GO, namespaces=machines, restarts=True) as world:
-        running = [world.run_on(rank, live, size) for rank in range(size)]
+        running = [world.run_on(rank, train_through_partition, size) for rank in range(size)]
         time.sleep(0.5)
         machines[1].plug(False)
         time.sleep(DROP_AFTER + 1.5)
         assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
-        come_together(world, running, first, others)
+        heal_the_partition(world, running, first, others)
 
 
 def test_an_agent_that_rejoined_in_the_smaller_part_yields_with_it(machines: list[Namespace]) -> None:
     """It was restarted during the partition. The larger part is the one without rank 0."""
     size, dies, smaller, larger = 5, 1, [0, 1], [2, 3, 4]
     with World(size, environment=GO, namespaces=[machines[rank > 1] for rank in range(size)], restarts=True) as world:
-        running = [world.run_on(rank, live, size) for rank in range(size)]
+        running = [world.run_on(rank, train_through_partition, size) for rank in range(size)]
         time.sleep(0.5)
         machines[1].plug(False)
         world.kill(dies)
         running[dies].outcome()
         world.start_again(dies)
-        running[dies] = world.run_on(dies, live, size)
+        running[dies] = world.run_on(dies, train_through_partition, size)
         time.sleep(DROP_AFTER + 1.5)
         assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
-        come_together(world, running, larger, smaller)
+        heal_the_partition(world, running, larger, smaller)
 
 
 @pytest.mark.slow
@@ -149,7 +153,7 @@ def test_the_smaller_part_stops_and_rejoins_when_the_partition_heals(machines: l
     first = [rank for rank in range(size) if rank * 2 // size == 0]
     others = [rank for rank in range(size) if rank not in first]
     with World(size, environment=STOP, namespaces=machines, restarts=True) as world:
-        pending = [world.run_on(rank, go_on, 6.0) for rank in range(size)]
+        pending = [world.run_on(rank, average_for, 6.0) for rank in range(size)]
         time.sleep(0.5)
         machines[1].plug(False)
         outcomes = [one.outcome() for one in pending]
@@ -162,9 +166,9 @@ def test_the_smaller_part_stops_and_rejoins_when_the_partition_heals(machines: l
         for rank in others:
             world.kill_and_start_again(rank)
             running[rank] = world.run_on(rank, keep_saving, 20.0, size)
-        came = [running[rank].outcome().value for rank in range(size)]
-    assert [one[2] for one in came] == [tuple(range(size))] * size and len({one[1] for one in came}) == 1
-    assert all(came[rank][0] > 0 for rank in others)
+        arrived = [running[rank].outcome().value for rank in range(size)]
+    assert [one[2] for one in arrived] == [tuple(range(size))] * size and len({one[1] for one in arrived}) == 1
+    assert all(arrived[rank][0] > 0 for rank in others)
 
 
 def load_outside() -> float:
@@ -184,10 +188,10 @@ def test_a_rejoining_agent_without_any_connection_names_the_closed_ports(machine
         world.kill(1)
         machines[0].let_no_connection_in(but_port=29400)
         world.start_again(1)
-        said = world.run_on(1, load_outside).outcome(60.0)
-        assert said.error == "PeerLost" and said.ranks == (0,), said.trace
-        assert f"rank 1 cannot connect to rank 0 at {machines[0].address}:" in said.message
-        assert "(no answer: a firewall?)" in said.message and "none of the others" in said.message
+        output = world.run_on(1, load_outside).outcome(60.0)
+        assert output.error == "PeerLost" and output.ranks == (0,), output.trace
+        assert f"rank 1 cannot connect to rank 0 at {machines[0].address}:" in output.message
+        assert "(no answer: a firewall?)" in output.message and "none of the others" in output.message
 
 
 @pytest.mark.slow
@@ -204,5 +208,5 @@ def test_an_agent_rejoins_through_reachable_members(machines: list[Namespace]) -
         world.start_again(3)
         running[3] = world.run_on(3, keep_saving, 1.0, 4)
         outcomes = [one.outcome(60.0) for one in running]
-    assert not [one.trace for one in outcomes if one.error]
-    assert {one.value[2] for one in outcomes} == {(0, 1, 2, 3)} and outcomes[3].value[0] > 0
+    assert not [outcome.trace for outcome in outcomes if outcome.error]
+    assert {outcome.value[2] for outcome in outcomes} == {(0, 1, 2, 3)} and outcomes[3].value[0] > 0

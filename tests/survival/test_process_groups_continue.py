@@ -1,5 +1,5 @@
-"""``on_loss="continue"`` where process groups carry tensors: those that are left compute what they must, wherever one
-is killed, be it the coordinator. What was under way goes by links, and the next round has a group of its own."""
+"""``on_loss="continue"`` where process groups carry tensors: the survivors compute the expected results, wherever one
+is killed, even the coordinator. Operations in flight finish over links, and the next round has its own group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from support import PROCESS_GROUP
 from support.fault_points import Point, one_of_each_kind
-from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through, survivors
+from support.survivors import CONTINUE, average_through, burst_through, check_all_equal, check_averages, survivors
 from support.world import World
 
 pytestmark = pytest.mark.transport(PROCESS_GROUP)
@@ -45,10 +45,10 @@ def in_turn() -> list[object]:
 @pytest.mark.parametrize(("point", "victim", "numel"), in_turn())
 def test_survivors_continue_wherever_one_agent_is_killed(point: Point, victim: int, numel: int) -> None:
     with World(SIZE, environment=BY_GROUPS) as world:
-        outcomes = world.run(live_through, numel, ROUNDS, {victim: point})
-        diaries = survivors(outcomes, {victim})
-        check_all_alike(diaries, SIZE)
-        check_averages({rank: diary.values for rank, diary in diaries.items()}, SIZE, victim)
+        outcomes = world.run(average_through, numel, ROUNDS, {victim: point})
+        logs = survivors(outcomes, {victim})
+        check_all_equal(logs, SIZE)
+        check_averages({rank: log.values for rank, log in logs.items()}, SIZE, victim)
 
 
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
@@ -58,7 +58,7 @@ def test_with_many_calls_in_flight_each_continues(point: Point, numel: int) -> N
         outcomes = world.run(burst_through, numel, ROUNDS, {2: point})
         seen = survivors(outcomes, {2})
         for k in range(8):
-            check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, 2)
+            check_averages({rank: [value[k] for value in values] for rank, values in seen.items()}, SIZE, 2)
 
 
 @pytest.mark.parametrize("victims", [(1, 4), (0, 1), (0, 2, 3)])
@@ -66,5 +66,5 @@ def test_with_many_calls_in_flight_each_continues(point: Point, numel: int) -> N
 def test_several_are_killed_at_once_or_one_after_another(victims: tuple[int, ...], apart: int) -> None:
     with World(6, environment=BY_GROUPS) as world:
         ends = {rank: Point("moved", 12 + apart * number) for number, rank in enumerate(victims)}
-        diaries = survivors(world.run(live_through, SMALL, 20, ends), set(victims))
-        check_all_alike(diaries, 6)
+        logs = survivors(world.run(average_through, SMALL, 20, ends), set(victims))
+        check_all_equal(logs, 6)

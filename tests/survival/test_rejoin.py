@@ -20,7 +20,7 @@ from shoal.ops.state_transfer import hand_over
 from shoal.runtime.agent import current
 from shoal.topology import OnePeerExponential, Static
 from support.fault_points import OVER, Point, each_over_one, over_both, over_one, seeds
-from support.rejoin import KILLED, MOST_SECONDS, Seen, train
+from support.rejoin import KILLED, MOST_SECONDS, AgentResult, train
 from support.surviving_training import optimum, resting_place
 from support.survivors import CONTINUE
 from support.world import World
@@ -54,7 +54,7 @@ def where_it_ends(way: str) -> np.ndarray:
     return np.tile(optimum(list(range(SIZE))), (SIZE, 1))
 
 
-def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
+def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[AgentResult]:
     """Train; each time an agent dies it is started again, to die at its next point, if it has one."""
     total = sum(map(len, deaths.values()))
     left = {rank: list(points) for rank, points in deaths.items()}
@@ -70,9 +70,13 @@ def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
             world.start_again(rank)
             pending[rank] = start(rank)
     outcomes = [pending[rank].outcome(60.0) for rank in range(SIZE)]
-    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+    failed = [
+        f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        for outcome in outcomes
+        if outcome.error
+    ]
     assert not failed, "\n".join(failed)
-    return [one.value for one in outcomes]
+    return [outcome.value for outcome in outcomes]
 
 
 @each_over_one(WAYS, slow=("AWC", "gradients", "exact diffusion", "exact diffusion during backward"))
@@ -93,7 +97,7 @@ def test_all_are_killed_one_after_another_and_no_first_process_is_left(environme
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
         pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, SIZE) for rank in range(SIZE)}
         for rank in range(SIZE):
-            time.sleep(0.5)  # all train, and whoever was started again has entered
+            time.sleep(0.5)  # all train, and restarted agents have entered
             world.kill(rank)
             assert pending[rank].outcome().error == "Died"
             world.start_again(rank)
@@ -103,7 +107,7 @@ def test_all_are_killed_one_after_another_and_no_first_process_is_left(environme
 
 
 def drawn(seed: int) -> tuple[str, str, dict[int, list[Point]]]:
-    """How to train, over what, and who dies when; of whom come back, some die again while they enter, or after."""
+    """How to train, over which transport, and which agents die when; some die again while they rejoin, or after."""
     chance = random.Random(seed)
     victims = chance.sample(range(SIZE), chance.choice([1, 1, 2, 3]))
     deaths = {
@@ -148,9 +152,9 @@ def save_and_load(folder: Path, steps: int, dies_at: int, parts: str = "model") 
     """Save every tenth step into files; what was seen."""
     model = torch.nn.BatchNorm1d(2)
     sampler = shoal.AgentSampler(range(40))
-    state: dict[str, Any] = {"model": model, "sampler": sampler, "mine": Odd()}
+    state: dict[str, Any] = {"model": model, "sampler": sampler, "mine": PartWithoutPlainState()}
     checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
-    alone = shoal.is_entering()
+    call_before_load = shoal.is_entering()
     before = shoal.allreduce(torch.tensor([float(shoal.rank() + 1)]), average=False).item()
     step = began = checkpoint.load(folder, missing_ok=True)
     first = model.weight.tolist()
@@ -165,10 +169,17 @@ def save_and_load(folder: Path, steps: int, dies_at: int, parts: str = "model") 
         step += 1
         checkpoint.save(folder, step)
         assert time.monotonic() < limit
-    return {"alone": alone, "before": before, "began": began, "first": first, "step": step, "dealt": dealt[-1]}
+    return {
+        "alone": call_before_load,
+        "before": before,
+        "began": began,
+        "first": first,
+        "step": step,
+        "dealt": dealt[-1],
+    }
 
 
-class Odd:
+class PartWithoutPlainState:
     """A part whose state is not plain."""
 
     def state_dict(self) -> Any:
@@ -187,8 +198,8 @@ def test_an_agent_rejoins_during_a_save_and_samples_are_redistributed(tmp_path: 
         world.start_again(3)
         pending[3] = world.run_on(3, save_and_load, tmp_path, 60, -1, parts)
         outcomes = [one.outcome(60.0) for one in pending]
-        assert not [one.message for one in outcomes if one.error]
-    seen = [one.value for one in outcomes]
+        assert not [outcome.message for outcome in outcomes if outcome.error]
+    seen = [outcome.value for outcome in outcomes]
     assert seen[3]["alone"] and seen[3]["before"] == 4.0 and not seen[0]["alone"] and seen[0]["before"] == 10.0
     assert seen[3]["began"] >= 7 and seen[3]["first"] == [1.0 + seen[3]["began"]] * 2
     assert sorted(number for one in seen for number in one["dealt"]) == list(range(40))
@@ -206,8 +217,8 @@ def last_step(folder: Path) -> int:
 )
 def test_state_that_cannot_be_transferred_is_named_and_the_others_continue(parts: str, message: str) -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
-        theirs = parts if parts == "mine" else "model"
-        pending = [world.run_on(rank, keep_saving, 150, 3 if rank == 1 else -1, theirs) for rank in range(3)]
+        remote = parts if parts == "mine" else "model"
+        pending = [world.run_on(rank, keep_saving, 150, 3 if rank == 1 else -1, remote) for rank in range(3)]
         assert pending[1].outcome().error == "Died"
         world.start_again(1)
         failed = world.run_on(1, keep_saving, 150, -1, parts).outcome()
@@ -219,7 +230,7 @@ def test_state_that_cannot_be_transferred_is_named_and_the_others_continue(parts
 
 def keep_saving(steps: int, dies_at: int, parts: str) -> int:
     model = torch.nn.Linear(1, 1)
-    state: dict[str, Any] = {"model": model, "sampler": shoal.AgentSampler(range(40)), "mine": Odd()}
+    state: dict[str, Any] = {"model": model, "sampler": shoal.AgentSampler(range(40)), "mine": PartWithoutPlainState()}
     checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
     step = checkpoint.load(None, missing_ok=True)
     while step < steps:
@@ -231,9 +242,9 @@ def keep_saving(steps: int, dies_at: int, parts: str) -> int:
     return step
 
 
-def alone() -> list[str]:
-    """What an agent hears that does not load first."""
-    x, found = torch.ones(2), []
+def call_before_load() -> list[str]:
+    """The errors of an agent that does not load first."""
+    x, result = torch.ones(2), []
     model = torch.nn.Linear(2, 1)
     optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert torch.equal(shoal.broadcast(x, 0), x) and shoal.alive() == (shoal.rank(),)
@@ -246,21 +257,21 @@ def alone() -> list[str]:
     ):
         try:
             call()
-            found.append("nothing")
+            result.append("nothing")
         except shoal.ShoalError as error:
-            found.append(str(error))
+            result.append(str(error))
     try:
         shoal.Checkpoint(model=model).load(None, timeout=0.5)
     except shoal.DeadlineExceeded as error:
-        found.append(str(error))
-    return found
+        result.append(str(error))
+    return result
 
 
 def test_an_agent_that_was_not_admitted_raises_at_its_timeout() -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
         world.kill_and_start_again(1)
-        [*said, last] = world.results(alone, on=[1])[0]
-        assert len(said) == 5 and all("has not entered" in one for one in said), said
+        [*output, last] = world.results(call_before_load, on=[1])[0]
+        assert len(output) == 5 and all("has not entered" in one for one in output), output
         assert "ranks [0, 2] have called no Checkpoint.save" in last
 
 
@@ -271,8 +282,8 @@ def test_no_agent_is_left_to_admit_it() -> None:
         time.sleep(0.3)
         world.kill(0)
         world.members[0].outcome(5.0)
-        said = waiting.outcome()
-        assert said.error == "PeerLost" and "nobody is there any more" in said.message, said
+        output = waiting.outcome()
+        assert output.error == "PeerLost" and "nobody is there any more" in output.message, output
 
 
 def hand_over_on_a_ring() -> Any:
@@ -291,15 +302,20 @@ def hand_over_on_a_ring() -> Any:
 def test_an_agent_that_just_received_the_state_forwards_it_if_its_donor_dies() -> None:
     with World(4, environment=CONTINUE) as world:
         outcomes = world.run(hand_over_on_a_ring)
-        assert [one.error for one in outcomes] == ["", "", "", "Died"], [one.message for one in outcomes]
-        assert [one.value for one in outcomes[:3]] == [None, [0], [0]]
+        assert [outcome.error for outcome in outcomes] == ["", "", "", "Died"], [
+            outcome.message for outcome in outcomes
+        ]
+        assert [outcome.value for outcome in outcomes[:3]] == [None, [0], [0]]
 
 
 def puts_before_and_after() -> str:
-    """A window of three agents, of whom one comes back without it: what a call that needs it says, and a new window."""
+    """A window of three agents; a killed agent rejoins without it.
+
+    A call that needs the window raises an error; a new window works.
+    """
     checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
     shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
-    x, said = torch.full((2,), float(shoal.rank())), ""
+    x, message = torch.full((2,), float(shoal.rank())), ""
     if not shoal.is_entering():
         shoal.bluefog.win_create(x, "w")
         shoal.bluefog.win_put(x, "w")
@@ -312,11 +328,11 @@ def puts_before_and_after() -> str:
         checkpoint.save(None, step)
         time.sleep(0.01)
     if shoal.rank() != 1:
-        shoal.bluefog.win_put(x, "w")  # to those that are left of its neighbours
+        shoal.bluefog.win_put(x, "w")  # to its surviving neighbours
         try:
             shoal.bluefog.win_put(x, "w", dst_weights=[1])
         except shoal.PeerLost as error:
-            said = str(error)
+            message = str(error)
     shoal.barrier()
     if shoal.rank() != 1:
         shoal.bluefog.win_free("w")
@@ -326,7 +342,7 @@ def puts_before_and_after() -> str:
     assert torch.equal(shoal.bluefog.win_update("w"), torch.full((2,), 1.0))
     shoal.barrier()
     shoal.bluefog.win_free("w")
-    return said
+    return message
 
 
 @over_both
@@ -337,14 +353,14 @@ def test_an_old_window_names_the_agent_that_rejoined_without_it(environment: dic
         world.start_again(1)
         pending[1] = world.run_on(1, puts_before_and_after)
         outcomes = [one.outcome() for one in pending]
-    assert not [f"{one.message}\n{one.trace}" for one in outcomes if one.error]
+    assert not [f"{outcome.message}\n{outcome.trace}" for outcome in outcomes if outcome.error]
     for rank in (0, 2):
         assert "needs rank 1, which was lost and has come back without it" in outcomes[rank].value, outcomes[rank].value
 
 
 def in_two_parts(dies: bool) -> list[tuple[int, ...]]:
     """Two runs of one job, with shutdown and init between them."""
-    found = []
+    results = []
     for part in range(2):
         if not shoal.is_initialized():
             shoal.init()
@@ -356,10 +372,10 @@ def in_two_parts(dies: bool) -> list[tuple[int, ...]]:
             time.sleep(0.01)
             step += 1
             checkpoint.save(None, step)
-        found.append(tuple(shoal.allgather(torch.tensor([shoal.rank()])).tolist()))
+        results.append(tuple(shoal.allgather(torch.tensor([shoal.rank()])).tolist()))
         shoal.shutdown()
     shoal.init()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -370,5 +386,5 @@ def test_a_rejoined_agent_handles_a_later_rejoin_like_the_others(victim: int) ->
         world.start_again(victim)
         pending[victim] = world.run_on(victim, in_two_parts, False)
         outcomes = [one.outcome() for one in pending]
-    assert not [f"{one.message}\n{one.trace}" for one in outcomes if one.error]
-    assert [one.value for one in outcomes] == [[(0, 1, 2)] * 2] * 3
+    assert not [f"{outcome.message}\n{outcome.trace}" for outcome in outcomes if outcome.error]
+    assert [outcome.value for outcome in outcomes] == [[(0, 1, 2)] * 2] * 3

@@ -47,8 +47,10 @@ def die_in_post(number: int, only: int) -> None:
     engine.sender.post = last  # type: ignore[method-assign]
 
 
-def lose_one(kind: str, victim: int, number: int, only: int, strided: bool) -> tuple[list[float], int, tuple[int, ...]]:
-    """The result of an operation in which the victim dies, how often this agent handed it on, and who is there then."""
+def result_after_a_death(
+    kind: str, victim: int, number: int, only: int, strided: bool
+) -> tuple[list[float], int, tuple[int, ...]]:
+    """The result of an operation in which the victim dies, how often this agent forwarded it, and the members then."""
     engine, handed_on = current().engine, []
     send = engine.result_transfer.send
     engine.result_transfer.send = lambda *what: (handed_on.append(what), send(*what))[1]  # type: ignore[method-assign]
@@ -79,12 +81,14 @@ def test_a_result_missing_because_of_a_failure_is_transferred(environment: dict[
             victim, only = (left[0], left[1]) if owned else (left[-1], left[0])
             number = 1 if kind == "gathered" else 2
             before, left = left, [rank for rank in left if rank != victim]
-            pending = [world.run_on(rank, lose_one, kind, victim, number, only, SIZE % 2 == 1) for rank in before]
+            pending = [
+                world.run_on(rank, result_after_a_death, kind, victim, number, only, SIZE % 2 == 1) for rank in before
+            ]
             outcomes = [one.outcome() for one in pending]
             assert outcomes.pop(before.index(victim)).error == "Died"
-            assert not [f"{one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+            assert not [f"{outcome.error}: {outcome.message}\n{outcome.trace}" for outcome in outcomes if outcome.error]
             total = 0.0 if kind == "barrier" else float(sum(2**rank for rank in before))
-            assert [one.value[0] for one in outcomes] == [[total]] * len(left)
-            by_rank = [one.value[1] for one in outcomes]
+            assert [outcome.value[0] for outcome in outcomes] == [[total]] * len(left)
+            by_rank = [outcome.value[1] for outcome in outcomes]
             assert sum(by_rank) >= 1 and (kind == "barrier" or by_rank == [len(left) - 1, *[0] * (len(left) - 1)])
-            assert [one.value[2] for one in outcomes] == [tuple(left)] * len(left)
+            assert [outcome.value[2] for outcome in outcomes] == [tuple(left)] * len(left)

@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: agents that leave early, over every transport, and what is refused."""
+"""``on_loss="continue"``: agents that leave early, over every transport, and refused calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 
 @pytest.fixture(autouse=True)
-def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def continue_on_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
 
 
@@ -36,22 +36,22 @@ def averages(last: int, calls_all: bool) -> tuple[list[float], tuple[int, ...]]:
         seen.append(float(x[0]))
         if calls_all:
             shoal.allreduce(x)
-    there = shoal.allgather(torch.tensor([rank])).tolist()
-    return seen, tuple(there)
+    members = shoal.allgather(torch.tensor([rank])).tolist()
+    return seen, tuple(members)
 
 
 @pytest.mark.parametrize("calls_all", [False, True])
 @pytest.mark.parametrize("last", [1, 6])
 def test_an_agent_that_leaves_early_is_excluded_from_then_on(fleet: Fleets, last: int, calls_all: bool) -> None:
-    found = fleet(SIZE).run(averages, last, calls_all)
-    left = {rank: seen for rank, (seen, _) in enumerate(found) if rank != FIRST}
-    assert [alive for rank, (_, alive) in enumerate(found) if rank != FIRST] == [(0, 2, 3)] * 3
+    results = fleet(SIZE).run(averages, last, calls_all)
+    left = {rank: seen for rank, (seen, _) in enumerate(results) if rank != FIRST}
+    assert [alive for rank, (_, alive) in enumerate(results) if rank != FIRST] == [(0, 2, 3)] * 3
     # The round that it did not take part in, and what others had begun before they had agreed on that.
     assert 1 <= check_averages(left, SIZE, FIRST) <= 3
 
 
-def until_it_is_gone() -> bool:
-    """Whether this is one of those that are left, all of whom know it."""
+def until_it_has_departed() -> bool:
+    """Whether this agent is a survivor; returns once all survivors know of the departure."""
     if shoal.rank() == FIRST:
         shoal.shutdown()
         return False
@@ -61,13 +61,13 @@ def until_it_is_gone() -> bool:
 
 
 def saved(folder: Any) -> float | None:
-    """A checkpoint of those that are left; the model's number in it."""
+    """Save a checkpoint of the survivors; returns the model's number in it."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 10.0 + shoal.rank())
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    if not until_it_is_gone():
+    if not until_it_has_departed():
         return None
     checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
     checkpoint.save(folder, 7)
@@ -79,9 +79,9 @@ def loaded(folder: Any, start: Any) -> float:
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     assert shoal.Checkpoint(model=model, optimizer=optimizer).load(folder, start=start) == 7
     model(torch.ones(1, 1)).sum().backward()
-    found = model.weight.item()
+    result = model.weight.item()
     optimizer.step()
-    return found
+    return result
 
 
 def test_a_checkpoint_of_the_survivors_loads_into_the_same_and_any_number(fleet: Fleets, tmp_path: Any) -> None:
@@ -103,14 +103,14 @@ def test_the_policy_is_the_same_for_all_and_validated(fleet: Fleets, monkeypatch
     assert fleet(2).run(run) == [True, True]
     monkeypatch.setenv("SHOAL_ON_LOSS", "raise")
 
-    def otherwise() -> None:
+    def register_callback() -> None:
         with pytest.raises(ValueError, match="a loss ends this run"):
             shoal.on_membership_change(print)
 
-    fleet(2).run(otherwise)
+    fleet(2).run(register_callback)
     monkeypatch.setenv("SHOAL_ON_LOSS", "perhaps")
     with pytest.raises(ValueError, match="SHOAL_ON_LOSS='perhaps': it must be 'raise' or 'continue'"):
-        fleet(2).run(otherwise)
+        fleet(2).run(register_callback)
 
 
 def test_an_exception_in_a_listener_ends_nothing(fleet: Fleets, caplog: pytest.LogCaptureFixture) -> None:

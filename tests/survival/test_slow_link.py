@@ -1,4 +1,4 @@
-"""A slow link: with windows those that are not on it make as many steps as without it."""
+"""A slow link: with windows the agents off the link make as many steps as without it."""
 
 from __future__ import annotations
 
@@ -55,28 +55,30 @@ def steps_in(way: str, seconds: float) -> int:
     return count
 
 
-def steps_of_those_away(world: World, machine: Namespace, way: str) -> tuple[list[int], list[int]]:
+def steps_off_the_link(world: World, machine: Namespace, way: str) -> tuple[list[int], list[int]]:
     """Without the slow link, and with it."""
     without = world.results(steps_in, way, SECONDS)
     machine.slow(KBIT)
-    beside = world.results(steps_in, way, SECONDS)
+    with_slow_link = world.results(steps_in, way, SECONDS)
     machine.slow(0)
-    return without, beside
+    return without, with_slow_link
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["put", pytest.param("get", marks=pytest.mark.soak)])
 def test_with_windows_a_slow_link_slows_only_its_agents(machines: list[Namespace], way: str) -> None:
     with World(SIZE, namespaces=machines) as world:
-        without, beside = steps_of_those_away(world, machines[SLOW], way)
+        without, with_slow_link = steps_off_the_link(world, machines[SLOW], way)
     for rank in AWAY:
-        assert beside[rank] > without[rank] / 3, f"{way}: {without} steps without the slow link, {beside} with it"
-    assert beside[SLOW] < without[SLOW] / 2, f"{way}: {without}, {beside}: the link was not slow"
+        assert with_slow_link[rank] > without[rank] / 3, (
+            f"{way}: {without} steps without the slow link, {with_slow_link} with it"
+        )
+    assert with_slow_link[SLOW] < without[SLOW] / 2, f"{way}: {without}, {with_slow_link}: the link was not slow"
 
 
 @pytest.mark.soak
 def test_synchronous_training_is_slowed_for_all(machines: list[Namespace]) -> None:
     """So the test above would detect a wait between agents."""
     with World(SIZE, namespaces=machines) as world:
-        without, beside = steps_of_those_away(world, machines[SLOW], "in step")
-    assert max(beside) < min(without) / 3, f"{without} steps without the slow link, {beside} with it"
+        without, with_slow_link = steps_off_the_link(world, machines[SLOW], "in step")
+    assert max(with_slow_link) < min(without) / 3, f"{without} steps without the slow link, {with_slow_link} with it"

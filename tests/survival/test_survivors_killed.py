@@ -1,4 +1,4 @@
-"""``on_loss="continue"``: agents are killed at swept points, and those that are left compute what they must."""
+"""``on_loss="continue"``: agents are killed at swept points, and the survivors compute the expected results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.fault_points import Point, over_both, swept
 from support.limits import scaled
 from support.survivors import (
     CONTINUE,
+    average_through,
     burst_through,
-    check_all_alike,
+    check_all_equal,
     check_averages,
-    live_through,
     sums_through,
     survivors,
 )
@@ -38,7 +38,7 @@ SWEPT = [
     *(Point("waited", k) for k in (3, 6)),
 ]
 SECONDS = 1.0
-"""In which those that are left go on."""
+"""In which the survivors continue."""
 
 
 def a_few_rounds(count: int) -> float:
@@ -47,32 +47,32 @@ def a_few_rounds(count: int) -> float:
     return float(mean[0])
 
 
-def rounds_until_it_is_gone(victim: int) -> float:
+def rounds_until_it_has_departed(victim: int) -> float:
     """Average until somebody takes part no more; when that was known, as ``time.monotonic()``."""
-    there = [victim]
-    while victim in there:
+    members = [victim]
+    while victim in members:
         shoal.neighbor_allreduce(torch.ones(3))
-        there = shoal.allgather(torch.tensor([shoal.rank()])).tolist()
+        members = shoal.allgather(torch.tensor([shoal.rank()])).tolist()
     return time.monotonic()
 
 
 @swept(SWEPT[::2], (SMALL, LARGE))
 def test_survivors_continue_wherever_one_agent_is_killed(environment: dict[str, str], numel: int, point: Point) -> None:
-    check_that_they_go_on(environment, numel, point)
+    check_survivors(environment, numel, point)
 
 
 @pytest.mark.soak
 @swept(SWEPT[1::2], (SMALL, LARGE))
 def test_survivors_continue_at_the_remaining_kill_points(environment: dict[str, str], numel: int, point: Point) -> None:
-    check_that_they_go_on(environment, numel, point)
+    check_survivors(environment, numel, point)
 
 
-def check_that_they_go_on(environment: dict[str, str], numel: int, point: Point) -> None:
+def check_survivors(environment: dict[str, str], numel: int, point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
-        outcomes = world.run(live_through, numel, ROUNDS, {VICTIM: point})
-        diaries = survivors(outcomes, {VICTIM})
-        check_all_alike(diaries, SIZE)
-        check_averages({rank: diary.values for rank, diary in diaries.items()}, SIZE, VICTIM)
+        outcomes = world.run(average_through, numel, ROUNDS, {VICTIM: point})
+        logs = survivors(outcomes, {VICTIM})
+        check_all_equal(logs, SIZE)
+        check_averages({rank: log.values for rank, log in logs.items()}, SIZE, VICTIM)
 
 
 @over_both
@@ -82,13 +82,13 @@ def test_on_a_directed_graph_the_mean_of_the_survivors_is_unbiased(
     environment: dict[str, str], numel: int, count: int
 ) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
-        outcomes = world.run(live_through, numel, 40, {VICTIM: Point("sent", 10 + count)}, True)
-        diaries = survivors(outcomes, {VICTIM})
-        values = {rank: diary.values for rank, diary in diaries.items()}
+        outcomes = world.run(average_through, numel, 40, {VICTIM: Point("sent", 10 + count)}, True)
+        logs = survivors(outcomes, {VICTIM})
+        values = {rank: log.values for rank, log in logs.items()}
         check_averages(values, SIZE, VICTIM, directed=True)
-        means = [sum(one[k] for one in values.values()) / len(values) for k in range(len(values[0]))]
+        means = [sum(value[k] for value in values.values()) / len(values) for k in range(len(values[0]))]
         assert max(means[20:]) - min(means[20:]) < 1e-12
-        assert max(abs(one[-1] - means[-1]) for one in values.values()) < 1e-6
+        assert max(abs(value[-1] - means[-1]) for value in values.values()) < 1e-6
 
 
 @over_both
@@ -100,7 +100,7 @@ def test_with_many_calls_in_flight_each_continues(environment: dict[str, str], n
         outcomes = world.run(burst_through, numel, ROUNDS, {VICTIM: Point("sent", sent)})
         seen = survivors(outcomes, {VICTIM})
         for k in range(8):
-            check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, VICTIM)
+            check_averages({rank: [value[k] for value in values] for rank, values in seen.items()}, SIZE, VICTIM)
 
 
 @over_both
@@ -138,29 +138,29 @@ def test_several_are_killed_at_once_or_one_after_another(
 ) -> None:
     with World(6, environment=environment | CONTINUE) as world:
         ends = {rank: Point("received", 40 + apart * number) for number, rank in enumerate(victims)}
-        diaries = survivors(world.run(live_through, SMALL, ROUNDS, ends), set(victims))
-        check_all_alike(diaries, 6)
+        logs = survivors(world.run(average_through, SMALL, ROUNDS, ends), set(victims))
+        check_all_equal(logs, 6)
 
 
 @over_both
 def test_the_last_survivor_continues_alone(environment: dict[str, str]) -> None:
     with World(3, environment=environment | CONTINUE) as world:
         ends = {0: Point("sent", 20), 2: Point("received", 26)}
-        diaries = survivors(world.run(live_through, SMALL, ROUNDS, ends), {0, 2})
-        check_all_alike(diaries, 3)
-        assert abs(diaries[1].values[-1] - diaries[1].values[-2]) < 1e-12
+        logs = survivors(world.run(average_through, SMALL, ROUNDS, ends), {0, 2})
+        check_all_equal(logs, 3)
+        assert abs(logs[1].values[-1] - logs[1].values[-2]) < 1e-12
 
 
 @over_both
 def test_survivors_continue_within_a_second(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         world.results(a_few_rounds, 20)
-        pending = [world.run_on(rank, rounds_until_it_is_gone, VICTIM) for rank in range(SIZE)]
+        pending = [world.run_on(rank, rounds_until_it_has_departed, VICTIM) for rank in range(SIZE)]
         time.sleep(0.3)
         died = world.kill(VICTIM)
         outcomes = [one.outcome() for one in pending]
-        found = survivors(outcomes, {VICTIM})
-        for rank, ended in found.items():
+        result = survivors(outcomes, {VICTIM})
+        for rank, ended in result.items():
             assert ended - died < scaled(SECONDS), f"rank {rank} went on after {ended - died:.2f} s"
         assert world.results(a_few_rounds, 3, on=world.alive) == [4 / 4] * 4
 
@@ -193,5 +193,5 @@ def average_beside_a_refused_link(victim: int) -> tuple[float, float]:
 def test_an_agent_that_cannot_connect_to_the_failed_one_sends_to_the_others(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(average_beside_a_refused_link, VICTIM)
-        left = [one for one in outcomes if one.rank != VICTIM]
+        left = [outcome for outcome in outcomes if outcome.rank != VICTIM]
         assert [one.value for one in left] == [(1.0, SIZE - 1.0)] * (SIZE - 1), [one.message for one in left]

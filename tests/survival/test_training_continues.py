@@ -1,4 +1,4 @@
-"""Training with ``on_loss="continue"``: those that are left come to rest where the mathematics says."""
+"""Training with ``on_loss="continue"``: the survivors converge to the computed fixed point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ POINTS = [
 def trained(environment: dict[str, str], point: Point, options: dict[str, Any]) -> dict[int, np.ndarray]:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(train_through, {VICTIM: point}, options)
-        failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+        failed = [
+            f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+            for outcome in outcomes
+            if outcome.error
+        ]
         assert len(failed) == 1, "\n".join(failed)
         assert outcomes[VICTIM].error == "Died"
         return {rank: np.array(outcomes[rank].value) for rank in LEFT}
@@ -43,10 +47,10 @@ def trained(environment: dict[str, str], point: Point, options: dict[str, Any]) 
 def test_decentralized_sgd_converges_among_the_survivors(
     environment: dict[str, str], point: Point, topology: Any, algorithm: Any
 ) -> None:
-    found = trained(environment, point, {"algorithm": algorithm, "topology": topology})
+    result = trained(environment, point, {"algorithm": algorithm, "topology": topology})
     graph = topology_util.RingGraph(SIZE) if topology is None else topology
     expected = resting_place(graph, SIZE, [VICTIM], overlapping=algorithm is AWC)
-    for rank, x in found.items():
+    for rank, x in result.items():
         np.testing.assert_allclose(x, expected[rank], rtol=0, atol=1e-8)
 
 
@@ -56,8 +60,8 @@ def test_decentralized_sgd_converges_among_the_survivors(
 def test_averaged_gradients_reach_the_survivors_optimum_and_models_stay_equal(
     environment: dict[str, str], point: Point, overlap: str | None
 ) -> None:
-    found = trained(environment, point, {"algorithm": ParallelGradientDescent(1.0), "overlap": overlap})
-    first, *others = found.values()
+    result = trained(environment, point, {"algorithm": ParallelGradientDescent(1.0), "overlap": overlap})
+    first, *others = result.values()
     for other in others:
         np.testing.assert_array_equal(other, first)
     np.testing.assert_allclose(first, optimum(LEFT), rtol=0, atol=1e-10)
@@ -71,8 +75,8 @@ def test_averaged_gradients_reach_the_survivors_optimum_and_models_stay_equal(
 def test_exact_algorithms_reach_the_survivors_optimum(
     environment: dict[str, str], point: Point, algorithm: Any
 ) -> None:
-    found = trained(environment, point, {"algorithm": algorithm})
-    for x in found.values():
+    result = trained(environment, point, {"algorithm": algorithm})
+    for x in result.values():
         np.testing.assert_allclose(x, optimum(LEFT), rtol=0, atol=1e-10)
 
 
@@ -114,6 +118,8 @@ def test_separately_stepped_buckets_reach_the_survivors_optimum(environment: dic
     """The failure may come between the steps of two buckets, which then restart with different membership."""
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(train_in_parts, {VICTIM: Point("sent", int(way))})
-        assert [one.rank for one in outcomes if one.error] == [VICTIM], [one.trace for one in outcomes]
+        assert [outcome.rank for outcome in outcomes if outcome.error] == [VICTIM], [
+            outcome.trace for outcome in outcomes
+        ]
         for rank in LEFT:
             np.testing.assert_allclose(outcomes[rank].value, optimum(LEFT), rtol=0, atol=1e-10)

@@ -1,5 +1,5 @@
-"""Optimizers that exchange through windows: where an agent is killed the others go on, and when it comes back all make
-their windows anew with it."""
+"""Optimizers that exchange through windows: where an agent is killed the others continue, and when it rejoins all
+remake their windows with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Ended = tuple[list[float], tuple[int, ...], list[tuple[int, ...]]]
 
 
 def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
-    """The parameters in the end, who is there then, and who was lost and entered, in turn."""
+    """The final parameters, the members then, and the failed and the joined ranks, in turn."""
     rank, model, seen = shoal.rank(), Point3(), []
     shoal.set_topology(topology_util.RingGraph(SIZE), is_weighted=True)
     with torch.no_grad():
@@ -68,9 +68,9 @@ def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
         if step % TOGETHER == 0:
             shoal.barrier()
         if step % BETWEEN == 0:
-            there = shoal.allgather(torch.tensor([rank])).tolist()
+            members = shoal.allgather(torch.tensor([rank])).tolist()
             entered = current().engine.agreement.now.entered
-            if entered < returns or len(there) != (SIZE if returns else len(LEFT)):
+            if entered < returns or len(members) != (SIZE if returns else len(LEFT)):
                 since = 0
                 time.sleep(0.01)
                 assert time.monotonic() < limit, f"rank {rank}: {seen}"
@@ -90,13 +90,17 @@ def ended(world: World, way: str, rate: float, point: Point, returns: int = 0) -
     outcomes = {rank: pending[rank].outcome(60.0) for rank in range(SIZE)}
     if not returns:
         assert outcomes.pop(VICTIM).error == "Died"
-    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes.values() if one.error]
+    failed = [
+        f"rank {outcome.rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        for outcome in outcomes.values()
+        if outcome.error
+    ]
     assert not failed, "\n".join(failed)
     return {rank: one.value for rank, one in outcomes.items()}
 
 
-def parameters(found: dict[int, Ended]) -> NDArray[np.float64]:
-    return np.array([found[rank][0] for rank in sorted(found)])
+def parameters(results: dict[int, Ended]) -> NDArray[np.float64]:
+    return np.array([results[rank][0] for rank in sorted(results)])
 
 
 @over_both
@@ -104,14 +108,14 @@ def parameters(found: dict[int, Ended]) -> NDArray[np.float64]:
 @pytest.mark.parametrize("way", ["put", "get"])
 def test_the_others_converge_to_the_survivors_fixed_point(environment: dict[str, str], way: str, point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
-        found = ended(world, way, RATE, point)
-    assert {one[1] for one in found.values()} == {tuple(LEFT)}
+        result = ended(world, way, RATE, point)
+    assert {value[1] for value in result.values()} == {tuple(LEFT)}
     expected = resting_place(RING, SIZE, [], overlapping=True, unheard=[VICTIM])[LEFT]
-    np.testing.assert_allclose(parameters(found), expected, rtol=0, atol=NEAR[way])
+    np.testing.assert_allclose(parameters(result), expected, rtol=0, atol=NEAR[way])
 
 
-def look_until_lost() -> tuple[int, ...]:
-    """Ask the neighbours whether they are there, without a pause, until the victim has died; who is there then."""
+def poll_until_failed() -> tuple[int, ...]:
+    """Probe the neighbours, without a pause, until the victim has died; the members then."""
     shoal.set_topology(topology_util.RingGraph(SIZE))
     shoal.bluefog.win_create(torch.zeros(3), "asked")
     window = windows_of(current("a test")).get("win_put", "asked")
@@ -128,10 +132,10 @@ def look_until_lost() -> tuple[int, ...]:
 @over_both
 def test_a_neighbour_that_dies_during_a_probe_is_no_error(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
-        outcomes = world.run(look_until_lost)
+        outcomes = world.run(poll_until_failed)
     assert outcomes.pop(VICTIM).error == "Died"
-    assert not [one.trace for one in outcomes if one.error]
-    assert {one.value for one in outcomes} == {tuple(LEFT)}
+    assert not [outcome.trace for outcome in outcomes if outcome.error]
+    assert {outcome.value for outcome in outcomes} == {tuple(LEFT)}
 
 
 @over_both
@@ -139,18 +143,18 @@ def test_a_neighbour_that_dies_during_a_probe_is_no_error(environment: dict[str,
 def test_push_sum_agrees_among_the_survivors(environment: dict[str, str], point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         x = parameters(ended(world, "push-sum", 0.0, point))
-    begun = np.array([target(rank) for rank in range(SIZE)])
+    started = np.array([target(rank) for rank in range(SIZE)])
     assert np.ptp(x, axis=0).max() < 1e-8
-    assert (x >= begun.min(0)).all() and (x <= begun.max(0)).all()
+    assert (x >= started.min(0)).all() and (x <= started.max(0)).all()
 
 
 @each_over_one(WAYS, slow=("get", "push-sum"))
 def test_a_rejoined_agent_has_windows_with_all_others(environment: dict[str, str], way: str) -> None:
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
-        found = ended(world, way, RATE, Point("finished", 40), returns=1)
-    assert {one[1] for one in found.values()} == {tuple(range(SIZE))}
-    assert found[0][2] == [(VICTIM,), (VICTIM,)]
-    x = parameters(found)
+        result = ended(world, way, RATE, Point("finished", 40), returns=1)
+    assert {value[1] for value in result.values()} == {tuple(range(SIZE))}
+    assert result[0][2] == [(VICTIM,), (VICTIM,)]
+    x = parameters(result)
     if way not in NEAR:  # where training ends depends on who was faster; that they agree without gradients does not
         targets = np.array([target(rank) for rank in range(SIZE)])
         assert np.ptp(x, axis=0).max() < 1e-8

@@ -31,12 +31,14 @@ def followed(schedule: Schedule, starts: int) -> np.ndarray:
     total = np.zeros((size, size))
     for start in range(starts):
         arrived = np.where(np.eye(size, dtype=bool), 0.0, np.inf)
-        heard = [{rank} for rank in range(size)]
+        received = [{rank} for rank in range(size)]
         for round in range(start, start + 40 * size):
             views = [schedule.mixing(round, rank) for rank in range(size)]
-            heard = [heard[rank].union(*(heard[peer] for peer in views[rank].source_ranks)) for rank in range(size)]
+            received = [
+                received[rank].union(*(received[peer] for peer in views[rank].source_ranks)) for rank in range(size)
+            ]
             for rank in range(size):
-                for name in heard[rank]:
+                for name in received[rank]:
                     arrived[rank, name] = min(arrived[rank, name], round - start + 1)
         total += arrived
     return total / starts
@@ -123,10 +125,10 @@ def test_a_sampled_age_is_within_its_stated_error(name: str, monkeypatch: pytest
     truth = age_matrix(schedule).sum() / (90 * 89)
     monkeypatch.setattr("shoal.topology.analysis.age.ALL_SOURCES", 10)
     monkeypatch.setattr("shoal.topology.analysis.age.find_invariance", lambda span: None)
-    found = average_age(schedule)
-    assert 0 < found.error < 0.1 * truth
-    assert found.mean == pytest.approx(truth, abs=4 * found.error)
-    assert "±" in str(found) or found.error <= 5e-3 * found.mean
+    result = average_age(schedule)
+    assert 0 < result.error < 0.1 * truth
+    assert result.mean == pytest.approx(truth, abs=4 * result.error)
+    assert "±" in str(result) or result.error <= 5e-3 * result.mean
 
 
 def test_the_matrix_of_too_many_agents_is_refused_with_an_alternative() -> None:

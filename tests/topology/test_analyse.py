@@ -45,16 +45,16 @@ MANY = 100_000
 )
 def test_the_analysis_equals_its_parts_for_every_topology(name: str, size: int) -> None:
     schedule = CATALOG[name].schedule(size)
-    found = analyse(schedule, **NETWORK)
-    assert found.weights == classify(schedule)
-    assert found.gap == gap_over_period(schedule, found.gap_rounds)
-    assert found.rounds == rounds_to(schedule)
-    assert found.exact_length == exact_length(schedule)
-    assert found.age == average_age(schedule)
-    assert found.traffic == traffic(schedule, nbytes=NETWORK["nbytes"])
-    assert found.round_seconds == round_seconds(schedule, **NETWORK)
-    assert found.connected
-    assert (found.name, found.size, found.period) == (schedule.describe(), size, schedule.period)
+    result = analyse(schedule, **NETWORK)
+    assert result.weights == classify(schedule)
+    assert result.gap == gap_over_period(schedule, result.gap_rounds)
+    assert result.rounds == rounds_to(schedule)
+    assert result.exact_length == exact_length(schedule)
+    assert result.age == average_age(schedule)
+    assert result.traffic == traffic(schedule, nbytes=NETWORK["nbytes"])
+    assert result.round_seconds == round_seconds(schedule, **NETWORK)
+    assert result.connected
+    assert (result.name, result.size, result.period) == (schedule.describe(), size, schedule.period)
 
 
 def test_a_graph_its_matrix_and_its_schedule_have_equal_analyses() -> None:
@@ -63,31 +63,31 @@ def test_a_graph_its_matrix_and_its_schedule_have_equal_analyses() -> None:
     of_schedule = analyse(find("ring").schedule(10), **NETWORK)
     for field in fields(Analysis):
         if field.name != "name":
-            one, other, third = (getattr(found, field.name) for found in (of_graph, of_matrix, of_schedule))
+            one, other, third = (getattr(result, field.name) for result in (of_graph, of_matrix, of_schedule))
             assert one == other == third, field.name
     assert of_graph.smallest_eigenvalue == smallest_eigenvalue(ring)
     assert of_graph.gap == spectral_gap(ring)
 
 
 def test_seconds_to_the_error_are_rounds_times_seconds() -> None:
-    found = analyse(RingGraph(8), **NETWORK)
-    assert found.round_seconds == pytest.approx(2 * (1e-3 + 1e-2))
-    assert found.consensus_seconds == pytest.approx(found.rounds.value * found.round_seconds)
+    result = analyse(RingGraph(8), **NETWORK)
+    assert result.round_seconds == pytest.approx(2 * (1e-3 + 1e-2))
+    assert result.consensus_seconds == pytest.approx(result.rounds.value * result.round_seconds)
     assert analyse(Idle(3), **NETWORK).consensus_seconds == float("inf")
 
 
 def test_the_gap_per_round_to_the_power_of_the_period_is_the_gap_of_the_period() -> None:
-    found = analyse(Alternating([find("ring").schedule(8), Idle(8)]), **NETWORK)
-    assert found.gap_rounds == 2
-    assert 1 - (1 - found.gap_per_round) ** 2 == pytest.approx(found.gap.value)
+    result = analyse(Alternating([find("ring").schedule(8), Idle(8)]), **NETWORK)
+    assert result.gap_rounds == 2
+    assert 1 - (1 - result.gap_per_round) ** 2 == pytest.approx(result.gap.value)
 
 
 def test_the_gap_of_a_nonperiodic_schedule_spans_the_rounds_that_remove_most_disagreement() -> None:
     schedule = RandomMatchings(16)
-    found = analyse(schedule, **NETWORK)
-    assert found.sampled_rounds == 64
-    assert found.gap_rounds == rounds_to(schedule, 1e-2).value
-    assert found.smallest_eigenvalue is None
+    result = analyse(schedule, **NETWORK)
+    assert result.sampled_rounds == 64
+    assert result.gap_rounds == rounds_to(schedule, 1e-2).value
+    assert result.smallest_eigenvalue is None
 
 
 def notes(topology: object, **network: float) -> str:
@@ -95,7 +95,7 @@ def notes(topology: object, **network: float) -> str:
 
 
 @pytest.mark.parametrize(
-    ("topology", "said"),
+    ("topology", "note"),
     [
         (Idle(1), "One agent has nobody"),
         (with_metropolis_hastings_weights(nx.Graph([(0, 1), (2, 3)])), "Not all agents hear of all others"),
@@ -110,8 +110,8 @@ def notes(topology: object, **network: float) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_note_states_limitations(topology: object, said: str) -> None:
-    assert said in notes(topology)
+def test_a_note_states_limitations(topology: object, note: str) -> None:
+    assert note in notes(topology)
 
 
 def test_a_topology_without_limitations_has_no_notes() -> None:
@@ -186,22 +186,22 @@ def peak_megabytes() -> float:
 )
 def test_100_000_agents_of_a_circulant_have_exact_figures(name: str, gap: float | None) -> None:
     before = peak_megabytes()
-    found = analyse(find(name).schedule(MANY))
-    assert found.size == MANY and found.connected and found.gap.method == "fourier"
+    result = analyse(find(name).schedule(MANY))
+    assert result.size == MANY and result.connected and result.gap.method == "fourier"
     assert peak_megabytes() - before < 2000, "a dense matrix would have 80 GB"
     if gap is not None:
-        assert found.gap.value == pytest.approx(gap, abs=found.gap.error)
-        assert found.age.error == 0.0
+        assert result.gap.value == pytest.approx(gap, abs=result.gap.error)
+        assert result.age.error == 0.0
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["star", "binary-tree", "chain", "torus", "random-matchings", "d-equi-static"])
 def test_100_000_agents_of_the_catalog_have_figures_without_a_dense_matrix(name: str) -> None:
     before = peak_megabytes()
-    found = analyse(find(name).schedule(MANY))
-    assert found.size == MANY and found.connected and found.weights.doubly
-    assert 0 <= found.gap.value <= 1 and 0 < found.gap.error < 0.1
-    assert 1 < found.age.mean < MANY
+    result = analyse(find(name).schedule(MANY))
+    assert result.size == MANY and result.connected and result.weights.doubly
+    assert 0 <= result.gap.value <= 1 and 0 < result.gap.error < 0.1
+    assert 1 < result.age.mean < MANY
     assert peak_megabytes() - before < 4000, "a dense matrix would have 80 GB"
 
 
@@ -210,16 +210,16 @@ def test_100_000_agents_of_an_irregular_graph_have_figures_without_a_dense_matri
     """Of a random graph of degree four the second eigenvalue is known: at least 2 sqrt(3) / 4, and hardly above."""
     before = peak_megabytes()
     graph = with_metropolis_hastings_weights(nx.random_regular_graph(4, MANY, seed=1))
-    found = analyse(graph)
-    assert found.gap.method == "iterative"
+    result = analyse(graph)
+    assert result.gap.method == "iterative"
     # W = (I + A) / 5, and the largest other eigenvalue of A is close to 2 sqrt(3) (Alon, Friedman).
-    assert found.gap.value == pytest.approx(1 - (1 + 2 * np.sqrt(3)) / 5, abs=2e-3)
-    assert found.rounds.value is not None
-    assert 9 < found.age.mean < 11
+    assert result.gap.value == pytest.approx(1 - (1 + 2 * np.sqrt(3)) / 5, abs=2e-3)
+    assert result.rounds.value is not None
+    assert 9 < result.age.mean < 11
     assert peak_megabytes() - before < 3000
 
 
 def test_a_thousand_agents_of_an_irregular_graph_are_analysed_by_iteration() -> None:
-    found = analyse(ChainGraph(1000))
-    assert found.gap.method == "iterative"
-    assert found.age.mean == pytest.approx((1000 + 1) / 3)
+    result = analyse(ChainGraph(1000))
+    assert result.gap.method == "iterative"
+    assert result.age.mean == pytest.approx((1000 + 1) / 3)

@@ -86,9 +86,9 @@ def test_two_agents_reach_consensus_or_are_refused_with_a_reason(name: str) -> N
     if topology.refuses(2):
         assert name == "torus" and "2 is prime" in topology.refuses(2)
         return
-    found = analyse(topology.schedule(2), error=1e-3)
-    assert found.connected
-    assert found.rounds.at_most is not None and not found.rounds.never
+    result = analyse(topology.schedule(2), error=1e-3)
+    assert result.connected
+    assert result.rounds.at_most is not None and not result.rounds.never
 
 
 @pytest.mark.parametrize("name", NEED_EVEN)
@@ -119,10 +119,10 @@ def test_a_shape_that_does_not_hold_all_agents_is_refused(constructor, shape: tu
 
 
 def test_disconnected_graphs_are_reported_or_refused() -> None:
-    found = analyse(with_metropolis_hastings_weights(PARTS))
-    assert not found.connected
-    assert "Not all agents hear of all others: they never agree." in found.notes
-    assert found.rounds.never and found.exact_length is None and found.age.mean == float("inf")
+    result = analyse(with_metropolis_hastings_weights(PARTS))
+    assert not result.connected
+    assert "Not all agents hear of all others: they never agree." in result.notes
+    assert result.rounds.never and result.exact_length is None and result.age.mean == float("inf")
     with pytest.raises(ValueError, match="not connected, so its parts never agree"):
         Matcha(PARTS)
     with pytest.raises(ValueError, match="no way leads from 0 to"):
@@ -139,7 +139,7 @@ def test_rows_that_do_not_sum_to_one_are_classified_and_reported(scale: float) -
 
 def test_columns_that_do_not_sum_to_one_are_reported_with_the_remedy() -> None:
     matrix = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
-    found = analyse(np.array([[0.5, 0.5, 0.0], [0.25, 0.5, 0.25], [0.0, 0.5, 0.5]]))
-    assert found.weights.row and not found.weights.column
-    assert any("Use push-sum, or Metropolis-Hastings weights." in note for note in found.notes)
+    result = analyse(np.array([[0.5, 0.5, 0.0], [0.25, 0.5, 0.25], [0.0, 0.5, 0.5]]))
+    assert result.weights.row and not result.weights.column
+    assert any("Use push-sum, or Metropolis-Hastings weights." in note for note in result.notes)
     assert not analyse(matrix).connected

@@ -1,4 +1,4 @@
-"""Rounds to a consensus error and exact lengths, by every way there is to find them, against rounds that were run."""
+"""Rounds to a consensus error and exact lengths, by every method, against simulated rounds."""
 
 import networkx as nx
 import numpy as np
@@ -93,9 +93,9 @@ def test_an_estimate_is_between_the_simulated_rounds_and_the_bound_of_the_gap(
     truth = run(schedule, 1e-6, default_start(12))
     monkeypatch.setattr("shoal.topology.analysis.consensus.DENSE_LIMIT", 0)
     monkeypatch.setattr("shoal.topology.analysis.consensus.WORK", 1000)
-    found = rounds_to(schedule, 1e-6)
-    assert found.value is None
-    assert 20 < found.at_least <= truth <= found.at_most < 10 * truth
+    result = rounds_to(schedule, 1e-6)
+    assert result.value is None
+    assert 20 < result.at_least <= truth <= result.at_most < 10 * truth
 
 
 @few
@@ -131,8 +131,8 @@ def test_an_error_met_at_the_start_takes_no_round() -> None:
     ids=["nobody speaks", "turns without end", "two parts", "a mean with weights", "too small", "apart", "apart, of 3"],
 )
 def test_agents_that_never_reach_the_average_are_reported(topology: object) -> None:
-    found = rounds_to(topology, 1e-3)
-    assert found.never and found.value is None and str(found) == "never"
+    result = rounds_to(topology, 1e-3)
+    assert result.never and result.value is None and str(result) == "never"
     assert exact_length(topology) is None
 
 

@@ -1,4 +1,4 @@
-"""What a round puts on the network, against messages that are counted one by one from every agent's own view."""
+"""The messages of a round on the network, against a count of each from every agent's own view."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ def counted(schedule: Schedule, round: int, local: int) -> tuple[int, ...]:
     """Messages, handshakes, those of the busiest agent, its NIC's messages, and senders on one NIC."""
     sent = [(rank, peer) for rank in range(schedule.size) for peer in schedule.mixing(round, rank).destination_ranks]
     pairs = {frozenset(ends) for ends in sent}
-    away = [(a, b) for a, b in sent if a // local != b // local]
+    between_machines = [(a, b) for a, b in sent if a // local != b // local]
 
     def most(*columns: list[int]) -> int:
         return max((max(Counter(column).values(), default=0) for column in columns), default=0)
@@ -49,8 +49,8 @@ def counted(schedule: Schedule, round: int, local: int) -> tuple[int, ...]:
         len(pairs),
         most([a for a, _ in sent], [b for _, b in sent]),
         most([rank for pair in pairs for rank in pair]),
-        most([a // local for a, _ in away], [b // local for _, b in away]),
-        most([a // local for a in {a for a, _ in away}]),
+        most([a // local for a, _ in between_machines], [b // local for _, b in between_machines]),
+        most([a // local for a in {a for a, _ in between_machines}]),
     )
 
 
@@ -60,20 +60,24 @@ def test_traffic_is_what_the_agents_send(graph: nx.DiGraph, local: int) -> None:
     if len(graph) % local:
         local = 1
     schedule = Static(with_uniform_weights(graph))
-    found = traffic(schedule, nbytes=8.0, agents_per_machine=local)
+    result = traffic(schedule, nbytes=8.0, agents_per_machine=local)
     messages, handshakes, busiest, partners, nic, senders = counted(schedule, 0, local)
-    assert (found.messages, found.bytes, found.handshakes) == (messages, 8.0 * messages, handshakes)
-    assert (found.busiest_messages, found.busiest_bytes, found.busiest_handshakes) == (busiest, 8.0 * busiest, partners)
-    assert (found.nic_messages, found.most_senders_on_a_nic, found.most_messages) == (nic, senders, busiest)
+    assert (result.messages, result.bytes, result.handshakes) == (messages, 8.0 * messages, handshakes)
+    assert (result.busiest_messages, result.busiest_bytes, result.busiest_handshakes) == (
+        busiest,
+        8.0 * busiest,
+        partners,
+    )
+    assert (result.nic_messages, result.most_senders_on_a_nic, result.most_messages) == (nic, senders, busiest)
 
 
 def test_traffic_of_a_schedule_is_the_mean_over_its_period_and_most_is_the_maximum() -> None:
     turns = Alternating([AllReduce(4), OnePeerExponential(4)])
-    found = traffic(turns, nbytes=10.0)
+    result = traffic(turns, nbytes=10.0)
     each = [counted(turns, round, 1) for round in range(turns.period)]
-    assert found.messages == sum(one[0] for one in each) / 4 == (12 + 4) / 2
-    assert found.busiest_bytes == 10.0 * sum(one[2] for one in each) / 4
-    assert found.most_messages == 3
+    assert result.messages == sum(one[0] for one in each) / 4 == (12 + 4) / 2
+    assert result.busiest_bytes == 10.0 * sum(one[2] for one in each) / 4
+    assert result.most_messages == 3
 
 
 def test_inner_outer_schedules_use_the_nic_for_one_agent_only() -> None:
@@ -103,13 +107,13 @@ def test_transfers_within_a_machine_cost_nothing() -> None:
 
 
 def test_the_centre_of_a_star_has_the_cost_of_all() -> None:
-    found = traffic(StarGraph(9), nbytes=3.0)
-    assert (found.busiest_messages, found.busiest_handshakes, found.busiest_bytes) == (8, 8, 24.0)
+    result = traffic(StarGraph(9), nbytes=3.0)
+    assert (result.busiest_messages, result.busiest_handshakes, result.busiest_bytes) == (8, 8, 24.0)
 
 
 def test_a_round_without_messages_counts_nothing() -> None:
-    found = traffic(Idle(4), nbytes=100.0)
-    assert found.messages == found.bytes == found.handshakes == found.busiest_messages == found.most_messages == 0
+    result = traffic(Idle(4), nbytes=100.0)
+    assert result.messages == result.bytes == result.handshakes == result.busiest_messages == result.most_messages == 0
 
 
 def test_the_alpha_beta_model_adds_latencies_and_bytes() -> None:

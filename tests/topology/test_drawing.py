@@ -365,12 +365,12 @@ def test_rounds_and_width_can_be_chosen():
 
 def test_all_rounds_of_a_hypercube_use_its_layout_with_its_other_edges_pale():
     figure = draw_schedule(Dimensions(3, 3))
-    whole = places(draw(hypercube(3)))
+    full = places(draw(hypercube(3)))
     for axes in figure.axes:
-        assert places(axes) == pytest.approx(whole)
+        assert places(axes) == pytest.approx(full)
         assert sum(isinstance(patch, PathPatch) for patch in axes.patches) == 12
     (first,) = draw_schedule(Dimensions(3, 3), rounds=1).axes
-    assert places(first) == pytest.approx(whole)
+    assert places(first) == pytest.approx(full)
 
 
 def test_directed_rounds_are_arrows_in_every_panel():

@@ -46,7 +46,7 @@ def one_peer_fleet(graph):
 
 
 def round_matrix(edges, size):
-    """Everybody averages itself and what it receives, equally."""
+    """All agents average their own and the received values, equally."""
     matrix = np.eye(size)
     for source, destination in edges:
         matrix[destination, source] = 1.0
@@ -106,9 +106,9 @@ def test_inner_outer_rounds_match_and_are_permutations(world, function):
     world_size, local_size = world
     for edges in collect_rounds(fleet(function, *world), 3 * local_size):
         assert all(source != destination for source, destination in edges)
-        everybody = list(range(world_size)) if world_size > 1 else []
-        assert sorted(source for source, _ in edges) == everybody
-        assert sorted(destination for _, destination in edges) == everybody
+        all_ranks = list(range(world_size)) if world_size > 1 else []
+        assert sorted(source for source, _ in edges) == all_ranks
+        assert sorted(destination for _, destination in edges) == all_ranks
 
 
 @few

@@ -125,9 +125,9 @@ def test_a_prime_number_has_no_default_torus(size):
 @pytest.mark.parametrize("dimensions", range(2, 7))
 def test_a_hypercube_equals_networkxs(dimensions):
     bits = {place: int("".join(map(str, place)), base=2) for place in nx.hypercube_graph(dimensions)}
-    theirs = nx.relabel_nodes(nx.hypercube_graph(dimensions), bits).to_directed()
+    remote = nx.relabel_nodes(nx.hypercube_graph(dimensions), bits).to_directed()
     graph = HypercubeGraph(2**dimensions)
-    assert {(source, destination) for source, destination in graph.edges if source != destination} == set(theirs.edges)
+    assert {(source, destination) for source, destination in graph.edges if source != destination} == set(remote.edges)
     assert spectral_gap(graph).value == pytest.approx(2 / (dimensions + 1))
 
 
@@ -180,10 +180,10 @@ def test_small_worlds_are_connected_and_keep_their_number_of_edges(size, degree,
 
 
 def test_small_worlds_that_are_never_connected_are_refused(monkeypatch):
-    def apart(size, *_, **__):
+    def disconnected(size, *_, **__):
         return nx.empty_graph(size)
 
-    monkeypatch.setattr("shoal.topology.families.graphs._draw", apart)
+    monkeypatch.setattr("shoal.topology.families.graphs._draw", disconnected)
     with pytest.raises(ValueError, match="none of 100 small worlds of 12 agents was connected"):
         SmallWorldGraph(12)
 
@@ -285,11 +285,11 @@ def test_label_cliques_have_all_labels_if_every_agent_has_one():
     labels = np.repeat(np.eye(10), 10, axis=0)
     consecutive = [list(range(10 * clique, 10 * clique + 10)) for clique in range(10)]
     assert all(skew(labels, clique) == pytest.approx(1.8) for clique in consecutive)
-    found = label_cliques(labels, 10, seed=1)
-    assert sorted(len(clique) for clique in found) == [10] * 10
-    assert sorted(rank for clique in found for rank in clique) == list(range(100))
-    assert max(skew(labels, clique) for clique in found) == pytest.approx(0, abs=1e-12)
-    assert nx.is_strongly_connected(DCliquesGraph(100, cliques=found))
+    result = label_cliques(labels, 10, seed=1)
+    assert sorted(len(clique) for clique in result) == [10] * 10
+    assert sorted(rank for clique in result for rank in clique) == list(range(100))
+    assert max(skew(labels, clique) for clique in result) == pytest.approx(0, abs=1e-12)
+    assert nx.is_strongly_connected(DCliquesGraph(100, cliques=result))
 
 
 @given(st.integers(2, 30), st.integers(1, 8), st.integers(0, 2**32))

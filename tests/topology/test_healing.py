@@ -28,67 +28,71 @@ from support.topology_suite import schedule_of, sizes
 
 def losses(size: int) -> list[tuple[int, ...]]:
     """One agent, the first, two beside each other, three apart, and all but one."""
-    found = [(0,), (size - 1,), (0, 1), tuple(range(0, size, 3)), tuple(range(1, size))]
-    return [gone for gone in dict.fromkeys(found) if len(gone) < size]
+    results = [(0,), (size - 1,), (0, 1), tuple(range(0, size, 3)), tuple(range(1, size))]
+    return [departed for departed in dict.fromkeys(results) if len(departed) < size]
 
 
 CASES = [
-    pytest.param(topology, size, gone, id=f"{name}-{size}-without-{'-'.join(map(str, gone))}")
+    pytest.param(topology, size, departed, id=f"{name}-{size}-without-{'-'.join(map(str, departed))}")
     for name, topology in sorted(CATALOG.items())
-    for size in [one for one in (5, 8) if one in sizes(topology)]
-    for gone in losses(size)
+    for size in [value for value in (5, 8) if value in sizes(topology)]
+    for departed in losses(size)
 ]
 
 
-def complement(matrix: NDArray[np.float64], gone: tuple[int, ...]) -> NDArray[np.float64] | None:
-    """The stochastic complement as it is on paper; None where some of those that are gone hear only each other."""
-    left = [rank for rank in range(len(matrix)) if rank not in gone]
-    inner = np.eye(len(gone)) - matrix[np.ix_(gone, gone)]
+def complement(matrix: NDArray[np.float64], departed_ranks: tuple[int, ...]) -> NDArray[np.float64] | None:
+    """The stochastic complement by its definition; None where some departed agents receive only from each other."""
+    left = [rank for rank in range(len(matrix)) if rank not in departed_ranks]
+    inner = np.eye(len(departed_ranks)) - matrix[np.ix_(departed_ranks, departed_ranks)]
     if np.linalg.cond(inner) > 1e9:
         return None
-    through = matrix[np.ix_(left, gone)] @ np.linalg.solve(inner, matrix[np.ix_(gone, left)])
-    found = np.eye(len(matrix))
-    found[np.ix_(left, left)] = matrix[np.ix_(left, left)] + through
-    return found
+    through = matrix[np.ix_(left, departed_ranks)] @ np.linalg.solve(inner, matrix[np.ix_(departed_ranks, left)])
+    result = np.eye(len(matrix))
+    result[np.ix_(left, left)] = matrix[np.ix_(left, left)] + through
+    return result
 
 
-@pytest.mark.parametrize(("topology", "size", "gone"), CASES)
-def test_the_survivors_keep_the_topologys_properties(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
-    whole = schedule_of(topology, size)
-    healed = Without(whole, gone)
-    planned = whole.among([rank for rank in range(size) if rank not in gone]) is not None
+@pytest.mark.parametrize(("topology", "size", "departed_ranks"), CASES)
+def test_the_survivors_keep_the_topologys_properties(
+    topology: Topology, size: int, departed_ranks: tuple[int, ...]
+) -> None:
+    full = schedule_of(topology, size)
+    healed = Without(full, departed_ranks)
+    planned = full.among([rank for rank in range(size) if rank not in departed_ranks]) is not None
     product = np.eye(size)
     for round in range(min(healed.period or 6, 12)):
         matrix = healed.matrix(round)
         product = matrix @ product
-        expected = None if planned else complement(whole.matrix(round), gone)
+        expected = None if planned else complement(full.matrix(round), departed_ranks)
         if expected is not None:
             np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(matrix[list(gone)], np.eye(size)[list(gone)])
-        np.testing.assert_array_equal(matrix[:, list(gone)], np.eye(size)[:, list(gone)])
+        np.testing.assert_array_equal(matrix[list(departed_ranks)], np.eye(size)[list(departed_ranks)])
+        np.testing.assert_array_equal(matrix[:, list(departed_ranks)], np.eye(size)[:, list(departed_ranks)])
         if topology.doubly:
             np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-12)
         if topology.symmetric:
             np.testing.assert_array_equal(matrix, matrix.T)
     if planned:  # what it promises over a period
-        left = [rank for rank in range(size) if rank not in gone]
+        left = [rank for rank in range(size) if rank not in departed_ranks]
         np.testing.assert_allclose(product.sum(axis=0), 1.0, rtol=0, atol=1e-12)
         if topology.exact:
             np.testing.assert_allclose(product[np.ix_(left, left)], 1 / len(left), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("topology", "size", "gone"), CASES)
-def test_survivors_of_a_connected_topology_are_connected(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
-    whole = schedule_of(topology, size)
-    healed = Without(whole, gone)
-    assert _connected(whole, list(range(min(whole.period or 40, 40))), ()), "the case shows nothing"
-    assert _connected(healed, list(range(min(healed.period or 40, 40))), gone)
+@pytest.mark.parametrize(("topology", "size", "departed_ranks"), CASES)
+def test_survivors_of_a_connected_topology_are_connected(
+    topology: Topology, size: int, departed_ranks: tuple[int, ...]
+) -> None:
+    full = schedule_of(topology, size)
+    healed = Without(full, departed_ranks)
+    assert _connected(full, list(range(min(full.period or 40, 40))), ()), "the case shows nothing"
+    assert _connected(healed, list(range(min(healed.period or 40, 40))), departed_ranks)
 
 
-def _connected(schedule: Schedule, rounds: list[int], gone: tuple[int, ...]) -> bool:
+def _connected(schedule: Schedule, rounds: list[int], departed_ranks: tuple[int, ...]) -> bool:
     union = nx.compose_all([schedule.graph(round) for round in rounds])
-    union.remove_nodes_from(gone)
+    union.remove_nodes_from(departed_ranks)
     return bool(nx.is_strongly_connected(union))
 
 
@@ -118,14 +122,14 @@ def test_the_order_of_the_failures_does_not_matter() -> None:
 
 
 def test_the_mean_of_the_survivors_is_reached_and_preserved() -> None:
-    schedule, gone = Without(OnePeerExponential(8), [2, 5]), [2, 5]
-    left = [rank for rank in range(8) if rank not in gone]
+    schedule, departed = Without(OnePeerExponential(8), [2, 5]), [2, 5]
+    left = [rank for rank in range(8) if rank not in departed]
     values = np.random.default_rng(0).normal(size=8)
-    found = values.copy()
+    result = values.copy()
     for round in range(60):
-        found = schedule.matrix(round) @ found
-    np.testing.assert_allclose(found[left], values[left].mean(), rtol=0, atol=1e-9)
-    np.testing.assert_array_equal(found[gone], values[gone])
+        result = schedule.matrix(round) @ result
+    np.testing.assert_allclose(result[left], values[left].mean(), rtol=0, atol=1e-9)
+    np.testing.assert_array_equal(result[departed], values[departed])
 
 
 def test_without_failures_it_is_the_topology_itself() -> None:
@@ -151,10 +155,10 @@ def test_a_healed_topology_is_a_valid_schedule() -> None:
         Clock(OnePeerExponential(8), 0).load_state_dict(clock.state_dict())
 
 
-@pytest.mark.parametrize("gone", [[8], [-1], [1.5], ["1"], [True]])
-def test_invalid_ranks_are_refused(gone: list[object]) -> None:
+@pytest.mark.parametrize("departed_ranks", [[8], [-1], [1.5], ["1"], [True]])
+def test_invalid_ranks_are_refused(departed_ranks: list[object]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        Without(OnePeerExponential(8), gone)  # type: ignore[arg-type]
+        Without(OnePeerExponential(8), departed_ranks)  # type: ignore[arg-type]
 
 
 def test_a_hundred_thousand_agents_with_a_thousand_failures() -> None:

@@ -20,33 +20,33 @@ Sets = NDArray[np.int64]
 
 
 def closure(edges: Bools) -> Bools:
-    """Who reaches whom, bool [sets, n, n]."""
-    found = edges | np.eye(edges.shape[-1], dtype=bool)
-    for _ in range(int(found.shape[-1]).bit_length()):
-        found = np.matmul(found.astype(np.float32), found.astype(np.float32)) > 0
-    return found
+    """Reachability between agents, bool [sets, n, n]."""
+    result = edges | np.eye(edges.shape[-1], dtype=bool)
+    for _ in range(int(result.shape[-1]).bit_length()):
+        result = np.matmul(result.astype(np.float32), result.astype(np.float32)) > 0
+    return result
 
 
-def left_out_alone(schedule: Schedule, rounds: int, sets: Sets) -> Bools:
+def healed_each_round(schedule: Schedule, rounds: int, sets: Sets) -> Bools:
     """For each set of lost agents whether all survivors reach each other, if each round is healed by itself."""
     size, each = schedule.size, np.arange(len(sets))
     union = np.zeros((len(sets), size, size), dtype=bool)
     for round in range(rounds):
         edges = np.repeat((schedule.matrix(round) != 0)[None], len(sets), axis=0)
-        for lost in sets.T:
-            edges |= edges[each, :, lost][:, :, None] & edges[each, lost][:, None, :]
-            edges[each, :, lost] = edges[each, lost] = False
+        for failed in sets.T:
+            edges |= edges[each, :, failed][:, :, None] & edges[each, failed][:, None, :]
+            edges[each, :, failed] = edges[each, failed] = False
         union |= edges
     reach = closure(union)
-    for lost in sets.T:
-        reach[each, lost] = reach[each, :, lost] = True
-    found: Bools = reach.all(axis=(1, 2))
-    return found
+    for failed in sets.T:
+        reach[each, failed] = reach[each, :, failed] = True
+    result: Bools = reach.all(axis=(1, 2))
+    return result
 
 
-def is_connected(healed: Schedule, gone: tuple[int, ...], rounds: int) -> bool:
+def is_connected(healed: Schedule, departed_ranks: tuple[int, ...], rounds: int) -> bool:
     union = np.zeros((1, healed.size, healed.size), dtype=bool)
-    left = np.setdiff1d(np.arange(healed.size), gone)
+    left = np.setdiff1d(np.arange(healed.size), departed_ranks)
     for round in range(rounds):
         union[0] |= healed.matrix(round) != 0
         if (round & (round + 1) == 0 or round + 1 == rounds) and closure(union)[0][np.ix_(left, left)].all():
@@ -54,14 +54,16 @@ def is_connected(healed: Schedule, gone: tuple[int, ...], rounds: int) -> bool:
     return False
 
 
-def check_what_is_promised(topology: Topology, whole: Schedule, gone: tuple[int, ...], peers: int) -> None:
-    healed = Without(whole, gone)
+def check_what_is_promised(
+    topology: Topology, full_schedule: Schedule, departed_ranks: tuple[int, ...], peers: int
+) -> None:
+    healed = Without(full_schedule, departed_ranks)
     rounds = healed.period or 8 * ROUNDS
-    assert is_connected(healed, gone, rounds), f"{healed} falls apart"
+    assert is_connected(healed, departed_ranks, rounds), f"{healed} falls apart"
     for round in range(min(rounds, 9)):
         matrix = healed.matrix(round)
         np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(matrix[list(gone)], np.eye(whole.size)[list(gone)])
+        np.testing.assert_array_equal(matrix[list(departed_ranks)], np.eye(full_schedule.size)[list(departed_ranks)])
         if topology.doubly:
             np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-12)
         if topology.symmetric:
@@ -84,16 +86,16 @@ def test_any_failures_leave_the_survivors_connected_over_the_period(name: str) -
     for size in range(2, 17):
         if topology.refuses(size):
             continue
-        whole = topology.schedule(size)
+        full = topology.schedule(size)
         for count in range(1, min(LOSSES, size - 1) + 1):
             sets = np.array(list(itertools.combinations(range(size), count)))
             # A family that plans anew is looked at as it is: what its rounds would be without that says nothing.
-            planned = whole.among(list(range(size - count))) is not None
-            rounds = min(whole.period or ROUNDS, 64)
-            peers = 0 if planned else max(_peers(whole.matrix(round)) for round in range(rounds))
-            apart = [] if planned else np.flatnonzero(~left_out_alone(whole, rounds, sets)).tolist()
+            planned = full.among(list(range(size - count))) is not None
+            rounds = min(full.period or ROUNDS, 64)
+            peers = 0 if planned else max(_peers(full.matrix(round)) for round in range(rounds))
+            apart = [] if planned else np.flatnonzero(~healed_each_round(full, rounds, sets)).tolist()
             for number in {*apart[:8], *draw.choice(len(sets), 1).tolist()}:
-                check_what_is_promised(topology, whole, tuple(sets[number].tolist()), peers)
+                check_what_is_promised(topology, full, tuple(sets[number].tolist()), peers)
 
 
 def _peers(matrix: NDArray[np.float64]) -> int:
@@ -103,16 +105,16 @@ def _peers(matrix: NDArray[np.float64]) -> int:
 
 def test_the_cases_include_disconnected_survivors() -> None:
     sets = np.array([[0, 2, 4], [0, 1, 2]])
-    assert left_out_alone(CecaPairs(8), 3, sets).tolist() == [False, True]
-    assert not left_out_alone(find("machines-by-turns").schedule(4), 2, np.array([[0, 3]])).any()
-    assert not left_out_alone(find("inner-outer-ring").schedule(6), 12, np.array([[1, 3, 5]])).any()
+    assert healed_each_round(CecaPairs(8), 3, sets).tolist() == [False, True]
+    assert not healed_each_round(find("machines-by-turns").schedule(4), 2, np.array([[0, 3]])).any()
+    assert not healed_each_round(find("inner-outer-ring").schedule(6), 12, np.array([[1, 3, 5]])).any()
 
 
 def test_a_round_is_changed_only_if_the_survivors_would_be_disconnected() -> None:
-    whole = CecaPairs(8)
-    alone, paired = whole.matrix(0), Without(whole, (0, 2, 4)).matrix(1)
-    assert Without(whole, (0, 1, 2)).period == Without(whole, (0, 2, 4)).period == whole.period
-    np.testing.assert_array_equal(Without(whole, (5,)).matrix(0)[6], alone[6])
+    full = CecaPairs(8)
+    alone, paired = full.matrix(0), Without(full, (0, 2, 4)).matrix(1)
+    assert Without(full, (0, 1, 2)).period == Without(full, (0, 2, 4)).period == full.period
+    np.testing.assert_array_equal(Without(full, (5,)).matrix(0)[6], alone[6])
     np.testing.assert_array_equal(paired[[3, 5]], 0.5 * (np.eye(8)[[3, 5]] + np.eye(8)[[5, 3]]))
 
 
@@ -134,9 +136,9 @@ def test_parts_disconnected_before_the_failure_are_not_joined() -> None:
 
 @pytest.mark.parametrize("schedule", [ShiftOne(4), RingRandom(4)], ids=repr)
 def test_two_agents_of_one_half_average_after_the_failure_of_the_other_half(schedule: Schedule) -> None:
-    gone = (1, 3) if isinstance(schedule, RingRandom) else (2, 3)
-    left = [rank for rank in range(4) if rank not in gone]
-    np.testing.assert_array_equal(Without(schedule, gone).matrix(5)[np.ix_(left, left)], 0.5)
+    departed = (1, 3) if isinstance(schedule, RingRandom) else (2, 3)
+    left = [rank for rank in range(4) if rank not in departed]
+    np.testing.assert_array_equal(Without(schedule, departed).matrix(5)[np.ix_(left, left)], 0.5)
 
 
 class _Pairs(EdgeSchedule):

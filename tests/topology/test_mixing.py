@@ -44,10 +44,10 @@ def test_sources_and_destinations_are_kept_in_ascending_order(arguments):
 @given(arguments=mixing_arguments())
 def test_equal_arguments_in_any_order_give_equal_mixings_with_equal_hashes(arguments):
     size, rank, self_weight, sources, destinations = arguments
-    one = Mixing(rank, self_weight, sources, destinations, size=size)
+    mixing = Mixing(rank, self_weight, sources, destinations, size=size)
     other = Mixing(rank, self_weight, dict(reversed(sources.items())), dict(reversed(destinations.items())))
-    assert one == other
-    assert hash(one) == hash(other)
+    assert mixing == other
+    assert hash(mixing) == hash(other)
 
 
 @few

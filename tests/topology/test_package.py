@@ -49,8 +49,8 @@ def imported(module):
             folder = module.parents[node.level - 1]
             below = folder.joinpath(*(node.module or "").split("."))
             names = [below / alias.name for alias in node.names]
-            found = {path if path.is_dir() or path.with_suffix(".py").exists() else below for path in names}
-            yield from found
+            results = {path if path.is_dir() or path.with_suffix(".py").exists() else below for path in names}
+            yield from results
         elif isinstance(node, ast.ImportFrom):
             yield str(node.module).split(".")[0]
 
@@ -70,8 +70,8 @@ def test_topology_imports_nothing_from_the_rest_of_shoal(module):
     allowed = {"networkx", "numpy", *sys.stdlib_module_names}
     if module == PACKAGE / "drawing" / "__init__.py":
         allowed |= {"matplotlib"}
-    for found in imported(module):
-        assert found.is_relative_to(PACKAGE) and found != PACKAGE if isinstance(found, Path) else found in allowed
+    for result in imported(module):
+        assert result.is_relative_to(PACKAGE) and result != PACKAGE if isinstance(result, Path) else result in allowed
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -91,9 +91,9 @@ def test_a_line_that_is_not_generated_fails_the_check_with_its_number(generate, 
 def test_a_missing_or_additional_picture_fails_the_check(generate, copy, capsys):
     (copy / "ring.png").rename(copy / "necklace.png")
     assert generate.main(["--check"]) == 1
-    shown = capsys.readouterr().out
-    assert f"{copy / 'ring.png'} is missing" in shown
-    assert f"{copy / 'necklace.png'} is of no topology" in shown
+    output = capsys.readouterr().out
+    assert f"{copy / 'ring.png'} is missing" in output
+    assert f"{copy / 'necklace.png'} is of no topology" in output
 
 
 def test_generating_again_restores_page_and_pictures(generate, copy, monkeypatch):

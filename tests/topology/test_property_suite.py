@@ -1,4 +1,4 @@
-"""The property suite over the catalog, and what the catalog itself promises."""
+"""The property suite over the catalog, and the promises of the catalog itself."""
 
 import inspect
 
@@ -19,17 +19,17 @@ def catalog(monkeypatch):
 
 
 APPLICABLE = [
-    pytest.param(topology, check, found, id=f"{topology.name}-{check.__name__}")
+    pytest.param(topology, check, numbers, id=f"{topology.name}-{check.__name__}")
     for check in CHECKS
     for topology in CATALOG.values()
-    if (found := sizes_for(check, topology))
+    if (numbers := sizes_for(check, topology))
 ]
 
 
-@pytest.mark.parametrize(("topology", "check", "found"), APPLICABLE)
-def test_every_topology(topology, check, found):
+@pytest.mark.parametrize(("topology", "check", "numbers"), APPLICABLE)
+def test_every_topology(topology, check, numbers):
     @settings(max_examples=8, deadline=None, database=None)
-    @given(size=st.sampled_from(found), round=st.integers(0, 100_000))
+    @given(size=st.sampled_from(numbers), round=st.integers(0, 100_000))
     def holds(size, round):
         check(topology, size, round)
 
@@ -164,10 +164,10 @@ def test_the_suite_accepts_correct_topologies():
 
 
 def test_the_suite_detects_agents_that_are_never_connected():
-    def apart(size):
+    def disconnected(size):
         graph = nx.DiGraph()
         graph.add_weighted_edges_from((rank, rank, 1.0) for rank in range(size))
         return Static(graph)
 
     with pytest.raises(AssertionError):
-        run_all(Topology("apart", apart, "", ""))
+        run_all(Topology("apart", disconnected, "", ""))

@@ -88,8 +88,8 @@ def test_a_hyper_hypercube_takes_as_many_rounds_as_there_are_factors(size, peers
 
 @pytest.mark.parametrize("size", [1, 2, 8, 32])
 def test_a_hyper_hypercube_of_one_peer_is_the_one_peer_hypercube(size):
-    found = {HyperHypercube(size, peers=1).matrix(round).tobytes() for round in range(6)}
-    assert found == {OnePeerHypercube(size).matrix(round).tobytes() for round in range(6)}
+    results = {HyperHypercube(size, peers=1).matrix(round).tobytes() for round in range(6)}
+    assert results == {OnePeerHypercube(size).matrix(round).tobytes() for round in range(6)}
 
 
 @pytest.mark.parametrize(("size", "peers", "factor"), [(10, 2, 5), (7, 1, 7), (22, 4, 11), (35, 2, 35)])

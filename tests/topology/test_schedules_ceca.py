@@ -123,14 +123,14 @@ def test_a_fleet_of_agents_has_the_exact_mean(size):
 
         held = schedule.start(torch.full((3,), float(shoal.rank())))
         for round, step in enumerate(schedule.steps):
-            who = schedule.mixing(round, shoal.rank())
-            heard = shoal.neighbor_allreduce(
+            rank = schedule.mixing(round, shoal.rank())
+            received = shoal.neighbor_allreduce(
                 step.message(held),
                 self_weight=0.0,
-                src_weights=dict.fromkeys(who.source_ranks, 1.0),
-                dst_weights=dict.fromkeys(who.destination_ranks, 1.0),
+                src_weights=dict.fromkeys(rank.source_ranks, 1.0),
+                dst_weights=dict.fromkeys(rank.destination_ranks, 1.0),
             )
-            held = step.update(held, heard)
+            held = step.update(held, received)
         return held.mean.tolist()
 
     for mean in shoal.Fleet(size, timeout=20.0).run(agent):

@@ -76,11 +76,11 @@ def test_every_shift_is_drawn_equally_often():
 
 
 def paired_as_the_paper_does(size, shift, first):
-    matrix, taken = np.eye(size), set()
+    matrix, used = np.eye(size), set()
     for rank in [*range(first, size), *range(first)]:
         ahead = (rank + shift) % size
-        if rank not in taken and ahead not in taken:
-            taken |= {rank, ahead}
+        if rank not in used and ahead not in used:
+            used |= {rank, ahead}
             matrix[[rank, ahead, rank, ahead], [rank, ahead, ahead, rank]] = [0, 0, 1, 1]
     return np.eye(size) / size + (size - 1) / size * matrix
 

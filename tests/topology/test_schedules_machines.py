@@ -65,17 +65,17 @@ def test_agents_are_numbered_machine_by_machine():
 @few
 @given(st.lists(schedules(size=4), min_size=1, max_size=4), st.integers(0, 60))
 def test_alternating_schedules_see_their_own_rounds_without_gaps(turns, round):
-    whose, own = round % len(turns), round // len(turns)
-    np.testing.assert_array_equal(Alternating(turns).matrix(round), turns[whose].matrix(own))
+    owner, own = round % len(turns), round // len(turns)
+    np.testing.assert_array_equal(Alternating(turns).matrix(round), turns[owner].matrix(own))
 
 
 @few
 @given(schedules(size=4), schedules(size=4), st.integers(1, 6), st.integers(1, 8))
 def test_the_rare_schedule_runs_every_h_rounds(often, rarely, every, blocks):
     both = EveryH(often, rarely, every)
-    said = [both.matrix(round) for round in range(every * blocks)]
-    rare = said[every - 1 :: every]
-    rest = [matrix for round, matrix in enumerate(said) if (round + 1) % every]
+    output = [both.matrix(round) for round in range(every * blocks)]
+    rare = output[every - 1 :: every]
+    rest = [matrix for round, matrix in enumerate(output) if (round + 1) % every]
     assert len(rare) == blocks
     for turn, matrix in enumerate(rare):
         np.testing.assert_array_equal(matrix, rarely.matrix(turn))
@@ -103,8 +103,10 @@ def test_the_rare_schedule_runs_every_h_rounds(often, rarely, every, blocks):
 def test_periods_of_composed_schedules_are_the_shortest(schedule, period):
     assert schedule.period == period
     if period is not None:
-        said = [schedule.matrix(round) for round in range(2 * period)]
-        repeats = [lag for lag in range(1, period + 1) if all((said[t] == said[t + lag]).all() for t in range(period))]
+        output = [schedule.matrix(round) for round in range(2 * period)]
+        repeats = [
+            lag for lag in range(1, period + 1) if all((output[t] == output[t + lag]).all() for t in range(period))
+        ]
         assert repeats == [period]
 
 

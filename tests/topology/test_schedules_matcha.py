@@ -1,4 +1,4 @@
-"""MATCHA and the matchings under it: proper decompositions, the best plan there is, and draws that follow it."""
+"""MATCHA and the matchings under it: proper decompositions, the optimal plan, and draws that follow it."""
 
 from itertools import product as all_of
 

@@ -33,7 +33,7 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 def pairs(schedule, round):
-    """{agent: whom it hears}; those that stay out hear nobody."""
+    """{agent: its sender}; idle agents have none."""
     views = [schedule.mixing(round, rank) for rank in range(schedule.size)]
     return {view.rank: view.source_ranks[0] for view in views if view.source_ranks}
 
@@ -63,13 +63,13 @@ def test_the_one_peer_exponential_graph_of_25_is_never_exact():
 def test_the_one_peer_grid_is_bluefogs(size, shape):
     """Listing 7 of the BlueFog paper: its edges, and as sender shares one half for each of the two."""
     schedule, grid = OnePeerGrid(size, shape), MeshGrid2DGraph(size, shape)
-    theirs = [GetDynamicOnePeerSendRecvRanks(grid, rank) for rank in range(size)]
+    remote = [GetDynamicOnePeerSendRecvRanks(grid, rank) for rank in range(size)]
     weights = ScheduleWeights(schedule)
-    for round, edges in enumerate(collect_rounds(theirs, 2 * schedule.period)):
-        found = weights[round]
-        ours = zip(found.source[~found.own].tolist(), found.destination[~found.own].tolist(), strict=True)
+    for round, edges in enumerate(collect_rounds(remote, 2 * schedule.period)):
+        result = weights[round]
+        ours = zip(result.source[~result.own].tolist(), result.destination[~result.own].tolist(), strict=True)
         assert sorted(ours) == edges
-        assert found.push.tolist() == [0.5 if size > 1 else 1.0] * len(found.push)
+        assert result.push.tolist() == [0.5 if size > 1 else 1.0] * len(result.push)
     with pytest.raises(ValueError, match="has 4 places for 5 agents"):
         OnePeerGrid(5, (2, 2))
 
@@ -125,9 +125,9 @@ def test_shift_one_pairs_each_agent_with_all_of_the_other_half_once_a_period(siz
 @few
 @given(st.integers(1, 30), seeds, st.integers(0, 10**6))
 def test_random_matchings_pair_all_but_one_of_an_odd_number(size, seed, round):
-    found = pairs(RandomMatchings(size, seed), round)
-    assert len(found) == size // 2 * 2
-    assert all(found[found[rank]] == rank != found[rank] for rank in found)
+    result = pairs(RandomMatchings(size, seed), round)
+    assert len(result) == size // 2 * 2
+    assert all(result[result[rank]] == rank != result[rank] for rank in result)
 
 
 @few
@@ -173,12 +173,12 @@ def test_ring_random_of_16_has_the_four_hops_of_the_paper():
 @given(evens, seeds, st.integers(0, 10**6))
 def test_ring_random_pairs_each_even_rank_with_an_odd_one_by_one_hop_for_all(size, seed, round):
     schedule = RingRandom(size, seed)
-    found = pairs(schedule, round)
-    assert sorted(found) == list(range(size))
-    ahead = {(found[rank] - rank) % size for rank in range(0, size, 2)}
+    result = pairs(schedule, round)
+    assert sorted(result) == list(range(size))
+    ahead = {(result[rank] - rank) % size for rank in range(0, size, 2)}
     assert len(ahead) == 1
     assert ahead <= {way * hop % size for hop in schedule.hops for way in (1, -1)}
-    assert all(found[found[rank]] == rank for rank in range(size))
+    assert all(result[result[rank]] == rank for rank in range(size))
 
 
 def test_ring_random_draws_every_hop_both_ways_equally_often():

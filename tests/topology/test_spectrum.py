@@ -66,26 +66,26 @@ def test_matrix_graph_and_schedule_have_one_gap(graph: nx.Graph) -> None:
 @few
 @given(st.integers(1, 40), st.dictionaries(st.integers(-20, 20), st.floats(-1, 1), min_size=1, max_size=5))
 def test_the_fourier_transform_finds_the_gap_of_every_circulant(size: int, shares: dict[int, float]) -> None:
-    found = spectral_gap(Circulant(size, shares))
-    assert found.method == "fourier"
-    assert found.value == pytest.approx(dense_gap(Circulant(size, shares).matrix(0)), abs=1e-11)
+    result = spectral_gap(Circulant(size, shares))
+    assert result.method == "fourier"
+    assert result.value == pytest.approx(dense_gap(Circulant(size, shares).matrix(0)), abs=1e-11)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 7), (5, 5)])
 def test_a_torus_is_transformed_in_two_dimensions(shape: tuple[int, int]) -> None:
     torus = Torus(shape[0] * shape[1], shape)
-    found = smallest_eigenvalue(torus)
-    assert found.method == "fourier"
-    assert found.value == pytest.approx(np.linalg.eigvalsh(torus.matrix(0))[0], abs=1e-12)
+    result = smallest_eigenvalue(torus)
+    assert result.method == "fourier"
+    assert result.value == pytest.approx(np.linalg.eigvalsh(torus.matrix(0))[0], abs=1e-12)
 
 
 def test_the_torus_shape_that_matches_the_weights_is_transformed() -> None:
     """All agents are connected, so the edges fit every shape. The weights depend on the bits in which ranks differ."""
     ranks, weights = np.arange(32), np.random.default_rng(0).dirichlet(np.ones(32))
     matrix = weights[ranks[:, None] ^ ranks]
-    found = spectral_gap(matrix)
-    assert found.method == "fourier"
-    assert found.value == pytest.approx(dense_gap(matrix), abs=1e-12)
+    result = spectral_gap(matrix)
+    assert result.method == "fourier"
+    assert result.value == pytest.approx(dense_gap(matrix), abs=1e-12)
 
 
 @pytest.mark.usefixtures("by_iteration")
@@ -131,17 +131,17 @@ def test_an_iteration_over_a_directed_graph_or_many_rounds_is_within_its_stated_
 def test_a_gap_near_a_millionth_is_bounded_and_not_guessed(size: int) -> None:
     """Of a ring without one edge, whose eigenvalues are (1 + 2 cos(pi k / n)) / 3."""
     truth = 2 / 3 * (1 - np.cos(np.pi / size))
-    found = spectral_gap(ChainGraph(size))
-    assert found.method == "iterative"
-    assert truth <= found.value + 1e-12
-    assert found.value - truth <= found.error < 0.01 * truth
+    result = spectral_gap(ChainGraph(size))
+    assert result.method == "iterative"
+    assert truth <= result.value + 1e-12
+    assert result.value - truth <= result.error < 0.01 * truth
 
 
 def test_the_gap_of_a_large_ring_is_exact_by_its_transform() -> None:
     size = 100_000
-    found = spectral_gap(find("ring").schedule(size))
-    assert found.value == pytest.approx(4 / 3 * np.sin(np.pi / size) ** 2, abs=found.error)
-    assert found.error < 1e-12
+    result = spectral_gap(find("ring").schedule(size))
+    assert result.value == pytest.approx(4 / 3 * np.sin(np.pi / size) ** 2, abs=result.error)
+    assert result.error < 1e-12
 
 
 @few
@@ -169,7 +169,7 @@ def test_a_nonperiodic_schedule_has_no_gap_over_a_period() -> None:
         gap_over_period(RandomMatchings(8))
 
 
-class Endless(Idle):
+class LongPeriod(Idle):
     """Repeats after more rounds than anybody looks at."""
 
     period = 100_000
@@ -177,9 +177,9 @@ class Endless(Idle):
 
 def test_a_period_too_long_for_memory_has_no_gap() -> None:
     with pytest.raises(ValueError, match="repeats after 100000 rounds, which are too many"):
-        gap_over_period(Endless(4))
+        gap_over_period(LongPeriod(4))
     with pytest.raises(ValueError, match="of 5000 rounds of 4 agents only 4096 can be held"):
-        gap_over_period(Endless(4), 5000)
+        gap_over_period(LongPeriod(4), 5000)
 
 
 @pytest.mark.parametrize("ask", [spectral_gap, smallest_eigenvalue])
@@ -227,9 +227,9 @@ def test_an_estimate_states_what_is_known(estimate: Estimate, text: str) -> None
 
 def test_an_interrupted_iteration_gives_an_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.topology.analysis.spectrum._MOST_STEPS", 60)
-    found = spectral_gap(ChainGraph(5_000))
-    assert 0 < 2 / 3 * (1 - np.cos(np.pi / 5_000)) < found.value < found.error
-    assert str(found) in ("below 1e-3", "below 1e-4")
+    result = spectral_gap(ChainGraph(5_000))
+    assert 0 < 2 / 3 * (1 - np.cos(np.pi / 5_000)) < result.value < result.error
+    assert str(result) in ("below 1e-3", "below 1e-4")
 
 
 def test_every_schedule_of_the_catalog_has_the_gap_of_its_matrices() -> None:
@@ -245,7 +245,7 @@ def test_an_iteration_does_not_stop_while_one_direction_is_not_averaged() -> Non
     size = 40
     u, v = np.zeros(size), np.zeros(size)
     u[[0, 1]], v[[2, 3]] = (1, -1), (1, -1)
-    found = spectral_gap(np.full((size, size), 1 / size) + 0.015 * np.outer(u, v))
-    assert found.method == "iterative"
-    assert found.value == pytest.approx(0.97, abs=found.error + 1e-12)
-    assert found.error < 1e-3
+    result = spectral_gap(np.full((size, size), 1 / size) + 0.015 * np.outer(u, v))
+    assert result.method == "iterative"
+    assert result.value == pytest.approx(0.97, abs=result.error + 1e-12)
+    assert result.error < 1e-3

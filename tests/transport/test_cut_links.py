@@ -25,7 +25,7 @@ SIZES = (3, 5_000, 400_000)
 def test_each_unit_arrives_once_and_in_order_for_any_cut(seed: int) -> None:
     draws = random.Random(seed)
     sent: SendBuffer[int] = SendBuffer()
-    had, come, following = ReceivedOffset(), [], 0
+    offset, arrived, following = ReceivedOffset(), [], 0
     on_the_way: list[int] = []
     acknowledgements: list[int] = []
     while following < 500 or not sent.idle or on_the_way:
@@ -37,16 +37,16 @@ def test_each_unit_arrives_once_and_in_order_for_any_cut(seed: int) -> None:
             sent.keep(unit)
             on_the_way.append(unit)
         elif act < 0.95 and on_the_way:
-            come.append(on_the_way.pop(0))
-            if had.one_more(1):
-                acknowledgements.append(had.report())
+            arrived.append(on_the_way.pop(0))
+            if offset.one_more(1):
+                acknowledgements.append(offset.report())
         elif act < 0.98 and acknowledgements:
             sent.acknowledge(acknowledgements.pop(0))
         elif act > 0.99:  # what is on its way is lost, there and back
             on_the_way.clear()
             acknowledgements.clear()
-            sent.resend_after(had.count)
-    assert come == list(range(500))
+            sent.resend_after(offset.count)
+    assert arrived == list(range(500))
 
 
 def test_an_impossible_offset_is_refused() -> None:
@@ -64,25 +64,25 @@ def test_an_impossible_offset_is_refused() -> None:
 
 def test_sent_units_are_not_kept_for_ever() -> None:
     sent: SendBuffer[int] = SendBuffer()
-    had = ReceivedOffset()
+    offset = ReceivedOffset()
     for unit in range(10 * ACKNOWLEDGE_AFTER_UNITS):
         sent.keep(unit)
-        if had.one_more(1):
-            sent.acknowledge(had.report())
+        if offset.one_more(1):
+            sent.acknowledge(offset.report())
         assert len(sent._kept) <= ACKNOWLEDGE_AFTER_UNITS
 
 
 def rounds() -> list[torch.Tensor]:
     """Twenty rounds of each size, with others in flight."""
-    found = []
+    results = []
     for step in range(20):
         handles = [
             shoal.neighbor_allreduce_nonblocking(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
             for size in SIZES
         ]
-        found += [shoal.wait(handle) for handle in handles]
-        found.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
-    return found
+        results += [shoal.wait(handle) for handle in handles]
+        results.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
+    return results
 
 
 @pytest.mark.transport("network")
@@ -91,9 +91,9 @@ def test_repeatedly_cut_links_give_the_same_results(seed: int) -> None:
     undisturbed = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
     seen: list[int] = []
     with nothing_is_left(), in_the_middle(cuts(random.Random(seed), seen)):
-        found = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
+        results = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
     assert len(seen) > 10
-    for one, other in zip(found, undisturbed, strict=True):
+    for one, other in zip(results, undisturbed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -102,12 +102,12 @@ def test_a_chunk_that_is_spoiled_once_comes_again() -> None:
     spoiled: list[int] = []
 
     def of_a_direction() -> Change:
-        def change(said: bytes, before: int) -> bytes:
+        def change(data: bytes, before: int) -> bytes:
             place = 1_000_000 - before  # within a tensor of 1,600,000 bytes
-            if spoiled or not 0 <= place < len(said):
-                return said
+            if spoiled or not 0 <= place < len(data):
+                return data
             spoiled.append(place)
-            return said[:place] + bytes([said[place] ^ 1]) + said[place + 1 :]
+            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
         return change
 
@@ -115,9 +115,9 @@ def test_a_chunk_that_is_spoiled_once_comes_again() -> None:
         return shoal.neighbor_allreduce(torch.full((400_000,), float(shoal.rank())), name="x")
 
     with nothing_is_left(), in_the_middle(of_a_direction):
-        found = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
+        outcomes = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
     assert spoiled
-    assert all(torch.equal(one, torch.full((400_000,), 0.5)) for one in found)
+    assert all(torch.equal(one, torch.full((400_000,), 0.5)) for one in outcomes)
 
 
 @pytest.mark.transport("network")
@@ -128,7 +128,7 @@ def test_a_sender_buffers_only_units_that_it_may_retransmit() -> None:
             if step % 20 == 0:
                 shoal.neighbor_allreduce(torch.full((1 << 20,), float(step)), name="large")
         links = list(current().engine.router.links.values())
-        shoal.barrier()  # who has ended is nobody's link
+        shoal.barrier()  # an ended agent has no link
         return max(len(link._sent._kept) for link in links if isinstance(link, NetworkLink))
 
     assert max(shoal.Fleet(2, transport="network").run(run)) < 2 * ACKNOWLEDGE_AFTER_UNITS
@@ -137,11 +137,11 @@ def test_a_sender_buffers_only_units_that_it_may_retransmit() -> None:
 @pytest.mark.transport("network")
 def test_repeated_corruption_ends_a_link_and_other_links_keep_their_limit() -> None:
     def of_a_direction() -> Change:
-        def change(said: bytes, before: int) -> bytes:
+        def change(data: bytes, before: int) -> bytes:
             place = 500 - before  # behind the handshake
-            if not 0 <= place < len(said):
-                return said
-            return said[:place] + bytes([said[place] ^ 1]) + said[place + 1 :]
+            if not 0 <= place < len(data):
+                return data
+            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
         return change
 
@@ -154,5 +154,5 @@ def test_repeated_corruption_ends_a_link_and_other_links_keep_their_limit() -> N
         return str(caught.value)
 
     with nothing_is_left(), in_the_middle(of_a_direction):
-        found = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
-    assert any("changed on the way" in text for text in found), found
+        results = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
+    assert any("changed on the way" in text for text in results), results

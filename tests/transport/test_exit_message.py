@@ -1,4 +1,4 @@
-"""What an agent said when it left is heard also by one that finds the connection broken while it sends."""
+"""An agent's exit message is received also by a peer that finds the connection broken while it sends."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shoal.transport.wire import Kind, Message
 from support.leftovers import wait_until
 
 
-class Ear:
-    """Writes down what it is told of the peer."""
+class RecordingReceiver:
+    """Records the calls about the peer."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        self.heard.append(("left", peer, lost, cause))
+        self.calls.append(("left", peer, lost, cause))
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
-        self.heard.append(("closed", peer))
+        self.calls.append(("closed", peer))
 
 
 def over_tcp() -> tuple[socket.socket, socket.socket]:
@@ -50,14 +50,14 @@ def on_one_machine() -> tuple[socket.socket, socket.socket]:
 def test_an_exit_message_is_received_before_later_sends_fail(
     connect: Callable[[], tuple[socket.socket, socket.socket]], kind: type[Outgoing]
 ) -> None:
-    ours, theirs = connect()
+    ours, remote = connect()
     ours.setblocking(False)
-    ear, poller = Ear(), Poller()
-    link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, ear))
+    receiver, poller = RecordingReceiver(), Poller()
+    link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, receiver))
     link.open = True
     link._seal, link._goodbye = kind.seal_of(b"one"), kind.seal_of(b"other")
-    theirs.send(kind.seal_of(b"other").close(CONTROL.pack(GOODBYE, 0, 2, b"its process ended")))
-    theirs.close()
+    remote.send(kind.seal_of(b"other").close(CONTROL.pack(GOODBYE, 0, 2, b"its process ended")))
+    remote.close()
 
     def has_failed() -> bool:
         link.post(Message(Kind.ASK, "barrier", "x"))
@@ -65,7 +65,7 @@ def test_an_exit_message_is_received_before_later_sends_fail(
         return ours.fileno() < 0
 
     assert wait_until(has_failed)
-    assert ear.heard == [("left", 4, 2, "its process ended"), ("closed", 4)]
+    assert receiver.calls == [("left", 4, 2, "its process ended"), ("closed", 4)]
     poller.close()
 
 
@@ -80,7 +80,7 @@ def test_a_departed_agent_does_not_retransmit_to_peers_that_closed(monkeypatch: 
             shoal.neighbor_allreduce(x)
         if shoal.rank() == 0:
             return
-        if shoal.rank() == 2:  # who leaves waits for this one, too, and meanwhile the other has hung up
+        if shoal.rank() == 2:  # a departing agent waits for this one, too, and the other has closed
             with current("test").engine.lock:
                 time.sleep(0.5)
         other = {3 - shoal.rank(): 0.5}

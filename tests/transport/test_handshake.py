@@ -1,4 +1,4 @@
-"""Two agents prove to each other that they know the secret, and that each is the one that the other means."""
+"""Two agents prove to each other that they know the secret, and that each is the intended peer."""
 
 from __future__ import annotations
 

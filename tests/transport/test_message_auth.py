@@ -1,4 +1,4 @@
-"""What is sealed is opened as it was, in its turn, by who has the key; and checksums see what goes wrong."""
+"""Sealed messages open unchanged, in order, with the key; and checksums detect errors."""
 
 from __future__ import annotations
 
@@ -48,34 +48,34 @@ def test_checksums_detect_flipped_bits_and_moved_bytes(nbytes: int, offset: int)
     draws = random.Random(nbytes)
     data = bytearray(draws.randbytes(nbytes + offset))
     chunk = memoryview(data)[offset:]
-    whole = sums(chunk)
-    assert sums(memoryview(bytes(chunk))) == whole  # wherever it lies
+    full = sums(chunk)
+    assert sums(memoryview(bytes(chunk))) == full  # wherever it lies
     for _ in range(200):
         for flips in (1, 2, 3):
             places = draws.sample(range(8 * nbytes), flips)
             for place in places:
                 chunk[place // 8] ^= 1 << place % 8
-            assert sums(chunk) != whole, places
+            assert sums(chunk) != full, places
             for place in places:
                 chunk[place // 8] ^= 1 << place % 8
         one, other = draws.randrange(nbytes), draws.randrange(nbytes)
         if chunk[one] != chunk[other]:
             chunk[one], chunk[other] = chunk[other], chunk[one]
-            assert sums(chunk) != whole
+            assert sums(chunk) != full
             chunk[one], chunk[other] = chunk[other], chunk[one]
-    assert sums(chunk) == whole
+    assert sums(chunk) == full
     if nbytes > 1:
-        assert sums(chunk[:-1]) != whole or not chunk[-1]
+        assert sums(chunk[:-1]) != full or not chunk[-1]
 
 
 @pytest.mark.parametrize("rows", [(3, 3), (3, 7)], ids=["within a row", "within a column"])
 def test_checksums_detect_swapped_words(rows: tuple[int, int]) -> None:
     """A swap within a row changes the column sums, and one within a column the row sums: both are needed."""
     words = np.arange(10 * 512, dtype=np.uint64).reshape(10, 512)
-    whole = sums(memoryview(words).cast("B"))
+    full = sums(memoryview(words).cast("B"))
     one, other = (rows[0], 5), (rows[1], 5 if rows[0] != rows[1] else 9)
     words[one], words[other] = words[other], words[one]
-    assert sums(memoryview(words).cast("B")) != whole
+    assert sums(memoryview(words).cast("B")) != full
 
 
 def test_each_check_has_its_own_error() -> None:

@@ -1,4 +1,4 @@
-"""One connection over a network, both of its ends in this thread: what is sent when, and what is noticed."""
+"""One connection over a network, both of its ends in this thread: the order of sends, and detected errors."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Recorder(NullReceiver):
     """Notes the names of the messages that came, and of each chunk the name of its tensor's message."""
 
     def __init__(self) -> None:
-        self.came: list[str] = []
+        self.names: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
     def on_message(self, source: int, message: Message) -> None:
-        self.came.append(message.name)
+        self.names.append(message.name)
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         raise AssertionError(cause)
 
     def on_arrived(self, source: int, message: Message) -> None:
-        self.came.append(f"{message.name}: a chunk")
+        self.names.append(f"{message.name}: a chunk")
         assert message.payload is not None
         self.tensors[message.name] = message.payload.data
 
@@ -44,11 +44,11 @@ class Connection:
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ours = socket.create_connection(listener.getsockname())
-            theirs, _ = listener.accept()
+            remote, _ = listener.accept()
         ours.setblocking(False)
-        self.poller, self.heard, self.arena = Poller(), Recorder(), Arena()
-        self.incoming = NetworkIncoming(theirs, Accepting(b"key", 0, 2), self.poller, self.heard, ResultPool())
-        self.link = NetworkLink(ours, 1, Connecting(b"key", 1, 0, purpose=MESSAGES), self.poller, self.heard)
+        self.poller, self.receiver, self.arena = Poller(), Recorder(), Arena()
+        self.incoming = NetworkIncoming(remote, Accepting(b"key", 0, 2), self.poller, self.receiver, ResultPool())
+        self.link = NetworkLink(ours, 1, Connecting(b"key", 1, 0, purpose=MESSAGES), self.poller, self.receiver)
         while not self.link.open:
             self.poll()
 
@@ -68,11 +68,11 @@ class Connection:
         self.link.post(message, Published(tensor, region), 0, tensor.numel())
 
     def until(self, count: int) -> list[str]:
-        """What has come, once so many messages and chunks have."""
+        """The arrived messages and chunks, once the given number of them have arrived."""
         self.link.flush()
-        while len(self.heard.came) < count:
+        while len(self.receiver.names) < count:
             self.poll()
-        return self.heard.came
+        return self.receiver.names
 
     def close(self) -> None:
         self.link.close()
@@ -98,15 +98,15 @@ def test_large_tensors_are_sent_in_alternating_chunks(connection: Connection) ->
         connection.post(name, token, tensor)
     order = [*"abc", *(f"{name}: a chunk" for name in "abcaba")]
     assert connection.until(len(order)) == order
-    assert all(torch.equal(connection.heard.tensors[name], tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(connection.receiver.tensors[name], tensor) for name, tensor in tensors.items())
 
 
 def test_messages_overtake_queued_chunks(connection: Connection) -> None:
     connection.post("large", 1, chunks(64))  # more than the system takes at once
     connection.link.flush()
     connection.post("small", 2)
-    came = connection.until(66)
-    assert came.index("small") < 64
+    arrived = connection.until(66)
+    assert arrived.index("small") < 64
 
 
 def test_a_chunk_that_was_changed_on_the_way_is_begun_again(connection: Connection) -> None:
@@ -122,4 +122,4 @@ def test_a_chunk_that_was_changed_on_the_way_is_begun_again(connection: Connecti
             connection.link.flush()
     (one,) = incoming._arriving.values()
     assert (one.at, one.rest) == (0, 0)
-    assert connection.heard.came == ["a"]
+    assert connection.receiver.names == ["a"]

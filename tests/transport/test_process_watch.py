@@ -11,9 +11,9 @@ from shoal.transport.poller import Poller
 
 def test_a_pid_of_another_namespace_is_not_taken_for_a_local_process() -> None:
     """Agents in two containers of one pod both have PID 1, and may have started in the same clock tick."""
-    mine = local_peer_id(0)
+    own = local_peer_id(0)
     with closing(Poller()) as poller, closing(ProcessWatch(poller, lambda rank: None)) as processes:
-        processes.watch(mine)
-        processes.watch(replace(mine, rank=1, pid_namespace=mine.pid_namespace + 1))
+        processes.watch(own)
+        processes.watch(replace(own, rank=1, pid_namespace=own.pid_namespace + 1))
         assert 0 in processes
         assert 1 not in processes

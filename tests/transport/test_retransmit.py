@@ -1,4 +1,4 @@
-"""What outlives a cut connection: which units are sent again, when the receiver acknowledges, when it gives up."""
+"""Recovery from a cut connection: which units are sent again, when the receiver acknowledges, when it gives up."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shoal.transport.wire import ProtocolError
 
 
 def sent(*units: int) -> SendBuffer[int]:
-    found: SendBuffer[int] = SendBuffer()
+    result: SendBuffer[int] = SendBuffer()
     for unit in units:
-        found.keep(unit)
-    return found
+        result.keep(unit)
+    return result
 
 
 def again(one: SendBuffer[int]) -> list[int | None]:
-    found = []
+    results = []
     while not one.idle:
-        found.append(one.next_to_resend())
-    return found
+        results.append(one.next_to_resend())
+    return results
 
 
 def test_only_unacknowledged_units_are_sent_again_in_order_and_once() -> None:
@@ -53,17 +53,19 @@ def test_an_impossible_offset_is_refused(count: int) -> None:
 
 
 def test_the_receiver_acknowledges_after_a_number_of_units_or_bytes() -> None:
-    had = ReceivedOffset()
-    assert [had.one_more(1) for _ in range(ACKNOWLEDGE_AFTER_UNITS)] == [False] * (ACKNOWLEDGE_AFTER_UNITS - 1) + [True]
-    assert had.report() == ACKNOWLEDGE_AFTER_UNITS
-    assert not had.one_more(ACKNOWLEDGE_AFTER_BYTES - 1) and had.one_more(1)
-    assert had.report() == ACKNOWLEDGE_AFTER_UNITS + 2
-    assert not had.one_more(1)
+    offset = ReceivedOffset()
+    assert [offset.one_more(1) for _ in range(ACKNOWLEDGE_AFTER_UNITS)] == [False] * (ACKNOWLEDGE_AFTER_UNITS - 1) + [
+        True
+    ]
+    assert offset.report() == ACKNOWLEDGE_AFTER_UNITS
+    assert not offset.one_more(ACKNOWLEDGE_AFTER_BYTES - 1) and offset.one_more(1)
+    assert offset.report() == ACKNOWLEDGE_AFTER_UNITS + 2
+    assert not offset.one_more(1)
 
 
 def test_only_consecutive_corrupt_units_count() -> None:
-    had = ReceivedOffset()
+    offset = ReceivedOffset()
     for _ in range(2):
-        assert [had.add_corrupt() for _ in range(MOST_CORRUPT - 1)] == [False] * (MOST_CORRUPT - 1)
-        had.one_more(1)
-    assert [had.add_corrupt() for _ in range(MOST_CORRUPT)] == [False] * (MOST_CORRUPT - 1) + [True]
+        assert [offset.add_corrupt() for _ in range(MOST_CORRUPT - 1)] == [False] * (MOST_CORRUPT - 1)
+        offset.one_more(1)
+    assert [offset.add_corrupt() for _ in range(MOST_CORRUPT)] == [False] * (MOST_CORRUPT - 1) + [True]

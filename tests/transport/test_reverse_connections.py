@@ -33,15 +33,15 @@ SIZES = (3, 5_000, 400_000)
 
 
 def rounds(count: int = 5) -> list[torch.Tensor]:
-    found = []
+    results = []
     for step in range(count):
         handles = [
             shoal.neighbor_allreduce_nonblocking(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
             for size in SIZES
         ]
-        found += [shoal.wait(handle) for handle in handles]
-        found.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
-    return found
+        results += [shoal.wait(handle) for handle in handles]
+        results.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
+    return results
 
 
 def reversed_links() -> list[int]:
@@ -51,9 +51,9 @@ def reversed_links() -> list[int]:
 
 
 def rounds_and_links() -> tuple[list[torch.Tensor], list[int]]:
-    found = rounds(), reversed_links()
+    result = rounds(), reversed_links()
     shoal.barrier()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +61,16 @@ def undisturbed() -> list[list[torch.Tensor]]:
     return shoal.Fleet(3, transport="network", timeout=60.0).run(rounds)
 
 
-def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(averages: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    for one, other in zip(averages, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_an_unreachable_agent_opens_the_connections_to_it(undisturbed: list[list[torch.Tensor]]) -> None:
     with nothing_is_left(), closed_ports(1):
-        found = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
-    assert_equal([one for one, _ in found], undisturbed)
-    assert [links for _, links in found] == [[1], [], [1]]
+        results = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
+    assert_equal([one for one, _ in results], undisturbed)
+    assert [links for _, links in results] == [[1], [], [1]]
 
 
 @pytest.mark.parametrize("code", [errno.ECONNREFUSED, errno.EHOSTUNREACH], ids=["refused", "unreachable"])
@@ -78,9 +78,9 @@ def test_an_agent_behind_a_firewall_opens_the_connections_to_it(
     code: int, undisturbed: list[list[torch.Tensor]]
 ) -> None:
     with nothing_is_left(), refused(code, 1):
-        found = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
-    assert_equal([one for one, _ in found], undisturbed)
-    assert [links for _, links in found] == [[1], [], [1]]
+        results = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
+    assert_equal([one for one, _ in results], undisturbed)
+    assert [links for _, links in results] == [[1], [], [1]]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -89,10 +89,10 @@ def test_repeatedly_cut_reverse_connections_give_the_same_results(
 ) -> None:
     seen: list[int] = []
     with nothing_is_left(), in_the_middle(cuts(random.Random(seed), seen)), refused(errno.EHOSTUNREACH, 1):
-        found = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
+        results = shoal.Fleet(3, transport="network", timeout=60.0).run(rounds_and_links)
     assert seen
-    assert_equal([one for one, _ in found], undisturbed)
-    assert [links for _, links in found] == [[1], [], [1]]
+    assert_equal([one for one, _ in results], undisturbed)
+    assert [links for _, links in results] == [[1], [], [1]]
 
 
 def test_an_unneeded_reverse_connection_changes_nothing() -> None:
@@ -106,7 +106,7 @@ def is_open(link: Link) -> bool:
 
 
 def first_contact() -> None:
-    """Ranks 0 and 3 of six have no connection after init; rank 0 sends to rank 3, which asks for nothing of it."""
+    """Ranks 0 and 3 of six have no connection after init; rank 0 sends to rank 3, which needs no tensor of it."""
     shoal.barrier()
     engine = current().engine
     if shoal.rank() == 0:
@@ -170,9 +170,9 @@ def test_a_temporary_outage_at_first_contact_is_no_failure() -> None:
 
         timer = threading.Timer(3.0, end)
         timer.start()
-        found = shoal.Fleet(2, transport="network", timeout=60.0).run(run)
+        results = shoal.Fleet(2, transport="network", timeout=60.0).run(run)
         timer.join()
-    assert found == [0.5, 0.5]
+    assert results == [0.5, 0.5]
 
 
 def test_keys_of_a_reverse_connection_are_unique() -> None:
@@ -193,12 +193,12 @@ def test_a_peer_without_the_secret_opens_no_reverse_connection() -> None:
 
 
 def test_agents_listen_on_their_configured_ports_each_on_its_own() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        first = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = listener.getsockname()[1]
         ports = range(first, min(first + 50, 1 << 16))
         socks = [listen("127.0.0.1", ports) for _ in range(3)]
-        found = [sock.getsockname()[1] for sock in socks]
-        assert len({*found}) == 3 and all(port in ports and port != first for port in found)
+        results = [sock.getsockname()[1] for sock in socks]
+        assert len({*results}) == 3 and all(port in ports and port != first for port in results)
         with pytest.raises(OSError, match="SHOAL_PORTS"):
             listen("127.0.0.1", range(first, first + 1))
         for sock in socks:

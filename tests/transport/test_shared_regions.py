@@ -53,12 +53,12 @@ def test_a_released_region_is_reused(arena: Arena) -> None:
 
 
 def test_allocated_regions_do_not_overlap(arena: Arena) -> None:
-    taken: list[tuple[Region, int]] = []
+    acquired: list[tuple[Region, int]] = []
     for step, nbytes in enumerate([100, 17_000, 17_000, 300_000, 64, 100, 1 << 20, 300_000, 17_000] * 4):
         region = arena.allocate(nbytes)
         region.as_tensor(torch.uint8, nbytes).fill_(step % 251)
-        taken.append((region, nbytes))
-    for step, (region, nbytes) in enumerate(taken):
+        acquired.append((region, nbytes))
+    for step, (region, nbytes) in enumerate(acquired):
         assert bool((region.as_tensor(torch.uint8, nbytes) == step % 251).all())
 
 
@@ -239,7 +239,7 @@ def test_a_pool_keeps_no_more_than_its_limit() -> None:
         tensors = [pool.empty((1 << 20,), torch.float32).fill_(1.0) for _ in range(16)]
         del tensors
         gc.collect()
-    pool.tidy()  # as whoever drives does, at least once a second
+    pool.tidy()  # as the driving thread does, at least once a second
     assert resident_bytes() - before < 24 << 20
 
 
@@ -250,10 +250,10 @@ def test_pooled_memory_is_evicted_for_requested_sizes(monkeypatch: pytest.Monkey
 
     def used_before(numel: int, count: int) -> int:
         tensors = [pool.empty((numel,), torch.uint8) for _ in range(count)]
-        found = sum(int(tensor[0]) for tensor in tensors)  # new memory is zero
+        result = sum(int(tensor[0]) for tensor in tensors)  # new memory is zero
         for tensor in tensors:
             tensor.fill_(1)
-        return found
+        return result
 
     small, large = 1 << 20, 3 << 20
     assert used_before(small, 4) == 0

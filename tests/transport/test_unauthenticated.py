@@ -1,4 +1,4 @@
-"""Connections that have not proved themselves: how many there may be, and which has to make room."""
+"""Unauthenticated connections: their maximum number, and which one is closed to make room."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.transport.acceptor import HURRY_SECONDS, KNOWN_ROOM, MOST_UNKNOWN, RO
 from shoal.transport.incoming import Incoming
 
 
-class Crowd:
+class PendingConnections:
     """Connections that stand for ones of others, and what became of them."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Crowd:
         self.closed: list[Any] = []
         self.now = 100.0
 
-    def come(self, origin: str) -> Any:
+    def connect(self, origin: str) -> Any:
         """Someone comes from there; None where there is no room."""
         if not self.strangers.has_room(origin, self.now):
             return None
@@ -36,40 +36,40 @@ class SimpleNamespaceWithHash(SimpleNamespace):
 
 
 def test_many_connections_from_one_address_take_no_slot_of_another() -> None:
-    crowd = Crowd()
+    crowd = PendingConnections()
     for _ in range(10 * ROOM):
-        crowd.come("10.0.0.9")
-    assert crowd.come("10.0.0.1") is not None
+        crowd.connect("10.0.0.9")
+    assert crowd.connect("10.0.0.1") is not None
     assert not crowd.closed
 
 
 def test_the_oldest_connection_of_an_address_is_evicted_but_not_a_new_one() -> None:
-    crowd = Crowd()
-    first = [crowd.come("10.0.0.9") for _ in range(ROOM)]
-    assert crowd.come("10.0.0.9") is None
+    crowd = PendingConnections()
+    first = [crowd.connect("10.0.0.9") for _ in range(ROOM)]
+    assert crowd.connect("10.0.0.9") is None
     crowd.now += HURRY_SECONDS
-    assert crowd.come("10.0.0.9") is not None
+    assert crowd.connect("10.0.0.9") is not None
     assert crowd.closed == first[:1]
 
 
 def test_if_all_slots_are_used_the_address_with_most_loses_one() -> None:
-    crowd = Crowd()
-    greedy = [crowd.come("10.9.9.9") for _ in range(ROOM)]
+    crowd = PendingConnections()
+    greedy = [crowd.connect("10.9.9.9") for _ in range(ROOM)]
     for k in range(MOST_UNKNOWN - ROOM):
-        assert crowd.come(f"10.0.{k // 250}.{k % 250}") is not None
+        assert crowd.connect(f"10.0.{k // 250}.{k % 250}") is not None
     crowd.now += HURRY_SECONDS
-    assert crowd.come("10.1.1.1") is not None
+    assert crowd.connect("10.1.1.1") is not None
     assert crowd.closed == greedy[:1]
 
 
 def test_addresses_of_the_jobs_agents_have_reserved_slots() -> None:
-    crowd = Crowd()
+    crowd = PendingConnections()
     for _ in range(3):
         crowd.strangers.expect("10.0.0.1")
     for k in range(2 * MOST_UNKNOWN):
-        crowd.come(f"10.{k // 250}.9.{k % 250}")
-    assert all(crowd.come("10.0.0.1") is not None for _ in range(KNOWN_ROOM + 3))
-    assert crowd.come("10.0.0.1") is None
+        crowd.connect(f"10.{k // 250}.9.{k % 250}")
+    assert all(crowd.connect("10.0.0.1") is not None for _ in range(KNOWN_ROOM + 3))
+    assert crowd.connect("10.0.0.1") is None
     assert not crowd.closed
 
 
@@ -87,8 +87,8 @@ def test_all_ipv6_addresses_of_one_network_count_as_one_origin(one: str, other: 
 
 
 def test_authenticated_and_expired_connections_are_not_counted() -> None:
-    crowd = Crowd()
-    first, second, third = (crowd.come(origin) for origin in ("10.0.0.1", "10.0.0.1", "10.0.0.2"))
+    crowd = PendingConnections()
+    first, second, third = (crowd.connect(origin) for origin in ("10.0.0.1", "10.0.0.1", "10.0.0.2"))
     assert list(crowd.strangers.origins) == [first, second, third]
     assert crowd.strangers.remove(first) and not crowd.strangers.remove(first)
     crowd.strangers.forget(second.since)

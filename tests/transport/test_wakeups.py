@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 5.0
 KEY = b"of this connection"
 
 
-class Ear:
+class RecordingReceiver:
     """Notes what comes."""
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Ear:
         self.arrived.append(message.payload.available)
 
 
-def connection() -> tuple[socket.socket, NetworkIncoming, Ear]:
-    ear: Any = Ear()
+def connection() -> tuple[socket.socket, NetworkIncoming, RecordingReceiver]:
+    ear: Any = RecordingReceiver()
     nothing: Any = SimpleNamespace(hello=b"", add=lambda *_: None, remove=lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
@@ -67,7 +67,7 @@ def test_wakeups_come_for_a_large_enough_part_and_for_the_last_bytes() -> None:
     far.sendall(over_tcp(seal, encode(message)) + over_tcp(seal, encode(chunk)) + data[:sent])
     assert is_readable(incoming, PATIENCE_SECONDS)
     incoming.on_event()
-    assert [one.name for one in ear.messages] == ["x"]
+    assert [message.name for message in ear.messages] == ["x"]
     # A little more of the tensor is not worth it; as much as that is.
     far.sendall(data[sent : sent + WAKE_BYTES // 2])
     assert not is_readable(incoming, 0.1)
@@ -77,7 +77,7 @@ def test_wakeups_come_for_a_large_enough_part_and_for_the_last_bytes() -> None:
     while is_readable(incoming, 0.1):
         incoming.on_event()
     assert not payload.available  # what has come is not checked yet
-    # The last bytes are all that comes; and then a message may be as short as it likes.
+    # Only the last bytes come; after them a message may have any length.
     far.sendall(data[-10:])
     assert is_readable(incoming, PATIENCE_SECONDS)
     incoming.on_event()

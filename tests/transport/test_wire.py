@@ -71,7 +71,7 @@ def messages(draw: st.DrawFn) -> Message:
     return message
 
 
-def there_and_back(message: Message) -> Message:
+def round_trip(message: Message) -> Message:
     frame = memoryview(encode(message))
     assert frame_length(frame) == len(frame) - PREFIX
     return decode(frame[PREFIX:])
@@ -80,7 +80,7 @@ def there_and_back(message: Message) -> Message:
 @few
 @given(message=messages())
 def test_encoded_frames_are_decoded_equally(message: Message) -> None:
-    back = there_and_back(message)
+    back = round_trip(message)
     for field in ("kind", "op", "name", "round", "stage", "token", "flags", "digest", "where", "segment", "offset"):
         assert getattr(back, field) == getattr(message, field), field
     assert struct.pack("<d", back.scale) == struct.pack("<d", message.scale)
@@ -102,7 +102,7 @@ def test_an_inline_tensor_of_every_dtype_is_decoded_bit_for_bit(dtype: torch.dty
     for shape in [(), (0,), (3, 0), (7,), (2, 3, 4)]:
         tensor = sample(1, shape, dtype)
         nbytes = tensor.numel() * tensor.element_size()
-        back = there_and_back(
+        back = round_trip(
             Message(Kind.DATA, dtype=dtype, shape=shape, where=Where.INLINE, nbytes=nbytes, body=bytes_of(tensor))
         )
         assert back.payload is not None
@@ -199,21 +199,21 @@ def test_an_absurd_shape_is_refused(shape: tuple[int, ...]) -> None:
     for where in (Where.INLINE, Where.SHARED, Where.STREAM):
         message = Message(Kind.DATA, dtype=torch.float32, shape=shape, where=where, nbytes=80, body=bytes(80))
         with pytest.raises(ProtocolError):
-            there_and_back(message)
+            round_trip(message)
 
 
 @pytest.mark.parametrize(("nbytes", "body"), [(8, 12), (12, 8), (16, 16), (0, 0), (2**63, 12), (12, 0)])
 def test_a_payload_whose_length_differs_from_its_shape_is_refused(nbytes: int, body: int) -> None:
     message = Message(Kind.DATA, dtype=torch.float32, shape=(3,), where=Where.INLINE, nbytes=nbytes, body=bytes(body))
     with pytest.raises(ProtocolError):
-        there_and_back(message)
+        round_trip(message)
 
 
 @pytest.mark.parametrize(("nbytes", "offset", "body"), [(12, 0, 13), (12, 8, 5), (12, 13, 0), (8, 0, 8), (16, 0, 12)])
 def test_a_piece_beyond_its_body_or_a_body_of_another_shape_is_refused(nbytes: int, offset: int, body: int) -> None:
     message = Message(Kind.CONTROL, dtype=torch.float32, shape=(3,), nbytes=nbytes, offset=offset, body=bytes(body))
     with pytest.raises(ProtocolError, match="of shape"):
-        there_and_back(message)
+        round_trip(message)
 
 
 def test_text_that_is_not_utf8_is_refused() -> None:
@@ -228,6 +228,6 @@ def test_tensors_may_have_as_many_dimensions_as_in_torch() -> None:
     def of(count: int) -> Message:
         return Message(Kind.DATA, dtype=torch.uint8, shape=(1,) * count, where=Where.SHARED, nbytes=1)
 
-    assert there_and_back(of(64)).shape == (1,) * 64
+    assert round_trip(of(64)).shape == (1,) * 64
     with pytest.raises((ProtocolError, struct.error)):
-        there_and_back(of(65))
+        round_trip(of(65))

@@ -59,8 +59,8 @@ def test_put_accumulate_and_collect_in_every_dtype(fleet: Fleets, dtype: torch.d
         shoal.bluefog.win_put(x, "x")
         shoal.bluefog.win_accumulate(x, "x", dst_weights={1 - shoal.rank(): 3})
         shoal.barrier()
-        found = shoal.bluefog.win_update_then_collect("x")
-        assert found is x
+        result = shoal.bluefog.win_update_then_collect("x")
+        assert result is x
         again = shoal.bluefog.win_update_then_collect("x")
         shoal.barrier()
         return [again[0].item(), again[-1].item()]
@@ -104,9 +104,9 @@ def test_mass_is_conserved_over_thousands_of_interleaved_operations(fleet: Fleet
         shoal.barrier()
         return x[0].item(), shoal.bluefog.win_associated_p("x")
 
-    found = fleet(size).run(run)
-    assert sum(x for x, _ in found) == pytest.approx(10.0, abs=1e-12)
-    assert sum(p for _, p in found) == pytest.approx(4.0, abs=1e-12)
+    results = fleet(size).run(run)
+    assert sum(x for x, _ in results) == pytest.approx(10.0, abs=1e-12)
+    assert sum(p for _, p in results) == pytest.approx(4.0, abs=1e-12)
 
 
 def test_push_sum_reaches_the_mean_on_an_irregular_digraph(fleet: Fleets) -> None:
@@ -139,7 +139,7 @@ def test_a_reader_sees_complete_writes_only(fleet: Fleets) -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
         x = torch.zeros(50_000)
         shoal.bluefog.win_create(x, "x")
-        whole = True
+        full = True
         if shoal.rank() == 0:
             for i in range(60):
                 shoal.bluefog.win_put(torch.full((50_000,), float(i)), "x")
@@ -147,9 +147,9 @@ def test_a_reader_sees_complete_writes_only(fleet: Fleets) -> None:
         else:
             while not stop.is_set():
                 slot = shoal.bluefog.win_update("x", 0.0, {0: 1.0}, clone=True)
-                whole = whole and slot.min().item() == slot.max().item()
+                full = full and slot.min().item() == slot.max().item()
         shoal.barrier()
-        return whole
+        return full
 
     assert fleet(2).run(run) == [True, True]
 
@@ -286,7 +286,7 @@ def test_nonblocking_calls_take_effect_in_order(fleet: Fleets) -> None:
         shoal.set_topology(shoal.topology.RingGraph(2))
         shoal.bluefog.win_create(torch.zeros(4), "x")
         tensors = [torch.full((4,), float(i)) for i in range(20)]
-        handles = [shoal.bluefog.win_put_nonblocking(one, "x") for one in tensors]
+        handles = [shoal.bluefog.win_put_nonblocking(tensor, "x") for tensor in tensors]
         assert all(shoal.bluefog.win_wait(handle) for handle in handles)
         assert all(shoal.bluefog.win_poll(handle) for handle in handles)
         shoal.barrier()
@@ -306,7 +306,7 @@ def test_windows_created_and_freed_leave_nothing(fleet: Fleets) -> None:
             shoal.barrier()
             if i == 9:
                 early = len(descriptors())
-        # The other agent may still have to hear of the last one's end.
+        # The other agent may not know of the last one's end yet.
         assert wait_until(lambda: len(descriptors()) <= early)
         shoal.barrier()
 
@@ -320,9 +320,9 @@ def test_a_single_agent_has_windows_too() -> None:
         shoal.bluefog.win_put(x, "x", self_weight=0.5)
         shoal.bluefog.win_get(x, "x")
         shoal.bluefog.win_update_then_collect("x")
-        found = shoal.bluefog.win_update("x")[0].item()
+        result = shoal.bluefog.win_update("x")[0].item()
         shoal.bluefog.win_free()
-        return found
+        return result
 
     assert shoal.Fleet(1).run(run) == [0.5]
 
@@ -330,16 +330,16 @@ def test_a_single_agent_has_windows_too() -> None:
 def test_accumulates_of_any_shape_are_summed(fleet: Fleets) -> None:
     def run() -> list[torch.Tensor]:
         shoal.set_topology(shoal.topology.RingGraph(2))
-        found = []
+        results = []
         for name, x in {"matrix": torch.arange(6.0).view(2, 3), "number": torch.tensor(2.0)}.items():
             shoal.bluefog.win_create(x.clone(), name, zero_init=True)
             for _ in range(3):
                 shoal.bluefog.win_accumulate(x, name)
             shoal.barrier()
-            found.append(shoal.bluefog.win_update_then_collect(name).clone())
+            results.append(shoal.bluefog.win_update_then_collect(name).clone())
         shoal.barrier()
         shoal.bluefog.win_free()
-        return found
+        return results
 
     for matrix, number in fleet(2).run(run):
         assert torch.equal(matrix, torch.arange(6.0).view(2, 3) * 4)
@@ -374,9 +374,9 @@ def test_a_put_after_the_read_of_an_update_counts_as_new(fleet: Fleets, monkeypa
     between: dict[int, Callable[[], None]] = {}
 
     def slowly(self: WindowMemory, *args: Any, **options: Any) -> Any:
-        found = combine(self, *args, **options)
+        result = combine(self, *args, **options)
         between.pop(shoal.rank(), lambda: None)()
-        return found
+        return result
 
     monkeypatch.setattr(WindowMemory, "combine", slowly)
 
@@ -422,13 +422,13 @@ def test_shutdown_does_not_wait_for_a_blocked_call(fleet: Fleets) -> None:
         shoal.shutdown()
         took = time.monotonic() - started
         over.set()
-        said = []
+        printed = []
         for handle in waiting:
             with pytest.raises((shoal.NotInitialized, shoal.Mismatch)) as caught:
                 handle.wait()
-            said.append(str(caught.value))
-        return took, said[-1]
+            printed.append(str(caught.value))
+        return took, printed[-1]
 
-    took, said = fleet(2).run(run)[0]
+    took, output = fleet(2).run(run)[0]
     assert took < scaled(12)
-    assert "has shut down while" in said
+    assert "has shut down while" in output

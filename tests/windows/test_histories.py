@@ -30,7 +30,7 @@ from support.histories import (
     Effect,
     Fetch,
     Look,
-    NoPlace,
+    NotLinearizable,
     Put,
     Read,
     Record,
@@ -138,15 +138,15 @@ def test_the_checker_finds_an_order(name: str) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_the_checker_names_the_operation_without_a_valid_position(name: str) -> None:
     records, culprit = WRONG[name]
-    with pytest.raises(NoPlace, match="somebody") as caught:
+    with pytest.raises(NotLinearizable, match="somebody") as caught:
         find_order(records)
     assert caught.value.record == records[culprit]
 
 
 def any_order(records: list[Record]) -> bool:
     """By brute force: whether some choice of the unknown steps, in some order, keeps to the times and the model."""
-    known = [one for one in records if one.returned != NEVER]
-    unknown = [one for one in records if one.returned == NEVER]
+    known = [record for record in records if record.returned != NEVER]
+    unknown = [record for record in records if record.returned == NEVER]
     for count in range(len(unknown) + 1):
         for some in itertools.combinations(unknown, count):
             for order in itertools.permutations([*known, *some]):
@@ -181,7 +181,7 @@ steps = st.builds(
 def test_the_checker_agrees_with_brute_force(records: list[Record]) -> None:
     try:
         find_order(records)
-    except NoPlace:
+    except NotLinearizable:
         assert not any_order(records)
     else:
         assert any_order(records)
@@ -190,14 +190,14 @@ def test_the_checker_agrees_with_brute_force(records: list[Record]) -> None:
 @given(st.lists(steps, max_size=6))
 def test_the_named_operation_is_where_the_history_is_violated(records: list[Record]) -> None:
     def as_it_was(known: Callable[[Record], bool]) -> list[Record]:
-        return [one if known(one) else replace(one, returned=NEVER) for one in records]
+        return [record if known(record) else replace(record, returned=NEVER) for record in records]
 
     try:
         find_order(records)
-    except NoPlace as error:
+    except NotLinearizable as error:
         limit = error.record.returned
         find_order(as_it_was(lambda one: one.returned < limit))
-        with pytest.raises(NoPlace):
+        with pytest.raises(NotLinearizable):
             find_order(as_it_was(lambda one: one.returned <= limit))
 
 
@@ -303,12 +303,12 @@ def test_a_call_that_timed_out_takes_effect_at_most_once(fleet: Fleets) -> None:
     def read(name: str, recorder: Recorder) -> None:
         recorder.run(
             lambda: common_value(shoal.bluefog.win_update(name, 0.0, {1: 1.0}, clone=True)),
-            lambda found: [] if found is None else [((1, 0), Read(found))],
+            lambda read_value: [] if read_value is None else [((1, 0), Read(read_value))],
         )
 
     def run() -> list[list[Record]]:
         shoal.set_topology(shoal.topology.RingGraph(2))
-        found = []
+        results = []
         for number in rounds:
             name, recorder = f"x{number}", Recorder(f"rank {shoal.rank()}")
             shoal.bluefog.win_create(torch.zeros(50), name, zero_init=True)
@@ -324,10 +324,10 @@ def test_a_call_that_timed_out_takes_effect_at_most_once(fleet: Fleets) -> None:
                 read(name, recorder)
             shoal.barrier()
             shoal.bluefog.win_free(name)
-            found.append(recorder.histories[1, 0])
-        return found
+            results.append(recorder.histories[1, 0])
+        return results
 
-    for ours, theirs in zip(*fleet(2).run(run), strict=True):
-        history = [*ours, *theirs]
+    for ours, remote in zip(*fleet(2).run(run), strict=True):
+        history = [*ours, *remote]
         assert any(one.returned == NEVER for one in history), "no write ran into its deadline"
         find_order(history)

@@ -26,7 +26,7 @@ def put_and_update() -> list[int]:
     sent = torch.zeros(NUMEL if sender else 0, dtype=torch.uint8)
     x = sent if sender else shoal.empty(NUMEL, dtype=torch.uint8).zero_()
     shoal.bluefog.win_create(x, "x", zero_init=True)
-    found: list[int] = []
+    results: list[int] = []
     if sender:
         for k, place in enumerate(PLACES):
             sent[place] = k + 1
@@ -35,14 +35,14 @@ def put_and_update() -> list[int]:
     shoal.barrier()
     if not sender:
         assert shoal.bluefog.win_update_then_collect("x") is x
-        found += [int(x[place]) for place in PLACES]
-        found.append(int(x.count_nonzero()))
+        results += [int(x[place]) for place in PLACES]
+        results.append(int(x.count_nonzero()))
         shoal.bluefog.win_get("x")
         shoal.bluefog.win_update("x", 0, {0: 1})
-        found += [int(x[place]) for place in PLACES]
+        results += [int(x[place]) for place in PLACES]
     shoal.barrier()
     shoal.bluefog.win_free("x")
-    return found
+    return results
 
 
 EXPECTED = [[], [11, 22, 33, 44, 55, len(PLACES), 1, 2, 3, 4, 5]]

@@ -34,22 +34,22 @@ def opened(path: str) -> ByteLocks:
         os.close(fd)
 
 
-def soon() -> float:
+def deadline() -> float:
     return time.monotonic() + 30.0
 
 
 def waits(path: str, byte: int, count: int) -> bool:
     """Whether so many places in the queue of a byte are held."""
-    node, found = Path(path).stat().st_ino, 0
+    node, result = Path(path).stat().st_ino, 0
     for line in Path("/proc/locks").read_text().splitlines():
-        words = line.split()
-        if f":{node}" in line and words[1] != "->" and words[-2] != "EOF":
-            found += int(words[-2]) // locks._PLACES == byte + 1
-    return found == count
+        fields = line.split()
+        if f":{node}" in line and fields[1] != "->" and fields[-2] != "EOF":
+            result += int(fields[-2]) // locks._PLACES == byte + 1
+    return result == count
 
 
 def take_in_line(line: ByteLocks, order: list[int], me: int) -> None:
-    line.acquire(0, soon())
+    line.acquire(0, deadline())
     order.append(me)
     line.release(0)
 
@@ -58,7 +58,7 @@ def test_waiters_acquire_a_lock_in_the_order_of_their_arrival(path: str) -> None
     """Each with its own file description, as agents have. Then threads that share one."""
     for shared in (False, True):
         holder, common = opened(path), opened(path)
-        holder.acquire(0, soon())
+        holder.acquire(0, deadline())
         order: list[int] = []
         threads = []
         for me in range(6):
@@ -78,7 +78,7 @@ def test_waiters_acquire_a_lock_in_the_order_of_their_arrival(path: str) -> None
 
 def test_a_thread_that_acquires_a_lock_repeatedly_lets_waiters_in_between(path: str) -> None:
     greedy, waiter = opened(path), opened(path)
-    greedy.acquire(0, soon())
+    greedy.acquire(0, deadline())
     order: list[int] = []
     thread = threading.Thread(target=take_in_line, args=(waiter, order, 0))
     thread.start()
@@ -86,23 +86,23 @@ def test_a_thread_that_acquires_a_lock_repeatedly_lets_waiters_in_between(path: 
     greedy.release(0)
     times = 0
     while not order:
-        greedy.acquire(0, soon())
+        greedy.acquire(0, deadline())
         times += 1
         greedy.release(0)
         assert times <= 2 * locks._UNSEEN
     thread.join(60.0)
 
 
-def stand_in_line(path: str) -> None:
-    opened(path).acquire(0, soon())
+def wait_in_queue(path: str) -> None:
+    opened(path).acquire(0, deadline())
     time.sleep(60.0)
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_stopped_waiter_does_not_block_a_lock(path: str, by: signal.Signals) -> None:
     holder, other = opened(path), opened(path)
-    holder.acquire(0, soon())
-    process = multiprocessing.get_context("fork").Process(target=stand_in_line, args=(path,))
+    holder.acquire(0, deadline())
+    process = multiprocessing.get_context("fork").Process(target=wait_in_queue, args=(path,))
     process.start()
     try:
         assert wait_until(lambda: waits(path, 0, 1), 20.0)
@@ -114,7 +114,7 @@ def test_a_killed_or_stopped_waiter_does_not_block_a_lock(path: str, by: signal.
             os.waitpid(process.pid, os.WUNTRACED)
         holder.release(0)
         for _ in range(3):
-            other.acquire(0, soon())
+            other.acquire(0, deadline())
             other.release(0)
     finally:
         process.kill()
@@ -122,7 +122,7 @@ def test_a_killed_or_stopped_waiter_does_not_block_a_lock(path: str, by: signal.
 
 
 def test_a_lock_whose_holder_is_killed_is_granted_to_the_next_waiter(path: str) -> None:
-    process = multiprocessing.get_context("fork").Process(target=stand_in_line, args=(path,))
+    process = multiprocessing.get_context("fork").Process(target=wait_in_queue, args=(path,))
     process.start()
     other = opened(path)
     try:
@@ -130,15 +130,15 @@ def test_a_lock_whose_holder_is_killed_is_granted_to_the_next_waiter(path: str) 
     finally:
         process.kill()
         process.join()
-    other.acquire(0, soon())
+    other.acquire(0, deadline())
     other.release(0)
 
 
 def test_a_deadline_ends_a_wait_and_removes_the_waiter(path: str) -> None:
     holder, other = opened(path), opened(path)
-    holder.acquire(0, soon())
+    holder.acquire(0, deadline())
     with pytest.raises(Busy):
         other.acquire(0, time.monotonic() + 0.05)
     assert waits(path, 0, 0)
     holder.release(0)
-    other.acquire(0, soon())
+    other.acquire(0, deadline())

@@ -19,12 +19,12 @@ OVER = [
 ]
 
 
-def assert_conserved(found: list[list[Mass]], flow: Flow) -> None:
+def assert_conserved(masses: list[list[Mass]], flow: Flow) -> None:
     """After each phase the sum over the agents is the first one: equal, or to rounding if shares are rounded."""
-    size = len(found)
+    size = len(masses)
     first = [math.fsum(one) for one in zip(*(first_mass(rank, flow.numel) for rank in range(size)), strict=True)]
     for phase in range(flow.phases):
-        now = [one[phase] for one in found]
+        now = [one[phase] for one in masses]
         values = [math.fsum(one) for one in zip(*(mass.values for mass in now), strict=True)]
         p = math.fsum(mass.p for mass in now)
         if flow.dyadic:

@@ -37,17 +37,17 @@ def now() -> float:
 @pytest.fixture
 def at_locks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
     """The interval when rank 1 asks for a lock of rank 0's window, and whether it got it."""
-    found = []
+    results = []
     try_acquire = WindowMemory.try_acquire
 
-    def noted(self: WindowMemory, byte: int, who: int) -> bool:
+    def recording_acquire(self: WindowMemory, byte: int, who: int) -> bool:
         got = try_acquire(self, byte, who)
         if who == 1 and byte != OWN:
-            found.append((now(), got))
+            results.append((now(), got))
         return got
 
-    monkeypatch.setattr(WindowMemory, "try_acquire", noted)
-    return found
+    monkeypatch.setattr(WindowMemory, "try_acquire", recording_acquire)
+    return results
 
 
 @pytest.mark.transport("network")

@@ -63,12 +63,12 @@ def test_put_accumulate_and_collect_use_the_registered_tensor_by_default(fleet: 
         window.accumulate(dst_weights={other: 3})
         shoal.barrier()
         assert window.collect() is x is window.tensor
-        found = [x[0].item()]
+        results = [x[0].item()]
         shoal.barrier()
         window.accumulate(self_weight=0.5)  # now the registered tensor keeps half
-        found.append(x[-1].item())
+        results.append(x[-1].item())
         shoal.barrier()
-        return [*found, window.collect()[0].item()]
+        return [*results, window.collect()[0].item()]
 
     # 1 + 4 * 2, and 2 + 4 * 1; then half of it, and the other's whole.
     assert fleet(2).run(run) == [[9.0, 4.5, 10.5], [6.0, 3.0, 12.0]]
@@ -79,7 +79,7 @@ def test_nonblocking_calls_take_effect_in_call_order(fleet: Fleets) -> None:
         other = ring_of_two()
         window = shoal.windows.create(torch.zeros(4), "x")
         tensors = [torch.full((4,), float(number)) for number in range(20)]
-        handles = [window.put_nonblocking(one) for one in tensors]
+        handles = [window.put_nonblocking(tensor) for tensor in tensors]
         handles.append(window.accumulate_nonblocking(tensors[1], dst_weights=[other]))
         assert all(handle.wait() for handle in handles)
         shoal.barrier()
@@ -123,9 +123,9 @@ def test_the_associated_weight_is_sent_with_the_tensor(fleet: Fleets) -> None:
         shoal.barrier()
         return 2 * x.item(), window.p
 
-    found = fleet(3).run(run)
-    assert sum(x for x, _ in found) == pytest.approx(3.0, abs=1e-12)
-    assert sum(p for _, p in found) == pytest.approx(3.0, abs=1e-12)
+    results = fleet(3).run(run)
+    assert sum(x for x, _ in results) == pytest.approx(3.0, abs=1e-12)
+    assert sum(p for _, p in results) == pytest.approx(3.0, abs=1e-12)
 
 
 def test_a_window_lists_its_neighbours_and_their_versions(fleet: Fleets) -> None:
@@ -166,7 +166,7 @@ def test_the_mutex_excludes_all_others_and_is_reentrant(fleet: Fleets) -> None:
         for _ in range(20):
             with window.mutex([0], for_self=rank == 0), window.mutex([0], for_self=rank == 0):
                 inside.append(rank)
-                window.put(dst_weights=[one for one in (0,) if one != rank])  # gives others their chance
+                window.put(dst_weights=[value for value in (0,) if value != rank])  # gives others their chance
                 alone = alone and inside == [rank]
                 inside.remove(rank)
         shoal.barrier()
@@ -228,7 +228,7 @@ def test_invalid_calls_raise_and_send_nothing(fleet: Fleets) -> None:
         shoal.set_topology(shoal.topology.RingGraph(4, connect_style=2))
         before, after = (shoal.rank() - 1) % 4, (shoal.rank() + 1) % 4
         window = shoal.windows.create(torch.zeros(2), "x")
-        whole = shoal.windows.create(torch.zeros(2, dtype=torch.int64), "whole")
+        full = shoal.windows.create(torch.zeros(2, dtype=torch.int64), "whole")
         for error, what, call in (
             (ValueError, "has a window 'x' already", lambda: shoal.windows.create(torch.zeros(2), "x")),
             (ValueError, "name", lambda: shoal.windows.create(torch.zeros(2), None)),  # type: ignore[arg-type]
@@ -246,8 +246,8 @@ def test_invalid_calls_raise_and_send_nothing(fleet: Fleets) -> None:
             (ValueError, "neighbours", lambda: window.mutex([(shoal.rank() + 2) % 4]).__enter__()),
             (ValueError, "finite|nan", lambda: window.put(self_weight=float("nan"))),
             (ValueError, "timeout", lambda: window.put(timeout=-1.0)),
-            (TypeError, "whole numbers", lambda: whole.update()),
-            (TypeError, "whole numbers", lambda: whole.put(dst_weights={after: 0.5})),
+            (TypeError, "whole numbers", lambda: full.update()),
+            (TypeError, "whole numbers", lambda: full.put(dst_weights={after: 0.5})),
         ):
             with pytest.raises(error, match=what):
                 call()
@@ -492,12 +492,15 @@ def test_bluefogs_functions_and_the_methods_are_one_window(fleet: Fleets) -> Non
         assert window.slots()[other].puts == shoal.bluefog.win_slots("x")[other].puts == 1
         assert window.version() == shoal.bluefog.get_win_version("x")
         assert window.p == shoal.bluefog.win_associated_p("x")
-        found = [window.update(0.0, {other: 1.0}, clone=True).item(), shoal.bluefog.win_update_then_collect("x").item()]
+        results = [
+            window.update(0.0, {other: 1.0}, clone=True).item(),
+            shoal.bluefog.win_update_then_collect("x").item(),
+        ]
         shoal.barrier()
         assert shoal.bluefog.win_free("x")
         with pytest.raises(ValueError, match="freed"):
             window.put()
-        return found
+        return results
 
     assert fleet(2).run(run) == [[6.0, 7.0], [3.0, 5.0]]
 
@@ -528,8 +531,8 @@ def test_calls_of_both_forms_have_equal_events(fleet: Fleets) -> None:
         return methods, list(seen)
 
     for methods, functions in fleet(2).run(run):
-        ours = [one for one in methods if one[0] in ("submitted", "finished")]
-        assert ours == [one for one in functions if one[0] in ("submitted", "finished")]
+        ours = [method for method in methods if method[0] in ("submitted", "finished")]
+        assert ours == [function for function in functions if function[0] in ("submitted", "finished")]
         assert ("finished", "win_update_then_collect") in ours
 
 

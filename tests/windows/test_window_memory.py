@@ -28,16 +28,16 @@ def memory() -> Iterator[WindowMemory]:
 
 
 def at_fences(memory: WindowMemory, monkeypatch: pytest.MonkeyPatch, what: Callable[[], Any]) -> list[Any]:
-    """The results of a function at each fence from now on; the fences inside of the function do not count."""
-    found: list[Any] = []
+    """The results of a function at each later fence; the fences inside of the function do not count."""
+    results: list[Any] = []
 
-    def noted() -> None:
+    def recording_fence() -> None:
         monkeypatch.setattr(memory, "_fence", lambda: None)
-        found.append(what())
-        monkeypatch.setattr(memory, "_fence", noted)
+        results.append(what())
+        monkeypatch.setattr(memory, "_fence", recording_fence)
 
-    monkeypatch.setattr(memory, "_fence", noted)
-    return found
+    monkeypatch.setattr(memory, "_fence", recording_fence)
+    return results
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -53,15 +53,15 @@ def test_a_write_is_complete_before_the_fence_and_valid_after_it(
             [float(slot[0]) for slot in memory._slots[0]],
         )
 
-    found = at_fences(memory, monkeypatch, seen)
+    results = at_fences(memory, monkeypatch, seen)
     if reset:
         out = torch.empty(3)
         memory.combine(out, X, 1.0, {1: 1.0}, [1], FOREVER)
         assert out.tolist() == [3.0] * 3
-        found = [one for one in found if one[1] == [1, 1]]  # the others are of the reading of the state
+        results = [one for one in results if one[1] == [1, 1]]  # the others are of the reading of the state
     else:
         memory.write(WriteKind.PUT, 1, X, 5.0, None, FOREVER)
-    assert found == [(1, [1 if reset else 2, 1], [0.0 if reset else 5.0, 2.0])]
+    assert results == [(1, [1 if reset else 2, 1], [0.0 if reset else 5.0, 2.0])]
     assert int(memory._index[0][_WRITES]) == 2
 
 
@@ -86,20 +86,20 @@ def test_a_state_is_that_of_one_write_whatever_is_written_meanwhile(
 def test_a_freed_window_has_its_cause_at_once(memory: WindowMemory, cause: int | None) -> None:
     assert not memory.freed and memory.cause is None
     stores: list[bool] = []
-    words = memory._flags
+    flags = memory._flags
 
-    class Words:
+    class RecordingFlags:
         """Notes the words of the flags after each store."""
 
         def __getitem__(self, at: int) -> Any:
-            return words[at]
+            return flags[at]
 
         def __setitem__(self, at: int, value: int) -> None:
-            words[at] = value
+            flags[at] = value
             stores.append(memory.freed)
             assert memory.cause == (cause if memory.freed else None)
 
-    memory._flags = Words()  # type: ignore[assignment]
+    memory._flags = RecordingFlags()  # type: ignore[assignment]
     memory.free(cause)
     assert stores == [True]
     assert memory.freed and memory.cause == cause

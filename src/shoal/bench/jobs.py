@@ -73,7 +73,7 @@ def run_job(commands: Sequence[Sequence[str]], environ: dict[str, str], progress
                 figures = [Figures(**one) for one in message["figures"]]
             else:
                 progress(message["doing"], message["done"], message["total"])
-        problem = launchers.problem() or ("" if figures else "it told no figures")
+        problem = launchers.problem() or ("" if figures else "it reported no figures")
         if problem or figures is None:
             raise JobFailed(f"{' '.join(commands[0])}: {problem}\n{_tail(errors)}")
         return figures
@@ -148,7 +148,7 @@ class _Launchers:
     def problem(self) -> str:
         """The problem of the job; empty if there is none."""
         if self._silent:
-            return f"it told nothing for {SILENCE_SECONDS:.0f} s"
+            return f"it reported nothing for {SILENCE_SECONDS:.0f} s"
         failed = next((process.returncode for process in self._processes if process.returncode), None)
         return "" if failed is None else f"it ended with status {failed}"
 

@@ -43,7 +43,7 @@ _LAUNCHER_NAMES = (
     "MASTER_PORT",
     "JOB_COMPLETION_INDEX",
 )
-# A check meets its own agents, at an address of its own, and writes no trace; who they are is no question.
+# A check meets its own agents, at an address of its own, and writes no trace; these agents are not authenticated.
 _NOT_FOR_CHECKS = (
     "SHOAL_BEGIN_WITH",
     "SHOAL_INCARNATION",

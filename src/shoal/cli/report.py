@@ -124,11 +124,11 @@ def _inventory(report: RunReport) -> list[str]:
         names = ", ".join(sorted(one.path.name for one in found.others))
         lines.append(f"  of other runs, and left out: {names}")
     lines += [f"  left out: {one}" for one in found.skipped]
-    told = set()
+    reported = set()
     for clock in report.clocks:
-        if clock.host in told or (not clock.messages and clock.uncertain is not None):
+        if clock.host in reported or (not clock.messages and clock.uncertain is not None):
             continue
-        told.add(clock.host)
+        reported.add(clock.host)
         if clock.uncertain is None:
             lines.append(f"  the clock of {clock.host} is believed: no messages went both ways between it and others")
         else:
@@ -183,11 +183,11 @@ def _print_messages(report: RunReport, console: Console) -> None:
         console.print(f"{len(control)} messages that only coordinate, {_bytes(sum(control))}", markup=False)
     if not count:
         return
-    told = ", ".join(
+    shares = ", ".join(
         f"{many / count:.0%} below {size_of(limit)} ({total / max(1, nbytes):.0%} of the bytes)"
         for limit, (many, total) in by_size.items()
     )
-    console.print(f"{count} messages, {_bytes(nbytes)}: {told}", markup=False)
+    console.print(f"{count} messages, {_bytes(nbytes)}: {shares}", markup=False)
     word = small_messages(report.flows, max((one.steps for one in report.typical), default=1))
     if word and report.has_steps:
         console.print(f"   -> {word}.", markup=False)

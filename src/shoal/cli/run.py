@@ -81,7 +81,7 @@ class LaunchedJob:
     watch: str = ""
     """The socket for its agents' status; empty without a watch."""
     launcher: str = field(default_factory=functools.partial(secrets.token_hex, 8))
-    """A name of this machine's launcher, which the one that takes its place does not have."""
+    """A name of this machine's launcher; its replacement has another."""
 
     @property
     def size(self) -> int:

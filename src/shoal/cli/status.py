@@ -171,13 +171,13 @@ def _row(one: dict[str, Any]) -> list[str]:
 def _doing(one: dict[str, Any]) -> str:
     """A short description of an agent's work."""
     if one["agrees_with"]:
-        return f"an agent was lost; waits for ranks {_ranks(one['agrees_with'])} to say that they know"
+        return f"an agent was lost; waits for ranks {_ranks(one['agrees_with'])} to acknowledge it"
     if not one["waiting"]:
         return "waits, and not for others" if one["stands_still"] else "runs its script"
     first = one["waiting"][0]
     more = f", and in {one['waits_in'] - 1} more" if one["waits_in"] > 1 else ""
-    whom = f" for rank{'s' if len(first['ranks']) > 1 else ''} {_ranks(first['ranks'])}" if first["ranks"] else ""
-    what = f"{_plain(first['call'])}{whom}"
+    for_ranks = f" for rank{'s' if len(first['ranks']) > 1 else ''} {_ranks(first['ranks'])}" if first["ranks"] else ""
+    what = f"{_plain(first['call'])}{for_ranks}"
     since = format_seconds(first["seconds"])
     if one["stands_still"]:
         return f"waits since {since} in {what}{more}"

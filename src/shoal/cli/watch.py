@@ -123,7 +123,7 @@ def watch_of_joining(room: Invitation, secret: str, host: str, agents: int) -> W
         return RemoteViewer(_status_sender(host, port, secret), agents)
     except OSError as error:
         with contextlib.suppress(OSError):
-            what = "who looks on there does not hear of these agents"
+            what = "the page there does not show these agents"
             print(f"shoal run: {what}: {error.strerror or error}", file=sys.stderr, flush=True)
         return None
 

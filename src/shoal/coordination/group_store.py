@@ -115,7 +115,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         seconds = self._stores.patience if timeout is None else timeout.total_seconds()
         if not self._stores.wait(self._label, self._group, keys, seconds):
-            raise RuntimeError(f"nobody has said {keys} within {seconds:g} s")
+            raise RuntimeError(f"no agent has set {keys} within {seconds:g} s")
 
     def all_agree(self, what: str, here: bool) -> bool:
         """Send a boolean to all members and wait for theirs. Returns whether all have sent True."""

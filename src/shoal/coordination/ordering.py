@@ -179,7 +179,7 @@ class CollectiveOrdering(MinimalService):
         none.
         """
         self._group, self._changed, self._productive = (), True, False
-        # An agent that is here again moves tensors again: this agent may not leave before it has said so anew.
+        # A rejoined agent moves tensors again: this agent may not leave before that one has announced its exit again.
         self._have_said_so.clear()
         self._renew_groups()
 

@@ -79,7 +79,7 @@ def coordinate(
         try:
             total = total.and_of(Vector.of(received[behind]), behind)
         except ValueError as error:
-            raise Mismatch(f"{operation}: rank {behind} said what makes no sense: {error}", (behind,)) from None
+            raise Mismatch(f"{operation}: rank {behind} sent an invalid message: {error}", (behind,)) from None
         step *= 2
     leaving = tuple(rank for rank in group if total.leaving >> rank & 1)
     # A bit means another call in another cache: tensors of different calls would be summed.
@@ -160,7 +160,7 @@ def _read(operation: Operation, rank: int, data: torch.Tensor, read: Callable[[A
     try:
         return read(json.loads(bytes(data.numpy())))
     except (ValueError, TypeError, RecursionError) as error:
-        raise Mismatch(f"{operation}: rank {rank} said what makes no sense: {error}", (rank,)) from None
+        raise Mismatch(f"{operation}: rank {rank} sent an invalid message: {error}", (rank,)) from None
 
 
 _HEAD = struct.Struct("<8sBIII")

@@ -69,7 +69,7 @@ class AgentStatus:
 
     def __str__(self) -> str:
         if self.agrees_with:
-            found = f"an agent was lost, and it waits for ranks {list(self.agrees_with)} to say that they know"
+            found = f"an agent was lost, and it waits for ranks {list(self.agrees_with)} to acknowledge it"
         elif self.waiting:
             first, more = self.waiting[0], len(self.waiting) - 1
             since = f"since {format_seconds(first.seconds)}" + (f", and in {more} more" if more else "")

@@ -243,8 +243,7 @@ class Engine(EngineFace):
                 with self.lock:
                     missing = self.agreement.missing
                 raise DeadlineExceeded(
-                    f"{what} waited {seconds:g} s for ranks {missing}: an agent was lost, and they have not said that "
-                    "they know",
+                    f"{what} waited {seconds:g} s for ranks {missing}: they have not acknowledged the loss of an agent",
                     missing,
                 )
 

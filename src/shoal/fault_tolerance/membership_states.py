@@ -80,7 +80,7 @@ def _transitions() -> dict[tuple[AgentState, AgentEvent], AgentState]:
 
 
 TRANSITIONS = _transitions()
-"""The next state, by state and event. What is not listed is refused."""
+"""The next state, by state and event. Other transitions are refused."""
 
 PRESENT = frozenset({AgentState.MEMBER, AgentState.SUSPECT, AgentState.JOINING, AgentState.CUT_OFF})
 """The states of members in a view."""

@@ -314,7 +314,7 @@ class ShoalTrainingArguments(TrainingArguments):
             )
         for name, why in (
             ("auto_find_batch_size", "one agent would begin anew with smaller batches, and the others wait for it"),
-            ("enable_jit_checkpoint", "an agent that is told to end would save alone, and wait for the others"),
+            ("enable_jit_checkpoint", "an agent with a signal to end would save alone, and wait for the others"),
         ):
             if getattr(self, name, False):
                 raise ValueError(f"ShoalTrainingArguments: {name}=True: {why}. Leave it out")

@@ -325,7 +325,7 @@ def _waits(typicals: Sequence[Typical], network: bool, in_order: bool, explained
 
 
 _WITHOUT_ORDER = (
-    "telling who sends to whom, or waiting until others have read",
+    "announcing senders and receivers, or waiting until others have read",
     "give a schedule (topology=), of which all agents know every round; in pure push and pull, enable_topo_check=False "
     "where edges stay within the static topology",
 )

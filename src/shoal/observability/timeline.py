@@ -82,7 +82,7 @@ def _mine() -> Timeline | None:
         _complained = True
         log.error(
             "the timeline is off, so activities are not recorded: set SHOAL_TIMELINE to a directory, and call "
-            "shoal.init() before the first activity. This is said once"
+            "shoal.init() before the first activity. This is logged once"
         )
     return timeline
 

@@ -99,8 +99,8 @@ class Fusion:
             # A member has no stage of its own. Without this, dispatch would keep each tensor sent for it as an early
             # one.
             one.fused = fused
-        # The generator runs without the lock. If another thread aborts meanwhile, give_up() has to find this operation,
-        # or it would still send its message.
+        # The generator runs without the lock. If another thread aborts now, give_up() has to find this operation, or it
+        # would still send its message.
         self._active[name] = fused
         if self._events.active:
             self._events.emit("fused", fused.op, name, 0)

@@ -472,8 +472,8 @@ class Handle(Generic[T]):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
             missing = self.operation.blocked_on
-            whom, after = needed_by(missing, self.operation.moves), f"after {timeout:g} s"
-            raise DeadlineExceeded(f"{self.operation} is not done {after}; it waits{whom} and goes on", missing)
+            for_ranks, after = needed_by(missing, self.operation.moves), f"after {timeout:g} s"
+            raise DeadlineExceeded(f"{self.operation} is not done {after}; it waits{for_ranks} and goes on", missing)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]

@@ -104,7 +104,7 @@ class Progress:
             while self._driver not in (0, self._thread.ident) and clock.monotonic() < limit:
                 self._turn.wait(STOP_SECONDS)
             self.waiters -= 1
-        # Without the lock, because the progress thread takes it once more before it ends.
+        # Without the lock, because the progress thread takes it again before it ends.
         if self.started:
             self._thread.join()
 

@@ -325,7 +325,7 @@ class Sender:
         """
         origin, target = request.stage, request.token
         if max(origin, target) >= len(self._router.places):
-            raise ProtocolError(f"rank {origin} is said to ask rank {target} for a connection")
+            raise ProtocolError(f"a connect request from rank {origin} to rank {target} names an unknown rank")
         if origin == self._rank or request.round <= self._requests_seen.get((origin, target), 0):
             return
         # Agents that pass each request on to all others would do so endlessly without this record.

@@ -133,7 +133,7 @@ class DepartedPeerPolicy:
             The error that ends the operation, if it cannot continue.
         """
         view = self._membership.view
-        # An agent admitted in the place of a lost one is alive, and never sends its part of this round.
+        # An agent admitted to replace a lost one is alive, and never sends its part of this round.
         if view.epoch:
             stage.missing.difference_update(operation.lost_ranks)
         # An agent that has shut down after it sent its part of this stage is not needed any more.

@@ -150,7 +150,7 @@ def submit_allreduce(
         tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        # From the operation and not from this agent's own view of who is alive: all agents have agreed on it, so each
+        # From the operation and not from this agent's own view of the members: all agents have agreed on it, so each
         # number has one owner.
         group = operation.callers(agent.size) if among is None else operation.left_of(among)
         return reduced(agent, operation, tensor, how, group, out, zero_copy, layout, owned)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Logger = Any
-"""Loggers of numbers by name: classes of other packages, none of which is required."""
+"""Loggers of numbers by name: classes of other packages, all optional."""
 
 
 @dataclass(frozen=True)

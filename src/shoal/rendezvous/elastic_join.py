@@ -72,9 +72,9 @@ class Invitation:
         secret = given or _secret_in(room.pid, room.descriptor)
         if not secret:
             raise ShoalError(
-                "who joins proves with the run's secret that it belongs there. Without being told it is found only by "
-                "the user of that run, on the machine of its launcher: set SHOAL_SECRET to the same for that run and "
-                "this command"
+                "a joining launcher authenticates with the run's secret. Without SHOAL_SECRET only the user of that "
+                "run finds it, on the machine of its launcher: set SHOAL_SECRET to the same for that run and this "
+                "command"
             )
         # Any client may write to the store: without the check, it could lead this launcher into another job.
         if not hmac.compare_digest(room._proof(secret).encode(), str(proof).encode()):

@@ -217,8 +217,8 @@ def _check_proofs(
 def _unproven_error(rank: int, unproven: list[int]) -> Mismatch:
     return Mismatch(
         f"shoal.init() on rank {rank}: ranks {unproven} do not know this job's secret, or the rendezvous store does "
-        "not say what they said; set the same SHOAL_SECRET for all agents. If it is the same, somebody else writes to "
-        "the store",
+        "not return their messages; set the same SHOAL_SECRET for all agents. If it is the same, another process "
+        "writes to the store",
         unproven,
     )
 

@@ -141,7 +141,7 @@ def parts_of(size: int, rounds: int, edges: RoundEdges, left: Sequence[int]) -> 
     for round in range(rounds):
         destination, source, weight = edges(round)
         keys = distinct(np.concatenate([keys, (source * size + destination)[weight != 0]]))
-        # After 1, 2, 4, ... rounds: each look costs as much as all that came before.
+        # After 1, 2, 4, ... rounds: each check costs as much as all earlier rounds.
         if round & (round + 1) == 0 or round + 1 == rounds:
             ends = keys // size, keys % size
             if all((Neighbours(size, *way).hops_from(left[0])[survivors] >= 0).all() for way in (ends, ends[::-1])):

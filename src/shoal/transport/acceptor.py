@@ -185,7 +185,7 @@ class Unauthenticated:
         # come to its end.
         if now - oldest.since < HURRY_SECONDS:
             return False
-        oldest.fail("it has not said who it is, and others wait")
+        oldest.fail("it has not authenticated, and others wait")
         return True
 
     def add(self, connection: Incoming, origin: str) -> None:
@@ -209,7 +209,7 @@ class Unauthenticated:
             # The oldest come first, so all later ones are recent.
             if connection.since > before:
                 return
-            connection.fail("it never said who it is")
+            connection.fail("it never authenticated")
 
     def __iter__(self) -> Iterator[Incoming]:
         return iter(list(self.origins))

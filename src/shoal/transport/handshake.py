@@ -148,8 +148,7 @@ class Connecting:
         """How many units of this agent had arrived over another connection, or the answer to a probe."""
         if welcome == REFUSED:
             raise ProtocolError(
-                "it refuses this agent: the secret, the certificate or what was said at the rendezvous is not its own "
-                "job's"
+                "it refuses this agent: the secret, the certificate or the data of the rendezvous is not its own job's"
             )
         had, proof = _WELCOME.unpack(welcome)
         expected = _proof(self._secret, b"accept", self._hello, self._nonce, self._ends, had)

@@ -165,7 +165,7 @@ class Incoming:
         except BlockingIOError:
             sent = 0
         if sent < len(data):
-            raise ConnectionCut("it does not hear what is said to it")
+            raise ConnectionCut("it does not read its messages")
 
     def fail(self, cause: str, certain: bool = False) -> None:
         """Close; the end of an unauthenticated connection is no loss of an agent. ``certain``: as for

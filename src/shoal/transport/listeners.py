@@ -82,7 +82,7 @@ class RateLimitedListener:
     def _take_turn(self) -> tuple[int, bool]:
         """Accept queued connections: how many, and False if the system cannot give one."""
         # Not until the queue is empty: a flood refills it as fast as this loop empties it, and no message would be read
-        # meanwhile.
+        # in that time.
         for came in range(A_TURN):
             try:
                 sock, address = self.sock.accept()

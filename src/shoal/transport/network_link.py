@@ -329,7 +329,7 @@ class NetworkIncoming(Incoming):
             self._read()
         except CorruptMessage as error:
             # As after a cut: the unit did not count, so the next connection brings it again. A device on the path that
-            # changes each copy must not make this go on forever.
+            # changes each copy must not make this repeat forever.
             if self._had.add_corrupt():
                 raise
             raise ConnectionCut(str(error)) from None

@@ -80,7 +80,7 @@ class PendingPeers:
         """One connection has replaced another, if that was pending."""
         if before in self._waiting:
             self._waiting[connection] = self._waiting.pop(before)
-        # Admitted, and not yet open: the buffered messages must go on to the connection that is in use.
+        # Admitted, and not yet open: the buffered messages must be forwarded to the connection in use.
         self._let_in = [(connection if one is before else one, threshold) for one, threshold in self._let_in]
 
     def of(self, rank: int, incarnation: int) -> list[Incoming]:

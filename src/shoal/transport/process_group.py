@@ -161,7 +161,7 @@ class ProcessGroups:
             self._stopped = True
             groups = list(self._groups.items())
         for ranks, (group, _) in groups:
-            # A group of the script's own is not aborted: the script may go on using it.
+            # A group of the script's own is not aborted: the script may still use it.
             if self._given is None or group is not self._given[1]:
                 self._abort(ranks, group)
         self._queue.put(None)

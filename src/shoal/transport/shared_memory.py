@@ -110,7 +110,7 @@ class SharedMemoryLink(Outgoing):
         try:
             while self._packets:
                 packet, fd = self._packets[0]
-                # Sealed anew if the socket is full and flush() comes again. That is sound for a checksum; a seal that
+                # Sealed again if the socket is full and flush() comes again. That is sound for a checksum; a seal that
                 # counts packets would run ahead of the receiver's.
                 packet = self._seal.close(packet)
                 if fd >= 0:
@@ -171,12 +171,12 @@ class SharedMemoryIncoming(Incoming):
                 raise ProtocolError("its end of the connection closed")
             try:
                 # The rest of a packet that is cut off is gone, and the kernel may have dropped descriptors. The
-                # connection cannot go on from there.
+                # connection cannot recover from this.
                 if flags & _CUT:
                     raise ProtocolError("a packet larger than any of ours")
                 for frame in frames(self._seal.open(memoryview(self._buffer)[:nbytes])):
                     self._take(decode(frame), descriptors)
-            # Also those that no message has claimed: a peer could otherwise fill this process's table of descriptors.
+            # Also unclaimed descriptors: a peer could otherwise fill this process's table of descriptors.
             finally:
                 for fd in descriptors:
                     os.close(fd)

@@ -266,8 +266,8 @@ class _SwitchInterval:
 
     def shorten(self) -> None:
         with self._lock:
-            # The first one inside notes the user's value. If it has changed since, the user set it meanwhile, and that
-            # value is the one to restore.
+            # The first one inside notes the user's value. If it has changed since, the user has set it, and that value
+            # is the one to restore.
             now = sys.getswitchinterval()
             if not self._inside or now != self._short:
                 self._users = now

@@ -204,7 +204,7 @@ class Window:
         """
         with deferred:
             # Under deferred signals: interrupted halfway, the window would be out of the registry and not marked as
-            # freed, and neighbours would go on writing.
+            # freed, and neighbours would continue to write.
             if not self._part.memory.freed:
                 self._windows.free(self.name)
 

@@ -10,14 +10,14 @@ from shoal.observability.watch.run_state import MOST_SAMPLES, EdgeRates
 @pytest.mark.parametrize("step_seconds", [0.01, 2.0, 20.0])
 def test_a_rate_is_independent_of_the_sampling_time(step_seconds: float) -> None:
     """A thousand bytes in each step, queried at any time."""
-    rates, found = EdgeRates(), []
+    rates, result = EdgeRates(), []
     for half_seconds in range(1, 400):
         now = half_seconds / 2
         rates.add(now, {1: 1000 * int(now / step_seconds)}, step_seconds)
         if now > 4 * max(5.0, step_seconds):
-            found.append(rates.by_destination[1])
+            result.append(rates.by_destination[1])
     true = 1000 / step_seconds
-    assert all(0.6 * true <= one <= 1.4 * true for one in found), (min(found), max(found), true)
+    assert all(0.6 * true <= one <= 1.4 * true for one in result), (min(result), max(result), true)
 
 
 def test_an_agent_that_stops_sending_has_no_rate_after_the_window() -> None:

@@ -1,4 +1,4 @@
-"""Launchers that tell the first one: who is let in, and that what is shown is what they saw."""
+"""Launchers that report to the first one: authentication, and equal reports on both sides."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shoal.observability.watch.launcher_link import NONCE, StatusCollector, Stat
 from support.leftovers import nothing_is_left
 
 
-class Told:
-    """Keeps what it is told."""
+class RecordingViewer:
+    """Keeps the messages that it receives."""
 
     def __init__(self) -> None:
         self.summaries: list[dict[str, Any]] = []
@@ -38,10 +38,10 @@ class Both:
     """The two sides, in one loop."""
 
     def __init__(self, secret: str = "secret", other: str = "secret") -> None:
-        self.told = Told()
+        self.viewer = RecordingViewer()
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.gatherer = StatusCollector(listener, secret, self.told, 2)
+        self.gatherer = StatusCollector(listener, secret, self.viewer, 2)
         self.teller = StatusSender(socket.AF_INET, self.address, other)
 
     def until(self, true: Callable[[], object]) -> None:
@@ -70,15 +70,15 @@ def both(**secrets: str) -> Iterator[Both]:
 def test_the_first_launcher_receives_what_another_observes() -> None:
     with both() as one:
         one.teller.process(2, 77, "there", "S")
-        one.until(lambda: one.told.processes == {2: (77, "there", "S")})
+        one.until(lambda: one.viewer.processes == {2: (77, "there", "S")})
         one.teller.take({"rank": 2, "text": "x" * 60_000})
         one.teller.ended(2, "rank 2 was killed", False)
-        one.until(lambda: one.told.ends == {2: ("rank 2 was killed", False)})
-        assert one.told.summaries == [{"rank": 2, "text": "x" * 60_000}]
+        one.until(lambda: one.viewer.ends == {2: ("rank 2 was killed", False)})
+        assert one.viewer.summaries == [{"rank": 2, "text": "x" * 60_000}]
         one.teller.process(2, 78, "there", "R")  # in its place
-        one.told.ends.clear()
-        one.until(lambda: one.told.processes[2] == (78, "there", "R"))
-        assert not one.told.ends
+        one.viewer.ends.clear()
+        one.until(lambda: one.viewer.processes[2] == (78, "there", "R"))
+        assert not one.viewer.ends
 
 
 def test_a_launcher_without_the_secret_gets_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,25 +88,25 @@ def test_a_launcher_without_the_secret_gets_and_sends_nothing(monkeypatch: pytes
         for _ in range(100):
             one.teller.take({"rank": 0})
             one.turn()
-        assert not one.told.processes and not one.told.summaries
+        assert not one.viewer.processes and not one.viewer.summaries
 
 
 def test_a_first_launcher_without_the_secret_gets_nothing() -> None:
     with nothing_is_left(), socket.create_server(("127.0.0.1", 0)) as listener:
-        teller = StatusSender(socket.AF_INET, listener.getsockname(), "secret")
-        teller.serve()
+        sender = StatusSender(socket.AF_INET, listener.getsockname(), "secret")
+        sender.serve()
         sock, _ = listener.accept()
         sock.sendall(struct.pack(">I", NONCE) + bytes(NONCE))
-        _serve_for(teller, 0.05)
+        _serve_for(sender, 0.05)
         sock.sendall(struct.pack(">I", 32) + bytes(32))  # no proof
-        teller.process(0, 1, "there", "S")
-        _serve_for(teller, 0.05)
-        heard = b""
+        sender.process(0, 1, "there", "S")
+        _serve_for(sender, 0.05)
+        received = b""
         while data := sock.recv(4096):
-            heard += data
-        assert len(heard) == 4 + 2 * NONCE  # its own number and proof, and no word more
+            received += data
+        assert len(received) == 4 + 2 * NONCE  # its own number and proof, and no word more
         sock.close()
-        teller.close()
+        sender.close()
 
 
 def _serve_for(teller: StatusSender, seconds: float) -> None:
@@ -120,10 +120,10 @@ def test_a_broken_connection_is_reestablished_and_sends_the_full_state(monkeypat
     monkeypatch.setattr(launcher_link, "AGAIN_SECONDS", 0.01)
     with both() as one:
         one.teller.process(1, 5, "there", "S")
-        one.until(lambda: one.told.processes)
+        one.until(lambda: one.viewer.processes)
         one.gatherer._end(one.gatherer._guests[0])
-        one.told.processes.clear()
-        one.until(lambda: one.told.processes == {1: (5, "there", "S")})
+        one.viewer.processes.clear()
+        one.until(lambda: one.viewer.processes == {1: (5, "there", "S")})
 
 
 def test_a_modified_message_ends_the_connection() -> None:
@@ -136,7 +136,7 @@ def test_a_modified_message_ends_the_connection() -> None:
         guest = one.gatherer._guests[0]
         one.teller._write()
         one.until(lambda: guest not in one.gatherer._guests)
-        assert not one.told.summaries
+        assert not one.viewer.summaries
 
 
 def test_foreign_connections_block_no_launcher() -> None:
@@ -145,19 +145,19 @@ def test_foreign_connections_block_no_launcher() -> None:
         for _ in range(20):
             one.gatherer.serve()
         one.teller.process(1, 5, "there", "S")
-        one.until(lambda: one.told.processes)
+        one.until(lambda: one.viewer.processes)
         idle += [socket.create_connection(one.address) for _ in range(8)]
-        one.told.processes.clear()
-        one.until(lambda: one.told.processes)
+        one.viewer.processes.clear()
+        one.until(lambda: one.viewer.processes)
         assert len(one.gatherer._guests) <= 4
         for sock in idle:
             sock.close()
 
 
-@pytest.mark.parametrize("said", [b"\xff\xff\xff\xff", b"\0\0\0\x01x", b"GET / HTTP/1.1\r\n\r\n"])
-def test_invalid_messages_close_the_connection(said: bytes) -> None:
+@pytest.mark.parametrize("packet", [b"\xff\xff\xff\xff", b"\0\0\0\x01x", b"GET / HTTP/1.1\r\n\r\n"])
+def test_invalid_messages_close_the_connection(packet: bytes) -> None:
     with both() as one, socket.create_connection(one.address) as sock:
         one.until(lambda: one.gatherer._guests)
         guest = one.gatherer._guests[0]
-        sock.sendall(said)
+        sock.sendall(packet)
         one.until(lambda: guest not in one.gatherer._guests)

@@ -26,12 +26,12 @@ def test_the_page_shows_agent_status_and_process_state() -> None:
             agent.connect(watch.path)
             agent.send(json.dumps(summary(0, 2, step=5)).encode())
             assert wait_until(lambda: bool(watch.serve() or watch.state.as_json()["agents"][0]["step"]), 10.0)
-            found: list[dict[str, Any]] = []
-            page = Thread(target=lambda: found.append(_news(watch.address)))
+            results: list[dict[str, Any]] = []
+            page = Thread(target=lambda: results.append(_news(watch.address)))
             page.start()
-            assert wait_until(lambda: bool(watch.serve() or found), 10.0)
+            assert wait_until(lambda: bool(watch.serve() or results), 10.0)
             page.join()
-        (one, other) = found[0]["agents"]
+        (one, other) = results[0]["agents"]
         assert (one["state"], one["step"]) == ("computing", 5)
         assert other["state"] == "not there"
 
@@ -46,21 +46,21 @@ def test_launchers_need_the_secret_of_the_current_attempt() -> None:
             listener = socket.create_server(("127.0.0.1", 0))
             address = listener.getsockname()
             watch.gather(JoiningLaunchers(listener, secret, 1))
-            told = [StatusSender(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
-            for teller in told:
-                tellers.callback(teller.close)
-            right = next(teller for teller in told if teller._secret == secret.encode())
+            reported = [StatusSender(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
+            for sender in reported:
+                tellers.callback(sender.close)
+            right = next(reporter for reporter in reported if reporter._secret == secret.encode())
             right.process(1, pid, "there", "S")
-            (wrong,) = (teller for teller in told if teller is not right)
+            (wrong,) = (reporter for reporter in reported if reporter is not right)
             wrong.process(1, 666, "there", "S")
 
-            def has_come(pid: int = pid, told: tuple[StatusSender, ...] = tuple(told)) -> bool:
-                for teller in told:
-                    teller.serve()
+            def has_reported(pid: int = pid, senders: tuple[StatusSender, ...] = tuple(reported)) -> bool:
+                for reporter in senders:
+                    reporter.serve()
                 watch.serve()
                 return bool(watch.state.as_json()["agents"][1]["pid"] == pid)
 
-            assert wait_until(has_come, 10.0)
+            assert wait_until(has_reported, 10.0)
             assert right._sealed is not None and wrong._sealed is None
             if pid == 5:
                 before, first = right, address
@@ -71,8 +71,8 @@ def test_launchers_need_the_secret_of_the_current_attempt() -> None:
 
 def _news(address: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{address}news", timeout=10) as page:
-        said: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
-    return said
+        status: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
+    return status
 
 
 def test_an_error_in_the_page_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:

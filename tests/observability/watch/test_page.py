@@ -90,7 +90,7 @@ def test_charts_have_scales_in_round_numbers(page: Browser) -> None:
     scale = TEXTS.format('[data-series=\\"loss\\"] .axis.y')
     numbers = [float(one) for one in page.run(scale)]
     assert 2 <= len(numbers) <= 5 and numbers == sorted(numbers) and numbers[-1] <= 1.5
-    assert all(math.isclose(one % 0.5, 0, abs_tol=1e-9) for one in numbers)
+    assert all(math.isclose(number % 0.5, 0, abs_tol=1e-9) for number in numbers)
     times = page.run(TEXTS.format('[data-series=\\"bytes per second\\"] .axis.x'))
     assert len(times) >= 2 and all(one.endswith("s") for one in times)
     assert all(one.endswith("B/s") for one in page.run(TEXTS.format('[data-series=\\"bytes per second\\"] .axis.y')))
@@ -99,10 +99,10 @@ def test_charts_have_scales_in_round_numbers(page: Browser) -> None:
 
 
 def test_states_are_complete_and_a_restarted_agent_is_rejoining(page: Browser) -> None:
-    words = page.run(TEXTS.format("#agents td.words"))
-    assert words[1] == f"waiting for 1, 2, since 12 s, in {CALL}"
-    assert words[2] == "lost was killed by SIGKILL after 3.0 s"
-    assert words[3] == "rejoining when the others save their checkpoint"
+    texts = page.run(TEXTS.format("#agents td.words"))
+    assert texts[1] == f"waiting for 1, 2, since 12 s, in {CALL}"
+    assert texts[2] == "lost was killed by SIGKILL after 3.0 s"
+    assert texts[3] == "rejoining when the others save their checkpoint"
     assert page.run("return document.querySelector('[data-figure=\"agents\"] b').textContent") == "2 of 4"
     assert page.run(CUT) == []
 
@@ -125,5 +125,5 @@ def test_nothing_is_outside_the_screen(page: Browser, width: int) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_lines_and_texts_are_visible_on_both_backgrounds(page: Browser, scheme: str) -> None:
     page.scheme(scheme)
-    found = page.run(CONTRAST)
-    assert all(contrast >= 3.0 for _, contrast in found), found
+    results = page.run(CONTRAST)
+    assert all(contrast >= 3.0 for _, contrast in results), results

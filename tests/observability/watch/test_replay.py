@@ -1,4 +1,4 @@
-"""What is shown of a run that is over, from files in which every time is known."""
+"""The display of a finished run, from files in which every time is known."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def a_run(folder: Path) -> list[Written]:
     return agents
 
 
-def moment(said: dict[str, Any], at: float) -> dict[str, Any]:
+def moment(message: dict[str, Any], at: float) -> dict[str, Any]:
     """The first of its moments that is not before."""
-    frame: dict[str, Any] = next(one for one in said["frames"] if one["at"] >= at)
+    frame: dict[str, Any] = next(one for one in message["frames"] if one["at"] >= at)
     return frame
 
 
 def test_each_moment_has_waits_with_their_peers_and_sent_bytes(tmp_path: Path) -> None:
     a_run(tmp_path)
-    said = json.loads(json.dumps(read(tmp_path), allow_nan=False))
-    waiting = moment(said, 0.05)["agents"][1]
+    status = json.loads(json.dumps(read(tmp_path), allow_nan=False))
+    waiting = moment(status, 0.05)["agents"][1]
     assert waiting["state"] == "waiting" and waiting["waits_for"] == [0]
-    assert moment(said, 0.05)["edges"] == []
-    (edge,) = moment(said, 0.12)["edges"]
+    assert moment(status, 0.05)["edges"] == []
+    (edge,) = moment(status, 0.12)["edges"]
     assert edge[:3] == [0, 1, 1000] and edge[4]
-    assert moment(said, 0.22)["agents"][1]["state"] == "computing"
-    later = moment(said, 0.35)["agents"]
+    assert moment(status, 0.22)["agents"][1]["state"] == "computing"
+    later = moment(status, 0.35)["agents"]
     assert [one["step"] for one in later] == [1, 1] and later[0]["step_seconds"] == pytest.approx(0.3)
     assert later[1]["received"] == 1000
-    assert [one["state"] for one in moment(said, 0.6)["agents"]] == ["computing", "lost"]
-    assert any("rank 1 died" in text for _, text, _ in said["events"])
+    assert [one["state"] for one in moment(status, 0.6)["agents"]] == ["computing", "lost"]
+    assert any("rank 1 died" in text for _, text, _ in status["events"])
     assert set(later[0]) == set(row_of(0))
 
 
@@ -59,13 +59,13 @@ def test_a_joined_agent_is_not_marked_restarted_before_its_restart(tmp_path: Pat
     again.call(700, 900, "z")
     zero.into(tmp_path)
     joined.into(tmp_path, "-again1")
-    said = read(tmp_path)
-    assert [text for _, text, _ in said["events"]] == ["rank 1 has joined"]
-    assert said["agents"][1]["again"] == 0
+    output = read(tmp_path)
+    assert [text for _, text, _ in output["events"]] == ["rank 1 has joined"]
+    assert output["agents"][1]["again"] == 0
     again.into(tmp_path, "-again2")
-    said = read(tmp_path)
-    assert [text for _, text, _ in said["events"]] == ["rank 1 has joined", "rank 1 is there, started again"]
-    assert said["agents"][1]["again"] == 1
+    output = read(tmp_path)
+    assert [text for _, text, _ in output["events"]] == ["rank 1 has joined", "rank 1 is there, started again"]
+    assert output["agents"][1]["again"] == 1
 
 
 def test_a_membership_log_of_a_joined_agent_has_it_too(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ def test_a_membership_log_alone_shows_the_members(tmp_path: Path) -> None:
     ]
     (tmp_path / "agent0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "agent1.jsonl").write_text(json.dumps(base | {"rank": 1, "at": 100.0, "what": "came"}) + "\n")
-    said = json.loads(json.dumps(read(tmp_path), allow_nan=False))
-    states = [[one["state"] for one in frame["agents"]] for frame in said["frames"]]
+    status = json.loads(json.dumps(read(tmp_path), allow_nan=False))
+    states = [[one["state"] for one in frame["agents"]] for frame in status["frames"]]
     assert states[0] == ["computing", "computing"] and states[-1] == ["left", "lost"]
-    assert said["agents"][0]["step"] is None  # a dash
-    assert any("lost: 1" in text for _, text, _ in said["events"])
+    assert status["agents"][0]["step"] is None  # a dash
+    assert any("lost: 1" in text for _, text, _ in status["events"])
 
 
 def test_a_folder_without_either_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is shown of a run, from what its agents and launchers say."""
+"""The display of a run, from the messages of its agents and launchers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_killed_agent_is_lost_at_once_and_then_rejoins() -> None:
     state.process(1, 1001, "here", "S")
     state.take(summary(1, 2))
     state.ended(1, "rank 1 (pid 1001) was killed by SIGKILL after 3.0 s", False)
-    state.take(summary(1, 2, pid=1001))  # its last word, read late
+    state.take(summary(1, 2, pid=1001))  # its last message, read late
     state.take(summary(0, 2, lost=[1]))
     state.take(summary(0, 2, lost=[1]))
     assert states(state)[1] == "lost" and "SIGKILL" in shown(state)[1]["words"]
@@ -164,8 +164,8 @@ PLAIN = st.recursive(
 @given(st.sampled_from([*summary(0), "none"]), PLAIN)
 def test_invalid_messages_are_ignored_and_the_state_stays_json(name: str, value: Any) -> None:
     state = RunState(4, "four")
-    whole = copy.deepcopy(summary(1, waiting=WAITS, measured={"loss": {"times": 1}}))
-    state.take({**whole, name: value})
+    full = copy.deepcopy(summary(1, waiting=WAITS, measured={"loss": {"times": 1}}))
+    state.take({**full, name: value})
     state.take({name: value})
     state.draw()
     json.dumps(state.as_json(), allow_nan=False)

@@ -65,8 +65,8 @@ class Served:
     """A server that runs, in a thread, as a launcher's loop runs it."""
 
     def __init__(self) -> None:
-        self.said: dict[str, Any] = {"over": None, "number": 0}
-        self.server = PageServer(lambda: self.said)
+        self.state: dict[str, Any] = {"over": None, "number": 0}
+        self.server = PageServer(lambda: self.state)
         self.port = int(self.server.address.split(":")[2].split("/")[0])
         self.token = self.server.address.rstrip("/").rpartition("/")[2]
         self._stop = threading.Event()
@@ -81,20 +81,20 @@ class Served:
                 self.server.serve()
         self.server.close()
 
-    def say(self, number: Any) -> None:
-        self.said = {"over": None, "number": number}
+    def publish(self, number: Any) -> None:
+        self.state = {"over": None, "number": number}
         self.server.mark_changed()
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
 
     def answer(self, request_: bytes) -> bytes:
-        """All that is said to it."""
+        """The complete response."""
         with self.connect() as sock:
             sock.sendall(request_)
             return read_all(sock)
 
-    def look(self) -> socket.socket:
+    def open_page(self) -> socket.socket:
         """A page that is open."""
         sock = self.connect()
         sock.sendall(head(f"/{self.token}/news"))
@@ -106,11 +106,11 @@ class Served:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    found = b""
+    result = b""
     with contextlib.suppress(ConnectionResetError):
         while data := sock.recv(1 << 16):
-            found += data
-    return found
+            result += data
+    return result
 
 
 @pytest.fixture
@@ -147,18 +147,18 @@ def test_it_listens_on_the_loopback_interface_only(served: Served) -> None:
 
 
 def test_an_open_page_gets_updates_and_a_final_event(served: Served) -> None:
-    with served.look() as page:
+    with served.open_page() as page:
         stream = page.makefile("rb")
-        assert until_said(stream, 0)
-        served.say(1)
-        assert until_said(stream, 1)
-        served.say("last")
+        assert contains_number(stream, 0)
+        served.publish(1)
+        assert contains_number(stream, 1)
+        served.publish("last")
         served.end()
-        assert until_said(stream, "last") and stream.read() in (b"\n", b"")
+        assert contains_number(stream, "last") and stream.read() in (b"\n", b"")
         stream.close()
 
 
-def until_said(stream: Any, number: Any) -> bool:
+def contains_number(stream: Any, number: Any) -> bool:
     return any(line.startswith(b"data: ") and json.loads(line[6:])["number"] == number for line in stream)
 
 
@@ -171,10 +171,10 @@ def test_a_client_without_a_request_blocks_no_other(served: Served) -> None:
 
 
 def test_the_number_of_open_pages_is_limited(served: Served) -> None:
-    pages = [served.look() for _ in range(server.MOST_LOOKING)]
+    pages = [served.open_page() for _ in range(server.MOST_LOOKING)]
     for page in pages:
         assert page.recv(15) == b"HTTP/1.1 200 OK"
-    with served.look() as another:
+    with served.open_page() as another:
         assert another.recv(12) == b"HTTP/1.1 503"
     for page in pages:
         page.close()
@@ -196,13 +196,13 @@ def test_a_page_that_does_not_read_fills_no_memory_and_blocks_no_other(
 ) -> None:
     monkeypatch.setattr(server, "UPDATE_SECONDS", 0.0)
     monkeypatch.setattr(server, "ASKING_SECONDS", 60.0)
-    with served.look() as deaf, served.look() as page:
+    with served.open_page() as deaf, served.open_page() as page:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stream = page.makefile("rb")
         for number in range(30):
-            served.say([number, "x" * 200_000])
-            assert until_said(stream, [number, "x" * 200_000])
-        assert max(len(one.out) for one in served.server._connections) <= server.MOST_WAITING
-        # What the page has read may not be noted as sent yet.
-        assert wait_until(lambda: sum(bool(one.out) for one in served.server._connections) <= 1)
+            served.publish([number, "x" * 200_000])
+            assert contains_number(stream, [number, "x" * 200_000])
+        assert max(len(connection.out) for connection in served.server._connections) <= server.MOST_WAITING
+        # Bytes that the page has read may not be counted as sent yet.
+        assert wait_until(lambda: sum(bool(connection.out) for connection in served.server._connections) <= 1)
         stream.close()

@@ -1,4 +1,4 @@
-"""What agents say of themselves to a launcher that shows it, and that it costs nothing where none does."""
+"""Status messages of agents to a launcher that displays them; without such a launcher they cost nothing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ RING = {0: {1}, 1: {2}, 2: {0}}
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], dict[int, Any]]]]:
-    """Where agents are heard, and what waits until their last words are as they should be."""
+def status_inbox() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], dict[int, Any]]]]:
+    """Yield the path of a listener, and a function that waits until its last status messages are as required."""
     last: dict[int, dict[str, Any]] = {}
-    inbox = StatusListener(lambda said: last.update({said["rank"]: said}), 16)
+    inbox = StatusListener(lambda message: last.update({message["rank"]: message}), 16)
 
     def until(true: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
         limit = time.monotonic() + 20.0
@@ -46,7 +46,7 @@ def heard() -> Iterator[tuple[str, Callable[[Callable[[dict[int, Any]], bool]], 
         inbox.close()
 
 
-def one_way(steps: int) -> None:
+def push_around_the_ring(steps: int) -> None:
     """Each sends to the next, and to nobody else."""
     rank, size = shoal.rank(), shoal.size()
     model = torch.nn.Linear(3, 1)
@@ -61,11 +61,11 @@ def one_way(steps: int) -> None:
 
 
 def test_a_launcher_receives_status_metrics_and_bytes_of_its_agents() -> None:
-    with heard() as (path, until), World(3, environment={"SHOAL_WATCH": path}) as world:
-        world.results(one_way, 4)
-        said = until(lambda all_: len(all_) == 3 and all(one.get("edges") == [*RING[k]] for k, one in all_.items()))
-        assert {rank: set(one["edges"]) for rank, one in said.items()} == RING
-        for rank, one in said.items():
+    with status_inbox() as (path, until), World(3, environment={"SHOAL_WATCH": path}) as world:
+        world.results(push_around_the_ring, 4)
+        output = until(lambda all_: len(all_) == 3 and all(one.get("edges") == [*RING[k]] for k, one in all_.items()))
+        assert {rank: set(one["edges"]) for rank, one in output.items()} == RING
+        for rank, one in output.items():
             assert one["pid"] == world.members[rank].pid and one["step"] == 4
             assert sum(nbytes for _, nbytes in one["sent"]) == one["bytes_sent"] > 32
             loss = one["measured"]["loss"]
@@ -73,7 +73,7 @@ def test_a_launcher_receives_status_metrics_and_bytes_of_its_agents() -> None:
             assert one["measured"]["none"]["mean"] == "nan"  # JSON has no such number
             assert one["measured"]["consensus distance"]["mean"] >= 0.0
         world.results(shoal.shutdown)
-        until(lambda all_: all(one["leaves"] for one in all_.values()))
+        until(lambda all_: all(value["leaves"] for value in all_.values()))
         world.results(shoal.init)  # for the world's own end
 
 
@@ -84,17 +84,17 @@ def wait_for_the_others(seconds: float) -> None:
 
 
 def test_a_waiting_agent_reports_its_missing_peers() -> None:
-    with heard() as (path, until), World(2, environment={"SHOAL_WATCH": path}) as world:
+    with status_inbox() as (path, until), World(2, environment={"SHOAL_WATCH": path}) as world:
         pending = [world.run_on(rank, wait_for_the_others, 1.5) for rank in range(2)]
-        said = until(lambda all_: 1 in all_ and bool(all_[1].get("waiting")))
-        assert said[1]["waiting"][0]["ranks"] == [0] and said[1]["stands_still"]
+        output = until(lambda all_: 1 in all_ and bool(all_[1].get("waiting")))
+        assert output[1]["waiting"][0]["ranks"] == [0] and output[1]["stands_still"]
         assert all(not one.outcome().error for one in pending)
 
 
 def traffic() -> tuple[bool, dict[int, int], list[str]]:
     shoal.neighbor_allreduce(torch.ones(8))
-    of = current().engine.sender.traffic
-    return of.counts, of.bytes_to, [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+    index = current().engine.sender.traffic
+    return index.counts, index.bytes_to, [thread.name for thread in threading.enumerate() if "watch" in thread.name]
 
 
 def test_without_an_observer_there_is_no_thread_and_no_counting() -> None:
@@ -105,8 +105,8 @@ def test_without_an_observer_there_is_no_thread_and_no_counting() -> None:
 ROUNDS = 300
 
 
-def tell_without_a_pause(path: str) -> bool:
-    """Many summaries, and rounds meanwhile; whether anything is counted afterwards."""
+def publish_continuously(path: str) -> bool:
+    """Send many summaries during rounds; return whether counters are active afterwards."""
     agent = current()
     one = status_publisher.StatusPublisher(agent, path, seconds=0.001)
     for _ in range(ROUNDS):
@@ -117,14 +117,14 @@ def tell_without_a_pause(path: str) -> bool:
 
 
 def test_observers_that_do_not_read_or_have_exited_block_nothing() -> None:
-    found = listen_privately()
-    assert found is not None
-    listener, name = found
+    result = listen_privately()
+    assert result is not None
+    listener, name = result
     with World(2) as world:
         path = f"/proc/{os.getpid()}/fd/{name}"
-        assert world.results(tell_without_a_pause, path) == [False, False]
+        assert world.results(publish_continuously, path) == [False, False]
         listener.close()
-        assert {one.error for one in world.run(tell_without_a_pause, path)} == {"ConnectionRefusedError"}
+        assert {one.error for one in world.run(publish_continuously, path)} == {"ConnectionRefusedError"}
         os.close(name)
 
 
@@ -135,11 +135,11 @@ def test_a_launcher_that_has_exited_is_a_warning_and_no_error() -> None:
 
 
 def test_status_messages_arrive_on_a_socket_that_only_this_user_can_reach() -> None:
-    inbox = StatusListener(lambda said: None, 4)
+    inbox = StatusListener(lambda message: None, 4)
     try:
-        door = Path(inbox.path)
-        assert stat.S_ISSOCK(door.stat().st_mode) and stat.S_IMODE(door.stat().st_mode) == 0o600
-        assert not Path(os.readlink(door).removesuffix(" (deleted)")).exists()  # noqa: PTH115
+        listener = Path(inbox.path)
+        assert stat.S_ISSOCK(listener.stat().st_mode) and stat.S_IMODE(listener.stat().st_mode) == 0o600
+        assert not Path(os.readlink(listener).removesuffix(" (deleted)")).exists()  # noqa: PTH115
     finally:
         inbox.close()
 

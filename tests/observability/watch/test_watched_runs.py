@@ -1,4 +1,4 @@
-"""``shoal run --watch`` with real agents: the page in a real browser, and what is left behind: nothing."""
+"""``shoal run --watch`` with real agents: the page in a real browser, and no resource left behind."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class Job:
             self.lines.append(line)
             if "watch the run at" in line or "error" in line:
                 break
-        found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", self.lines[-1])
-        self.address = found[0] if found else ""
+        result = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", self.lines[-1])
+        self.address = result[0] if result else ""
         joins = re.search(r"--join (\S+) -n K", "".join(self.lines))
         self.where = joins[1] if joins else ""
 
     def rest(self) -> tuple[int, str]:
-        """Its exit status, and what it says until then."""
-        _, said = self.process.communicate(timeout=scaled(60))
-        return self.process.returncode, said
+        """Its exit status, and the output until then."""
+        _, output = self.process.communicate(timeout=scaled(60))
+        return self.process.returncode, output
 
     def news(self) -> dict[str, Any]:
-        """What a page is shown now."""
+        """The data that a page receives now."""
         with urllib.request.urlopen(f"{self.address}news", timeout=10) as page:
-            said: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
-        return said
+            status: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
+        return status
 
     def until(self, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         assert wait_until(lambda: true(self.news()), 45.0), self.news()
@@ -88,8 +88,8 @@ def start() -> Iterator[Start]:
         job.process.communicate()
 
 
-def states(said: dict[str, Any]) -> list[str]:
-    return [one["state"] for one in said["agents"]]
+def states(message: dict[str, Any]) -> list[str]:
+    return [one["state"] for one in message["agents"]]
 
 
 def is_running(pid: int) -> bool:
@@ -106,8 +106,8 @@ def test_agents_do_not_get_the_address_and_nothing_outlives_the_launcher(
     script = tmp_path / "script.py"
     script.write_text(ENVIRON)
     job = start("--watch", "-n", 2, script, tmp_path)
-    said = job.until(lambda said: states(said) == ["starting"] * 2 and len(list(tmp_path.glob("[01]"))) == 2)
-    pids = [one["pid"] for one in said["agents"]]
+    output = job.until(lambda message: states(message) == ["starting"] * 2 and len(list(tmp_path.glob("[01]"))) == 2)
+    pids = [one["pid"] for one in output["agents"]]
     token = job.address.rstrip("/").rpartition("/")[2]
     for rank, pid in enumerate(pids):
         environ = (tmp_path / str(rank)).read_text()
@@ -137,8 +137,8 @@ def test_missing_requirements_are_refused_with_the_reason(start: Start, tmp_path
             job = start(*arguments, script, **environ)
             assert why in "".join(job.lines) + job.rest()[1]
             assert job.process.returncode == status
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        job = start("--watch", "--watch-port", taken.getsockname()[1], "-n", 1, script)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        job = start("--watch", "--watch-port", listener.getsockname()[1], "-n", 1, script)
         assert "Address already in use" in job.lines[-1] and job.rest()[0] == 1
 
 
@@ -168,10 +168,10 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
             text=True,
         )
         try:
-            said = first.until(lambda said: all(one["step"] and one["loss"] for one in said["agents"]))
-            os.kill(said["agents"][1]["pid"], signal.SIGKILL)
-            said = first.until(lambda said: states(said)[1] == "lost")
-            assert "SIGKILL" in said["agents"][1]["words"]
+            output = first.until(lambda message: all(one["step"] and one["loss"] for one in message["agents"]))
+            os.kill(output["agents"][1]["pid"], signal.SIGKILL)
+            output = first.until(lambda message: states(message)[1] == "lost")
+            assert "SIGKILL" in output["agents"][1]["words"]
             stop.touch()
             assert first.rest()[0] == 0
             other.communicate(timeout=scaled(60))
@@ -204,17 +204,17 @@ def test_joined_agents_are_shown_and_failed_ones_with_their_exit_status(
         launched = [launch("--watch", *common, "--node-rank", 1)] if machines == 2 else []
         assert states(job.news())[2:] == ["not there"] * 2
         launched.append(launch("--join", job.where, "-n", 2))
-        said = job.until(
-            lambda said: (
-                all(one["step"] and one["loss"] for one in said["agents"])
-                and {*states(said)} <= {"computing", "waiting"}
+        output = job.until(
+            lambda message: (
+                all(one["step"] and one["loss"] for one in message["agents"])
+                and {*states(message)} <= {"computing", "waiting"}
             )
         )
-        assert [one["again"] for one in said["agents"]] == [0] * 4
-        events = [text for _, text, _ in said["events"]]
+        assert [one["again"] for one in output["agents"]] == [0] * 4
+        events = [text for _, text, _ in output["events"]]
         assert sorted(text for text in events if "joined" in text) == [f"rank {rank} has joined" for rank in (2, 3)]
-        os.kill(said["agents"][3]["pid"], signal.SIGKILL)
-        job.until(lambda said: states(said)[3] == "lost" and "SIGKILL" in said["agents"][3]["words"])
+        os.kill(output["agents"][3]["pid"], signal.SIGKILL)
+        job.until(lambda message: states(message)[3] == "lost" and "SIGKILL" in message["agents"][3]["words"])
         stop.touch()
         for one in launched:
             _, err = one.communicate(timeout=scaled(60))
@@ -222,16 +222,16 @@ def test_joined_agents_are_shown_and_failed_ones_with_their_exit_status(
         assert job.rest()[0] == 0
 
 
-def late(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
-    """By how many seconds each of the numbers that ``counting.py`` logged was seen later, of those that were."""
+def display_delays(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
+    """Delays in seconds between the logging of each number by ``counting.py`` and its display, if displayed."""
     lines = [line.split() for line in (folder / "logged").read_text().splitlines()]
     logged = {int(number): float(at) for number, at in lines}
     first, last = seen[0][1], seen[-1][1]  # where two came at once, the later one is shown
-    return [min(at for at, found in seen if found >= one) - logged[one] for one in range(first + 1, last + 1)]
+    return [min(at for at, result in seen if result >= index) - logged[index] for index in range(first + 1, last + 1)]
 
 
-def loss_in(said: dict[str, Any]) -> int:
-    return next((int(one["points"][-1][1]) for one in said["series"] if one["name"] == "loss"), 0)
+def loss_in(message: dict[str, Any]) -> int:
+    return next((int(one["points"][-1][1]) for one in message["series"] if one["name"] == "loss"), 0)
 
 
 @pytest.mark.soak  # of a quiet machine
@@ -241,10 +241,10 @@ def test_logged_values_are_served_within_a_second(start: Start, tmp_path: Path) 
     with urllib.request.urlopen(f"{job.address}news", timeout=45) as page:
         while not seen or seen[-1][1] < seen[0][1] + UPDATES:
             line = page.readline()
-            if line.startswith(b"data: ") and (found := loss_in(json.loads(line.removeprefix(b"data: ")))):
-                seen.append((time.time(), found))
+            if line.startswith(b"data: ") and (status := loss_in(json.loads(line.removeprefix(b"data: ")))):
+                seen.append((time.time(), status))
     (tmp_path / "stop").touch()
-    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert statistics.median(display_delays(tmp_path, seen)) < 1.0, display_delays(tmp_path, seen)
     assert job.rest()[0] == 0
 
 
@@ -261,7 +261,7 @@ def test_logged_values_are_on_the_page_within_a_second(start: Start, tmp_path: P
         page.until("return window.seen.length", lambda count: count > UPDATES)
         seen = [(at, int(text)) for at, text in page.run("return window.seen")]
     (tmp_path / "stop").touch()
-    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert statistics.median(display_delays(tmp_path, seen)) < 1.0, display_delays(tmp_path, seen)
     assert job.rest()[0] == 0
 
 
@@ -292,14 +292,14 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
     job = start("--watch", "-n", 4, "--on-failure", "continue", TRAIN, stop)
     with browser() as page:
         page.open(job.address)
-        # It loads, and all that is known is there.
+        # It loads, and shows all known data.
         page.until(FIGURE.format("loss, mean"), lambda text: text != DASH)
         page.until(FIGURE.format("consensus distance"), lambda text: text != DASH)
         page.until(FIGURE.format("a step"), lambda text: text.endswith("s"))
         assert {*page.run(STATES)} <= {"computing", "waiting"}
         drawn = "return [...document.querySelectorAll('#graph [data-edge]')].map(one => one.dataset.edge)"
         assert {"0-1", "1-2", "2-3", "3-0", "0-2"} <= {*page.run(drawn)}
-        page.until(STATES, lambda found: "waiting" in found)  # for the slow one
+        page.until(STATES, lambda texts: "waiting" in texts)  # for the slow one
         # It follows.
         updates = int(page.run("return document.body.dataset.updates"))
         step = int(page.run(FIGURE.format("step")))
@@ -308,10 +308,10 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
         # An agent is stopped, and one is killed.
         pids = [int(page.run(f"return {ROW.format(rank)}.cells[7].textContent").split(", ")[1]) for rank in range(4)]
         os.kill(pids[3], signal.SIGSTOP)
-        page.until(STATES, lambda found: found[3] == "stopped")
+        page.until(STATES, lambda texts: texts[3] == "stopped")
         os.kill(pids[3], signal.SIGCONT)
         os.kill(pids[2], signal.SIGKILL)
-        page.until(STATES, lambda found: found[2] == "lost" and found[3] != "stopped")
+        page.until(STATES, lambda texts: texts[2] == "lost" and texts[3] != "stopped")
         page.until("return document.getElementById('events').textContent", lambda text: "SIGKILL" in text)
         # Light and dark, and on a telephone.
         for scheme, ground_is_lighter in (("light", True), ("dark", False)):
@@ -325,8 +325,8 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
         stop.touch()
         assert job.rest()[0] == 0
         page.until("return document.getElementById('status').textContent", lambda text: text == ENDED)
-        asked = page.run("return performance.getEntriesByType('resource').map(one => one.name)")
-        assert asked and all(one.startswith(job.address) for one in asked)
+        requested = page.run("return performance.getEntriesByType('resource').map(one => one.name)")
+        assert requested and all(one.startswith(job.address) for one in requested)
         assert page.complaints() == []
 
 

@@ -1,4 +1,4 @@
-"""A small training run that whoever looks on can follow: until a file is there, agents take their time."""
+"""A small training run that can be watched: until a file exists, agents run slowly."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Parts:
     """Samples what the process does. A library's time is that of its caller."""
 
     def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
 
     def __enter__(self) -> Parts:
         signal.signal(signal.SIGPROF, self._sample)
@@ -36,16 +36,16 @@ class Parts:
         while frame is not None:
             file = Path(frame.f_code.co_filename)
             if file.parent == HERE:
-                self.found[f"simulation/{file.name}"] += 1
+                self.outcomes[f"simulation/{file.name}"] += 1
                 return
             if PACKAGE in file.parents:
-                self.found[f"shoal/{file.relative_to(PACKAGE).parts[0]}"] += 1
+                self.outcomes[f"shoal/{file.relative_to(PACKAGE).parts[0]}"] += 1
                 return
             frame = frame.f_back
 
     def __str__(self) -> str:
-        total = self.found.total()
-        return "\n".join(f"{count / total:6.1%}  {part}" for part, count in self.found.most_common())
+        total = self.outcomes.total()
+        return "\n".join(f"{count / total:6.1%}  {part}" for part, count in self.outcomes.most_common())
 
 
 def main() -> int:

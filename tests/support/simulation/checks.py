@@ -21,7 +21,7 @@ SLACK = 30.0
 
 @dataclass
 class Report:
-    """What a run showed: for each call of each agent its result, or its error."""
+    """The outcome of a run: for each call of each agent its result, or its error."""
 
     scenario: Scenario
     results: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -37,45 +37,47 @@ class Report:
     def digest(self) -> tuple[Any, ...]:
         """The same for every run of the same seed."""
         history = {(one.rank, one.start, one.step, one.call.number): one.result for one in self.history.entries}
-        said = {at: one.tobytes() if isinstance(one, np.ndarray) else str(one) for at, one in self.results.items()}
+        output = {at: one.tobytes() if isinstance(one, np.ndarray) else str(one) for at, one in self.results.items()}
         of_steps = {at: one.tobytes() if isinstance(one, np.ndarray) else str(one) for at, one in history.items()}
-        return self.steps, self.seconds, tuple(sorted(said.items())), tuple(sorted(of_steps.items()))
+        return self.steps, self.seconds, tuple(sorted(output.items())), tuple(sorted(of_steps.items()))
 
 
 def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[str]:
-    """What an agent has though nothing goes on. A result is kept until all have told that they have it, too.
+    """The state that an idle agent still holds. A result is kept until all agents have confirmed that they have it.
 
     Args:
         rank: The agent.
         engines: Of all agents.
-        failed: The names of its calls that have raised, of which tombstones stay.
+        failed: The names of its calls that have raised; their tombstones stay.
     """
     engine = engines[rank]
     matcher, sender, cache = engine.matcher, engine.sender, engine.result_cache
-    untold = {other: set(one.result_cache._unconfirmed) for other, one in engines.items()}
-    found = {
+    unconfirmed = {other: set(one.result_cache._unconfirmed) for other, one in engines.items()}
+    result = {
         "operations": matcher.in_flight(),
         "early messages": matcher.early,
         "questions": matcher.asks,
         "unanswered messages": sender._unacknowledged,
         "tombstones": [key for key in matcher._tombstones if key[0] not in failed],
         "results": [
-            key for key, one in cache.results.items() if any(key not in untold[other] for other in one.without)
+            key for key, one in cache.results.items() if any(key not in unconfirmed[other] for other in one.without)
         ],
     }
-    return [f"rank {rank} has {what} left: {one}" for what, one in found.items() if one]
+    return [f"rank {rank} has {what} left: {one}" for what, one in result.items() if one]
 
 
 def check(report: Report, crashed: set[int]) -> None:
     scenario, problems = report.scenario, report.problems
     if problems:
         return
-    waits = sum(one.seconds for one in scenario.faults if one.kind != "slow")
-    slow = any((one.kind == "slow" and one.seconds > 0.001) or one.kind == "missing call" for one in scenario.faults)
+    waits = sum(fault.seconds for fault in scenario.faults if fault.kind != "slow")
+    slow = any(
+        (fault.kind == "slow" and fault.seconds > 0.001) or fault.kind == "missing call" for fault in scenario.faults
+    )
     if report.seconds - 1000.0 > SLACK + waits and not slow:
         problems.append(f"it took {report.seconds - 1000.0:.1f} s, though nothing had to wait")
     problems += report.left
-    kinds = {one.kind for one in scenario.faults}
+    kinds = {fault.kind for fault in scenario.faults}
     for call in scenario.program.calls:
         _check_call(report, call, kinds, crashed)
     if scenario.on_loss == "continue" and crashed:
@@ -87,47 +89,49 @@ def check(report: Report, crashed: set[int]) -> None:
 
 def _check_call(report: Report, call: Call, kinds: set[str], crashed: set[int]) -> None:
     scenario, program = report.scenario, report.scenario.program
-    at = {one.rank for one in scenario.faults if one.at == call.number and one.kind in ("shape", "other call")}
-    missing = [one for one in scenario.faults if one.kind == "missing call"]
-    gone = {one.rank for one in scenario.faults if one.kind == "leaves"} | crashed
-    pending = {one.rank for one in scenario.faults if one.kind == "leaves pending"}
+    at = {fault.rank for fault in scenario.faults if fault.at == call.number and fault.kind in ("shape", "other call")}
+    missing = [fault for fault in scenario.faults if fault.kind == "missing call"]
+    departed = {fault.rank for fault in scenario.faults if fault.kind == "leaves"} | crashed
+    pending = {fault.rank for fault in scenario.faults if fault.kind == "leaves pending"}
     wrong, right = [], []
     for rank in range(program.size):
-        found = report.results.get((rank, call.number))
+        result = report.results.get((rank, call.number))
         if rank in crashed or (call.kind == "group" and rank not in call.members):
             continue
-        if found is None:
-            if rank not in gone | pending | report.never and not (
+        if result is None:
+            if rank not in departed | pending | report.never and not (
                 missing and (missing[0].rank, missing[0].at) == (rank, call.number)
             ):
                 report.problems.append(f"{call}: nothing came of it on rank {rank}")
-        elif isinstance(found, Exception):
+        elif isinstance(result, Exception):
             wrong.append(rank)
-            _check_error(report, call, rank, found, at or {one.rank for one in missing}, gone)
+            _check_error(report, call, rank, result, at or {one.rank for one in missing}, departed)
         else:
             right.append(rank)
             if scenario.on_loss == "continue":
                 continue
-            if rank not in at and not alike(found, program.expected(call, rank)):
-                report.problems.append(f"{call}: rank {rank} has {found[:5]}, not {program.expected(call, rank)[:5]}")
+            if rank not in at and not alike(result, program.expected(call, rank)):
+                report.problems.append(f"{call}: rank {rank} has {result[:5]}, not {program.expected(call, rank)[:5]}")
     if at and not wrong:
         report.problems.append(f"{call}: rank {min(at)} called it wrongly, and nobody heard of it")
     if scenario.on_loss == "continue":
         _check_survived(report, call, right, crashed)
-    said = {
-        str(found)[str(found).find(f"rank {one} has left") :]
-        for one in gone - crashed
+    output = {
+        str(result)[str(result).find(f"rank {one} has left") :]
+        for one in departed - crashed
         for rank in wrong
-        if isinstance(found := report.results[rank, call.number], PeerLost) and one in found.ranks
+        if isinstance(result := report.results[rank, call.number], PeerLost) and one in result.ranks
     }
-    if len(said) > 1 and call.kind != "window":  # of which some calls are one-sided
-        report.problems.append(f"{call}: one event has several outcomes: {sorted(said)}")
+    if len(output) > 1 and call.kind != "window":  # of which some calls are one-sided
+        report.problems.append(f"{call}: one event has several outcomes: {sorted(output)}")
 
 
-def _check_error(report: Report, call: Call, rank: int, error: Exception, at: set[int], gone: set[int]) -> None:
-    said = f"{call}: rank {rank} raised {type(error).__name__}: {error}"
+def _check_error(
+    report: Report, call: Call, rank: int, error: Exception, at: set[int], departed_ranks: set[int]
+) -> None:
+    output = f"{call}: rank {rank} raised {type(error).__name__}: {error}"
     if at:
-        missed = "missing call" in {one.kind for one in report.scenario.faults}  # until its agent has left
+        missed = "missing call" in {fault.kind for fault in report.scenario.faults}  # until its agent has left
 
         def fits(error: Any) -> bool:
             return isinstance(error, Mismatch) or (
@@ -135,14 +139,14 @@ def _check_error(report: Report, call: Call, rank: int, error: Exception, at: se
             )
 
         right = fits(error) or _follows(report, call, error, fits)
-    elif gone:
-        right = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
-        right = right or (rank in gone and isinstance(error, NotInitialized))
+    elif departed_ranks:
+        right = isinstance(error, PeerLost) and bool(set(error.ranks) & departed_ranks)
+        right = right or (rank in departed_ranks and isinstance(error, NotInitialized))
     else:  # a refusal that comes after a call has ended is raised by the next one
         late = partial(_is_late, report, call)
         right = late(error) or _follows(report, call, error, late)
     if not right:
-        report.problems.append(said)
+        report.problems.append(output)
 
 
 def _follows(report: Report, call: Call, error: Exception, fits: Callable[[Any], bool]) -> bool:
@@ -156,23 +160,25 @@ def _follows(report: Report, call: Call, error: Exception, fits: Callable[[Any],
 
 
 def _is_late(report: Report, call: Call, error: Any) -> bool:
-    faults = [one for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number]
-    return isinstance(error, Mismatch) and any(f"'call {one.at}'" in str(error) for one in faults)
+    faults = [
+        fault for fault in report.scenario.faults if fault.kind in ("shape", "other call") and fault.at < call.number
+    ]
+    return isinstance(error, Mismatch) and any(f"'call {fault.at}'" in str(error) for fault in faults)
 
 
 def _check_survived(report: Report, call: Call, right: list[int], crashed: set[int]) -> None:
-    """All that go on have the same average: of all agents, or of those that are left."""
+    """All survivors have the same average: of all agents, or of the survivors."""
     program = report.scenario.program
-    everybody = tuple(range(program.size))
-    left = tuple(rank for rank in everybody if rank not in crashed)
-    found = {rank: report.results[rank, call.number] for rank in right if rank not in crashed}
+    all_ranks = tuple(range(program.size))
+    left = tuple(rank for rank in all_ranks if rank not in crashed)
+    result = {rank: report.results[rank, call.number] for rank in right if rank not in crashed}
     fits = [
-        there
-        for there in {everybody, left}
-        if all(alike(one, program.expected(call, rank, there)) for rank, one in found.items())
+        participants
+        for participants in {all_ranks, left}
+        if all(alike(one, program.expected(call, rank, participants)) for rank, one in result.items())
     ]
-    if found and not fits:
-        report.problems.append(f"{call}: the agents have different averages: { {r: v[:3] for r, v in found.items()} }")
+    if result and not fits:
+        report.problems.append(f"{call}: the agents have different averages: { {r: v[:3] for r, v in result.items()} }")
 
 
 def alike(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Puts the simulated world in the place of the real one, and runs agents in it."""
+"""Replaces the real threads, clock and network with simulated ones, and runs agents on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-import shoal.windows.registry  # noqa: F401 - all that is to be replaced has been imported
+import shoal.windows.registry  # noqa: F401 - all modules with replaced names are imported
 from shoal import clock
 from shoal._signals import deferred
 from shoal.engine import engine as engines
@@ -33,7 +33,7 @@ SECRET = "SHOAL_SECRET"
 
 @lru_cache(maxsize=1)
 def _with_threads(_count: int) -> list[tuple[ModuleType, str]]:
-    """The modules that use threads or queues, and what they call them; for so many loaded modules."""
+    """The modules that use threads or queues, and their names for them; cached by the number of loaded modules."""
     core = [module for name, module in sys.modules.items() if name.startswith("shoal.")]
     locks = [(module, "threading") for module in core if getattr(module, "threading", None) is threading]
     queues = [(module, "SimpleQueue") for module in core if getattr(module, "SimpleQueue", None) is queue.SimpleQueue]
@@ -56,7 +56,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     scheduler, network = world.scheduler, world.network
     threads.use(scheduler)
 
-    def here(rank: int, incarnation: int = 0) -> PeerId:
+    def local_peer(rank: int, incarnation: int = 0) -> PeerId:
         return PeerId(
             rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, 1, incarnation
         )
@@ -85,7 +85,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(deferred, "_main", -1)
         put(bootstrap, "open_store", lambda *_: world.store)
         put(engines, "Poller", lambda: Poller(network))
-        put(router, "local_peer_id", here)
+        put(router, "local_peer_id", local_peer)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
         put(shared_regions, "_populate", lambda *_: None)  # a few pages of each area are touched
         put(status_socket, "here", status_socket.StatusSocket())  # agents that crash do not leave it
@@ -146,7 +146,7 @@ class Agents:
             self.start_one(rank)
 
     def start_one(self, rank: int) -> None:
-        """Start an agent, again if its process has ended, or as one that joins."""
+        """Start an agent: restarted if its process has ended, or new if it joins."""
         joins = int(0 < self._begin_with <= rank)
         launch = Launch(
             rank,
@@ -160,11 +160,11 @@ class Agents:
         self.world.scheduler.dead.discard(rank)
         self.returning.discard(rank)
         self.absent.discard(rank)
-        mine = AgentContext(launch, self.world.store, timeout=self._timeout)
-        self.contexts.append(mine)
-        self.world.scheduler.spawn(lambda: self._live(mine, rank), rank, f"agent-{rank}")
+        own = AgentContext(launch, self.world.store, timeout=self._timeout)
+        self.contexts.append(own)
+        self.world.scheduler.spawn(lambda: self._run_agent(own, rank), rank, f"agent-{rank}")
 
-    def _live(self, mine: AgentContext, rank: int) -> None:
+    def _run_agent(self, mine: AgentContext, rank: int) -> None:
         enter_context(mine)
         try:
             bootstrap.init(on_loss=self.on_loss)
@@ -215,9 +215,9 @@ class Agents:
 
     def end(self) -> None:
         self.world.scheduler.end()
-        for mine in self.contexts:
-            bootstrap._taken.pop(id(mine), None)
-            engine = mine.engine
+        for own in self.contexts:
+            bootstrap._taken.pop(id(own), None)
+            engine = own.engine
             if engine is not None:
                 with suppress(Exception):
                     engine.arena.close()

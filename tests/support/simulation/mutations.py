@@ -103,8 +103,8 @@ MUTATIONS = (
 """What part, which file, what is replaced by what: once."""
 AFFECTED: dict[str, Callable[[Scenario], bool]] = {
     **dict.fromkeys(("agreement", "recovery", "rejoin"), lambda scenario: scenario.on_loss == "continue"),
-    "calls pending": lambda scenario: any(one.kind == "leaves pending" for one in scenario.faults),
-    "resuming": lambda scenario: any(one.kind == "cut" for one in scenario.faults),
+    "calls pending": lambda scenario: any(fault.kind == "leaves pending" for fault in scenario.faults),
+    "resuming": lambda scenario: any(fault.kind == "cut" for fault in scenario.faults),
 }
 """The scenarios that reach a part, where few do. The others are not run."""
 
@@ -118,15 +118,15 @@ def first_failure(mutation: tuple[str, str, str, str], most: int, seconds: float
         text = path.read_text()
         assert text.count(old) >= 1, f"{name} has no {old!r}"
         path.write_text(text.replace(old, new, 1))
-        found = Path(folder, "found")
+        result = Path(folder, "found")
         child = os.fork()  # which has the libraries, and imports the package from the copy
         if child == 0:
             try:
-                found.write_text(_search(folder, part, most, seconds))
+                result.write_text(_search(folder, part, most, seconds))
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        return found.read_text() if found.exists() else "the process ended"
+        return result.read_text() if result.exists() else "the process ended"
 
 
 def _search(folder: str, part: str, most: int, seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""Streams of bytes between agents, in the place of TCP sockets: cut into pieces, delayed, broken, parted.
+"""Simulated TCP sockets between agents: streams are cut into pieces, delayed, broken, partitioned.
 
-A socket here has the calls that the transport makes. What it does where a connection ends follows Linux: what has come
-is read before an error is; who closes with something unread resets the connection.
+A socket here has the calls that the transport makes. Its behaviour at the end of a connection follows Linux. Received
+bytes are read before an error. Closing a socket with unread bytes resets the connection.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Socket:
         self.lowest = 1
         self.watchers: list[Poller] = []
 
-    # What the transport calls
+    # The calls of the transport
 
     def fileno(self) -> int:
         return self.number
@@ -139,7 +139,7 @@ class Socket:
         if peer is not None:
             self.network.disconnect(self, peer, bool(self.unread))
 
-    # What the network does
+    # The behaviour of the network
 
     def ready(self) -> int:
         if self.number < 0:  # its process has crashed: epoll forgets a descriptor that is closed
@@ -149,7 +149,7 @@ class Socket:
         if self.error is not None:
             return READ | WRITE
         room, peer, unread = self.network.weather.room, self.peer, len(self.unread)
-        # The kernel makes room for what is asked for.
+        # The kernel makes room for the requested size.
         events = READ if unread >= self.lowest or self.ended or (self.lowest > 1 and unread >= room // 2) else 0
         if peer is not None and len(peer.unread) + peer.coming < room:
             events |= WRITE
@@ -188,7 +188,7 @@ class Network:
         self.scheduler, self.weather = scheduler, weather
         self.sockets: dict[int, Socket] = {}
         self.listeners: dict[tuple[str, int], Socket] = {}
-        self.parted: dict[tuple[int, int], float] = {}  # pairs of agents, until when
+        self.partitioned: dict[tuple[int, int], float] = {}  # pairs of agents, until when
         self.log: Callable[[str], None] = lambda what: None
         self._numbers = 10_000
 
@@ -213,8 +213,8 @@ class Network:
 
     def start_connecting(self, address: str, port: int) -> Socket:
         sock = Socket(self, self._me())
-        there = int(address.rpartition(".")[2]) - 1
-        heals = self._heals(sock.agent, there)
+        destination = int(address.rpartition(".")[2]) - 1
+        heals = self._heals(sock.agent, destination)
         if heals - self.scheduler.now > SYN_SECONDS:
             self.scheduler.at(self.scheduler.now + SYN_SECONDS, sock.fail, errno.ETIMEDOUT)
         else:
@@ -245,12 +245,12 @@ class Network:
         return self.scheduler.chance.random() * self.weather.latency
 
     def _heals(self, one: int, other: int) -> float:
-        return self.parted.get((min(one, other), max(one, other)), 0.0) if self.parted else 0.0
+        return self.partitioned.get((min(one, other), max(one, other)), 0.0) if self.partitioned else 0.0
 
     def _when(self, source: Socket, to: Socket) -> float:
         scheduler = self.scheduler
         now = scheduler.now
-        if self.parted:
+        if self.partitioned:
             now = max(now, self._heals(source.agent, to.agent))
         when = now + scheduler.chance.random() * self.weather.latency
         if when > to.last:
@@ -270,29 +270,31 @@ class Network:
     def disconnect(self, source: Socket, to: Socket, reset: bool) -> None:
         self.scheduler.at(self._when(source, to), to.end, reset)
 
-        def gone() -> None:  # what it sends from now on is answered by a reset
+        def reset_peer() -> None:  # its later packets are answered by a reset
             if to.number >= 0 and to.peer is source:
                 to.peer = None
                 if to.error is None and not reset:
                     to.peer = _Nobody(self, to)
 
-        self.scheduler.at(to.last, gone)
+        self.scheduler.at(to.last, reset_peer)
 
     def cut(self, one: int, other: int) -> int:
         """Break the connections between two agents; how many."""
-        found = [sock for sock in self.sockets.values() if sock.peer and {sock.agent, sock.peer.agent} == {one, other}]
-        for sock in found:
+        results = [
+            sock for sock in self.sockets.values() if sock.peer and {sock.agent, sock.peer.agent} == {one, other}
+        ]
+        for sock in results:
             sock.fail(errno.ECONNRESET)
-        return len(found)
+        return len(results)
 
     def part(self, groups: list[list[int]], seconds: float) -> None:
         """Nothing passes between groups of agents for some time."""
         heals = self.scheduler.now + seconds
-        for a, mine in enumerate(groups):
-            for theirs in groups[a + 1 :]:
-                for one in mine:
-                    for other in theirs:
-                        self.parted[min(one, other), max(one, other)] = heals
+        for a, own in enumerate(groups):
+            for remote in groups[a + 1 :]:
+                for one in own:
+                    for other in remote:
+                        self.partitioned[min(one, other), max(one, other)] = heals
                         if seconds > DEAD_HOST_SECONDS:
                             self._give_up(one, other)
 
@@ -323,7 +325,7 @@ class _Nobody(Socket):
 
 
 class Poller:
-    """As ``transport/poller.py``, for these sockets. It looks only at those that have changed since they were idle."""
+    """As ``transport/poller.py``, on these sockets. It checks only sockets that have changed since they were idle."""
 
     def __init__(self, network: Network) -> None:
         self._network, self._scheduler = network, network.scheduler
@@ -345,10 +347,10 @@ class Poller:
         self.notice(number)
 
     def remove(self, number: int) -> None:
-        found = self._watched.pop(number, None)
+        result = self._watched.pop(number, None)
         self._changed.pop(number, None)
-        if found is not None:
-            found[0].watchers.remove(self)
+        if result is not None:
+            result[0].watchers.remove(self)
 
     def notice(self, number: int) -> None:
         self._changed[number] = None
@@ -366,9 +368,9 @@ class Poller:
             watched = self._watched.get(number)
             if watched is not None:
                 sock, callback, events = watched
-                found = sock.ready() & (events | READ)
-                if found & events:
-                    due.append((callback, found))
+                result = sock.ready() & (events | READ)
+                if result & events:
+                    due.append((callback, result))
                     continue
             del self._changed[number]  # until it changes again
         return due

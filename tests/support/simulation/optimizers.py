@@ -1,4 +1,4 @@
-"""Decentralized SGD as one of the drawn programs, and what its steps must give, computed with NumPy.
+"""Decentralized SGD as one of the drawn programs, and the expected results of its steps, computed with NumPy.
 
 The gradient of an agent at a step is drawn with the program and is the same at every point, so that a step is linear.
 """
@@ -45,8 +45,8 @@ STYLES = tuple(Style(adapts_first, one_peer) for adapts_first in (True, False) f
 
 @lru_cache(maxsize=4096)
 def _matrix(style: Style, graph: nx.DiGraph, number: int, gone: tuple[int, ...]) -> Array:
-    whole: Schedule = OnePeerExponential(len(graph)) if style.one_peer else Static(graph, weighted=False)
-    return (Without(whole, gone) if gone else whole).matrix(number)
+    full: Schedule = OnePeerExponential(len(graph)) if style.one_peer else Static(graph, weighted=False)
+    return (Without(full, gone) if gone else full).matrix(number)
 
 
 class Point(torch.nn.Module):
@@ -79,7 +79,7 @@ def take_step(
 
 
 def row_applied(style: Style, row: Array, rank: int, x: Array, gradients: Array) -> Array:
-    """What a step gives to an agent that averages with these weights; ``x`` and ``gradients`` are of all agents."""
+    """The result of a step on an agent that averages with these weights; ``x`` and ``gradients`` are of all agents."""
     if style.adapts_first:
         return row @ (x - RATE * gradients)
     return row @ x - RATE * gradients[rank]

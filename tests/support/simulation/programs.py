@@ -80,7 +80,7 @@ class Call:
 
 @dataclass
 class Program:
-    """What the agents of a run do, by rank and in order.
+    """The calls of the agents of a run, by rank and in order.
 
     Attributes:
         order: By rank: the numbers of the calls as it makes them, and -n - 1 where it waits for call n.
@@ -114,14 +114,14 @@ class Program:
         return Program(size, chance.choice(list(TOPOLOGIES)), calls, chance.randrange(1 << 30), kinds)
 
     def order(self, rank: int) -> list[tuple[str, Call]]:
-        """What one agent does: begins a call, or waits for one that it has begun."""
+        """The schedule of one agent: it begins a call, or waits for a call that it has begun."""
         chance = random.Random(f"{self.seed} {rank}")
         done: list[tuple[str, Call]] = []
         waiting: list[Call] = []
         burst: list[Call] = []
-        for call in [*(one for one in self.calls if not one.spans), None]:
+        for call in [*(call for call in self.calls if not call.spans), None]:
             if call is not None and not call.blocking:
-                burst.append(call)  # those that are together may begin in any order
+                burst.append(call)  # calls of one group may begin in any order
                 continue
             chance.shuffle(burst)
             for one in burst:
@@ -159,38 +159,38 @@ class Program:
             self._drawn[key] = chance.integers(-8, 9, (self.size, call.elements)).astype(np.float64)
         return self._drawn[key]
 
-    def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
-        """What a call gives to an agent, when ``there`` take part (all, where none are named)."""
-        ranks = there or tuple(range(self.size))
-        x = {one: self.numbers(call, one) for one in range(self.size)}
-        kind, mine = call.kind, x[rank]
+    def expected(self, call: Call, rank: int, participants: tuple[int, ...] = ()) -> Array:
+        """The expected result of a call on an agent, when ``there`` take part (all, by default)."""
+        ranks = participants or tuple(range(self.size))
+        x = {index: self.numbers(call, index) for index in range(self.size)}
+        kind, own = call.kind, x[rank]
         if kind in ("static", "compressed", "window"):
-            return sum((x[one] for one in self.sources[rank]), mine) / (len(self.sources[rank]) + 1)
+            return sum((x[source] for source in self.sources[rank]), own) / (len(self.sources[rank]) + 1)
         if kind == "grouped":
-            both = sum((x[one] for one in self.sources[rank]), mine) / (len(self.sources[rank]) + 1)
+            both = sum((x[source] for source in self.sources[rank]), own) / (len(self.sources[rank]) + 1)
             return np.concatenate([both, 2 * both])
         if kind in ("push", "pull", "push-pull"):
             weight = {one: call.sends[one].get(rank) for one in ranks}
             power = 2 if kind == "push-pull" else 1
-            return sum((w**power * x[one] for one, w in weight.items() if w is not None), 0.5 * mine)
+            return sum((w**power * x[one] for one, w in weight.items() if w is not None), 0.5 * own)
         if kind == "group":
-            return sum(x[one] for one in call.members) / len(call.members)
+            return sum(x[member] for member in call.members) / len(call.members)
         if kind in ("average", "sum"):
-            total = sum(x[one] for one in ranks)
+            total = sum(x[rank] for rank in ranks)
             return total / len(ranks) if kind == "average" else total
         if kind == "max":
-            return np.max([x[one] for one in ranks], axis=0)
+            return np.max([x[rank] for rank in ranks], axis=0)
         if kind in ("broadcast", "object"):
             return x[call.root]
         if kind == "allgather":
-            return np.concatenate([x[one] for one in ranks])
+            return np.concatenate([x[rank] for rank in ranks])
         if kind == "optimizer":
             if call.number not in self._stepped:
                 gradients = [self.drawn(call, step) for step in range(optimizers.STEPS)]
                 self._stepped[call.number] = optimizers.after(call.style, self.graph, self.drawn(call), gradients)
             return self._stepped[call.number][rank]
         if kind == "neighbor_allgather":
-            return np.concatenate([np.zeros(0), *(x[one] for one in self.sources[rank])])
+            return np.concatenate([np.zeros(0), *(x[source] for source in self.sources[rank])])
         return np.zeros(0)
 
     def begin(self, call: Call, rank: int, tensor: torch.Tensor) -> Any:
@@ -254,14 +254,14 @@ def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:
     shoal.bluefog.win_create(tensor.clone(), name)
     shoal.bluefog.win_put(tensor, name, require_mutex=True)
     shoal.barrier(name=f"{name}: all have put")
-    found = shoal.bluefog.win_update(name, clone=True)
+    result = shoal.bluefog.win_update(name, clone=True)
     shoal.barrier(name=f"{name}: all have read")
     shoal.bluefog.win_free(name)
-    return found
+    return result
 
 
 def as_array(result: Any) -> Array:
-    """What a call gave, as one flat array."""
+    """The result of a call, as one flat array."""
     if isinstance(result, torch.Tensor):
         return result.detach().numpy().reshape(-1).astype(np.float64, copy=False)
     if isinstance(result, list) and result and isinstance(result[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""One run: drawn from a seed, simulated, checked; and a shorter one that fails as well."""
+"""One run: drawn from a seed, simulated, checked; and shrunk to a shorter failing run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .fleet import Agents, Simulated, simulated
 from .programs import as_array
 from .scenarios import Fault, Scenario
 from .scheduler import Stuck
-from .training import Training, live_training
+from .training import Training, run_training
 
 TIMEOUT = 60.0
 """Seconds for each call. Virtual, as all time here."""
 NOTICED = 1.0
-"""Seconds after which all agents count one that has crashed as lost."""
+"""Seconds after which all agents count a crashed one as lost."""
 LATER = 50
 """Steps after which a crash that would leave no member is tried again."""
 
@@ -37,20 +37,20 @@ def run(scenario: Scenario) -> Report:
     level = log.level
     log.setLevel(logging.CRITICAL)
     with simulated(scenario.seed, scenario.weather) as world:
-        joins = any(one.kind == "joins" for one in scenario.faults)
+        joins = any(fault.kind == "joins" for fault in scenario.faults)
         begin_with = program.size - 1 if joins else 0
         agents = Agents(world, program.size, TIMEOUT, scenario.on_loss, begin_with)
         faults = Faults(world, agents, scenario)
         if isinstance(program, Training):
-            live = live_training(program, world, agents, report.history, faults.over, faults.departs)
+            run_calls = run_training(program, world, agents, report.history, faults.over, faults.departs)
         else:
-            live = _calls(world, agents, report)
+            run_calls = _calls(world, agents, report)
         ended: set[int] = set()
         looked: dict[int, float] = {}
         calm = not scenario.faults or isinstance(program, Training)
 
-        def live_and_look(rank: int) -> None:
-            if not live(rank):
+        def run_and_check(rank: int) -> None:
+            if not run_calls(rank):
                 return
             ended.add(rank)
             while calm and len(ended) + len(agents.failed) < program.size:
@@ -61,9 +61,9 @@ def run(scenario: Scenario) -> Report:
             report.left += left_behind(rank, agents.engines, report.history.failed(rank)) if calm else []
             world.scheduler.sleep(0.5)
 
-        agents.start(live_and_look)
+        agents.start(run_and_check)
         try:
-            slow = any(one.kind == "slow" and one.seconds > 0.001 for one in scenario.faults)
+            slow = any(fault.kind == "slow" and fault.seconds > 0.001 for fault in scenario.faults)
             agents.run((10 if slow else 3) * TIMEOUT)
         except Stuck as error:
             report.problems.append(f"{error}; rank(s) {sorted(set(range(program.size)) - agents.done)} have not ended")
@@ -71,7 +71,7 @@ def run(scenario: Scenario) -> Report:
         crashed = set(world.scheduler.dead)
         if not isinstance(program, Training):  # where a crash that came late, or after that, is not known yet
             last = max(agents.crashed.values(), default=0.0) + NOTICED
-            report.members = {rank: there for rank, there in report.members.items() if looked[rank] > last}
+            report.members = {rank: ranks for rank, ranks in report.members.items() if looked[rank] > last}
         for rank, ended_by in agents.failed.items():
             if rank not in crashed and not (crashed and isinstance(ended_by, PeerLost)):
                 report.problems.append(f"rank {rank} ended with {type(ended_by).__name__}: {ended_by}")
@@ -90,28 +90,28 @@ class Faults:
 
     def __init__(self, world: Simulated, agents: Agents, scenario: Scenario) -> None:
         self._world, self._agents, self._size = world, agents, scenario.program.size
-        self._to_come: set[Fault] = set()
+        self._pending: set[Fault] = set()
         scheduler = world.scheduler
-        for one in scenario.faults:
-            if one.kind == "slow":
-                scheduler.slow[one.rank] = one.seconds
-            elif one.kind == "joins":
-                scheduler.at(scheduler.now + one.seconds, agents.start_one, one.rank)
-            elif one.kind == "departs":
-                self._to_come.add(one)
-            elif one.kind in ("cut", "partition", "crash", "returns"):
-                self._to_come.add(one)
-                scheduler.at_step(one.at, lambda one=one: self._happen(one))  # type: ignore[misc]
+        for fault in scenario.faults:
+            if fault.kind == "slow":
+                scheduler.slow[fault.rank] = fault.seconds
+            elif fault.kind == "joins":
+                scheduler.at(scheduler.now + fault.seconds, agents.start_one, fault.rank)
+            elif fault.kind == "departs":
+                self._pending.add(fault)
+            elif fault.kind in ("cut", "partition", "crash", "returns"):
+                self._pending.add(fault)
+                scheduler.at_step(fault.at, lambda one=fault: self._happen(one))  # type: ignore[misc]
 
     def over(self) -> bool:
         """All faults have been, and all agents that come back have been started again."""
-        return not self._to_come and not self._world.scheduler.dead and not self._agents.returning
+        return not self._pending and not self._world.scheduler.dead and not self._agents.returning
 
     def departs(self, rank: int, step: int) -> bool:
         """Whether an agent leaves before this step of its training, to be started again."""
-        for one in self._to_come:
+        for one in self._pending:
             if one.kind == "departs" and one.rank == rank and one.at <= step and self._agents.loaded - {rank}:
-                self._to_come.discard(one)
+                self._pending.discard(one)
                 self._agents.depart(rank, one.seconds)
                 return True
         return False
@@ -122,7 +122,7 @@ class Faults:
             # Nobody could hand over the state of the run, or not all have met.
             self._world.scheduler.at_step(self._world.scheduler.steps + LATER, lambda: self._happen(fault))
             return
-        self._to_come.discard(fault)
+        self._pending.discard(fault)
         if fault.kind == "cut":
             self._world.network.cut(rank, fault.other)
         elif fault.kind == "partition":
@@ -135,13 +135,13 @@ class Faults:
 
 
 def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], bool]:
-    """What an agent does: the calls of its program, each with the fault that is drawn for it."""
+    """Run an agent: the calls of its program, each with its drawn fault."""
     scenario = report.scenario
     program = scenario.program
-    by_call = {(one.rank, one.at): one.kind for one in scenario.faults}
-    pending = {one.rank for one in scenario.faults if one.kind == "leaves pending"}
+    by_call = {(fault.rank, fault.at): fault.kind for fault in scenario.faults}
+    pending = {fault.rank for fault in scenario.faults if fault.kind == "leaves pending"}
 
-    def live(rank: int) -> bool:
+    def run_calls(rank: int) -> bool:
         """False where it leaves early."""
         shoal.set_topology(program.graph)
         handles: dict[int, Any] = {}
@@ -173,11 +173,11 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
                 report.results[rank, call.number] = error
         return True
 
-    return live
+    return run_calls
 
 
 def shrunk(scenario: Scenario, tries: int = 150) -> Scenario:
-    """A shorter one that fails as well: with fewer faults and calls."""
+    """A shorter run that fails as well, with fewer faults and calls."""
     changed = True
     while changed and tries > 0:
         changed = False

@@ -1,4 +1,4 @@
-"""What a seed decides: the program, the network, and the faults."""
+"""The draws of a seed: the program, the network, and the faults."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ONLY = {CONTINUED: ("average",), "leaves pending": ONE_EXCHANGE}
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong: at a step of the scheduler, or at a call of an agent.
+    """A fault: at a step of the scheduler, or at a call of an agent.
 
     Attributes:
         kind: One of :data:`FAULTS`.
         at: The step, or the number of the call.
-        rank, other: Whom it befalls; whom the connection leads to.
+        rank, other: The affected agent; the peer of the connection.
         seconds: How long it lasts.
     """
 
@@ -132,9 +132,9 @@ def _how_many(chance: random.Random, kind: str) -> int:
 def _cut_again(chance: random.Random, faults: list[Fault]) -> list[Fault]:
     """Cuts that follow others on the same connections so soon that these may still be sending again."""
     return [
-        replace(one, at=one.at + chance.choice((5, 15, 50)) + chance.randrange(10))
-        for one in faults
-        if one.kind == "cut" and chance.random() < 0.5
+        replace(fault, at=fault.at + chance.choice((5, 15, 50)) + chance.randrange(10))
+        for fault in faults
+        if fault.kind == "cut" and chance.random() < 0.5
     ]
 
 

@@ -1,4 +1,4 @@
-"""Greenlets in the place of threads, and virtual time: one thing happens after another, in an order drawn by a seed."""
+"""Greenlets replace threads, with virtual time: one event at a time, in an order drawn by a seed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Task:
         self.waits = 0  # how often it has waited, so that a late timer is recognised
         self._scheduler = scheduler
         self._run = run
-        self.greenlet = greenlet(self._live, scheduler.hub)
+        self.greenlet = greenlet(self._main, scheduler.hub)
         self.greenlet.gr_context = contextvars.Context()
         self.joined: list[Task] = []
 
-    def _live(self) -> None:
+    def _main(self) -> None:
         try:
             self._run()
         finally:
@@ -173,7 +173,7 @@ class Scheduler:
             self.current = None
 
     def end(self) -> None:
-        """End all that is left."""
+        """End all remaining tasks."""
         self.over = True
         torch.set_grad_enabled(True)
         for task in self.tasks:

@@ -113,15 +113,15 @@ class Condition:
         try:
             _scheduler.block(_until(timeout))
         finally:
-            came = me not in self.waiting
-            if not came:
+            notified = me not in self.waiting
+            if not notified:
                 self.waiting.remove(me)
             if not _scheduler.over:
                 lock.acquire()
             else:
                 lock.owner = me
             lock.depth = depth
-        return came
+        return notified
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         until = _until(timeout)

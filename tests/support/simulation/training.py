@@ -1,7 +1,7 @@
-"""A script that goes on after losses: the same calls in each step, then ``Checkpoint.save``, where agents enter.
+"""A script that survives losses: the same calls in each step, then ``Checkpoint.save``, where agents enter.
 
 Each tensor begins with the unit vector of its agent. So the result of an average begins with the weights it was made
-with, and that of a collective tells who took part.
+with, and the result of a collective shows its participants.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Entry:
     Attributes:
         start: How often the agent had been started.
         before, after: The agent's plan when it made the call and when the call had ended.
-        members: The agents that it counted as members when the call had ended. It may know then that an agent of its
-            plan has left, and the others have not agreed on that yet.
-        result: What it gave, or raised; None where the agent crashed before that.
+        members: The agents that it counted as members when the call had ended. It may know by then that an agent of its
+            plan has left, before the others have agreed on it.
+        result: Its value or exception; None where the agent crashed before its end.
     """
 
     rank: int
@@ -58,25 +58,25 @@ class Entry:
 
 @dataclass
 class History:
-    """What the agents of a run saw.
+    """The observations of the agents of a run.
 
     Attributes:
-        there: By step, and by rank and start: what each agent took for the members at its end.
-        reached: By rank and start: the last step that was begun, or one more where the agent has ended well.
+        participants: By step, and by rank and start: the members at its end, as each agent counted them.
+        reached: By rank and start: the last step begun, or its successor where the agent has ended well.
         steps: By rank: the number of steps that it ended with.
         plans: By rank: its plan at the end.
     """
 
     entries: list[Entry] = field(default_factory=list)
-    there: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    participants: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
     reached: dict[tuple[int, int], int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
 
     def agreed(self, rank: int, start: int, step: int) -> bool:
-        """Whether the agent went on to the next step: only with those that had ended this one, too.
+        """Whether the agent reached the next step: only together with agents that had ended this one, too.
 
-        What an agent has seen that crashed before may be seen by nobody else.
+        The result of an agent that crashed before that may be known to no other agent.
         """
         return self.reached.get((rank, start), -1) > step
 
@@ -113,16 +113,16 @@ class _Progress:
     """How many steps all have been there; handed over to agents that enter."""
 
     def __init__(self) -> None:
-        self.whole = 0
+        self.full_steps = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"whole": self.whole}
+        return {"whole": self.full_steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.whole = state["whole"]
+        self.full_steps = state["whole"]
 
 
-def live_training(
+def run_training(
     program: Training,
     world: Simulated,
     agents: Agents,
@@ -130,14 +130,14 @@ def live_training(
     over: Callable[[], bool],
     departs: Callable[[int, int], bool],
 ) -> Callable[[int], bool]:
-    """What an agent does, from ``init()`` to ``shutdown()``.
+    """Run an agent, from ``init()`` to ``shutdown()``.
 
     Args:
         over: No fault is to come.
         departs: Whether an agent leaves before a step.
     """
 
-    def live(rank: int) -> bool:
+    def run_agent(rank: int) -> bool:
         shoal.set_topology(program.graph)
         me = rank, agents.starts[rank]
         one = _Agent(program, world, agents.engines[rank], history, *me)
@@ -145,33 +145,33 @@ def live_training(
         checkpoint = shoal.Checkpoint(progress=progress, **one.parts)
         step = checkpoint.load(None, missing_ok=True)
         agents.loaded.add(rank)
-        while progress.whole < AFTER:
+        while progress.full_steps < AFTER:
             history.reached[me] = step
             if departs(rank, step):
                 return False
             one.take(step)
-            found = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
-            there = tuple(int(row[0]) for row in found)
-            history.there.setdefault(step, {})[me] = there
-            whole = len(there) == program.size and all(row[1] for row in found)
-            progress.whole = progress.whole + 1 if whole else 0
-            begun = one.begin_spanning(step, there)
+            result = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
+            participants = tuple(int(row[0]) for row in result)
+            history.participants.setdefault(step, {})[me] = participants
+            full = len(participants) == program.size and all(row[1] for row in result)
+            progress.full_steps = progress.full_steps + 1 if full else 0
+            started = one.begin_spanning(step, participants)
             checkpoint.save(None, step + 1)
-            one.end_spanning(step, there, begun)
+            one.end_spanning(step, participants, started)
             step += 1
-            if not progress.whole:
+            if not progress.full_steps:
                 world.scheduler.sleep(PAUSE)
-            assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {there}"
+            assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {participants}"
         history.steps[rank] = history.reached[me] = step
         history.plans[rank] = agents.engines[rank].agreement.now
         return True
 
-    return live
+    return run_agent
 
 
-def _latest(call: Call, step: int, there: tuple[int, ...]) -> int:
+def _latest(call: Call, step: int, participants: tuple[int, ...]) -> int:
     """The agent that begins a call after the step has ended. An agent that enters then takes no part in it."""
-    return there[(step + call.number) % len(there)]
+    return participants[(step + call.number) % len(participants)]
 
 
 class _Agent:
@@ -199,12 +199,12 @@ class _Agent:
             if what == "wait":
                 if call.number in handles:
                     entry, handle = handles.pop(call.number)
-                    self._note(entry, handle.wait)
+                    self._record(entry, handle.wait)
                 continue
             entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
             self._history.entries.append(entry)
             if call.kind == "optimizer":
-                self._note(entry, partial(self._optimize, step, call))
+                self._record(entry, partial(self._optimize, step, call))
                 continue
             tensor = torch.from_numpy(self._program.at(step, call, self._rank))
             try:
@@ -217,20 +217,20 @@ class _Agent:
             else:
                 self._end(entry, as_array(given))
 
-    def begin_spanning(self, step: int, there: tuple[int, ...]) -> Handles:
-        """Begin the calls that span the end of a step, but for those that this agent begins later."""
+    def begin_spanning(self, step: int, participants: tuple[int, ...]) -> Handles:
+        """Begin the calls that span the end of a step, except the calls that this agent begins later."""
         handles: Handles = {}
         for call in self._program.calls:
-            if call.spans and len(there) > 2 and self._rank != _latest(call, step, there):
+            if call.spans and len(participants) > 2 and self._rank != _latest(call, step, participants):
                 self._begin(step, call, handles)
         return handles
 
-    def end_spanning(self, step: int, there: tuple[int, ...], handles: Handles) -> None:
+    def end_spanning(self, step: int, participants: tuple[int, ...], handles: Handles) -> None:
         for call in self._program.calls:
-            if call.spans and self._rank == _latest(call, step, there) and len(there) > 2:
+            if call.spans and self._rank == _latest(call, step, participants) and len(participants) > 2:
                 self._begin(step, call, handles)
         for entry, handle in handles.values():
-            self._note(entry, handle.wait)
+            self._record(entry, handle.wait)
 
     def _begin(self, step: int, call: Call, handles: Handles) -> None:
         entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
@@ -241,7 +241,7 @@ class _Agent:
         except shoal.ShoalError as error:
             self._end(entry, error)
 
-    def _note(self, entry: Entry, call: Callable[[], Any]) -> None:
+    def _record(self, entry: Entry, call: Callable[[], Any]) -> None:
         try:
             result = as_array(call())
         except shoal.ShoalError as error:

@@ -1,8 +1,8 @@
-"""Compares what a training showed with the model: who took part in each call, and what it gave them.
+"""Compares a training's outcome with the model: the participants of each call, and their results.
 
 While no agent sees the plan change, a call is that of the plan's members. A call during which some do may be that of
 the members before or after, and an average may lack what lost agents have not sent: its weight is then the receiver's.
-An average may also lack what an agent has not sent that the receiver knows to have left, before all agree on it.
+An average may also lack an unsent tensor of an agent that the receiver knows to have left, before all agree on it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ def check(report: Report, program: Training) -> None:
     problems, history = report.problems, report.history
     if problems:
         return
-    everybody = tuple(range(program.size))
-    waits = sum(one.seconds for one in report.scenario.faults if one.kind != "slow")
-    slow = any(one.kind == "slow" and one.seconds > 0.001 for one in report.scenario.faults)
+    all_ranks = tuple(range(program.size))
+    waits = sum(fault.seconds for fault in report.scenario.faults if fault.kind != "slow")
+    slow = any(fault.kind == "slow" and fault.seconds > 0.001 for fault in report.scenario.faults)
     if report.seconds - 1000.0 > SLACK + waits and not slow:
         problems.append(f"it took {report.seconds - 1000.0:.1f} s, though nothing had to wait")
     problems += report.left
-    problems += [f"rank {rank} counts {ranks} as alive" for rank, ranks in report.members.items() if ranks != everybody]
+    problems += [f"rank {rank} counts {ranks} as alive" for rank, ranks in report.members.items() if ranks != all_ranks]
     if len(set(history.steps.values())) != 1 or len(history.steps) != program.size:
         problems.append(f"the agents ended after different steps: {history.steps}")
     if len(set(history.plans.values())) != 1 or any(plan.gone for plan in history.plans.values()):
         problems.append(f"the agents ended with different plans: {history.plans}")
-    for step, there in history.there.items():
-        if len({ranks for me, ranks in there.items() if history.agreed(*me, step)}) > 1:
-            problems.append(f"step {step}: the agents have different members: {there}")
-    lost = {one.rank for one in report.scenario.faults if one.kind in ("returns", "joins", "departs")}
+    for step, participants in history.participants.items():
+        if len({ranks for me, ranks in participants.items() if history.agreed(*me, step)}) > 1:
+            problems.append(f"step {step}: the agents have different members: {participants}")
+    failed = {fault.rank for fault in report.scenario.faults if fault.kind in ("returns", "joins", "departs")}
     by_call: dict[tuple[int, int], list[Entry]] = {}
     for entry in history.entries:
         by_call.setdefault((entry.step, entry.call.number), []).append(entry)
     for (step, _), entries in by_call.items():
         agreed = [one for one in entries if history.agreed(one.rank, one.start, step)]
-        for problem in _Event(program, step, entries, agreed, lost).problems():
+        for problem in _Event(program, step, entries, agreed, failed).problems():
             problems.append(f"step {step}, {entries[0].call}: {problem}")
 
 
 def _between(gone: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
-    """All sets between those that all plans are without and those that some are without, ascending."""
+    """All sets between the ranks missing in every plan and the ranks missing in some plan, ascending."""
     always = set(gone[0]).intersection(*gone)
     sometimes = sorted(set().union(*gone) - always)
     for count in range(len(sometimes) + 1):
@@ -66,9 +66,9 @@ class _Event:
     """One call of all agents at one step.
 
     Attributes:
-        ended: What came of it on the agents that all agree with.
-        plans: All that an agent had before or after it.
-        gone: The ranks that it may have been without: in one of these plans, or in one that came between.
+        ended: The outcomes on the agents whose plans agree.
+        plans: All plans of an agent before or after it.
+        gone: The ranks that it may lack: in one of these plans, or in a plan between them.
         calm: The plan was the same for all, and all agents that began have ended.
         lacking: By rank: the agents of which a neighbour's average there may lack the tensor.
     """
@@ -80,7 +80,7 @@ class _Event:
         self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
         self.calm = len(self.plans) == 1 and len(self.ended) == len(entries)
         departed = {one.rank: set(self._members(one.before.gone)).difference(one.members) for one in agreed}
-        self.lacking = {rank: there if self.calm else lost - {rank} for rank, there in departed.items()}
+        self.lacking = {rank: participants if self.calm else lost - {rank} for rank, participants in departed.items()}
         gone = [plan.gone for plan in self.plans]
         if len({plan.entered for plan in self.plans}) > 1:  # an agent may be lost and admitted again between two plans
             gone.append(tuple(lost - {one.rank for one in agreed}))
@@ -117,24 +117,24 @@ class _Event:
             yield f"ranks {[one.rank for one in failed]} of {[one.rank for one in self.ended]} raised"
 
     def _collective(self) -> Iterable[str]:
-        """All have the same, of all that the plan names."""
+        """All have the same result, over all agents of the plan."""
         size, results = self.program.size, [one.result for one in self.ended]
         if any(not np.array_equal(one, results[0]) for one in results):
             yield f"the agents have different results: {[one[:size] for one in results]}"
             return
         if not results:
             return
-        found = results[0]
+        result = results[0]
         if self.call.kind == "allgather":
-            found = found.reshape(-1, self.x.shape[1])
-            took_part = tuple(int(rank) for rank in found[:, :size].argmax(1))
+            result = result.reshape(-1, self.x.shape[1])
+            took_part = tuple(int(rank) for rank in result[:, :size].argmax(1))
             right = self.x[list(took_part)]
         else:
-            took_part = tuple(int(rank) for rank in np.flatnonzero(found[:size]))
+            took_part = tuple(int(rank) for rank in np.flatnonzero(result[:size]))
             total = self.x[list(took_part)].sum(0)
             right = total / len(took_part) if self.call.kind == "average" else total
-        if not alike(found, right):
-            yield f"the agents have {found[:8]}, not {right[:8]}, of ranks {took_part}"
+        if not alike(result, right):
+            yield f"the agents have {result[:8]}, not {right[:8]}, of ranks {took_part}"
         if took_part not in map(self._members, self.gone):
             yield f"ranks {took_part} took part, with the plans {sorted(self.plans)}"
         if not set(took_part) <= {one.rank for one in self.entries}:
@@ -153,33 +153,33 @@ class _Event:
             right = row @ self.x
         if not alike(one.result, right):
             yield f"rank {rank} has {one.result[:8]}, not {right[:8]}"
-        allowed = [row for gone in self.gone for row in self._rows(gone, rank)]
+        allowed = [row for departed in self.gone for row in self._rows(departed, rank)]
         if not any(alike(row, other) for other in allowed):
             yield f"rank {rank} has the weights {row}, and may have {sorted({tuple(map(float, a)) for a in allowed})}"
 
     def _of_one_plan(self) -> Iterable[str]:
         """All agents have averaged by the plan of one of them: a round has one plan."""
-        found = {one.rank: one.result[: self.program.size] for one in self.ended}
-        for gone in self.gone:
-            if all(any(alike(row, other) for other in self._rows(gone, rank)) for rank, row in found.items()):
+        result = {one.rank: one.result[: self.program.size] for one in self.ended}
+        for departed in self.gone:
+            if all(any(alike(row, other) for other in self._rows(departed, rank)) for rank, row in result.items()):
                 return
-        yield f"the agents have the weights {found}, of different plans"
+        yield f"the agents have the weights {result}, of different plans"
 
     def _rows(self, gone: tuple[int, ...], rank: int) -> Iterable[Array]:
         """The weights of an average, on one agent."""
-        whole = self._row(gone, rank)
-        yield whole
-        missing = [other for other in self.lacking[rank] if whole[other]]
+        full = self._row(gone, rank)
+        yield full
+        missing = [other for other in self.lacking[rank] if full[other]]
         for count in range(1, len(missing) + 1):
             for some in combinations(missing, count):
-                row = whole.copy()
+                row = full.copy()
                 for other in some:
                     row[other] = 0.0
-                    row[rank] += self._weight_kept(other, rank, whole)
+                    row[rank] += self._weight_kept(other, rank, full)
                 yield row
 
     def _weight_kept(self, other: int, rank: int, whole: Array) -> float:
-        """What the receiver's own tensor gets of the weight of one that is missing."""
+        """The part of a missing agent's weight that the receiver's own tensor gets."""
         if self.call.kind == "push":
             return 0.0
         return self.call.sends[other][rank] if self.call.kind in ("pull", "push-pull") else float(whole[other])
@@ -202,12 +202,12 @@ class _Event:
 
     def _gathered(self, one: Entry) -> Iterable[str]:
         """The tensors of the neighbours that are there, by rank."""
-        found: Any = one.result.reshape(-1, self.x.shape[1])
-        ranks = {int(rank) for rank in found[:, : self.program.size].argmax(1)}
-        if not alike(found, self.x[sorted(ranks)]):
+        result: Any = one.result.reshape(-1, self.x.shape[1])
+        ranks = {int(rank) for rank in result[:, : self.program.size].argmax(1)}
+        if not alike(result, self.x[sorted(ranks)]):
             yield f"rank {one.rank} has other tensors than those of ranks {sorted(ranks)}"
-        for gone in self.gone:
-            sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, gone)[one.rank])) - {one.rank}
+        for departed in self.gone:
+            sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, departed)[one.rank])) - {one.rank}
             if ranks <= sources and sources - ranks <= self.lacking[one.rank]:
                 return
         yield f"rank {one.rank} has the tensors of ranks {sorted(ranks)}, with the plans {sorted(self.plans)}"

@@ -1,11 +1,11 @@
-"""Run by every interpreter that a test starts: make the imports of torch and of its compiler cheaper.
+"""Runs in every interpreter that a test starts: makes the imports of torch and of its compiler cheaper.
 
-Python runs a module of this name when it starts, if it finds one; ``tests/conftest.py`` puts this folder on its path.
+Python runs a module of this name when it starts, if one is found; ``tests/conftest.py`` puts this folder on its path.
 
-- Torch is imported without collecting garbage meanwhile. The import makes a quarter of a million objects and hardly any
-  garbage. The collector would look through them again and again, for a third of the processor's time of a short script.
-- Torch's compiler is imported by programs that compile, and not by the first optimizer of every program. It takes as
-  long as the import of torch itself.
+- Torch is imported without collecting garbage. The import makes a quarter of a million objects and hardly any garbage.
+  The collector would scan them repeatedly, which takes a third of a short script's processor time.
+- Torch's compiler is imported by programs that compile, and not when any program makes its first optimizer. It takes
+  as long as the import of torch itself.
 """
 
 from __future__ import annotations

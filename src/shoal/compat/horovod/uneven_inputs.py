@@ -180,8 +180,8 @@ class JoinCoordinator(MinimalService):
                 if not missing:
                     break
                 raise DeadlineExceeded(
-                    f"join on rank {engine.rank}: nothing was heard for {engine.timeout:g} s of ranks {missing}, which "
-                    "have not joined; all agents call join()",
+                    f"join on rank {engine.rank}: nothing was received for {engine.timeout:g} s from ranks {missing}, "
+                    "which have not joined; all agents call join()",
                     missing,
                 ) from None
             over = engine.reason_against(False)

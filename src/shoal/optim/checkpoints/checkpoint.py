@@ -126,8 +126,8 @@ class Checkpoint:
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         self._warn_of_schedules()
         place = None
-        # None: the agent that names the folder was lost. The remaining ones save again, under another name and numbered
-        # anew.
+        # None: the agent that names the folder was lost. The remaining ones save again, under another name and
+        # renumbered.
         while folder is not None and place is None:
             place = self._save_among(present_agents(timeout), Path(folder), step, keep, timeout)
         # After the files: an admitted agent gets the state of this step, and its file is not missing in a save that has

@@ -212,8 +212,8 @@ class StateBucket(Bucket):
                 # The optimizer begins its state at zero. The neighbours' averages until then would be lost with its
                 # first step.
                 state.add_(own)
-            # Before the bucket moves the tensors: it sets .data of the optimizer's own tensor, which the optimizer goes
-            # on using.
+            # Before the bucket moves the tensors: it sets .data of the optimizer's own tensor, which the optimizer
+            # continues to use.
             self.params[number] = state
         super().adopt()
 

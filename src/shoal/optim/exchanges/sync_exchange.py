@@ -83,7 +83,7 @@ class SyncExchange(BucketExchange):
 
     def _results(self) -> list[Bucket]:
         """Wait for the started operations. Returns the buckets with a result in their room for it."""
-        # Taken out first: after an error the next round begins anew, and must not find handles that have failed.
+        # Taken out first: after an error the next round starts again, and must not find handles that have failed.
         handles, self._handles = self._handles, {}
         handle: Handle[torch.Tensor] | None = None
         try:

@@ -85,7 +85,7 @@ class TrainableWindow:
         Raises:
             Mismatch: A neighbour has other trainable parameters in the same round.
         """
-        # Declared before this agent looks: of two agents that differ, both then find it, whoever is ahead.
+        # Declared before this agent looks: if two agents differ, both then detect it, whichever is ahead.
         self._declare((self._era, number), trainable)
         self._look((self._era, number))
 

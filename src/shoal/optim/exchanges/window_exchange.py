@@ -266,7 +266,7 @@ class PushSumExchange(WindowExchange):
 
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.turn_on_win_ops_with_associated_p()
-        # Not the bucket itself: the model reads z there, and what neighbours get are shares of u, which is z times p.
+        # Not the bucket itself: the model reads z there, and neighbours get shares of u, which is z times p.
         u = bucket.room_for_result()
         u.copy_(bucket.flat)
         self._biased[name], self._before[name] = u, bucket.flat.clone()

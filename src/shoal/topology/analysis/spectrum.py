@@ -212,7 +212,7 @@ def largest_eigenvalue(
         if error <= _FLOOR:
             break
         if confirmed > _CONFIRMATIONS:
-            # An eigenvalue that is larger by less than this may not have been told apart, however small the residual.
+            # An eigenvalue that is larger by less than this may not be distinguished, however small the residual.
             error = enough
             break
         downhill = _unit(residual - vector * (vector @ residual))

@@ -67,7 +67,7 @@ class CecaStep:
         return held.mean if self.doubles_up else held.others
 
     def update(self, held: CecaState, received: Any) -> CecaState:
-        """The new state, from the received vector `heard`."""
+        """The new state, from the vector `received`."""
         return CecaState(
             self.kept_of_mean * held.mean + (1 - self.kept_of_mean) * received,
             self.kept_of_others * held.others + (1 - self.kept_of_others) * received,
@@ -148,13 +148,13 @@ class Ceca(_Ceca):
         held = ceca.start(x)
         for round, step in enumerate(ceca.steps):
             who = ceca.mixing(round, rank)
-            heard = shoal.neighbor_allreduce(
+            received = shoal.neighbor_allreduce(
                 step.message(held),
                 self_weight=0.0,
                 src_weights=dict.fromkeys(who.source_ranks, 1.0),
                 dst_weights=dict.fromkeys(who.destination_ranks, 1.0),
             )
-            held = step.update(held, heard)
+            held = step.update(held, received)
         mean = held.mean
 
     Args:

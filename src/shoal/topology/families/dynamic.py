@@ -143,7 +143,7 @@ def _clockwise(graph: nx.DiGraph, rank: int) -> list[int]:
 
 
 def _one_peer(destinations: list[int], senders: list[tuple[int, int, int]]) -> Iterator[Round]:
-    """`heard` lists (source, index in its period of the round in which it sends here, its period)."""
+    """`senders` lists (source, index in its period of the round in which it sends here, its period)."""
     for t in count():
         send = [destinations[t % len(destinations)]] if destinations else []
         yield send, [source for source, index, period in senders if t % period == index]

@@ -47,7 +47,7 @@ function arrow({ begin, control, end, tip }, kind, width, title) {
   return group;
 }
 
-/** The agents, the edges that were used, and who waits for whom. */
+/** The agents, the used edges, and the waits between agents. */
 export function graph(agents, edges, bytes) {
   const svg = make("svg", { viewBox: "-60 20 600 440", role: "img", "aria-label": "The agents and the edges between them" });
   const at = places(agents.length);

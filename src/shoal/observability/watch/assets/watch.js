@@ -188,5 +188,5 @@ source.onmessage = (event) => {
 };
 source.onerror = () => {
   source.close();
-  status("the launcher is gone; what is shown is the last that it said", true);
+  status("the launcher has ended; this page shows its last message", true);
 };
