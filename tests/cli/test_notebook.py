@@ -36,7 +36,7 @@ class Cell:
     """What one printed, and how it ended.
 
     Attributes:
-        said: the output of all engines.
+        message: the output of all engines.
         error: what a user reads where it failed.
         raised: the error of each engine that failed.
         seconds: its duration.

@@ -424,7 +424,7 @@ def test_a_compressor_without_a_wire_format_raises() -> None:
         def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: object) -> None:
             data.zero_()
 
-    data, output = torch.zeros(1, 3, dtype=torch.uint8), r"Own.* has no wire format: .* _encode and _pieces"
+    data, output = torch.zeros(1, 3, dtype=torch.uint8), r"Without.* has no wire format: .* _encode and _pieces"
     assert not WithoutEncoder().encodes
     assert not WithoutDecoder().encodes
     with pytest.raises(TypeError, match=output):

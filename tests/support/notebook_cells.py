@@ -27,7 +27,7 @@ if __name__ == "__main__":
             # The text that %%px shows of an error may come after the cell has ended, and is then lost.
             remote = getattr(getattr(error, "original_error", error), "elist", [])
             outcome = {
-                "said": captured.stdout + captured.stderr,
+                "message": captured.stdout + captured.stderr,
                 "error": "" if error is None else str(error),
                 "raised": [f"{name}: {message}" for name, message, *_ in remote],
                 "seconds": time.monotonic() - began,

@@ -145,7 +145,7 @@ def record_history(program: Program) -> dict[Edge, list[Record]]:
     shoal.barrier()
     last = _Thread(program, 0, x, recorders[0])
     for _ in range(2):  # no returned operation may be missing at the end
-        last.read_states()
+        last.look()
         last.read()
     shoal.barrier()
     shoal.bluefog.win_free("x")
@@ -270,7 +270,7 @@ class _Thread:
             steps.append(((source, self._me), kind(value)))
         return steps
 
-    def read_states(self) -> None:
+    def look(self) -> None:
         def effects(found: dict[int, shoal.windows.SlotState] | None) -> Steps:
             assert found is not None
             return [
