@@ -101,7 +101,7 @@ def test_charts_have_scales_in_round_numbers(page: Browser) -> None:
 def test_states_are_complete_and_a_restarted_agent_is_rejoining(page: Browser) -> None:
     texts = page.run(TEXTS.format("#agents td.words"))
     assert texts[1] == f"waiting for 1, 2, since 12 s, in {CALL}"
-    assert texts[2] == "lost was killed by SIGKILL after 3.0 s"
+    assert texts[2] == "lost: was killed by SIGKILL after 3.0 s"
     assert texts[3] == "rejoining when the others save their checkpoint"
     assert page.run("return document.querySelector('[data-figure=\"agents\"] b').textContent") == "2 of 4"
     assert page.run(CUT) == []

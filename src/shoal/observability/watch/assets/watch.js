@@ -1,8 +1,9 @@
-// Shows what the launcher says of the run. It asks nobody else, and changes nothing.
+// Shows the launcher's messages about the run. It asks no other process, and changes nothing.
 
 import { chart, graph } from "./picture.js";
 
 const DASH = "–";
+const ENDED = ["lost", "failed", "finished"]; // states that a sentence explains
 const by = (id) => document.getElementById(id);
 const shown = { frame: null, whole: null };
 
@@ -90,7 +91,7 @@ function agents(run) {
       const where = [one.host, one.pid].filter((part) => part !== null).join(", ") || DASH;
       const made = row("agents", [
         [one.again ? `${one.rank} (start ${one.again + 1})` : String(one.rank), ""],
-        [`${one.state} ${one.words}`.trim(), `words ${kind}`],
+        [[one.state, one.words].filter(Boolean).join(ENDED.includes(one.state) ? ": " : " "), `words ${kind}`],
         [number(one.step), "number"],
         [seconds(one.step_seconds), "number"],
         [number(one.loss), "number"],
@@ -159,7 +160,7 @@ function show() {
   const now = { ...run, at: frame.at, agents: frame.agents, edges: frame.edges };
   by("title").textContent = run.title;
   document.title = run.title;
-  status(run.over ?? `runs since ${seconds(run.seconds)}`);
+  status(run.over ?? `running for ${seconds(run.seconds)}`);
   figures(now);
   agents(now);
   edges(now);
