@@ -95,9 +95,9 @@ def test_the_survivors_get_the_exception_that_ended_an_agent() -> None:
     with World(SIZE) as world:
         outcomes = end_and_rest(world, raise_an_exception)
         for outcome in outcomes:
-            assert outcome.rank == VICTIM or "Unlucky: out of luck" in outcome.message, outcome.message
+            assert outcome.rank == VICTIM or "ScriptError: out of luck" in outcome.message, outcome.message
         log = world.members[VICTIM].log.read_text()
-        assert "Traceback" in log and "Unlucky: out of luck" in log
+        assert "Traceback" in log and "ScriptError: out of luck" in log
 
 
 @pytest.mark.transport("shared_memory")

@@ -133,7 +133,7 @@ def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None
     assert len(received) == 2
     for error in received:
         assert error.ranks == (1,)
-        assert "Unlucky: of rank 1" in str(error)
+        assert "ScriptError: of rank 1" in str(error)
 
 
 def test_an_agent_in_an_endless_loop_is_named_and_abandoned(
@@ -442,7 +442,7 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
         fleet(2).run(outer)
     assert time.monotonic() - started < scaled(4.0)
     assert len(received) == 2
-    assert all("Unlucky: of rank 0" in str(error) for error in received)
+    assert all("ScriptError: of rank 0" in str(error) for error in received)
 
 
 def test_after_a_failure_no_nested_fleet_starts(fleet: Fleets) -> None:

@@ -129,7 +129,7 @@ def test_a_layer_without_a_reset_method_is_named() -> None:
             super().__init__()
             self.w = nn.Parameter(torch.zeros(3))
 
-    with pytest.raises(ValueError, match=r"layer '0' \(Odd\) has parameters and no reset_parameters"):
+    with pytest.raises(ValueError, match=r"layer '0' \(LayerWithoutReset\) has parameters and no reset_parameters"):
         StackedModel(nn.Sequential(LayerWithoutReset()), 2, seed=0)
     assert StackedModel(nn.Sequential(LayerWithoutReset()), 2).dimension == 3
 
