@@ -360,7 +360,7 @@ def test_a_store_with_false_entries_for_one_agent_excludes_it(
         return key, content
 
     monkeypatch.setattr(ThreadStore, "first", first)
-    result = {"endpoint": "refused", "exchanged": "the rendezvous store does not say", "secret": TURNED_AWAY}
+    result = {"endpoint": "refused", "exchanged": "the rendezvous store does not return", "secret": TURNED_AWAY}
     text = refused()
     assert re.search(f"{result[lie]}|{TURNED_AWAY}", text), text
 
