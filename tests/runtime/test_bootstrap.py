@@ -43,5 +43,7 @@ def test_a_failure_before_the_links_reaches_the_other_agents_without_their_deadl
         for one in pending:
             outcome = one.outcome()
             assert (outcome.error, outcome.ranks) == ("PeerLost", (failing,)), outcome.message
-            assert "OSError: no more files" in outcome.message
+            # Without a private socket an agent of the same machine is known to be gone, maybe before the store is read.
+            reasons = ["OSError: no more files"] + ["connecting to it failed"] * (not environment)
+            assert any(reason in outcome.message for reason in reasons), outcome.message
         world.results(begin_anew)
