@@ -340,8 +340,12 @@ def _await_links(agent: Agent, deadline: float, meeting: BootstrapBarrier | None
             break
     try:
         handle.wait()
-    except (DeadlineExceeded, PeerLost):
-        meeting.end()  # the others have the same deadline, and get notices of a loss by links: a note may be wrong
+    except PeerLost:
+        meeting.check()  # the first cause, if published: the lost agent may have failed because of it, as this one does
+        meeting.end()
+        raise
+    except DeadlineExceeded:
+        meeting.end()  # the others have the same deadline
         raise
     meeting.end()
 
