@@ -329,7 +329,7 @@ class BootstrapBarrier:
                     self._publish_failure(error)
             finally:
                 self._need_no_store()
-                self._set(self._seen(self._launch.rank), b"1")
+                self._set(f"seen/{self._launch.rank}", b"1")
 
     def _publish_failure(self, error: BaseException) -> None:
         """Publish the failure of this agent and its reason, if other agents would wait for it in vain."""
@@ -355,13 +355,10 @@ class BootstrapBarrier:
         if self._launch.rank and self._ticket:
             self.store.set(f"read/{self._launch.rank}", str(self._ticket).encode())
 
-    def _seen(self, rank: int) -> str:
-        return f"seen/{rank}"
-
     def _needs_store(self, other: int) -> bool:
         """Whether another agent is connected and has not read the reason of this attempt's failure."""
         if self._may_link:
-            return not self.store.has(self._key(self._seen(other)))
+            return not self.store.has(self._key(f"seen/{other}"))
         key = f"read/{other}"
         read = int(self._read(key)) if self.store.has(key) else 0
         return self.store.add(f"came/{other}", 0) > read

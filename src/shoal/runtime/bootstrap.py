@@ -23,9 +23,9 @@ from .._signals import deferred
 from ..config import BEGIN_WITH, CONTINUE, RAISE, STOP, Config, read
 from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend, check_backend, check_transport
 from ..engine.engine import Engine
-from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
+from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
-from ..operations.operation import Operation, Steps
+from ..operations.operation import Handle, Operation, Steps
 from ..rendezvous.bootstrap_barrier import (
     DIRECTORY,
     STORE_CHECK_SECONDS,
@@ -56,7 +56,6 @@ log = logging.getLogger("shoal")
 """Seconds that a restarted agent waits for admission, until the members reach their next point for it."""
 FAREWELL_SECONDS = 10.0
 """Seconds at most that ``shutdown`` waits until other agents have received the messages that they still need."""
-_FAILED = "its shoal.init() failed"
 _taken: dict[int, AgentContext] = {}
 """The contexts of this process whose agents hold resources, by the ids of the contexts."""
 _abandoned: list[Engine] = []
@@ -207,7 +206,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
     if on_loss == CONTINUE:
         engine.survive_losses(config.on_partition == STOP)
     _taken[id(mine)] = mine
-    try:
+    with _ended_if_failed(mine, engine):
         alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
         alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": config.on_partition}
         alike |= {"SHOAL_TRANSPORT=process-group": wanted is not None, **(wanted.alike if wanted is not None else {})}
@@ -219,9 +218,9 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
             if launch.begins < launch.size:
                 engine.begin_without(tuple(range(launch.begins, launch.size)))
             comes_back = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
-            # A failed engine closes before the barrier does: rank 0 then waits until others have read the reason.
+            # A failed engine closes before the barrier, because rank 0 then waits until others have read the reason.
             gathering = gather_agents(mine.store, launch, deadline, published, comes_back)
-            with gathering as (meeting, found), _closed_if_failed(engine):
+            with gathering as (meeting, found), _ended_if_failed(mine, engine):
                 _check_agreement(found, alike)
                 endpoint = _listen(engine, config, launch, forced, with_absent(found, launch.size))
                 met = introduce(meeting, launch, found, endpoint, config.secret)
@@ -232,7 +231,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
                     engine.expect_no_calls_of(threading.enumerate())
                 engine.start()
                 agent = Agent(engine, _machines(met.places, per_machine, launch), launch, config)
-                _await_links(agent, deadline, meeting)
+                _await_first_links(agent, deadline, meeting)
                 meeting.forget(ENDPOINT)
                 if on_loss == CONTINUE and met.is_private and launch.store_is_served:
                     meeting.store.set(DIRECTORY, met.written())
@@ -240,20 +239,17 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
             _await_all(agent, deadline)
         except AlreadyMet:
             agent = _rejoin(engine, config, launch, forced, per_machine, published, deadline, wanted)
-    except BaseException:
-        _free(mine)
-        engine.close(clock.monotonic() + 1.0, _FAILED, died=True)
-        raise
     mine.has_met = True
     return agent
 
 
 @contextlib.contextmanager
-def _closed_if_failed(engine: Engine) -> Iterator[None]:
+def _ended_if_failed(mine: AgentContext, engine: Engine) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        engine.close(clock.monotonic() + 1.0, _FAILED, died=True)
+        _free(mine)
+        engine.close(clock.monotonic() + 1.0, "its shoal.init() failed", died=True)
         raise
 
 
@@ -318,23 +314,14 @@ def _free(mine: AgentContext) -> None:
     _taken.pop(id(mine), None)
 
 
-def _await_links(agent: Agent, deadline: float, meeting: BootstrapBarrier | None = None) -> None:
+def _await_first_links(agent: Agent, deadline: float, meeting: BootstrapBarrier) -> None:
     """Wait for all connections. Each agent then has a link to rank + 1, so notices of a loss reach all agents.
 
-    Until then only the store of ``meeting`` can report an agent that fails: without the check, the others would wait
-    until their deadline for a link to it.
+    Until then only the store can report an agent that fails: without the checks, the others would wait until their
+    deadline for a link to it.
     """
-    from ..engine.discovery import discover, submit_to_all
-
-    def steps(operation: Operation) -> Steps[list[int]]:
-        return discover(agent.engine, operation, ())
-
-    rest = max(1.0, deadline - clock.monotonic())
-    handle = submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False)
-    if meeting is None:
-        handle.wait()
-        return
-    limit = clock.monotonic() + rest
+    handle = _begin_links(agent, deadline)
+    limit = max(deadline, clock.monotonic())
     while not agent.engine.wait_for(handle, STORE_CHECK_SECONDS) and clock.monotonic() < limit:
         if not meeting.check():
             break
@@ -342,12 +329,20 @@ def _await_links(agent: Agent, deadline: float, meeting: BootstrapBarrier | None
         handle.wait()
     except PeerLost:
         meeting.check()  # the first cause, if published: the lost agent may have failed because of it, as this one does
+        raise
+    finally:
         meeting.end()
-        raise
-    except DeadlineExceeded:
-        meeting.end()  # the others have the same deadline
-        raise
-    meeting.end()
+
+
+def _begin_links(agent: Agent, deadline: float) -> Handle[list[int]]:
+    """Begin an operation that ends when all agents have begun it and have their links."""
+    from ..engine.discovery import discover, submit_to_all
+
+    def steps(operation: Operation) -> Steps[list[int]]:
+        return discover(agent.engine, operation, ())
+
+    rest = max(1.0, deadline - clock.monotonic())
+    return submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False)
 
 
 def _await_all(agent: Agent, deadline: float) -> None:
@@ -357,7 +352,7 @@ def _await_all(agent: Agent, deadline: float) -> None:
     on all agents, and the next operation that needs the departed agent raises :class:`PeerLost`.
     """
     try:
-        _await_links(agent, deadline)
+        _begin_links(agent, deadline).wait()
     except PeerLost as lost:
         view = agent.engine.view
         if any(rank not in view.left and view.died.get(rank) != NEEDED for rank in lost.ranks):
