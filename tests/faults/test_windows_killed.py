@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,11 +276,12 @@ def test_a_mutex_held_from_another_machine_is_released_within_a_second_of_its_ho
 
 
 @SHARED_MEMORY
-def test_a_mutex_is_released_when_its_holder_is_killed_with_a_forked_child_alive() -> None:
+def test_a_mutex_is_released_when_its_holder_is_killed_with_a_forked_child_alive(tmp_path: Path) -> None:
+    forked = tmp_path / "forked"
     with World(SIZE) as world:
         world.results(open_window)
         try:
-            hold_and_be_killed(world, TARGET, fork_and_sleep)
+            hold_and_be_killed(world, TARGET, partial(fork_and_sleep, forked), forked.exists)
             assert template().orphans(), "the child ended before its parent, so this showed nothing"
         finally:
             for pid, _ in template().orphans():
@@ -287,16 +289,22 @@ def test_a_mutex_is_released_when_its_holder_is_killed_with_a_forked_child_alive
             wait_for_no_orphans()
 
 
-def fork_and_sleep() -> None:
+def fork_and_sleep(forked: Path) -> None:
     fork_a_sleeper()
+    forked.touch()
     sleep_for_ever()
 
 
-def hold_and_be_killed(world: World, of: int, then: Callable[[], object] = sleep_for_ever) -> None:
-    """The victim takes a mutex; two agents wait for it; the first of them kills the victim."""
+def hold_and_be_killed(
+    world: World, of: int, then: Callable[[], object] = sleep_for_ever, is_ready: Callable[[], bool] = lambda: True
+) -> None:
+    """The victim takes a mutex, and goes on until it is ready; two agents wait for the mutex; the first of them kills
+    the victim.
+    """
     pending = world.run_on(VICTIM, hold_mutex, of, then)
     waiters = [0, 1]
     assert wait_until(lambda: all(one.error for one in world.run(take_mutex, of, 0.05, on=waiters)), 10.0)
+    assert wait_until(is_ready, 10.0)
     world.results(end_when_waiting, world.members[VICTIM].pid, on=waiters[:1])
     waiting = [world.run_on(rank, take_mutex, of) for rank in waiters]
     dead = pending.outcome()
