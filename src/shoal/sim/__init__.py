@@ -18,10 +18,10 @@ from .adversaries import ALittleIsEnough as ALittleIsEnough
 from .adversaries import InnerProductManipulation as InnerProductManipulation
 from .adversaries import LabelFlip as LabelFlip
 from .adversaries import SignFlip as SignFlip
-from .clocks import PoissonGossip as PoissonGossip
 from .networks import StackedModel as StackedModel
 from .networks import loss_of as loss_of
 from .pace import Pace as Pace
+from .poisson_gossip import PoissonGossip as PoissonGossip
 from .stacked import StackedFleet as StackedFleet
 from .stacked import StackedMix as StackedMix
 from .sweeps import Sweep as Sweep
