@@ -10,7 +10,11 @@ from support.recording_sender import recording_sender
 def test_no_message_follows_the_shutdown_message() -> None:
     """The peers close their connections after it. A message that nobody reads keeps a link from being idle."""
     posted: list[tuple[int, Kind, int]] = []
-    sender = recording_sender(0, Membership(4), lambda peer, message: posted.append((peer, message.kind, message.token)))
+
+    def put(peer: int, message: Message) -> None:
+        posted.append((peer, message.kind, message.token))
+
+    sender = recording_sender(0, Membership(4), put)
     for peer in (1, 2):
         sender.send_message(peer, Message(Kind.WAITS))
     posted.clear()
