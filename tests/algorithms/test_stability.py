@@ -84,6 +84,7 @@ def radius(algorithm: Algorithm, topology: Facts | Schedule, curvature: torch.Te
     return spectral_radius(step_matrix(algorithm, facts, curvature))
 
 
+@pytest.mark.slow  # test_averaging.py has the radius of fewer topologies
 @pytest.mark.parametrize("entry", SWEPT)
 def test_examples_of_the_catalog_converge_on_every_topology_that_they_accept(entry: Entry) -> None:
     algorithm = entry.example()

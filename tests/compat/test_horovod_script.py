@@ -105,6 +105,7 @@ def by_one_process(begin: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[fl
     return model.state_dict(), accuracies
 
 
+@pytest.mark.slow  # tests/compat/test_horovod.py has the calls of the script in a fleet
 @pytest.mark.timeout(150)  # each agent imports torch, which takes long where others want the cores
 def test_the_script_trains_like_one_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -40,6 +40,7 @@ def cycle_in_processes(environment: dict[str, str], count: int, warm: int) -> No
             assert grown < 2 * MEGABYTE, f"{grown:,} bytes more after {count - warm} windows"
 
 
+@pytest.mark.slow  # the next one is the same among threads
 @OVER
 def test_windows_created_and_freed_500_times_leave_nothing(environment: dict[str, str]) -> None:
     cycle_in_processes(environment, 500, 100)

@@ -64,12 +64,13 @@ def seeds(usual: int, by_ci: int, soak: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seed", [pytest.param(k, marks=marks[k]) for k in range(soak)])
 
 
-def in_turn(names: Sequence[str]) -> list[object]:
-    """As ``each_over_one`` for "transport", of all three."""
+def in_turn(names: Sequence[str], usual: Collection[str] | None = None) -> list[object]:
+    """As ``each_over_one`` for "transport", of all three. Names that are not in ``usual``, if it is given, are slow."""
     cases = []
-    for name, usual in zip(names, cycle(("threads", "shared_memory", "network")), strict=False):
+    for name, first in zip(names, cycle(("threads", "shared_memory", "network")), strict=False):
         for one in ("threads", "shared_memory", "network"):
-            marks = [pytest.mark.transport(one), *([pytest.mark.soak] if one != usual else [])]
+            marks = [pytest.mark.transport(one), *([pytest.mark.soak] if one != first else [])]
+            marks += [pytest.mark.slow] if usual is not None and name not in usual else []
             cases.append(pytest.param(name, one, id=f"{name}-{one}", marks=marks))
     return cases
 

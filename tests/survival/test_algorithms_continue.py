@@ -24,6 +24,8 @@ SMOOTH = [value.name for value in CATALOG.values() if not case_of(value).compres
 COMPRESSED = [value.name for value in CATALOG.values() if case_of(value).compressed]
 POINTS = [Point("sent", 30), Point("received", 35), Point("summed", 12), Point("finished", 40)]
 KILLED = ("gradient tracking (ATC)", "exact diffusion (D2)", "push-sum gradient tracking", "RelaySGD", "SGP")
+USUAL = {*KILLED, *SMOOTH[::5]}
+"""The others are slow tests: no algorithm has a part of its own in this."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def check_that_survivors_are_a_fleet(name: str, agent_outcomes: dict[int, AgentO
     assert (ended - expected).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(("name", "transport"), in_turn(SMOOTH), indirect=["transport"])
+@pytest.mark.parametrize(("name", "transport"), in_turn(SMOOTH, usual=USUAL), indirect=["transport"])
 def test_survivors_form_a_fleet_of_their_own_from_one_step_on(name: str, fleet: Fleets) -> None:
     results = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40})
     check_that_survivors_are_a_fleet(name, {rank: results[rank] for rank in LEFT})

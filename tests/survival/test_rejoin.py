@@ -79,7 +79,7 @@ def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[AgentRes
     return [outcome.value for outcome in outcomes]
 
 
-@each_over_one(WAYS, slow=("AWC", "gradients", "exact diffusion", "exact diffusion during backward"))
+@each_over_one(WAYS, slow=[way for way in WAYS if way not in ("ATC", "tracking")])
 def test_a_rejoined_agent_trains_as_if_it_had_not_failed(way: str, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | RETURNS, restarts=True) as world:
         seen = run(world, way, {1: [Point("received", 60)]})

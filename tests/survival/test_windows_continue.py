@@ -148,7 +148,7 @@ def test_push_sum_agrees_among_the_survivors(environment: dict[str, str], point:
     assert (x >= started.min(0)).all() and (x <= started.max(0)).all()
 
 
-@each_over_one(WAYS, slow=("get", "push-sum"))
+@each_over_one(WAYS, slow=("get", "push-sum", "pairs"))
 def test_a_rejoined_agent_has_windows_with_all_others(environment: dict[str, str], way: str) -> None:
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
         result = ended(world, way, RATE, Point("finished", 40), returns=1)

@@ -243,6 +243,7 @@ def test_associated_weights_change_in_the_same_step_as_values(crowd: Fleets) -> 
     check_all(merged(crowd(3).run(record_history, Program(numel=64, with_p=True))), starts(3))
 
 
+@pytest.mark.slow  # as the slots of threads, with more kinds of memory
 @pytest.mark.parametrize("environment", OVER)
 def test_slots_of_processes_are_linearizable(environment: dict[str, str]) -> None:
     with World(3, environment=environment) as world:

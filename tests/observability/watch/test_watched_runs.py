@@ -287,6 +287,7 @@ return [of(style.backgroundColor), of(style.color)];
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     job = start("--watch", "-n", 4, "--on-failure", "continue", TRAIN, stop)
