@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 import shoal
@@ -82,6 +81,8 @@ hvd.shutdown()
 
 def digits() -> list[tuple[Tensor, Tensor]]:
     """For training, as many as all agents have batches of, so that none is there twice; and to be tested on."""
+    from sklearn.datasets import load_digits  # it takes a second, which tests that do not use it need not pay
+
     result = load_digits()
     images, labels = torch.tensor(result.data / 16, dtype=torch.float32), torch.tensor(result.target)
     return [(images[:1280], labels[:1280]), (images[1280:1796], labels[1280:1796])]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +21,8 @@ SIZE, EPOCHS, BATCH, SEEDS = 4, 10, 16, 2
 
 
 def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
+    from sklearn.datasets import load_digits  # it takes a second, which tests that do not use it need not pay
+
     result = load_digits()
     order = torch.randperm(len(result.target), generator=torch.Generator().manual_seed(seed))
     images = torch.tensor(result.images, dtype=torch.float32).flatten(1)[order] / 16
