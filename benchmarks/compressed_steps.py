@@ -33,10 +33,12 @@ import shoal
 from _machines import obstacle, run_on_machines
 from _models import nbytes_of, vgg16
 from _ways import LOCAL, DataParallel, Trainer, alone, sgd
+from shoal.algorithms import PowerGossip
 from shoal.bench.meter import Figures, Reporter, compare
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK, Zstd
 from shoal.optim.malloc_trimming import keep_freed_memory
 from shoal.topology import OnePeerHypercube
+from shoal.topology.families.static import ring
 
 BATCH, REPETITIONS = 4, 3
 DDP, DDP_16 = "DDP", "DDP, a bfloat16 hook"
@@ -82,6 +84,13 @@ def one_peer(model: nn.Module, compression: Compressor | None = None, overlap: s
     return Trainer(model, optimizer)
 
 
+def power_gossip(model: nn.Module, rank: int, iterations: float = 1) -> Trainer:
+    """On a ring, as PowerGossip needs a static graph. ``compression=LowRank(rank)`` is this with one iteration."""
+    algorithm = PowerGossip(1.0, iterations=iterations, rank=rank)
+    optimizer = shoal.DecentralizedOptimizer(sgd(model), model, algorithm, topology=ring(shoal.size()))
+    return Trainer(model, optimizer)
+
+
 def averaged(model: nn.Module, compression: Compressor) -> Trainer:
     return Trainer(model, shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model, compression=compression))
 
@@ -102,6 +111,10 @@ WAYS: dict[str, Callable[[nn.Module], Trainer]] = {
     "Shoal, 1 bit": partial(one_peer, compression=Sign()),
     "Shoal, 1 bit, during backward": partial(one_peer, compression=Sign(), overlap="backward"),
     "Shoal, top 1%": partial(one_peer, compression=TopK(0.01)),
+    "Shoal, low rank 1": partial(power_gossip, rank=1),
+    "Shoal, low rank 4": partial(power_gossip, rank=4),
+    "Shoal, low rank 1, half iterations": partial(power_gossip, rank=1, iterations=0.5),
+    "Shoal, low rank 4, half iterations": partial(power_gossip, rank=4, iterations=0.5),
     "Shoal, mean of gradients in 8 bits": partial(averaged, compression=MinMaxUInt8()),
 }
 
