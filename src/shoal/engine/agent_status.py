@@ -113,19 +113,19 @@ class StatusReporter:
         """The current status."""
         now = clock.monotonic()
         waiting = [
-            WaitStatus(str(one)[:_LONGEST], tuple(ranks), now - one.started, one.deadline - now)
-            for one in self._matcher.in_flight()
-            if not one.background and ((ranks := self.waited_for(one)) or one.moves)
+            WaitStatus(str(operation)[:_LONGEST], tuple(ranks), now - operation.started, operation.deadline - now)
+            for operation in self._matcher.in_flight()
+            if not operation.background and ((ranks := self.waited_for(operation)) or operation.moves)
         ]
         for service in self._services.all():
             for call, ranks, since in service.calls_that_wait():
                 if now - since > AT_ONCE:
                     waiting.append(WaitStatus(call, tuple(ranks), now - since, None))
-        waiting.sort(key=lambda one: -one.seconds)
+        waiting.sort(key=lambda wait: -wait.seconds)
         op, name, round_, ended = self._matcher.ended_last
         return AgentStatus(
             tuple(waiting),
-            self._progress.somebody_waits or any(one.gives_up is None for one in waiting),
+            self._progress.somebody_waits or any(wait.gives_up is None for wait in waiting),
             tuple(self._agreement.missing) if self._gate.paused else (),
             describe(op, name, round_)[:_LONGEST] if op else "",
             now - ended if op else 0.0,
@@ -152,7 +152,7 @@ class StatusReporter:
         """The full status for another process."""
         doing, view = self.doing, self._membership.view
         data = asdict(doing)
-        data["waiting"] = [asdict(one) for one in doing.waiting[:MOST]]
+        data["waiting"] = [asdict(wait) for wait in doing.waiting[:MOST]]
         return {
             **self.busy,
             **data,
@@ -162,8 +162,8 @@ class StatusReporter:
             "over": "" if self._gate.ended is None else str(self._gate.ended)[: 2 * _LONGEST],
             "steps": self._steps.counts,
             "stepped_ago": self._steps.seconds_ago,
-            "measured": {name: one.as_json() for name, one in self._measured.values.items()},
-            "here": [(one.rank, one.pid) for one in self._router.places if one.machine == self._router.place.machine],
+            "measured": {name: value.as_json() for name, value in self._measured.values.items()},
+            "here": [(at.rank, at.pid) for at in self._router.places if at.machine == self._router.place.machine],
             "calls": self._matcher.calls,
             "bytes_sent": self._sender.bytes_sent,
         }

@@ -102,12 +102,12 @@ class Shutdown:
         gate, results = self._lifecycle.gate, self._results
         drain = ShutdownDrain(progress, self._lifecycle)
         with deferred, ExitStack() as last:
-            for one in (*free, progress.stop):
-                last.callback(one)
+            for release in (*free, progress.stop):
+                last.callback(release)
             if not died and gate.ended is None:
                 self._fusion.begin()
                 # Another thread may just have taken an operation to begin it: its messages still have to be sent.
-                drain(lambda: all(one.has_entered for one in matcher.in_flight()), deadline)
+                drain(lambda: all(operation.has_entered for operation in matcher.in_flight()), deadline)
             backend = self._lifecycle.backend_stages.backend
             if backend is not None:
                 if not died and gate.ended is None and not gate.closing:

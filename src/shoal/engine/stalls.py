@@ -124,9 +124,9 @@ class Stalls:
 
     def _report(self, stalled: list[_Stalled], now: float) -> None:
         """Log one report of all stalled calls, and request the status of the awaited agents."""
-        first = min(stalled, key=lambda one: one.since)
+        first = min(stalled, key=lambda stall: stall.since)
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
-        ranks = sorted({rank for one in stalled for rank in one.ranks})
+        ranks = sorted({rank for stall in stalled for rank in stall.ranks})
         log.warning(
             "%s%s on rank %d has waited %s%s%s",
             first.call,

@@ -67,7 +67,7 @@ class Watchdog:
         operations = self._matcher.in_flight()
         if self._looked:
             # Otherwise the table would keep ended operations in memory.
-            self._looked = {one: self._looked[one] for one in operations if one in self._looked}
+            self._looked = {known: self._looked[known] for known in operations if known in self._looked}
         for operation in operations:
             # A runnable operation has all its messages and waits for this agent only: its error would blame others.
             if now >= operation.deadline and not operation.is_runnable:
@@ -92,7 +92,7 @@ class Watchdog:
         half, following = self.drop_after / 2, float("inf")
         alive = self._membership.view.alive
         since = dict(
-            sorted((one for one in self._waited_for() if one[0] in alive), reverse=True)
+            sorted((entry for entry in self._waited_for() if entry[0] in alive), reverse=True)
         )  # the earliest time of each rank
         # Not awaited now: an old unanswered probe would drop such an agent as soon as it is awaited again.
         for rank in set(self._asked).difference(since):

@@ -67,8 +67,8 @@ def interface_address(interface: str, prefer_ipv6: bool = False) -> str:
     found = list(_addresses_of(interface)) or list(_addresses_of(interface.rpartition("@")[0]))
     if not found:
         known = interface in (name for _, name in socket.if_nameindex())
-        what = "has no address" if known else "is neither an interface nor an address"
-        raise ValueError(f"SHOAL_INTERFACE={interface!r} {what}; this machine has: {_names()}")
+        problem = "has no address" if known else "is neither an interface nor an address"
+        raise ValueError(f"SHOAL_INTERFACE={interface!r} {problem}; this machine has: {_names()}")
     return next((one for one in found if (":" in one) == prefer_ipv6), found[0])
 
 
@@ -99,8 +99,8 @@ def reachable_address(rendezvous: str, reached: Iterable[str]) -> str:
         reached: Addresses at which agents of other machines have reached it; empty ones say nothing.
     """
     others = (own_form(address) for address in reached if address and not is_loopback(address))
-    ways = (_towards(host) for host in (socket.gethostname(), *_ELSEWHERE))
-    for address in (_towards(rendezvous), *others, *ways):
+    elsewhere = (_towards(host) for host in (socket.gethostname(), *_ELSEWHERE))
+    for address in (_towards(rendezvous), *others, *elsewhere):
         if address and not is_loopback(address):
             return address
     raise ValueError(

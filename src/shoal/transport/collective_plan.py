@@ -101,7 +101,7 @@ def runs(steps: Sequence[tuple[bool, Step]]) -> list[list[CollectivePlan]]:
 def _can_join(before: tuple[bool, Step], step: tuple[bool, Step]) -> bool:
     if not before[0] and not step[0]:
         return True
-    one, other = before[1], step[1]
-    if one is None or other is None or one.collective is None or other.collective is None:
+    first, second = before[1], step[1]
+    if first is None or second is None or first.collective is None or second.collective is None:
         return False
-    return one.members == other.members and one.collective.goes_with(other.collective)
+    return first.members == second.members and first.collective.goes_with(second.collective)

@@ -43,10 +43,10 @@ class _Ends(NamedTuple):
     purpose: int
 
 
-def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, ends: _Ends, had: int = 0) -> bytes:
+def _proof(secret: bytes, purpose: bytes, hello: bytes, nonce: bytes, ends: _Ends, had: int = 0) -> bytes:
     # All that either side acts on is in the proof: a field outside could be changed on the way. The label keeps a proof
     # from being sent back as the other side's.
-    text = b"|".join((what, hello, nonce, struct.pack("<IIIIBQ", *ends, had)))
+    text = b"|".join((purpose, hello, nonce, struct.pack("<IIIIBQ", *ends, had)))
     return hmac.digest(secret, text, "sha256")
 
 
@@ -58,7 +58,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, secret: bytes, hello: bytes, nonce: bytes, ends: _Ends) -> Keys:
-        return cls(*(_proof(secret, what, hello, nonce, ends) for what in (b"messages", b"goodbye")))
+        return cls(*(_proof(secret, purpose, hello, nonce, ends) for purpose in (b"messages", b"goodbye")))
 
 
 class Accepting:

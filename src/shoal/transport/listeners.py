@@ -204,8 +204,8 @@ def _program(known: list[str], family: int) -> list[bytes]:
     ipv6 = family == socket.AF_INET6
     at, width = (_SOURCE_IN_IPV6, 16) if ipv6 else (_SOURCE_IN_IPV4, 4)
     program = []
-    for one in [address for address in known if (":" in address) == ipv6]:
-        packed = socket.inet_pton(family, one.partition("%")[0])
+    for source in [address for address in known if (":" in address) == ipv6]:
+        packed = socket.inet_pton(family, source.partition("%")[0])
         words = struct.unpack(f"!{width // 4}I", packed)
         for k, word in enumerate(words):
             program.append(_instruction(_LOAD_WORD, _NETWORK_HEADER + at + 4 * k))

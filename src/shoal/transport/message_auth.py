@@ -85,12 +85,12 @@ class MacSeal:
 
     def _next(self, packet: bytes | memoryview) -> bytes:
         is_long = len(packet) > _LONG
-        one = (self._keyed_long if is_long else self._keyed).copy()
+        digest = (self._keyed_long if is_long else self._keyed).copy()
         # The number of earlier packets: one that is repeated, left out or moved has a seal for another number.
-        one.update(_COUNT.pack(self._count))
-        one.update(hashlib.sha256(packet).digest() + _COUNT.pack(len(packet)) if is_long else packet)
+        digest.update(_COUNT.pack(self._count))
+        digest.update(hashlib.sha256(packet).digest() + _COUNT.pack(len(packet)) if is_long else packet)
         self._count += 1
-        return one.digest()
+        return digest.digest()
 
     def close(self, packet: bytes) -> bytes:
         return self._next(packet) + packet

@@ -367,22 +367,22 @@ class NetworkIncoming(Incoming):
             if nbytes < len(room) and self._tls is None:  # that was all; later data is a new event
                 return
 
-    def _advance(self, one: _Arriving, nbytes: int) -> None:
-        one.at += nbytes
-        one.rest -= nbytes
-        if one.rest:
+    def _advance(self, tensor: _Arriving, nbytes: int) -> None:
+        tensor.at += nbytes
+        tensor.rest -= nbytes
+        if tensor.rest:
             return
         self._chunk = None
         # Before `available` moves: an operation may add the new bytes to its sum at once, and cannot subtract them.
-        if self._guard.check(one.memory[one.begin : one.at]) != one.expected:
-            one.at = one.begin  # the next connection brings the whole chunk again
+        if self._guard.check(tensor.memory[tensor.begin : tensor.at]) != tensor.expected:
+            tensor.at = tensor.begin  # the next connection brings the whole chunk again
             raise CorruptMessage("a part of a tensor was changed on the way")
-        if one.at == len(one.memory):
-            del self._arriving[one.message.token]
-            self._announced.release(len(one.memory))
-        one.payload.available = one.at // one.payload.data.element_size()
-        self._receiver.on_arrived(self.peer, one.message)
-        self._count_unit(one.at - one.begin)
+        if tensor.at == len(tensor.memory):
+            del self._arriving[tensor.message.token]
+            self._announced.release(len(tensor.memory))
+        tensor.payload.available = tensor.at // tensor.payload.data.element_size()
+        self._receiver.on_arrived(self.peer, tensor.message)
+        self._count_unit(tensor.at - tensor.begin)
 
     def _count_unit(self, nbytes: int) -> None:
         """Count a unit; now and then acknowledge to the sender, which keeps it until then."""
@@ -438,16 +438,16 @@ class NetworkIncoming(Incoming):
         self._receiver.on_message(self.peer, message)
 
     def _start_chunk(self, message: Message) -> None:
-        one = self._arriving.get(message.token)
-        if not self._alone or one is None or not 0 < message.nbytes <= len(one.memory) - one.at:
+        tensor = self._arriving.get(message.token)
+        if not self._alone or tensor is None or not 0 < message.nbytes <= len(tensor.memory) - tensor.at:
             raise ProtocolError("a chunk of a tensor that was not announced, or not in a packet of its own")
-        one.begin, one.rest, one.expected = one.at, message.nbytes, message.text
-        self._chunk = one
-        here = min(one.rest, self._filled - self._at)
-        one.memory[one.at : one.at + here] = self._view[self._at : self._at + here]
+        tensor.begin, tensor.rest, tensor.expected = tensor.at, message.nbytes, message.text
+        self._chunk = tensor
+        here = min(tensor.rest, self._filled - self._at)
+        tensor.memory[tensor.at : tensor.at + here] = self._view[self._at : self._at + here]
         self._at += here
         if here:
-            self._advance(one, here)
+            self._advance(tensor, here)
 
 
 def goes_on(connection: Incoming, before: Incoming) -> bool:

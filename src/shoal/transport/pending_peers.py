@@ -81,11 +81,11 @@ class PendingPeers:
         if before in self._waiting:
             self._waiting[connection] = self._waiting.pop(before)
         # Admitted, and not yet open: the buffered messages must be forwarded to the connection in use.
-        self._let_in = [(connection if one is before else one, threshold) for one, threshold in self._let_in]
+        self._let_in = [(connection if known is before else known, threshold) for known, threshold in self._let_in]
 
     def of(self, rank: int, incarnation: int) -> list[Incoming]:
         """The pending connections of an agent."""
-        return [one for one in self._waiting if (one.peer, one.incarnation) == (rank, incarnation)]
+        return [pending for pending in self._waiting if (pending.peer, pending.incarnation) == (rank, incarnation)]
 
     def admit(self, connection: Incoming) -> None:
         """The agent becomes a member; its buffered messages follow with :meth:`open`."""

@@ -149,9 +149,9 @@ class ProcessGroups:
         """
         self.then(partial(self._move, group, runs(steps)))
 
-    def then(self, what: Callable[[], None]) -> None:
+    def then(self, action: Callable[[], None]) -> None:
         """Call a function in the thread, after all earlier transfers."""
-        self._queue.put(what)
+        self._queue.put(action)
 
     def stop(self) -> None:
         """Move nothing any more, whatever is under way."""
@@ -193,11 +193,11 @@ class ProcessGroups:
     def _run(self) -> None:
         torch.set_num_threads(1)
         while True:
-            what = self._queue.get()
-            if what is None:
+            action = self._queue.get()
+            if action is None:
                 return
             try:
-                what()
+                action()
             except BaseException as error:
                 # An error after stop() is its effect, and not the failure of a backend.
                 if not self._stopped:
@@ -222,35 +222,36 @@ class ProcessGroups:
 
     def _start(self, there: Ranks, group: Group, run: list[CollectivePlan]) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Start what goes together; what to wait for, and what to do then."""
-        collectives = [one.collective for one in run if one.collective is not None]
+        collectives = [step.collective for step in run if step.collective is not None]
         if collectives:
             members = run[0].members
             group = group if members == there else self._group(members)
             yield from self._start_collectives(members, group, collectives)
             return
         place = {rank: at for at, rank in enumerate(there)}
-        for rank in sorted({rank for one in run for rank, _ in one.receives}):
+        for rank in sorted({rank for step in run for rank, _ in step.receives}):
             # In the order of the run, which the sender has too. A backend pairs sends with receives by their order
             # alone.
-            tensors = [tensor for one in run for source, tensor in one.receives if source == rank]
-            for some in flattened(tensors):
-                whole = some[0] if len(some) == 1 else torch.empty(sum(one.nbytes for one in some), dtype=torch.uint8)
-                yield group.recv([_bytes(whole)], place[rank], 0), _split_flat(whole, some)
+            tensors = [tensor for step in run for source, tensor in step.receives if source == rank]
+            for batch in flattened(tensors):
+                nbytes = sum(tensor.nbytes for tensor in batch)
+                whole = batch[0] if len(batch) == 1 else torch.empty(nbytes, dtype=torch.uint8)
+                yield group.recv([_bytes(whole)], place[rank], 0), _split_flat(whole, batch)
         # The next higher rank first, so that not all agents send to the same one.
         for rank in sorted(
-            {rank for one in run for rank, _ in one.sends}, key=lambda rank: (rank - self._rank) % 2**31
+            {rank for step in run for rank, _ in step.sends}, key=lambda rank: (rank - self._rank) % 2**31
         ):
-            tensors = [tensor for one in run for target, tensor in one.sends if target == rank]
-            for some in flattened(tensors):
-                whole = some[0] if len(some) == 1 else torch.cat([_bytes(one) for one in some])
+            tensors = [tensor for step in run for target, tensor in step.sends if target == rank]
+            for batch in flattened(tensors):
+                whole = batch[0] if len(batch) == 1 else torch.cat([_bytes(tensor) for tensor in batch])
                 yield group.send([_bytes(whole)], place[rank], 0), _nothing
 
     def _start_collectives(
         self, members: Ranks, group: Group, several: list[Collective]
     ) -> Iterator[tuple[Any, Callable[[], None]]]:
         first = several[0]
-        for some in flattened([one.data for one in several]):
-            whole = some[0] if len(some) == 1 else torch.cat(some)
+        for batch in flattened([collective.data for collective in several]):
+            whole = batch[0] if len(batch) == 1 else torch.cat(batch)
             if first.kind == "allreduce":
                 options: Any = dist.AllreduceOptions()
                 options.reduceOp = _REDUCTIONS[first.how]
@@ -260,7 +261,7 @@ class ProcessGroups:
                 # A backend counts the members of its group, and not the ranks of the job.
                 spread.rootRank, spread.rootTensor = members.index(first.root), 0
                 work = group.broadcast([_bytes(whole)], spread)
-            yield work, _split_flat(whole, some)
+            yield work, _split_flat(whole, batch)
 
     def _group(self, ranks: Ranks) -> Group:
         """The process group of these ranks, made when they first move something together."""
@@ -313,34 +314,34 @@ def _make(backend: str, store: Store, place: int, size: int, address: str, secon
 
 def flattened(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Cut a list into what goes as one: by the sizes alone, so that both sides cut it alike."""
-    some: list[torch.Tensor] = []
+    batch: list[torch.Tensor] = []
     nbytes = 0
-    for one in tensors:
-        if some and (one.nbytes > SMALL_BYTES or nbytes + one.nbytes > TOGETHER_BYTES):
-            yield some
-            some, nbytes = [], 0
-        if one.nbytes > SMALL_BYTES:
-            yield [one]
+    for tensor in tensors:
+        if batch and (tensor.nbytes > SMALL_BYTES or nbytes + tensor.nbytes > TOGETHER_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        if tensor.nbytes > SMALL_BYTES:
+            yield [tensor]
             continue
-        some.append(one)
-        nbytes += one.nbytes
-    if some:
-        yield some
+        batch.append(tensor)
+        nbytes += tensor.nbytes
+    if batch:
+        yield batch
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1).view(torch.uint8)
 
 
-def _split_flat(whole: torch.Tensor, some: list[torch.Tensor]) -> Callable[[], None]:
+def _split_flat(whole: torch.Tensor, batch: list[torch.Tensor]) -> Callable[[], None]:
     """Puts what has come as one where it belongs."""
 
     def apart() -> None:
         flat = _bytes(whole)
-        for one, part in zip(some, torch.split(flat, [one.nbytes for one in some]), strict=True):
-            _bytes(one).copy_(part)
+        for tensor, part in zip(batch, torch.split(flat, [tensor.nbytes for tensor in batch]), strict=True):
+            _bytes(tensor).copy_(part)
 
-    return apart if len(some) > 1 else _nothing
+    return apart if len(batch) > 1 else _nothing
 
 
 def _nothing() -> None: ...

@@ -37,10 +37,10 @@ def descriptor_limit() -> int:
 class Quota:
     """The use of one kind by one peer."""
 
-    __slots__ = ("_what", "count", "nbytes")
+    __slots__ = ("_counted", "count", "nbytes")
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, counted: str) -> None:
+        self._counted = counted
         self.count = 0
         self.nbytes = 0
 
@@ -48,7 +48,7 @@ class Quota:
         """Charge one more, of this many bytes. ProtocolError if it exceeds the quota."""
         if self.count >= MESSAGES or self.nbytes + nbytes > KEPT_BYTES:
             raise ProtocolError(
-                f"it has passed its budget of {MESSAGES:,} {self._what}, or {KEPT_BYTES:,} bytes of them: there are "
+                f"it has passed its budget of {MESSAGES:,} {self._counted}, or {KEPT_BYTES:,} bytes of them: there are "
                 f"{self.count:,} of {self.nbytes:,} bytes, and it sent one more of {nbytes:,}"
             )
         self.count += 1

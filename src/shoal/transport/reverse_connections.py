@@ -96,36 +96,36 @@ class ReverseConnections:
 
     def is_refused(self, peer: int) -> bool:
         """The last attempt was refused: there is no listener, or a firewall refuses."""
-        one = self._attempts.get(peer)
-        return one is not None and one.limit == REFUSED_SECONDS
+        attempts = self._attempts.get(peer)
+        return attempts is not None and attempts.limit == REFUSED_SECONDS
 
     def failed(self, link: Outgoing, error: Exception | None) -> None:
         """An attempt has failed, and another one follows. The first of them has the peer asked at once."""
-        one = self._attempts.get(link.peer)
+        attempts = self._attempts.get(link.peer)
         code = error.errno if isinstance(error, OSError) else None
-        if one is None or code in (errno.ENOTCONN, errno.EADDRNOTAVAIL):
+        if attempts is None or code in (errno.ENOTCONN, errno.EADDRNOTAVAIL):
             return
         if code is None or code in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):  # it was connected
             del self._attempts[link.peer]
             return
-        if one.problem == "no answer" and code != errno.ETIMEDOUT:
-            one.ask_at = self.due = 0.0
-        one.limit = REFUSED_SECONDS if code == errno.ECONNREFUSED else CLOSED_SECONDS
+        if attempts.problem == "no answer" and code != errno.ETIMEDOUT:
+            attempts.ask_at = self.due = 0.0
+        attempts.limit = REFUSED_SECONDS if code == errno.ECONNREFUSED else CLOSED_SECONDS
         if code != errno.ETIMEDOUT:
-            one.problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            attempts.problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
     def unreachable(self, peer: int, error: OSError) -> None:
         """The system knows no way to a peer."""
-        one = self._attempts.get(peer)
-        if one is not None:
-            one.problem = error.strerror or str(error)
+        attempts = self._attempts.get(peer)
+        if attempts is not None:
+            attempts.problem = error.strerror or str(error)
 
     def ask_soon(self, peer: int) -> None:
         """A request may reach the peer now, as that has connected."""
-        one = self._attempts.get(peer)
-        if one is not None:
-            one.ask_at = min(one.ask_at, one.since + SOON_SECONDS)
-            self.due = min(self.due, one.ask_at)
+        attempts = self._attempts.get(peer)
+        if attempts is not None:
+            attempts.ask_at = min(attempts.ask_at, attempts.since + SOON_SECONDS)
+            self.due = min(self.due, attempts.ask_at)
 
     def forget(self, peer: int) -> None:
         """The peer is lost, or has shut down."""
@@ -136,23 +136,23 @@ class ReverseConnections:
 
     def problem_with(self, peer: int) -> str:
         """Why there is no connection to a peer, empty if there is one, or none is needed."""
-        one, link = self._attempts.get(peer), self._agent.links.get(peer)
-        if one is None or not isinstance(link, NetworkLink) or self._is_settled(link):
+        attempts, link = self._attempts.get(peer), self._agent.links.get(peer)
+        if attempts is None or not isinstance(link, NetworkLink) or self._is_settled(link):
             return ""
         if link.is_reversed:
             return f"rank {peer} has not opened its connection to rank {self._agent.rank} again, which was cut"
         host, port = self._agent.address_of(peer)
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return f"rank {self._agent.rank} cannot connect to rank {peer} at {where} ({one.problem}: a firewall?)"
+        return f"rank {self._agent.rank} cannot connect to rank {peer} at {where} ({attempts.problem}: a firewall?)"
 
     def closed_at(self, peer: int) -> float:
         """When both directions count as closed, as ``clock.monotonic()``, if no connection opens until then; infinity
         if one is open, or the last attempt was refused: the peer may be started again, at another port.
         """
-        one, link = self._attempts.get(peer), self._agent.links.get(peer)
-        if one is None or not isinstance(link, NetworkLink) or self._is_settled(link) or self.is_refused(peer):
+        attempts, link = self._attempts.get(peer), self._agent.links.get(peer)
+        if attempts is None or not isinstance(link, NetworkLink) or self._is_settled(link) or self.is_refused(peer):
             return float("inf")
-        return float("inf") if self._agent.receives_from(peer) else one.since + one.limit
+        return float("inf") if self._agent.receives_from(peer) else attempts.since + attempts.limit
 
     @staticmethod
     def _is_settled(link: NetworkLink) -> bool:
@@ -162,25 +162,26 @@ class ReverseConnections:
         """Ask, or give up, those whose time it is."""
         if now < self.due:
             return
-        for peer, one in list(self._attempts.items()):
+        for peer, attempts in list(self._attempts.items()):
             link = self._agent.links.get(peer)
             if not isinstance(link, NetworkLink) or self._is_settled(link):
                 del self._attempts[peer]
                 continue
             # A peer whose own connection is open is alive, and can still be asked over it. Its loss would be noticed
             # there.
-            if now >= one.since + one.limit and not self._agent.receives_from(peer) and not self._agent.is_joining:
+            is_over = now >= attempts.since + attempts.limit
+            if is_over and not self._agent.receives_from(peer) and not self._agent.is_joining:
                 # Read before the attempt is removed: without one problem_with() has no reason to give.
                 why = self.problem_with(peer)
                 del self._attempts[peer]
                 link.fail(why)
                 continue
-            if now >= one.ask_at:
+            if now >= attempts.ask_at:
                 # Repeated: a request, or the connection that it asks for, may be lost, and nothing reports that to this
                 # agent.
-                one.ask_at = now + ASK_SECONDS
+                attempts.ask_at = now + ASK_SECONDS
                 self._agent.ask_to_connect(peer)
-        self.due = min((one.ask_at for one in self._attempts.values()), default=float("inf"))
+        self.due = min((attempts.ask_at for attempts in self._attempts.values()), default=float("inf"))
 
     def send_over(self, connection: Incoming, peer: int, greeting: Accepting) -> None:
         """Use a reversed connection that a peer has opened. It is not needed if this agent has a connection of its own

@@ -265,7 +265,7 @@ class Router:
     def ask_to_connect(self, peer: int) -> None:
         """Ask a peer to open a reverse connection: over one of its own, or through other agents."""
         own = [*self.incoming.get(peer, ()), *self._pending_peers.of(peer, self._places[peer].incarnation)]
-        direct = next((one for one in own if one.resumes and not one.is_reversed), None)
+        direct = next((connection for connection in own if connection.resumes and not connection.is_reversed), None)
         if direct is not None:
             direct.ask_to_connect()
         else:

@@ -144,9 +144,9 @@ class _Returns(ABC, Generic[T]):
         self._handed_out: dict[int, _HandedOut] = {}
         self.ended: deque[_HandedOut] = deque()
 
-    def release(self, one: T) -> None:
+    def release(self, item: T) -> None:
         """Give something back. May be called from any thread."""
-        self.returned.append(one)
+        self.returned.append(item)
         self.tidy()
 
     def tidy(self) -> None:
@@ -162,21 +162,21 @@ class _Returns(ABC, Generic[T]):
         """The item returns when ``owner`` is gone. No Python code may run at that time: an interrupt in it would be
         lost, and the interrupted work undone. So the callback is a C function, which only records the ended owner.
         """
-        one = _HandedOut(owner, self.ended.append)
-        one.item = item
-        self._handed_out[id(one)] = one
+        owned = _HandedOut(owner, self.ended.append)
+        owned.item = item
+        self._handed_out[id(owned)] = owned
 
     def _sort_in(self) -> None:
         """Make returned items available; under the lock."""
         while self.ended:
-            one = self.ended.popleft()
-            del self._handed_out[id(one)]
-            self._take_in(one.item)
+            owned = self.ended.popleft()
+            del self._handed_out[id(owned)]
+            self._take_in(owned.item)
         while self.returned:
             self._take_in(self.returned.popleft())
 
     @abstractmethod
-    def _take_in(self, one: T) -> None: ...
+    def _take_in(self, item: T) -> None: ...
 
 
 class Arena(_Returns[Region]):

@@ -168,9 +168,9 @@ class Outgoing:
         except (OSError, ProtocolError) as error:
             self._end(error)
 
-    def _end(self, error: Exception, what: str = "") -> None:
+    def _end(self, error: Exception, context: str = "") -> None:
         """The connection has ended by an error: make it again, or fail."""
-        cause = f"{what}{error}" if str(error) else repr(error)
+        cause = f"{context}{error}" if str(error) else repr(error)
         # A peer that shuts down sends its reason and closes, and our last write to it may fail before that is read.
         # Without this read its orderly end would look like a cut, and be tried again.
         if self.open:
