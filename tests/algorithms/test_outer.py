@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from shoal.algorithms import (
     DualAveraging,
     Entry,
     ExactDiffusion,
+    GASLoC,
     GossipPGA,
     GradientDescent,
     GradientTracking,
@@ -36,7 +38,7 @@ from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, Random
 from shoal.topology.families.static import ring
 from support.algorithm_cases import case_of
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_cycle
-from support.least_squares import DIMENSION, SIZE, optimum
+from support.least_squares import DIMENSION, SIZE, optimum, problem
 
 LR, EVERY, BETA = 0.1, 4, 0.7
 GRADIENT = gradients(SIZE)
@@ -210,26 +212,118 @@ def test_noloco_with_the_mean_of_all_is_slow_momentum() -> None:
     assert (results - slow).abs().max() < 1e-12
 
 
-def test_random_pairs_leave_agents_apart_and_their_mean_less_accurate_than_local_sgd() -> None:
-    result = run(NoLoCo(INNER, 16), 3200, RandomMatchings(SIZE))
+@pytest.mark.parametrize("algorithm", [NoLoCo(INNER, 16), GASLoC(INNER, 16)], ids=["NoLoCo", "GASLoC"])
+def test_random_pairs_leave_agents_apart_and_their_mean_less_accurate_than_local_sgd(algorithm: Algorithm) -> None:
+    result = run(algorithm, 3200, RandomMatchings(SIZE))
     assert float((result - result.mean(0)).norm(dim=1).mean()) > 1.0
     assert off(run(local_sgd(16), 1600)) < off(result) < 0.6
 
 
-@pytest.mark.parametrize(("alpha", "gamma", "refused"), [(0.5, 1.0, False), (0.9, 1.0, True), (0.5, 1.8, True)])
-def test_noloco_is_refused_exactly_where_pairs_would_diverge(alpha: float, gamma: float, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fields", "refused"),
+    [
+        (NoLoCo, {"alpha": 0.5, "gamma": 1.0}, False),
+        (NoLoCo, {"alpha": 0.9, "gamma": 1.0}, True),
+        (NoLoCo, {"alpha": 0.5, "gamma": 1.8}, True),
+        (GASLoC, {"alpha": 1.0, "gamma": 0.5}, False),
+        (GASLoC, {"alpha": 1.0, "gamma": 0.9}, True),
+        (GASLoC, {"alpha": 1.8, "gamma": 0.9}, True),
+    ],
+)
+def test_outer_momentum_is_refused_exactly_where_pairs_would_diverge(
+    kind: type[NoLoCo] | type[GASLoC], fields: dict[str, float], refused: bool
+) -> None:
     topology = RandomMatchings(SIZE)
-    algorithm = NoLoCo(INNER, EVERY, alpha=alpha, gamma=gamma)
-    ended = steps_of(algorithm, START, torch.zeros_like, StackedMix(topology), 200 * EVERY).x
+    algorithm = kind(INNER, EVERY, **fields)
+    ended = steps_of(algorithm, START, torch.zeros_like, StackedMix(topology), 800 * EVERY).x
     assert (ended - ended.mean(0)).norm() > 1e6 if refused else (ended - START.mean(0)).abs().max() < 1e-9
     assert (growth(algorithm, Facts(topology)) > 1) == refused
     for every, inner in ((EVERY, INNER), (10_000, AccumAdam(LR, 4))):
-        made = NoLoCo(inner, every, alpha=alpha, gamma=gamma)
+        made = kind(inner, every, **fields)
         if refused:
             with pytest.raises(ValueError, match="differences between agents to die out"):
                 run(made, 1, topology)
         else:
             run(made, 1, topology)
+
+
+def gasloc_by_hand(outer_lr: float, alpha: float, gamma: float, topology: Schedule, rounds: int) -> Tensor:
+    """As the paper is described, in numpy: with the Laplacian of the round's edges in the place of W."""
+    A, b = (one.numpy() for one in problem(SIZE))
+    theta = before = START.numpy()
+    for round_ in range(rounds):
+        laplacian = np.zeros((SIZE, SIZE))
+        for i, j in nx.Graph(np.argwhere(matrix(topology, round_).numpy()).tolist()).edges:
+            if i != j:
+                e = np.eye(SIZE)[i] - np.eye(SIZE)[j]
+                laplacian += float(matrix(topology, round_)[i, j]) * np.outer(e, e)
+        local = theta.copy()
+        for _ in range(EVERY):
+            for i in range(SIZE):
+                local[i] -= LR * A[i].T @ (A[i] @ local[i] - b[i])
+        proposed = theta + outer_lr * (local - theta)
+        theta = proposed - alpha * laplacian @ proposed + gamma * (proposed - before)
+        before = proposed
+    return torch.from_numpy(theta)
+
+
+@pytest.mark.parametrize("topology", [ring(SIZE), RandomMatchings(SIZE, seed=3)], ids=lambda one: one.describe())
+@pytest.mark.parametrize(("outer_lr", "alpha", "gamma"), [(0.7, 1.0, 0.5), (1.1, 0.6, 0.2)])
+def test_gasloc_is_the_described_step_by_the_laplacian(
+    outer_lr: float, alpha: float, gamma: float, topology: Schedule
+) -> None:
+    result = run(GASLoC(INNER, EVERY, outer_lr, alpha, gamma), 6 * EVERY, topology)
+    assert (result - gasloc_by_hand(outer_lr, alpha, gamma, topology, 6)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("steps", [3, 4, 21])
+def test_gasloc_without_momentum_is_gradient_descent_with_local_steps(steps: int) -> None:
+    result = run(GASLoC(INNER, EVERY, outer_lr=1.0, gamma=0.0), steps)
+    assert (result - run(LocalSteps(INNER, EVERY), steps)).abs().max() < 1e-13
+    assert steps < 2 * EVERY or (run(GASLoC(INNER, EVERY, outer_lr=1.0), steps) - result).abs().max() > 0.01
+
+
+def rest_of_gasloc(algorithm: GASLoC, W: Tensor) -> Tensor:
+    """``[n, d]``: where ``phi = (I - alpha (I - W)) (phi + outer_lr (x - phi))``, which gamma is not in."""
+    H, c = gradient_of_all(SIZE)
+    unit = torch.eye(len(H), dtype=H.dtype)
+    alone, offset = unit, torch.zeros_like(c)
+    for _ in range(algorithm.every):
+        alone, offset = alone - LR * H @ alone, offset - LR * (H @ offset - c)
+    mixing = (1 - algorithm.alpha) * unit + algorithm.alpha * on_all(W)
+    factor = mixing @ (unit + algorithm.outer_lr * (alone - unit))
+    result: Tensor = torch.linalg.solve(unit - factor, algorithm.outer_lr * mixing @ offset)
+    return result.view(SIZE, DIMENSION)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize(("outer_lr", "alpha"), [(0.7, 1.0), (1.0, 0.5)])
+def test_gasloc_converges_to_a_point_that_its_momentum_does_not_move(
+    gamma: float, outer_lr: float, alpha: float
+) -> None:
+    algorithm = GASLoC(INNER, EVERY, outer_lr, alpha, gamma)
+    assert (run(algorithm, EVERY * 400) - rest_of_gasloc(algorithm, W)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("topology", [ring(SIZE), RandomMatchings(SIZE, seed=3)], ids=lambda one: one.describe())
+def test_the_mean_of_gasloc_is_diloco_where_objectives_have_one_curvature(topology: Schedule) -> None:
+    curvature, centres = torch.linspace(0.5, 4, DIMENSION, dtype=torch.float64), START.flip(0) ** 2
+    fleet = StackedFleet(topology)
+    result = fleet.run(GASLoC(INNER, EVERY, gamma=0.6), START, lambda x: curvature * (x - centres), 7 * EVERY).x
+    outer = DiLoCo(INNER, EVERY, beta=0.6)
+    expected = fleet.run(outer, START, lambda x: curvature * (x - centres), 7 * EVERY).x
+    assert (result.mean(0) - expected[0]).abs().max() < 1e-12
+    assert (result - result.mean(0)).abs().max() > 0.1
+
+
+def test_gasloc_averages_like_a_heavy_ball() -> None:
+    """With the best gamma for the second eigenvalue 1 - p of W, differences shrink by 1 - sqrt(p), not by 1 - p."""
+    facts, second = Facts(ring(SIZE)), float(torch.linalg.eigvalsh(W)[-2])
+    accelerated = 1 - (1 - second) ** 0.5
+    assert growth(GASLoC(INNER, EVERY, gamma=0.0), facts) == pytest.approx(second, abs=1e-9)
+    assert growth(GASLoC(INNER, EVERY, gamma=0.6), facts) == pytest.approx(0.78, abs=5e-3)
+    best = GASLoC(INNER, EVERY, gamma=accelerated**2)
+    assert growth(best, facts) == pytest.approx(accelerated, abs=1e-6)  # a double root, so half of the digits
 
 
 @pytest.mark.parametrize("algorithm", [DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA)], ids=["DiLoCo", "SlowMo"])
@@ -260,7 +354,7 @@ def test_inner_momentum_is_checked_with_the_outer_averages() -> None:
 
 
 def test_nothing_is_sent_within_a_round() -> None:
-    for algorithm in (DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA), NoLoCo(INNER, EVERY)):
+    for algorithm in (DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA), NoLoCo(INNER, EVERY), GASLoC(INNER, EVERY)):
         fleet = StackedFleet(ring(SIZE))
         runs = [fleet.run(algorithm, START, GRADIENT, steps).sent for steps in (0, 3, 4, 7, 8)]
         assert runs[0] == runs[1] < runs[2] == runs[3] < runs[4]
@@ -270,10 +364,11 @@ LIMITS: list[tuple[Algorithm, str, float]] = [
     (SlowMo(GradientDescent(1.0), 1, BETA), "alpha", 2 * (1 + BETA)),
     (DiLoCo(GradientDescent(1.0), 1, beta=BETA), "outer_lr", 2 * (1 + BETA) / (1 + 2 * BETA)),
     (NoLoCo(GradientDescent(1.0), 1, alpha=BETA), "beta", 2 * (1 + BETA)),
+    (GASLoC(GradientDescent(1.0), 1, gamma=BETA), "outer_lr", 2 * (1 + BETA) / (1 + 2 * BETA)),
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "name", "limit"), LIMITS, ids=["SlowMo", "DiLoCo", "NoLoCo"])
+@pytest.mark.parametrize(("algorithm", "name", "limit"), LIMITS, ids=["SlowMo", "DiLoCo", "NoLoCo", "GASLoC"])
 def test_outer_steps_above_the_limit_diverge_and_below_it_do_not(algorithm: Algorithm, name: str, limit: float) -> None:
     """On rounds that reach their fixed point: with x - 1 for a gradient, and a step of one."""
     start = torch.zeros(4, 1, dtype=torch.float64)
@@ -299,16 +394,20 @@ def test_invalid_arguments_are_refused() -> None:
         NoLoCo(INNER, EVERY, alpha=1.0)
     with pytest.raises(ValueError, match=r"pass 0 < beta < 3"):
         NoLoCo(INNER, EVERY, beta=3.0)
+    with pytest.raises(ValueError, match=r"0 <= gamma < 1"):
+        GASLoC(INNER, EVERY, gamma=1.0)
+    with pytest.raises(ValueError, match=r"pass 0 < outer_lr < 1\.5"):
+        GASLoC(INNER, EVERY, outer_lr=1.5)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda one, n: DiLoCo(one, n), lambda one, n: SlowMo(one, n, BETA), lambda one, n: NoLoCo(one, n)]
+    "make", [DiLoCo, lambda one, n: SlowMo(one, n, BETA), NoLoCo, GASLoC], ids=["DiLoCo", "SlowMo", "NoLoCo", "GASLoC"]
 )
 def test_unsupported_algorithms_are_refused(make: Callable[[Algorithm, int], Algorithm]) -> None:
     with pytest.raises(ValueError, match="both say when agents exchange"):
         make(local_sgd(), EVERY)
     with pytest.raises(
-        ValueError, match=r"ExactDiffusion needs the same W in every step, and (DiLoCo|SlowMo|NoLoCo) changes it"
+        ValueError, match=r"ExactDiffusion needs the same W in every step, and (DiLoCo|SlowMo|NoLoCo|GASLoC) changes it"
     ):
         make(ExactDiffusion(LR), EVERY)
     with pytest.raises(ValueError, match="every=0"):
@@ -320,9 +419,10 @@ def test_unsupported_algorithms_are_refused(make: Callable[[Algorithm, int], Alg
             wrapper(make(INNER, EVERY), EVERY)
 
 
-def test_noloco_refuses_additional_exchanged_state_and_the_others_accept_it() -> None:
-    with pytest.raises(TypeError, match="what GradientTracking remembers would never be exchanged"):
-        NoLoCo(GradientTracking(LR), EVERY)
+def test_additional_exchanged_state_is_refused_without_a_mean_of_all_and_accepted_with_it() -> None:
+    for kind in (NoLoCo, GASLoC):
+        with pytest.raises(TypeError, match=f"{kind.__name__} .* what GradientTracking remembers would never be exch"):
+            kind(GradientTracking(LR), EVERY)
     assert not DiLoCo(GradientTracking(LR), EVERY).one_gradient
     assert DiLoCo(INNER, EVERY).one_gradient
 
@@ -339,6 +439,7 @@ OUTER: dict[str, Callable[[float], Callable[[Algorithm], Algorithm]]] = {
     "SlowMo": lambda step: lambda inner: SlowMo(inner, 2, beta=0.0, alpha=step),
     "DiLoCo": lambda step: lambda inner: DiLoCo(inner, 2, outer_lr=step),
     "NoLoCo": lambda step: lambda inner: NoLoCo(inner, 2, beta=step),
+    "GASLoC": lambda step: lambda inner: GASLoC(inner, 2, outer_lr=step),
 }
 
 

@@ -24,6 +24,7 @@ from shoal.algorithms import (
     DiLoCo,
     DualAveraging,
     ExactDiffusion,
+    GASLoC,
     Gradient,
     GradientDescent,
     GradientTracking,
@@ -59,6 +60,7 @@ ONE_GRADIENT = [
     SlowMo(GradientDescent(1.0), 2, 0.7, gossip=True),
     DiLoCo(GradientDescent(1.0), 2),
     NoLoCo(Momentum(GradientDescent(1.0), 0.5), 2),
+    GASLoC(Momentum(GradientDescent(1.0), 0.5), 2),
     AccumAdam(0.05, 2, eps=1e-3),
 ]
 CHOOSES_POINTS = [GradientTracking(1.0), GradientTracking(1.0, atc=False), SGP(1.0), PushPull(1.0)]
@@ -138,6 +140,7 @@ def test_the_static_topology_is_the_default(fleet: Fleets) -> None:
 
 RESUMED = [ExactDiffusion(1.0, lazy=True), GradientTracking(1.0), EASGD(1.0, 2), AccumAdam(0.05, 2)]
 RESUMED += [SlowMo(GradientDescent(1.0), 2, 0.7), DiLoCo(GradientDescent(1.0), 2), NoLoCo(GradientDescent(1.0), 2)]
+RESUMED += [GASLoC(GradientDescent(1.0), 2)]
 
 
 @pytest.mark.parametrize("algorithm", RESUMED, ids=str)  # the outer ones stop in the middle of a round

@@ -46,6 +46,7 @@ from .needs import Need as Need
 from .needs import check as check
 from .outer import EASGD as EASGD
 from .outer import DiLoCo as DiLoCo
+from .outer import GASLoC as GASLoC
 from .outer import NoLoCo as NoLoCo
 from .outer import SlowMo as SlowMo
 from .relay_sum import RelaySum as RelaySum

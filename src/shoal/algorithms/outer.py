@@ -1,9 +1,9 @@
 """Outer optimizers and elastic averaging: agents take many steps alone, and then one step with a common point.
 
-The total change of the steps is the gradient of an outer step in SlowMo, DiLoCo and NoLoCo. A fixed point of the
-wrapped algorithm is a fixed point of each: the outer gradient and its momentum are zero there. They change the speed of
-convergence, and the averaging of noise. In elastic averaging the agents are pulled to a centre, and the centre to their
-mean, without being made equal.
+The total change of the steps is the gradient of an outer step in SlowMo, DiLoCo, NoLoCo and GASLoC. A fixed point of
+the wrapped algorithm is a fixed point of each: the outer gradient and its momentum are zero there. They change the
+speed of convergence, and the averaging of noise. In elastic averaging the agents are pulled to a centre, and the centre
+to their mean, without being made equal.
 """
 
 from __future__ import annotations
@@ -170,7 +170,67 @@ class DiLoCo(_Outer):
 
 
 @dataclass(frozen=True)
-class NoLoCo(Algorithm):
+class _AmongNeighbours(Algorithm):
+    """The common part of NoLoCo and GASLoC: rounds of ``every`` steps alone, each with one exchange at its end.
+
+    The k-th exchange uses round k of the topology. State: ``phi`` of the begin of the round, and one memory of x's
+    shape, and then the algorithm's.
+    """
+
+    algorithm: Algorithm
+    every: int
+    one_gradient: ClassVar[bool] = True
+    own_rounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_wrapped(self, self.algorithm, self.every)
+        if not self.algorithm.one_gradient:
+            raise TypeError(
+                f"{type(self).__name__} lets agents step alone, and what {type(self.algorithm).__name__} remembers "
+                "would never be exchanged. Take an algorithm with one_gradient = True, such as GradientDescent, or "
+                "DiLoCo, which averages that too."
+            )
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.algorithm.separable
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, under="its momentum")
+
+    def at_rest(self) -> Algorithm:
+        # Steps alone change nothing without a gradient, and need not be linear in their state.
+        return replace(self, algorithm=GradientDescent(1.0), every=1)
+
+    def cycle(self, rounds: int) -> int:
+        return math.lcm(self.every * rounds, self.algorithm.cycle(1))
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return x, self._first(x), *self.algorithm.init(x, grad, mix)
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        phi, memory, *inner = state
+        x, after = self.algorithm.step(x, tuple(inner), grad, Quiet(mix))
+        if (mix.round + 1) % self.every:
+            return x, (phi, memory, *after)
+        with mix.at_round(mix.round // self.every):
+            phi, memory = self._outer_step(phi, memory, x - phi, mix)
+        return phi, (phi, memory, *after)
+
+    @abstractmethod
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        """The memory before the first round, which begins at ``x``."""
+
+    @abstractmethod
+    def _outer_step(
+        self, phi: torch.Tensor, memory: torch.Tensor, moved: torch.Tensor, mix: Mix
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new ``phi`` and memory, from those of the begin of the round and the change of its steps (``moved``)."""
+
+
+@dataclass(frozen=True)
+class NoLoCo(_AmongNeighbours):
     """NoLoCo: an outer momentum without a mean of all. Agents average with the neighbours of a round, as with one.
 
     After ``every`` steps alone, from ``phi`` to ``x``: ``delta+ = alpha delta + beta W (x - phi) - gamma (phi - W
@@ -197,54 +257,77 @@ class NoLoCo(Algorithm):
         ValueError: A number is out of its range, or the algorithm cannot be wrapped.
     """
 
-    algorithm: Algorithm
-    every: int
     alpha: float = 0.5
     beta: float = 0.7
     gamma: float = 1.0
     source: ClassVar[str] = "Kolehmainen et al. 2025, arXiv:2506.10911"
-    one_gradient: ClassVar[bool] = True
-    own_rounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_wrapped(self, self.algorithm, self.every)
-        if not self.algorithm.one_gradient:
-            raise TypeError(
-                f"NoLoCo lets agents step alone, and what {type(self.algorithm).__name__} remembers would never be "
-                "exchanged. Take an algorithm with one_gradient = True, such as GradientDescent, or DiLoCo, which "
-                "averages that too."
-            )
+        super().__post_init__()
         check_beta(self.alpha, "alpha")
         _check_step("beta", self.beta, self.alpha, 2 * (1 + self.alpha))
 
-    @property
-    def separable(self) -> bool:  # type: ignore[override]
-        return self.algorithm.separable
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
 
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, under="its momentum")
+    def _outer_step(
+        self, phi: torch.Tensor, memory: torch.Tensor, moved: torch.Tensor, mix: Mix
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed = mix(self.beta * moved + self.gamma * phi)
+        delta = self.alpha * memory + mixed - self.gamma * phi
+        return phi + delta, delta
 
-    def at_rest(self) -> Algorithm:
-        # Steps alone change nothing without a gradient, and need not be linear in their state.
-        return replace(self, algorithm=GradientDescent(1.0), every=1)
 
-    def cycle(self, rounds: int) -> int:
-        return math.lcm(self.every * rounds, self.algorithm.cycle(1))
+@dataclass(frozen=True)
+class GASLoC(_AmongNeighbours):
+    """GASLoC: one momentum accelerates both the outer optimizer and the averaging with the neighbours.
 
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        return x, torch.zeros_like(x), *self.algorithm.init(x, grad, mix)
+    After ``every`` steps alone, from ``phi`` to ``x``: ``s = phi + outer_lr (x - phi)``, ``phi+ = s - alpha (s - W s) +
+    gamma (s - s_prev)``, and the next round begins there; ``s_prev = phi`` at first. ``alpha (I - W)`` is the paper's
+    Laplacian times its step (Cagnasso, Belilovsky, Oyallon 2026, arXiv:2606.11081, "Unifying Local Communications and
+    Local Updates for LLM Pretraining"). The equation is that of a secondary description, ``canon/math/gasloc.md`` of
+    github.com/junaidaliop/zij: the text of the paper was not available. The start and the defaults are Shoal's.
 
-    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        phi, delta, *inner = state
-        x, after = self.algorithm.step(x, tuple(inner), grad, Quiet(mix))
-        if (mix.round + 1) % self.every:
-            return x, (phi, delta, *after)
-        with mix.at_round(mix.round // self.every):
-            mixed = mix(self.beta * (x - phi) + self.gamma * phi)
-        delta = self.alpha * delta + mixed - self.gamma * phi
-        phi = phi + delta
-        return phi, (phi, delta, *after)
+    The mean of all ``phi`` takes the step of Nesterov's momentum, as in :class:`DiLoCo` with ``beta=gamma``. Without a
+    gradient the differences between agents follow a heavy ball, so agents agree in fewer rounds on a graph with a small
+    spectral gap. On one W ``gamma`` does not move the fixed point. With ``outer_lr=1``, ``alpha=1`` and ``gamma=0`` it
+    is ``LocalSteps`` over ``GradientDescent``. Where the agents' objectives differ their answers stay
+    apart, the farther the longer the rounds: average them at the end. Whether ``alpha`` and ``gamma`` bring agents
+    together on a topology is checked (``growth.py``). State: ``phi`` and ``s_prev``, as ``x``, and then the
+    algorithm's. An exchange sends ``s``, one message of x's size.
+
+    Args:
+        algorithm: As of :class:`NoLoCo`.
+        every: Steps of a round, H in the paper.
+        outer_lr: The outer step, eta in the paper, 0 < outer_lr < 2 (1 + gamma) / (1 + 2 gamma).
+        alpha: How far to go to the neighbours' average of ``s``.
+        gamma: The part of the last change of ``s`` that is added, 0 <= gamma < 1.
+
+    Raises:
+        TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``.
+        ValueError: A number is out of its range, or the algorithm cannot be wrapped.
+    """
+
+    outer_lr: float = 0.7
+    alpha: float = 1.0
+    gamma: float = 0.5
+    source: ClassVar[str] = (
+        "Cagnasso, Belilovsky, Oyallon 2026, arXiv:2606.11081, as described in github.com/junaidaliop/zij"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_beta(self.gamma, "gamma")
+        _check_step("outer_lr", self.outer_lr, self.gamma, 2 * (1 + self.gamma) / (1 + 2 * self.gamma))
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def _outer_step(
+        self, phi: torch.Tensor, memory: torch.Tensor, moved: torch.Tensor, mix: Mix
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        s = phi + self.outer_lr * moved
+        return s - self.alpha * (s - mix(s)) + self.gamma * (s - memory), s
 
 
 def _check_wrapped(outer: Algorithm, algorithm: Algorithm, every: int) -> None:
@@ -301,6 +384,14 @@ register(
         lambda: NoLoCo(GradientDescent(0.05), every=5),
         1 / 5,
         "As DiLoCo, where a mean of all costs too much: on random pairs, with one mean at the end.",
+    )
+)
+register(
+    Entry(
+        "GASLoC",
+        lambda: GASLoC(GradientDescent(0.05), every=5),
+        1 / 5,
+        "As NoLoCo, on sparse graphs: its momentum also accelerates the averaging with the neighbours.",
     )
 )
 
