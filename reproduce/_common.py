@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = Path(__file__).with_name("README.md")
+LIST = Path(__file__).with_name("README.md")
+"""Has a row for each figure and table of a paper; the other pages beside it have the results."""
 IMAGES = ROOT / "docs" / "images" / "reproduce"
 
 
@@ -164,17 +165,17 @@ def arguments(doc: str | None, *, seeds: int, quick_seeds: int = 2) -> argparse.
     parser.add_argument("--quick", action="store_true", help="a small run of seconds, to see that everything works")
     parser.add_argument("--seeds", type=int, metavar="N", help=f"seeds to run ({seeds}; {quick_seeds} if --quick)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write the figure there (needs matplotlib)")
-    parser.add_argument("--page", action="store_true", help="write results into reproduce/README.md, and the figure")
+    parser.add_argument("--page", action="store_true", help="write results into the pages of reproduce, and the figure")
     parser.set_defaults(default_seeds=(seeds, quick_seeds))
     return parser
 
 
 class Report:
-    """Prints an experiment's progress, its tables, claims and verdict, and writes them into the page.
+    """Prints an experiment's progress, its tables, claims and verdict, and writes them into the pages of ``reproduce``.
 
     Args:
         script: ``__file__`` of the experiment.
-        title: Heading of the experiment, as in the page's table.
+        title: Of the experiment and of its figures.
         args: Parsed arguments; ``args.seeds`` is set to the number of seeds to run.
         repeated: What is repeated, if that is not a seed, as "10 repetitions".
     """
@@ -242,7 +243,7 @@ class Report:
             self.say(f"figure: {path}")
 
     def finish(self) -> int:
-        """Print the claims and the verdict, and update the page if asked; the exit status, 0.
+        """Print the claims and the verdict, and update the pages if asked; the exit status, 0.
 
         A result that differs from the paper is a result: it does not make the command fail.
         """
@@ -258,41 +259,67 @@ class Report:
         words = verdict(self.claims)
         self._console.print(f"[bold]{escape(words)}[/] ({duration(seconds)}, {machine()})", highlight=False)
         if self.args.page:
-            PAGE.write_text(self.updated(PAGE.read_text(), duration(seconds)))
+            LIST.write_text(self.listed(LIST.read_text(), duration(seconds)))
+            page = page_of(self.name)
+            page.write_text(self.detailed(page.read_text()))
         return 0
 
-    def updated(self, page: str, taken: str) -> str:
-        """The page with this experiment's row and section replaced by its results.
+    def listed(self, page: str, taken: str) -> str:
+        """The list with the time and the verdicts of this experiment.
 
-        The row is the line of the table that has the command ``reproduce/NAME.py``; its cells are the experiment, the
-        command, the time, the verdict and the figure. The section is the text between ``<!-- NAME -->`` and
-        ``<!-- end -->``.
+        A row has five cells: the part of the paper, the command, the time, the details, the verdict. If a command has
+        several rows, a row's claims are those that name its part, which ends at a colon: "Figure 8: throughput".
+
+        Args:
+            page: The list.
+            taken: The time of the run, in words.
 
         Raises:
-            RuntimeError: The page has no such row, or no such section.
+            RuntimeError: The list has no row of this command, a row has no claim, or a claim has no row.
         """
-        command = f"`python reproduce/{self.name}.py`"
-        anchor = re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
-        images = [f"![{self.title}](../docs/images/reproduce/{path.name})" for path in self._images]
-        figure = f"[figure](#{anchor})" if images else ""
-        words, _, _ = verdict(self.claims).partition(":")  # the section names the claims
-        row = f"| [{self.title}](#{anchor}) | {command} | {taken} | {words} | {figure} |"
+        command = f"| `python reproduce/{self.name}.py` |"
+        lines = page.split("\n")
+        at = [number for number, line in enumerate(lines) if command in line]
+        missing = set(self.claims)
+        for number in at:
+            cells = [cell.strip() for cell in lines[number].strip("|").split("|")]
+            part = re.compile(rf"\b{re.escape(cells[0].partition(':')[0])}\b", re.IGNORECASE)
+            claims = [one for one in self.claims if len(at) == 1 or part.search(one.paper)]
+            if not claims:
+                raise RuntimeError(f"no claim of this run is about the row {cells[0]!r} of reproduce/README.md")
+            missing -= set(claims)
+            differ = sum(not one.holds for one in claims)
+            some = f"differs in {differ} of {len(claims)}" if differ < len(claims) else "differs"
+            cells[2], cells[4] = taken, some if differ else "agrees"
+            lines[number] = f"| {' | '.join(cells)} |"
+        if missing:
+            names = "; ".join(sorted(one.paper for one in missing))
+            raise RuntimeError(f"reproduce/README.md has no row with {command} for: {names}")
+        return "\n".join(lines)
+
+    def detailed(self, page: str) -> str:
+        """A paper's page with the results of this experiment, between ``<!-- NAME -->`` and ``<!-- end -->``."""
         claims = "\n".join(f"| {one.paper} | {one.measured} | {one.word} |" for one in self.claims)
         measured = [
-            f"{self._repeated}, {taken} on {machine()}. ± and ranges in brackets are 95% confidence intervals.",
+            f"{self._repeated}; {machine()}.",
             *self._markdown,
-            *images,
+            *(f"![{self.title}](../docs/images/reproduce/{path.name})" for path in self._images),
             f"| the paper | measured | verdict |\n| --- | --- | --- |\n{claims}",
         ]
         section = "\n\n".join([f"<!-- {self.name} -->", *measured, "<!-- end -->"])
-        page, rows = re.subn(rf"^\|.*{re.escape(command)}.*\|$", lambda _: row, page, flags=re.MULTILINE)
-        page, sections = re.subn(rf"<!-- {self.name} -->.*?<!-- end -->", lambda _: section, page, flags=re.DOTALL)
-        if (rows, sections) != (1, 1):
-            raise RuntimeError(
-                f"reproduce/README.md has {rows} rows with {command} and {sections} sections between "
-                f"<!-- {self.name} --> and <!-- end -->; it needs one of each"
-            )
-        return page
+        return re.sub(rf"<!-- {self.name} -->.*?<!-- end -->", lambda _: section, page, count=1, flags=re.DOTALL)
+
+
+def page_of(name: str) -> Path:
+    """The page with the results of an experiment.
+
+    Raises:
+        RuntimeError: No page has a place for them, or several have.
+    """
+    pages = [page for page in sorted(LIST.parent.glob("*.md")) if f"<!-- {name} -->" in page.read_text()]
+    if len(pages) != 1:
+        raise RuntimeError(f"{len(pages)} pages in reproduce have <!-- {name} --> and <!-- end -->; one must")
+    return pages[0]
 
 
 def duration(seconds: float) -> str:

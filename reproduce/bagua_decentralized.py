@@ -216,7 +216,7 @@ def accuracy_claims(found: dict[str, list[float]]) -> list[Claim]:
         less = Interval.of(a - b for a, b in zip(found[CENTRAL], values, strict=True))
         claims.append(
             Claim(
-                f"{way}: as accurate as the all-reduce of gradients, within 1 point",
+                f"Accuracy, {way}: that of the all-reduce of gradients, within 1 point",
                 f"{Interval.of(values):.2f}% against {Interval.of(found[CENTRAL]):.2f}%, less by {less:.2f}",
                 less.high <= 1,
             )
@@ -231,13 +231,13 @@ def cost_claims(costs: Costs, nbytes: float) -> list[Claim]:
         found = [value / nbytes for value in costs[way]["bytes"]]
         off = max(abs(value / count - 1) for value in found)
         return Claim(
-            f"{way}: a machine sends {count:g} times the model in a step, within 10%",
+            f"Bytes, {way}: a machine sends {count:g} times the model in a step, within 10%",
             f"{Interval.of(found):.3f} times",
             off <= 0.1,
         )
 
     def faster(way: str, other: str) -> Claim:
-        paper = f"{way} is faster than {other} at {MBIT} Mbit/s"
+        paper = f"Time, {way}: faster than {other} at {MBIT} Mbit/s"
         return exceeds(paper, costs[other]["seconds"], costs[way]["seconds"], unit=" s")
 
     found = [models(SHIFT_ONE, 1), models(SELDOM, 1 / INTERVAL), models(LOW, 0.5)]

@@ -398,6 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "largest gap",
             "error",
             "error alone",
+            "rounds with changes",
         ],
         [
             [

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -76,17 +76,17 @@ def claims(full: Modelled, limited: Modelled) -> list[Claim]:
             grows and any(line[-1] > line[0] + 0.01 for line in by_size.values()),
         ),
         Claim(
-            f"ResNet-50 scales with over 95% on {most} GPUs (section VII-B)",
+            f"ResNet-50 scales with over 95% on {most} GPUs (figure 12, section VII-B)",
             f"least of BlueFog's styles {min(share['ResNet-50']):.2f}",
             min(share["ResNet-50"]) > 0.95,
         ),
         Claim(
-            f"VGG-16 and BERT-large scale with 50 to 60% on {most} GPUs (section VII-B)",
+            f"VGG-16 and BERT-large scale with 50 to 60% on {most} GPUs (figure 12, section VII-B)",
             f"{min(half):.2f} to {max(half):.2f}",
             min(half) >= 0.5 - TOLERANCE and max(half) <= 0.6 + TOLERANCE,
         ),
         Claim(
-            "The efficiency of VGG-16 and BERT-large drops from one machine, 8 GPUs, to two (section VII-B)",
+            "The efficiency of VGG-16 and BERT-large drops from one machine, 8 GPUs, to two (figure 12, section VII-B)",
             "Horovod: " + ", ".join(f"{name} to {one:.2f}" for name, one in drop.items()),
             max(drop["VGG-16"], drop["BERT-large"]) < 0.99,
         ),
@@ -155,14 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Throughput of a GPU, as a share of that of one GPU alone, and the speed-up over Horovod",
         ["model", "GPUs", *(style.name for style in STYLES), "speed-up"],
         [
-            [
-                name,
-                str(size),
-                *(f"{value:.2f}" for value in full[size][name].efficiency.values()),
-                _range(full[size][name]),
-            ]
+            [name, f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}", *cells]
             for name in full[8]
-            for size in full
+            for cells, sizes in _equal_rows({size: _cells(full[size][name]) for size in full})
         ],
     )
     report.note(
@@ -185,6 +180,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _told(one: Figure12) -> str:
     return f"{one.workload.name} {_range(one)} times Horovod"
+
+
+def _cells(one: Figure12) -> list[str]:
+    return [*(f"{value:.2f}" for value in one.efficiency.values()), _range(one)]
+
+
+def _equal_rows(rows: dict[int, list[str]]) -> Iterator[tuple[list[str], list[int]]]:
+    """Rows without repetitions, and the numbers of GPUs that have each."""
+    for cells, sizes in groupby(rows, rows.__getitem__):
+        yield cells, list(sizes)
 
 
 def _range(one: Figure12) -> str:

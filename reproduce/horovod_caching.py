@@ -217,7 +217,7 @@ def step_claims(found: Measured) -> list[Claim]:
             later == 0 < without,
         ),
         Claim(
-            "Section 3.2: groups make messages larger",
+            "Figure 2, section 3.2: groups make messages larger",
             f"median {10 ** log[1] / 1e6:.2g} MB in 5 groups, {10 ** log[0] / 1e6:.2g} MB of single calls",
             log[1] > log[0],
         ),
@@ -304,7 +304,7 @@ def control_claims(found: Control) -> list[Claim]:
 
     return [
         exceeds(
-            f"Sections 2.2, 3.1: from {least} to {most} agents the coordinator's messages grow faster than the cache's",
+            f"Section 3.1: from {least} to {most} agents the coordinator's messages grow faster than the cache's",
             *(growth("coordinator"), growth("cached")),
             unit=" times",
         ),

@@ -314,7 +314,7 @@ def figure_1_claims(stars: Sequence[Configuration], others: dict[str, Configurat
         )
     for one, name in ((stars[0], RING), (stars[-1], ALLREDUCE)):
         apart = max(abs(a - b) for a, b in zip(one.own, others[name].own, strict=True))
-        paper = f"Section 2.4: {one.name} is {name}"
+        paper = f"Figure 1: {one.name} is {name} (section 2.4)"
         found.append(Claim(paper, f"accuracies differ by {apart:.2f} points at most", apart < 0.5))
     return found
 
@@ -418,6 +418,40 @@ def table_claims(
     ]
 
 
+def epoch_claims(task: str, runs: Runs) -> list[Claim]:
+    """The statements of section 3.1 on figure 2, against the curves of the two largest numbers of workers.
+
+    Args:
+        task: The name in the claims.
+        runs: Of all methods and numbers of workers.
+    """
+    leads: dict[tuple[str, int], Interval] = {}
+    sizes = sorted({workers for _, workers in runs})[-2:]
+    for workers in sizes:
+        mean = {name: [fmean(run.curve) for run in runs[name, workers]] for name in METHODS[:4]}
+        for name in (ALLREDUCE, RING_RANDOM, RING):
+            leads[name, workers] = Interval.of(a - b for a, b in zip(mean[RING_STAR], mean[name], strict=True))
+
+    def listed(*names: str) -> str:
+        return "; ".join(
+            f"{workers} workers: {', '.join(f'{leads[name, workers]:.2f} above {name}' for name in names)}"
+            for workers in sizes
+        )
+
+    return [
+        Claim(
+            f"Figure 2, {task}: Ring-Star learns faster than RingRandom and Ring (mean of the curve, points)",
+            listed(RING_RANDOM, RING),
+            all(leads[name, workers].low > 0 for name in (RING_RANDOM, RING) for workers in sizes),
+        ),
+        Claim(
+            f"Figure 2, {task}: the curve of Ring-Star is on average at most 1 point below that of Allreduce",
+            listed(ALLREDUCE),
+            all(leads[ALLREDUCE, workers].low >= -1 for workers in sizes),
+        ),
+    ]
+
+
 def ordered(paper: str, values: dict[str, Sequence[float]]) -> Claim:
     """Claim that values fall from each name to the next: the interval of each difference, seed by seed, is above 0."""
     steps = [
@@ -450,6 +484,7 @@ def tables(
     own = {key: [run.own for run in runs] for key, runs in found.items()}
     mean = {key: [run.mean for run in runs] for key, runs in found.items()}
     report.claim(table_claims(table, own, mean))
+    report.claim(epoch_claims(task(0).name, found))
     return found
 
 

@@ -35,6 +35,11 @@ ROOT_PAGES = {
     "security-policy.md": "SECURITY.md",
     "code-of-conduct.md": "CODE_OF_CONDUCT.md",
     "reproduce.md": "reproduce/README.md",
+    "reproduce-bluefog.md": "reproduce/bluefog.md",
+    "reproduce-bluefog-training.md": "reproduce/bluefog-training.md",
+    "reproduce-ring-star.md": "reproduce/ring-star.md",
+    "reproduce-bagua.md": "reproduce/bagua.md",
+    "reproduce-horovod.md": "reproduce/horovod.md",
 }
 """Pages of the site and the files outside docs that they show."""
 TUTORIAL = ROOT / "out" / "tutorial"

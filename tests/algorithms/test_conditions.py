@@ -215,6 +215,66 @@ def test_push_sum_reaches_the_mean_with_delays_and_slow_agents() -> None:
     assert float((run.estimate - start().mean(0)).abs().max()) < 1e-9
 
 
+def delayed_matrices(graph: nx.DiGraph, conditions: Conditions, ticks: int) -> Floats:
+    """The product of the matrices of all ticks, for shares that wait as values of further nodes.
+
+    Equations 19 and 20 of Ying et al. 2021, arXiv:2111.04287, as one linear recursion: node (1 + d) n + i has the
+    shares that reach agent i in d ticks, and a last node for each edge has its lost shares.
+    """
+    n, edges, longest = len(graph), sorted((to, of) for of, to in graph.edges if to != of), conditions.delays[1]
+    nodes = (longest + 2) * n + len(edges)
+    coming = n + n * np.arange(longest + 1)
+    product = np.eye(nodes)
+    for tick in range(ticks):
+        active = conditions.active(tick, n)
+        send, deliver = np.eye(nodes), np.eye(nodes)
+        for j in np.flatnonzero(active):
+            send[j, j] = share = 1 / (1 + sum(of == j for _, of in edges))
+            for edge, (to, of) in enumerate(edges):
+                if of == j:
+                    key, lost = np.array([to * n + of]), nodes - len(edges) + edge
+                    send[lost, lost] = 0
+                    departed, delay = conditions.lost(tick, 0, key)[0], conditions.ticks(tick, 0, key)[0]
+                    send[lost if departed else coming[delay] + to, [j, lost]] = share, 1
+        for i in range(n):
+            deliver[:, coming + i] = 0
+            deliver[i if active[i] else coming[0] + i, coming[0] + i] = 1
+            deliver[coming[:-1] + i, coming[1:] + i] = 1
+        np.testing.assert_allclose((deliver @ send).sum(0), 1, rtol=0, atol=1e-14)
+        product = deliver @ send @ product
+    return product
+
+
+@pytest.mark.parametrize("ticks", [9, 900])
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        Conditions(delay=(1, 5), participation=SLOW),
+        Conditions(delay=(0, 3), speeds=SLOW),
+        Conditions(delay=(1, 3), loss=0.3, protocol="memory", participation=0.7),
+    ],
+    ids=repr,
+)
+def test_asynchronous_push_sum_is_a_recursion_with_nodes_for_delays(conditions: Conditions, ticks: int) -> None:
+    """On simulated agents and, for the short run, on real ones."""
+    graph, values = one_way(), start()
+    x = delayed_matrices(graph, conditions, ticks)[:8, :8] @ np.c_[values.numpy(), np.ones(8)]
+    run = StackedFleet(graph).run(algorithms.PushSum(), values, torch.zeros_like, ticks, conditions=conditions)
+    np.testing.assert_allclose(run.x.numpy(), x[:, :-1], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(run.state[0].numpy(), x[:, -1:], rtol=0, atol=1e-12)
+    if ticks > 9:
+        assert float((run.estimate - values.mean(0)).abs().max()) < 1e-9
+        return
+
+    def agent() -> torch.Tensor:
+        mine, nothing = values[shoal.rank()], torch.zeros_like
+        return algorithms.run(algorithms.PushSum(), mine, nothing, graph, ticks, conditions=conditions).estimate
+
+    np.testing.assert_allclose(
+        torch.stack(shoal.Fleet(8).run(agent)).numpy(), x[:, :-1] / x[:, -1:], rtol=0, atol=1e-12
+    )
+
+
 @pytest.mark.parametrize("protocol", ["plain", "memory", "handshake"])
 def test_tracking_under_loss_is_exact_if_the_sum_of_its_second_variable_is_conserved(protocol: Any) -> None:
     conditions, x = Conditions(loss=0.2, protocol=protocol), torch.zeros(DIMENSION, dtype=torch.float64)
@@ -335,8 +395,9 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(code, "docs/unreliable-networks.md", "exec", dont_inherit=True), names)
-    first, gossip, second, third = capsys.readouterr().out.splitlines()
+    first, pushed, gossip, second, third = capsys.readouterr().out.splitlines()
     assert first == "tensor(True)"
+    assert pushed == "tensor(True) tensor(True)"
     reached, time = gossip.split()
     assert reached == "tensor(True)"
     assert 270 < int(time) < 330

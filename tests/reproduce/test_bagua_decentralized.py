@@ -33,7 +33,7 @@ def test_an_algorithm_that_learns_less_is_reported() -> None:
     fine = {way: [90.0 + seed for seed in SEEDS] for way in experiment.SIMULATED}
     assert verdict(experiment.accuracy_claims(fine)) == "agrees: all 6 claims hold"
     worse = fine | {experiment.LOW: [88.0 + seed for seed in SEEDS]}
-    assert verdict(experiment.accuracy_claims(worse)).startswith("differs in 1 of 6 claims: low precision: as accurate")
+    assert verdict(experiment.accuracy_claims(worse)).startswith("differs in 1 of 6 claims: Accuracy, low precision:")
 
 
 def test_other_costs_than_the_papers_are_reported() -> None:
@@ -41,7 +41,7 @@ def test_other_costs_than_the_papers_are_reported() -> None:
     assert verdict(experiment.cost_claims(found, NBYTES)) == "agrees: all 6 claims hold"
     slow = found | {experiment.SHIFT_ONE: {"seconds": [1.0, 1.1, 1.2], "bytes": [2e6] * 3}}
     assert verdict(experiment.cost_claims(slow, NBYTES)).startswith(
-        "differs in 2 of 6 claims: shift_one: a machine sends 1 times"
+        "differs in 2 of 6 claims: Bytes, shift_one: a machine sends 1 times"
     )
 
 

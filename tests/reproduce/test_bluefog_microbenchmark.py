@@ -41,7 +41,7 @@ def test_the_model_prefers_neighbors_and_shows_the_second_machine() -> None:
 def test_results_that_differ_are_named() -> None:
     assert verdict(experiment.claims(MEASURED, MODELLED)).startswith("agrees: all 9 claims")
     slow = MEASURED | {4: MEASURED[4] | {experiment.RING: [0.02, 0.021, 0.019]}}
-    assert "neighbor_allreduce (ring) takes less time than allreduce on CPUs (4 agents" in verdict(
+    assert "neighbor_allreduce (ring) is faster than allreduce on CPUs (4 agents" in verdict(
         experiment.claims(slow, MODELLED)
     )
     flat = MODELLED | {16: MODELLED[8], 32: MODELLED[8]}

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "reproduce"))
 
-from _common import Claim, Interval, Report, arguments, below, exceeds, verdict, within  # noqa: E402
+from _common import LIST, Claim, Interval, Report, arguments, below, exceeds, page_of, verdict, within  # noqa: E402
 
 YES, NO = Claim("it is so (figure 1)", "1 ± 0.1", True), Claim("it is cheap (table 2)", "9 ± 0.1", False)
 
@@ -49,19 +49,49 @@ def test_the_verdict_names_the_claims_that_fail() -> None:
         verdict([])
 
 
-def test_the_page_gets_the_row_and_the_section() -> None:
-    args = arguments("", seeds=5).parse_args([])
-    report = Report("reproduce/some.py", "Some experiment", args)
-    assert args.seeds == 5
+def report_of(*claims: Claim) -> Report:
+    report = Report("reproduce/some.py", "Some experiment", arguments("", seeds=5).parse_args([]))
+    report.claim(claims)
+    return report
+
+
+def row(part: str, verdict: str = "", taken: str = "") -> str:
+    return f"| {part} | `python reproduce/some.py` | {taken} | [figure](some.md) | {verdict} |"
+
+
+def test_a_papers_page_gets_the_results() -> None:
+    report = report_of(YES, NO)
+    assert report.args.seeds == 5
     report.table("Errors", ["way", "error"], [["DGD", Interval(1.0, 0.5)]])
-    report.claim([YES, NO])
-    page = "| x | `python reproduce/some.py` | | | |\n\n## Some experiment\n\n<!-- some -->\n<!-- end -->\n"
-    once = report.updated(page, "2 s")
-    assert "| [Some experiment](#some-experiment) | `python reproduce/some.py` | 2 s | differs in 1 of 2" in once
-    assert "| DGD | 1 ± 0.5 |" in once and once.count("<!-- some -->") == 1
-    assert report.updated(once, "2 s") == once
-    with pytest.raises(RuntimeError, match="0 rows"):
-        report.updated("", "2 s")
+    once = report.detailed("## Some\n\n<!-- some -->\n<!-- end -->\n\n## Other\n")
+    assert "| DGD | 1 ± 0.5 |" in once
+    assert "| it is cheap (table 2) | 9 ± 0.1 | differs |" in once
+    assert once.count("<!-- some -->") == 1 and once.endswith("<!-- end -->\n\n## Other\n")
+    assert report.detailed(once) == once
+    with pytest.raises(RuntimeError, match="0 pages"):
+        page_of("some")
+
+
+def test_a_single_row_gets_the_verdict_of_all_claims() -> None:
+    other = "| Figure 1 | `python reproduce/other.py` | 1 s | [figure](some.md) | agrees |"
+    page = f"{row('Figure 9: all')}\n{other}\n"
+    expected = row("Figure 9: all", "differs in 1 of 2", "2 s")
+    assert report_of(YES, NO).listed(page, "2 s") == f"{expected}\n{other}\n"
+
+
+def test_each_of_several_rows_gets_the_verdict_of_its_claims() -> None:
+    third = Claim("it grows (table 22)", "3", True)
+    report = report_of(YES, NO, third)
+    rows = ["Figure 1: size", "Table 2: cost", "Table 22: growth"]
+    found = report.listed("\n".join(map(row, rows)), "2 s").split("\n")
+    verdicts = ["agrees", "differs", "agrees"]
+    assert found == [row(part, words, "2 s") for part, words in zip(rows, verdicts, strict=True)]
+    with pytest.raises(RuntimeError, match="for: it grows"):
+        report.listed("\n".join(map(row, rows[:2])), "2 s")
+    with pytest.raises(RuntimeError, match="about the row 'Figure 3: more'"):
+        report.listed("\n".join(map(row, [*rows, "Figure 3: more"])), "2 s")
+    with pytest.raises(RuntimeError, match="no row with"):
+        report.listed("", "2 s")
 
 
 def test_the_page_has_no_results_of_quick_runs() -> None:
@@ -69,9 +99,21 @@ def test_the_page_has_no_results_of_quick_runs() -> None:
         Report("some.py", "Some", arguments("", seeds=5).parse_args(["--page", "--quick"]))
 
 
-def test_every_experiment_has_a_row_a_section_and_a_test() -> None:
-    page = (ROOT / "reproduce" / "README.md").read_text()
+def test_every_experiment_has_rows_a_section_and_a_test() -> None:
+    listed = LIST.read_text().split("\n")
     for script in sorted((ROOT / "reproduce").glob("[!_]*.py")):
-        assert page.count(f"`python reproduce/{script.name}`") == 1, script.name
-        assert re.search(rf"<!-- {script.stem} -->\n\n.+?<!-- end -->", page, re.DOTALL), script.name
+        page = page_of(script.stem)
+        assert re.search(rf"<!-- {script.stem} -->\n\n.+?<!-- end -->", page.read_text(), re.DOTALL), script.name
+        rows = [line for line in listed if f"| `python reproduce/{script.name}` |" in line]
+        assert rows and all(f"]({page.name}#" in line for line in rows), script.name
         assert (ROOT / "tests" / "reproduce" / f"test_{script.stem}.py").exists(), script.name
+
+
+def test_every_row_of_the_list_has_a_command_a_time_a_result_and_a_verdict() -> None:
+    rows = [line for line in LIST.read_text().split("\n") if "`python " in line]
+    assert len(rows) >= 28
+    for line in rows:
+        part, command, taken, result, words = (cell.strip() for cell in line.strip("|").split("|"))
+        assert part and re.fullmatch(r"`python (reproduce|benchmarks)/\w+\.py[^`]*`", command), line
+        assert re.search(r"\d+ (s|min)|not recorded", taken), line
+        assert result.startswith("[") and words, line

@@ -84,6 +84,25 @@ def test_slow_sparse_topologies_contradict_figure_3() -> None:
     assert verdict(experiment.time_claims(runs, {"model": dear})).startswith("differs in 3 of 3")
 
 
+def test_figure_2_compares_the_curves_of_the_two_largest_sizes() -> None:
+    heights = dict(zip(experiment.METHODS, (80.0, 79.5, 70.0, 69.0, 20.0), strict=True))
+
+    def runs(**changed: float) -> experiment.Runs:
+        return {
+            (name, workers): [
+                experiment.Trained(90.0, 90.0, [0.0, 10.0], [value - 5 + seed, value + 5 + seed], 10) for seed in SEEDS
+            ]
+            for workers in (16, 32, 64)
+            for name, value in (heights | (changed if workers == 64 else {})).items()
+        }
+
+    assert verdict(experiment.epoch_claims("digits", runs())) == "agrees: all 2 claims hold"
+    slow = verdict(experiment.epoch_claims("digits", runs(Allreduce=80.6)))
+    assert slow.startswith("differs in 1 of 2 claims: Figure 2, digits: the curve of Ring-Star")
+    fast = verdict(experiment.epoch_claims("digits", runs(Ring=80.0)))
+    assert fast.startswith("differs in 1 of 2 claims: Figure 2, digits: Ring-Star learns faster")
+
+
 def test_the_learning_rate_warms_up_to_the_scaled_one_and_falls_twice() -> None:
     shards = experiment.Shards(experiment.digits(0, 41), 64, 0)
     last = shards.steps - 1
