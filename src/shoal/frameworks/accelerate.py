@@ -40,10 +40,10 @@ from ..ops.collective import allgather, allreduce, gather_by_rank
 from ..ops.objects import broadcast_object, broadcast_parameters
 from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ..optim.checkpoints.checkpoint import Checkpoint
+from ..optim.checkpoints.states import RandomState
 from ..optim.mean_model import consensus
 from ..optim.optimizer import DecentralizedOptimizer
 from .process_state import NO_DISPATCH, process_state, wait_for_everyone
-from .random_state import RandomState
 
 __all__ = ["ShoalAccelerator"]
 

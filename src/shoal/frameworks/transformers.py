@@ -39,11 +39,11 @@ from ..ops.objects import broadcast_object
 from ..optim.adam import AccumAdamW
 from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.checkpoints.checkpoint_files import find
+from ..optim.checkpoints.states import RandomState
 from ..optim.mean_model import consensus
 from ..runtime.queries import size
 from .accelerate import ShoalAccelerator, Wrapper, one_peer_at_a_time
 from .process_state import process_state, wait_for_everyone
-from .random_state import RandomState
 
 __all__ = ["ShoalTrainer", "ShoalTrainingArguments"]
 

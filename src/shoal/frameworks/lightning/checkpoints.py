@@ -22,8 +22,8 @@ from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.objects import broadcast_object
 from ...optim.checkpoints.checkpoint import Checkpoint
+from ...optim.checkpoints.states import RandomState
 from ...runtime.queries import rank, size
-from ..random_state import RandomState
 
 log = logging.getLogger("shoal")
 KEY = "shoal"

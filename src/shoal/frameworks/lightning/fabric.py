@@ -16,12 +16,12 @@ from ...errors import ShoalError
 from ...ops.arguments import Internal
 from ...ops.objects import broadcast_object, broadcast_parameters
 from ...optim.checkpoints.checkpoint import Checkpoint
+from ...optim.checkpoints.states import RandomState
 from ...optim.mean_model import consensus
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current
 from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, size
-from ..random_state import RandomState
 from ..requirements import check_agent
 from . import collectives
 from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, one_peer_at_a_time

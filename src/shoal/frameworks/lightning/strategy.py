@@ -15,11 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from ...errors import ShoalError
 from ...ops.objects import broadcast_parameters
+from ...optim.checkpoints.states import RandomState
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current
 from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, machine_size
-from ..random_state import RandomState
 from ..requirements import check_agent
 from . import checkpoints, collectives, validation
 from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, evaluate_first, one_peer_at_a_time
