@@ -1,4 +1,4 @@
-"""Weighted sums in one fixed order: of one block by torch, and of whole tensors by any implementation.
+"""Weighted sums in one fixed order: of one block by torch, of whole tensors by any implementation; and copies.
 
 The order is: the agent's own term, then the other terms as given. Every weighted term is one fused multiply-add, in
 float32 for 16-bit tensors, whose sum is rounded once at the end. Complex numbers are pairs of real ones. Equal weights
@@ -7,6 +7,9 @@ are not multiplied with each term: the terms are summed, and the sum is scaled o
 All implementations give the same bits, except inside a NaN: a CPU propagates the bits of one operand, an NVIDIA device
 has its own. A program has a limited number of terms. More terms take several passes, between which the partial sum is
 stored, in float32 for 16-bit tensors.
+
+:func:`copy`, :func:`scale` and :func:`add_scaled` have the bits of the torch operation that they name, in one pass over
+memory. The compiled kernels write results that caches would not keep past the caches.
 """
 
 from __future__ import annotations
@@ -276,3 +279,32 @@ def _pass(
             BLOCK=BLOCK,
             enable_fp_fusion=False,
         )
+
+
+def copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
+    """``out.copy_(tensor)``, for tensors of one shape."""
+    if native.copies(out, tensor):
+        native.copy(out, tensor)
+    else:
+        out.copy_(tensor)
+
+
+def scale(out: torch.Tensor, tensor: torch.Tensor, weight: float) -> None:
+    """``torch.mul(tensor, weight, out=out)``, for tensors of one shape and dtype."""
+    if native.fits(out, [tensor]):
+        native.weigh(out, [tensor], [weight])
+    else:
+        torch.mul(tensor, weight, out=out)
+
+
+def add_scaled(out: torch.Tensor, tensor: torch.Tensor, other: torch.Tensor, weight: float) -> None:
+    """``torch.add(tensor, other, alpha=weight, out=out)``, for tensors of one shape and dtype.
+
+    16-bit types are added in float32 and rounded once; torch itself would round the weight to 16 bits, too.
+    """
+    if native.fits(out, [tensor, other]) and abs(weight) <= torch.finfo(torch.float32).max:
+        native.weigh(out, [tensor, other], [1.0, weight])
+    elif tensor.dtype in (torch.float16, torch.bfloat16):
+        out.copy_(tensor.float().add_(other.float(), alpha=weight))
+    else:
+        torch.add(tensor, other, alpha=weight, out=out)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..arithmetic import complete
 from ..dtensors import is_sharded
 from ..errors import Mismatch
-from ..kernels.elementwise import copy
+from ..kernels.weighted_sum import copy
 from ..operations.operation import INTERNAL, Arrived, Send, Steps
 from ..runtime.agent import Agent
 from ..topology._validate import as_int

@@ -10,7 +10,7 @@ import torch
 
 from ..arithmetic import complete
 from ..errors import PeerLost
-from ..kernels.elementwise import copy
+from ..kernels.weighted_sum import copy
 from ..operations.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology._validate import as_int

@@ -22,8 +22,7 @@ from math import isqrt
 import torch
 
 from ..arithmetic import complete, machines_among, places_by_machine, reduce
-from ..kernels.elementwise import copy
-from ..kernels.weighted_sum import real
+from ..kernels.weighted_sum import copy, real
 from ..operations.operation import (
     MORE,
     Arrived,

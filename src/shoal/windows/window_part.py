@@ -19,7 +19,7 @@ import torch
 from .. import clock
 from ..engine.engine import Engine
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
-from ..kernels.elementwise import copy
+from ..kernels.weighted_sum import copy
 from ..operations.operation import Handle
 from ..operations.timeouts import acquire_with_deadline
 from ..ops.arguments import where
