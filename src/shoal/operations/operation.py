@@ -382,7 +382,7 @@ class Operation:
         part: Operation = self.fused or self
         behind = part.stage.behind if part.stage is not None else {}
         waiting = self.waiting_for
-        return sorted({rank for one in waiting for rank in behind.get(one, (one,))}) if behind else waiting
+        return sorted({rank for awaited in waiting for rank in behind.get(awaited, (awaited,))}) if behind else waiting
 
     @property
     def moves(self) -> bool:
