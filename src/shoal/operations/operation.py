@@ -61,14 +61,14 @@ class BackendRequest:
         among: The participating ranks, ascending; empty for all members. Each of them reaches this stage. None: only
             the ends of the edges participate, and only they know their ranks.
         collective: A collective operation of the backend that replaces the sends.
-        what: A description of the value that must be equal on all ranks, if no message carries it.
+        properties: A description of the properties that must be equal on all ranks, if no message carries them.
         confirm: Whether the receiver confirms that it expects the message, because both ends know the edge
             independently.
     """
 
     among: tuple[int, ...] | None = ()
     collective: Collective | None = None
-    what: str = ""
+    properties: str = ""
     confirm: bool = False
 
 

@@ -104,7 +104,7 @@ def neighbor_allgather_nonblocking(
         sends = rotated([Send(rank, published, 0, total, shape) for rank in targets], agent)
         digest, checked = (0, enable_topo_check) if given else (now.digest, False)
         among = None if given else now.members(operation.left_of(range(agent.size)))
-        carried = BackendRequest(among, what="" if given else f"topology {digest:08x}", confirm=given is not None)
+        carried = BackendRequest(among, properties="" if given else f"topology {digest:08x}", confirm=given is not None)
         arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest, carried=carried)
         return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
 

@@ -277,7 +277,7 @@ def _mixed(
         digest=digest,
         digest_of="shape, machine topology or compression",
         stage=stage,
-        carried=BackendRequest(what=what, confirm=not what) if stage is None else None,
+        carried=BackendRequest(properties=what, confirm=not what) if stage is None else None,
     )
     payloads = [payload(arrived, rank) for rank in sources]
     if encoded is not None:

@@ -384,7 +384,7 @@ def mix_steps(
     carried = None
     if backend is not None:
         what = f"topology {digest:08x}" if form in FORMS else ""
-        carried = BackendRequest(edges.among, what=what, confirm=form == "push-pull")
+        carried = BackendRequest(edges.among, properties=what, confirm=form == "push-pull")
     if isinstance(published, PublishedOnDevice):
         # Before the headers leave: a neighbour reads the device's memory as soon as it has one, and the copy may still
         # be queued.
