@@ -168,18 +168,18 @@ def weighted_sum(
         raise ValueError(f"a weighted sum of {out.dtype}: pass floating point or complex numbers")
     if not target.numel():
         return
-    left = [float(own_weight), *(weight for _, weight in here)]
+    kept = [float(own_weight), *(weight for _, weight in here)]
     way = way or way_of(out)
     if way == "triton":
-        _in_passes(target, mine, theirs, left, factor)
+        _in_passes(target, mine, theirs, kept, factor)
     elif any(overlap(target, term) for term in theirs) or (
         overlap(target, mine) and target.data_ptr() != mine.data_ptr()
     ):
         total = torch.empty_like(target)
-        _weigh_by(way, left, factor, total, mine, theirs)
+        _weigh_by(way, kept, factor, total, mine, theirs)
         target.copy_(total)
     else:
-        _weigh_by(way, left, factor, target, mine, theirs)
+        _weigh_by(way, kept, factor, target, mine, theirs)
 
 
 def _weigh_by(
@@ -198,20 +198,22 @@ def _weigh_by(
 
 def check_alike(out: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
     """Raise ValueError if these are not flat tensors without gaps that are like ``out``: a program sees addresses."""
-    for number, one in enumerate((out, *others)):
-        if one.dim() != 1 or not one.is_contiguous():
-            raise ValueError(f"tensor {number} has shape {list(one.shape)} and strides {one.stride()}: pass flat ones")
-        if (one.dtype, one.device, len(one)) != (out.dtype, out.device, len(out)):
+    for number, tensor in enumerate((out, *others)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(
-                f"tensor {number} has {len(one)} numbers in {one.dtype} on {one.device}, and the result {len(out)} in "
-                f"{out.dtype} on {out.device}: pass tensors that are alike"
+                f"tensor {number} has shape {list(tensor.shape)} and strides {tensor.stride()}: pass flat ones"
+            )
+        if (tensor.dtype, tensor.device, len(tensor)) != (out.dtype, out.device, len(out)):
+            raise ValueError(
+                f"tensor {number} has {len(tensor)} numbers in {tensor.dtype} on {tensor.device}, and the result "
+                f"{len(out)} in {out.dtype} on {out.device}: pass tensors that are alike"
             )
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the tensors share memory."""
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
+    first, second = tensor.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + tensor.nbytes
 
 
 def _in_passes(
@@ -229,7 +231,7 @@ def _in_passes(
     groups = groups or [range(0)]
     # An instance reads its elements before it writes to them. A shifted overlap or a later pass would read overwritten
     # elements.
-    spoils = any(overlap(out, one) and one.data_ptr() != out.data_ptr() for one in (own, *terms))
+    spoils = any(overlap(out, tensor) and tensor.data_ptr() != out.data_ptr() for tensor in (own, *terms))
     spoils |= any(overlap(out, term) for term in terms[TERMS_OF_A_PASS:])
     total = torch.empty_like(out, dtype=wide) if spoils or (wide != out.dtype and len(groups) > 1) else out
     for number, group in enumerate(groups):
