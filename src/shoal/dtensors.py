@@ -163,6 +163,6 @@ def reshard(model: torch.nn.Module) -> None:
     """
     module = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(module, "FSDPModule", ())
-    for module in model.modules():
-        if isinstance(module, sharded):
-            module.reshard()
+    for part in model.modules():
+        if isinstance(part, sharded):
+            part.reshard()

@@ -111,7 +111,7 @@ def copies(params: Named) -> Iterator[torch.nn.Parameter]:
 def _check_that_nothing_is_flat(models: Sequence[torch.nn.Module]) -> None:
     module = sys.modules.get("torch.distributed.fsdp")
     flat = getattr(module, "FullyShardedDataParallel", ())
-    if current().size > 1 and any(isinstance(module, flat) for model in models for module in model.modules()):
+    if current().size > 1 and any(isinstance(part, flat) for model in models for part in model.modules()):
         raise ValueError(
             "FullyShardedDataParallel makes one flat tensor of many parameters, and which part of it lies here cannot "
             'be seen. Take fully_shard(model, mesh=mesh["shard"]), and shoal.init(mesh=mesh["replicate"])'
