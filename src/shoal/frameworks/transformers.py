@@ -230,7 +230,9 @@ def _last_complete(output_dir: Path) -> str | None:
     last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
     if last is None:
         return None
-    steps = sorted((int(one.name.rpartition("-")[2]), one) for one in output_dir.glob("checkpoint-*") if one.is_dir())
+    steps = sorted(
+        (int(path.name.rpartition("-")[2]), path) for path in output_dir.glob("checkpoint-*") if path.is_dir()
+    )
     for _, folder in reversed(steps):
         agents = folder / AGENTS
         if _reads(folder / _STATE) and (not agents.is_dir() or find(agents, None)["found"]):
