@@ -62,4 +62,4 @@ def public_names(package: dict[str, Any]) -> list[str]:
     Args:
         package: The ``globals()`` of the package, after its imports. Its modules are not among the names.
     """
-    return sorted(name for name, one in package.items() if name[0] != "_" and not isinstance(one, ModuleType))
+    return sorted(name for name, value in package.items() if name[0] != "_" and not isinstance(value, ModuleType))

@@ -28,7 +28,7 @@ from typing import Any, Final
 from . import clock
 
 _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-SIGNALS: Final = tuple(int(one) for one in _signals)
+SIGNALS: Final = tuple(int(signum) for signum in _signals)
 """The signals whose handlers are deferred: those from users and launchers, and alarms."""
 SLICE = 0.05
 """Seconds for which the main thread waits at a time where a signal could not wake it."""
@@ -95,9 +95,10 @@ class DeferredSignals:
                 # Our own handler is still set only if two signals came at the worst moment of the previous section.
                 known = self._handlers
                 found_now = {
-                    one: known.get(one) if it is self._noting else it for one, it in zip(SIGNALS, found, strict=True)
+                    signum: known.get(signum) if handler is self._noting else handler
+                    for signum, handler in zip(SIGNALS, found, strict=True)
                 }
-                self._handlers = {one: handler for one, handler in found_now.items() if callable(handler)}
+                self._handlers = {signum: handler for signum, handler in found_now.items() if callable(handler)}
                 self._seen = found
             for signum in self._handlers:
                 _setsignal(signum, self._noting)

@@ -77,20 +77,20 @@ def weigh_in_blocks(
     same as ``out``.
     """
     factor = common_factor([own_weight, *weights])
-    left, tensors = [own_weight], [out, own]
+    kept, tensors = [own_weight], [out, own]
     for term, weight in zip(terms, weights, strict=True):
         if term is not None:
-            left.append(weight)
+            kept.append(weight)
             tensors.append(term)
     if out.is_complex():
         tensors = [real(tensor) for tensor in tensors]
         also = None if also is None else real(also)
     if out.nbytes <= BLOCK_BYTES or native_fits(tensors[0], tensors[1:]):
-        _weigh(left, factor, tensors[0], tensors[1], tensors[2:], also)
+        _weigh(kept, factor, tensors[0], tensors[1], tensors[2:], also)
         return
     block = max(1, BLOCK_BYTES // tensors[0].element_size())
     for target, mine, *theirs in zip(*(torch.split(tensor, block) for tensor in tensors), strict=True):
-        _weigh(left, factor, target, mine, theirs)
+        _weigh(kept, factor, target, mine, theirs)
     if also is not None:
         also.copy_(out)
 

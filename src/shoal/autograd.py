@@ -104,8 +104,8 @@ def allgather(
         arrived, counts = back.wait()
         first, *others = torch.split(arrived, counts)
         total = first.to(torch.promote_types(first.dtype, torch.float32))  # 16-bit gradients are added up in float32
-        for one in others:
-            total = total + one
+        for other in others:
+            total = total + other
         return [total.to(arrived.dtype)]
 
     return _differentiable(tensor, gather, scatter)
@@ -176,8 +176,8 @@ def neighbor_allreduce(
         return given.without(gone)
 
     def transposed_round(gone: tuple[int, ...] = ()) -> Mixing:
-        one = forward_round(gone)
-        return Mixing(one.rank, one.self_weight, one.destinations, one.sources)
+        mixing = forward_round(gone)
+        return Mixing(mixing.rank, mixing.self_weight, mixing.destinations, mixing.sources)
 
     def exchange(
         tensor: torch.Tensor,

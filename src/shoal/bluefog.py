@@ -267,12 +267,12 @@ def _on_static_topology(make: Callable[P, T]) -> Callable[P, T]:
     """An optimizer of Shoal's with BlueFog's default: the static topology, the exponential graph if none is set."""
 
     @wraps(make)
-    def made(*args: P.args, **options: P.kwargs) -> T:
+    def on_static_topology(*args: P.args, **options: P.kwargs) -> T:
         options.setdefault("topology", "static")
         return make(*args, **options)
 
-    made.__doc__ = f"{make.__doc__}\n\n    ``topology`` is the static topology, if not given.\n    "
-    return made
+    on_static_topology.__doc__ = f"{make.__doc__}\n\n    ``topology`` is the static topology, if not given.\n    "
+    return on_static_topology
 
 
 DistributedAdaptThenCombineOptimizer = _on_static_topology(_optimizers.DistributedAdaptThenCombineOptimizer)

@@ -345,7 +345,7 @@ class Config:
     )
 
 
-VARIABLES: tuple[Variable, ...] = tuple(one.metadata["variable"] for one in fields(Config))
+VARIABLES: tuple[Variable, ...] = tuple(entry.metadata["variable"] for entry in fields(Config))
 NAMES = tuple(sorted(variable.name for variable in VARIABLES))
 
 
@@ -359,12 +359,12 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
         ValueError: A variable is invalid; the message has its name, its value, and the permitted values.
     """
     values = {}
-    for one in fields(Config):
-        variable: Variable = one.metadata["variable"]
+    for entry in fields(Config):
+        variable: Variable = entry.metadata["variable"]
         text = environ.get(variable.name, "")
         if text:
             try:
-                values[one.name] = variable.parse(text)
+                values[entry.name] = variable.parse(text)
             except ValueError as error:
                 raise ValueError(f"{variable.name}={text!r}: {error}") from None
     return Config(**values)

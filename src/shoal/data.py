@@ -214,9 +214,9 @@ def _agreed(
     own = torch.tensor([sharded, seed, shuffle, pad, total, length or 0])
     found = {rank: row.tolist() for rank, row in gather_by_rank(own, Internal("AgentSampler"), timeout=timeout).items()}
     for rank, theirs in found.items():
-        for what, ours, other in zip(_AGREED, own.tolist()[:-1], theirs[:-1], strict=True):
-            if ours != other and not (sharded and what == _AGREED[-1]):
-                raise Mismatch(f"AgentSampler: rank {here} has {what}: {ours}; rank {rank}: {other}", (here, rank))
+        for setting, ours, other in zip(_AGREED, own.tolist()[:-1], theirs[:-1], strict=True):
+            if ours != other and not (sharded and setting == _AGREED[-1]):
+                raise Mismatch(f"AgentSampler: rank {here} has {setting}: {ours}; rank {rank}: {other}", (here, rank))
     return {rank: row[-2] for rank, row in found.items()}, max(row[-1] for row in found.values())
 
 

@@ -40,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The parts of all of these that lie here."""
-    return [local(one) for one in tensors]
+    return [local(tensor) for tensor in tensors]
 
 
 def like(part: Tensor, whole: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ def like(part: Tensor, whole: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     whole = cast("DTensor", whole)
-    made: Tensor = DTensor.from_local(
+    shard: Tensor = DTensor.from_local(
         part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    return made
+    return shard
 
 
 def placed_as(tensor: Tensor, whole: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def summed_as(part: Tensor, whole: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh = cast("DTensor", whole).device_mesh
-    spread = [Replicate() if one.is_replicate() else Partial("sum") for one in placements(whole)]
+    spread = [Replicate() if placement.is_replicate() else Partial("sum") for placement in placements(whole)]
     summed: Tensor = DTensor.from_local(total, mesh, spread, run_check=False).full_tensor()
     return summed
 
@@ -163,6 +163,6 @@ def reshard(model: torch.nn.Module) -> None:
     """
     module = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(module, "FSDPModule", ())
-    for one in model.modules():
-        if isinstance(one, sharded):
-            one.reshard()
+    for part in model.modules():
+        if isinstance(part, sharded):
+            part.reshard()

@@ -11,9 +11,9 @@ from rich.progress import track
 T = TypeVar("T")
 
 
-def shown(items: Sequence[T], what: str) -> Iterable[T]:
-    """Go through ``items`` with a bar on stderr, called ``what``, that vanishes at the end; without one in a file."""
+def shown(items: Sequence[T], title: str) -> Iterable[T]:
+    """Go through ``items`` with a bar on stderr, called ``title``, that vanishes at the end; without one in a file."""
     console = Console(stderr=True)
     if not (console.is_terminal or console.is_jupyter):
         return items
-    return track(items, what, console=console, transient=True)
+    return track(items, title, console=console, transient=True)

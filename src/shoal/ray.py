@@ -235,16 +235,16 @@ def _results(ray: Any, asked: Sequence[Any], go_on: bool) -> list[Any]:
     limit = float("inf")
     while running and (rest := limit - time.monotonic()) > 0:
         ended, running = ray.wait(running, num_returns=1, timeout=None if limit == float("inf") else rest)
-        for one in ended:
-            rank = asked.index(one)
+        for ended_run in ended:
+            rank = asked.index(ended_run)
             try:
-                found[rank] = ray.get(one)
+                found[rank] = ray.get(ended_run)
             except ray.exceptions.RayError as error:
                 failed[rank] = error
                 if not go_on:
                     limit = min(limit, time.monotonic() + GRACE_SECONDS)
     if failed and (not go_on or len(failed) == len(asked)):
-        raise _failure(ray, failed, [asked.index(one) for one in running])
+        raise _failure(ray, failed, [asked.index(run) for run in running])
     for rank in sorted(failed):
         log.warning("shoal.ray.train(): the others went on without rank %d: %s", rank, _how(ray, failed, rank))
     return found
@@ -257,12 +257,12 @@ def _failure(ray: Any, failed: Mapping[int, Any], killed: Iterable[int]) -> Agen
     died = [rank for rank in failed if _has_died(ray, failed[rank])]
     raised = [rank for rank in failed if rank not in died and not isinstance(_cause(failed[rank]), PeerLost)]
     first = sorted(died or raised or failed)
-    what = "; ".join(_how(ray, failed, rank) for rank in first)
+    failures = "; ".join(_how(ray, failed, rank) for rank in first)
     others = sorted(set(failed) - set(first))
     after = f"; ranks {others} ended with it" if others else ""
     stubborn = sorted(killed)
     after += f"; ranks {stubborn} had not noticed after {GRACE_SECONDS:g} s and were killed" if stubborn else ""
-    error = AgentFailed(f"shoal.ray.train(): {what}{after}", first)
+    error = AgentFailed(f"shoal.ray.train(): {failures}{after}", first)
     error.__cause__ = _cause(failed[first[0]])
     return error
 

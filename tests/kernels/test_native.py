@@ -19,10 +19,9 @@ from shoal.arithmetic import weigh_in_blocks
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
 from shoal.compression.bits import positions_bytes, read_positions, write_positions
 from shoal.compression.draws import HashStream, Redrawn
-from shoal.kernels.elementwise import add_scaled, copy, scale
 from shoal.kernels.native import build, codecs, differing, library, sums, why_not_native
 from shoal.kernels.reduce import REDUCTIONS, combine, reduce
-from shoal.kernels.weighted_sum import common_factor, weigh, weighted_sum
+from shoal.kernels.weighted_sum import add_scaled, common_factor, copy, scale, weigh, weighted_sum
 from support.kernels import same_numbers
 from support.limits import scaled
 from support.reference import same_bits

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 import shoal
-from shoal.kernels import elementwise
+from shoal.kernels import weighted_sum
 from shoal.operations.events import Event
 from shoal.windows import window_memory
 from shoal.windows.locks import ByteLocks
@@ -73,7 +73,7 @@ def arm_write(place: str, act: Callable[[], object] = die) -> None:
         _wrap(WindowMemory, "_write", before=once)
     elif place == "half copied":
         for name in ("scale", "add_scaled"):
-            setattr(window_memory, name, _in_halves(getattr(elementwise, name), once))
+            setattr(window_memory, name, _in_halves(getattr(weighted_sum, name), once))
     elif place == "copied":
         _wrap(WindowMemory, "_describe", before=once)
     elif place == "described":

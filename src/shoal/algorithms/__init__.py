@@ -27,6 +27,7 @@ from .exact import ExactDiffusion as ExactDiffusion
 from .exchange import Exchange as Exchange
 from .exchange import run as run
 from .gradient_descent import GradientDescent as GradientDescent
+from .gradient_descent import GradientTracking as GradientTracking
 from .gradient_descent import ParallelGradientDescent as ParallelGradientDescent
 from .local_correction import KGT as KGT
 from .local_correction import LED as LED
@@ -54,7 +55,6 @@ from .robust_mixing import RobustMixing as RobustMixing
 from .runs.gradients import own as own
 from .runs.run import Run as Run
 from .stability.stability import safe_lr as safe_lr
-from .tracking import GradientTracking as GradientTracking
 from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG
 
 __all__ = _public_names(globals())

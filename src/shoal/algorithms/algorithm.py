@@ -173,7 +173,9 @@ class Algorithm(ABC):
         Args:
             by: A factor, or one for each of the parameters, ``[d]``.
         """
-        held: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        held: dict[str, Any] = (
+            {attribute.name: getattr(self, attribute.name) for attribute in fields(self)} if is_dataclass(self) else {}
+        )
         if "lr" in held:
             return replace(self, lr=held["lr"] * by)  # type: ignore[type-var]
         wrapped = held.get("algorithm")
@@ -184,7 +186,9 @@ class Algorithm(ABC):
         """The same algorithm for parameters of these shapes, if its equation, or its wrapped algorithm's, is one of
         matrices: it then has a field ``shapes``. An optimizer calls this with the shapes of its model's parameters.
         """
-        held: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        held: dict[str, Any] = (
+            {attribute.name: getattr(self, attribute.name) for attribute in fields(self)} if is_dataclass(self) else {}
+        )
         if "shapes" in held:
             return self if held["shapes"] else replace(self, shapes=shapes)  # type: ignore[type-var]
         wrapped = held.get("algorithm")

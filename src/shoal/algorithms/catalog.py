@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .algorithm import Algorithm
-from .gradient_descent import GradientDescent
-from .tracking import GradientTracking
+from .gradient_descent import GradientDescent, GradientTracking
 
 CATALOG: dict[str, Entry] = {}
 

@@ -14,10 +14,10 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .gradient_descent import check_semi
 from .mix import Mix
 from .needs import Need, connected
 from .stability.growth import by_self_weights, dies_out
-from .tracking import check_semi
 
 
 def push_both(u: torch.Tensor, w: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:

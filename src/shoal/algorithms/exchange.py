@@ -170,8 +170,8 @@ class Exchange(Mix):
         mine = groups[machines.of[self.rank]]
         if not gone:
             return [group[mine.index(self.rank)] for group in groups]
-        left = [[rank for rank in group if rank not in gone] for group in groups]
-        leaders = [group[0] for group in left if group]
+        remaining = [[rank for rank in group if rank not in gone] for group in groups]
+        leaders = [group[0] for group in remaining if group]
         return leaders if self.rank in leaders else [self.rank]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ class Exchange(Mix):
         )
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
-        signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]
+        signs = [1.0 if self.rank < neighbour else -1.0 for neighbour in self._neighbours]
         return torch.tensor(signs, dtype=like.dtype, device=like.device).unsqueeze(1)
 
     @property

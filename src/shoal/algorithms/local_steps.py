@@ -19,11 +19,10 @@ from ..compression.draws import HashStream
 from ..ops.robust import Robust
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
-from .gradient_descent import GradientDescent
+from .gradient_descent import GradientDescent, GradientTracking
 from .mix import EVERYBODY, Mix
 from .needs import LINKS, STATIC, TREE, Need
 from .stability.growth import with_wrapper
-from .tracking import GradientTracking
 
 
 def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:

@@ -195,7 +195,7 @@ class PowerGossip(Algorithm):
         ``[links, rank * rows]`` and ``[links, rank * columns]`` of each matrix in turn.
         """
         matrices = self._matrices(x)
-        left, right = (sum(one.rank * one.length(side) for one in matrices) for side in (0, 1))
+        left, right = (sum(matrix.rank * matrix.length(side) for matrix in matrices) for side in (0, 1))
         degree = mix.spread(mix.gather(mix.spread(mix.ones(x))))
         drawn = mix.spread(mix.uniform(mix.ones(x).expand(*x.shape[:-1], left + right)) - 0.5)
         vectors = drawn + mix.edges(drawn) if left else drawn
@@ -207,7 +207,7 @@ class PowerGossip(Algorithm):
         matrices = self._matrices(x)
         halves = round(2 * self.iterations)
         for half in range(mix.round * halves, (mix.round + 1) * halves):
-            sent = [one for one in matrices if one.rank or half == mix.round * halves]
+            sent = [matrix for matrix in matrices if matrix.rank or half == mix.round * halves]
             if sent:
                 side = half % 2
                 seen, vectors[side] = _see(mix.spread(x), sent, vectors[1 - side], vectors[side], side, mix)
@@ -276,23 +276,23 @@ def _see(
         side: The other side: 0 for the left one.
         mix: For the messages.
     """
-    given = torch.split(v, [one.rank * one.length(1 - side) for one in matrices], dim=-1)
-    bases = [_orthonormal(one.vectors(part, 1 - side)) for one, part in zip(matrices, given, strict=True)]
-    products = [one.product(x, basis, side) for one, basis in zip(matrices, bases, strict=True)]
+    given = torch.split(v, [matrix.rank * matrix.length(1 - side) for matrix in matrices], dim=-1)
+    bases = [_orthonormal(matrix.vectors(part, 1 - side)) for matrix, part in zip(matrices, given, strict=True)]
+    products = [matrix.product(x, basis, side) for matrix, basis in zip(matrices, bases, strict=True)]
     own = torch.cat(products, -1)
-    found = torch.split(mix.sign(own) * (mix.edges(own) - own), [one.shape[-1] for one in products], dim=-1)
-    before = torch.split(last, [one.rank * one.length(side) for one in matrices], dim=-1)
+    found = torch.split(mix.sign(own) * (mix.edges(own) - own), [product.shape[-1] for product in products], dim=-1)
+    before = torch.split(last, [matrix.rank * matrix.length(side) for matrix in matrices], dim=-1)
     seen, after = torch.zeros_like(x), []
-    for one, basis, u, old in zip(matrices, bases, found, before, strict=True):
-        seen[:, one.start : one.stop] = one.seen(u, basis, side)
-        if one.rank:
-            after.append(_kept(one.vectors(u, side), one.vectors(old, side)).flatten(1))
+    for matrix, basis, u, old in zip(matrices, bases, found, before, strict=True):
+        seen[:, matrix.start : matrix.stop] = matrix.seen(u, basis, side)
+        if matrix.rank:
+            after.append(_kept(matrix.vectors(u, side), matrix.vectors(old, side)).flatten(1))
     return seen, torch.cat(after, -1) if after else last
 
 
 def _residual(vector: torch.Tensor, basis: list[torch.Tensor]) -> torch.Tensor:
-    for one in basis:
-        vector = vector - (one * vector).sum(-1, keepdim=True) * one
+    for direction in basis:
+        vector = vector - (direction * vector).sum(-1, keepdim=True) * direction
     return vector
 
 
@@ -320,8 +320,8 @@ def _kept(new: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     found: list[torch.Tensor] = []
     basis: list[torch.Tensor] = []
     for vector, old in zip(new.double().unbind(-1), last.double().unbind(-1), strict=True):
-        left = _residual(vector, basis)
-        independent = left.norm(dim=-1, keepdim=True) > _DEPENDENT * vector.norm(dim=-1, keepdim=True)
+        residual = _residual(vector, basis)
+        independent = residual.norm(dim=-1, keepdim=True) > _DEPENDENT * vector.norm(dim=-1, keepdim=True)
         found.append(torch.where(independent, vector, old))
         basis.append(_unit(_residual(found[-1], basis)))
     return torch.stack(found, -1).to(new.dtype)

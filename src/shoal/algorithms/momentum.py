@@ -22,7 +22,7 @@ from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
 from .stability.growth import Gossip, by_self_weights, by_signs, dies_out, with_wrapper
 
 
-def require_one_gradient(what: str, algorithm: Algorithm) -> None:
+def require_one_gradient(name: str, algorithm: Algorithm) -> None:
     """Refuse an algorithm whose gradient nothing can stand in for.
 
     Raises:
@@ -31,9 +31,9 @@ def require_one_gradient(what: str, algorithm: Algorithm) -> None:
     """
     if not algorithm.one_gradient or isinstance(algorithm, LocalSteps | GossipPGA):
         raise TypeError(
-            f"{what} stands in for the gradient of an algorithm that takes it once a step, at its own x, and "
+            f"{name} stands in for the gradient of an algorithm that takes it once a step, at its own x, and "
             f"{type(algorithm).__name__} does not. Take one with one_gradient = True, such as GradientDescent or "
-            f"ExactDiffusion; where it wraps another, put {what} inside."
+            f"ExactDiffusion; where it wraps another, put {name} inside."
         )
 
 

@@ -151,9 +151,9 @@ Edge = Literal["mix", "pull", "push", "link"]
 def _connected(facts: Facts, edge: Edge) -> str:
     rounds = range(facts.looked_at)
     hops = [_hops(facts.rounds[number], edge) for number in rounds]
-    if all(one is not None for one in hops):
+    if all(steps is not None for steps in hops):
         # Hops reach the multiples of the greatest common divisor of the hops and the number of agents.
-        parts = gcd(facts.size, *(hop for one in hops if one is not None for hop in one))
+        parts = gcd(facts.size, *(hop for steps in hops if steps is not None for hop in steps))
     else:
         parts = _parts(facts, rounds, edge)
     return "" if parts == 1 else f"its agents fall into {parts} parts that do not all hear of each other"
@@ -244,7 +244,7 @@ def without(unchecked: str | Iterable[str], what: str, needs: Iterable[Need]) ->
     for name in sorted(waived.difference(names)):
         raise ValueError(
             f"unchecked={name!r}: {what} needs no such thing; what it needs and checks is "
-            + (", ".join(repr(one) for one in names) or "nothing")
+            + (", ".join(map(repr, names)) or "nothing")
         )
     return [need for need in wanted if need.name not in waived]
 

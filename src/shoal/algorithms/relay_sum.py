@@ -57,14 +57,14 @@ class RelaySum(Algorithm):
 
     def healed(self, topology: Schedule, gone: tuple[int, ...]) -> AnyTopology:
         """A tree again: the remaining links, and new ones between agents that were joined through a lost agent."""
-        old, left = topology.graph(0), Without(topology, gone).graph(0)
+        old, remaining = topology.graph(0), Without(topology, gone).graph(0)
         links = nx.Graph()
-        for one, other in sorted(link for link in left.edges if link[0] < link[1]):
-            links.add_edge(one, other, weight=not old.has_edge(one, other))
+        for first, second in sorted(link for link in remaining.edges if link[0] < link[1]):
+            links.add_edge(first, second, weight=not old.has_edge(first, second))
         tree = nx.DiGraph()
         tree.add_nodes_from(range(topology.size))
-        for one, other in nx.minimum_spanning_edges(links, data=False):
-            tree.add_edges_from([(one, other), (other, one)])
+        for first, second in nx.minimum_spanning_edges(links, data=False):
+            tree.add_edges_from([(first, second), (second, first)])
         return tree
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:

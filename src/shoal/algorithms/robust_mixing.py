@@ -113,8 +113,8 @@ class _ByRule(InItsRound):
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         self._refuse("a message for each neighbour")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, operation: str) -> NoReturn:
         raise ValueError(
-            f"{self._rule} replaces averages by W, and this algorithm uses {what}, which it would leave unprotected. "
-            "Take an algorithm that communicates by mix(x) alone, such as GradientDescent with Momentum"
+            f"{self._rule} replaces averages by W, and this algorithm uses {operation}, which it would leave "
+            "unprotected. Take an algorithm that communicates by mix(x) alone, such as GradientDescent with Momentum"
         )

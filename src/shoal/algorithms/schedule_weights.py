@@ -180,11 +180,11 @@ class AgentSchedule:
         Raises:
             ValueError: A weight is not finite.
         """
-        left = self._healed_without(gone)
-        key = left.schedule.in_period(round_), form, gone
+        healed = self._healed_without(gone)
+        key = healed.schedule.in_period(round_), form, gone
         found = self._mixings.get(key)
         if found is None:
-            weights = left[round_]
+            weights = healed[round_]
             used: Weights = getattr(weights, form)
             mine: Ranks = np.flatnonzero(weights.destination == self._rank)
             sources = dict(zip(weights.source[mine].tolist(), used[mine].tolist(), strict=True))
@@ -192,7 +192,7 @@ class AgentSchedule:
             own = sources.pop(self._rank, 0.0)
             if len(self._mixings) >= _KEPT_MIXINGS:
                 self._mixings.clear()
-            destinations = [one for one in theirs.tolist() if one != self._rank]
+            destinations = [other for other in theirs.tolist() if other != self._rank]
             self._mixings[key] = found = Mixing(self._rank, own, sources, destinations, size=self.size)
         return found
 
@@ -221,11 +221,11 @@ class AgentSchedule:
 
     def neighbours(self, round_: int, gone: tuple[int, ...] = ()) -> list[int]:
         """The agents that this one has links with, both ways."""
-        left = self._healed_without(gone)
-        key = left.schedule.in_period(round_), gone
+        healed = self._healed_without(gone)
+        key = healed.schedule.in_period(round_), gone
         found = self._neighbours.get(key)
         if found is None:
-            here, there = left[round_].neighbours
+            here, there = healed[round_].neighbours
             if len(self._neighbours) >= _KEPT_MIXINGS:
                 self._neighbours.clear()
             self._neighbours[key] = found = there[here == self._rank].tolist()
@@ -234,8 +234,8 @@ class AgentSchedule:
     def _healed_without(self, gone: tuple[int, ...]) -> ScheduleWeights:
         if gone not in self._left:
             whole = self._weights.schedule
-            self._left[gone] = left = ScheduleWeights(self._healed(whole, gone))
-            if separates(whole, left.schedule, gone):
+            self._left[gone] = healed = ScheduleWeights(self._healed(whole, gone))
+            if separates(whole, healed.schedule, gone):
                 log.error(
                     "rank %d: without ranks %s the agents of %s that are left are not connected, so that they will not "
                     "agree. Load a checkpoint and begin again with a topology of these agents",

@@ -70,7 +70,7 @@ def run_job(commands: Sequence[Sequence[str]], environ: dict[str, str], progress
         figures = None
         for message in launchers.messages():
             if "figures" in message:
-                figures = [Figures(**one) for one in message["figures"]]
+                figures = [Figures(**content) for content in message["figures"]]
             else:
                 progress(message["doing"], message["done"], message["total"])
         problem = launchers.problem() or ("" if figures else "it reported no figures")

@@ -65,11 +65,11 @@ class Reporter:
         time.sleep(REDRAW_SECONDS)
 
 
-def compare(reporter: Reporter, what: str, cases: Mapping[str, Case], repetitions: int, calls: int = 1) -> Seconds:
+def compare(reporter: Reporter, title: str, cases: Mapping[str, Case], repetitions: int, calls: int = 1) -> Seconds:
     """Time the cases in turn; all agents call it with the same names in the same order.
 
     Args:
-        what: The name of the measurement, shown as progress.
+        title: The name of the measurement, shown as progress.
         cases: The functions to call, by name.
         repetitions: How often each is timed, after ``WARMUPS`` untimed runs.
         calls: How many calls are timed together, if calls are short.
@@ -80,7 +80,7 @@ def compare(reporter: Reporter, what: str, cases: Mapping[str, Case], repetition
     names = list(cases)
     seconds = torch.zeros(WARMUPS + repetitions, len(names), dtype=torch.float64)
     for repetition, row in enumerate(seconds):
-        reporter.progress(what, repetition, len(seconds))
+        reporter.progress(title, repetition, len(seconds))
         for turn in range(len(names)):
             case = (repetition + turn) % len(names)
             row[case] = _seconds(cases[names[case]], calls)

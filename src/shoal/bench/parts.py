@@ -188,8 +188,8 @@ def _scaling_at(reporter: Reporter, nbytes: int) -> Figures:
         "ring": lambda: shoal.neighbor_allreduce(x, out=out),
         "dynamic": dynamic,
     }
-    what = f"{size} agents, {nbytes / MB:g} MB"
-    return Figures("scaling", nbytes, size, compare(reporter, what, cases, SCALING_REPETITIONS))
+    title = f"{size} agents, {nbytes / MB:g} MB"
+    return Figures("scaling", nbytes, size, compare(reporter, title, cases, SCALING_REPETITIONS))
 
 
 WINDOW_CALLS = 200
@@ -215,12 +215,12 @@ def latency(reporter: Reporter, quick: bool) -> list[Figures]:
     x = torch.zeros(1)
     shoal.bluefog.win_create(x, "latency")
     seconds = {}
-    for number, (what, compute) in enumerate({"torch": _torch_operations, "Python": _pure_python}.items()):
+    for number, (computing, compute) in enumerate({"torch": _torch_operations, "Python": _pure_python}.items()):
         reporter.progress("puts to an agent that computes", number, 2)
         dist.barrier()
         end = time.monotonic() + (1.0 if quick else BUSY_SECONDS)
         if shoal.rank() == 0:
-            seconds[what] = _latencies(x, end - 0.5)
+            seconds[computing] = _latencies(x, end - 0.5)
         else:
             while time.monotonic() < end:
                 compute()
@@ -334,10 +334,10 @@ def _rounds(reporter: Reporter, rounds: int) -> Figures:
         shoal.topology.ExponentialTwoGraph(shoal.size()), shoal.rank()
     )
 
-    def run(count: int, what: str) -> None:
+    def run(count: int, title: str) -> None:
         for done in range(count):
             if done % 100 == 0:
-                reporter.progress(what, done, count)
+                reporter.progress(title, done, count)
             shoal.neighbor_allreduce(large)
             destinations, sources = next(peers)
             shoal.neighbor_allreduce(little, 0.5, dict.fromkeys(sources, 0.5), destinations, name="little")

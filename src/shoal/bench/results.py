@@ -251,9 +251,12 @@ def _draw_panel(panel: Axes, found: list[Figures]) -> None:
     agents = [figures.agents for figures in found]
     for case, label in LABELS.items():
         bands = [band([1e3 * seconds for seconds in figures.values[case]]) for figures in found]
-        means = [one.mean for one in bands]
+        means = [interval.mean for interval in bands]
         panel.plot(agents, means, color=_COLOURS[case], marker=_MARKS[case], markersize=5, label=label)
-        low, high = [one.mean - one.reach for one in bands], [one.mean + one.reach for one in bands]
+        low, high = (
+            [interval.mean - interval.reach for interval in bands],
+            [interval.mean + interval.reach for interval in bands],
+        )
         panel.fill_between(agents, low, high, color=_COLOURS[case], alpha=0.2, linewidth=0)
     panel.set_xticks(agents)
     panel.set_ylim(bottom=0)
@@ -297,9 +300,9 @@ def scaling_table(found: Sequence[Figures]) -> Table:
     table.add_column("agents", justify="right")
     for label in LABELS.values():
         table.add_column(label, justify="right")
-    for figures in sorted(found, key=lambda one: (one.nbytes, one.agents)):
+    for figures in sorted(found, key=lambda figure: (figure.nbytes, figure.agents)):
         bands = [band([1e3 * seconds for seconds in figures.values[case]]) for case in LABELS]
-        cells = [f"{one.mean:.2f} ± {one.reach:.2f}" for one in bands]
+        cells = [f"{interval.mean:.2f} ± {interval.reach:.2f}" for interval in bands]
         table.add_row(f"{figures.nbytes / 1e6:g} MB", str(figures.agents), *cells)
     return table
 

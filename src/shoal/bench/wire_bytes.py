@@ -54,10 +54,8 @@ def two_machines() -> Iterator[list[list[str]]]:
     with ExitStack() as held:
         holders = [held.enter_context(_namespace()) for _ in ADDRESSES]
         inside = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in holders]
-        one, other = holders
-        _run(
-            "ip", "link", "add", DEVICE, "netns", str(one), "type", "veth", "peer", "name", DEVICE, "netns", str(other)
-        )
+        pid, peer = holders
+        _run("ip", "link", "add", DEVICE, "netns", str(pid), "type", "veth", "peer", "name", DEVICE, "netns", str(peer))
         for enter, address in zip(inside, ADDRESSES, strict=True):
             _run(*enter, "ip", "address", "add", f"{address}/24", "dev", DEVICE)
             _run(*enter, "ip", "link", "set", "lo", "up")

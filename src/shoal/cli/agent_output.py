@@ -129,7 +129,7 @@ class AgentOutput:
     @property
     def is_full(self) -> bool:
         """So much waits that no more should be read from the agents."""
-        return any(sum(len(one.data) for one in queue) > _MOST_WAITING for queue in self._queues.values())
+        return any(sum(len(line.data) for line in queue) > _MOST_WAITING for queue in self._queues.values())
 
     def flush(self, *, wait: bool = False) -> None:
         """Write what waits, as far as readers take it at once, or with ``wait`` all of it."""
@@ -295,7 +295,7 @@ class AgentPipes:
 
     def drain(self, rank: int) -> None:
         """Read what an agent that has ended has left in its pipes."""
-        for descriptor in [one for one, (whose, _) in self._pipes.items() if whose == rank]:
+        for descriptor in [other for other, (whose, _) in self._pipes.items() if whose == rank]:
             # Bounded, because a process that outlives the agent may hold the pipe and keep writing.
             for _ in range(_MOST_IN_PIPE // _CHUNK):
                 if not self._read(descriptor):

@@ -347,7 +347,7 @@ class AgentProcesses:
             is_loss, awaited = note == exit_notes.PEER_LOSS, exit_notes.awaited_ranks(note)
             outcomes.append(AgentExit(agent.rank, pid, code, now - agent.started, is_loss, awaited))
         # Of agents reaped together, one that was killed did not fail because of another one's failure.
-        for outcome in sorted(outcomes, key=lambda one: (one.is_peer_loss, one.code >= 0, one.rank)):
+        for outcome in sorted(outcomes, key=lambda outcome: (outcome.is_peer_loss, outcome.code >= 0, outcome.rank)):
             self._outcomes[outcome.rank] = outcome
             if self._watch is not None:
                 self._watch.ended(outcome.rank, str(outcome), outcome.code == 0)
@@ -384,8 +384,10 @@ class AgentProcesses:
         again = self._started[rank] < self._restarts and not self._has_finished
         again = again and self._somebody_is_inside()
         then = "letting the rest go on" if self._survive else "ending the rest"
-        what = f"{outcome}; {then} ({_count(others)})" if others else str(outcome)
-        self.print(f"{what}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else what)
+        failure = f"{outcome}; {then} ({_count(others)})" if others else str(outcome)
+        self.print(
+            f"{failure}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else failure
+        )
         lines = self._output.last_lines(outcome.rank) if self._output is not None else []
         if lines:
             text = "\n".join(f"    {line.decode(errors='backslashreplace')}" for line in lines)

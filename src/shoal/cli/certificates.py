@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     revoke = commands.add_parser("revoke", help="take the certificates of ranks back; make gives them others")
     revoke.add_argument("ranks", type=int, nargs="+", metavar="RANK")
     show = commands.add_parser("show", help="list them")
-    for one in (make, revoke, show):
-        one.add_argument("--folder", type=Path, default=Path("certificates"), help="where they are; ./certificates")
+    for command in (make, revoke, show):
+        command.add_argument("--folder", type=Path, default=Path("certificates"), help="where they are; ./certificates")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,8 +99,8 @@ def show(folder: Path) -> Iterator[str]:
     yield f"{folder}: {len(found)} certificates, {len(revoked)} revoked"
     for _, path in sorted(found.items()):
         certificate = _certificate(path)
-        left = certificate.not_valid_after_utc - _now()
-        state = "revoked" if certificate.serial_number in revoked else "expired" if left <= timedelta() else "good"
+        remaining = certificate.not_valid_after_utc - _now()
+        state = "revoked" if certificate.serial_number in revoked else "expired" if remaining <= timedelta() else "good"
         yield f"  {path.name:<14} {state}, until {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 
 
@@ -187,8 +187,8 @@ def _write_revoked(
     builder = x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
     builder = builder.last_update(_now() - _CLOCKS_DIFFER).next_update(authority.not_valid_after_utc)
     for serial in serials:
-        one = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(_now()).build()
-        builder = builder.add_revoked_certificate(one)
+        revoked_certificate = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(_now()).build()
+        builder = builder.add_revoked_certificate(revoked_certificate)
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
     _write(folder / REVOKED, builder.add_extension(identifier, critical=False).sign(key, hashes.SHA256()))
 
@@ -219,7 +219,7 @@ def _revoked(folder: Path) -> list[int]:
     from cryptography import x509
 
     try:
-        return [one.serial_number for one in x509.load_pem_x509_crl((folder / REVOKED).read_bytes())]
+        return [entry.serial_number for entry in x509.load_pem_x509_crl((folder / REVOKED).read_bytes())]
     except FileNotFoundError:
         return []
 

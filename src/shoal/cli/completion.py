@@ -74,7 +74,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 def _choices(parser: argparse.ArgumentParser) -> list[str]:
     """The values, or commands, that may stand without an option."""
-    return [str(one) for action in parser._actions if not action.option_strings for one in action.choices or ()]
+    return [str(choice) for action in parser._actions if not action.option_strings for choice in action.choices or ()]
 
 
 def _quoted(words: list[str]) -> str:

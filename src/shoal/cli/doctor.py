@@ -145,9 +145,9 @@ def run_path(report: Report, rendezvous: str, node: int | None, wait: float) -> 
         print(f"FAILED: {error}")
         return 1
     report.line("rendezvous", f"open: {join_address(host, port)}")
-    for one in directions:
-        report.line(f"{one.source} to {1 - one.source}", one)
-    closed = [one for one in directions if one.problem]
+    for direction in directions:
+        report.line(f"{direction.source} to {1 - direction.source}", direction)
+    closed = [direction for direction in directions if direction.problem]
     print()
     if len(closed) == 2:
         print(
@@ -273,14 +273,14 @@ def report_checks(report: Report, checks: LiveChecks) -> None:
     report.section("live checks: two agents average a tensor")
     failed: dict[str, list[str]] = {}
     starved = []
-    for one in checks.results():
-        if one.problem and one.starved:
-            report.line(one.name, f"not known: too busy ({one.problem})")
-            starved.append(one.name)
+    for check in checks.results():
+        if check.problem and check.starved:
+            report.line(check.name, f"not known: too busy ({check.problem})")
+            starved.append(check.name)
             continue
-        report.line(one.name, f"FAILED: {one.problem}" if one.problem else f"OK, {1e3 * one.seconds:.0f} ms")
-        if one.problem:
-            failed.setdefault(one.problem, []).append(one.name)
+        report.line(check.name, f"FAILED: {check.problem}" if check.problem else f"OK, {1e3 * check.seconds:.0f} ms")
+        if check.problem:
+            failed.setdefault(check.problem, []).append(check.name)
     if starved:
         report.unknown.append(
             f"{', '.join(starved)}: too busy. Other programs had the cores, at a load average of "
@@ -338,7 +338,7 @@ def _listens_on(launch: Launch, environ: Mapping[str, str]) -> str:
     return f"{_with_name(address)}, the way to {host}; {LOOPBACK} if all agents are on this machine"
 
 
-def _in_time(function: Callable[[], T], what: str) -> T:
+def _in_time(function: Callable[[], T], action: str) -> T:
     """Call what may take as long as a name server does. Raises ``TimeoutError`` (an ``OSError``)."""
     answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
@@ -352,9 +352,9 @@ def _in_time(function: Callable[[], T], what: str) -> T:
     try:
         found, error = answer.get(timeout=LOOKUP_SECONDS)
     except queue.Empty:
-        raise TimeoutError(f"could not {what} in {LOOKUP_SECONDS:g} s") from None
+        raise TimeoutError(f"could not {action} in {LOOKUP_SECONDS:g} s") from None
     if error is not None:
-        raise OSError(f"could not {what}: {error}") from error
+        raise OSError(f"could not {action}: {error}") from error
     return cast(T, found)
 
 

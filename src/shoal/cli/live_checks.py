@@ -117,15 +117,15 @@ class LiveChecks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._processes:
-            one.process.kill()
-            one.process.wait()
+        for started in self._processes:
+            started.process.kill()
+            started.process.wait()
         self._files.close()
 
-    def _start(self, what: str, checks: tuple[str, ...], environ: Mapping[str, str]) -> None:
+    def _start(self, part: str, checks: tuple[str, ...], environ: Mapping[str, str]) -> None:
         output, errors = self._scratch_file(), self._scratch_file()
         process = subprocess.Popen(
-            [*_COMMAND, what, f"{0.2 * self.patience:g}"],
+            [*_COMMAND, part, f"{0.2 * self.patience:g}"],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -138,18 +138,18 @@ class LiveChecks:
 
     def results(self) -> Iterator[CheckResult]:
         """How each check ended."""
-        for one in self._processes:
-            if not one.checks:
+        for started in self._processes:
+            if not started.checks:
                 continue
             starved = False
             try:
-                code = one.process.wait(timeout=max(0.1, self._begun + self.patience - time.monotonic()))
-                silence = f"its process ended with status {code}: {_text(one.errors)[-500:]}"
+                code = started.process.wait(timeout=max(0.1, self._begun + self.patience - time.monotonic()))
+                silence = f"its process ended with status {code}: {_text(started.errors)[-500:]}"
             except subprocess.TimeoutExpired:
                 silence = f"it did not end in {self.patience:g} s, at a load average of {os.getloadavg()[0]:.1f}"
-                starved = is_starved(core_wait(one.process.pid), time.monotonic() - self._begun)
-            results = {line["check"]: line for line in map(json.loads, _text(one.output).splitlines())}
-            for check in one.checks:
+                starved = is_starved(core_wait(started.process.pid), time.monotonic() - self._begun)
+            results = {line["check"]: line for line in map(json.loads, _text(started.output).splitlines())}
+            for check in started.checks:
                 if check in results:
                     yield CheckResult(
                         check, results[check]["error"], results[check]["seconds"], results[check].get("starved", False)

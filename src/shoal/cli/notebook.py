@@ -177,8 +177,8 @@ class Files:
         from IPython.core.profiledir import ProfileDir
         from IPython.paths import get_ipython_dir
 
-        made = ProfileDir.create_profile_dir_by_name(get_ipython_dir(), name)  # type: ignore[no-untyped-call]
-        return Files(Path(made.location))
+        profile = ProfileDir.create_profile_dir_by_name(get_ipython_dir(), name)  # type: ignore[no-untyped-call]
+        return Files(Path(profile.location))
 
     @staticmethod
     def find(name: str) -> Files | None:

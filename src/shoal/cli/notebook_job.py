@@ -86,7 +86,7 @@ def _kill_children() -> None:
 
 
 def _processes() -> list[int]:
-    return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()]
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def _parent(pid: int) -> int:

@@ -88,9 +88,9 @@ def report_traces(folder: Path, picture: str, output: str | None, *, every_step:
     if every_step:
         console.print(_steps(report))
     console.print("\nWhat stands out, and what would help", style="bold")
-    for number, one in enumerate(report.findings, 1):
-        console.print(f"{number}. {one.what}.", markup=False)
-        console.print(f"   -> {one.advice}.", markup=False)
+    for number, finding in enumerate(report.findings, 1):
+        console.print(f"{number}. {finding.what}.", markup=False)
+        console.print(f"   -> {finding.advice}.", markup=False)
     _print_messages(report, console)
     _print_ends(report, console)
     if output != "":
@@ -109,21 +109,21 @@ def report_traces(folder: Path, picture: str, output: str | None, *, every_step:
 def _inventory(report: RunReport) -> list[str]:
     """The agents with traces, the agents without, and the clocks."""
     found = report.found
-    hosts = sorted({one.host for one in found.traces})
-    agents = len({one.rank for one in found.traces})
-    size = max(one.size for one in found.traces) or agents
+    hosts = sorted({trace.host for trace in found.traces})
+    agents = len({trace.rank for trace in found.traces})
+    size = max(trace.size for trace in found.traces) or agents
     on = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} machines"
     lines = [f"traces of {agents} of {size} agents, {on}"]
     if found.missing:
         missing = ", ".join(map(str, found.missing))
         lines.append(f"  none of rank{'s' if len(found.missing) > 1 else ''} {missing}, so what they did is not known")
-    torn = ", ".join(name for one, name in zip(found.traces, names_of(found.traces), strict=True) if one.torn)
+    torn = ", ".join(name for trace, name in zip(found.traces, names_of(found.traces), strict=True) if trace.torn)
     if torn:
         lines.append(f"  those of ranks {torn} end in the middle: the agents were killed, or run still")
     if found.others:
-        names = ", ".join(sorted(one.path.name for one in found.others))
+        names = ", ".join(sorted(trace.path.name for trace in found.others))
         lines.append(f"  of other runs, and left out: {names}")
-    lines += [f"  left out: {one}" for one in found.skipped]
+    lines += [f"  left out: {skipped}" for skipped in found.skipped]
     reported = set()
     for clock in report.clocks:
         if clock.host in reported or (not clock.messages and clock.uncertain is not None):
@@ -138,7 +138,7 @@ def _inventory(report: RunReport) -> list[str]:
                 f"{clock.uncertain / 1e6:.3f} ms, by {clock.messages} messages; corrected"
             )
     if report.has_steps:
-        steps = max(one.steps for one in report.typical)
+        steps = max(agent.steps for agent in report.typical)
         lines.append(f"a step of {report.optimizer!r}, the mean of {steps}, the first left out:")
     else:
         lines.append("no optimizer of Shoal's has marked steps: of the whole run")
@@ -153,13 +153,13 @@ def _table(report: RunReport) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "host", unit, *KINDS):
         table.add_column(name, justify="left" if name == "host" else "right")
-    for one in report.typical:
-        table.add_row(one.name, Text(one.host), f"{scale * one.length:.2f}", *_parts(one))
+    for agent in report.typical:
+        table.add_row(agent.name, Text(agent.host), f"{scale * agent.length:.2f}", *_parts(agent))
     return table
 
 
-def _parts(one: Typical) -> list[str]:
-    return [f"{one.into[kind] / one.length:.1%}" if one.length else "" for kind in KINDS]
+def _parts(agent: Typical) -> list[str]:
+    return [f"{agent.into[kind] / agent.length:.1%}" if agent.length else "" for kind in KINDS]
 
 
 def _steps(report: RunReport) -> Table:
@@ -169,15 +169,15 @@ def _steps(report: RunReport) -> Table:
     for name in ("rank", "step", "ms", *(f"{kind}, ms" for kind in KINDS)):
         table.add_column(name, justify="right")
     names = names_of(report.traces)
-    for one in report.shares:
-        times = (one.length, *(one.into[kind] for kind in KINDS))
-        table.add_row(names[one.trace], str(one.number), *(f"{nanoseconds / 1e6:.3f}" for nanoseconds in times))
+    for share in report.shares:
+        times = (share.length, *(share.into[kind] for kind in KINDS))
+        table.add_row(names[share.trace], str(share.number), *(f"{nanoseconds / 1e6:.3f}" for nanoseconds in times))
     return table
 
 
 def _print_messages(report: RunReport, console: Console) -> None:
     by_size = sizes(report.flows)
-    count, nbytes = (sum(one[k] for one in by_size.values()) for k in (0, 1))
+    count, nbytes = (sum(counts[k] for counts in by_size.values()) for k in (0, 1))
     control = [flow.sent.nbytes for flow in report.flows if flow.sent.coordinates]
     if control:
         console.print(f"{len(control)} messages that only coordinate, {_bytes(sum(control))}", markup=False)
@@ -188,27 +188,27 @@ def _print_messages(report: RunReport, console: Console) -> None:
         for limit, (many, total) in by_size.items()
     )
     console.print(f"{count} messages, {_bytes(nbytes)}: {shares}", markup=False)
-    word = small_messages(report.flows, max((one.steps for one in report.typical), default=1))
+    word = small_messages(report.flows, max((agent.steps for agent in report.typical), default=1))
     if word and report.has_steps:
         console.print(f"   -> {word}.", markup=False)
-    for one in sorted(report.links, key=lambda link: link.rate)[:3]:
-        between = f"{one.hosts[0]} to {one.hosts[1]}"
-        console.print(f"link {one.source} -> {one.destination} ({between}): {one.rate / 1e6:.3g} MB/s", markup=False)
+    for link in sorted(report.links, key=lambda link: link.rate)[:3]:
+        between = f"{link.hosts[0]} to {link.hosts[1]}"
+        console.print(f"link {link.source} -> {link.destination} ({between}): {link.rate / 1e6:.3g} MB/s", markup=False)
     if len(report.links) > 3:
-        fastest = max(one.rate for one in report.links) / 1e6
+        fastest = max(link.rate for link in report.links) / 1e6
         console.print(f"and {len(report.links) - 3} links more, up to {fastest:.3g} MB/s", markup=False)
 
 
 def _print_ends(report: RunReport, console: Console) -> None:
-    begins = min(one.start for one in report.traces)
-    losses = {(one.rank, one.how, one.cause): one.at for trace in report.traces for one in trace.losses[::-1]}
-    for (rank, how, cause), at in sorted(losses.items(), key=lambda one: one[1]):
+    begins = min(trace.start for trace in report.traces)
+    losses = {(loss.rank, loss.how, loss.cause): loss.at for trace in report.traces for loss in trace.losses[::-1]}
+    for (rank, how, cause), at in sorted(losses.items(), key=lambda item: item[1]):
         if how == "died":
             console.print(f"rank {rank} was lost at second {(at - begins) / 1e9:.1f}: {cause}", markup=False)
     for trace, call in report.unended:
         since = (trace.end - call.start) / 1e9
-        what = f"{call.operation} {call.name.removeprefix('~')!r} round {call.round}"
-        console.print(f"the trace of rank {trace.rank} ends in {what}, {since:.3g} s after it began", markup=False)
+        call_text = f"{call.operation} {call.name.removeprefix('~')!r} round {call.round}"
+        console.print(f"the trace of rank {trace.rank} ends in {call_text}, {since:.3g} s after it began", markup=False)
 
 
 def _bytes(count: int) -> str:
@@ -245,27 +245,29 @@ def stays(entries: list[MembershipEvent]) -> list[Stay]:
     """The stays of all agents, by rank and time."""
     start = entries[0].at
     found = []
-    coming = sorted((one for one in entries if one.what == CAME), key=lambda one: (one.rank, one.at))
-    for one, after in zip(coming, [*coming[1:], None], strict=True):
-        until = after.at if after is not None and after.rank == one.rank else float("inf")
+    coming = sorted(
+        (arrival for arrival in entries if arrival.what == CAME), key=lambda arrival: (arrival.rank, arrival.at)
+    )
+    for arrival, after in zip(coming, [*coming[1:], None], strict=True):
+        until = after.at if after is not None and after.rank == arrival.rank else float("inf")
         own = [
             other
             for other in entries  # a restarted job has several of one incarnation
-            if (other.rank, other.incarnation) == (one.rank, one.incarnation) and one.at <= other.at < until
+            if (other.rank, other.incarnation) == (arrival.rank, arrival.incarnation) and arrival.at <= other.at < until
         ]
-        entered = one.at if one.alive != (one.rank,) or not one.incarnation else None
+        entered = arrival.at if arrival.alive != (arrival.rank,) or not arrival.incarnation else None
         if entered is None:
-            entered = next((other.at for other in own if one.rank in other.entered), None)
-        inside = one.at if entered is None else entered
-        left = next((other.at for other in own if other.what == LEFT), None)
-        lost = next((other.at for other in entries if one.rank in other.lost and inside < other.at <= until), None)
-        if lost is not None and (left is None or lost < left):
-            left, was_lost = lost, True
+            entered = next((other.at for other in own if arrival.rank in other.entered), None)
+        inside = arrival.at if entered is None else entered
+        ended = next((other.at for other in own if other.what == LEFT), None)
+        lost = next((other.at for other in entries if arrival.rank in other.lost and inside < other.at <= until), None)
+        if lost is not None and (ended is None or lost < ended):
+            ended, was_lost = lost, True
         else:
-            was_lost = left is None and until < float("inf")
-            left = until if was_lost else left
-        shift = [None if at is None else at - start for at in (entered, left)]
-        found.append(Stay(one.rank, one.at - start, shift[0], shift[1], was_lost))
+            was_lost = ended is None and until < float("inf")
+            ended = until if was_lost else ended
+        shift = [None if at is None else at - start for at in (entered, ended)]
+        found.append(Stay(arrival.rank, arrival.at - start, shift[0], shift[1], was_lost))
     return found
 
 
@@ -282,7 +284,7 @@ def report_membership(folder: Path, picture: str) -> None:
     if picture:
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(9, 1.5 + 0.35 * len({one.rank for one in found})), layout="constrained")
+        figure = Figure(figsize=(9, 1.5 + 0.35 * len({stay.rank for stay in found})), layout="constrained")
         draw(figure.subplots(), found, entries[-1].at - entries[0].at)
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture, dpi=150)
@@ -295,18 +297,18 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
 
     table = Table("second", "lost", "entered", "there then", box=None)
     reported: dict[tuple[Any, ...], float] = {}
-    for one in entries:
-        what = one.lost, one.entered, one.alive
-        news = (*one.lost, *(rank for rank in one.entered if len(one.entered) == 1))
-        if news and one.at > reported.get(what, 0.0) + AT_ONCE:  # each agent records it
-            reported[what] = one.at
-            ranks = [", ".join(map(str, ranks)) for ranks in (one.lost, one.entered)]
-            table.add_row(f"{one.at - entries[0].at:.1f}", *ranks, f"{len(one.alive)} of {_most(entries)}")
-    lost = [one for one in found if one.was_lost]
+    for event in entries:
+        change = event.lost, event.entered, event.alive
+        news = (*event.lost, *(rank for rank in event.entered if len(event.entered) == 1))
+        if news and event.at > reported.get(change, 0.0) + AT_ONCE:  # each agent records it
+            reported[change] = event.at
+            ranks = [", ".join(map(str, ranks)) for ranks in (event.lost, event.entered)]
+            table.add_row(f"{event.at - entries[0].at:.1f}", *ranks, f"{len(event.alive)} of {_most(entries)}")
+    lost = [stay for stay in found if stay.was_lost]
     back = [
-        (one.entered or 0.0) - (before.ended or 0.0)
-        for before, one in pairwise(found)
-        if before.rank == one.rank and before.was_lost and one.entered is not None
+        (stay.entered or 0.0) - (before.ended or 0.0)
+        for before, stay in pairwise(found)
+        if before.rank == stay.rank and before.was_lost and stay.entered is not None
     ]
     console = Console()
     console.print(table)
@@ -315,26 +317,26 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
 
 
 def _most(entries: list[MembershipEvent]) -> int:
-    return max(len(one.alive) for one in entries)
+    return max(len(event.alive) for event in entries)
 
 
 def draw(axes: Any, found: list[Stay], seconds: float) -> None:
     """A line for each rank: dark while it was a member, light while it waited to be admitted, a cross when it was
     lost.
     """
-    for one in found:
-        ended = seconds if one.ended is None else one.ended
-        entered = ended if one.entered is None else one.entered
-        axes.barh(one.rank, entered - one.came, left=one.came, height=0.5, color=COMING)
-        axes.barh(one.rank, ended - entered, left=entered, height=0.5, color=IN)
-        if one.was_lost:
-            axes.plot(ended, one.rank, "x", color="#d62728", markersize=7, markeredgewidth=2)
+    for stay in found:
+        ended = seconds if stay.ended is None else stay.ended
+        entered = ended if stay.entered is None else stay.entered
+        axes.barh(stay.rank, entered - stay.came, left=stay.came, height=0.5, color=COMING)
+        axes.barh(stay.rank, ended - entered, left=entered, height=0.5, color=IN)
+        if stay.was_lost:
+            axes.plot(ended, stay.rank, "x", color="#d62728", markersize=7, markeredgewidth=2)
     axes.barh(0, 0, color=IN, label="member")
     axes.barh(0, 0, color=COMING, label="waits to be admitted")
     axes.plot([], [], "x", color="#d62728", markersize=7, markeredgewidth=2, label="lost")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
     axes.set_title("membership of each agent over time", loc="left", fontsize=11, pad=28)
-    axes.set_yticks(sorted({one.rank for one in found}))
+    axes.set_yticks(sorted({stay.rank for stay in found}))
     axes.set_ylabel("rank")
     axes.set_xlabel("seconds since the start")
     axes.set_xlim(0, seconds)

@@ -235,7 +235,7 @@ def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | 
 
 def _stopping(received: list[signal.Signals]) -> signal.Signals | None:
     """The first of these after which nothing is begun."""
-    return next((one for one in received if one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), None)
+    return next((signum for signum in received if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), None)
 
 
 def _beyond() -> bool:
@@ -395,8 +395,10 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(f"{len(ports)} ports for {args.agents} agents of this machine: each needs one of its own")
     growing = args.max_agents is not None or args.join is not None
     if growing and args.on_failure == "stop":
-        what = "--join" if args.join is not None else "--max-agents"
-        raise ValueError(f"{what} with --on-failure stop: agents that come and go are no failure; continue, or restart")
+        grown = "--join" if args.join is not None else "--max-agents"
+        raise ValueError(
+            f"{grown} with --on-failure stop: agents that come and go are no failure; continue, or restart"
+        )
     args.on_failure = args.on_failure or ("continue" if growing else "stop")
     begins = args.agents * args.nnodes
     if args.max_agents is not None and args.max_agents < begins:

@@ -189,12 +189,12 @@ def rendezvous(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return parse_address(f"{bracketed}:{port}", f"{HOST}:{PORT}")
 
 
-def _count_from(environ: Mapping[str, str], name: str, option: str, what: str) -> int | None:
+def _count_from(environ: Mapping[str, str], name: str, option: str, meaning: str) -> int | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name}={text!r} is no whole number: give {option}, {what}")
+        raise ValueError(f"{name}={text!r} is no whole number: give {option}, {meaning}")
     return int(text)
 
 

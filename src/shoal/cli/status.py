@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return _watch(args.pids, args.job, args.watch)
     found = look(args.pids, args.job)
     if args.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
+        print(json.dumps([asdict(process) for process in found], indent=1))
     else:
         from rich.console import Console
 
@@ -79,8 +79,10 @@ def look(pids: Sequence[int], job: str | None = None) -> list[Process]:
     answers = ask({pid: listeners for pid, listeners in found.items() if not pids or pid in pids})
     if job is None:
         return answers
-    of_job = [replace(one, agents=tuple(agent for agent in one.agents if _is_of(agent, job))) for one in answers]
-    return [one for one in of_job if one.agents]
+    of_job = [
+        replace(process, agents=tuple(agent for agent in process.agents if _is_of(agent, job))) for process in answers
+    ]
+    return [process for process in of_job if process.agents]
 
 
 def _is_of(agent: dict[str, Any], job: str) -> bool:
@@ -89,7 +91,7 @@ def _is_of(agent: dict[str, Any], job: str) -> bool:
 
 def status_of(found: Iterable[Process]) -> int:
     """The exit status for the found processes."""
-    silent = [bool(one.silent) for one in found]
+    silent = [bool(process.silent) for process in found]
     return NONE_FOUND if not silent else SOME_DID_NOT if any(silent) else ALL_ANSWERED
 
 
@@ -125,12 +127,12 @@ def rendered(found: Sequence[Process], pids: Sequence[int] = (), job: str | None
             jobs.setdefault(agent["job"], []).append(agent | {"pid": process.pid})
     parts: list[RenderableType] = []
     for agents in jobs.values():
-        parts += _job(sorted(agents, key=lambda one: one["rank"]))
-    parts += [_silent(one) for one in found if one.silent]
+        parts += _job(sorted(agents, key=lambda agent: agent["rank"]))
+    parts += [_silent(process) for process in found if process.silent]
     parts += [
-        Text(f"pid {one.pid} has {one.there - len(one.agents)} agents more, for which there was no room")
-        for one in found
-        if one.there > len(one.agents)
+        Text(f"pid {process.pid} has {process.there - len(process.agents)} agents more, for which there was no room")
+        for process in found
+        if process.there > len(process.agents)
     ]
     return Group(*parts)
 
@@ -142,7 +144,7 @@ def _job(agents: list[dict[str, Any]]) -> list[RenderableType]:
     first = agents[0]
     known = f"{len(agents)} of {first['size']} agents" if first["size"] > 1 else "one agent"
     script = f" of {_plain(first['script'])}" if first["script"] else ""
-    began = min(one["since"] for one in agents)
+    began = min(agent["since"] for agent in agents)
     ago = _duration(time.time() - began)
     head = f"{known}{script}, job {_plain(first['job'])}, started {_time(began)} ({ago} ago)"
     lines: list[RenderableType] = [Text(head, "bold")]
@@ -150,53 +152,57 @@ def _job(agents: list[dict[str, Any]]) -> list[RenderableType]:
     for name in ("rank", "pid", "host", "up", "what it does", "steps", "calls", "sent", "ended last"):
         right = name in ("rank", "pid", "up", "steps", "calls", "sent")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for one in agents:
-        table.add_row(*map(Text, _row(one)))
+    for agent in agents:
+        table.add_row(*map(Text, _row(agent)))
     lines.append(table)
-    lost = sorted({rank for one in agents for rank in one.get("lost", ())})
+    lost = sorted({rank for agent in agents for rank in agent.get("lost", ())})
     if lost:
         lines.append(Text(f"lost: rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"))
-    lines += [Text(f"rank {one['rank']}: {_plain(one['over'])}") for one in agents if one.get("over")]
+    lines += [Text(f"rank {agent['rank']}: {_plain(agent['over'])}") for agent in agents if agent.get("over")]
     return lines
 
 
-def _row(one: dict[str, Any]) -> list[str]:
-    who = [str(one["rank"]), str(one["pid"]), _plain(one["host"]), _duration(time.time() - one["since"])]
-    if "waiting" not in one:
+def _row(agent: dict[str, Any]) -> list[str]:
+    who = [str(agent["rank"]), str(agent["pid"]), _plain(agent["host"]), _duration(time.time() - agent["since"])]
+    if "waiting" not in agent:
         return [*who, "handles messages, and has no time to say more", "", "", "", ""]
-    ended = f"{_plain(one['ended'])}, {format_seconds(one['seconds_ago'])} ago" if one["ended"] else ""
-    return [*who, _doing(one), _steps(one), str(one["calls"]), _bytes(one["bytes_sent"]), ended]
+    ended = f"{_plain(agent['ended'])}, {format_seconds(agent['seconds_ago'])} ago" if agent["ended"] else ""
+    return [*who, _doing(agent), _steps(agent), str(agent["calls"]), _bytes(agent["bytes_sent"]), ended]
 
 
-def _doing(one: dict[str, Any]) -> str:
+def _doing(agent: dict[str, Any]) -> str:
     """A short description of an agent's work."""
-    if one["agrees_with"]:
-        return f"an agent was lost; waits for ranks {_ranks(one['agrees_with'])} to acknowledge it"
-    if not one["waiting"]:
-        return "waits, and not for others" if one["stands_still"] else "runs its script"
-    first = one["waiting"][0]
-    more = f", and in {one['waits_in'] - 1} more" if one["waits_in"] > 1 else ""
+    if agent["agrees_with"]:
+        return f"an agent was lost; waits for ranks {_ranks(agent['agrees_with'])} to acknowledge it"
+    if not agent["waiting"]:
+        return "waits, and not for others" if agent["stands_still"] else "runs its script"
+    first = agent["waiting"][0]
+    more = f", and in {agent['waits_in'] - 1} more" if agent["waits_in"] > 1 else ""
     for_ranks = f" for rank{'s' if len(first['ranks']) > 1 else ''} {_ranks(first['ranks'])}" if first["ranks"] else ""
-    what = f"{_plain(first['call'])}{for_ranks}"
+    call = f"{_plain(first['call'])}{for_ranks}"
     since = format_seconds(first["seconds"])
-    if one["stands_still"]:
-        return f"waits since {since} in {what}{more}"
-    return f"runs its script; since {since} under way: {what}{more}"
+    if agent["stands_still"]:
+        return f"waits since {since} in {call}{more}"
+    return f"runs its script; since {since} under way: {call}{more}"
 
 
-def _steps(one: dict[str, Any]) -> str:
-    steps = one["steps"]
+def _steps(agent: dict[str, Any]) -> str:
+    steps = agent["steps"]
     if not steps:
         return ""
     return str(max(steps.values()))
 
 
-def _silent(one: Process) -> RenderableType:
+def _silent(process: Process) -> RenderableType:
     from rich.text import Text
 
-    who = f"pid {one.pid}" if one.rank is None else f"rank {one.rank} (pid {one.pid})"
-    why = one.silent if one.state not in STOPPED else f"{one.silent}: continue it with kill -CONT {one.pid}"
-    return Text(f"{who}: {why}; its process is {one.state}", "bold red")
+    who = f"pid {process.pid}" if process.rank is None else f"rank {process.rank} (pid {process.pid})"
+    why = (
+        process.silent
+        if process.state not in STOPPED
+        else f"{process.silent}: continue it with kill -CONT {process.pid}"
+    )
+    return Text(f"{who}: {why}; its process is {process.state}", "bold red")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -296,20 +302,20 @@ def ask(processes: Mapping[int, Iterable[str]], within: float = WITHIN_SECONDS) 
     questions = {pid: _StatusQuery(paths) for pid, paths in processes.items()}
     limit = time.monotonic() + within
     with selectors.DefaultSelector() as selector:
-        for one in questions.values():
-            one.begin(selector)
+        for query in questions.values():
+            query.begin(selector)
         while selector.get_map() and (rest := limit - time.monotonic()) > 0:
             for key, _ in selector.select(rest):
                 key.data.receive(selector)
-    ranks = {pid: rank for one in questions.values() for agent in one.agents for rank, pid in agent.get("here", ())}
+    ranks = {pid: rank for query in questions.values() for agent in query.agents for rank, pid in agent.get("here", ())}
     found = []
-    for pid, one in sorted(questions.items()):
-        one.end()
+    for pid, query in sorted(questions.items()):
+        query.end()
         state = _state(pid)
-        if state is None and not one.agents:
+        if state is None and not query.agents:
             continue  # it ended before the query
         rank = ranks.get(pid, _rank(pid))
-        found.append(Process(pid, state or _STATES["X"], rank, tuple(one.agents), one.there, one.silent))
+        found.append(Process(pid, state or _STATES["X"], rank, tuple(query.agents), query.there, query.silent))
     return found
 
 
@@ -404,16 +410,16 @@ def _read(text: bytes) -> tuple[int, list[dict[str, Any]]]:
     """The number of agents, and their status. ValueError, TypeError or KeyError if the data is malformed."""
     content = json.loads(text)
     agents = content["agents"]
-    for one in agents:
-        busy = "waiting" not in one
+    for agent in agents:
+        busy = "waiting" not in agent
         for name, types in (_TYPES if busy else _TYPES | _MORE_TYPES).items():
-            if not isinstance(one[name], types):
+            if not isinstance(agent[name], types):
                 raise ValueError(name)
-        for wait in () if busy else one["waiting"]:
+        for wait in () if busy else agent["waiting"]:
             if not isinstance(wait["call"], str) or not all(isinstance(rank, int) for rank in wait["ranks"]):
                 raise ValueError("waiting")
             float(wait["seconds"])
-        for rank, pid in one.get("here", ()):
+        for rank, pid in agent.get("here", ()):
             if not isinstance(rank, int) or not isinstance(pid, int):
                 raise ValueError("here")
     return int(content["there"]), list(agents)
@@ -439,7 +445,7 @@ def _rank(pid: int) -> int | None:
 
 
 def _variables(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for one in environ:
-        name, equals, value = one.partition("=")
+    for variable in environ:
+        name, equals, value = variable.partition("=")
         if equals:
             yield name, value

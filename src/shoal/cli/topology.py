@@ -216,17 +216,17 @@ def _comparison(found: dict[str, Analysis], args: argparse.Namespace) -> Table:
         "time",
     ):
         table.add_column(heading, justify="right")
-    for name, one in found.items():
+    for name, overview in found.items():
         table.add_row(
             name,
-            str(one.traffic.most_messages),
-            _gap(one),
-            str(one.rounds),
-            str(one.age),
-            f"{words.format_figure(one.traffic.busiest_bytes / 1e6)} MB",
-            str(one.traffic.most_senders_on_a_nic),
-            format_seconds(one.round_seconds),
-            format_seconds(one.consensus_seconds),
+            str(overview.traffic.most_messages),
+            _gap(overview),
+            str(overview.rounds),
+            str(overview.age),
+            f"{words.format_figure(overview.traffic.busiest_bytes / 1e6)} MB",
+            str(overview.traffic.most_senders_on_a_nic),
+            format_seconds(overview.round_seconds),
+            format_seconds(overview.consensus_seconds),
         )
     return table
 
@@ -307,7 +307,10 @@ def _reason(refused: ValueError) -> str:
 
 def _plain(found: dict[str, Analysis]) -> object:
     return words.without_infinity(
-        {name: {**asdict(one), "consensus_seconds": one.consensus_seconds} for name, one in found.items()}
+        {
+            name: {**asdict(overview), "consensus_seconds": overview.consensus_seconds}
+            for name, overview in found.items()
+        }
     )
 
 

@@ -67,8 +67,8 @@ def build(
     if not topology.agents_per_machine:
         return topology.schedule(size, **options), agents_per_machine or 1  # type: ignore[arg-type]
     if agents_per_machine is not None:
-        made = topology.schedule(size, agents_per_machine=agents_per_machine, **options)  # type: ignore[arg-type]
-        return made, agents_per_machine
+        schedule = topology.schedule(size, agents_per_machine=agents_per_machine, **options)  # type: ignore[arg-type]
+        return schedule, agents_per_machine
     divisors = [local for local in range(1, size + 1) if size % local == 0]
     divisors.sort(key=lambda local: max(local * local, size) / min(local * local, size))
     refused: ValueError | None = None

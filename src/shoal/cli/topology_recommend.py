@@ -203,20 +203,20 @@ def _show(found: Recommendation, most: int | None) -> None:
     table.add_column("to train", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     groups = found.ties()
-    for one, *others in groups[:most]:
+    for first, *others in groups[:most]:
         same = f"; the same: {', '.join(other.name for other in others)}" if others else ""
-        train = "refused" if one.refused else format_seconds(one.training_seconds)
-        times = format_seconds(one.seconds), format_seconds(one.seconds_per_round), train
-        table.add_row(one.name, *times, one.why + same)
+        train = "refused" if first.refused else format_seconds(first.training_seconds)
+        times = format_seconds(first.seconds), format_seconds(first.seconds_per_round), train
+        table.add_row(first.name, *times, first.why + same)
     console.print(table)
     if most is not None and len(groups) > most:
         slower = sum(len(group) for group in groups[most:])
         console.print(f"and {slower} slower ones: --all", style="dim")
     for name, why in found.passed_over.items() if most is None else ():
         console.print(f"{name}: {why}", style="dim")
-    for one in found.candidates if most is None else ():
-        if one.refused:
-            console.print(f"to train, {one.name}: {one.refused}", style="dim")
+    for candidate in found.candidates if most is None else ():
+        if candidate.refused:
+            console.print(f"to train, {candidate.name}: {candidate.refused}", style="dim")
     console.print("to train: a step, times how many more steps it takes than with all agents together", style="dim")
     console.print()
     for sentence in found.advice():
@@ -253,9 +253,10 @@ def _plain(found: Recommendation) -> object:
             "error": found.error,
             "training": {**vars(found.training), "compression": str(found.training.compression)},
             "candidates": [
-                {**vars(one), "schedule": one.schedule and one.schedule.describe()} for one in found.candidates
+                {**vars(candidate), "schedule": candidate.schedule and candidate.schedule.describe()}
+                for candidate in found.candidates
             ],
-            "to_train": [one.name for one in found.to_train],
+            "to_train": [candidate.name for candidate in found.to_train],
             "passed_over": found.passed_over,
             "advice": found.advice(),
         }

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         run = read(Path(args.folder))
         with contextlib.closing(PageServer(lambda: run, args.port)) as server, Signals() as signals:
             print(f"watch the run at {server.address} (Ctrl-C ends it)", flush=True)
-            while not any(one in _ENDS for one in signals.wait_with(server, server.due - time.monotonic())):
+            while not any(signum in _ENDS for signum in signals.wait_with(server, server.due - time.monotonic())):
                 server.serve()
     except (OSError, ValueError, OverflowError) as error:
         print(f"shoal watch: error: {error}", file=sys.stderr)
@@ -123,8 +123,8 @@ def watch_of_joining(room: Invitation, secret: str, host: str, agents: int) -> W
         return RemoteViewer(_status_sender(host, port, secret), agents)
     except OSError as error:
         with contextlib.suppress(OSError):
-            what = "the page there does not show these agents"
-            print(f"shoal run: {what}: {error.strerror or error}", file=sys.stderr, flush=True)
+            reason = "the page there does not show these agents"
+            print(f"shoal run: {reason}: {error.strerror or error}", file=sys.stderr, flush=True)
         return None
 
 

@@ -31,12 +31,12 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"numbers in {dtype}: messages are made of {', '.join(str(one) for one in DTYPES)}")
 
 
-def check_message(data: torch.Tensor, nbytes: int, what: str) -> None:
-    """Raise ValueError if these are not the bytes of ``what``, which has ``nbytes``."""
+def check_message(data: torch.Tensor, nbytes: int, description: str) -> None:
+    """Raise ValueError if these are not the bytes of ``description``, which has ``nbytes``."""
     if data.dtype != torch.uint8:
-        raise ValueError(f"a message in {data.dtype}, not in bytes (torch.uint8): it should be {what}")
+        raise ValueError(f"a message in {data.dtype}, not in bytes (torch.uint8): it should be {description}")
     if not data.dim() or data.shape[-1] != nbytes:
-        raise ValueError(f"a message of shape {list(data.shape)}, not of {nbytes} bytes: it should be {what}")
+        raise ValueError(f"a message of shape {list(data.shape)}, not of {nbytes} bytes: it should be {description}")
 
 
 def rows(x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -92,18 +92,18 @@ class Zstd(Compressor):
             return data
         nbytes = self.nbytes(d, dtype)
         zstandard, packed = _zstandard(), data.contiguous().cpu().numpy().data
-        what = f"{self!r} of {d} numbers in {dtype}"
+        description = f"{self!r} of {d} numbers in {dtype}"
         try:
             says = zstandard.get_frame_parameters(packed).content_size
             if says != nbytes:
-                raise ValueError(f"a message that unpacks to {says} bytes, not to {nbytes}: it should be {what}")
+                raise ValueError(f"a message that unpacks to {says} bytes, not to {nbytes}: it should be {description}")
             unpacked = zstandard.ZstdDecompressor().decompress(packed, max_output_size=nbytes)
         except zstandard.ZstdError as error:
             raise ValueError(
-                f"a message of {len(data)} bytes that zstd cannot unpack ({error}): it should be {what}"
+                f"a message of {len(data)} bytes that zstd cannot unpack ({error}): it should be {description}"
             ) from None
         found = torch.frombuffer(bytearray(unpacked), dtype=torch.uint8).to(data.device)
-        check_message(found, nbytes, what)
+        check_message(found, nbytes, description)
         return found
 
     def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:

@@ -97,7 +97,7 @@ def _decide_collective(asked: list[tuple[TransferRequest, Sequence[int]]], membe
             first[rank] = min(request.round, first.get(rank, request.round))
     for round_, here in sorted(rounds.items()):
         ranks = tuple(sorted({rank for _, some in here for rank in some}))
-        beyond = sorted(rank for rank, one in first.items() if one > round_)
+        beyond = sorted(rank for rank, earliest in first.items() if earliest > round_)
         if beyond:
             found.append(_refusal(here[0][0], ranks, tuple(beyond), f"{_text_of(beyond)} passed that round without it"))
         # Refused before all have come: the missing agents cannot make these calls equal.
@@ -112,9 +112,9 @@ def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decisio
     """Decide on calls whose members are the connected agents: the components in which no member is missing."""
     by_rank = {rank: request for request, ranks in asked for rank in ranks}
     found: Decision = []
-    left = set(by_rank)
-    while left:
-        part, more = set[int](), [min(left)]
+    remaining = set(by_rank)
+    while remaining:
+        part, more = set[int](), [min(remaining)]
         while more:
             rank = more.pop()
             if rank in part:
@@ -122,7 +122,7 @@ def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decisio
             part.add(rank)
             request = by_rank.get(rank)
             more += request.peers or () if request is not None else ()
-        left -= part
+        remaining -= part
         # A missing agent may have further peers, so its component is not known yet, and waits.
         if all(rank in by_rank for rank in part):
             entry, round_ = by_rank[min(part)].entry, by_rank[min(part)].round
@@ -131,12 +131,15 @@ def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decisio
 
 
 def _disagreement(asked: list[tuple[TransferRequest, list[int]]], ranks: Ranks) -> Refusal:
-    (one, here), (other, there) = sorted(asked, key=lambda each: (-len(each[1]), each[1]))[:2]
-    if one.entry.op != other.entry.op:
-        text = f"{_text_of(there)} called {other.entry.op} and {_text_of(here)} called {one.entry.op}"
+    (first, here), (second, there) = sorted(asked, key=lambda each: (-len(each[1]), each[1]))[:2]
+    if first.entry.op != second.entry.op:
+        text = f"{_text_of(there)} called {second.entry.op} and {_text_of(here)} called {first.entry.op}"
     else:
-        text = f"{_text_of(there)} asked for the {other.entry.what}, and {_text_of(here)} for the {one.entry.what}"
-    return _refusal(one, ranks, tuple(sorted({here[0], *there})), text)
+        text = (
+            f"{_text_of(there)} asked for the {second.entry.properties}, "
+            f"and {_text_of(here)} for the {first.entry.properties}"
+        )
+    return _refusal(first, ranks, tuple(sorted({here[0], *there})), text)
 
 
 def _refusal(request: TransferRequest, ranks: Ranks, concerned: Ranks, why: str) -> Refusal:
@@ -151,11 +154,11 @@ def _text_of(ranks: Sequence[int]) -> str:
 # The form that is sent
 
 
-def merged(several: Iterable[Mapping[TransferRequest, Sequence[int]]]) -> dict[TransferRequest, list[int]]:
+def merged(request_lists: Iterable[Mapping[TransferRequest, Sequence[int]]]) -> dict[TransferRequest, list[int]]:
     """The joined requests of several agents, or of groups of agents."""
     found: dict[TransferRequest, list[int]] = defaultdict(list)
-    for one in several:
-        for request, ranks in one.items():
+    for requests in request_lists:
+        for request, ranks in requests.items():
             found[request] += ranks
     return dict(found)
 
@@ -174,7 +177,7 @@ def requests_of(data: Any, size: int) -> dict[TransferRequest, list[int]]:
 
 
 def decision_as_data(decision: Decision) -> list[Any]:
-    return [one.as_data() for one in decision]
+    return [verdict.as_data() for verdict in decision]
 
 
 def decision_of(data: Any, size: int) -> Decision:
@@ -184,11 +187,11 @@ def decision_of(data: Any, size: int) -> Decision:
         ValueError, TypeError: The data is malformed.
     """
     found: Decision = []
-    for one in data:
-        if len(one) == 2:
-            found.append(Response(parsed_request(one[0], size), parsed_ranks(one[1], size)))
+    for item in data:
+        if len(item) == 2:
+            found.append(Response(parsed_request(item[0], size), parsed_ranks(item[1], size)))
         else:
-            name, stage, round_, ranks, text, concerned = one
+            name, stage, round_, ranks, text, concerned = item
             key = TransferRequest(CallSignature(RequestKey(str(name), stage, ALL), ""), round_)
             found.append(
                 Refusal(

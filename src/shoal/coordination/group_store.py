@@ -89,7 +89,7 @@ class GroupStores(MinimalService):
         with self._changed:
             self._given_up.add(label)
             # Kept, the values of many memberships would in the end exceed the limit of a correct agent.
-            self._values = {place: one for place, one in self._values.items() if not _is_under(label, place)}
+            self._values = {place: value for place, value in self._values.items() if not _is_under(label, place)}
             self._changed.notify_all()
 
 
@@ -117,11 +117,11 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
         if not self._stores.wait(self._label, self._group, keys, seconds):
             raise RuntimeError(f"no agent has set {keys} within {seconds:g} s")
 
-    def all_agree(self, what: str, here: bool) -> bool:
+    def all_agree(self, question: str, here: bool) -> bool:
         """Send a boolean to all members and wait for theirs. Returns whether all have sent True."""
         engine = self._stores.engine
-        self.set(f"{what} {engine.rank}", b"1" if here else b"0")
-        keys = [f"{what} {rank}" for rank in self._ranks]
+        self.set(f"{question} {engine.rank}", b"1" if here else b"0")
+        keys = [f"{question} {rank}" for rank in self._ranks]
         self._stores.wait(self._label, self._group, keys, None)
         return all(self._stores.get(self._group, key) == b"1" for key in keys)
 

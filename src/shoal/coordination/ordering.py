@@ -128,7 +128,7 @@ class CollectiveOrdering(MinimalService):
         key = RequestKey(operation.name, stage.number, among or ALL)
         peers = tuple(sorted(stage.needs | stage.arrived.keys())) if among is None else None
         kind = movement.collective.kind if movement.collective is not None else ""
-        request = TransferRequest(CallSignature(key, operation.op, carried.what, kind), operation.round, peers)
+        request = TransferRequest(CallSignature(key, operation.op, carried.properties, kind), operation.round, peers)
         self._pending.add(PendingRequest(request, operation, stage, movement, leases))
         others = peers if peers is not None else (among or self._taking_part(operation))
         stage.absent = set(others) - {engine.rank}
@@ -185,7 +185,7 @@ class CollectiveOrdering(MinimalService):
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.withdraw`."""
-        if any(one.stage is stage for one in self._moving.values()):
+        if any(moving.stage is stage for moving in self._moving.values()):
             return False
         for asked in self._pending.all():
             if asked.stage is stage:
@@ -265,8 +265,8 @@ class CollectiveOrdering(MinimalService):
             for rank in self._others:
                 self._announce(rank, _BEGINS_FOR_SOME if some_only else _BEGINS, round_)
 
-    def _announce(self, rank: int, what: int, round_: int) -> None:
-        message = Message(Kind.CONTROL, CALL, CALL, round_, digest=what, shape=(0,))
+    def _announce(self, rank: int, kind: int, round_: int) -> None:
+        message = Message(Kind.CONTROL, CALL, CALL, round_, digest=kind, shape=(0,))
         self._engine.send_bytes([rank], message, b"", background=True)
 
     def serve(self, source: int, message: Message) -> None:
@@ -390,15 +390,15 @@ class CollectiveOrdering(MinimalService):
             yield self._step(TransferRequest(entry, round_), entry.key.members or outcome.group)
 
     def _decided_steps(self, outcome: RoundOutcome) -> Iterator[tuple[bool, Step]]:
-        for one in outcome.decision:
-            if isinstance(one, Response):
+        for verdict in outcome.decision:
+            if isinstance(verdict, Response):
                 # Also without a part in the call, because all caches have to change alike. The members of a call with
                 # peers are known for this round only.
-                if one.request.peers is None:
-                    self._cache.put(one.request)
-                yield self._step(one.request, one.members)
-            elif self._engine.rank in one.ranks:
-                self._refuse(one)
+                if verdict.request.peers is None:
+                    self._cache.put(verdict.request)
+                yield self._step(verdict.request, verdict.members)
+            elif self._engine.rank in verdict.ranks:
+                self._refuse(verdict)
 
     def _step(self, request: TransferRequest, members: Ranks) -> tuple[bool, Step]:
         """This agent's part in the next transfer, if it has one."""
@@ -426,9 +426,9 @@ class CollectiveOrdering(MinimalService):
         # The bits of different caches name different calls; the next round begins with equal, empty ones.
         self._cache.clear()
         here = self._engine.rank
-        for asked in [one for one in self._pending.all() if one.committed]:
-            what = f"{asked.request} on rank {here}: rank {rank} remembers other operations than others do"
-            error = Mismatch(f"{what}; all have forgotten theirs, and the next call begins anew", (rank,))
+        for asked in [request for request in self._pending.all() if request.committed]:
+            problem = f"{asked.request} on rank {here}: rank {rank} remembers other operations than others do"
+            error = Mismatch(f"{problem}; all have forgotten theirs, and the next call begins anew", (rank,))
             self._fail(asked, error)
 
     def _fail(self, asked: PendingRequest, error: Mismatch) -> None:
@@ -438,11 +438,11 @@ class CollectiveOrdering(MinimalService):
         self._engine.fail(asked.operation, error)
         self._pending.drop(asked)
 
-    def _emit(self, what: str, operation: Operation, stage: Stage, among: str = "") -> None:
+    def _emit(self, kind: str, operation: Operation, stage: Stage, among: str = "") -> None:
         events = self._engine.events
         if events.active:
             of = operation.op, operation.name, operation.round
-            events.emit(what, *of, detail=among, stage=stage.number)
+            events.emit(kind, *of, detail=among, stage=stage.number)
 
     # Ended transfers
 

@@ -37,7 +37,7 @@ class CallSignature(NamedTuple):
 
     key: RequestKey
     op: str
-    what: str = ""
+    properties: str = ""
     """The properties that must be equal on all, such as "sum of float32, shape [3]"; empty if edges compare them."""
     kind: str = ""
     """The backend's operation that transfers it; empty for sends and receives."""
@@ -80,9 +80,9 @@ def parsed_request(data: Any, size: int) -> TransferRequest:
     Raises:
         ValueError, TypeError: The data is malformed.
     """
-    name, stage, members, op, what, kind, round_, peers = data
+    name, stage, members, op, properties, kind, round_, peers = data
     key = RequestKey(str(name), parsed_count(stage), parsed_ranks(members, size))
-    entry = CallSignature(key, str(op), str(what), str(kind))
+    entry = CallSignature(key, str(op), str(properties), str(kind))
     return TransferRequest(entry, parsed_count(round_), None if peers is None else parsed_ranks(peers, size))
 
 
@@ -134,28 +134,30 @@ class PendingRequests:
         return bool(self.known or self.concerned)
 
     def all(self) -> list[PendingRequest]:
-        return [*(one for several in self.known.values() for one in several), *self.concerned]
+        return [*(request for requests in self.known.values() for request in requests), *self.concerned]
 
     def add(self, asked: PendingRequest) -> None:
         if asked.request.peers is not None:
             self.concerned.append(asked)
             return
-        several = self.known.setdefault(asked.request.key, deque())
+        requests = self.known.setdefault(asked.request.key, deque())
         # In the order of the rounds: a negotiation round offers the first request of a key only.
-        place = len(several)
-        while place and several[place - 1].request.round > asked.request.round:  # its headers arrived later
+        place = len(requests)
+        while place and requests[place - 1].request.round > asked.request.round:  # its headers arrived later
             place -= 1
-        several.insert(place, asked)
+        requests.insert(place, asked)
 
     def find(self, request: TransferRequest) -> PendingRequest:
         """This agent's own request, for a request that all members have made."""
-        several = self.concerned if request.peers is not None else self.known[request.key]
-        return next(one for one in several if one.request.round == request.round and one.request.key == request.key)
+        requests = self.concerned if request.peers is not None else self.known[request.key]
+        return next(
+            asked for asked in requests if asked.request.round == request.round and asked.request.key == request.key
+        )
 
     def take_out(self, asked: PendingRequest) -> None:
         key = asked.request.key
         if asked.request.peers is not None:
-            self.concerned = [one for one in self.concerned if one is not asked]
+            self.concerned = [other for other in self.concerned if other is not asked]
         else:
             self.known[key].remove(asked)
             if not self.known[key]:

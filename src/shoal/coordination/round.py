@@ -98,16 +98,16 @@ def _negotiated(
     """Requests go up the tree, the decision comes down."""
     fan_out = len(group) if len(group) <= FLAT else FAN_OUT
     depth, deepest = _depth(place, fan_out), _depth(len(group) - 1, fan_out)
-    children = [group[one] for one in range(place * fan_out + 1, (place + 1) * fan_out + 1) if one < len(group)]
+    children = [group[index] for index in range(place * fan_out + 1, (place + 1) * fan_out + 1) if index < len(group)]
     parent = group[(place - 1) // fan_out]
     # Stages up the tree are counted from its deepest level, so a child sends in the stage in which its parent receives.
     if children:
         received = yield from _exchange_messages(engine, operation, {}, children, _UP + deepest - depth)
-        several = [
+        request_lists = [
             _read(operation, rank, data, lambda content: requests_of(content, engine.size))
             for rank, data in received.items()
         ]
-        asked = merged([asked, *several])
+        asked = merged([asked, *request_lists])
     if place:
         up = _written(requests_as_data(asked))
         yield from _exchange_messages(engine, operation, {parent: up}, [], _UP + deepest - depth + 1)

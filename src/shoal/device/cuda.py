@@ -156,7 +156,7 @@ class Driver:
             raise
         try:
             allowed = self._reaching(device)
-            access = [_Access(_Location(_ON_DEVICE, one), _READ_AND_WRITE) for one in allowed]
+            access = [_Access(_Location(_ON_DEVICE, ordinal), _READ_AND_WRITE) for ordinal in allowed]
             self._call("cuMemSetAccess", address, size, (_Access * len(access))(*access), len(access))
         except BaseException:
             self.unmap(address.value, size)

@@ -91,7 +91,10 @@ class FailureDetector:
 
     def _after_those_before(self, departure: Departure) -> Departure | float:
         """Delay a departure until earlier suspects are confirmed, because their loss may be its cause."""
-        due = max((due for due, one in self._suspects.values() if one.died and one.rank != departure.rank), default=0.0)
+        due = max(
+            (due for due, suspect in self._suspects.values() if suspect.died and suspect.rank != departure.rank),
+            default=0.0,
+        )
         if not due:
             return departure
         self._suspects.pop(departure.rank, None)
@@ -334,15 +337,15 @@ class Failures:
         if told_by in (self._rank, rank):
             return f"rank {rank} was lost ({cause})", rank
         if not certain and self._router.knows(rank):
-            what = f"ranks {rank} and {told_by} have lost each other ({cause}, as rank {told_by} says)"
-            return f"{what}, and both are there", rank, told_by
+            text = f"ranks {rank} and {told_by} have lost each other ({cause}, as rank {told_by} says)"
+            return f"{text}, and both are there", rank, told_by
         return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
 
-    def _lose(self, what: str, *ranks: int) -> None:
+    def _lose(self, cause: str, *ranks: int) -> None:
         """End current and later operations that need all agents."""
         gate, lifecycle = self._lifecycle.gate, self._lifecycle
-        ended = gate.end(PeerLost(f"{what}; the agents that are left can shut down and start again", ranks))
-        for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
+        ended = gate.end(PeerLost(f"{cause}; the agents that are left can shut down and start again", ranks))
+        for operation in [call for call in self._matcher.in_flight() if not call.one_sided]:
             lifecycle.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
         self._fusion.give_up(ended)
 

@@ -92,7 +92,7 @@ def parsed_report(data: Any, size: int) -> tuple[list[tuple[int, str, bool]], Lo
 
 def decisions_as_data(decisions: list[Decision]) -> list[Any]:
     """Convert decisions to JSON data."""
-    return [(*one.plan, one.begun, one.entered) for one in decisions]
+    return [(*decision.plan, decision.begun, decision.entered) for decision in decisions]
 
 
 def parsed_decisions(data: Any, size: int) -> list[Decision]:

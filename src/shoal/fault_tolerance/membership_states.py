@@ -51,29 +51,29 @@ def _transitions() -> dict[tuple[AgentState, AgentEvent], AgentState]:
     losses = (event.LOSE, event.LOSE_TOUCH)
     shut_down, departed = (state.LEFT, state.NEEDED), (state.LOST, state.UNREACHABLE, state.NOT_STARTED)
     table: dict[tuple[AgentState, AgentEvent], AgentState] = {}
-    for one in (state.MEMBER, state.SUSPECT):
-        table[one, event.SUSPECT] = state.SUSPECT
-        table[one, event.LEAVE] = state.LEFT
-        table[one, event.LOSE] = state.LOST
-        table[one, event.LOSE_TOUCH] = state.UNREACHABLE
-        table[one, event.ADMIT] = state.MEMBER  # by two operations of admission in flight at once
-        table[one, event.CUT_OFF] = state.CUT_OFF
+    for current in (state.MEMBER, state.SUSPECT):
+        table[current, event.SUSPECT] = state.SUSPECT
+        table[current, event.LEAVE] = state.LEFT
+        table[current, event.LOSE] = state.LOST
+        table[current, event.LOSE_TOUCH] = state.UNREACHABLE
+        table[current, event.ADMIT] = state.MEMBER  # by two operations of admission in flight at once
+        table[current, event.CUT_OFF] = state.CUT_OFF
     table[state.MEMBER, event.BEGIN_WITHOUT] = state.NOT_STARTED
     table[state.MEMBER, event.JOIN] = state.JOINING
-    for one in shut_down:
-        table[one, event.SUSPECT] = table[one, event.LEAVE] = one
+    for current in shut_down:
+        table[current, event.SUSPECT] = table[current, event.LEAVE] = current
         # Another agent that reports the loss of an agent that has shut down in order needs that agent.
-        table.update({(one, need): state.NEEDED for need in (event.NEED, *losses)})
-    for one in (*departed, state.UNKNOWN):  # the first cause of a loss remains, whatever other agents report later
-        table.update({(one, sign): one for sign in (event.SUSPECT, event.LEAVE, *losses)})
+        table.update({(current, need): state.NEEDED for need in (event.NEED, *losses)})
+    for current in (*departed, state.UNKNOWN):  # the first cause of a loss remains, whatever other agents report later
+        table.update({(current, sign): current for sign in (event.SUSPECT, event.LEAVE, *losses)})
     # The members that admit this agent report which other agents have certainly ended.
     table[state.UNKNOWN, event.LOSE] = state.LOST
     table[state.UNKNOWN, event.BEGIN_WITHOUT] = state.NOT_STARTED
-    for one in (*departed, *shut_down, state.UNKNOWN):
-        table[one, event.ADMIT] = state.MEMBER
+    for current in (*departed, *shut_down, state.UNKNOWN):
+        table[current, event.ADMIT] = state.MEMBER
     # This agent may have news of the others before it learns that the job runs already.
-    for one in (*departed, *shut_down, state.UNKNOWN, state.MEMBER, state.SUSPECT):
-        table[one, event.ISOLATE] = state.UNKNOWN
+    for current in (*departed, *shut_down, state.UNKNOWN, state.MEMBER, state.SUSPECT):
+        table[current, event.ISOLATE] = state.UNKNOWN
     table[state.JOINING, event.ADMIT] = state.MEMBER
     table[state.JOINING, event.CUT_OFF] = table[state.CUT_OFF, event.CUT_OFF] = state.CUT_OFF
     return table

@@ -64,9 +64,9 @@ class JoiningPeer(NamedTuple):
 
 def _checked(kind: type[T], data: Mapping[str, Any]) -> T:
     """Create a peer address or an endpoint from JSON data. Each field must have its declared type."""
-    for one in fields(kind):  # type: ignore[arg-type]
-        if one.type != type(data[one.name]).__name__:
-            raise TypeError(f"{one.name} is {data[one.name]!r}")
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.type != type(data[field.name]).__name__:
+            raise TypeError(f"{field.name} is {data[field.name]!r}")
     return kind(**data)
 
 
@@ -120,10 +120,10 @@ class Rejoin(MinimalService):
         # An agent that has ended since is left out: the members would admit it, and lose it at once. A request stays
         # when it is granted: it may be that of a later start, and the admitted agent that of an earlier one.
         return {
-            rank: one
-            for rank, one in self._asked.items()
-            if one.place.incarnation > self._router.places[rank].incarnation
-            and self._router.waits(rank, one.place.incarnation)
+            rank: peer
+            for rank, peer in self._asked.items()
+            if peer.place.incarnation > self._router.places[rank].incarnation
+            and self._router.waits(rank, peer.place.incarnation)
         }
 
     def admit_after(self, operation: Operation) -> None:
@@ -143,10 +143,10 @@ class Rejoin(MinimalService):
         ranks = tuple(sorted(joining_peers))
         # Notices of losses are the first messages on a new link: they would report the admitted agents as lost.
         self._sender.forget_news(ranks)
-        for rank, one in joining_peers.items():
+        for rank, peer in joining_peers.items():
             # A suspicion of the predecessor would be confirmed later, and would exclude the new agent.
             self._failures.forget(rank)
-            self._router.admit(one.place, one.endpoint)
+            self._router.admit(peer.place, peer.endpoint)
         self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
         self._agreement.admit(ranks, begun)
         self.on_entry()
@@ -160,7 +160,7 @@ class Rejoin(MinimalService):
     def _admission_reply(self, begun: dict[str, int]) -> dict[str, Any]:
         """The content of the message that admits an agent: addresses, rounds and decisions."""
         router = self._router
-        everybody = [JoiningPeer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]
+        everybody = [JoiningPeer(*address).as_data() for address in zip(router.places, router.endpoints, strict=True)]
         decisions = decisions_as_data(self._agreement.decisions)
         view = self._membership.view
         # Unreachable agents are left out: the admitted agent keeps them as UNKNOWN, and so probes their partition, too.
@@ -239,14 +239,14 @@ class Rejoin(MinimalService):
         if self.is_joining:
             raise self.nobody_left()
 
-    def check_joined(self, what: str) -> None:
+    def check_joined(self, call: str) -> None:
         """Raise ShoalError for a call while this agent waits to be admitted."""
         if self.is_joining:
-            raise self.not_in_yet(what)
+            raise self.not_in_yet(call)
 
-    def not_in_yet(self, what: str) -> ShoalError:
+    def not_in_yet(self, call: str) -> ShoalError:
         return ShoalError(
-            f"{what} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
+            f"{call} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
             "where it loads its shoal.Checkpoint, which has to come first; see docs/rejoin.md",
             (self._rank,),
         )
@@ -286,7 +286,7 @@ class Rejoin(MinimalService):
     def _enter(self, data: Any) -> None:
         # Parse all before the first change: after a malformed message this agent has to wait as before.
         plan = Plan(parsed_ranks(data["plan"][0], self._size), int(data["plan"][1]))
-        everybody = [JoiningPeer.of(one, rank) for rank, one in enumerate(data["everybody"])]
+        everybody = [JoiningPeer.of(entry, rank) for rank, entry in enumerate(data["everybody"])]
         begun, decisions = parsed_counts(data["begun"]), parsed_decisions(data["decisions"], self._size)
         ended = {int(rank): str(cause)[:1000] for rank, cause in data["ended"].items()}
         if len(everybody) != self._size or self._rank in plan.gone:
@@ -295,9 +295,9 @@ class Rejoin(MinimalService):
         self._router.end_pending()
         # Before the buffered messages are delivered: these name rounds of the job, not of this agent in isolation.
         self._matcher.begin_at(begun)
-        for rank, one in enumerate(everybody):
+        for rank, peer in enumerate(everybody):
             if rank != self._rank and rank not in plan.gone:
-                self._router.admit(one.place, one.endpoint)
+                self._router.admit(peer.place, peer.endpoint)
         members = (rank for rank in range(self._size) if rank not in plan.gone)
         self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(members, ""))
         for rank in plan.gone:  # an agent that was unreachable must not get the request later

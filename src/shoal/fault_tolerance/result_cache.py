@@ -152,8 +152,10 @@ class ResultTransfer(MinimalService):
     def send(self, rank: int, name: str, round_: int) -> None:
         """Send an agent a cached result."""
         result = self.cache.results[name, round_].result
-        what = Message(Kind.CONTROL, RESULT, f"{RESULT} {name}", round_, dtype=result.dtype, shape=tuple(result.shape))
-        self._sender.send_bytes([rank], what, Published(result.view(-1)).copy(0, result.numel()))
+        message = Message(
+            Kind.CONTROL, RESULT, f"{RESULT} {name}", round_, dtype=result.dtype, shape=tuple(result.shape)
+        )
+        self._sender.send_bytes([rank], message, Published(result.view(-1)).copy(0, result.numel()))
 
     def serve(self, source: int, message: Message) -> None:
         """Take a result that another agent sends; see :class:`~.services.Service`."""

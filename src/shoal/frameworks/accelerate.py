@@ -40,10 +40,10 @@ from ..ops.collective import allgather, allreduce, gather_by_rank
 from ..ops.objects import broadcast_object, broadcast_parameters
 from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ..optim.checkpoints.checkpoint import Checkpoint
+from ..optim.checkpoints.states import RandomState
 from ..optim.mean_model import consensus
 from ..optim.optimizer import DecentralizedOptimizer
 from .process_state import NO_DISPATCH, process_state, wait_for_everyone
-from .random_state import RandomState
 
 __all__ = ["ShoalAccelerator"]
 
@@ -106,21 +106,21 @@ class ShoalAccelerator(Accelerator):
         Raises:
             ValueError: An optimizer is passed before any model, or a model is wrapped for a process group.
         """
-        models = [*self._models, *(one for one in args if isinstance(one, torch.nn.Module))]
-        return super().prepare(*(self._decentralized(one, models) for one in args), device_placement=device_placement)
+        models = [*self._models, *(arg for arg in args if isinstance(arg, torch.nn.Module))]
+        return super().prepare(*(self._decentralized(arg, models) for arg in args), device_placement=device_placement)
 
-    def _decentralized(self, one: Any, models: list[torch.nn.Module]) -> Any:
-        plain = isinstance(one, torch.optim.Optimizer) and not isinstance(
-            one, AcceleratedOptimizer | DecentralizedOptimizer
+    def _decentralized(self, arg: Any, models: list[torch.nn.Module]) -> Any:
+        plain = isinstance(arg, torch.optim.Optimizer) and not isinstance(
+            arg, AcceleratedOptimizer | DecentralizedOptimizer
         )
         if not plain:
-            return one
+            return arg
         if not models:
             raise ValueError(
                 "ShoalAccelerator.prepare: the optimizer comes before its model, whose parameters agents average. "
                 "Prepare both together: model, optimizer = accelerator.prepare(model, optimizer)"
             )
-        return self._wrapper(one, [self.unwrap_model(model) for model in dict.fromkeys(models)])
+        return self._wrapper(arg, [self.unwrap_model(model) for model in dict.fromkeys(models)])
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -168,14 +168,14 @@ class ShoalAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`, without the samples that are repeated at the end of an epoch; also for plain objects."""
         try:
-            recursively_apply(lambda one: one, input_data, error_on_other_type=True)
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
         data = gathered_objects(input_data) if use_gather_object else self.gather(input_data)
         count = samples_of_last_round(self.gradient_state)
         if count == 0:
             return data
-        return data[:count] if use_gather_object else recursively_apply(lambda one: one[:count], data)
+        return data[:count] if use_gather_object else recursively_apply(lambda tensor: tensor[:count], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or maximum of all agents' tensors. ``scale`` is for TPUs, and does nothing."""
@@ -196,8 +196,8 @@ class ShoalAccelerator(Accelerator):
         inner = self.unwrap_model(model) if unwrap else model
         with consensus(inner):
             return {
-                name: one.detach().clone() if isinstance(one, torch.Tensor) else one
-                for name, one in inner.state_dict().items()
+                name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for name, value in inner.state_dict().items()
             }
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
@@ -266,7 +266,7 @@ class ShoalAccelerator(Accelerator):
         if input_dir is None:
             if not self.project_configuration.automatic_checkpoint_naming:
                 raise ValueError("load_state: give it the folder that save_state was given")
-            there = [str(one) for one in _by_number(Path(self.project_dir) / _CHECKPOINTS)]
+            there = [str(folder) for folder in _by_number(Path(self.project_dir) / _CHECKPOINTS)]
             input_dir = broadcast_object(there[-1] if there else "", 0, Internal("frameworks.load_state"))
             if not input_dir:
                 raise FileNotFoundError(f"load_state: nothing was saved in {self.project_dir} yet")
@@ -279,10 +279,10 @@ class ShoalAccelerator(Accelerator):
         """A checkpoint of all prepared or registered objects."""
         self._random = RandomState()
         parts: dict[str, Any] = {"random": self._random, "progress": _Progress(self)}
-        parts |= {f"model_{k}": self.unwrap_model(one) for k, one in enumerate(self._models)}
-        parts |= {f"optimizer_{k}": one.optimizer for k, one in enumerate(self._optimizers)}
-        parts |= {f"scheduler_{k}": one for k, one in enumerate(self._schedulers)}
-        parts |= {f"custom_{k}": one for k, one in enumerate(self._custom_objects)}
+        parts |= {f"model_{k}": self.unwrap_model(model) for k, model in enumerate(self._models)}
+        parts |= {f"optimizer_{k}": optimizer.optimizer for k, optimizer in enumerate(self._optimizers)}
+        parts |= {f"scheduler_{k}": scheduler for k, scheduler in enumerate(self._schedulers)}
+        parts |= {f"custom_{k}": part for k, part in enumerate(self._custom_objects)}
         if self.scaler is not None:
             parts["scaler"] = self.scaler
         return Checkpoint(**parts)
@@ -301,7 +301,7 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         loaders = self._of._dataloaders
-        return {"step": self._of.step, "epochs": [getattr(one, "iteration", 0) for one in loaders]}
+        return {"step": self._of.step, "epochs": [getattr(loader, "iteration", 0) for loader in loaders]}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         self._of.step = state_dict["step"]
@@ -312,8 +312,8 @@ class _Progress:
 
 def _by_number(folder: Path) -> list[Path]:
     """The automatically named checkpoints in a folder, the last one last."""
-    found = [(int(name[1]), one) for one in folder.glob("checkpoint_*") if (name := re.search(r"_(\d+)$", one.name))]
-    return [one for _, one in sorted(found)]
+    found = [(int(name[1]), path) for path in folder.glob("checkpoint_*") if (name := re.search(r"_(\d+)$", path.name))]
+    return [path for _, path in sorted(found)]
 
 
 class Counted(IterableDataset[Any]):
@@ -329,9 +329,9 @@ class Counted(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         count = 0
-        for one in self._stream:
+        for batch in self._stream:
             count += 1
-            yield one
+            yield batch
         self.total = count
 
     def __len__(self) -> int:
@@ -384,7 +384,7 @@ def gathered_objects(objects: Any) -> list[Any]:
         TypeError: A part of the objects is not plain data.
     """
     found = gather_by_rank(safe_serialization.write(objects), Internal("frameworks.gather_objects"))
-    return [one for data in found.values() for one in safe_serialization.read(data)]
+    return [item for data in found.values() for item in safe_serialization.read(data)]
 
 
 def reduced(tensors: Any, reduction: str) -> Any:

@@ -130,12 +130,12 @@ class _OverAgents:
     @staticmethod
     def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         found = gather_by_rank(as_bits(tensor.detach()), Internal("frameworks.all_gather"))
-        outputs[:] = [one.view(tensor.dtype) for one in found.values()]
+        outputs[:] = [part.view(tensor.dtype) for part in found.values()]
 
     @staticmethod
     def all_gather_object(outputs: list[Any], value: Any) -> None:
         found = gather_by_rank(safe_serialization.write(value), Internal("frameworks.all_gather_object"))
-        outputs[:] = [safe_serialization.read(one) for one in found.values()]
+        outputs[:] = [safe_serialization.read(part) for part in found.values()]
 
     @staticmethod
     @torch.no_grad()
@@ -181,9 +181,9 @@ def _refuse_dispatching() -> None:
     make = data_loader.DataLoaderDispatcher.__init__
 
     @functools.wraps(make)
-    def made(self: Any, *args: Any, **options: Any) -> None:
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
         if PartialState._shared_state.get("distributed_type") is Decentralized.SHOAL:
             raise ValueError(NO_DISPATCH)
         make(self, *args, **options)
 
-    data_loader.DataLoaderDispatcher.__init__ = made
+    data_loader.DataLoaderDispatcher.__init__ = refuse

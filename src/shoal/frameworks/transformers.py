@@ -39,11 +39,11 @@ from ..ops.objects import broadcast_object
 from ..optim.adam import AccumAdamW
 from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.checkpoints.checkpoint_files import find
+from ..optim.checkpoints.states import RandomState
 from ..optim.mean_model import consensus
 from ..runtime.queries import size
 from .accelerate import ShoalAccelerator, Wrapper, one_peer_at_a_time
 from .process_state import process_state, wait_for_everyone
-from .random_state import RandomState
 
 __all__ = ["ShoalTrainer", "ShoalTrainingArguments"]
 
@@ -230,7 +230,9 @@ def _last_complete(output_dir: Path) -> str | None:
     last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
     if last is None:
         return None
-    steps = sorted((int(one.name.rpartition("-")[2]), one) for one in output_dir.glob("checkpoint-*") if one.is_dir())
+    steps = sorted(
+        (int(path.name.rpartition("-")[2]), path) for path in output_dir.glob("checkpoint-*") if path.is_dir()
+    )
     for _, folder in reversed(steps):
         agents = folder / AGENTS
         if _reads(folder / _STATE) and (not agents.is_dir() or find(agents, None)["found"]):

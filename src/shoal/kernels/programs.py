@@ -283,13 +283,13 @@ def _next(
 
 
 @triton.jit
-def _step(one: "Any", other: "Any", HOW: tl.constexpr) -> "Any":
+def _step(first: "Any", second: "Any", HOW: tl.constexpr) -> "Any":
     if HOW == "product":
-        one = one * other
+        first = first * second
     elif HOW == "min":
-        one = tl.where((one < other) | (one != one), one, other)
+        first = tl.where((first < second) | (first != first), first, second)
     elif HOW == "max":
-        one = tl.where((one > other) | (one != one), one, other)
+        first = tl.where((first > second) | (first != first), first, second)
     else:
-        one = one + other
-    return one
+        first = first + second
+    return first

@@ -19,31 +19,31 @@ INPUTS_OF_A_PROGRAM = 16
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def _multiply(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+def _multiply(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
     """Multiply, with real operations for complex numbers.
 
     torch rounds a complex product differently in the vectorized part and in the tail of a tensor. Real operations give
     the same bits however a tensor is split.
     """
     if not out.is_complex():
-        torch.mul(one, other, out=out)
+        torch.mul(first, second, out=out)
         return
-    a, b, c = torch.view_as_real(one), torch.view_as_real(other), torch.view_as_real(out)
-    first = a[..., 0] * b[..., 0] - a[..., 1] * b[..., 1]
+    a, b, c = torch.view_as_real(first), torch.view_as_real(second), torch.view_as_real(out)
+    real_part = a[..., 0] * b[..., 0] - a[..., 1] * b[..., 1]
     c[..., 1] = a[..., 0] * b[..., 1] + a[..., 1] * b[..., 0]
-    c[..., 0] = first
+    c[..., 0] = real_part
 
 
-def _add(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    torch.add(one, other, out=out)
+def _add(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    torch.add(first, second, out=out)
 
 
-def _minimum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    torch.minimum(one, other, out=out)
+def _minimum(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    torch.minimum(first, second, out=out)
 
 
-def _maximum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    torch.maximum(one, other, out=out)
+def _maximum(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    torch.maximum(first, second, out=out)
 
 
 _REDUCE: dict[str, Step] = {
@@ -139,14 +139,14 @@ def reduce(
         raise ValueError(f"reduction {how!r}: pass one of {', '.join(REDUCTIONS)}")
     check_alike(out, inputs)
     if how in ("sum", "average"):
-        out, inputs = real(out), [real(one) for one in inputs]
+        out, inputs = real(out), [real(tensor) for tensor in inputs]
     if not out.numel():
         return
     fits = out.dtype in FLOATS and len(inputs) <= INPUTS_OF_A_PROGRAM
-    spoils = any(overlap(out, one) for one in inputs)
+    spoils = any(overlap(out, tensor) for tensor in inputs)
     way = way or way_of(out)
     if fits and way == "triton":
-        spoils = any(overlap(out, one) and one.data_ptr() != out.data_ptr() for one in inputs)
+        spoils = any(overlap(out, tensor) and tensor.data_ptr() != out.data_ptr() for tensor in inputs)
         target = torch.empty_like(out) if spoils else out
         _by_program(target, how, inputs, parts or [range(len(inputs))])
     else:

@@ -1,4 +1,4 @@
-"""Weighted sums in one fixed order: of one block by torch, and of whole tensors by any implementation.
+"""Weighted sums in one fixed order: of one block by torch, of whole tensors by any implementation; and copies.
 
 The order is: the agent's own term, then the other terms as given. Every weighted term is one fused multiply-add, in
 float32 for 16-bit tensors, whose sum is rounded once at the end. Complex numbers are pairs of real ones. Equal weights
@@ -7,6 +7,9 @@ are not multiplied with each term: the terms are summed, and the sum is scaled o
 All implementations give the same bits, except inside a NaN: a CPU propagates the bits of one operand, an NVIDIA device
 has its own. A program has a limited number of terms. More terms take several passes, between which the partial sum is
 stored, in float32 for 16-bit tensors.
+
+:func:`copy`, :func:`scale` and :func:`add_scaled` have the bits of the torch operation that they name, in one pass over
+memory. The compiled kernels write results that caches would not keep past the caches.
 """
 
 from __future__ import annotations
@@ -165,18 +168,18 @@ def weighted_sum(
         raise ValueError(f"a weighted sum of {out.dtype}: pass floating point or complex numbers")
     if not target.numel():
         return
-    left = [float(own_weight), *(weight for _, weight in here)]
+    kept = [float(own_weight), *(weight for _, weight in here)]
     way = way or way_of(out)
     if way == "triton":
-        _in_passes(target, mine, theirs, left, factor)
+        _in_passes(target, mine, theirs, kept, factor)
     elif any(overlap(target, term) for term in theirs) or (
         overlap(target, mine) and target.data_ptr() != mine.data_ptr()
     ):
         total = torch.empty_like(target)
-        _weigh_by(way, left, factor, total, mine, theirs)
+        _weigh_by(way, kept, factor, total, mine, theirs)
         target.copy_(total)
     else:
-        _weigh_by(way, left, factor, target, mine, theirs)
+        _weigh_by(way, kept, factor, target, mine, theirs)
 
 
 def _weigh_by(
@@ -195,20 +198,22 @@ def _weigh_by(
 
 def check_alike(out: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
     """Raise ValueError if these are not flat tensors without gaps that are like ``out``: a program sees addresses."""
-    for number, one in enumerate((out, *others)):
-        if one.dim() != 1 or not one.is_contiguous():
-            raise ValueError(f"tensor {number} has shape {list(one.shape)} and strides {one.stride()}: pass flat ones")
-        if (one.dtype, one.device, len(one)) != (out.dtype, out.device, len(out)):
+    for number, tensor in enumerate((out, *others)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(
-                f"tensor {number} has {len(one)} numbers in {one.dtype} on {one.device}, and the result {len(out)} in "
-                f"{out.dtype} on {out.device}: pass tensors that are alike"
+                f"tensor {number} has shape {list(tensor.shape)} and strides {tensor.stride()}: pass flat ones"
+            )
+        if (tensor.dtype, tensor.device, len(tensor)) != (out.dtype, out.device, len(out)):
+            raise ValueError(
+                f"tensor {number} has {len(tensor)} numbers in {tensor.dtype} on {tensor.device}, and the result "
+                f"{len(out)} in {out.dtype} on {out.device}: pass tensors that are alike"
             )
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the tensors share memory."""
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
+    first, second = tensor.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + tensor.nbytes
 
 
 def _in_passes(
@@ -226,7 +231,7 @@ def _in_passes(
     groups = groups or [range(0)]
     # An instance reads its elements before it writes to them. A shifted overlap or a later pass would read overwritten
     # elements.
-    spoils = any(overlap(out, one) and one.data_ptr() != out.data_ptr() for one in (own, *terms))
+    spoils = any(overlap(out, tensor) and tensor.data_ptr() != out.data_ptr() for tensor in (own, *terms))
     spoils |= any(overlap(out, term) for term in terms[TERMS_OF_A_PASS:])
     total = torch.empty_like(out, dtype=wide) if spoils or (wide != out.dtype and len(groups) > 1) else out
     for number, group in enumerate(groups):
@@ -276,3 +281,32 @@ def _pass(
             BLOCK=BLOCK,
             enable_fp_fusion=False,
         )
+
+
+def copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
+    """``out.copy_(tensor)``, for tensors of one shape."""
+    if native.copies(out, tensor):
+        native.copy(out, tensor)
+    else:
+        out.copy_(tensor)
+
+
+def scale(out: torch.Tensor, tensor: torch.Tensor, weight: float) -> None:
+    """``torch.mul(tensor, weight, out=out)``, for tensors of one shape and dtype."""
+    if native.fits(out, [tensor]):
+        native.weigh(out, [tensor], [weight])
+    else:
+        torch.mul(tensor, weight, out=out)
+
+
+def add_scaled(out: torch.Tensor, tensor: torch.Tensor, other: torch.Tensor, weight: float) -> None:
+    """``torch.add(tensor, other, alpha=weight, out=out)``, for tensors of one shape and dtype.
+
+    16-bit types are added in float32 and rounded once; torch itself would round the weight to 16 bits, too.
+    """
+    if native.fits(out, [tensor, other]) and abs(weight) <= torch.finfo(torch.float32).max:
+        native.weigh(out, [tensor, other], [1.0, weight])
+    elif tensor.dtype in (torch.float16, torch.bfloat16):
+        out.copy_(tensor.float().add_(other.float(), alpha=weight))
+    else:
+        torch.add(tensor, other, alpha=weight, out=out)

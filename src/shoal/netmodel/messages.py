@@ -157,7 +157,8 @@ def hierarchical(machines: int, agents_per_machine: int, nbytes: float, between:
     inside = _all_pairs(np.arange(machines * agents_per_machine).reshape(machines, -1).T, nbytes / agents_per_machine)
     around = [inside] if agents_per_machine > 1 else []
     known: dict[int, Messages] = {}
-    return [*around, *(known.setdefault(id(one), _shares(one, agents_per_machine)) for one in between), *around]
+    shares = (known.setdefault(id(whole), _shares(whole, agents_per_machine)) for whole in between)
+    return [*around, *shares, *around]
 
 
 def hierarchical_allreduce(machines: int, agents_per_machine: int, nbytes: float) -> Step:

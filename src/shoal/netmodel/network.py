@@ -112,10 +112,10 @@ class Network:
         for name in ("size", "agents_per_machine"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}. Pass a number of agents, at least 1.")
-        for what, given, count in (("NIC", self.nics, self.machines), ("port", self.ports, self.size)):
+        for kind, given, count in (("NIC", self.nics, self.machines), ("port", self.ports, self.size)):
             beyond = next((index for index in given if not 0 <= index < count), None)
             if beyond is not None:
-                raise ValueError(f"{what} {beyond} is named, but they count from 0 to {count - 1}.")
+                raise ValueError(f"{kind} {beyond} is named, but they count from 0 to {count - 1}.")
         beyond_link = next((ends for ends in self.links if not all(0 <= end < self.size for end in ends)), None)
         if beyond_link is not None:
             raise ValueError(f"link {beyond_link} is named, but agents count from 0 to {self.size - 1}.")
@@ -192,10 +192,12 @@ class _Links(NamedTuple):
 
     @classmethod
     def of(cls, count: int, usual: Link, others: Mapping[int, Link]) -> _Links:
-        made = cls(*(np.full(count, value) for value in (usual.latency, usual.bandwidth, usual.overhead, usual.inward)))
+        links = cls(
+            *(np.full(count, value) for value in (usual.latency, usual.bandwidth, usual.overhead, usual.inward))
+        )
         for index, link in others.items():
-            made.put(index, link)
-        return made
+            links.put(index, link)
+        return links
 
     def put(self, index: int, link: Link) -> None:
         for column, value in zip(self, (link.latency, link.bandwidth, link.overhead, link.inward), strict=True):

@@ -98,7 +98,7 @@ def measure_difference(gradient: torch.Tensor | torch.nn.Module | Iterable[torch
     else:
         given = [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
         has_any = bool(given)
-    flat = torch.cat([one.detach().cpu().double().reshape(-1) for one in given] or [torch.zeros(0).double()])
+    flat = torch.cat([tensor.detach().cpu().double().reshape(-1) for tensor in given] or [torch.zeros(0).double()])
     usable = float(has_any and bool(flat.isfinite().all()))
     if shoal.allreduce(torch.tensor([usable]), name="measure_difference.usable").item() < 1:
         raise ValueError(
@@ -206,9 +206,9 @@ def fit_link(observations: Sequence[Observation]) -> Link:
         ValueError: fewer than two different sizes, times that are not positive, or times that do not grow with the
             bytes, so that there is no bandwidth in them.
     """
-    if len({one.nbytes for one in observations}) < 2:
+    if len({observation.nbytes for observation in observations}) < 2:
         raise ValueError("messages of one size only cannot tell bandwidth from latency. Measure at least two sizes.")
-    if any(one.seconds <= 0 or one.degree < 1 for one in observations):
+    if any(observation.seconds <= 0 or observation.degree < 1 for observation in observations):
         raise ValueError("an observation has no positive time or no message. Pass what was measured.")
     degree, nbytes, seconds = (np.array(column, float) for column in zip(*observations, strict=True))
     columns = {"bandwidth": degree * nbytes, "latency": np.ones_like(degree)}

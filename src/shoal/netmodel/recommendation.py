@@ -113,17 +113,23 @@ class Recommendation:
         """The candidates that agree and can be used for training: the cheapest first, among equal ones the one with the
         fewest rounds.
         """
-        able = [one for one in self.candidates if not one.refused and one.rounds is not None]
-        return tuple(_ranked(able, lambda one: one.training_seconds, lambda one: (_many(one.rounds), one.steps_apart)))
+        able = [candidate for candidate in self.candidates if not candidate.refused and candidate.rounds is not None]
+        return tuple(
+            _ranked(
+                able,
+                lambda candidate: candidate.training_seconds,
+                lambda candidate: (_many(candidate.rounds), candidate.steps_apart),
+            )
+        )
 
     def ties(self) -> list[list[Candidate]]:
         """The candidates in their order, those together that cost the same for the same reasons."""
         groups: list[list[Candidate]] = []
-        for one in self.candidates:
-            if groups and _is_shown_as(one, groups[-1][0]):
-                groups[-1].append(one)
+        for candidate in self.candidates:
+            if groups and _is_shown_as(candidate, groups[-1][0]):
+                groups[-1].append(candidate)
             else:
-                groups.append([one])
+                groups.append([candidate])
         return groups
 
     def advice(self) -> list[str]:
@@ -133,7 +139,7 @@ class Recommendation:
         best = self.candidates[0]
         equals = f" Times within {AS_FAST:.0%} count as equal, and fewer rounds decide."
         sentences = [f"To agree to {self.error:g}, take {best.name} ({best.operation}): {best.why}.{equals}"]
-        gossip = next((one for one in self.candidates if one.operation != ALLREDUCE), best)
+        gossip = next((candidate for candidate in self.candidates if candidate.operation != ALLREDUCE), best)
         if gossip is not best and math.isfinite(gossip.seconds):
             times = f"{gossip.seconds / best.seconds:.2g} times as long"
             sentences.append(
@@ -172,18 +178,20 @@ def recommend(
     possible, passed_over = averagings(network.size, network.agents_per_machine)
     found = []
     for averaging in watched(possible):
-        one = _candidate(network, averaging, nbytes, error)
-        if averaging.schedule is not None and one.operation == ALLREDUCE:
+        candidate = _candidate(network, averaging, nbytes, error)
+        if averaging.schedule is not None and candidate.operation == ALLREDUCE:
             passed_over[averaging.name] = "for so many agents it is an all-reduce of all in every round"
         else:
-            found.append(_trained(network, averaging, nbytes, training, one))
-    if not any(one.seconds_per_round for one in found):
+            found.append(_trained(network, averaging, nbytes, training, candidate))
+    if not any(candidate.seconds_per_round for candidate in found):
         raise ValueError(
             "no message takes any time on this network, so there is nothing to rank by. Say what an agent can send "
             "inside its machine (inside=Link(...) of Network, --inside-bandwidth), or measure it (--measure)."
         )
-    ranked = _ranked(found, lambda one: one.seconds, lambda one: (_many(one.rounds), not one.exact))
-    explained = tuple(replace(one, why=_why(one) + _fault(one, ranked[0])) for one in ranked)
+    ranked = _ranked(
+        found, lambda candidate: candidate.seconds, lambda candidate: (_many(candidate.rounds), not candidate.exact)
+    )
+    explained = tuple(replace(candidate, why=_why(candidate) + _fault(candidate, ranked[0])) for candidate in ranked)
     return Recommendation(network, nbytes, error, explained, passed_over, training)
 
 
@@ -217,26 +225,30 @@ def _rounds(averaging: Averaging, error: float) -> int | None:
     return rounds_to(averaging.schedule, error, second_buffer=averaging.second_buffer).at_most
 
 
-def _trained(network: Network, averaging: Averaging, nbytes: float, training: Training, one: Candidate) -> Candidate:
+def _trained(
+    network: Network, averaging: Averaging, nbytes: float, training: Training, candidate: Candidate
+) -> Candidate:
     """The candidate with its costs of training."""
     if averaging.second_buffer:
-        return replace(one, refused="training mixes parameters by W alone, and has no second buffer")
+        return replace(candidate, refused="training mixes parameters by W alone, and has no second buffer")
     refused = "" if averaging.schedule is None else training.refuses(averaging.schedule)
     if refused:
-        return replace(one, refused=refused)
+        return replace(candidate, refused=refused)
     trained_by = _trained_by(averaging.schedule, network, training)
     if (
-        trained_by == one.operation
+        trained_by == candidate.operation
         and training.message(nbytes, trained_by) == nbytes
-        and _is_typical(one, averaging.schedule)
+        and _is_typical(candidate, averaging.schedule)
     ):
-        per_round = one.seconds_per_round
+        per_round = candidate.seconds_per_round
     else:
         per_round = _seconds_of_training(network, averaging, training.message(nbytes, trained_by), trained_by)
     per_step = training.seconds_per_step(per_round)
     apart = steps_apart(averaging.schedule, training.local_steps, training.kept)
     cost = per_step * training.times_the_steps(apart)
-    return replace(one, trained_by=trained_by, seconds_per_step=per_step, steps_apart=apart, training_seconds=cost)
+    return replace(
+        candidate, trained_by=trained_by, seconds_per_step=per_step, steps_apart=apart, training_seconds=cost
+    )
 
 
 def _trained_by(schedule: Schedule | None, network: Network, training: Training) -> str:
@@ -259,10 +271,10 @@ def _seconds_of_training(network: Network, averaging: Averaging, message: float,
     return simulate(network, steps).seconds_per_step(skip=period if rounds > period else 0)
 
 
-def _is_typical(one: Candidate, schedule: Schedule | None) -> bool:
+def _is_typical(candidate: Candidate, schedule: Schedule | None) -> bool:
     """Whether the rounds to the error stand for all rounds: an exact schedule may be done before its costly ones."""
     period = _period(schedule)
-    return one.rounds is not None and (one.rounds % period == 0 or one.rounds >= _WINDOW >= period)
+    return candidate.rounds is not None and (candidate.rounds % period == 0 or candidate.rounds >= _WINDOW >= period)
 
 
 def _period(schedule: Schedule | None) -> int:
@@ -275,13 +287,13 @@ def _ranked(
     better: Callable[[Candidate], tuple[float, float]],
 ) -> list[Candidate]:
     """By time; candidates as fast as the fastest of them by rounds, then by ``better``, then by time."""
-    left = sorted(candidates, key=lambda one: _digits(seconds(one)))
+    remaining = sorted(candidates, key=lambda candidate: _digits(seconds(candidate)))
     ranked: list[Candidate] = []
-    while left:
-        enough = _digits(seconds(left[0])) * (1 + AS_FAST)
-        as_fast = [one for one in left if _digits(seconds(one)) <= enough]
+    while remaining:
+        enough = _digits(seconds(remaining[0])) * (1 + AS_FAST)
+        as_fast = [candidate for candidate in remaining if _digits(seconds(candidate)) <= enough]
         ranked += sorted(as_fast, key=better)  # stable: the plainest of equal ones first, in the catalog's order
-        left = left[len(as_fast) :]
+        remaining = remaining[len(as_fast) :]
     return ranked
 
 
@@ -313,36 +325,37 @@ def _through_a_nic(network: Network, step: Step) -> float:
     return float(load.max())
 
 
-def _why(one: Candidate) -> str:
-    if one.rounds is None:
+def _why(candidate: Candidate) -> str:
+    if candidate.rounds is None:
         return "it does not agree, or nobody knows after how many rounds"
-    rounds = f"{one.rounds:,} round{'' if one.rounds == 1 else 's'} of {format_seconds(one.seconds_per_round)}"
-    exactly = ", then exact" if one.exact else ""
-    models = float(f"{one.models_on_a_nic:.3g}")
+    seconds = format_seconds(candidate.seconds_per_round)
+    rounds = f"{candidate.rounds:,} round{'' if candidate.rounds == 1 else 's'} of {seconds}"
+    exactly = ", then exact" if candidate.exact else ""
+    models = float(f"{candidate.models_on_a_nic:.3g}")
     nic = (
         f"{models:g} model{'' if models == 1 else 's'} a round through the busiest NIC"
         if models
         else "all inside machines"
     )
-    waiting = f"{one.waiting_share:.0%} latency" if one.waiting_share >= 0.005 else "hardly any latency"
+    waiting = f"{candidate.waiting_share:.0%} latency" if candidate.waiting_share >= 0.005 else "hardly any latency"
     return f"{rounds}{exactly}; {nic}, {waiting}"
 
 
-def _fault(one: Candidate, best: Candidate) -> str:
+def _fault(candidate: Candidate, best: Candidate) -> str:
     """The reason why it is slower than the best; empty if there is none of importance."""
-    if one.rounds is None or best.rounds is None or not best.seconds or one.seconds < _MUCH * best.seconds:
+    if candidate.rounds is None or best.rounds is None or not best.seconds or candidate.seconds < _MUCH * best.seconds:
         return ""
-    many, longer = one.rounds / best.rounds, one.seconds_per_round / best.seconds_per_round
+    many, longer = candidate.rounds / best.rounds, candidate.seconds_per_round / best.seconds_per_round
     if many >= longer:
         return f"; {_times(many)} the rounds of the best"
-    reason = "waiting" if one.waiting_share > 0.5 else "crowding the NIC"
+    reason = "waiting" if candidate.waiting_share > 0.5 else "crowding the NIC"
     return f"; each {_times(longer)} as long as the best's, {reason}"
 
 
-def _is_shown_as(one: Candidate, other: Candidate) -> bool:
-    same = one.why == other.why and bool(one.refused) == bool(other.refused)
-    times = sorted([one.training_seconds, other.training_seconds])
-    return same and (bool(one.refused) or times[1] <= times[0] * (1 + AS_FAST))
+def _is_shown_as(candidate: Candidate, other: Candidate) -> bool:
+    same = candidate.why == other.why and bool(candidate.refused) == bool(other.refused)
+    times = sorted([candidate.training_seconds, other.training_seconds])
+    return same and (bool(candidate.refused) or times[1] <= times[0] * (1 + AS_FAST))
 
 
 def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[str]:
@@ -355,9 +368,9 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
         f"differ by {training.difference:g} and the mean gradient is to shrink to {training.accuracy:g} of its length "
         f"it takes {training.times_the_steps(best.steps_apart):.3g} times the steps."
     ]
-    mean = next((one for one in ranked if one.schedule is None), None)
-    gossip = next((one for one in ranked if one.schedule is not None), None)
-    shorter = [one for one in others if one.seconds_per_step < (1 - AS_FAST) * best.seconds_per_step]
+    mean = next((candidate for candidate in ranked if candidate.schedule is None), None)
+    gossip = next((candidate for candidate in ranked if candidate.schedule is not None), None)
+    shorter = [candidate for candidate in others if candidate.seconds_per_step < (1 - AS_FAST) * best.seconds_per_step]
     if mean is not None and mean is not best:
         sentences.append(
             f"With {mean.name} it would take {_times(mean.training_seconds / best.training_seconds)} as long."
@@ -368,11 +381,11 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
             f"Of those that talk to neighbours only, {gossip.name} ({gossip.trained_by}) would take {times} as long."
         )
     if shorter:
-        one = min(shorter, key=lambda one: one.seconds_per_step)
+        quickest = min(shorter, key=lambda candidate: candidate.seconds_per_step)
         sentences.append(
-            f"A step of {one.name} is the shortest, {format_seconds(one.seconds_per_step)}, but agents are "
-            f"{one.steps_apart:.2g} steps apart: in all it would take "
-            f"{_times(one.training_seconds / best.training_seconds)} as long."
+            f"A step of {quickest.name} is the shortest, {format_seconds(quickest.seconds_per_step)}, but agents are "
+            f"{quickest.steps_apart:.2g} steps apart: in all it would take "
+            f"{_times(quickest.training_seconds / best.training_seconds)} as long."
         )
     if training.compressor is not None:
         sentences.append(

@@ -66,12 +66,12 @@ def prepare(network: Network, all_messages: Sequence[Messages]) -> tuple[list[Ro
     pairs, limits = (
         np.concatenate([np.empty(0, kind), *columns])
         for kind, columns in (
-            (np.int64, [one.pairs[np.isfinite(one.paths.limit)] for one in sorted_paths.values()]),
-            (np.float64, [one.paths.limit[np.isfinite(one.paths.limit)] for one in sorted_paths.values()]),
+            (np.int64, [sent.pairs[np.isfinite(sent.paths.limit)] for sent in sorted_paths.values()]),
+            (np.float64, [sent.paths.limit[np.isfinite(sent.paths.limit)] for sent in sorted_paths.values()]),
         )
     )
     links, where = np.unique(pairs, return_index=True)
-    exchanges = {key: _routed(network, one, links) for key, one in sorted_paths.items()}
+    exchanges = {key: _routed(network, sent, links) for key, sent in sorted_paths.items()}
     return [exchanges[id(messages)] for messages in all_messages], np.concatenate([network.capacity, limits[where]])
 
 
@@ -92,22 +92,22 @@ class _Sorted(NamedTuple):
         return cls(source, destination, messages.nbytes[order], pairs, network.paths(source, destination))
 
 
-def _routed(network: Network, one: _Sorted, links: Ints) -> RoutedMessages:
-    paths = one.paths
+def _routed(network: Network, messages: _Sorted, links: Ints) -> RoutedMessages:
+    paths = messages.paths
     # The network's last capacity is the unlimited one, and the links follow it.
     without_limit = len(network.capacity) - 1
-    link = np.where(np.isfinite(paths.limit), without_limit + 1 + np.searchsorted(links, one.pairs), without_limit)
+    link = np.where(np.isfinite(paths.limit), without_limit + 1 + np.searchsorted(links, messages.pairs), without_limit)
     # The overhead in bytes, at the rate of the message when it is alone. On an unlimited path there
     # is no such rate: there only the latency can stand for it.
     free = np.isinf(paths.alone)
     overhead = np.where(free, 0.0, paths.overhead) * np.where(free, 0.0, paths.alone)
     return RoutedMessages(
-        first=np.searchsorted(one.source, np.arange(network.size + 1)),
-        destination=one.destination,
+        first=np.searchsorted(messages.source, np.arange(network.size + 1)),
+        destination=messages.destination,
         shared=np.concatenate([paths.shared, link[:, None]], axis=1),
         latency=paths.latency + free * paths.overhead,
-        volume=one.nbytes + overhead,
-        expected=np.bincount(one.destination, minlength=network.size),
+        volume=messages.nbytes + overhead,
+        expected=np.bincount(messages.destination, minlength=network.size),
     )
 
 
@@ -161,14 +161,14 @@ class Flows:
             return []
         if self._rates is None:
             self._rates = fair_rates(self._shared, self._capacity)
-        _, volume, left = self._amounts.T
-        needed = left / self._rates
+        _, volume, remaining = self._amounts.T
+        needed = remaining / self._rates
         elapsed = min(due - self.now, float(needed.min()))
         self.now += elapsed
         # What nothing limits is sent at once: its infinite rate times no time is no number.
         at_once = np.isinf(self._rates)
-        left -= np.where(at_once, left, np.where(at_once, 0.0, self._rates) * elapsed)
-        sent = (left <= _DONE * volume) | (needed <= elapsed * (1 + SAME_MOMENT))
+        remaining -= np.where(at_once, remaining, np.where(at_once, 0.0, self._rates) * elapsed)
+        sent = (remaining <= _DONE * volume) | (needed <= elapsed * (1 + SAME_MOMENT))
         if not sent.any():
             return []
         numbers, latencies = self._numbers[sent], self._amounts[sent, 0]
@@ -200,22 +200,22 @@ def fair_rates(shared: Ints, capacity: Floats) -> Floats:
     limiting = np.isfinite(capacity)[shared]
     shared = shared[:, limiting.any(axis=0)]
     undecided = np.flatnonzero(limiting.any(axis=1))
-    left = capacity.astype(float)
+    remaining = capacity.astype(float)
     while len(undecided):
         passes = shared[undecided]
-        users = np.bincount(passes.ravel(), minlength=len(left))
-        offered = (left / np.maximum(users, 1))[passes]
+        users = np.bincount(passes.ravel(), minlength=len(remaining))
+        offered = (remaining / np.maximum(users, 1))[passes]
         best = offered.min(axis=1)
         # If it alone limits all its messages, their rates are exactly its offer.
         held_elsewhere = np.bincount(
-            passes.ravel(), weights=(best[:, None] < offered * (1 - _EQUAL)).ravel(), minlength=len(left)
+            passes.ravel(), weights=(best[:, None] < offered * (1 - _EQUAL)).ravel(), minlength=len(remaining)
         )
         decided = ((held_elsewhere[passes] == 0) & (offered <= best[:, None] * (1 + _EQUAL))).any(axis=1)
         rates[undecided[decided]] = best[decided]
-        left -= np.bincount(
-            passes[decided].ravel(), weights=np.repeat(best[decided], passes.shape[1]), minlength=len(left)
+        remaining -= np.bincount(
+            passes[decided].ravel(), weights=np.repeat(best[decided], passes.shape[1]), minlength=len(remaining)
         )
-        np.maximum(left, 0.0, out=left)
+        np.maximum(remaining, 0.0, out=remaining)
         undecided = undecided[~decided]
     return rates
 
@@ -306,21 +306,21 @@ class _SimulatedRun:
                 self._note(self._flows.now + latency, "arrived", exchanges, destinations)
             self._take_due()
 
-    def _note(self, when: float, what: str, numbers: Ints, agents: Ints) -> None:
+    def _note(self, when: float, kind: str, numbers: Ints, agents: Ints) -> None:
         self._entries += 1
-        heapq.heappush(self._calendar, (when, self._entries, what, numbers, agents))
+        heapq.heappush(self._calendar, (when, self._entries, kind, numbers, agents))
 
     def _take_due(self) -> None:
         end = self._flows.now + SAME_MOMENT * self._flows.now
         while self._calendar and self._calendar[0][0] <= end:
-            _, _, what, numbers, agents = heapq.heappop(self._calendar)
-            if what == "arrived":
+            _, _, kind, numbers, agents = heapq.heappop(self._calendar)
+            if kind == "arrived":
                 self._arrive(numbers, agents)
                 continue
-            count = self._computed if what == "computed" else self._ready
+            count = self._computed if kind == "computed" else self._ready
             for agent in agents.tolist():
                 count[agent] += 1
-                if what == "computed":
+                if kind == "computed":
                     self._times.computed[count[agent] - 1, agent] = self._flows.now
             self._to_look_at += agents.tolist()
 

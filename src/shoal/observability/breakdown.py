@@ -90,7 +90,7 @@ class TimeSlice(NamedTuple):
 def break_down(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Share]:
     """The shares of all agents and steps; of agents that have no steps, of the whole run. All on one clock."""
     coming = _expected_messages(traces, flows)
-    begins = {(one.rank, call.name, call.round): call.start for one in traces for call in one.calls}
+    begins = {(trace.rank, call.name, call.round): call.start for trace in traces for call in trace.calls}
     asked: Asked = defaultdict(dict)
     for trace in traces:
         for call in trace.calls:
@@ -101,9 +101,9 @@ def break_down(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Share]:
     pieces = {agent.rank: agent.pieces for agent in agents}  # the last of each rank
     for agent in agents:
         for share, of in agent.by_share:
-            for one in of:
-                if one.kind == OTHERS and one.source is not None:
-                    _blame(share, one, pieces, len(agents))
+            for piece in of:
+                if piece.kind == OTHERS and piece.source is not None:
+                    _blame(share, piece, pieces, len(agents))
     return shares
 
 
@@ -111,33 +111,33 @@ def _blame(share: Share, piece: TimeSlice, pieces: dict[int, list[TimeSlice]], d
     """Find the agent that kept another waiting: not one that waited itself, but the agent at the end of the chain."""
     assert piece.source is not None
     at, theirs = piece.start, pieces.get(piece.source, [])
-    first = bisect_left(theirs, piece.start, key=lambda one: one.end)
-    while first < len(theirs) and (one := theirs[first]).start < piece.end:
+    first = bisect_left(theirs, piece.start, key=lambda other: other.end)
+    while first < len(theirs) and (other := theirs[first]).start < piece.end:
         first += 1
-        start, end = max(one.start, piece.start), min(one.end, piece.end)
-        if one.kind == OTHERS and one.source is not None and one.source != piece.source and depth and start < end:
+        start, end = max(other.start, piece.start), min(other.end, piece.end)
+        if other.kind == OTHERS and other.source is not None and other.source != piece.source and depth and start < end:
             share.blamed[piece.source] += start - at
-            _blame(share, one._replace(start=start, end=end), pieces, depth - 1)
+            _blame(share, other._replace(start=start, end=end), pieces, depth - 1)
             at = end
     share.blamed[piece.source] += piece.end - at
 
 
 def steps_of(trace: Trace) -> list[tuple[int, int, int]]:
     """Number, start and end of each step: of the optimizer that took most of them, where there are several."""
-    counts = Counter(one.optimizer for one in trace.steps)
+    counts = Counter(step.optimizer for step in trace.steps)
     if not counts:
         return []
-    name = min(counts, key=lambda one: (-counts[one], one))
-    return [(one.number, one.start, one.end) for one in trace.steps if one.optimizer == name]
+    name = min(counts, key=lambda optimizer: (-counts[optimizer], optimizer))
+    return [(step.number, step.start, step.end) for step in trace.steps if step.optimizer == name]
 
 
 def _expected_messages(
     traces: Sequence[Trace], flows: Sequence[Flow]
 ) -> list[dict[tuple[str, int], list[ExpectedMessage]]]:
     """For each agent, by the name and round of an operation, the messages that it had to wait for."""
-    sent_at = {(one.destination, id(one.received)): one.sent for one in flows}
-    fused = [members(one) for one in traces]
-    by_rank = {one.rank: number for number, one in enumerate(traces)}
+    sent_at = {(flow.destination, id(flow.received)): flow.sent for flow in flows}
+    fused = [members(trace) for trace in traces]
+    by_rank = {trace.rank: number for number, trace in enumerate(traces)}
     found: list[dict[tuple[str, int], list[ExpectedMessage]]] = []
     for number, trace in enumerate(traces):
         mine: dict[tuple[str, int], list[ExpectedMessage]] = defaultdict(list)
@@ -146,9 +146,9 @@ def _expected_messages(
             went = None if sent is None else min(sent.at, message.at)
             coordinates = message.coordinates or (sent is not None and sent.coordinates)
             whole = max(message.arrived, message.at)
-            one = ExpectedMessage(message.peer, message.key.stage, went, message.at, whole, coordinates)
+            expected = ExpectedMessage(message.peer, message.key.stage, went, message.at, whole, coordinates)
             for call in _calls(message.key, fused[by_rank.get(message.peer, number)], fused[number]):
-                mine[call].append(one)
+                mine[call].append(expected)
         found.append(mine)
     return found
 
@@ -184,21 +184,21 @@ class _AgentBreakdown:
         self._number, self._trace, self._coming, self._begins = number, trace, coming, begins
         self._asked = asked
         self._moves = {(call.name, call.round): call.moves for call in trace.calls if call.moves}
-        self._failed = {(one.name, one.round) for one in trace.calls if one.error}
+        self._failed = {(call.name, call.round) for call in trace.calls if call.error}
         self._to: dict[tuple[str, int], list[TracedMessage]] = defaultdict(list)
         for message in trace.sent:
             self._to[message.key.name, message.key.round].append(message)
-        inside = [one for call in trace.calls if call.name != ROUND for one in call.inside]
+        inside = [interval for call in trace.calls if call.name != ROUND for interval in call.inside]
         self._sums = union((start, end) for _, start, end in inside)
-        self._prepares = union((start, end) for what, start, end in inside if what == PREPARE)
+        self._prepares = union((start, end) for activity, start, end in inside if activity == PREPARE)
 
     def shares(self) -> list[Share]:
         """The shares of its steps, or of the whole run."""
         trace = self._trace
         shares = [Share(self._number, *part) for part in steps_of(trace) or [(0, trace.start, trace.end)]]
         thread = self._thread()
-        waits = disjoint(one for one in trace.waits if one.thread == thread)
-        starts = [one.start for one in waits]
+        waits = disjoint(wait for wait in trace.waits if wait.thread == thread)
+        starts = [wait.start for wait in waits]
         for share in shares:
             self._fill(share, waits[max(0, bisect_left(starts, share.start) - 1) : bisect_right(starts, share.end)])
         return shares
@@ -206,8 +206,8 @@ class _AgentBreakdown:
     def _thread(self) -> str:
         """The training thread: the one that waits most."""
         waited: Counter[str] = Counter()
-        for one in self._trace.waits:
-            waited[one.thread] += one.end - one.start
+        for wait in self._trace.waits:
+            waited[wait.thread] += wait.end - wait.start
         return max(waited, key=lambda name: waited[name], default="")
 
     def _fill(self, share: Share, waits: Sequence[TracedWait]) -> None:
@@ -218,8 +218,8 @@ class _AgentBreakdown:
             if start < end:
                 spans.append((start, end))
                 mine += self._pieces_of(wait, start, end)
-        for one in mine:
-            share.into[one.kind] += one.end - one.start
+        for piece in mine:
+            share.into[piece.kind] += piece.end - piece.start
         # Copies outside a wait were made by the thread itself.
         copied = overlap(self._prepares, [(share.start, share.end)]) - overlap(self._prepares, spans)
         share.into[SUMS] += copied
@@ -231,8 +231,12 @@ class _AgentBreakdown:
         """The causes of a wait, as slices of its time."""
         messages = self._coming.get((wait.name, wait.round), [])
         sent = self._to.get((wait.name, wait.round), [])
-        peers = [self._begins.get((one.peer, wait.name, wait.round)) for one in sent]
-        times = [at for one in messages for at in (one.sent, one.came, one.whole)] + [one.at for one in sent] + peers
+        peers = [self._begins.get((message.peer, wait.name, wait.round)) for message in sent]
+        times = (
+            [at for message in messages for at in (message.sent, message.came, message.whole)]
+            + [message.at for message in sent]
+            + peers
+        )
         for move in self._moves.get((wait.name, wait.round), ()):
             times += [move.asked, move.ordered, move.moved, *self._others_asked(wait, move).values()]
         points = {start, end, *(at for at in times if at is not None and start < at < end)}
@@ -251,18 +255,18 @@ class _AgentBreakdown:
         for move in moves:
             if move.asked <= at < (at + 1 if move.moved is None else move.moved):
                 return self._being_moved(at, wait, move)
-        missing = [one for one in messages if one.whole > at]
+        missing = [message for message in messages if message.whole > at]
         if not missing:
             return self._without_messages(at, wait)
-        stage = min(one.stage for one in missing)
-        missing = [one for one in missing if one.stage == stage]
-        unsent = [one for one in missing if one.sent is None or one.sent > at]
+        stage = min(message.stage for message in missing)
+        missing = [message for message in missing if message.stage == stage]
+        unsent = [message for message in missing if message.sent is None or message.sent > at]
         if unsent:
-            last = max(unsent, key=lambda one: one.came if one.sent is None else one.sent)
+            last = max(unsent, key=lambda message: message.came if message.sent is None else message.sent)
             return OTHERS, last.source
-        if moves or all(one.coordinates for one in missing):
+        if moves or all(message.coordinates for message in missing):
             return COORDINATION, None
-        return (DATA if any(one.came > at for one in missing) else TRANSFER), None
+        return (DATA if any(message.came > at for message in missing) else TRANSFER), None
 
     def _others_asked(self, wait: TracedWait, move: TracedTransfer) -> dict[int, int]:
         """The times at which the members requested the transfer that this agent takes part in."""
@@ -285,7 +289,7 @@ class _AgentBreakdown:
         if (wait.name, wait.round) in self._failed:
             return OTHERS, None
         sent = self._to.get((wait.name, wait.round), [])
-        absent = {one.peer: self._begins.get((one.peer, wait.name, wait.round), 0) for one in sent}
+        absent = {message.peer: self._begins.get((message.peer, wait.name, wait.round), 0) for message in sent}
         last = max(absent, key=lambda rank: absent[rank], default=-1)
         if absent.get(last, 0) > at:
             return OTHERS, last
@@ -320,7 +324,7 @@ def overlap(spans: Sequence[Span], others: Iterable[Span]) -> int:
 def disjoint(waits: Iterable[TracedWait]) -> list[TracedWait]:
     """Waits of one thread, in order; a nested wait, as of a handle of several operations, is left out."""
     found: list[TracedWait] = []
-    for one in sorted(waits, key=lambda wait: (wait.start, -wait.end)):
-        if not found or one.start >= found[-1].end:
-            found.append(one)
+    for wait in sorted(waits, key=lambda wait: (wait.start, -wait.end)):
+        if not found or wait.start >= found[-1].end:
+            found.append(wait)
     return found

@@ -60,9 +60,9 @@ def _draw_parts(axes: Axes, report: RunReport) -> None:
     scale, unit = (1e3, "milliseconds") if report.has_steps else (1.0, "seconds")
     at = [0.0] * len(report.typical)
     for kind in KINDS:
-        widths = [scale * one.into[kind] for one in report.typical]
+        widths = [scale * agent.into[kind] for agent in report.typical]
         axes.barh(range(len(widths)), widths, left=at, height=0.7, color=COLOURS[kind], label=kind)
-        at = [left + width for left, width in zip(at, widths, strict=True)]
+        at = [begin + width for begin, width in zip(at, widths, strict=True)]
     _name_agents(axes, report)
     axes.set_xlabel(unit)
     axes.set_title(
@@ -82,10 +82,12 @@ def _draw_steps(figure: Figure, axes: Axes, report: RunReport) -> None:
     from matplotlib.ticker import MaxNLocator
 
     offsets = step_offsets(report.traces, report.shares)
-    placed = [(one.trace, one.number + offsets[one.trace], one.into[COMPUTING] / 1e6) for one in report.shares]
+    placed = [
+        (share.trace, share.number + offsets[share.trace], share.into[COMPUTING] / 1e6) for share in report.shares
+    ]
     last = max(step for _, step, _ in placed)
     first = max(min(step for _, step, _ in placed), last - MOST_STEPS + 1)
-    rows = {number: row for row, number in enumerate(sorted({one.trace for one in report.shares}))}
+    rows = {number: row for row, number in enumerate(sorted({share.trace for share in report.shares}))}
     cells = [[float("nan")] * (last - first + 1) for _ in rows]
     for number, step, value in placed:
         if step >= first:
@@ -116,25 +118,25 @@ def step_offsets(traces: Sequence[Trace], shares: Sequence[Share]) -> list[int]:
     A restarted agent counts its steps from 1 again. Its first step is the others' step at that time.
     """
     first: dict[int, Share] = {}
-    for one in sorted(shares, key=lambda share: share.start):
-        first.setdefault(one.trace, one)
+    for share in sorted(shares, key=lambda share: share.start):
+        first.setdefault(share.trace, share)
     offsets = [0] * len(traces)
     reached: list[tuple[int, int]] = []  # when each step of the agents before it began, and its number in the run
     for number, begin in first.items():
         if traces[number].incarnation:
             now = max((step for start, step in reached if start <= begin.start), default=begin.number)
             offsets[number] = max(0, now - begin.number)
-        reached += [(one.start, one.number + offsets[number]) for one in shares if one.trace == number]
+        reached += [(share.start, share.number + offsets[number]) for share in shares if share.trace == number]
     return offsets
 
 
 def _draw_sizes(axes: Axes, report: RunReport) -> None:
     """How many messages there are of each size, and how many of the bytes are in them."""
     by_size = sizes(report.flows)
-    count, nbytes = (max(1, sum(one[k] for one in by_size.values())) for k in (0, 1))
+    count, nbytes = (max(1, sum(counts[k] for counts in by_size.values())) for k in (0, 1))
     places = range(len(by_size))
     for shift, k, whole, label, colour in ((-0.2, 0, count, "messages", INK), (0.2, 1, nbytes, "bytes", COLOURS[DATA])):
-        parts = [100 * one[k] / whole for one in by_size.values()]
+        parts = [100 * counts[k] / whole for counts in by_size.values()]
         bars = axes.bar([place + shift for place in places], parts, width=0.38, color=colour, label=label)
         axes.bar_label(bars, fmt="%.0f%%", fontsize=8, padding=1)
     axes.set_xticks(list(places), [f"< {size_of(limit)}" for limit in by_size], fontsize=8, rotation=40, ha="right")
@@ -147,7 +149,7 @@ def _draw_sizes(axes: Axes, report: RunReport) -> None:
 
 
 def _name_agents(axes: Axes, report: RunReport) -> None:
-    names: Sequence[str] = [f"rank {one.name}" for one in report.typical]
+    names: Sequence[str] = [f"rank {agent.name}" for agent in report.typical]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
 

@@ -70,11 +70,11 @@ class _ClockPair:
             stretches[int(at // STRETCH_SECONDS)].no_more.append((at, ahead))
         for at, ahead in self.no_less:
             stretches[int(at // STRETCH_SECONDS)].no_less.append((at, ahead))
-        both = {number: one for number, one in stretches.items() if one.no_more and one.no_less}
+        both = {number: pair for number, pair in stretches.items() if pair.no_more and pair.no_less}
         if len(both) < LEAST_STRETCHES:
             return 0.0
-        middles = [(STRETCH_SECONDS * (number + 0.5), sum(one.bounds(known)) / 2) for number, one in both.items()]
-        mean_at, mean_ahead = (fmean(one[k] for one in middles) for k in (0, 1))
+        middles = [(STRETCH_SECONDS * (number + 0.5), sum(pair.bounds(known)) / 2) for number, pair in both.items()]
+        mean_at, mean_ahead = (fmean(middle[k] for middle in middles) for k in (0, 1))
         spread = sum((at - mean_at) ** 2 for at, _ in middles)
         return sum((at - mean_at) * (ahead - mean_ahead) for at, ahead in middles) / spread
 
@@ -92,9 +92,9 @@ class _ClockPair:
 def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[ClockFit]:
     """The clock of each trace; the reference is the machine that most agents are on."""
     numbers: dict[str, int] = {}
-    of = [numbers.setdefault(one.boot, len(numbers)) for one in traces]
-    hosts = {number: next(one.host for one, its in zip(traces, of, strict=True) if its == number) for number in of}
-    middle = (min(one.start for one in traces) + max(one.end for one in traces)) // 2
+    of = [numbers.setdefault(trace.boot, len(numbers)) for trace in traces]
+    hosts = {number: next(trace.host for trace, its in zip(traces, of, strict=True) if its == number) for number in of}
+    middle = (min(trace.start for trace in traces) + max(trace.end for trace in traces)) // 2
     known: dict[int, ClockFit] = {}
     first = max(set(of), key=lambda number: (of.count(number), -number))
     known[first] = ClockFit(hosts[first], 0.0, 0.0, 0.0, 0, middle)
@@ -140,23 +140,26 @@ def on_one_clock(trace: Trace, clock: ClockFit) -> Trace:
     to = clock.corrected
     calls = [
         replace(
-            one,
-            start=to(one.start),
-            end=None if one.end is None else to(one.end),
-            inside=[(what, to(start), to(end)) for what, start, end in one.inside],
-            moves=[_corrected(move, clock) for move in one.moves],
+            call,
+            start=to(call.start),
+            end=None if call.end is None else to(call.end),
+            inside=[(activity, to(start), to(end)) for activity, start, end in call.inside],
+            moves=[_corrected(move, clock) for move in call.moves],
         )
-        for one in trace.calls
+        for call in trace.calls
     ]
     return replace(
         trace,
         calls=calls,
-        waits=[one._replace(start=to(one.start), end=to(one.end)) for one in trace.waits],
-        steps=[one._replace(start=to(one.start), end=to(one.end)) for one in trace.steps],
-        measured=[one._replace(at=to(one.at)) for one in trace.measured],
-        sent=[one._replace(at=to(one.at)) for one in trace.sent],
-        received=[one._replace(at=to(one.at), arrived=to(one.arrived) if one.arrived else 0) for one in trace.received],
-        losses=[one._replace(at=to(one.at)) for one in trace.losses],
+        waits=[wait._replace(start=to(wait.start), end=to(wait.end)) for wait in trace.waits],
+        steps=[step._replace(start=to(step.start), end=to(step.end)) for step in trace.steps],
+        measured=[metric._replace(at=to(metric.at)) for metric in trace.measured],
+        sent=[message._replace(at=to(message.at)) for message in trace.sent],
+        received=[
+            message._replace(at=to(message.at), arrived=to(message.arrived) if message.arrived else 0)
+            for message in trace.received
+        ],
+        losses=[loss._replace(at=to(loss.at)) for loss in trace.losses],
         start=to(trace.start),
         end=to(trace.end),
     )

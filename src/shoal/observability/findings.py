@@ -85,29 +85,29 @@ class Finding:
 
 def without_the_first(shares: Sequence[Share]) -> list[Share]:
     """The steps of each agent but its first, in which agents meet and memory is made; all, where there are few."""
-    counts = Counter(one.trace for one in shares)
-    first = {number: min(one.start for one in shares if one.trace == number) for number in counts}
-    return [one for one in shares if counts[one.trace] < 4 or one.start > first[one.trace]]
+    counts = Counter(share.trace for share in shares)
+    first = {number: min(share.start for share in shares if share.trace == number) for number in counts}
+    return [share for share in shares if counts[share.trace] < 4 or share.start > first[share.trace]]
 
 
 def typical(traces: Sequence[Trace], shares: Sequence[Share]) -> list[Typical]:
     """A step of each agent, on the average."""
     by: dict[int, list[Share]] = defaultdict(list)
-    for one in shares:
-        by[one.trace].append(one)
+    for share in shares:
+        by[share.trace].append(share)
     found, names = [], names_of(traces)
     for number, of in sorted(by.items()):
         steps = len(of)
-        into = {kind: sum(one.into[kind] for one in of) / steps / 1e9 for kind in KINDS}
-        blamed: Counter[int] = sum((one.blamed for one in of), Counter())
-        usual = median(one.into[COMPUTING] + one.into[SUMS] for one in of) / 1e9
+        into = {kind: sum(share.into[kind] for share in of) / steps / 1e9 for kind in KINDS}
+        blamed: Counter[int] = sum((share.blamed for share in of), Counter())
+        usual = median(share.into[COMPUTING] + share.into[SUMS] for share in of) / 1e9
         found.append(
             Typical(
                 traces[number].rank,
                 traces[number].host,
                 names[number],
                 steps,
-                mean(one.length for one in of) / 1e9,
+                mean(share.length for share in of) / 1e9,
                 into,
                 {rank: nanoseconds / steps / 1e9 for rank, nanoseconds in blamed.items()},
                 usual,
@@ -160,11 +160,11 @@ def findings(
     if not typicals:
         return []
     found = [*_stragglers(typicals), *_rare(traces, shares, typicals), *_slow_links(typicals, edges)]
-    in_order = any(call.moves for one in traces for call in one.calls)
-    found += _waits(typicals, bool(edges), in_order, any(one.gain >= WORTH for one in found))
-    found.sort(key=lambda one: -one.gain)
+    in_order = any(call.moves for trace in traces for call in trace.calls)
+    found += _waits(typicals, bool(edges), in_order, any(finding.gain >= WORTH for finding in found))
+    found.sort(key=lambda finding: -finding.gain)
     found = found or [_all_is_well(typicals)]
-    return found if any(one.number for one in shares) else [_of_the_run(one) for one in found]
+    return found if any(share.number for share in shares) else [_of_the_run(share) for share in found]
 
 
 def _of_the_run(finding: Finding) -> Finding:
@@ -177,27 +177,27 @@ def _of_the_run(finding: Finding) -> Finding:
 
 def _mean(typicals: Iterable[Typical], kind: str) -> float:
     """The part of a step that goes into something, over all agents."""
-    return mean([one.into[kind] / one.length for one in typicals if one.length] or [0.0])
+    return mean([agent.into[kind] / agent.length for agent in typicals if agent.length] or [0.0])
 
 
 def _stragglers(typicals: Sequence[Typical]) -> list[Finding]:
     found = []
-    for one in typicals:
-        others = [other for other in typicals if other is not one]
+    for agent in typicals:
+        others = [other for other in typicals if other is not agent]
         if not others:
             break
         theirs = median(other.usual for other in others)
-        waits = mean(other.blamed.get(one.rank, 0.0) for other in others)
-        part = waits / one.length if one.length else 0.0
-        if theirs and one.usual > SLOWER * theirs and part > WORTH:
+        waits = mean(other.blamed.get(agent.rank, 0.0) for other in others)
+        part = waits / agent.length if agent.length else 0.0
+        if theirs and agent.usual > SLOWER * theirs and part > WORTH:
             found.append(
                 Finding(
-                    f"rank {one.rank} ({one.host}) computes {one.usual / theirs - 1:.0%} longer than the others: "
-                    f"{_time(one.usual)} in a step, where they take {_time(theirs)}. They wait for it "
+                    f"rank {agent.rank} ({agent.host}) computes {agent.usual / theirs - 1:.0%} longer than the others: "
+                    f"{_time(agent.usual)} in a step, where they take {_time(theirs)}. They wait for it "
                     f"{_time(waits)} of each step, {part:.0%}",
-                    f"give rank {one.rank} less to do (a batch of {theirs / one.usual:.0%} of the others'), look what "
-                    f"else runs on {one.host}, or let nobody wait for it: DistributedADPSGDOptimizer, or the window "
-                    "optimizers, go on at each agent's own pace",
+                    f"give rank {agent.rank} less to do (a batch of {theirs / agent.usual:.0%} of the others'), look "
+                    f"what else runs on {agent.host}, or let nobody wait for it: DistributedADPSGDOptimizer, or the "
+                    "window optimizers, go on at each agent's own pace",
                     part,
                 )
             )
@@ -208,14 +208,14 @@ def _rare(traces: Sequence[Trace], shares: Sequence[Share], typicals: Sequence[T
     """Agents that are slow now and then."""
     found = []
     by: dict[int, list[Share]] = defaultdict(list)
-    for one in shares:
-        by[one.trace].append(one)
-    length = mean(one.length for one in typicals)
+    for share in shares:
+        by[share.trace].append(share)
+    length = mean(agent.length for agent in typicals)
     for (number, of), usual in zip(sorted(by.items()), typicals, strict=True):
-        long = [one for one in of if one.into[COMPUTING] / 1e9 > RARE * usual.usual]
-        extra = sum(one.into[COMPUTING] / 1e9 - usual.usual for one in long) / len(of)
+        long = [share for share in of if share.into[COMPUTING] / 1e9 > RARE * usual.usual]
+        extra = sum(share.into[COMPUTING] / 1e9 - usual.usual for share in long) / len(of)
         if len(of) >= 10 and 0 < len(long) <= len(of) / 4 and extra > WORTH * length:
-            numbers = ", ".join(str(one.number) for one in long[:5]) + (" and more" if len(long) > 5 else "")
+            numbers = ", ".join(str(share.number) for share in long[:5]) + (" and more" if len(long) > 5 else "")
             trace = traces[number]
             found.append(
                 Finding(
@@ -233,14 +233,16 @@ _LESS = "; compression= sends less over it, and overlap='backward' sends while t
 
 
 def _slow_links(typicals: Sequence[Typical], edges: Sequence[EdgeStatistics]) -> list[Finding]:
-    slow = [one for one in edges if one.rate < SLOW_LINK * _fast([other.rate for other in edges if other is not one])]
+    slow = [
+        edge for edge in edges if edge.rate < SLOW_LINK * _fast([other.rate for other in edges if other is not edge])
+    ]
     if not slow:
         return []
-    usual = median(one.rate for one in edges if one not in slow)
-    waits = {one.rank: (one.into[DATA] + one.into[TRANSFER]) / one.length for one in typicals if one.length}
+    usual = median(edge.rate for edge in edges if edge not in slow)
+    waits = {agent.rank: (agent.into[DATA] + agent.into[TRANSFER]) / agent.length for agent in typicals if agent.length}
     who = _of_all(slow, edges)
     if who:
-        rate, most = median(one.rate for one in slow), max(waits.values(), default=0.0)
+        rate, most = median(edge.rate for edge in slow), max(waits.values(), default=0.0)
         what = (
             f"all that {who} is slow: {_rate(rate)}, where other links carry {_rate(usual)}. Agents wait for data "
             f"{most:.0%} of a step, where it is worst"
@@ -248,12 +250,12 @@ def _slow_links(typicals: Sequence[Typical], edges: Sequence[EdgeStatistics]) ->
         advice = "look at its NIC and its cable; until then give it one neighbour at a time (one peer)"
         return [Finding(what, advice + _LESS, most)]
     found = []
-    for one in sorted(slow, key=lambda edge: edge.rate):
-        part = waits.get(one.destination, 0.0)
-        edge = f"{one.source} -> {one.destination}"
+    for link in sorted(slow, key=lambda edge: edge.rate):
+        part = waits.get(link.destination, 0.0)
+        edge = f"{link.source} -> {link.destination}"
         what = (
-            f"the link {edge} ({one.hosts[0]} to {one.hosts[1]}) carries {_rate(one.rate)}, where others carry "
-            f"{_rate(usual)}. Rank {one.destination} waits for data {part:.0%} of a step"
+            f"the link {edge} ({link.hosts[0]} to {link.hosts[1]}) carries {_rate(link.rate)}, where others carry "
+            f"{_rate(usual)}. Rank {link.destination} waits for data {part:.0%} of a step"
         )
         advice = f"take a topology without the edge {edge} (a star, say), or look at what lies between the two"
         found.append(Finding(what, advice + _LESS, part))
@@ -268,14 +270,18 @@ def _fast(rates: Sequence[float]) -> float:
 def _of_all(slow: Sequence[EdgeStatistics], edges: Sequence[EdgeStatistics]) -> str:
     """A machine, or else an agent, of which all edges are slow that lead away, or to it, or both, and no others; and
     which of them. Empty if there is none."""
-    by_host = [one.hosts for one in edges]
-    by_rank = [(f"rank {one.source} ({one.hosts[0]})", f"rank {one.destination} ({one.hosts[1]})") for one in edges]
+    by_host = [edge.hosts for edge in edges]
+    by_rank = [
+        (f"rank {edge.source} ({edge.hosts[0]})", f"rank {edge.destination} ({edge.hosts[1]})") for edge in edges
+    ]
     for ends in (by_host, by_rank):
         for name in dict.fromkeys(name for pair in ends for name in pair):
             away = {
-                one for one, (source, destination) in zip(edges, ends, strict=True) if source == name != destination
+                edge for edge, (source, destination) in zip(edges, ends, strict=True) if source == name != destination
             }
-            to = {one for one, (source, destination) in zip(edges, ends, strict=True) if source != name == destination}
+            to = {
+                edge for edge, (source, destination) in zip(edges, ends, strict=True) if source != name == destination
+            }
             for its, what in ((away | to, "sends or receives"), (away, "sends"), (to, "receives")):
                 if len(its) > 1 and its == set(slow):
                     return f"{name} {what}"

@@ -37,9 +37,9 @@ class MembershipRecorder:
 
     def _write(self, what: str, change: MembershipChange) -> None:
         agent = self._agent
-        one = MembershipEvent(time.time(), agent.rank, agent.engine.incarnation, what, *_of(change))
+        event = MembershipEvent(time.time(), agent.rank, agent.engine.incarnation, what, *_of(change))
         if self._file >= 0:
-            os.write(self._file, (json.dumps(asdict(one)) + "\n").encode())
+            os.write(self._file, (json.dumps(asdict(event)) + "\n").encode())
 
     def close(self) -> None:
         self._write(LEFT, MembershipChange((), ()))

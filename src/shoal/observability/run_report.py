@@ -51,7 +51,7 @@ class RunReport:
         """
         found = traces.read(folder)
         known = clocks.align(found.traces, traces.match(found.traces))
-        laid = [clocks.on_one_clock(one, clock) for one, clock in zip(found.traces, known, strict=True)]
+        laid = [clocks.on_one_clock(trace, clock) for trace, clock in zip(found.traces, known, strict=True)]
         matched = traces.match(laid)
         shares = findings.without_the_first(breakdown.break_down(laid, matched))
         return RunReport(found, known, laid, matched, shares)
@@ -74,28 +74,28 @@ class RunReport:
     @property
     def has_steps(self) -> bool:
         """An optimizer marked its steps."""
-        return any(one.number for one in self.shares)
+        return any(share.number for share in self.shares)
 
     @property
     def optimizer(self) -> str:
         """The optimizer of the steps."""
-        for one in self.traces:
-            for name in (step.optimizer for step in one.steps if (step.number, step.start) in self._marked):
+        for trace in self.traces:
+            for name in (step.optimizer for step in trace.steps if (step.number, step.start) in self._marked):
                 return name
         return ""
 
     @cached_property
     def _marked(self) -> set[tuple[int, int]]:
-        return {(one.number, one.start) for one in self.shares}
+        return {(share.number, share.start) for share in self.shares}
 
     @property
     def unended(self) -> list[tuple[Trace, TracedCall]]:
         """The oldest call of each agent that its trace ends in."""
         found = []
-        for one in self.traces:
-            begun = [call for call in one.calls if call.end is None]
+        for trace in self.traces:
+            begun = [call for call in trace.calls if call.end is None]
             if begun:
-                found.append((one, min(begun, key=lambda call: call.start)))
+                found.append((trace, min(begun, key=lambda call: call.start)))
         return found
 
     def merge(self, path: Path) -> int:

@@ -101,7 +101,7 @@ class StatusPublisher:
             status |= self._step.of(status["steps"], status["stepped_ago"])
             with engine.lock:
                 traffic = engine.edge_counters
-                most = sorted(traffic.bytes_to.items(), key=lambda one: -one[1])[:MOST_EDGES]
+                most = sorted(traffic.bytes_to.items(), key=lambda edge: -edge[1])[:MOST_EDGES]
                 status |= {"sent": most, "edges": traffic.edges[:MOST_EDGES]}
         return status
 

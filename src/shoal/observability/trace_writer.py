@@ -181,22 +181,22 @@ class TraceWriter:
 
     def _computed(self, fields: Fields) -> None:
         kind, _, name, round_, start, end, _, _, _, _ = fields
-        what = "sum" if kind == "summed" else "prepare"
-        times = f'{_us(start)},"name":"{what}","dur":{_us(end - start)},"args":'
+        activity = "sum" if kind == "summed" else "prepare"
+        times = f'{_us(start)},"name":"{activity}","dur":{_us(end - start)},"args":'
         of = [(name, round_)]
         if name.startswith(PREFIX):
             of += keys(decode_fused_name(name))
-        for one in of:
-            found = self._in_flight.get(one)
+        for key in of:
+            found = self._in_flight.get(key)
             if found is not None:  # else it has failed since, and the bar would extend beyond it
-                self._lines.append(f'{{"ph":"X",{found[0]}{times}{{"round":{one[1]}}}}}')
+                self._lines.append(f'{{"ph":"X",{found[0]}{times}{{"round":{key[1]}}}}}')
 
     def _asked(self, fields: Fields) -> None:
         _, _, name, round_, _, end, _, _, among, stage = fields
         found = self._in_flight.get((name, round_))
         if found is not None:
             self._since[name, round_] = end
-            arguments = json.dumps({"round": round_, "stage": stage, "among": [int(one) for one in among.split()]})
+            arguments = json.dumps({"round": round_, "stage": stage, "among": [int(rank) for rank in among.split()]})
             self._lines.append(f'{{"ph":"i",{found[0]}{_us(end)},"name":"{ASKED}","s":"t","args":{arguments}}}')
 
     def _carried(self, fields: Fields) -> None:

@@ -196,8 +196,8 @@ class TraceFolder:
     @property
     def missing(self) -> list[int]:
         """The ranks of which there is no trace."""
-        size = max((one.size for one in self.traces), default=0)
-        return sorted(set(range(size)) - {one.rank for one in self.traces})
+        size = max((trace.size for trace in self.traces), default=0)
+        return sorted(set(range(size)) - {trace.rank for trace in self.traces})
 
 
 def exist(folder: Path) -> bool:
@@ -224,9 +224,9 @@ def read(folder: Path) -> TraceFolder:
     if not traces:
         raise ValueError(f"there is no trace of an agent in {folder}: {skipped[0]}")
     runs = _runs(traces)
-    chosen = max(runs, key=lambda run: (len({one.rank for one in run}), max(one.end for one in run)))
-    chosen.sort(key=lambda one: (one.rank, one.incarnation, one.start))
-    return TraceFolder(chosen, [one for run in runs if run is not chosen for one in run], skipped)
+    chosen = max(runs, key=lambda run: (len({trace.rank for trace in run}), max(trace.end for trace in run)))
+    chosen.sort(key=lambda trace: (trace.rank, trace.incarnation, trace.start))
+    return TraceFolder(chosen, [trace for run in runs if run is not chosen for trace in run], skipped)
 
 
 def _runs(traces: list[Trace]) -> list[list[Trace]]:
@@ -234,14 +234,14 @@ def _runs(traces: list[Trace]) -> list[list[Trace]]:
     too: it belongs to the run in which it was a member.
     """
     runs: dict[str, list[Trace]] = defaultdict(list)
-    for one in traces:
-        runs[one.run].append(one)
+    for trace in traces:
+        runs[trace.run].append(trace)
     for name, run in list(runs.items()):
-        if all(one.incarnation for one in run):
-            start, end = min(one.start for one in run), max(one.end for one in run)
+        if all(trace.incarnation for trace in run):
+            start, end = min(trace.start for trace in run), max(trace.end for trace in run)
             for other, known in runs.items():
-                overlap = min(end, max(one.end for one in known)) > max(start, min(one.start for one in known))
-                if other != name and overlap and not all(one.incarnation for one in known):
+                overlap = min(end, max(trace.end for trace in known)) > max(start, min(trace.start for trace in known))
+                if other != name and overlap and not all(trace.incarnation for trace in known):
                     known += runs.pop(name)
                     break
     return list(runs.values())
@@ -329,11 +329,11 @@ class _TraceReader:
         elif kind == "measured" and phase == "C":
             trace.measured.append(TracedMetric(name, event["args"].get("own"), event["args"].get("mean"), at))
 
-    def _take_head(self, what: str, row: int, arguments: dict[str, Any]) -> None:
-        if what == "thread_name":
+    def _take_head(self, title: str, row: int, arguments: dict[str, Any]) -> None:
+        if title == "thread_name":
             kind, _, name = arguments.get("of", arguments["name"]).partition(": ")
             self._rows[row] = kind, name
-        elif what == "shoal":
+        elif title == "shoal":
             shift = arguments["unix_time_ns"] - arguments["perf_counter_ns"]
             size, boot = arguments.get("size", 0), arguments.get("boot", arguments["host"])
             run, incarnation = arguments.get("run", ""), arguments.get("incarnation", 0)
@@ -342,7 +342,7 @@ class _TraceReader:
     def _take_exchange(self, phase: str, row: int, name: str, at: int, end: int, event: dict[str, Any]) -> None:
         if phase == "B":
             arguments = event["args"]
-            of = tuple((one[0], one[1], one[2]) for one in arguments.get("of", ()))
+            of = tuple((member[0], member[1], member[2]) for member in arguments.get("of", ()))
             call = TracedCall(event["name"], arguments.get("name", name), arguments.get("round", 0), at, of=of, row=row)
             self._open[row] = call
             self.trace.calls.append(call)
@@ -366,26 +366,26 @@ class _TraceReader:
             self.trace.losses.append(TracedLoss(event["args"]["rank"], how, event["args"]["cause"], at))
 
     @staticmethod
-    def _take_inside(call: TracedCall, what: str, start: int, end: int) -> None:
-        if what == ORDERING:
+    def _take_inside(call: TracedCall, name: str, start: int, end: int) -> None:
+        if name == ORDERING:
             call.moves[-1] = call.moves[-1]._replace(ordered=end)
-        elif what == MOVING:
+        elif name == MOVING:
             call.moves[-1] = call.moves[-1]._replace(moved=end)
         else:
-            call.inside.append((what, start, end))
+            call.inside.append((name, start, end))
 
-    def _take_message(self, row: int, name: str, at: int, what: str, arguments: dict[str, Any]) -> None:
+    def _take_message(self, row: int, name: str, at: int, label: str, arguments: dict[str, Any]) -> None:
         key = MessageKey(
             arguments.get("name", name), arguments["round"], arguments.get("stage", 0), arguments.get("calls", 1)
         )
         message = TracedMessage(arguments["peer"], key, arguments["bytes"], at, 0, row, "for" in arguments)
         received = self.trace.received
-        if what.startswith(_TO):
+        if label.startswith(_TO):
             self.trace.sent.append(message)
-        elif what.startswith(_FROM):
+        elif label.startswith(_FROM):
             self._coming[message.peer, key] = len(received)
             received.append(message)
-        elif what.startswith(_ALL):
+        elif label.startswith(_ALL):
             place = self._coming.pop((message.peer, key), None)
             if place is not None:
                 received[place] = received[place]._replace(arrived=at)
@@ -398,11 +398,11 @@ class _TraceReader:
 def names_of(traces: Sequence[Trace]) -> list[str]:
     """The names in a report for the agents of a run's traces: rank, and whether it had been restarted."""
     found, before = [], Counter[int]()
-    for one in traces:
-        times = before[one.rank]
-        before[one.rank] += 1
+    for trace in traces:
+        times = before[trace.rank]
+        before[trace.rank] += 1
         again = f" (restarted{f' {times} times' if times > 1 else ''})" if times else ""
-        found.append(f"{one.rank}{again}")
+        found.append(f"{trace.rank}{again}")
     return found
 
 
@@ -446,7 +446,7 @@ def match(traces: Sequence[Trace]) -> list[Flow]:
             if candidates:
                 source, sent = candidates.popleft()
                 found.append(Flow(source, number, sent, message))
-    return sorted(found, key=lambda one: one.received.at)
+    return sorted(found, key=lambda flow: flow.received.at)
 
 
 def members(trace: Trace) -> dict[MessageKey, tuple[tuple[str, int, int], ...]]:

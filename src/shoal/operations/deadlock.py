@@ -116,33 +116,35 @@ class Deadlocks:
         # flight.
         if self._lifecycle.callbacks.pending:
             return None
-        if any(one.handle is not None and one.handle.has_callbacks for one in self._matcher.in_flight()):
+        if any(call.handle is not None and call.handle.has_callbacks for call in self._matcher.in_flight()):
             return None
         return None if self._others_could_call() else operation
 
     def _others_could_call(self) -> bool:
         me = threading.current_thread()
         others = [
-            one
-            for one in threading.enumerate()
-            if one is not me and one not in self.bystanders and not _OWN_THREADS.fullmatch(one.name)
+            thread
+            for thread in threading.enumerate()
+            if thread is not me and thread not in self.bystanders and not _OWN_THREADS.fullmatch(thread.name)
         ]
         if not others:
             return False
         callers, frames = self._lifecycle.callers, sys._current_frames()
         # A thread that has called Shoal before may do so again, even if it runs only library code at the moment.
-        return any(one.ident in callers or not _is_of_a_library(one, frames.get(one.ident or 0)) for one in others)
+        return any(
+            thread.ident in callers or not _is_of_a_library(thread, frames.get(thread.ident or 0)) for thread in others
+        )
 
     # Probes
 
-    def _send(self, operation: Operation, way: Sequence[_WaitEdge], number: int) -> None:
+    def _send(self, operation: Operation, path: Sequence[_WaitEdge], number: int) -> None:
         """Probe all ranks that an operation waits for."""
         part = operation.fused or operation
         # Without a stage it waits only for confirmations. A receiver sends them when it leaves the stage of the
         # message, so the awaited message is that of a later stage.
         at = max(1, part.next_stage) if part.stage is None else part.stage.number
         here = _WaitEdge(self._rank, operation.op, operation.name, operation.round)
-        text = json.dumps([*way, here])
+        text = json.dumps([*path, here])
         for rank in operation.waiting_for:
             if rank != self._rank:
                 place = operation.name, operation.round, at, number
@@ -150,11 +152,11 @@ class Deadlocks:
 
     def serve(self, source: int, message: Message) -> None:
         """Handle a probe: another agent waits for this one in a call, and others may wait for that agent."""
-        way = _read(message.text, source)
-        first = way[0]
+        path = _read(message.text, source)
+        first = path[0]
         # Such a call ends when the verdict arrives there. Meanwhile this agent may wait in its next call, and would be
         # found in a cycle with a call that is over.
-        if any(wait in self._condemned for wait in _waits([*way, _WaitEdge(self._rank, "", "", 0)])):
+        if any(wait in self._condemned for wait in _waits([*path, _WaitEdge(self._rank, "", "", 0)])):
             return
         operation = self._blocking_operation(message)
         if operation is None:
@@ -164,15 +166,15 @@ class Deadlocks:
             # advanced. Then there is no cycle any more.
             begun = message.round < self._matcher.begun(message.name)
             if not begun and (operation.name, operation.round) == (first.name, first.round):
-                self._pronounce(way)
+                self._pronounce(path)
             return
         key = first.rank, message.token
-        on_its_way = any(one.rank == self._rank for one in way)  # a cycle without the origin: its own agents detect it
-        if on_its_way or key in self._passed_on or len(way) >= LONGEST_CIRCLE:
+        on_path = any(edge.rank == self._rank for edge in path)  # a cycle without the origin: its own agents detect it
+        if on_path or key in self._passed_on or len(path) >= LONGEST_CIRCLE:
             return
         # Without this record, a probe would be passed on once for each path that leads here.
         _remember(self._passed_on, key)
-        self._send(operation, way, message.token)
+        self._send(operation, path, message.token)
 
     def _blocking_operation(self, message: Message) -> Operation | None:
         """The operation that must end here before the awaited message can be sent; None if it is not blocked."""
@@ -193,7 +195,7 @@ class Deadlocks:
     def judge(self, source: int, message: Message) -> None:
         """Handle a verdict: an agent that this one waits for has detected a cycle."""
         circle = _read(message.text)
-        at = next((at for at, one in enumerate(circle) if one.rank == self._rank), 0)
+        at = next((at for at, edge in enumerate(circle) if edge.rank == self._rank), 0)
         # Only the next agent of the cycle passes the verdict on to this one. Any other sender has no evidence for it.
         if at and circle[(at + 1) % len(circle)].rank == source:
             self._condemn(circle, at)
@@ -214,17 +216,17 @@ class Deadlocks:
             _remember(self._condemned, wait)
         if at != 1:  # the origin knows
             self._sender.send_message(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
-        ranks = tuple(sorted(one.rank for one in circle))
+        ranks = tuple(sorted(edge.rank for edge in circle))
         self._lifecycle.fail(operation, Mismatch(f"{operation} on rank {self._rank}: {_explained(circle)}", ranks))
 
 
-def _waits(way: Sequence[_WaitEdge]) -> Iterator[tuple[_WaitEdge, int]]:
+def _waits(path: Sequence[_WaitEdge]) -> Iterator[tuple[_WaitEdge, int]]:
     """The wait of each agent for the next one on a path."""
-    return ((one, after.rank) for one, after in pairwise(way))
+    return ((edge, after.rank) for edge, after in pairwise(path))
 
 
-def _remember(known: OrderedDict[T, None], one: T) -> None:
-    known[one] = None
+def _remember(known: OrderedDict[T, None], item: T) -> None:
+    known[item] = None
     if len(known) > _REMEMBERED:
         known.popitem(last=False)
 
@@ -255,12 +257,12 @@ def _is_installed(file: str | None) -> bool:
 def _read(text: str, source: int | None = None) -> list[_WaitEdge]:
     """The path of a probe that ``source`` has sent; ProtocolError if it is malformed."""
     try:
-        way = [_WaitEdge(int(rank), str(op), str(name), int(round_)) for rank, op, name, round_ in json.loads(text)]
-        if not 0 < len(way) <= LONGEST_CIRCLE or (source is not None and way[-1].rank != source):
-            raise ValueError(f"{len(way)} agents")
+        path = [_WaitEdge(int(rank), str(op), str(name), int(round_)) for rank, op, name, round_ in json.loads(text)]
+        if not 0 < len(path) <= LONGEST_CIRCLE or (source is not None and path[-1].rank != source):
+            raise ValueError(f"{len(path)} agents")
     except NONSENSE as error:
         raise ProtocolError(f"a circle of agents that makes no sense: {error}") from None
-    return way
+    return path
 
 
 def _explained(circle: list[_WaitEdge]) -> str:
@@ -268,7 +270,7 @@ def _explained(circle: list[_WaitEdge]) -> str:
     first = min(range(len(circle)), key=lambda at: circle[at].rank)
     waits = circle[first:] + circle[:first]
     sentences = [
-        f"rank {one.rank} waits in {describe(one.op, one.name, one.round)} for rank {after.rank}"
-        for one, after in zip(waits, [*waits[1:], waits[0]], strict=True)
+        f"rank {edge.rank} waits in {describe(edge.op, edge.name, edge.round)} for rank {after.rank}"
+        for edge, after in zip(waits, [*waits[1:], waits[0]], strict=True)
     ]
     return f"agents wait for each other, and none can go on: {'; '.join(sentences)}. {SAME_CALLS}"

@@ -29,9 +29,9 @@ class Callbacks:
         """Whether a callback is due or has not returned: it may still submit an operation."""
         return bool(self.due or self._running)
 
-    def add(self, callback: Callable[[T], None], argument: T, what: object) -> None:
-        """Run ``callback(argument)`` later; ``what`` names its owner in the log if it fails."""
-        self.due.append((callback, argument, what))
+    def add(self, callback: Callable[[T], None], argument: T, owner: object) -> None:
+        """Run ``callback(argument)`` later; ``owner`` names it in the log if it fails."""
+        self.due.append((callback, argument, owner))
 
     def run(self) -> None:
         """Run the callbacks that are due. Exceptions are logged."""
@@ -44,11 +44,11 @@ class Callbacks:
 
     def _run_first(self) -> None:
         try:
-            callback, argument, what = self.due.popleft()
+            callback, argument, owner = self.due.popleft()
         except IndexError:  # another thread of this agent has taken it
             return
         try:
             with undeferred:
                 callback(argument)
         except (Exception, SystemExit):
-            log.exception("a callback of %s failed", what)
+            log.exception("a callback of %s failed", owner)

@@ -82,13 +82,13 @@ class DeviceLane:
 
     def queued(self, stream: Stream | None = None) -> DeviceFuture:
         """A future of all work queued so far in ``stream``, by default in the lane's own stream."""
-        one = DeviceFuture((stream or self.stream).mark())
-        self._waiting.put(one)
-        return one
+        future = DeviceFuture((stream or self.stream).mark())
+        self._waiting.put(future)
+        return future
 
     def _wait(self) -> None:
-        while (one := self._waiting.get()) is not None:
-            one.wait()
+        while (future := self._waiting.get()) is not None:
+            future.wait()
 
     def close(self) -> None:
         self._waiting.put(None)

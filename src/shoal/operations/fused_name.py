@@ -33,7 +33,7 @@ def decode_fused_name(name: str) -> tuple[FusedRounds, ...]:
     """The members of a fused operation, decoded from its name; empty if the name is malformed."""
     try:
         parts = json.loads(name[len(PREFIX) :])
-        runs = tuple(FusedRounds(one, first, length, tuple(shape)) for one, first, length, shape in parts)
+        runs = tuple(FusedRounds(member, first, length, tuple(shape)) for member, first, length, shape in parts)
     except (ValueError, TypeError, RecursionError):
         return ()
     # Check the types first: a malformed size from a peer could make the product or a loop take all memory or time.

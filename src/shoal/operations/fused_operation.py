@@ -73,8 +73,8 @@ class FusedOperation(Operation):
         self.partial: dict[int, Partial] = {}
         self.places: dict[Operation, tuple[int, int]] = {}
         at = 0
-        for one in members:
-            self.places[one] = (at, at := at + fusible(one).flat.numel())
+        for member in members:
+            self.places[member] = (at, at := at + fusible(member).flat.numel())
 
     @property
     def nbytes(self) -> int:
@@ -87,13 +87,13 @@ class FusedOperation(Operation):
 
     def expect_confirmation(self, token: int, destination: int) -> None:
         # Each member waits by itself, because a receiver that unpacks the message confirms its parts one by one.
-        for one in self.members:
-            one.expect_confirmation(token, destination)
+        for member in self.members:
+            member.expect_confirmation(token, destination)
 
     def confirmed(self, token: int) -> None:
         # A receiver that has acknowledged the whole message has taken the tensors of all members.
-        for one in self.members:
-            one.confirmed(token)
+        for member in self.members:
+            member.confirmed(token)
 
 
 def fusible(operation: Operation) -> FusionSpec:
@@ -104,7 +104,7 @@ def fusible(operation: Operation) -> FusionSpec:
 
 def _go_together(first: Operation, other: Operation) -> bool:
     """Whether two operations may be fused, also if agents were lost or admitted between their submissions."""
-    planned_alike = not any(one.excluded_ranks or one.lost_ranks for one in (first, other))
+    planned_alike = not any(operation.excluded_ranks or operation.lost_ranks for operation in (first, other))
     return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
 
 
@@ -128,19 +128,19 @@ def take_fusible(unbegun: deque[Operation], members: list[Operation]) -> str:
             if members and not _go_together(members[0], operation):
                 passed.append(unbegun.popleft())
                 continue
-            one = fusible(operation)
-            nbytes += one.flat.numel() * one.flat.element_size()
+            spec = fusible(operation)
+            nbytes += spec.flat.numel() * spec.flat.element_size()
             # An upper bound of the encoded name, which has to fit in a message: the sorted members form no more runs
             # than these.
             if not (members and _follows(operation, members[-1])):
-                length += len(json.dumps(operation.name)) + 32 + 12 * len(one.shape)
+                length += len(json.dumps(operation.name)) + 32 + 12 * len(spec.shape)
             if members and (nbytes > MOST_BYTES or length > MAX_NAME - 64):
                 break
             members.append(unbegun.popleft())
     finally:
         # Back in front, in their order: behind later submissions, an operation could be passed over again and again.
         unbegun.extendleft(reversed(passed))
-    members.sort(key=lambda one: (one.name, one.round))
+    members.sort(key=lambda member: (member.name, member.round))
     return encode_fused_name(_runs_in(members))
 
 
@@ -152,11 +152,11 @@ def _follows(operation: Operation, before: Operation) -> bool:
 
 def _runs_in(members: list[Operation]) -> list[FusedRounds]:
     runs: list[FusedRounds] = []
-    for place, one in enumerate(members):
-        if place and _follows(one, members[place - 1]):
+    for index, member in enumerate(members):
+        if index and _follows(member, members[index - 1]):
             runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
         else:
-            runs.append(FusedRounds(one.name, one.round, 1, fusible(one).shape))
+            runs.append(FusedRounds(member.name, member.round, 1, fusible(member).shape))
     return runs
 
 

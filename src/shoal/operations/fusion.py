@@ -91,20 +91,20 @@ class Fusion:
 
     def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
         """Create one operation of several, unless it would have to be split at once."""
-        self._unread = {one: nbytes for one, nbytes in self._unread.items() if one.unacknowledged}
+        self._unread = {channel: nbytes for channel, nbytes in self._unread.items() if channel.unacknowledged}
         if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
             return None  # receivers are behind: unfused, each operation defers its sends
         fused = FusedOperation(name, members, self)
-        for one in members:
+        for member in members:
             # A member has no stage of its own. Without this, dispatch would keep each tensor sent for it as an early
             # one.
-            one.fused = fused
+            member.fused = fused
         # The generator runs without the lock. If another thread aborts now, give_up() has to find this operation, or it
         # would still send its message.
         self._active[name] = fused
         if self._events.active:
             self._events.emit("fused", fused.op, name, 0)
-        parts = [fusible(one) for one in members]
+        parts = [fusible(member) for member in members]
         fused.generator = parts[0].family.together(fused, parts)
         return fused
 
@@ -120,8 +120,8 @@ class Fusion:
             self._enter(fused, item)
         else:
             self._end(fused, error)
-            for operation, one in zip(fused.members, result or [None] * len(fused.members), strict=True):
-                self._conclude(operation, one, error)
+            for operation, member_result in zip(fused.members, result or [None] * len(fused.members), strict=True):
+                self._conclude(operation, member_result, error)
 
     def _conclude(self, operation: Operation, result: Any, error: BaseException | None) -> None:
         """End a member, or let it wait until the destinations of the fused operation have confirmed."""
@@ -211,12 +211,12 @@ class Fusion:
         for received in had:
             self._unpack(received)
         for source, part in partial.items():
-            for one in part.here:
-                data = part.data if part.common else part.data[slice(*fused.places[one])]
-                shape = part.like.shape if part.common else fusible(one).shape
+            for member in part.here:
+                data = part.data if part.common else part.data[slice(*fused.places[member])]
+                shape = part.like.shape if part.common else fusible(member).shape
                 # These tensors were acknowledged when they were copied to their places, so the messages ask for no
                 # second answer.
-                self._deliver(source, message_part(part.like, one.name, one.round, shape, data))
+                self._deliver(source, message_part(part.like, member.name, member.round, shape, data))
         for operation in fused.members:
             if operation.handle is not None:
                 # A receiver that has matched the fused message would refuse the same tensor sent again.
@@ -262,10 +262,10 @@ class Fusion:
         for received in self._all_early():
             if received.source == rank:
                 self._forget(received)
-        self._coming = [one for one in self._coming if one.source != rank]
+        self._coming = [incomplete for incomplete in self._coming if incomplete.source != rank]
 
     def _all_early(self) -> list[UnpackedMessage]:
-        return list({id(one): one for several in self._early.values() for one in several}.values())
+        return list({id(received): received for early in self._early.values() for received in early}.values())
 
     def check(self, now: float) -> float:
         """Split operations that have waited for :data:`SPLIT_AFTER`. Returns when to check again."""
@@ -347,19 +347,23 @@ class Fusion:
         The caller has to remove each one; handling may remove others.
         """
         key = operation.name, operation.round
-        while several := [one for one in self._early.get(key, ()) if stage is None or one.message.stage <= stage]:
-            yield several[0]
+        while early := [
+            received for received in self._early.get(key, ()) if stage is None or received.message.stage <= stage
+        ]:
+            yield early[0]
 
     def _more_came(self, received: UnpackedMessage) -> None:
         """Unpack a fused message if the piece that has arrived was its last."""
         payload = received.message.payload
         if payload is not None and payload.complete:
-            self._coming = [one for one in self._coming if one is not received]
+            self._coming = [incomplete for incomplete in self._coming if incomplete is not received]
             self._unpack(received)
 
     def is_coming(self, source: int, key: tuple[str, int]) -> bool:
         """Whether a fused message with a part for an operation has arrived only in part."""
-        return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
+        return any(
+            incomplete.source == source and key in keys(runs_of(incomplete.message)) for incomplete in self._coming
+        )
 
     def _unpack(self, received: UnpackedMessage) -> None:
         """Put the tensors of a fused message into fused operations here, or deliver them as single messages."""
@@ -453,11 +457,11 @@ class Fusion:
             return
         kept = False
         for key in keys(runs_of(received.message)):
-            known = self._early.get(key, ())
-            left = [one for one in known if one is not received]
-            kept = kept or len(left) < len(known)
-            if left:
-                self._early[key] = left
+            early = self._early.get(key, ())
+            remaining = [other for other in early if other is not received]
+            kept = kept or len(remaining) < len(early)
+            if remaining:
+                self._early[key] = remaining
             else:
                 self._early.pop(key, None)
         # Only kept messages were charged. Released without a charge, a message would give its sender too large a quota.

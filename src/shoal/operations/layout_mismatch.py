@@ -52,7 +52,7 @@ class LayoutExchange(MinimalService):
             self._kept[key] = layout
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-            for question in [one for one in self._asked_early if one[1] == key]:
+            for question in [request for request in self._asked_early if request[1] == key]:
                 del self._asked_early[question]
                 self._answer(question[0], key, layout)
 
@@ -86,7 +86,10 @@ class LayoutExchange(MinimalService):
                 self._send(rank, _REQUEST, key)
         limit = clock.monotonic() + ANSWER_WITHIN
         self._progress.drive_until(
-            lambda: all(self._answers.get(one) is not None and (one in self._answered or not mutual) for one in asked),
+            lambda: all(
+                self._answers.get(question) is not None and (question in self._answered or not mutual)
+                for question in asked
+            ),
             limit,
         )
         with deferred, self._progress.lock:
@@ -130,15 +133,15 @@ class LayoutExchange(MinimalService):
 def described(layout: Layout) -> list[str]:
     """A description of each tensor."""
     return [
-        one
-        if isinstance(one, str)
-        else f"[{', '.join('*' if size < 0 else str(size) for size in one[0])}] {str(one[1]).removeprefix('torch.')}"
-        for one in layout
+        item
+        if isinstance(item, str)
+        else f"[{', '.join('*' if size < 0 else str(size) for size in item[0])}] {str(item[1]).removeprefix('torch.')}"
+        for item in layout
     ]
 
 
 def _first_difference(here: int, mine: list[str], there: int, theirs: list[str]) -> str:
-    at = next((at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), None)
+    at = next((at for at, (own, other) in enumerate(zip(mine, theirs, strict=False)) if own != other), None)
     many = len(theirs), len(mine)
     counts = f"; there are {many[0]} on rank {there} and {many[1]} on rank {here}" if len(set(many)) == 2 else ""
     if at is not None:

@@ -223,8 +223,8 @@ class Lifecycle:
         except BaseException as caught:
             error = caught
         if start and (arrived is not None or clock.perf_counter_ns() - start > LONG_NS):
-            what = "prepared" if arrived is None else "summed"
-            self._events.emit(what, operation.op, operation.name, operation.round, start)
+            kind = "prepared" if arrived is None else "summed"
+            self._events.emit(kind, operation.op, operation.name, operation.round, start)
         try:
             with self._lock:
                 if operation.generator is generator:
@@ -415,9 +415,9 @@ class Lifecycle:
         return self._refuse(source, message, unexpected(source, self._rank))
 
     def _refuse(self, source: int, message: Message, reason: str) -> Mismatch:
-        what = describe(message.op, message.name, message.round)
-        self._sender.refuse(source, message, f"{what}: rank {self._rank} refused it: {reason}")
-        return Mismatch(f"{what}: {reason}", (source, self._rank))
+        call = describe(message.op, message.name, message.round)
+        self._sender.refuse(source, message, f"{call}: rank {self._rank} refused it: {reason}")
+        return Mismatch(f"{call}: {reason}", (source, self._rank))
 
     def blame(self, source: int, name: str, error: ShoalError) -> None:
         """Fail an operation that waits for the peer, or else the next call: a round that ended here did not match."""

@@ -123,9 +123,9 @@ class Channel:
 
     def acknowledged(self, round_: int, receiver: int) -> None:
         self.unread[receiver] -= 1
-        left = self.unacknowledged.get(round_, 1) - 1
-        if left:
-            self.unacknowledged[round_] = left
+        remaining = self.unacknowledged.get(round_, 1) - 1
+        if remaining:
+            self.unacknowledged[round_] = remaining
         else:
             self.unacknowledged.pop(round_, None)
 
@@ -349,9 +349,9 @@ class Matcher:
                 self._asked[ask[1]].release(0)
                 yield ask[1:]
 
-    def failure_of(self, what: Operation | Message) -> RoundFailure:
+    def failure_of(self, call: Operation | Message) -> RoundFailure:
         """The reason why a round failed here; empty if it is not known."""
-        return self._tombstones.get((what.name, what.round), NO_FAILURE)
+        return self._tombstones.get((call.name, call.round), NO_FAILURE)
 
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close a round. Returns its messages and probes that no operation will take."""

@@ -61,14 +61,14 @@ class BackendRequest:
         among: The participating ranks, ascending; empty for all members. Each of them reaches this stage. None: only
             the ends of the edges participate, and only they know their ranks.
         collective: A collective operation of the backend that replaces the sends.
-        what: A description of the value that must be equal on all ranks, if no message carries it.
+        properties: A description of the properties that must be equal on all ranks, if no message carries them.
         confirm: Whether the receiver confirms that it expects the message, because both ends know the edge
             independently.
     """
 
     among: tuple[int, ...] | None = ()
     collective: Collective | None = None
-    what: str = ""
+    properties: str = ""
     confirm: bool = False
 
 
@@ -382,7 +382,7 @@ class Operation:
         part: Operation = self.fused or self
         behind = part.stage.behind if part.stage is not None else {}
         waiting = self.waiting_for
-        return sorted({rank for one in waiting for rank in behind.get(one, (one,))}) if behind else waiting
+        return sorted({rank for awaited in waiting for rank in behind.get(awaited, (awaited,))}) if behind else waiting
 
     @property
     def moves(self) -> bool:

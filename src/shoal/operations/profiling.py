@@ -26,7 +26,7 @@ except ImportError:
 _NOTHING = nullcontext()
 
 
-def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
+def span(op: str, name: str, activity: str) -> AbstractContextManager[Any]:
     """A span of the profiler's trace, if a profiler records: ``shoal neighbor_allreduce layer1: sum``."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
@@ -35,12 +35,12 @@ def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
     else:
         label = name.removeprefix("~window").removeprefix(INTERNAL)
         label = "" if label.startswith("~") else f" {label.strip()}"
-    found: AbstractContextManager[Any] = _Span(f"shoal {op}{label}: {what}")
+    found: AbstractContextManager[Any] = _Span(f"shoal {op}{label}: {activity}")
     return found
 
 
 @contextmanager
-def deferred_span(op: str, name: str, what: str) -> Iterator[None]:
+def deferred_span(op: str, name: str, activity: str) -> Iterator[None]:
     """A :func:`span` in which signals wait (``_signals.py``)."""
-    with deferred, span(op, name, what):
+    with deferred, span(op, name, activity):
         yield

@@ -91,8 +91,8 @@ class Sender:
         # Small messages stay in the receiver's memory until it takes them. It acknowledges some of them; without that a
         # sender could be any number of rounds ahead.
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
-        what = (CONFIRM if exchange.checked else 0) | (COMMON if exchange.coordinates else 0)
-        what |= ON_DEVICE if exchange.on_device else 0
+        flags = (CONFIRM if exchange.checked else 0) | (COMMON if exchange.coordinates else 0)
+        flags |= ON_DEVICE if exchange.on_device else 0
         tail = b""
         last: Send | None = None
         view = self._membership.view
@@ -126,7 +126,7 @@ class Sender:
                 operation.round,
                 stage.number - exchange.early,
                 token,
-                what | (WANTS_REPLY if reply else 0),
+                flags | (WANTS_REPLY if reply else 0),
                 exchange.digest,
                 send.scale,
                 published.data.dtype,
@@ -282,7 +282,7 @@ class Sender:
             parts.left -= 1
         return parts is None or not parts.left
 
-    def deny(self, peer: int, what: Operation | Message, stage: int, failure: RoundFailure = NO_FAILURE) -> None:
+    def deny(self, peer: int, call: Operation | Message, stage: int, failure: RoundFailure = NO_FAILURE) -> None:
         """Notify a waiting peer that this agent's message will not come, and of the reason if the call failed."""
         # The shutdown message follows. A denial would end the peer's call with a mismatch instead of this agent's
         # departure.
@@ -290,13 +290,13 @@ class Sender:
             return
         flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
         self.send_message(
-            peer, Message(Kind.DENY, what.op, what.name, what.round, stage, 0, flags, shape=about, text=failure.reason)
+            peer, Message(Kind.DENY, call.op, call.name, call.round, stage, 0, flags, shape=about, text=failure.reason)
         )
 
-    def put_off(self, peer: int, what: Message, waiting_for: list[int]) -> None:
+    def put_off(self, peer: int, call: Message, waiting_for: list[int]) -> None:
         """Notify a waiting peer that this agent waits for other agents first."""
         shape = tuple(waiting_for[:MAX_DIMENSIONS])
-        self.send_message(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
+        self.send_message(peer, Message(Kind.WAITS, call.op, call.name, call.round, call.stage, shape=shape))
 
     def answer(self, peer: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
         """Answer a peer's probe of a stage that this agent has reached."""
@@ -305,9 +305,9 @@ class Sender:
         elif not stage.will_send(peer, stage.number):
             self.deny(peer, operation, stage.number)
 
-    def send_reached(self, peer: int, what: Operation | Message, stage: int) -> None:
+    def send_reached(self, peer: int, call: Operation | Message, stage: int) -> None:
         """Notify a probing peer that this agent has reached a stage whose tensors do not travel over links."""
-        self.send_message(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
+        self.send_message(peer, Message(Kind.DENY, call.op, call.name, call.round, stage, flags=HERE))
 
     def ask_to_connect(self, target: int) -> None:
         """Request through other agents that a peer connects to this agent, which cannot connect to the peer.
@@ -447,10 +447,10 @@ class Sender:
         sent = self._unacknowledged.get(message.token)
         parts = sent.operation.parts if sent is not None and sent.receiver == receiver else ()
         # The token stays until all parts are acknowledged, because they share one published memory.
-        for one in parts:
-            if (one.name, one.round) == (message.name, message.round):
-                one.confirmed(message.token)
-                return one
+        for part in parts:
+            if (part.name, part.round) == (message.name, message.round):
+                part.confirmed(message.token)
+                return part
         return None
 
     def unacknowledged_by(self, rank: int) -> list[int]:
@@ -459,7 +459,7 @@ class Sender:
 
     def forget_failed(self) -> None:
         """At shutdown, stop waiting for acknowledgements of failed rounds. Late readers may still read the memory."""
-        failed = [token for token, one in self._unacknowledged.items() if isinstance(one.operation.error, ShoalError)]
+        failed = [token for token, sent in self._unacknowledged.items() if isinstance(sent.operation.error, ShoalError)]
         for token in failed:
             del self._unacknowledged[token]
 
@@ -478,22 +478,22 @@ class Sender:
         return all(link.idle for link in self._router.links.values())
 
 
-def send_alone(publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor) -> None:
+def send_alone(publisher: Publisher, sender: Sender, peer: int, message: Message, tensor: torch.Tensor) -> None:
     """Send a peer a copy of a tensor outside of the operations of this agent, as an answer.
 
     Args:
         publisher, sender: This agent's publisher and sender.
         peer: The destination.
-        what: A message with the operation, name, round, stage and digest to send.
+        message: A message with the operation, name, round, stage and digest to send.
         tensor: Any dtype.
     """
-    alone = Operation(what.op, what.name, what.round, float("inf"))
+    alone = Operation(message.op, message.name, message.round, float("inf"))
     # Exempt from SHOAL_CHECK_FINITE: an error here would leave the peer without its answer.
     alone.one_sided = True
     published = publisher.publish(alone, tensor)
     send = Send(peer, published, 0, published.data.numel(), tuple(tensor.shape))
-    exchange = Exchange([send], (), digest=what.digest)
-    sender.post(Channel(what.name), alone, Stage(what.stage, exchange, set(), {}))
+    exchange = Exchange([send], (), digest=message.digest)
+    sender.post(Channel(message.name), alone, Stage(message.stage, exchange, set(), {}))
     # No generator ends this operation and releases them. The receiver has a hold of its own until it acknowledges.
     for lease in alone.leases:
         lease.release()

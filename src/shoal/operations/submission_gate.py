@@ -92,9 +92,9 @@ class SubmissionGate:
         self.plan = plan
 
 
-def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
+def cannot_go_on(operation: object, gone: tuple[int, ...]) -> PeerLost:
     """The error of an operation that cannot continue without the lost ranks."""
-    return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)
+    return PeerLost(f"{operation} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)
 
 
 class DepartedPeerPolicy:
@@ -119,8 +119,8 @@ class DepartedPeerPolicy:
 
     def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
         """The error of a one-sided operation that needs lost agents. No other agent takes part in it."""
-        what = "; ".join(self._membership.describe(one) for one in ranks)
-        return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
+        states = "; ".join(self._membership.describe(rank) for rank in ranks)
+        return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {states}", ranks)
 
     def error_of(self, operation: Operation, stage: Stage, needs: set[int]) -> ShoalError | None:
         """Announce lost agents that a stage needs although they are gone; the stage continues without them if it can.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..arithmetic import complete
 from ..dtensors import is_sharded
 from ..errors import Mismatch
-from ..kernels.elementwise import copy
+from ..kernels.weighted_sum import copy
 from ..operations.operation import INTERNAL, Arrived, Send, Steps
 from ..runtime.agent import Agent
 from ..topology._validate import as_int
@@ -97,7 +97,7 @@ def _wrong_dtype(op: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -
     if dtype in MOVABLE and dtype not in DTYPES:
         wider = "to(torch.complex64)" if dtype.is_complex else "float()" if dtype.is_floating_point else "long()"
         hint = f", which only broadcast, allgather and their like move; convert it with tensor.{wider}"
-    allowed = ", ".join(str(one).removeprefix("torch.") for one in dtypes)
+    allowed = ", ".join(str(kind).removeprefix("torch.") for kind in dtypes)
     return f"{op} takes {allowed}, not {str(dtype).removeprefix('torch.')}{hint}"
 
 
@@ -134,8 +134,8 @@ def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: to
     if out is None:
         return
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
-        what = f"a tensor of layout {out.layout} on {out.device}" if isinstance(out, torch.Tensor) else repr(out)
-        raise ValueError(f"{op}: out is {what}; it must be a dense tensor with memory of its own")
+        found = f"a tensor of layout {out.layout} on {out.device}" if isinstance(out, torch.Tensor) else repr(out)
+        raise ValueError(f"{op}: out is {found}; it must be a dense tensor with memory of its own")
     shape = tuple(shape)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ValueError(
@@ -292,9 +292,9 @@ def joined(agent: Agent, op: str, like: torch.Tensor, parts: Sequence[tuple[int,
     shape = (sum(message.shape[0] for _, message in parts), *rest)
     result = Result(agent, None, like, shape)
     at = 0
-    for one in payloads:
-        copy(result.flat[at : at + one.data.numel()], one.data)
-        at += one.data.numel()
+    for payload in payloads:
+        copy(result.flat[at : at + payload.data.numel()], payload.data)
+        at += payload.data.numel()
     return result.finish()
 
 
@@ -303,14 +303,14 @@ def as_ranks(op: str, argument: str, ranks: object, rank: int, size: int) -> tup
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
         raise TypeError(f"{op}: {argument} must be a list of ranks, not {ranks!r}")
     found = list(ranks)
-    for place, one in enumerate(found):
+    for index, other in enumerate(found):
         try:
-            one = found[place] = as_int(one, argument)
+            other = found[index] = as_int(other, argument)
         except TypeError:
-            raise TypeError(f"{op}: {argument} holds {one!r}, which is no rank") from None
-        if not 0 <= one < size or one == rank:
-            what = "this agent itself" if one == rank else f"not one of the {size} ranks"
-            raise ValueError(f"{op} on rank {rank}: {argument} names rank {one}, which is {what}")
+            raise TypeError(f"{op}: {argument} holds {other!r}, which is no rank") from None
+        if not 0 <= other < size or other == rank:
+            problem = "this agent itself" if other == rank else f"not one of the {size} ranks"
+            raise ValueError(f"{op} on rank {rank}: {argument} names rank {other}, which is {problem}")
     if len(set(found)) != len(found):
         raise ValueError(f"{op} on rank {rank}: {argument} names a rank twice: {found}")
     return tuple(found)
@@ -370,11 +370,11 @@ def caller_group(op: str, group: Group | None, agent: Agent) -> CallerGroup:
     elif isinstance(group, (str, bytes)) or not isinstance(group, Iterable):
         raise TypeError(f"{op}: group must be a list of ranks or a process group, not {group!r}")
     else:
-        ranks = [as_int(one, "group") for one in group]
+        ranks = [as_int(other, "group") for other in group]
     beyond = sorted(rank for rank in ranks if not 0 <= rank < agent.size)
     if beyond or len(set(ranks)) != len(ranks):
-        what = f"ranks {beyond}, of {agent.size} agents" if beyond else "a rank twice"
-        raise ValueError(f"{op} on rank {agent.rank}: group names {what}: {list(ranks)}")
+        problem = f"ranks {beyond}, of {agent.size} agents" if beyond else "a rank twice"
+        raise ValueError(f"{op} on rank {agent.rank}: group names {problem}: {list(ranks)}")
     if agent.rank not in ranks:
         raise ValueError(
             f"{op} on rank {agent.rank}: group is ranks {sorted(ranks)}, and this agent, which is none of them, must "

@@ -51,7 +51,7 @@ def reduced_by_backend(
     if spoiled is not None:
         raise spoiled
     result = Result(agent, out, tensor, shape)
-    what = _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
+    properties = _properties(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
     among = members(agent, operation, group)
     if operation.recovery is not None:  # it may restart, and needs its input
         tensor, owned = agent.engine.publish(operation, tensor).data.view(shape), False
@@ -59,7 +59,7 @@ def reduced_by_backend(
     if tensor.nbytes * len(others) <= GATHERED_BYTES:
         data = tensor.view(-1) if owned else pool.empty(shape, tensor.dtype).copy_(tensor.detach()).view(-1)
         into = {rank: pool.empty((data.numel(),), data.dtype) for rank in others}
-        yield Exchange((), (), carried=BackendRequest(among, Collective("gather", data, group, into=into), what))
+        yield Exchange((), (), carried=BackendRequest(among, Collective("gather", data, group, into=into), properties))
         payloads = [Payload(into[rank], data.numel()) for rank in others]
         parts = places_by_machine(agent, group, tensor.dtype)
         yield from reduce(result.flat, how, data, group.index(agent.rank), payloads, parts)
@@ -71,7 +71,7 @@ def reduced_by_backend(
     else:
         data.view(shape).copy_(tensor.detach())
     collective = Collective("allreduce", data, group, "sum" if how == "average" else how)
-    yield Exchange((), (), carried=BackendRequest(among, collective, what))
+    yield Exchange((), (), carried=BackendRequest(among, collective, properties))
     if owned and out is None:
         return data.div_(len(group)) if how == "average" else data
     if how == "average":
@@ -99,22 +99,22 @@ def broadcast_by_backend(
         if spoiled is not None:
             raise spoiled
         data.copy_(tensor.detach())
-    what = _what(f"tensor of root rank {root}, {_name(dtype)}, shape {list(shape)}", layout)
+    properties = _properties(f"tensor of root rank {root}, {_name(dtype)}, shape {list(shape)}", layout)
     flat = data.view(-1)
     if flat.numel():
         yield Exchange(
             (),
             (),
             carried=BackendRequest(
-                members(agent, operation, group), Collective("broadcast", flat, group, root=root), what
+                members(agent, operation, group), Collective("broadcast", flat, group, root=root), properties
             ),
         )
     return flat
 
 
-def _what(what: str, layout: int) -> str:
+def _properties(properties: str, layout: int) -> str:
     """A readable description of all that must be equal on all agents."""
-    return f"{what}; {LAYOUT} {layout:08x}" if layout else what
+    return f"{properties}; {LAYOUT} {layout:08x}" if layout else properties
 
 
 def _name(dtype: torch.dtype) -> str:

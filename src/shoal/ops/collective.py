@@ -13,8 +13,8 @@ import torch
 from ..arithmetic import complete
 from ..engine.discovery import discover, submit_to_all
 from ..errors import PeerLost
-from ..kernels.elementwise import copy
 from ..kernels.reduce import REDUCTIONS
+from ..kernels.weighted_sum import copy
 from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank

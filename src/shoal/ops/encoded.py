@@ -109,13 +109,13 @@ class Encoded:
         payloads = [self._payload(operation, agent, source, message) for source, message in arrived]
         yield from complete(payloads)
         found = []
-        for (source, _), one in zip(arrived, payloads, strict=True):
-            if one.data.dtype != torch.uint8:
-                found.append(one)
+        for (source, _), incoming in zip(arrived, payloads, strict=True):
+            if incoming.data.dtype != torch.uint8:
+                found.append(incoming)
                 continue
             room = agent.engine.result_memory((self.numbers.numel(),), self.numbers.dtype)
             try:
-                self.compressor.decode(one.data, len(room), room.dtype, self.draws(source), out=room)
+                self.compressor.decode(incoming.data, len(room), room.dtype, self.draws(source), out=room)
             except ValueError as error:
                 raise Mismatch(
                     f"{operation} on rank {agent.rank}: what rank {source} sent is no message of {self.compressor!r}: "
@@ -153,12 +153,12 @@ def check_compression(op: str, tensor: object, compressor: object) -> Compressor
         TypeError: It is no compressor, or has no wire format; or the tensor's dtype cannot be encoded.
     """
     if not isinstance(compressor, Compressor) or not compressor.encodes:
-        what = (
+        problem = (
             "has no wire format (define _encode and _pieces)"
             if isinstance(compressor, Compressor)
             else "is no compressor"
         )
-        raise TypeError(f"{op}: compression={compressor!r} {what}; take one of shoal.compression, such as Sign()")
+        raise TypeError(f"{op}: compression={compressor!r} {problem}; take one of shoal.compression, such as Sign()")
     check_tensor(op, detached(tensor), DTYPES)
     return compressor
 
@@ -166,17 +166,17 @@ def check_compression(op: str, tensor: object, compressor: object) -> Compressor
 def encoded_for(operation: Operation, tensor: torch.Tensor, compressor: Compressor, rank: int) -> Encoded:
     """The message of a call of its own: what it leaves out stays."""
     seed = zlib.crc32(operation.name.encode())
-    return Encoded.of(tensor, compressor, rank, lambda one: Redrawn(seed, operation.round, one), keep_rest=True)
+    return Encoded.of(tensor, compressor, rank, lambda sender: Redrawn(seed, operation.round, sender), keep_rest=True)
 
 
 def encoded_by_call(op: str, tensor: torch.Tensor, compressor: object, rank: int) -> Callable[[Operation], Encoded]:
     """Returns the encoded tensor, made once even if the call restarts. Raises as :func:`check_compression`."""
-    checked, made = check_compression(op, tensor, compressor), list[Encoded]()
+    checked, messages = check_compression(op, tensor, compressor), list[Encoded]()
 
     def encoded(operation: Operation) -> Encoded:
-        if not made:
-            made.append(encoded_for(operation, tensor, checked, rank))
-        return made[0]
+        if not messages:
+            messages.append(encoded_for(operation, tensor, checked, rank))
+        return messages[0]
 
     return encoded
 
@@ -254,7 +254,7 @@ def _mean(
         own = own + rest.sent
     messages = [compressor.encode(own[low:high], draws(agent.rank, part)) for part, (low, high) in enumerate(cut)]
     same = f"{flat.numel()} {flat.dtype} {layout}"
-    data, ends = torch.cat(messages), list(accumulate(len(one) for one in messages))
+    data, ends = torch.cat(messages), list(accumulate(len(sent) for sent in messages))
     arrived = yield from _exchanged(agent, operation, group, data, list(zip([0, *ends], ends, strict=False)), same)
     mean = own.new_zeros(stop - start)
     for rank in group:
@@ -271,8 +271,8 @@ def _mean(
         result[low:high] = decoded(message if rank == agent.rank else arrived[rank].data, rank, last, high - low)
     if rest is not None:
         as_received = [
-            decoded(one, agent.rank, part, high - low)
-            for part, (one, (low, high)) in enumerate(zip(messages, cut, strict=True))
+            decoded(sent, agent.rank, part, high - low)
+            for part, (sent, (low, high)) in enumerate(zip(messages, cut, strict=True))
         ]
         rest.sent, rest.mean = own - torch.cat(as_received), mean - result[start:stop]
     return flat.copy_(result)

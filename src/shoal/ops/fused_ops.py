@@ -90,7 +90,7 @@ def _averaged(
     digest: int = 0,
     checked: bool = False,
 ) -> Steps[list[torch.Tensor | Exception]]:
-    published = agent.engine.publish_joined(operation, [one.flat for one in parts])
+    published = agent.engine.publish_joined(operation, [part.flat for part in parts])
     total = published.data.numel()
     sends = [Send(rank, published, 0, total, (total,), weight) for rank, weight in mixing.destinations.items()]
     arrived = yield Exchange(
@@ -118,7 +118,7 @@ class AllreduceFamily:
 
     def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
         agent, group = self.agent, self.group
-        published = agent.engine.publish_joined(operation, [one.flat for one in parts])
+        published = agent.engine.publish_joined(operation, [part.flat for part in parts])
         shape = (published.data.numel(),)
         if len(group) > 2:
             mine, arrived = yield from reduced_by_owners(
@@ -166,7 +166,7 @@ class HierarchicalFamily:
         return result.finish()
 
     def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
-        published = self.agent.engine.publish_joined(operation, [one.flat for one in parts])
+        published = self.agent.engine.publish_joined(operation, [part.flat for part in parts])
         found = yield from self._averaged(operation, published, (published.data.numel(),))
         return split_joined(found, parts)
 
@@ -175,20 +175,22 @@ class HierarchicalFamily:
         publisher, total, dtype = agent.engine.publisher, published.data.numel(), published.data.dtype
         # All agents of a machine have the same weights; only the first agent's are used.
         here = self.digest ^ zlib.crc32(repr(mixing).encode())
-        what = "machine topology, or weights within the machine"
+        compared = "machine topology, or weights within the machine"
         if agent.rank != group[0]:
             term = Send(group[0], published, 0, total, shape)
             arrived = yield Exchange(
-                [term], group[:1], dtype, shape, digest=here, digest_of=what, stage=_RESULT, early=_RESULT - _TERMS
+                [term], group[:1], dtype, shape, digest=here, digest_of=compared, stage=_RESULT, early=_RESULT - _TERMS
             )
             yield from complete([payload(arrived, group[0])])
             return payload(arrived, group[0]).data
         others = group[1:]
-        arrived = yield Exchange([], others, dtype, shape, digest=here, digest_of=what, stage=_TERMS)
+        arrived = yield Exchange([], others, dtype, shape, digest=here, digest_of=compared, stage=_TERMS)
         mean, result = publisher.room(operation, total, dtype), publisher.room(operation, total, dtype)
         yield from reduce(mean.data, "average", published.data, 0, [payload(arrived, rank) for rank in others])
-        sends = [Send(self._first(one), mean, 0, total, shape, scale) for one, scale in mixing.destinations.items()]
-        sources = {self._first(one): weight for one, weight in mixing.sources.items()}
+        sends = [
+            Send(self._first(machine), mean, 0, total, shape, scale) for machine, scale in mixing.destinations.items()
+        ]
+        sources = {self._first(machine): weight for machine, weight in mixing.sources.items()}
         arrived = yield Exchange(
             rotated(sends, agent),
             list(sources),
@@ -202,7 +204,7 @@ class HierarchicalFamily:
         payloads = [payload(arrived, rank) for rank in sources]
         yield from weighted_sum(result.data, mean.data, _weights(mixing, arrived, sources), payloads)
         sends = [Send(rank, result, 0, total, shape) for rank in others]
-        yield Exchange(sends, [], dtype, shape, digest=here, digest_of=what, stage=_RESULT)
+        yield Exchange(sends, [], dtype, shape, digest=here, digest_of=compared, stage=_RESULT)
         return result.data
 
     def _first(self, machine: int) -> int:
@@ -213,15 +215,15 @@ def split_joined(joined: torch.Tensor, parts: list[FusionSpec]) -> list[torch.Te
     """The results of several operations in one, each in its caller's place; or an error for each whose ``out`` does not
     fit, which does not affect the others.
     """
-    results = torch.split(joined, [one.flat.numel() for one in parts])
-    return [_placed(one, result.view(one.shape)) for one, result in zip(parts, results, strict=True)]
+    results = torch.split(joined, [part.flat.numel() for part in parts])
+    return [_placed(part, result.view(part.shape)) for part, result in zip(parts, results, strict=True)]
 
 
-def _placed(one: FusionSpec, result: torch.Tensor) -> torch.Tensor | Exception:
+def _placed(part: FusionSpec, result: torch.Tensor) -> torch.Tensor | Exception:
     try:
-        if one.out is None:
+        if part.out is None:
             return result.clone()
-        put(result, one.out)
-        return one.out
+        put(result, part.out)
+        return part.out
     except Exception as error:
         return error

@@ -10,7 +10,7 @@ import torch
 
 from ..arithmetic import complete
 from ..errors import PeerLost
-from ..kernels.elementwise import copy
+from ..kernels.weighted_sum import copy
 from ..operations.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology._validate import as_int
@@ -104,7 +104,7 @@ def neighbor_allgather_nonblocking(
         sends = rotated([Send(rank, published, 0, total, shape) for rank in targets], agent)
         digest, checked = (0, enable_topo_check) if given else (now.digest, False)
         among = None if given else now.members(operation.left_of(range(agent.size)))
-        carried = BackendRequest(among, what="" if given else f"topology {digest:08x}", confirm=given is not None)
+        carried = BackendRequest(among, properties="" if given else f"topology {digest:08x}", confirm=given is not None)
         arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest, carried=carried)
         return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
 
@@ -167,22 +167,22 @@ def submit_alltoall(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         published = agent.engine.publish(operation, tensor)
         length = tensor[0].numel() if len(order) else 0
-        left = [k for k, rank in enumerate(order) if rank not in operation.excluded_ranks]
-        ahead = sorted(left, key=lambda k: (order[k] - agent.rank) % agent.size)
+        present = [k for k, rank in enumerate(order) if rank not in operation.excluded_ranks]
+        ahead = sorted(present, key=lambda k: (order[k] - agent.rank) % agent.size)
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]
         carried = BackendRequest(() if everybody else None, confirm=True)
-        sources = sorted(order[k] for k in left)
+        sources = sorted(order[k] for k in present)
         arrived = yield Exchange(sends, sources, tensor.dtype, row, digest=layout, digest_of=LAYOUT, carried=carried)
         lost = sorted(set(order).difference(arrived))
         if lost and not own_for_lost:  # by now the others have their rows
             raise PeerLost(f"{operation} on rank {agent.rank}: ranks {lost} are gone, and have sent no rows", lost)
         result = Result(agent, None, tensor, tuple(tensor.shape))
         there = [(k, payload(arrived, rank)) for k, rank in enumerate(order) if rank in arrived]
-        yield from complete([one for _, one in there])
+        yield from complete([row_payload for _, row_payload in there])
         if lost:
             result.flat.copy_(published.data)
-        for k, one in there:
-            copy(result.flat[k * length : (k + 1) * length], one.data)
+        for k, row_payload in there:
+            copy(result.flat[k * length : (k + 1) * length], row_payload.data)
         return result.finish()
 
     return agent.engine.submit(
@@ -259,7 +259,7 @@ def _rows(op: str, rank: int, rows: int, count: int, splits: object) -> list[int
         splits = splits.tolist()
     if not isinstance(splits, Iterable) or isinstance(splits, (str, bytes)):
         raise TypeError(f"{op}: splits must be a list of whole numbers, or a tensor of them, not {splits!r}")
-    found = [as_int(one, "splits") for one in splits]
+    found = [as_int(split, "splits") for split in splits]
     if len(found) != count or min(found) < 0 or sum(found) != rows:
         raise ValueError(
             f"{op} on rank {rank}: splits={found}: it takes {count} numbers, one for each agent, none negative, whose "

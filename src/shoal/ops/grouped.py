@@ -53,16 +53,16 @@ def in_batches(tensors: Tensors) -> list[list[int]]:
     tensors have the same shapes and dtypes."""
     batches: list[list[int]] = []
     open_batches: dict[torch.dtype, tuple[list[int], int]] = {}
-    for position, one in enumerate(tensors):
-        if one.nbytes > _SMALL_BYTES:
+    for position, tensor in enumerate(tensors):
+        if tensor.nbytes > _SMALL_BYTES:
             batches.append([position])
             continue
-        batch, size = open_batches.get(one.dtype, (None, 0))
-        if batch is None or size + one.nbytes > _BATCH_BYTES:
+        batch, size = open_batches.get(tensor.dtype, (None, 0))
+        if batch is None or size + tensor.nbytes > _BATCH_BYTES:
             batches.append(batch := [])
             size = 0
         batch.append(position)
-        open_batches[one.dtype] = batch, size + one.nbytes
+        open_batches[tensor.dtype] = batch, size + tensor.nbytes
     return batches
 
 
@@ -240,7 +240,7 @@ def grouped_broadcast_nonblocking(
     root, members = as_root(called, root_rank, agent), caller_group(called, group, agent)
     members.check(called, "root_rank", [root])
     bundle = _Bundle(agent.engine.layout_exchange, called, tensors, out, MOVABLE)
-    mine = torch.cat([_bytes(one) for one in bundle.tensors] or [torch.empty(0, dtype=torch.uint8)])
+    mine = torch.cat([_bytes(tensor) for tensor in bundle.tensors] or [torch.empty(0, dtype=torch.uint8)])
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
         shape = tuple(mine.shape)
@@ -276,13 +276,13 @@ def grouped_allgather_nonblocking(
     called, agent = "grouped_allgather", current("grouped_allgather")
     members = caller_group(called, group, agent)
     bundle = _Bundle(agent.engine.layout_exchange, called, tensors, None, MOVABLE, first_may_differ=True)
-    for one in bundle.tensors:
-        check_gatherable(called, one)
-    rests = [(tuple(one.shape[1:]), one.dtype) for one in bundle.tensors]
+    for tensor in bundle.tensors:
+        check_gatherable(called, tensor)
+    rests = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in bundle.tensors]
     row = [prod(rest) * dtype.itemsize for rest, dtype in rests]
     # The digest travels in the data: first dimensions may differ, so the exchange cannot compare shapes by itself.
-    says = [bundle.digest, *(len(one) for one in bundle.tensors)]
-    mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(one) for one in bundle.tensors)])
+    says = [bundle.digest, *(len(tensor) for tensor in bundle.tensors)]
+    mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(tensor) for tensor in bundle.tensors)])
 
     def parts(operation: Operation, rank: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """The data of one agent: for each tensor the number of rows, and the bytes."""
@@ -302,7 +302,7 @@ def grouped_allgather_nonblocking(
         arrived = yield from parts_of_all(agent, operation, mine)
         payloads = {rank: message.payload for rank, message in arrived if message.payload is not None}
         yield from complete(list(payloads.values()))
-        each = [parts(operation, rank, one.data) for rank, one in payloads.items()]
+        each = [parts(operation, rank, payload.data) for rank, payload in payloads.items()]
         found = []
         for like, (rest, dtype), pieces in zip(bundle.tensors, rests, zip(*each, strict=True), strict=True):
             rows, data = zip(*pieces, strict=True)
@@ -332,26 +332,26 @@ class _Bundle:
     ) -> None:
         self._layouts = layouts
         listed = _listed(op, "tensors", tensors)
-        self.tensors = [check_tensor(op, one if out is None else detached(one), dtypes) for one in listed]
+        self.tensors = [check_tensor(op, tensor if out is None else detached(tensor), dtypes) for tensor in listed]
         self._out = None if out is None else _listed(op, "out", out)
         if self._out is not None and len(self._out) != len(self.tensors):
             raise ValueError(
                 f"{op}: {len(self._out)} tensors as out, for {len(self.tensors)} results; give one for each"
             )
-        for one, place in zip(self.tensors, self._out or [], strict=False):
-            check_out(op, place, one.shape, one.dtype)
+        for tensor, place in zip(self.tensors, self._out or [], strict=False):
+            check_out(op, place, tensor.shape, tensor.dtype)
         first = (-1,) if first_may_differ else ()
-        self._layout = [(first + tuple(one.shape[len(first) :]), one.dtype) for one in self.tensors]
+        self._layout = [(first + tuple(tensor.shape[len(first) :]), tensor.dtype) for tensor in self.tensors]
         # Joined vectors of different lists may have the same length. Without the digest numbers of different tensors
         # would be summed.
         self.digest = _crc(self._layout)
-        self._dtypes = list(dict.fromkeys(one.dtype for one in self.tensors)) or [torch.float32]
+        self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in self.tensors)) or [torch.float32]
 
     def joined(self, pool: ResultPool) -> list[torch.Tensor]:
         """Copies, ``[numel]``: one for each dtype."""
         found = []
         for dtype in self._dtypes:
-            parts = [one.detach().reshape(-1).cpu() for one in self.tensors if one.dtype == dtype]
+            parts = [tensor.detach().reshape(-1).cpu() for tensor in self.tensors if tensor.dtype == dtype]
             flat = pool.empty((sum(map(torch.numel, parts)),), dtype)
             found.append(torch.cat(parts, out=flat) if parts else flat)
         return found
@@ -384,23 +384,26 @@ class _Bundle:
     def _apart(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
         pieces = {
-            dtype: iter(torch.split(flat, [one.numel() for one in self.tensors if one.dtype == dtype]))
+            dtype: iter(torch.split(flat, [tensor.numel() for tensor in self.tensors if tensor.dtype == dtype]))
             for dtype, flat in zip(self._dtypes, found, strict=True)
         }
-        for one in self.tensors:
-            results.append(next(pieces[one.dtype]).view(one.shape))
+        for tensor in self.tensors:
+            results.append(next(pieces[tensor.dtype]).view(tensor.shape))
         # Clones: the results are views of one vector, and a small one that is kept would keep all of it.
-        return self._placed(results if self._out is not None else [one.clone() for one in results])
+        return self._placed(results if self._out is not None else [tensor.clone() for tensor in results])
 
     def of_bytes(self, data: torch.Tensor) -> list[torch.Tensor]:
-        pieces = torch.split(data, [one.nbytes for one in self.tensors])
+        pieces = torch.split(data, [tensor.nbytes for tensor in self.tensors])
         # Clones, because a view as a wider dtype needs an aligned beginning, and the piece before may have any number
         # of bytes.
-        return [piece.clone().view(one.dtype).view(one.shape) for one, piece in zip(self.tensors, pieces, strict=True)]
+        return [
+            piece.clone().view(tensor.dtype).view(tensor.shape)
+            for tensor, piece in zip(self.tensors, pieces, strict=True)
+        ]
 
     def _placed(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._out is None:
-            return [where(one, found) for found, one in zip(results, self.tensors, strict=True)]
+            return [where(like, result) for result, like in zip(results, self.tensors, strict=True)]
         for found, place in zip(results, self._out, strict=True):
             put(found, place)
         return list(self._out)

@@ -63,13 +63,13 @@ class HandleOfMany(Handle[T]):
                 self._driver.give_up(handle, error)
 
     def add_done_callback(self, callback: Callable[[Handle[T]], None]) -> None:
-        left = len(self._handles)
+        remaining = len(self._handles)
 
         def one_ended(_: Handle[Any]) -> None:
-            nonlocal left
+            nonlocal remaining
             with self._lock:
-                left -= 1
-                last = not left
+                remaining -= 1
+                last = not remaining
             if last:
                 callback(self)
 

@@ -16,7 +16,7 @@ import torch
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..kernels.elementwise import copy
+from ..kernels.weighted_sum import copy
 from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..runtime.agent import Agent, StaticTopology, current
 from ..topology import Mixing
@@ -229,7 +229,7 @@ def _hierarchical(
         counterparts,
         compressor,
         digest=digest,
-        what=f"machine topology {static.digest ^ layout:08x}" if static is not None else "",
+        properties=f"machine topology {static.digest ^ layout:08x}" if static is not None else "",
         checked=checked and static is None,
     )
     result = Result(agent, out, tensor, shape)
@@ -246,7 +246,7 @@ def _mixed(
     compressor: Compressor | None,
     *,
     digest: int,
-    what: str = "",
+    properties: str = "",
     checked: bool = False,
     stage: int | None = None,
 ) -> Steps[torch.Tensor]:
@@ -255,7 +255,7 @@ def _mixed(
     Args:
         speakers: The rank that represents each machine.
         digest: Of the data that must be equal on all of them.
-        what: A description of the topology, if all agents share it.
+        properties: A description of the topology, if all agents share it.
     """
     engine, total = agent.engine, mean.numel()
     encoded = None if compressor is None else encoded_for(operation, mean.view(-1), compressor, agent.rank)
@@ -277,7 +277,7 @@ def _mixed(
         digest=digest,
         digest_of="shape, machine topology or compression",
         stage=stage,
-        carried=BackendRequest(what=what, confirm=not what) if stage is None else None,
+        carried=BackendRequest(properties=properties, confirm=not properties) if stage is None else None,
     )
     payloads = [payload(arrived, rank) for rank in sources]
     if encoded is not None:

@@ -383,8 +383,8 @@ def mix_steps(
         sends = rotated(sends, agent)
     carried = None
     if backend is not None:
-        what = f"topology {digest:08x}" if form in FORMS else ""
-        carried = BackendRequest(edges.among, what=what, confirm=form == "push-pull")
+        properties = f"topology {digest:08x}" if form in FORMS else ""
+        carried = BackendRequest(edges.among, properties=properties, confirm=form == "push-pull")
     if isinstance(published, PublishedOnDevice):
         # Before the headers leave: a neighbour reads the device's memory as soon as it has one, and the copy may still
         # be queued.
@@ -426,7 +426,9 @@ def mix_steps(
         # They are known only now in a push, and after losses.
         check_neighbours(agent, robust, [rank for rank, _ in there], whole=False)
         yield from complete(payloads)
-        theirs = [(rank, one.data, weight) for (rank, _), one, weight in zip(there, payloads, weights, strict=True)]
+        theirs = [
+            (rank, received.data, weight) for (rank, _), received, weight in zip(there, payloads, weights, strict=True)
+        ]
         robust.combine(agent.rank, result.flat, published.data, own, theirs)
     # What the message leaves out stays with its agent. Without it the mean over all agents would change in each round.
     if encoded is not None and encoded.rest is not None:

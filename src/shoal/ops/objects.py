@@ -192,8 +192,8 @@ def _exchange(
         check_out(op, tensor, tensor.shape, tensor.dtype)
         place = _place(tensor) if tensor.numel() else name
         tied = first.setdefault(place, name)
-        what = f"{list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
-        aliases.append(f"{name!r} ({what}{'' if tied == name else f', tied to {tied!r}'})")
+        description = f"{list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+        aliases.append(f"{name!r} ({description}{'' if tied == name else f', tied to {tied!r}'})")
         if tied == name and tensor.numel():
             distinct.append((name, tensor))
     # Which tensors overlap may differ between agents, and the batches must not.
@@ -211,24 +211,26 @@ def _exchange(
         try:
             handle.wait()
         except NotFinite as error:
-            wrong = [name for name, one in zip(names, tensors, strict=True) if not bool(torch.isfinite(one).all())]
+            wrong = [
+                name for name, tensor in zip(names, tensors, strict=True) if not bool(torch.isfinite(tensor).all())
+            ]
             raise NotFinite(f"{error}. The tensors with such numbers: {', '.join(wrong)}", error.ranks) from None
         if flat is not tensors[0]:
-            for one, piece in zip(tensors, torch.split(flat, [one.numel() for one in tensors]), strict=True):
-                put(piece.view(one.shape), one)
+            for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+                put(piece.view(tensor.shape), tensor)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their numbers, one behind the other, on their device, or on the CPU where they have several."""
-    if len({one.device for one in tensors}) > 1:
-        tensors = [one.cpu() for one in tensors]
-    return torch.cat([one.reshape(-1) for one in tensors])
+    if len({tensor.device for tensor in tensors}) > 1:
+        tensors = [tensor.cpu() for tensor in tensors]
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _overlap(tensors: list[torch.Tensor]) -> bool:
     """Whether two of them share memory."""
     ends: dict[int, int] = {}  # of the preceding views, by storage
-    for storage, (begin, end) in sorted((one.untyped_storage().data_ptr(), _span(one)) for one in tensors):
+    for storage, (begin, end) in sorted((tensor.untyped_storage().data_ptr(), _span(tensor)) for tensor in tensors):
         if begin < ends.get(storage, 0):
             return True
         ends[storage] = end
@@ -267,11 +269,11 @@ def _agree(op: str, aliases: list[str], overlap: bool, group: Group | None, time
     text = ("\n" + "\n".join(aliases)).encode()
     digest = torch.tensor([zlib.crc32(text), len(text), overlap])
     digests = gather_by_rank(digest, Internal(f"{op}: what there is"), group=group, timeout=timeout)
-    if all(torch.equal(one[:2], digest[:2]) for one in digests.values()):
-        return any(bool(one[2]) for one in digests.values())
+    if all(torch.equal(received[:2], digest[:2]) for received in digests.values()):
+        return any(bool(received[2]) for received in digests.values())
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     found = gather_by_rank(own, Internal(f"{op}: names"), group=group, timeout=timeout)
-    texts = {rank: one.numpy().tobytes().decode().split("\n") for rank, one in found.items()}
+    texts = {rank: names.numpy().tobytes().decode().split("\n") for rank, names in found.items()}
     first = min(texts)
     other = next((rank for rank, lines in texts.items() if lines != texts[first]), None)
     if other is None:  # the agent that differed is lost, and perhaps the one whose tensors overlap

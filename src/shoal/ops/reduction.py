@@ -22,8 +22,7 @@ from math import isqrt
 import torch
 
 from ..arithmetic import complete, machines_among, places_by_machine, reduce
-from ..kernels.elementwise import copy
-from ..kernels.weighted_sum import real
+from ..kernels.weighted_sum import copy, real
 from ..operations.operation import (
     MORE,
     Arrived,
@@ -351,7 +350,7 @@ def submit_shares(
         # Before anything is copied: a share of which a part has arrived when its sender is lost must not mix with the
         # old values.
         yield from complete([*there.values()])
-        for rank, part in [*((rank, one.data) for rank, one in there.items()), (agent.rank, share)]:
+        for rank, part in [*((rank, received.data) for rank, received in there.items()), (agent.rank, share)]:
             start, stop = cut[rank]
             whole[start:stop].copy_(part)
         return whole

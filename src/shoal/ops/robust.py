@@ -243,12 +243,12 @@ def check_neighbours(agent: Agent, rule: Robust, neighbours: Sequence[int], *, w
     """
     if not 0 < len(neighbours) < rule.neighbours_needed:
         return
-    what, engine = too_few(rule, f"rank {agent.rank} has ranks {list(neighbours)}"), agent.engine
+    problem, engine = too_few(rule, f"rank {agent.rank} has ranks {list(neighbours)}"), agent.engine
     if whole or not engine.survives_losses or len(engine.alive) == agent.size:
-        raise ValueError(what)
+        raise ValueError(problem)
     if (agent.rank, rule) not in _warned:
         _warned.add((agent.rank, rule))
-        log.warning("%s. Agents were lost, so it goes on without that guarantee", what)
+        log.warning("%s. Agents were lost, so it goes on without that guarantee", problem)
 
 
 def too_few(rule: Robust, found: str) -> str:
@@ -304,11 +304,11 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(block.isfinite().all()) for block in torch.split(tensor, BLOCK))
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
     # In float64: the square of a float16 above 256 is infinite, and then all distances would be equal.
-    wide = torch.complex128 if one.is_complex() else torch.float64
+    wide = torch.complex128 if first.is_complex() else torch.float64
     squares = (
         (a.to(wide) - b.to(wide)).abs().square().sum().item()
-        for a, b in zip(torch.split(one, BLOCK), torch.split(other, BLOCK), strict=True)
+        for a, b in zip(torch.split(first, BLOCK), torch.split(second, BLOCK), strict=True)
     )
     return float(sum(squares) ** 0.5)

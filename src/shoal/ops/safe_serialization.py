@@ -31,7 +31,7 @@ _LENGTH = struct.Struct("<Q")
 _DOUBLE = struct.Struct(">d")
 _WORD = 1 << 63
 _QUANTIZED = ("qint", "quint")
-_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"list": list, "tuple": tuple}
 _SETS: dict[str, Callable[[Iterable[Any]], Any]] = {"set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, Callable[[], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -120,8 +120,8 @@ class _DataWriter:
         if kind not in _KINDS:
             raise TypeError(f"{self._where(depth)} is a {_class_name(kind)}")
         if depth > MOST_DEPTH:
-            way = self._where(MOST_DEPTH)
-            raise ValueError(f"{way[:80]}... has more than {MOST_DEPTH} objects in each other, or has itself in it")
+            path = self._where(MOST_DEPTH)
+            raise ValueError(f"{path[:80]}... has more than {MOST_DEPTH} objects in each other, or has itself in it")
         if isinstance(value, dict):
             return [_KINDS[kind], *self._beside(value, depth), *self._pairs(value, depth)]
         if isinstance(value, (set, frozenset)):
@@ -129,17 +129,17 @@ class _DataWriter:
         return [_KINDS[kind], *self._elements(value, depth, "" if isinstance(value, (list, tuple)) else "an element")]
 
     def _elements(self, value: Iterable[Any], depth: int, role: str) -> Iterator[Any]:
-        for position, one in enumerate(value):
+        for position, element in enumerate(value):
             self._way[depth] = role, position
-            yield self.as_data(one, depth + 1)
+            yield self.as_data(element, depth + 1)
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> Iterator[Any]:
         self._check(list(value), depth)
-        for key, one in value.items():
+        for key, item in value.items():
             self._way[depth] = "a key", None
             yield self.as_data(key, depth + 1)
             self._way[depth] = "", key
-            yield self.as_data(one, depth + 1)
+            yield self.as_data(item, depth + 1)
 
     def _beside(self, value: dict[Any, Any], depth: int) -> Iterator[Any]:
         """The metadata of a module's state beside its tensors: the versions of its classes."""
@@ -294,13 +294,13 @@ class _DataReader:
         return self._makers[kind](kind, rest, depth + 1)
 
     def _sequence(self, kind: str, rest: list[Any], depth: int) -> Any:
-        return _SEQUENCES[kind]([self.value(one, depth) for one in rest])
+        return _SEQUENCES[kind]([self.value(element, depth) for element in rest])
 
     def _size(self, kind: str, rest: list[Any], depth: int) -> torch.Size:
         return torch.Size(_shape(rest))
 
     def _set(self, kind: str, rest: list[Any], depth: int) -> Any:
-        elements = [self.value(one, depth) for one in rest]
+        elements = [self.value(element, depth) for element in rest]
         _check_keys(kind, elements)
         return _SETS[kind](elements)
 
@@ -313,11 +313,11 @@ class _DataReader:
         if len(rest) % 2:
             raise NotPlain(f"a {kind} has a key without a value")
         # Keys and values in turn, as they were written: that is the order of the tensors.
-        pairs = [self.value(one, depth) for one in rest]
+        pairs = [self.value(element, depth) for element in rest]
         _check_keys(kind, pairs[::2])
         # Not by update(), because a Counter counts its arguments.
-        for key, one in zip(pairs[::2], pairs[1::2], strict=True):
-            found[key] = one
+        for key, item in zip(pairs[::2], pairs[1::2], strict=True):
+            found[key] = item
         return found
 
     def _same(self, kind: str, rest: list[Any], depth: int) -> torch.Tensor:
@@ -372,7 +372,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 
 def _sorted_ints(order: Any) -> int:
     """How many dimensions are in an order; -1 if it is none."""
-    if not isinstance(order, list) or any(type(one) is not int for one in order):
+    if not isinstance(order, list) or any(type(dimension) is not int for dimension in order):
         return -1
     return len(order) if sorted(order) == list(range(len(order))) else -1
 

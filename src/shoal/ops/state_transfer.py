@@ -77,7 +77,7 @@ def _let_in(agent: Agent, timeout: float | None) -> tuple[int, ...]:
 
     def steps(operation: Operation) -> Steps[Found]:
         entry.admit_after(operation)
-        asking = {rank: one.as_data() for rank, one in entry.asking().items()}
+        asking = {rank: peer.as_data() for rank, peer in entry.asking().items()}
         content = json.dumps({"asking": asking, "begun": entry.begun()}).encode()
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = yield from parts_of_all(agent, operation, data, by_links=True)
@@ -99,17 +99,17 @@ def _add(found: dict[int, JoiningPeer], begun: dict[str, int], rank: int, text: 
     try:
         content = json.loads(text)
         counts = parsed_counts(content["begun"])
-        asking = {int(other): JoiningPeer.of(one, int(other)) for other, one in content["asking"].items()}
+        asking = {int(other): JoiningPeer.of(peer, int(other)) for other, peer in content["asking"].items()}
     except NONSENSE as error:
         why = f"{operation}: what rank {rank} says of those who ask makes no sense: {error}"
         raise Mismatch(why, (rank,)) from None
     for name, count in counts.items():
         begun[name] = max(count, begun.get(name, 0))
-    for other, one in asking.items():
+    for other, peer in asking.items():
         if other not in operation.left_of([other]) and (
-            other not in found or found[other].place.incarnation < one.place.incarnation
+            other not in found or found[other].place.incarnation < peer.place.incarnation
         ):
-            found[other] = one
+            found[other] = peer
 
 
 def hand_over(agent: Agent, state: Callable[[], Any] | None, timeout: float | None = None) -> Any:

@@ -53,7 +53,7 @@ class LearningRates:
         else:
             self._last = now
         if not self._first or 0.0 in self._first:
-            self._first = [one or rate for one, rate in zip(self._first or now, now, strict=True)]
+            self._first = [first or rate for first, rate in zip(self._first or now, now, strict=True)]
 
     def _now(self, params: Sequence[torch.nn.Parameter]) -> list[float]:
         """The rate of each parameter, recomputed when a group's rate or parameters have changed."""
@@ -176,13 +176,13 @@ class BucketStep:
         return moved / torch.where(still, 1.0, multiples)
 
     def state(self) -> dict[str, Any]:
-        state = self._state and tuple(one.clone() for one in self._state)
+        state = self._state and tuple(tensor.clone() for tensor in self._state)
         return {"x": self.x.clone(), "state": state, "rates": self._rates.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.x = state["x"].clone()
         self._rates.load_state(state["rates"])
-        self._state = tuple(one.clone() for one in state["state"]) if state["state"] else None
+        self._state = tuple(tensor.clone() for tensor in state["state"]) if state["state"] else None
 
 
 class Equation(StepStrategy):
@@ -326,8 +326,8 @@ class Equation(StepStrategy):
         topology = self._topology
         if topology is None or isinstance(topology, str):
             topology = topology_of(self._algorithm, numel, self._unchecked, static=topology == STATIC)
-            what = type(self._algorithm).__name__
-            check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
+            algorithm_name = type(self._algorithm).__name__
+            check(algorithm_name, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
         return Exchange(topology, name=self._name, algorithm=self._algorithm)
 
     def _moved_there(self, part: BucketStep, at: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,6 @@ class Join:
         ended.wait()
         self._bucket_exchange.settle()
 
-    def _count(self, one: float) -> Handle[torch.Tensor]:
+    def _count(self, present: float) -> Handle[torch.Tensor]:
         # Present agents are counted too, or agents that learn of a loss at different moments would not stay equal.
-        return allreduce_nonblocking(torch.tensor([one, 1.0]), average=False, name=f"{self._name}.present")
+        return allreduce_nonblocking(torch.tensor([present, 1.0]), average=False, name=f"{self._name}.present")

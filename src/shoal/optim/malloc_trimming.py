@@ -48,4 +48,4 @@ def keep_freed_memory_of_threads() -> bool:
 
 def _is_tuned(environ: Mapping[str, str]) -> bool:
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    return any(environ.get(one) for one in variables) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")
+    return any(environ.get(variable) for variable in variables) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")

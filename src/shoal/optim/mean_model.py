@@ -27,8 +27,8 @@ DISTANCE = "consensus distance"
 def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, and buffers that hold numbers with fractions (running means); counters are each agent's own."""
     reshard(model)
-    buffers = [one for one in model.buffers() if one.is_floating_point() or one.is_complex()]
-    return [local(one).detach() for one in (*model.parameters(), *buffers)]
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() or buffer.is_complex()]
+    return [local(tensor).detach() for tensor in (*model.parameters(), *buffers)]
 
 
 def means(tensors: list[torch.Tensor], name: str, timeout: float | None = None) -> list[torch.Tensor]:
@@ -79,9 +79,9 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
     """
     tensors = averaged(model)
     averages = means(tensors, "consensus", timeout)
-    own = [one.clone() for one in tensors]
-    for one, mean in zip(tensors, averages, strict=True):
-        one.copy_(mean)
+    own = [tensor.clone() for tensor in tensors]
+    for tensor, mean in zip(tensors, averages, strict=True):
+        tensor.copy_(mean)
     sharded = [(param, param.dtype) for param in model.parameters() if is_sharded(param)]
     try:
         with _put_back(model):
@@ -90,8 +90,8 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
             raise RuntimeError("consensus: a sharded model was converted inside; convert what you save of it instead")
     finally:
         reshard(model)
-        for one, mine in zip(tensors, own, strict=True):
-            one.copy_(mine)
+        for tensor, mine in zip(tensors, own, strict=True):
+            tensor.copy_(mine)
 
 
 @torch.no_grad()
@@ -99,10 +99,10 @@ def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) 
     """``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters, the same on every agent. All call it."""
     reshard(model)
     params = list(model.parameters())
-    flat = torch.cat([_reals(local(one).detach()).reshape(-1).double() for one in params])
+    flat = torch.cat([_reals(local(param).detach()).reshape(-1).double() for param in params])
     mean = allreduce(flat, name=Internal("consensus_distance.mean"), timeout=timeout)
-    squares = torch.split((flat - mean).square(), [_reals(local(one).detach()).numel() for one in params])
-    square = torch.stack([summed_as(part, one) for part, one in zip(squares, params, strict=True)]).sum()
+    squares = torch.split((flat - mean).square(), [_reals(local(param).detach()).numel() for param in params])
+    square = torch.stack([summed_as(part, param) for part, param in zip(squares, params, strict=True)]).sum()
     found = allreduce(square, name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
     current("consensus_distance").engine.training_metrics.note(DISTANCE, square.sqrt().item(), found, found)
     return found

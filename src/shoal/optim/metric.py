@@ -68,8 +68,9 @@ class Metrics(Mapping[str, Metric]):
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{name}: rank 0 {one.rank0:.4g}, mean {one.mean:.4g}, worst {one.worst:.4g} (rank {one.worst_rank})"
-            for name, one in self.items()
+            f"{name}: rank 0 {metric.rank0:.4g}, mean {metric.mean:.4g}, worst {metric.worst:.4g} "
+            f"(rank {metric.worst_rank})"
+            for name, metric in self.items()
         )
 
     def log(self, to: Logger | None, step: int) -> None:
@@ -87,9 +88,9 @@ class Metrics(Mapping[str, Metric]):
         if to is None:
             return
         numbers: dict[str, float] = {}
-        for name, one in self.items():
-            numbers |= {f"{name}/mean": one.mean, f"{name}/worst": one.worst}
-            numbers |= {f"{name}/agent{rank}": one.values[rank] for rank in self._ranks}  # lost agents have no value
+        for name, metric in self.items():
+            numbers |= {f"{name}/mean": metric.mean, f"{name}/worst": metric.worst}
+            numbers |= {f"{name}/agent{rank}": metric.values[rank] for rank in self._ranks}  # lost agents have no value
         if hasattr(to, "add_scalar"):
             for name, number in numbers.items():
                 to.add_scalar(name, number, step)
@@ -106,8 +107,10 @@ class Metrics(Mapping[str, Metric]):
         table = Table("", "rank 0", "mean", "worst", "of rank")
         for column in table.columns[1:]:
             column.justify = "right"
-        for name, one in self.items():
-            table.add_row(name, f"{one.rank0:.4g}", f"{one.mean:.4g}", f"{one.worst:.4g}", str(one.worst_rank))
+        for name, metric in self.items():
+            table.add_row(
+                name, f"{metric.rank0:.4g}", f"{metric.mean:.4g}", f"{metric.worst:.4g}", str(metric.worst_rank)
+            )
         return table
 
 
@@ -139,7 +142,7 @@ def metrics(
         Mismatch: Agents give different names, or different ``worst``.
     """
     ways: dict[str, Callable[..., Any]] = dict.fromkeys(values, max) | dict(worst or {})
-    wrong = [name for name, way in ways.items() if name not in values or (way is not max and way is not min)]
+    wrong = [name for name, choose in ways.items() if name not in values or (choose is not max and choose is not min)]
     if wrong or not 0 < weight < math.inf:
         raise ValueError(
             f"metrics: weight={weight} must be positive; worst may give max or min for {', '.join(values)}, and for "
@@ -149,7 +152,7 @@ def metrics(
     names = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
     numbers = [_number(values[name]) for name in sorted(values)]
     reports = _exchange(_MetricReport(names, numbers, weight), timeout)
-    for rank, theirs in ((rank, one.names) for rank, one in reports.items()):
+    for rank, theirs in ((rank, report.names) for rank, report in reports.items()):
         if theirs != names:
             ours = ", ".join(sorted(set(names) - set(theirs))) or "no more"
             others = ", ".join(sorted(set(theirs) - set(names))) or "no more"
@@ -157,11 +160,15 @@ def metrics(
                 f"metrics: the names differ: rank {agent.rank} has {ours}, where rank {rank} has {others}",
                 (agent.rank, rank),
             )
-    weights = {rank: one.weight for rank, one in reports.items()}
-    columns = {name: {rank: one.numbers[k] for rank, one in reports.items()} for k, name in enumerate(sorted(values))}
+    weights = {rank: report.weight for rank, report in reports.items()}
+    columns = {
+        name: {rank: report.numbers[k] for rank, report in reports.items()} for k, name in enumerate(sorted(values))
+    }
     found = {name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values}
-    for name, one in found.items():
-        agent.engine.training_metrics.note(name, one.values[agent.rank], one.mean, one.worst, one.worst_rank)
+    for name, metric in found.items():
+        agent.engine.training_metrics.note(
+            name, metric.values[agent.rank], metric.mean, metric.worst, metric.worst_rank
+        )
     return Metrics(found, sorted(reports))
 
 

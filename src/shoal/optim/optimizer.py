@@ -171,7 +171,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._bucket_exchange.group_as(by_count(self._names.trainable or self._names(), num_groups))
         elif groups is not None:
             self._bucket_exchange.group_as(as_given(self._names(), groups))
-        if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
+        if overlap and any(isinstance(model, DistributedDataParallel) for model in self._models):
             raise ValueError(
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
                 "them; leave overlap out, or DistributedDataParallel"
@@ -191,16 +191,16 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     def _check_needs(self, topology: nx.Graph | Schedule | None, name: str, unchecked: str | Iterable[str]) -> None:
         """Check a given topology now; otherwise the exchange checks the weights of each round."""
-        algorithm, what = self._algorithm, type(self._algorithm).__name__
+        algorithm, algorithm_name = self._algorithm, type(self._algorithm).__name__
         if current("DecentralizedOptimizer").rank == 0:
             warn_of_undeclared_needs(algorithm)
         if topology is not None:
             dimension = sum(param.numel() for param in self._names())
-            check(what, algorithm.needs, topology, dimension=dimension, unchecked=unchecked)
+            check(algorithm_name, algorithm.needs, topology, dimension=dimension, unchecked=unchecked)
             return
-        left = without(unchecked, what, algorithm.needs)
+        checked = without(unchecked, algorithm_name, algorithm.needs)
         if isinstance(algorithm, GradientDescent) and not isinstance(self._strategy, Equation):
-            needs = [need for need in left if need.name not in self._bucket_exchange.does_without]
+            needs = [need for need in checked if need.name not in self._bucket_exchange.does_without]
             self._bucket_exchange.balance = WeightChecks(f"{name} ({self._strategy.equation})", needs)
 
     # It stands for the optimizer that it wraps
@@ -288,8 +288,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         raise TypeError("a decentralized optimizer cannot be pickled or copied; save its state_dict()")
 
     def __repr__(self) -> str:
-        what = self._algorithm if isinstance(self._strategy, Equation) else self._strategy.equation
-        return f"{type(self).__name__}({what}; {self._inner!r})"
+        algorithm = self._algorithm if isinstance(self._strategy, Equation) else self._strategy.equation
+        return f"{type(self).__name__}({algorithm}; {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's. The parameters must be the model's; they are exchanged from the next round on."""
@@ -469,8 +469,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """The state for :meth:`take_over` of a joining agent. It contains no windows: all agents create them again in
         :meth:`met`.
         """
-        way = self._strategy.state() if self._bucket_exchange.in_step else {}
-        own = {"rounds": self._bucket_exchange.rounds, "passes": self._passes.kept, "way": way}
+        strategy_state = self._strategy.state() if self._bucket_exchange.in_step else {}
+        own = {"rounds": self._bucket_exchange.rounds, "passes": self._passes.kept, "way": strategy_state}
         own["layout"] = self._bucket_exchange.layout_to_keep
         return {"state": {**self._inner.state_dict(), "shoal": own}, "agreed": self._bucket_exchange.agreed}
 

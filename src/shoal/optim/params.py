@@ -48,7 +48,7 @@ class Names:
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        if not models or not all(isinstance(one, torch.nn.Module) for one in models):
+        if not models or not all(isinstance(model, torch.nn.Module) for model in models):
             raise TypeError("model must be a torch.nn.Module, or a list of them")
         self._models, self._optimizer = models, optimizer
         self._names: dict[torch.nn.Parameter, str] = {}
@@ -81,7 +81,7 @@ class Names:
     def _remember(self) -> None:
         """Note which modules and parameters the models have now."""
         modules = [module for model in self._models for module in model.modules()]
-        self._views = [view for one in modules for view in (one._parameters.values(), one._modules.values())]
+        self._views = [view for module in modules for view in (module._parameters.values(), module._modules.values())]
         self._last = [*chain.from_iterable(self._views), _END]
 
     def _are_as_remembered(self) -> bool:
@@ -170,9 +170,9 @@ class Names:
         flags = self.are_trainable()
         if 0 not in flags or all(map(is_, map(_grad, compress(self._names, map(not_, flags))), repeat(None))):
             return  # no Python code for each parameter, because every step calls this
-        left = [param for param in compress(self._names, map(not_, flags)) if param.grad is not None]
-        lost = [self._names[param] for param in left if _is_not_zero(param.grad)]
-        for param in left:
+        frozen = [param for param in compress(self._names, map(not_, flags)) if param.grad is not None]
+        lost = [self._names[param] for param in frozen if _is_not_zero(param.grad)]
+        for param in frozen:
             param.grad = None
         if lost:
             warnings.warn(
@@ -240,7 +240,7 @@ def check_that_models_agree(
     Raises:
         Mismatch: Two agents' models differ; it names the first parameter that does.
     """
-    tied = {one: f", in the memory of {params[alike[0]]}" for alike in shared for one in alike[1:]}
+    tied = {param: f", in the memory of {params[alike[0]]}" for alike in shared for param in alike[1:]}
     lines = [
         f"{called} {list(local(param).shape)} {str(param.dtype)[6:]}"
         + described(param)
@@ -325,9 +325,9 @@ def sharing(models: Sequence[torch.nn.Module], params: Iterable[Param]) -> list[
         list by itself. Each list is in the models' order.
     """
     by_storage: defaultdict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
-    for one in {one: None for model in models for one in (*model.parameters(), *model.buffers())}:
-        if not is_sharded(one) and one.layout is torch.strided and not one.is_meta and one.numel():
-            by_storage[one.device, one.untyped_storage().data_ptr()].append(one)
+    for tensor in {tensor: None for model in models for tensor in (*model.parameters(), *model.buffers())}:
+        if not is_sharded(tensor) and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append(tensor)
     number_of: dict[torch.Tensor, int] = {}
     for tensors in by_storage.values():
         for group in _overlapping(tensors) if len(tensors) > 1 else ():
@@ -346,11 +346,11 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The tensors of one storage that overlap another one, in groups."""
     groups: list[list[torch.Tensor]] = []
     end = 0
-    for begin, stop, one in sorted(((*_span(one), one) for one in tensors), key=lambda item: item[:2]):
+    for begin, stop, tensor in sorted(((*_span(tensor), tensor) for tensor in tensors), key=lambda item: item[:2]):
         if groups and begin < end:
-            groups[-1].append(one)
+            groups[-1].append(tensor)
         else:
-            groups.append([one])
+            groups.append([tensor])
         end = max(end, stop)
     return [group for group in groups if len(group) > 1]
 
@@ -411,7 +411,7 @@ def explained(error: Mismatch, operation: Operation, params: Mapping[torch.nn.Pa
         now: A byte for each of them, 1 where it was trainable.
     """
     agent, names = current("optim"), list(params.values())
-    mine = [f"{_KINDS[one]} {called!r}" for one, called in zip(now, names, strict=True)]
+    mine = [f"{_KINDS[flag]} {called!r}" for flag, called in zip(now, names, strict=True)]
     layouts = agent.engine.layout_exchange
     layouts.keep(operation, mine)
     for ranks in (error.ranks, range(agent.size)):
@@ -421,10 +421,10 @@ def explained(error: Mismatch, operation: Operation, params: Mapping[torch.nn.Pa
                 return Mismatch(f"{error}. {found}", error.ranks)
     if LAYOUT not in str(error):
         return error
-    frozen = [repr(called) for one, called in zip(now, names, strict=True) if not one]
+    frozen = [repr(called) for flag, called in zip(now, names, strict=True) if not flag]
     more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
-    what = ", ".join(frozen[:_SHOWN]) + more or "no parameters"
-    return Mismatch(f"{error}. On rank {agent.rank} {what} are frozen: {_REMEDY}", error.ranks)
+    listed = ", ".join(frozen[:_SHOWN]) + more or "no parameters"
+    return Mismatch(f"{error}. On rank {agent.rank} {listed} are frozen: {_REMEDY}", error.ranks)
 
 
 _SHOWN = 8
@@ -438,8 +438,8 @@ def difference_text(called: str, frozen_on: int, trainable_on: int) -> str:
 
 
 def _difference(here: int, mine: Sequence[str], there: int, theirs: Sequence[str], names: Sequence[str]) -> str:
-    for called, one, other in zip(names, mine, theirs, strict=False):
-        kinds = one.partition(" ")[0], other.partition(" ")[0]
+    for called, own, their in zip(names, mine, theirs, strict=False):
+        kinds = own.partition(" ")[0], their.partition(" ")[0]
         if kinds[0] != kinds[1]:
             return f"The parameter {called!r} is {kinds[0]} on rank {here} and {kinds[1]} on rank {there}: {_REMEDY}"
     return ""

@@ -62,16 +62,16 @@ def check_sharding(
         _check_place(agent, param, params[param])
     if not spread:
         return
-    what = f"{params[spread[0]]!r} is sharded over ranks {list(processes(spread[0]))}"
+    where = f"{params[spread[0]]!r} is sharded over ranks {list(processes(spread[0]))}"
     if not in_step:
         raise ValueError(
-            f"{what}, which wait for each other in every pass, and through windows each would average its part at a "
+            f"{where}, which wait for each other in every pass, and through windows each would average its part at a "
             "time of its own: a model would be of several moments at once, and what its processes hold copies of would "
             "differ. Take an optimizer that exchanges in step"
         )
     if overlap:
         raise ValueError(
-            f'overlap="backward": {what}, and when its gradient is whole is known to what has sharded it; leave '
+            f'overlap="backward": {where}, and when its gradient is whole is known to what has sharded it; leave '
             "overlap out. Adapt with combine exchanges during the whole pass"
         )
     copied = next(copies(params), None)
@@ -81,7 +81,7 @@ def check_sharding(
     if compression is not None or not by_itself:
         who = type(compression if compression is not None else algorithm).__name__
         raise ValueError(
-            f"{what}, of which each has a copy of {params[copied]!r}. {who} looks at several numbers together, and "
+            f"{where}, of which each has a copy of {params[copied]!r}. {who} looks at several numbers together, and "
             "beside it each process has others, so that the copies would differ. Take an algorithm that treats each "
             "number by itself, without compression, or shard that parameter, too"
         )
@@ -111,7 +111,7 @@ def copies(params: Named) -> Iterator[torch.nn.Parameter]:
 def _check_that_nothing_is_flat(models: Sequence[torch.nn.Module]) -> None:
     module = sys.modules.get("torch.distributed.fsdp")
     flat = getattr(module, "FullyShardedDataParallel", ())
-    if current().size > 1 and any(isinstance(one, flat) for model in models for one in model.modules()):
+    if current().size > 1 and any(isinstance(part, flat) for model in models for part in model.modules()):
         raise ValueError(
             "FullyShardedDataParallel makes one flat tensor of many parameters, and which part of it lies here cannot "
             'be seen. Take fully_shard(model, mesh=mesh["shard"]), and shoal.init(mesh=mesh["replicate"])'

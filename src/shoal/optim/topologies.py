@@ -50,8 +50,8 @@ def agent_schedule(topology: nx.Graph | Schedule, kind: CommunicationType) -> Ag
     schedule = AgentSchedule(topology, agent.machine_rank if between else agent.rank)
     wanted = agent.machines.count if between else agent.size
     if schedule.size != wanted:
-        what = "machines" if between else "agents"
-        raise ValueError(f"the topology is for {schedule.size}, and there are {wanted} {what}")
+        members = "machines" if between else "agents"
+        raise ValueError(f"the topology is for {schedule.size}, and there are {wanted} {members}")
     return schedule
 
 

@@ -129,11 +129,13 @@ class WeightChecks:
             return
         row = isinstance(sources, Mapping)
         given = sources if row else destinations
-        scaled = isinstance(destinations, Mapping) and any(abs(one - 1) > TOLERANCE for one in destinations.values())
+        scaled = isinstance(destinations, Mapping) and any(
+            abs(weight - 1) > TOLERANCE for weight in destinations.values()
+        )
         if row and scaled:
             return  # the others may scale as well, by weights that only they know
         weights = list(given.values()) if isinstance(given, Mapping) else [1.0] * len(list(given or ()))  # type: ignore[call-overload]
-        total = float(own) + sum(float(one) for one in weights)
+        total = float(own) + sum(float(weight) for weight in weights)
         if abs(total - 1) > TOLERANCE:
             need, names = (
                 (ROW_STOCHASTIC, "self_weight and src_weights")
@@ -150,12 +152,12 @@ class WeightChecks:
             need, problem = found
             self._warn(f"it needs {need.explain(problem, topology.describe())}", need)
 
-    def _warn(self, what: str, need: Need = DOUBLY_STOCHASTIC) -> None:
+    def _warn(self, problem: str, need: Need = DOUBLY_STOCHASTIC) -> None:
         self._has_warned = True
         then = "Agents then do not come to agree" if need.name == DIES_OUT else "Training then leans to some agents"
         warnings.warn(
-            f"{self._who}: {what} {then}. (unchecked={need.name!r}, or the name of another condition, says that this "
-            "is meant.)",
+            f"{self._who}: {problem} {then}. (unchecked={need.name!r}, or the name of another condition, says that "
+            "this is meant.)",
             stacklevel=2,
         )
 
@@ -180,10 +182,12 @@ def _lines(settings: Settings) -> torch.Tensor:
         if not by_hand:
             own, sources = agent.topology.mixing.self_weight, agent.topology.mixing.sources
         lines = [(_OWN, here, here, float(own or 0.0), by_hand)]
-        lines += [(_FROM, here, int(one), float(weight), by_hand) for one, weight in (sources or {}).items()]
+        lines += [
+            (_FROM, here, int(neighbour), float(weight), by_hand) for neighbour, weight in (sources or {}).items()
+        ]
         if destinations is not None:
             given = destinations if isinstance(destinations, Mapping) else dict.fromkeys(destinations, 1.0)
-            lines += [(_TO, here, int(one), float(weight), by_hand) for one, weight in given.items()]
+            lines += [(_TO, here, int(neighbour), float(weight), by_hand) for neighbour, weight in given.items()]
         if not all(0 <= line[2] < agent.size for line in lines):
             raise ValueError
         return torch.tensor(lines, dtype=torch.float64)

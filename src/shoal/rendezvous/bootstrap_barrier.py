@@ -89,7 +89,7 @@ class BootstrapBarrier:
         except DeadlineExceeded:
             raise self._too_late("place") from None
         self._complete = True
-        return [one["said"] for one in found]
+        return [publication["said"] for publication in found]
 
     @property
     def came_late(self) -> bool:
@@ -213,13 +213,13 @@ class BootstrapBarrier:
             if not over:
                 self._joined = True
                 self._set(f"place/{self._launch.rank}", place)
-                what, value = self._first("next", "place/all", "over")
-                if what == "place/all":
+                key, value = self._first("next", "place/all", "over")
+                if key == "place/all":
                     found: list[dict[str, Any]] = json.loads(value)
                     # Otherwise rank 0 has counted an earlier call of this rank, which gave up.
                     if found[self._launch.rank]["by"] == self._me:
                         return found
-                elif what == "over":
+                elif key == "over":
                     note = json.loads(value)
                     if not note["again"]:
                         raise self._failed(note)
@@ -236,8 +236,8 @@ class BootstrapBarrier:
 
     def _check_size(self) -> None:
         """Refuse a number of agents that differs from rank 0's, and notify the agents that still wait."""
-        what, place = self._first("place/0", "next", "over")
-        theirs = json.loads(place)["of"] if what == "place/0" else self._launch.size
+        key, place = self._first("place/0", "next", "over")
+        theirs = json.loads(place)["of"] if key == "place/0" else self._launch.size
         if theirs != self._launch.size:
             # The error ends an attempt that still waits. A complete one continues without this agent.
             self._joined = not self.store.has(self._key("place/all"))
@@ -310,8 +310,8 @@ class BootstrapBarrier:
             )
 
     def _await(self, key: str) -> bytes:
-        what, value = self._first(key, "over")
-        if what == key:
+        arrived, value = self._first(key, "over")
+        if arrived == key:
             return value
         raise self._failed(json.loads(value))
 
@@ -397,7 +397,8 @@ class BootstrapBarrier:
         with contextlib.suppress(ShoalError, OSError, RuntimeError):
             others = [other for other in range(self._launch.begins) if other != self._launch.rank]
             here = [other for other in others if self.store.has(self._key(f"{key}/{other}"))]
-            return [one for one in others if one not in here], [one for one in here if not self._has_joined(one, key)]
+            absent = [other for other in others if other not in here]
+            return absent, [other for other in here if not self._has_joined(other, key)]
         return [], []
 
 

@@ -67,7 +67,7 @@ class Invitation:
             ValueError, TypeError: The text is malformed.
         """
         data, proof = json.loads(text)
-        room = cls(str(data["name"]), *(int(data[one.name]) for one in fields(cls)[1:]))
+        room = cls(str(data["name"]), *(int(data[field.name]) for field in fields(cls)[1:]))
         given = config.read(environ).secret
         secret = given or _secret_in(room.pid, room.descriptor)
         if not secret:

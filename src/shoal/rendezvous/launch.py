@@ -349,9 +349,9 @@ def _address(
     if port is None and job:
         port = derived_port(job)
     if host is None or port is None:
-        what = "the host of rank 0" if host is None else "a port"
+        missing = "the host of rank 0" if host is None else "a port"
         raise ValueError(
-            f"{size} agents, but {what} cannot be derived from the launcher's variables: set "
+            f"{size} agents, but {missing} cannot be derived from the launcher's variables: set "
             f"SHOAL_RENDEZVOUS=host:port to rank 0's host and a free port there ({how}), the same for every agent"
         )
     return host, port

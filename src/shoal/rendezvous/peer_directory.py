@@ -46,12 +46,12 @@ class PeerDirectory(NamedTuple):
     @property
     def places(self) -> list[PeerId]:
         """The addresses of the agents, by rank."""
-        return [PeerId(**one["place"]) for one in self.published]
+        return [PeerId(**agent["place"]) for agent in self.published]
 
     @property
     def endpoints(self) -> list[Endpoint]:
         """The endpoints on which the agents listen, by rank."""
-        return [Endpoint(**one["endpoint"]) for one in self.reached_from]
+        return [Endpoint(**agent["endpoint"]) for agent in self.reached_from]
 
     def written(self) -> bytes:
         """The directory as bytes, for agents that join later and know the given secret."""
@@ -115,14 +115,14 @@ def directory(store: Store, launch: Launch, deadline: float, secret: str) -> Pee
 def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
     """Wait for the directory: joining agents may start before the first agents have met."""
     try:
-        what, text = store.first([DIRECTORY, LOST], deadline)
+        key, text = store.first([DIRECTORY, LOST], deadline)
     except DeadlineExceeded:
         raise DeadlineExceeded(
             f"shoal.init() on rank {launch.rank}: the agents that the run begins with have not met in time; "
             "SHOAL_TIMEOUT sets how long to wait",
             tuple(range(launch.begins)),
         ) from None
-    if what == LOST:
+    if key == LOST:
         raise ended_before(launch.rank, text)
     return text
 
@@ -186,7 +186,7 @@ def introduce(
     answers = meeting.gather(ENDPOINT, mine)
     if given:
         _check_proofs(given, meeting.attempt, launch, found, answers)
-    elif signed := [rank for rank, one in enumerate(answers) if "proof" in one]:
+    elif signed := [rank for rank, answer in enumerate(answers) if "proof" in answer]:
         raise Mismatch(
             f"shoal.init() on rank {launch.rank}: ranks {signed} were given a secret and this one was not; set the "
             "same SHOAL_SECRET for all agents, or for none",
@@ -205,9 +205,9 @@ def _check_proofs(
 ) -> None:
     """Raise Mismatch for agents whose data have no valid signature."""
     unproven = []
-    for rank, one in enumerate(answers):
-        proof = _proof(given, attempt, rank, found, one.get("endpoint"))
-        if not hmac.compare_digest(str(one.get("proof")).encode(), proof.encode()):
+    for rank, answer in enumerate(answers):
+        proof = _proof(given, attempt, rank, found, answer.get("endpoint"))
+        if not hmac.compare_digest(str(answer.get("proof")).encode(), proof.encode()):
             unproven.append(rank)
     # No signature covers the length of the list: another process could leave out the last agents.
     if unproven or len(answers) != launch.begins:
@@ -227,7 +227,7 @@ def _proof(secret: bytes, attempt: str, rank: int, found: list[dict[str, Any]], 
     return _digest(secret, "shoal endpoint", attempt, rank, found, endpoint).hex()
 
 
-def _digest(secret: bytes, what: str, attempt: str, *parts: Any) -> bytes:
+def _digest(secret: bytes, purpose: str, attempt: str, *parts: Any) -> bytes:
     # Sorted: equal data must give equal bytes on all agents, in whatever order their keys were added.
-    text = json.dumps([what, attempt, *parts], sort_keys=True)
+    text = json.dumps([purpose, attempt, *parts], sort_keys=True)
     return hmac.digest(secret, text.encode(), "sha256")

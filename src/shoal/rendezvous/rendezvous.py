@@ -212,7 +212,7 @@ def _await_server(launch: Launch, deadline: float) -> str:
     """
     host, port = cast(str, launch.host), cast(int, launch.port)
     server = "the launcher serves" if launch.store_is_served else "rank 0 hosts"
-    what = f"the rendezvous store that {server} at {join_address(host, port)}"
+    store = f"the rendezvous store that {server} at {join_address(host, port)}"
     begun = clock.monotonic()
     report_at = begun + REPORT_AFTER
     seconds = 0.01
@@ -238,7 +238,7 @@ def _await_server(launch: Launch, deadline: float) -> str:
                 "Check that a launcher was started with --node-rank 0" if launch.store_is_served else "Check that it"
             )
             raise DeadlineExceeded(
-                f"rank {launch.rank} could not reach {what} ({problem}). {served} and still runs, that {host} is its "
+                f"rank {launch.rank} could not reach {store} ({problem}). {served} and still runs, that {host} is its "
                 "machine, and that no firewall closes the port; SHOAL_RENDEZVOUS=host:port chooses another",
                 () if launch.store_is_served else (0,),
             )
@@ -248,7 +248,7 @@ def _await_server(launch: Launch, deadline: float) -> str:
                 "shoal.init() on rank %d has waited %.0f s for %s (%s); it gives up after %.0f s",
                 launch.rank,
                 now - begun,
-                what,
+                store,
                 problem,
                 deadline - begun,
             )
@@ -345,7 +345,7 @@ def _own_address(host: str) -> str:
     if host == "localhost":  # every client of this name is on this machine
         return LOOPBACK if LOOPBACK in found or not found else found[0]
     # A name with several addresses may resolve differently elsewhere, so the address that others use is unknown.
-    beyond = {one for one in found if given or not is_loopback(one)}
+    beyond = {address for address in found if given or not is_loopback(address)}
     if len(beyond) != 1:
         return ""
     [address] = beyond
@@ -356,6 +356,6 @@ def _own_address(host: str) -> str:
 
 def _addresses_of(name: str) -> list[str]:
     try:
-        return [text_of(one[4]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]  # type: ignore[arg-type]
+        return [text_of(info[4]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]  # type: ignore[arg-type]
     except (OSError, UnicodeError):
         return []

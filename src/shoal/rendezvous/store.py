@@ -187,14 +187,18 @@ class TcpStore:
 
     def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
         seconds = _FIRST_PAUSE
-        what = f"get {keys[0]!r} from {self._name}"
+        action = f"get {keys[0]!r} from {self._name}"
         while True:
             for place, key in enumerate(keys):
-                if self._call(partial(self._check, key), what, deadline):
+                if self._call(partial(self._check, key), action, deadline):
                     # An earlier key may have been set after it was checked, and before this one was set.
-                    before = (one for one in keys[:place] if self._call(partial(self._check, one), what, deadline))
+                    before = (
+                        earlier
+                        for earlier in keys[:place]
+                        if self._call(partial(self._check, earlier), action, deadline)
+                    )
                     key = next(before, key)
-                    return key, self._call(partial(self._get, key), what, deadline)
+                    return key, self._call(partial(self._get, key), action, deadline)
             remaining = deadline - clock.monotonic()
             if remaining <= 0:
                 raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in {self._name} in time")
@@ -211,8 +215,8 @@ class TcpStore:
         return self._store.get(self._prefix + key)
 
     def add(self, key: str, amount: int) -> int:
-        what = f"add to {key!r} in {self._name}"
-        return self._call(lambda: int(self._store.add(self._prefix + key, amount)), what)
+        action = f"add to {key!r} in {self._name}"
+        return self._call(lambda: int(self._store.add(self._prefix + key, amount)), action)
 
     def swap(self, key: str, old: bytes, new: bytes) -> bytes:
         """Set ``key`` to ``new`` if its value is ``old``. Returns the value afterwards."""
@@ -238,9 +242,9 @@ class TcpStore:
     def _adopt(self, native: NativeStore) -> None:
         self._native = native
 
-    def _call(self, function: Callable[[], T], what: str, deadline: float | None = None) -> T:
+    def _call(self, function: Callable[[], T], action: str, deadline: float | None = None) -> T:
         if not self._thread.is_alive():
-            raise RuntimeError(f"cannot {what}: it is closed")
+            raise RuntimeError(f"cannot {action}: it is closed")
         if deadline is None:
             deadline = max(self._deadline, clock.monotonic() + LEAST_SECONDS)
         answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
@@ -252,16 +256,16 @@ class TcpStore:
             except queue.Empty:
                 continue
             if error is not None:
-                raise self._explained(error, what) from error
+                raise self._explained(error, action) from error
             return cast(T, result)
-        raise DeadlineExceeded(f"could not {what} in time: no answer", self._server_ranks)
+        raise DeadlineExceeded(f"could not {action} in time: no answer", self._server_ranks)
 
-    def _explained(self, error: BaseException, what: str) -> BaseException:
+    def _explained(self, error: BaseException, action: str) -> BaseException:
         import torch.distributed
 
         if isinstance(error, torch.distributed.DistNetworkError):
-            return PeerLost(f"could not {what}: its server is gone ({error})", self._server_ranks)
-        return RuntimeError(f"could not {what}: {error}")
+            return PeerLost(f"could not {action}: its server is gone ({error})", self._server_ranks)
+        return RuntimeError(f"could not {action}: {error}")
 
     def _serve_calls(self) -> None:
         while True:

@@ -99,13 +99,13 @@ def scan(data: bytearray) -> Iterator[int]:
                 raise InvalidRequest
             end += LENGTH.size
             fields = chain.from_iterable(repeat(_REPEATED[shape], count))
-        for one in fields:
-            size = _SIZES.get(one, 0)
+        for field in fields:
+            size = _SIZES.get(field, 0)
             if not size:
                 while len(data) < end + LENGTH.size:
                     yield 0
                 [length] = LENGTH.unpack_from(data, end)
-                if length > _LIMITS[one]:
+                if length > _LIMITS[field]:
                     raise InvalidRequest
                 size = LENGTH.size + length
             end += size

@@ -129,13 +129,13 @@ class StoreServer:
             StoreRequest.ADD: self._add,
             StoreRequest.CHECK: self._check,
             StoreRequest.WAIT: self._wait,
-            StoreRequest.NUM_KEYS: lambda one, _: self._send(one, INT.pack(len(self._values))),
+            StoreRequest.NUM_KEYS: lambda client, _: self._send(client, INT.pack(len(self._values))),
             StoreRequest.DELETE_KEY: self._delete,
             StoreRequest.APPEND: self._append,
             StoreRequest.MULTI_GET: self._multi_get,
             StoreRequest.MULTI_SET: self._multi_set,
             StoreRequest.CANCEL_WAIT: self._cancel_wait,
-            StoreRequest.PING: lambda one, arguments: self._send(one, arguments.word()),
+            StoreRequest.PING: lambda client, arguments: self._send(client, arguments.word()),
             StoreRequest.QUEUE_PUSH: self._queue_push,
             StoreRequest.QUEUE_POP: self._queue_pop,
             StoreRequest.QUEUE_LEN: self._queue_len,
@@ -184,8 +184,8 @@ class StoreServer:
                 self._has_ended = True
 
     def close(self) -> None:
-        for one in list(self._connections):
-            self._close(one)
+        for client in list(self._connections):
+            self._close(client)
         self._selector.close()
         self._listener.close()
 
@@ -208,9 +208,9 @@ class StoreServer:
         except (OSError, InvalidRequest):
             sock.close()
             return
-        one = _StoreConnection(sock, quota)
-        self._connections.add(one)
-        self._selector.register(sock, selectors.EVENT_READ, one)
+        client = _StoreConnection(sock, quota)
+        self._connections.add(client)
+        self._selector.register(sock, selectors.EVENT_READ, client)
 
     def _quota_of(self, sock: socket.socket) -> _Quota:
         peer, own = address_of(sock.getpeername()), address_of(sock.getsockname())
@@ -228,88 +228,88 @@ class StoreServer:
             self._sources[source] = _Quota(LOCAL_QUOTA if is_local else REMOTE_QUOTA, self._total)
         return self._sources[source]
 
-    def _close(self, one: _StoreConnection) -> None:
-        self._connections.discard(one)
-        self._stop_waiting(one)
-        self._selector.unregister(one.sock)
-        one.sock.close()
-        one.quota.release(CONNECTION_COST + len(one.inbox) + one.unsent)
+    def _close(self, client: _StoreConnection) -> None:
+        self._connections.discard(client)
+        self._stop_waiting(client)
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        client.quota.release(CONNECTION_COST + len(client.inbox) + client.unsent)
 
-    def _serve(self, one: _StoreConnection, mask: int) -> None:
+    def _serve(self, client: _StoreConnection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
-                self._flush(one)
+                self._flush(client)
             if mask & selectors.EVENT_READ:
-                self._read(one)
-            self._answer(one)
+                self._read(client)
+            self._answer(client)
         except Exception:  # refused, disconnected, or out of memory: other clients must still be served
-            self._close(one)
+            self._close(client)
 
-    def _read(self, one: _StoreConnection) -> None:
+    def _read(self, client: _StoreConnection) -> None:
         with contextlib.suppress(BlockingIOError):
-            data = one.sock.recv(_CHUNK)
+            data = client.sock.recv(_CHUNK)
             if not data:
                 raise InvalidRequest
             # Before the bytes are kept: `_close` releases as many as the inbox has.
-            one.quota.acquire(len(data))
-            one.inbox += data
+            client.quota.acquire(len(data))
+            client.inbox += data
 
-    def _answer(self, one: _StoreConnection) -> None:
+    def _answer(self, client: _StoreConnection) -> None:
         """Answer all complete requests, while the client reads the answers."""
-        while one.inbox and one.unsent <= _MOST_WAITING:
-            one.scan = one.scan or scan(one.inbox)
-            size = next(one.scan)
+        while client.inbox and client.unsent <= _MOST_WAITING:
+            client.scan = client.scan or scan(client.inbox)
+            size = next(client.scan)
             if not size:
                 break
-            one.scan = None
-            request, arguments = one.inbox[0], Arguments(one.inbox)
-            if one.is_valid and request in self._handlers:
-                self._handlers[request](one, arguments)
+            client.scan = None
+            request, arguments = client.inbox[0], Arguments(client.inbox)
+            if client.is_valid and request in self._handlers:
+                self._handlers[request](client, arguments)
             else:
-                self._validate(one, request, arguments)
-            del one.inbox[:size]
-            one.quota.release(size)
-        self._flush(one)
+                self._validate(client, request, arguments)
+            del client.inbox[:size]
+            client.quota.release(size)
+        self._flush(client)
 
-    def _validate(self, one: _StoreConnection, request: int, arguments: Arguments) -> None:
+    def _validate(self, client: _StoreConnection, request: int, arguments: Arguments) -> None:
         """Check the first request of torch's clients, which must precede all others."""
-        if one.is_valid or request != StoreRequest.VALIDATE or arguments.word() != WORD.pack(_MAGIC):
+        if client.is_valid or request != StoreRequest.VALIDATE or arguments.word() != WORD.pack(_MAGIC):
             raise InvalidRequest
-        one.is_valid = True
+        client.is_valid = True
 
-    def _send(self, one: _StoreConnection, *parts: bytes) -> None:
+    def _send(self, client: _StoreConnection, *parts: bytes) -> None:
         for part in parts:
             if part:
-                one.quota.acquire(len(part) + PART_COST)
-                one.unsent += len(part) + PART_COST
-                one.outbox.append(memoryview(part))
+                client.quota.acquire(len(part) + PART_COST)
+                client.unsent += len(part) + PART_COST
+                client.outbox.append(memoryview(part))
 
-    def _flush(self, one: _StoreConnection) -> None:
+    def _flush(self, client: _StoreConnection) -> None:
         with contextlib.suppress(BlockingIOError):
-            while one.outbox:
-                part = one.outbox[0]
-                sent = one.sock.send(part)
-                one.outbox[0] = part[sent:]
+            while client.outbox:
+                part = client.outbox[0]
+                sent = client.sock.send(part)
+                client.outbox[0] = part[sent:]
                 taken = sent
                 if sent == len(part):
-                    one.outbox.popleft()
+                    client.outbox.popleft()
                     taken += PART_COST
-                one.unsent -= taken
-                one.quota.release(taken)
+                client.unsent -= taken
+                client.quota.release(taken)
         # Unread answers of a client must not grow: its next requests wait until it has read them.
-        reads = selectors.EVENT_READ if one.unsent <= _MOST_WAITING else 0
-        events = reads | (selectors.EVENT_WRITE if one.outbox else 0)
-        if events != one.events:
-            one.events = events
-            self._selector.modify(one.sock, events, one)
+        reads = selectors.EVENT_READ if client.unsent <= _MOST_WAITING else 0
+        events = reads | (selectors.EVENT_WRITE if client.outbox else 0)
+        if events != client.events:
+            client.events = events
+            self._selector.modify(client.sock, events, client)
 
-    def _reply_later(self, one: _StoreConnection, *parts: bytes) -> None:
+    def _reply_later(self, client: _StoreConnection, *parts: bytes) -> None:
         """Answer an earlier request of a client, while the request of another client is served."""
         try:
-            self._send(one, *parts)
-            self._flush(one)
+            self._send(client, *parts)
+            self._flush(client)
         except (InvalidRequest, OSError):
-            self._close(one)
+            self._close(client)
 
     # Values
 
@@ -319,8 +319,8 @@ class StoreServer:
         quota.acquire(cost)
         self._forget(key)
         self._values[key] = _Value(data, quota, cost)
-        for one in self._waiting.pop(key, []):
-            self._arrived(one, key)
+        for client in self._waiting.pop(key, []):
+            self._arrived(client, key)
 
     def _forget(self, key: bytes) -> bool:
         old = self._values.pop(key, None)
@@ -334,30 +334,30 @@ class StoreServer:
     def _has(self, key: bytes) -> bool:
         return key in self._values or bool(self._queues.get(key))
 
-    def _set(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _set(self, client: _StoreConnection, arguments: Arguments) -> None:
         key, data = arguments.text(), arguments.text()
-        self._put(key, data, one.quota)
+        self._put(key, data, client.quota)
 
-    def _compare_set(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _compare_set(self, client: _StoreConnection, arguments: Arguments) -> None:
         key, expected, desired = arguments.text(), arguments.text(), arguments.text()
         if key not in self._values and expected:
-            self._send_value(one, expected)
+            self._send_value(client, expected)
             return
         if self._value(key) == expected:
-            self._put(key, desired, one.quota)
-        self._send_value(one, self._value(key))
+            self._put(key, desired, client.quota)
+        self._send_value(client, self._value(key))
 
-    def _send_value(self, one: _StoreConnection, data: bytes) -> None:
-        self._send(one, LENGTH.pack(len(data)), data)
+    def _send_value(self, client: _StoreConnection, data: bytes) -> None:
+        self._send(client, LENGTH.pack(len(data)), data)
 
-    def _get(self, one: _StoreConnection, arguments: Arguments) -> None:
-        self._send_value(one, self._value(arguments.text()))
+    def _get(self, client: _StoreConnection, arguments: Arguments) -> None:
+        self._send_value(client, self._value(arguments.text()))
 
-    def _add(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _add(self, client: _StoreConnection, arguments: Arguments) -> None:
         key, amount = arguments.text(), arguments.number()
         count = self._count(key, amount)
-        self._put(key, str(count).encode(), one.quota)
-        self._send(one, INT.pack(count))
+        self._put(key, str(count).encode(), client.quota)
+        self._send(client, INT.pack(count))
 
     def _count(self, key: bytes, amount: int) -> int:
         """The value of a counter after an amount is added."""
@@ -368,113 +368,113 @@ class StoreServer:
             raise InvalidRequest from None
         return count
 
-    def _check(self, one: _StoreConnection, arguments: Arguments) -> None:
-        self._send(one, _READY if all(map(self._has, arguments.texts())) else _NOT_READY)
+    def _check(self, client: _StoreConnection, arguments: Arguments) -> None:
+        self._send(client, _READY if all(map(self._has, arguments.texts())) else _NOT_READY)
 
-    def _delete(self, one: _StoreConnection, arguments: Arguments) -> None:
-        self._send(one, INT.pack(self._forget(arguments.text())))
+    def _delete(self, client: _StoreConnection, arguments: Arguments) -> None:
+        self._send(client, INT.pack(self._forget(arguments.text())))
 
-    def _append(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _append(self, client: _StoreConnection, arguments: Arguments) -> None:
         key, data = arguments.text(), arguments.text()
-        self._put(key, self._value(key) + data, one.quota)
+        self._put(key, self._value(key) + data, client.quota)
 
-    def _multi_get(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _multi_get(self, client: _StoreConnection, arguments: Arguments) -> None:
         for key in arguments.texts():
-            self._send_value(one, self._value(key))
+            self._send_value(client, self._value(key))
 
-    def _multi_set(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _multi_set(self, client: _StoreConnection, arguments: Arguments) -> None:
         for key, data in [(arguments.text(), arguments.text()) for _ in range(arguments.count())]:
-            self._put(key, data, one.quota)
+            self._put(key, data, client.quota)
 
-    def _list_keys(self, one: _StoreConnection, arguments: Arguments) -> None:
-        self._send(one, INT.pack(len(self._values)))
+    def _list_keys(self, client: _StoreConnection, arguments: Arguments) -> None:
+        self._send(client, INT.pack(len(self._values)))
         for key in self._values:
-            self._send_value(one, key)
+            self._send_value(client, key)
 
     # Waiting
 
-    def _wait(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _wait(self, client: _StoreConnection, arguments: Arguments) -> None:
         missing = {key for key in arguments.texts() if not self._has(key)}
         if not missing:
-            self._send(one, _STOP_WAITING)
+            self._send(client, _STOP_WAITING)
             return
-        self._stop_waiting(one)
+        self._stop_waiting(client)
         cost = sum(len(key) + KEY_COST for key in missing)
-        one.quota.acquire(cost)
-        one.awaited, one.awaited_cost = missing, cost
+        client.quota.acquire(cost)
+        client.awaited, client.awaited_cost = missing, cost
         for key in missing:
-            self._waiting.setdefault(key, []).append(one)
+            self._waiting.setdefault(key, []).append(client)
 
-    def _arrived(self, one: _StoreConnection, key: bytes) -> None:
-        one.awaited.discard(key)
-        if not one.awaited:
-            self._stop_waiting(one)
-            self._reply_later(one, _STOP_WAITING)
+    def _arrived(self, client: _StoreConnection, key: bytes) -> None:
+        client.awaited.discard(key)
+        if not client.awaited:
+            self._stop_waiting(client)
+            self._reply_later(client, _STOP_WAITING)
 
-    def _cancel_wait(self, one: _StoreConnection, arguments: Arguments) -> None:
-        self._stop_waiting(one)
-        self._send(one, _WAIT_CANCELED)
+    def _cancel_wait(self, client: _StoreConnection, arguments: Arguments) -> None:
+        self._stop_waiting(client)
+        self._send(client, _WAIT_CANCELED)
 
-    def _stop_waiting(self, one: _StoreConnection) -> None:
-        for key in one.awaited:
-            self._leave(self._waiting, key, one)
-        one.quota.release(one.awaited_cost)
-        one.awaited, one.awaited_cost = set(), 0
-        if one.barrier is not None:
-            self._leave(self._barriers, one.barrier, one)
-            one.barrier = None
+    def _stop_waiting(self, client: _StoreConnection) -> None:
+        for key in client.awaited:
+            self._leave(self._waiting, key, client)
+        client.quota.release(client.awaited_cost)
+        client.awaited, client.awaited_cost = set(), 0
+        if client.barrier is not None:
+            self._leave(self._barriers, client.barrier, client)
+            client.barrier = None
 
     @staticmethod
-    def _leave(table: dict[bytes, list[_StoreConnection]], key: bytes, one: _StoreConnection) -> None:
-        others = [other for other in table.get(key, []) if other is not one]
+    def _leave(table: dict[bytes, list[_StoreConnection]], key: bytes, client: _StoreConnection) -> None:
+        others = [other for other in table.get(key, []) if other is not client]
         if others:
             table[key] = others
         else:
             table.pop(key, None)
 
-    def _barrier(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _barrier(self, client: _StoreConnection, arguments: Arguments) -> None:
         """Count an arrival at a barrier in the key's value, and release all clients at the last one."""
         key, size = arguments.text(), arguments.number()
-        self._stop_waiting(one)
+        self._stop_waiting(client)
         count = self._count(key, 1)
-        self._put(key, str(count).encode(), one.quota)
+        self._put(key, str(count).encode(), client.quota)
         if count < size:
-            one.barrier = key
-            self._barriers.setdefault(key, []).append(one)
+            client.barrier = key
+            self._barriers.setdefault(key, []).append(client)
             return
         for other in self._barriers.pop(key, []):
             other.barrier = None
             self._reply_later(other, _STOP_WAITING)
-        self._send(one, _STOP_WAITING)
+        self._send(client, _STOP_WAITING)
 
     # Queues
 
-    def _queue_push(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _queue_push(self, client: _StoreConnection, arguments: Arguments) -> None:
         key, data = arguments.text(), arguments.text()
         cost = len(key) + len(data) + KEY_COST
-        one.quota.acquire(cost)
-        self._queues.setdefault(key, deque()).append(_Value(data, one.quota, cost))
+        client.quota.acquire(cost)
+        self._queues.setdefault(key, deque()).append(_Value(data, client.quota, cost))
         waiting = self._waiting.get(key)
         if waiting:
             first = waiting[0]
             self._leave(self._waiting, key, first)
             self._arrived(first, key)
 
-    def _queue_pop(self, one: _StoreConnection, arguments: Arguments) -> None:
+    def _queue_pop(self, client: _StoreConnection, arguments: Arguments) -> None:
         key = arguments.text()
         queue = self._queues.get(key)
         if not queue:
-            self._send(one, INT.pack(0))
+            self._send(client, INT.pack(0))
             return
         first = queue.popleft()
         if not queue:
             del self._queues[key]
         first.quota.release(first.cost)
-        self._send(one, INT.pack(1))
-        self._send_value(one, first.data)
+        self._send(client, INT.pack(1))
+        self._send_value(client, first.data)
 
-    def _queue_len(self, one: _StoreConnection, arguments: Arguments) -> None:
-        self._send(one, INT.pack(len(self._queues.get(arguments.text(), ()))))
+    def _queue_len(self, client: _StoreConnection, arguments: Arguments) -> None:
+        self._send(client, INT.pack(len(self._queues.get(arguments.text(), ()))))
 
 
 class ThreadedServer:

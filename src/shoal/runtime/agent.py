@@ -257,22 +257,22 @@ def process_context() -> AgentContext:
     return _process_context
 
 
-def enter_context(one: AgentContext) -> None:
+def enter_context(context: AgentContext) -> None:
     """Set the caller's context to an agent of a fleet."""
-    _context.set(one)
+    _context.set(context)
 
 
-def current(what: str = "this") -> Agent:
+def current(caller: str = "this") -> Agent:
     """The caller's agent. Raises :class:`~shoal.NotInitialized` if there is none."""
     mine = _context.get(_process_context)
     agent = mine.agent
     if agent is None and mine.forked_from is not None:
         raise NotInitialized(
-            f"{what} needs an agent, and this process is none: it was forked from that of rank {mine.forked_from[0]}. "
-            "Communicate in the process that called shoal.init()"
+            f"{caller} needs an agent, and this process is none: it was forked from that of rank "
+            f"{mine.forked_from[0]}. Communicate in the process that called shoal.init()"
         )
     if agent is None:
-        raise NotInitialized(f"{what} needs an agent: call shoal.init() first (after shoal.shutdown(), again)")
+        raise NotInitialized(f"{caller} needs an agent: call shoal.init() first (after shoal.shutdown(), again)")
     return agent
 
 

@@ -274,8 +274,8 @@ def _process_group(mine: AgentContext, config: Config, launch: Launch, forced: s
 
 
 def _listen(engine: Engine, config: Config, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:
-    reached = [one["reached"] for one in found]
-    places = [PeerId(**one["place"]) for one in found]
+    reached = [answer["reached"] for answer in found]
+    places = [PeerId(**answer["place"]) for answer in found]
     ports = parse_ports("SHOAL_PORTS", config.ports)
     return engine.listen(places, forced, config.interface, launch.host or "", reached, ports)
 
@@ -361,7 +361,7 @@ def _await_all(agent: Agent, deadline: float) -> None:
 
 def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:
     for name, value in alike.items():
-        others = [rank for rank, one in enumerate(found) if "alike" in one and one["alike"].get(name) != value]
+        others = [rank for rank, answer in enumerate(found) if "alike" in answer and answer["alike"].get(name) != value]
         if others:
             there = found[others[0]]["alike"].get(name)
             raise Mismatch(
@@ -373,14 +373,14 @@ def _check_room(mine: AgentContext, config: Config, launch: Launch, on_loss: str
     """Refuse a job that other agents may join, if its settings allow no joining."""
     if launch.begins == launch.size:
         return
-    what = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
+    intent = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
     if on_loss != CONTINUE:
-        raise ValueError(f"{what}, and with on_loss={on_loss!r} nobody could: set SHOAL_ON_LOSS=continue")
+        raise ValueError(f"{intent}, and with on_loss={on_loss!r} nobody could: set SHOAL_ON_LOSS=continue")
     if not config.secret:
-        raise ValueError(f"{what}: they prove with SHOAL_SECRET that they belong to the job; set it for all agents")
+        raise ValueError(f"{intent}: they prove with SHOAL_SECRET that they belong to the job; set it for all agents")
     if not launch.store_is_served:
         raise ValueError(
-            f"{what}: they look for the others in a store that stays, as `shoal run --max-agents` serves one"
+            f"{intent}: they look for the others in a store that stays, as `shoal run --max-agents` serves one"
         )
     if launch.joins and mine.has_met:
         raise ShoalError(

@@ -96,8 +96,8 @@ class Fleet:
             AgentContext(_launch(rank, self.size), store, self._transport, self._per_machine)
             for rank in range(self.size)
         ]
-        for one in contexts:
-            one.timeout = self._timeout
+        for context in contexts:
+            context.timeout = self._timeout
         return _FleetRun(function, args, kwargs, contexts, store).results()
 
 
@@ -214,8 +214,8 @@ class _FleetRun:
             inside = list(self._inside)
         self._ended.set()
         self._store.abort(lost)
-        for other, one in enumerate(self._contexts):
-            engine = one.engine
+        for other, context in enumerate(self._contexts):
+            engine = context.engine
             if other != rank and engine is not None:
                 engine.abort(lost)
         for run in inside:

@@ -212,7 +212,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> to
     deleted.
     """
     given: Iterable[object] = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
-    dimensions = tuple(as_int(one, "empty(): a dimension") for one in given)
+    dimensions = tuple(as_int(size, "empty(): a dimension") for size in given)
     if min(dimensions, default=0) < 0:
         raise ValueError(f"empty(): shape {list(dimensions)} has a negative dimension")
     return current("empty()").engine.shared_memory(dimensions, dtype)

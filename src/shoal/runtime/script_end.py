@@ -65,13 +65,14 @@ def _cause(error: BaseException, kind: type[E]) -> E | None:
     seen: set[int] = set()
     rest: list[BaseException | None] = [error]
     while rest:
-        one = rest.pop()
-        if one is None or id(one) in seen:
+        current = rest.pop()
+        if current is None or id(current) in seen:
             continue
-        if isinstance(one, kind):
-            return one
-        seen.add(id(one))
-        rest += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]  # members of an exception group
+        if isinstance(current, kind):
+            return current
+        seen.add(id(current))
+        members = getattr(current, "exceptions", ())  # of an exception group
+        rest += [current.__cause__, current.__context__, *members]
     return None
 
 

@@ -99,7 +99,7 @@ class NetworkGradient(Gradient):
         inputs = samples.inputs[chosen.to(samples.inputs.device)]
         inputs = augmented(samples.augment, inputs, mix, agents)
         targets = samples.targets[chosen.to(samples.targets.device)]
-        of_agents = (one.reshape(agents, size, *one.shape[1:]) for one in (inputs, targets))
+        of_agents = (tensor.reshape(agents, size, *tensor.shape[1:]) for tensor in (inputs, targets))
         self._sample = next(of_agents), next(of_agents)
 
     def _of_sample(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,8 +120,8 @@ class NetworkGradient(Gradient):
 
         # The transforms may not change their arguments in place, so they get copies and return them.
         found, after = vmap(grad(loss, has_aux=True))(x, inputs, targets, _copied(statistics))
-        for name, one in after.items():
-            statistics[name].copy_(one)
+        for name, value in after.items():
+            statistics[name].copy_(value)
         gradients: torch.Tensor = found
         return gradients
 
@@ -169,7 +169,7 @@ def each_row(function: Callable[..., torch.Tensor], vectorize: bool) -> Callable
 
     def one_by_one(*arguments: torch.Tensor | Statistics) -> torch.Tensor:
         def of(rank: int) -> list[torch.Tensor | Statistics]:
-            return [_row(one, rank) if isinstance(one, Mapping) else one[rank] for one in arguments]
+            return [_row(argument, rank) if isinstance(argument, Mapping) else argument[rank] for argument in arguments]
 
         return torch.stack([function(*of(rank)) for rank in range(len(arguments[0]))])
 
@@ -177,11 +177,11 @@ def each_row(function: Callable[..., torch.Tensor], vectorize: bool) -> Callable
 
 
 def _row(statistics: Statistics, rank: int) -> Statistics:
-    return {name: one[rank] for name, one in statistics.items()}
+    return {name: value[rank] for name, value in statistics.items()}
 
 
 def _copied(statistics: Statistics) -> Statistics:
-    return {name: one.clone() for name, one in statistics.items()}
+    return {name: value.clone() for name, value in statistics.items()}
 
 
 class StackedModel:
@@ -217,7 +217,7 @@ class StackedModel:
         self._vectorize = not (convolves and next(module.parameters()).is_cpu)
         self.size, self.dimension = size, self._template.dimension
         self.statistics = {
-            name: one.expand(size, *one.shape).clone() for name, one in self._template.statistics.items()
+            name: value.expand(size, *value.shape).clone() for name, value in self._template.statistics.items()
         }
         flat = self._template.flatten(dict(module.named_parameters())).detach()
         self.start = flat.repeat(size, 1) if seed is None else _drawn(self._template, size, seed)
@@ -285,7 +285,7 @@ class StackedModel:
         if self.statistics and len(x) not in (1, self.size):
             raise ValueError(f"{len(x)} rows of parameters: there are statistics of {self.size} agents, and their mean")
         alone = self.statistics and len(x) != self.size
-        means = {name: one.unsqueeze(0) for name, one in self._statistics_of(None).items()} if alone else {}
+        means = {name: value.unsqueeze(0) for name, value in self._statistics_of(None).items()} if alone else {}
         with torch.no_grad():
             return each_row(self._evaluation.call, self._vectorize)(x, inputs, means or self.statistics)
 
@@ -309,12 +309,14 @@ class StackedModel:
     def _statistics_of(self, rank: int | None) -> Statistics:
         """An agent's, or the mean over agents; counters of batches are equal on all."""
         if rank is not None:
-            return {name: one[rank] for name, one in self.statistics.items()}
-        return {name: one.mean(0) if one.is_floating_point() else one[0] for name, one in self.statistics.items()}
+            return {name: value[rank] for name, value in self.statistics.items()}
+        return {
+            name: value.mean(0) if value.is_floating_point() else value[0] for name, value in self.statistics.items()
+        }
 
     def _reset_statistics(self) -> None:
-        for name, one in self._template.statistics.items():
-            self.statistics[name].copy_(one.expand_as(self.statistics[name]))
+        for name, value in self._template.statistics.items():
+            self.statistics[name].copy_(value.expand_as(self.statistics[name]))
 
 
 def loss_of(module: nn.Module, criterion: Criterion) -> Loss:
@@ -346,21 +348,21 @@ class _Template:
         self.module = copy.deepcopy(module)
         # A parameter leaves its .grad behind when it is copied, and a template has none to give away.
         self.module.zero_grad(set_to_none=True)
-        trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
-        kinds = {(one.dtype, one.device) for one in trained.values()}
+        trained = {name: param for name, param in self.module.named_parameters() if param.requires_grad}
+        kinds = {(param.dtype, param.device) for param in trained.values()}
         if len(kinds) != 1:
-            what = (
+            several = (
                 " and ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "none that need a gradient"
             )
-            raise ValueError(f"the module's parameters are {what}: a row of a fleet has one dtype and device")
-        self._shapes = {name: one.shape for name, one in trained.items()}
+            raise ValueError(f"the module's parameters are {several}: a row of a fleet has one dtype and device")
+        self._shapes = {name: param.shape for name, param in trained.items()}
         self._lengths = [shape.numel() for shape in self._shapes.values()]
         self.dimension = sum(self._lengths)
         self.statistics = {
-            f"{prefix}.{name}" if prefix else name: one
+            f"{prefix}.{name}" if prefix else name: buffer
             for prefix, layer in self.module.named_modules()
             if _keeps_statistics(layer)
-            for name, one in layer.named_buffers(recurse=False)
+            for name, buffer in layer.named_buffers(recurse=False)
         }
         self._own = threading.local()
 
@@ -388,9 +390,9 @@ class _Template:
         module: nn.Module | None = getattr(self._own, "module", None)
         if module is None:
             module = self._own.module = copy.deepcopy(self.module)
-        before = {name: one._version for name, one in module.named_buffers()}
+        before = {name: buffer._version for name, buffer in module.named_buffers()}
         found: torch.Tensor = functional_call(module, self.unflatten(x) | (statistics or {}), (inputs,))
-        changed = [name for name, one in module.named_buffers() if one._version != before[name]]
+        changed = [name for name, buffer in module.named_buffers() if buffer._version != before[name]]
         if changed:
             raise ValueError(f"the module changes its buffers {changed} when it is called; {_CONSTANT}")
         return found
@@ -409,30 +411,30 @@ def _keeps_statistics(layer: nn.Module) -> bool:
 def _check(module: nn.Module, statistics: bool) -> None:
     """Refuse layers that a stacked fleet cannot have, among them those that keep statistics if they are not allowed."""
     for name, layer in module.named_modules():
-        what = f"layer {name!r} ({type(layer).__name__})" if name else f"the module ({type(layer).__name__})"
+        described = f"layer {name!r} ({type(layer).__name__})" if name else f"the module ({type(layer).__name__})"
         if _keeps_statistics(layer) and not statistics:
             raise ValueError(
-                f"{what} keeps running statistics in buffers, and a function of parameters and data cannot. Take "
+                f"{described} keeps running statistics in buffers, and a function of parameters and data cannot. Take "
                 "StackedModel.gradient, which keeps each agent's; or use torch.nn.GroupNorm, or "
                 "track_running_stats=False; with statistics that stay as they are, call eval() on the layer."
             )
         if isinstance(layer, _DropoutNd) and layer.training and layer.p > 0:
             raise ValueError(
-                f"{what} draws random numbers that a seed of the fleet does not repeat. Leave it out (p=0), or call "
-                "eval() on it; weight decay and noise in the data regularise as well."
+                f"{described} draws random numbers that a seed of the fleet does not repeat. Leave it out (p=0), or "
+                "call eval() on it; weight decay and noise in the data regularise as well."
             )
-        if any(is_lazy(one) for one in layer.parameters(recurse=False)):
-            raise ValueError(f"{what} does not know its shape yet. Pass a batch through the module first.")
+        if any(is_lazy(param) for param in layer.parameters(recurse=False)):
+            raise ValueError(f"{described} does not know its shape yet. Pass a batch through the module first.")
 
 
 def _drawn(template: _Template, size: int, seed: int) -> torch.Tensor:
     """Parameters that each of n agents drew for itself, ``[n, d]``."""
     copies = [copy.deepcopy(template.module) for _ in range(size)]
-    on_gpu = [one.device.index for one in template.module.parameters() if one.is_cuda]
+    on_gpu = [param.device.index for param in template.module.parameters() if param.is_cuda]
     with torch.random.fork_rng(sorted(set(on_gpu))):
-        for rank, one in enumerate(copies):
+        for rank, module in enumerate(copies):
             torch.manual_seed(seed * 1_000_003 + rank)
-            for name, layer in one.named_modules():
+            for name, layer in module.named_modules():
                 _reset(name, layer)
     stacked, _ = stack_module_state(copies)
     return template.flatten(stacked).detach()
@@ -442,7 +444,7 @@ def _reset(name: str, layer: nn.Module) -> None:
     reset = getattr(layer, "reset_parameters", None)
     if callable(reset):
         reset()
-    elif any(one.requires_grad for one in layer.parameters(recurse=False)):
+    elif any(param.requires_grad for param in layer.parameters(recurse=False)):
         raise ValueError(
             f"layer {name!r} ({type(layer).__name__}) has parameters and no reset_parameters() to draw them anew. "
             "Give it one, or leave out seed, so that all agents begin with the module's own."

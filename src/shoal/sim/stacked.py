@@ -204,7 +204,9 @@ class StackedMix(Mix):
         for rank, (own, sources) in enumerate(self._sources("mix")):
             if 0 < len(sources) < rule.neighbours_needed:
                 raise ValueError(too_few(rule, f"in round {self.round} rank {rank} has {len(sources)}"))
-            terms = attacked[rank][1] if rank in attacked else [(one, x[one].view(-1), w) for one, w in sources]
+            terms = (
+                attacked[rank][1] if rank in attacked else [(source, x[source].view(-1), w) for source, w in sources]
+            )
             rule.combine(rank, out[rank].view(-1), x[rank].view(-1), own, terms)
         return out
 
@@ -232,13 +234,17 @@ class StackedMix(Mix):
         rows, sources = x.reshape(self.size, -1), self._sources(form)
         for rank in self._honest:
             own, mine = sources[rank]
-            if not bad.isdisjoint(one for one, _ in mine):
-                seen = rows[[rank, *(one for one, _ in mine if one not in bad)]]
+            if not bad.isdisjoint(source for source, _ in mine):
+                seen = rows[[rank, *(source for source, _ in mine if source not in bad)]]
                 found[rank] = (
                     own,
                     [
-                        (one, self._adversary.message(rows[one], seen, self.size) if one in bad else rows[one], weight)
-                        for one, weight in mine
+                        (
+                            source,
+                            self._adversary.message(rows[source], seen, self.size) if source in bad else rows[source],
+                            weight,
+                        )
+                        for source, weight in mine
                     ],
                 )
         return found
@@ -286,9 +292,9 @@ class StackedMix(Mix):
         self._note(ExchangeTraffic("neighbours", each), each * len(messages))
         return messages[self._ranks("reverse", messages.device, lambda: self._rounds[self.round].reverse)]
 
-    def _refuse_adversary(self, what: str) -> None:
+    def _refuse_adversary(self, feature: str) -> None:
         if self._adversary is not None:
-            raise ValueError(f"adversary: it changes averages over the topology, and this algorithm uses {what}")
+            raise ValueError(f"adversary: it changes averages over the topology, and this algorithm uses {feature}")
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         here, there = self._rounds[self.round].neighbours

@@ -67,16 +67,16 @@ class Sweep:
         """The summary for a terminal or a notebook: means, ± half of the confidence interval; and the refused pairs."""
         pairs = self._pairs()
         names = _figures([records[-1] for runs in pairs.values() for records in runs])
-        made = Table(box=SIMPLE_HEAD, pad_edge=False, caption=f"± {self.confidence:.0%} confidence")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=f"± {self.confidence:.0%} confidence")
         for name in ("algorithm", "topology", "runs", *names):
-            made.add_column(name, justify="left" if name in _KEYS else "right")
+            table.add_column(name, justify="left" if name in _KEYS else "right")
         for row in self.summary():
             cells = [_cell(name, row[name], row[f"{name}_high"] - row[name]) for name in names]
-            made.add_row(row["algorithm"], row["topology"], str(row["runs"]), *cells)
+            table.add_row(row["algorithm"], row["topology"], str(row["runs"]), *cells)
         for (algorithm, topology), reason in self.refused.items():
-            made.add_row(algorithm, topology, "0")
-            made.caption = f"{made.caption}\n{algorithm} on {topology} was refused: {reason}"
-        return made
+            table.add_row(algorithm, topology, "0")
+            table.caption = f"{table.caption}\n{algorithm} on {topology} was refused: {reason}"
+        return table
 
     def to_pandas(self) -> Any:
         """The summary as a ``pandas.DataFrame``.
@@ -165,7 +165,7 @@ def sweep(
     Raises:
         ValueError: There is nothing to run, two have one name, every pair is refused, or ``every`` is 0.
     """
-    named, graphs = _named(algorithms, repr), _named(topologies, lambda one: as_schedule(one).describe())
+    named, graphs = _named(algorithms, repr), _named(topologies, lambda topology: as_schedule(topology).describe())
     numbers = list(dict.fromkeys(seeds))
     if not (named and graphs and numbers):
         raise ValueError("nothing to run: pass at least one algorithm, one topology and one seed")
@@ -197,10 +197,10 @@ def _named(given: Mapping[str, T] | Iterable[T], name_of: Callable[[T], str]) ->
     if isinstance(given, Mapping):
         return dict(given)
     found: dict[str, T] = {}
-    for one in given:
-        if (name := name_of(one)) in found:
+    for item in given:
+        if (name := name_of(item)) in found:
             raise ValueError(f"two are called {name!r}; pass a dict with a name for each")
-        found[name] = one
+        found[name] = item
     return found
 
 

@@ -60,10 +60,10 @@ class Topology:
         reason = self.refuses(check_size(size))
         if reason:
             raise ValueError(f"{self.name} for {size} agents: {reason}")
-        made = self.make(size, **options)
-        if isinstance(made, Schedule):
-            return made
-        return Static(made, name=" ".join([self.name, *(f"{option}={value}" for option, value in options.items())]))
+        topology = self.make(size, **options)
+        if isinstance(topology, Schedule):
+            return topology
+        return Static(topology, name=" ".join([self.name, *(f"{option}={value}" for option, value in options.items())]))
 
 
 CATALOG: dict[str, Topology] = {}

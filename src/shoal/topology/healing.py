@@ -144,7 +144,10 @@ def parts_of(size: int, rounds: int, edges: RoundEdges, left: Sequence[int]) -> 
         # After 1, 2, 4, ... rounds: each check costs as much as all earlier rounds.
         if round & (round + 1) == 0 or round + 1 == rounds:
             ends = keys // size, keys % size
-            if all((Neighbours(size, *way).hops_from(left[0])[survivors] >= 0).all() for way in (ends, ends[::-1])):
+            if all(
+                (Neighbours(size, *direction).hops_from(left[0])[survivors] >= 0).all()
+                for direction in (ends, ends[::-1])
+            ):
                 return np.zeros(size, np.int64)
     graph = nx.DiGraph()
     graph.add_nodes_from(range(size))

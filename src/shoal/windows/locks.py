@@ -118,14 +118,14 @@ class ByteLocks:
         with self._guard:
             return self._take(byte, self._of(byte))
 
-    def _take(self, byte: int, one: _Byte) -> bool:
+    def _take(self, byte: int, state: _Byte) -> bool:
         # A lock granted after close() would keep the description open, and its holder would write to a window that is
         # freed.
         if self._closed:
             raise Freed
         # The kernel grants a lock again to the description that has it, so two threads of this process would both get
         # it.
-        if byte in self._held or not self._lock(one.lock):
+        if byte in self._held or not self._lock(state.lock):
             return False
         self._held.add(byte)
         return True
@@ -139,19 +139,19 @@ class ByteLocks:
             return False
         return True
 
-    def _sees_queue(self, one: _Byte) -> bool:
+    def _sees_queue(self, state: _Byte) -> bool:
         """Whether another process waits."""
-        one.unseen, one.looks_at = 1, clock.monotonic() + _UNSEEN_SECONDS
-        return self._is_held(one.anybody)
+        state.unseen, state.looks_at = 1, clock.monotonic() + _UNSEEN_SECONDS
+        return self._is_held(state.anybody)
 
     def _is_held(self, query: bytes) -> bool:
         """Whether another process holds any of some bytes."""
         return fcntl.fcntl(self._fd, F_OFD_GETLK, query)[:2] != _FREE
 
-    def _is_first(self, one: _Byte, place: int) -> bool:
+    def _is_first(self, state: _Byte, place: int) -> bool:
         """Whether no other process holds a place before this one."""
-        rest = place - one.passed
-        return rest <= 0 or not self._is_held(_request(fcntl.F_WRLCK, one.queue + one.passed, rest))
+        rest = place - state.passed
+        return rest <= 0 or not self._is_held(_request(fcntl.F_WRLCK, state.queue + state.passed, rest))
 
     def release(self, byte: int) -> None:
         with self._guard:
@@ -177,39 +177,44 @@ class ByteLocks:
         with self._guard:
             if self._closed:
                 raise Freed
-            one = self._bytes.get(byte) or self._of(byte)
+            state = self._bytes.get(byte) or self._of(byte)
             # Limited by count and by time: without the limits an agent that locks in a loop would never see the queue,
             # and its waiters would starve.
-            if one.unseen < _UNSEEN and not one.waiters and byte not in self._held and clock.monotonic() < one.looks_at:
-                one.unseen += 1  # without a check of the queue: the whole cost of an uncontended lock
+            if (
+                state.unseen < _UNSEEN
+                and not state.waiters
+                and byte not in self._held
+                and clock.monotonic() < state.looks_at
+            ):
+                state.unseen += 1  # without a check of the queue: the whole cost of an uncontended lock
                 try:
-                    fcntl.fcntl(self._fd, F_OFD_SETLK, one.lock)
+                    fcntl.fcntl(self._fd, F_OFD_SETLK, state.lock)
                     self._held.add(byte)
                     return
                 except (BlockingIOError, PermissionError):
                     pass
             # The kernel reports no locks of this description itself, so the queue shows other processes only. Without
             # the test of waiters a call would overtake threads of its own process.
-            elif not one.waiters and not self._sees_queue(one) and self._take(byte, one):
+            elif not state.waiters and not self._sees_queue(state) and self._take(byte, state):
                 return
-            one.unseen = _UNSEEN  # there may be others, so look the next time
+            state.unseen = _UNSEEN  # there may be others, so look the next time
             waiter = _Waiter()
-            one.waiters.append(waiter)
+            state.waiters.append(waiter)
         try:
-            self._wait(byte, one, waiter, deadline, check)
+            self._wait(byte, state, waiter, deadline, check)
         finally:
             # Also after an error: a place that stays would make every other waiter wait for its turn until it loses
             # patience.
             with self._guard:
-                one.waiters.remove(waiter)
+                state.waiters.remove(waiter)
                 if waiter.place and self._fd >= 0:
-                    fcntl.fcntl(self._fd, F_OFD_SETLK, _request(fcntl.F_UNLCK, one.queue + waiter.place, 1))
+                    fcntl.fcntl(self._fd, F_OFD_SETLK, _request(fcntl.F_UNLCK, state.queue + waiter.place, 1))
 
-    def _wait(self, byte: int, one: _Byte, waiter: _Waiter, deadline: float, check: Callable[[], None]) -> None:
+    def _wait(self, byte: int, state: _Byte, waiter: _Waiter, deadline: float, check: Callable[[], None]) -> None:
         tries, since, was_first = 0, clock.monotonic(), False
         while True:
             with self._guard:
-                if self._take_in_turn(byte, one, waiter):
+                if self._take_in_turn(byte, state, waiter):
                     return
             tries += 1
             if tries < _TRIES:
@@ -227,24 +232,24 @@ class ByteLocks:
                 was_first, since = True, now
             clock.sleep(min(_LONGEST, max(_SHORTEST, (now - since) * _SHARE)))
 
-    def _take_in_turn(self, byte: int, one: _Byte, waiter: _Waiter) -> bool:
+    def _take_in_turn(self, byte: int, state: _Byte, waiter: _Waiter) -> bool:
         """Take the lock if it is this waiter's turn among the threads of this process and the other processes."""
         if self._closed:
             raise Freed
-        leads = one.waiters[0] is waiter  # among the waiters of this process
+        leads = state.waiters[0] is waiter  # among the waiters of this process
         # Only the first waiter of a process has a place in the queue of all processes: the others of its process follow
         # it in their own order.
         if leads and not waiter.place:
             place = waiter.arrived
             # A refusal comes from another process only: in this one, one waiter at a time has a place.
-            while not self._lock(_request(fcntl.F_WRLCK, one.queue + place, 1)):  # two have arrived at the same time
+            while not self._lock(_request(fcntl.F_WRLCK, state.queue + place, 1)):  # two have arrived at the same time
                 place += 1
             waiter.place = place
         if leads and not waiter.is_first:
-            waiter.is_first = self._is_first(one, waiter.place)
+            waiter.is_first = self._is_first(state, waiter.place)
         if leads and waiter.is_first:
-            return self._take(byte, one)
-        if byte in self._held or self._is_held(one.lock):
+            return self._take(byte, state)
+        if byte in self._held or self._is_held(state.lock):
             # Somebody has the lock, so the queue moves. Patience runs only while the lock is free and the waiter whose
             # turn it is does not take it.
             waiter.free_since = 0.0
@@ -257,9 +262,9 @@ class ByteLocks:
         if leads:
             # Later checks skip the stopped process's place. Otherwise each waiter behind it would lose the same
             # patience again, for each lock.
-            one.passed = waiter.place
-            one.anybody = _request(fcntl.F_WRLCK, one.queue + one.passed, _PLACES - one.passed)
-        return self._take(byte, one)
+            state.passed = waiter.place
+            state.anybody = _request(fcntl.F_WRLCK, state.queue + state.passed, _PLACES - state.passed)
+        return self._take(byte, state)
 
     @property
     def descriptor(self) -> int:

@@ -65,9 +65,9 @@ def ask(
             published[weight] = engine.publish(operation, scaled)
         sends = []
         for rank, weight in weights.items():
-            one = published[weight]
+            shared = published[weight]
             p = 0.0 if share is None else share * weight
-            sends.append(Send(rank, one, 0, one.data.numel(), (one.data.numel(),), p))
+            sends.append(Send(rank, shared, 0, shared.data.numel(), (shared.data.numel(),), p))
         yield Exchange(sends, (), digest=number)
         if op == UNLOCK:
             return {}

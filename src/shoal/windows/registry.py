@@ -219,16 +219,16 @@ class Windows:
     def free(self, name: str | None) -> bool:
         """Free one window, or all. Neighbours that write to it afterwards get an error."""
         with self.engine.lock:
-            for one in self.names if name is None else [name]:
+            for window_name in self.names if name is None else [name]:
                 # Under the engine's lock: the engine's thread serves requests, and would otherwise find a window whose
                 # memory is being closed.
-                window, segment = self._windows.pop(one), self._segments.pop(one)
+                window, segment = self._windows.pop(window_name), self._segments.pop(window_name)
                 # The mark is in the pages that neighbours on this machine have mapped. It reaches them without a
                 # message, also in the middle of a wait.
                 window.close(self.cause)
                 self.engine.retire_region(segment.ident)
                 segment.close()
-                self._requests.forget_window(window, channel_of(one))
+                self._requests.forget_window(window, channel_of(window_name))
             self.engine.wake()  # the driving thread has refusals to send
         return True
 
@@ -305,8 +305,8 @@ class Windows:
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
         # A copy: other threads of the agent begin and end waits while this runs in the driving thread.
-        found = [one for one in list(self._waiting.values()) if one.call]
-        return [(f"{one.call[0]} {one.call[1]!r}", sorted(one.ranks()), one.since) for one in found]
+        waits = [wait for wait in list(self._waiting.values()) if wait.call]
+        return [(f"{wait.call[0]} {wait.call[1]!r}", sorted(wait.ranks()), wait.since) for wait in waits]
 
     def _end_overdue(self, now: float) -> None:
         """Fail the calls whose deadline passes before their turn: an earlier call waits for other agents, perhaps for

@@ -82,7 +82,7 @@ class Requests:
         if message.op == UNLOCK:
             self._unlock(source, message)
         # Writes of one agent to one slot take effect in the order of its calls, even if the lock is free by now.
-        elif any(_in_order(one, other) == _in_order(source, message) for one, other in self._waiting):
+        elif any(_in_order(origin, earlier) == _in_order(source, message) for origin, earlier in self._waiting):
             self._waiting.append((source, message))
         elif not self._try(source, message):
             self._waiting.append((source, message))
@@ -179,9 +179,9 @@ class Requests:
         # The far agent has given up at its deadline. Left in the queue, its request would later take a mutex that
         # nobody releases. Not acknowledged, it would stay among the unread messages of that agent for good.
         given_up = _in_order(source, message)._replace(locks=True)
-        for one in [one for one in self._waiting if _in_order(*one) == given_up]:
-            self._waiting.remove(one)
-            self._engine.acknowledge(*one)
+        for request in [request for request in self._waiting if _in_order(*request) == given_up]:
+            self._waiting.remove(request)
+            self._engine.acknowledge(*request)
         # Only its holder may release it. A repeated unlock, or one after the window was freed, must not free the mutex
         # of another agent or of the window's successor.
         window = self._owner.find(message.name)
@@ -192,7 +192,7 @@ class Requests:
 
     def forget(self, rank: int) -> None:
         """An agent is gone: release its mutexes and drop its requests."""
-        self._waiting = deque(one for one in self._waiting if one[0] != rank)
+        self._waiting = deque(request for request in self._waiting if request[0] != rank)
         # The kernel frees the locks of a process that dies on this machine. For a far agent this process holds them, so
         # it has to do the same.
         for name in [name for name, holder in self._holders.items() if holder == rank]:

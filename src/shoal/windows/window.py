@@ -73,13 +73,13 @@ def create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout:
     The neighbours are those of the topology that is set now; :func:`~shoal.set_topology` does nothing while there is a
     window. Memory: two slots for each in-neighbour, and the tensor unless :func:`shoal.empty` made it.
     """
-    made = register("windows.create", tensor, name, zero_init, timeout)
-    if made is None:
+    window = register("windows.create", tensor, name, zero_init, timeout)
+    if window is None:
         raise ValueError(
             f"windows.create: rank {current('windows.create').rank} has a window {name!r} already; "
             f"shoal.windows.named({name!r}) is it, and free() makes room for another"
         )
-    return made
+    return window
 
 
 def register(op: str, tensor: torch.Tensor, name: str, zero_init: bool, timeout: float | None) -> Window | None:
@@ -92,8 +92,8 @@ def register(op: str, tensor: torch.Tensor, name: str, zero_init: bool, timeout:
         raise ValueError(f"{op}: give the window a name")
     channel_name(op, name)
     windows = windows_of(agent)
-    made = _describe_window(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
-    return named(name, op=op) if made else None
+    is_new = _describe_window(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
+    return named(name, op=op) if is_new else None
 
 
 def named(name: str, *, op: str = "windows.named") -> Window:
@@ -396,7 +396,7 @@ class Window:
         elif ranks is None:
             wanted = list(part.destinations)
         else:
-            wanted = list(as_ranks(op, "ranks", [one for one in ranks if one != rank], rank, size))
+            wanted = list(as_ranks(op, "ranks", [other for other in ranks if other != rank], rank, size))
             not_neighbours = sorted(set(wanted) - {*part.sources, *part.destinations})
             if not_neighbours:
                 raise ValueError(

@@ -22,7 +22,7 @@ import torch
 
 from .. import clock
 from ..arithmetic import weigh_in_blocks
-from ..kernels.elementwise import add_scaled, copy, scale
+from ..kernels.weighted_sum import add_scaled, copy, scale
 from .locks import Busy, ByteLocks, Freed
 
 MUTEX, OWN, EDGES = 0, 1, 2

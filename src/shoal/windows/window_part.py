@@ -19,7 +19,7 @@ import torch
 from .. import clock
 from ..engine.engine import Engine
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
-from ..kernels.elementwise import copy
+from ..kernels.weighted_sum import copy
 from ..operations.operation import Handle
 from ..operations.timeouts import acquire_with_deadline
 from ..ops.arguments import where
@@ -394,12 +394,12 @@ class WindowPart:
         if self._closed and op != UNLOCK:
             raise self._freed_by(op, engine.rank)
         if rank in self._gone and rank in engine.alive:
-            what = f"needs rank {rank}, which was lost and has come back without it: free it, and create another"
-            raise self._lost(op, what, rank)
+            problem = f"needs rank {rank}, which was lost and has come back without it: free it, and create another"
+            raise self._lost(op, problem, rank)
         if rank != engine.rank and rank not in engine.alive:
-            what = f"needs rank {rank}, which is gone: {engine.describe_member(rank)}"
+            problem = f"needs rank {rank}, which is gone: {engine.describe_member(rank)}"
             cause = self._cause_of(rank, rank)
-            raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
+            raise self._lost(op, problem if cause == rank else f"{problem}, since rank {cause} is gone", cause)
 
     def _cause_of(self, rank: int, otherwise: int | None) -> int | None:
         """The first rank whose loss made another agent leave or free its window; ``otherwise`` if unknown."""
@@ -410,18 +410,18 @@ class WindowPart:
             cause = cause if known is None else known
         return otherwise if cause is None else cause
 
-    def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
+    def _lost(self, op: str, problem: str, cause: int | None) -> PeerLost:
         engine = self._engine
         reason = "" if cause is None else engine.reason_of_loss(cause)
-        if reason and reason not in what:
-            what += f" ({reason})"
+        if reason and reason not in problem:
+            problem += f" ({reason})"
         ranks = () if cause is None else (cause,)
-        lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
+        lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {problem}", ranks)
         self._owner.missed(lost)
         return lost
 
     @contextmanager
-    def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
+    def _explained(self, op: str, rank: int, deadline: float, awaited: str = "") -> Iterator[None]:
         """Convert errors of the locks to errors that name the call, the window and the rank."""
         try:
             with self._owner.waiting(lambda: (rank,), op, self.name):
@@ -429,10 +429,10 @@ class WindowPart:
         except Busy as busy:
             me = self._engine.rank
             keeper = rank if busy.keeper is None else busy.keeper
-            what = what or ("its own memory" if rank == me else "the memory")
+            awaited = awaited or ("its own memory" if rank == me else "the memory")
             by = f"another thread of rank {me}" if keeper == me else f"rank {keeper}"
             raise DeadlineExceeded(
-                f"{op} {self.name!r} on rank {me} waited for {what} of this window at rank {rank}, which {by} kept "
+                f"{op} {self.name!r} on rank {me} waited for {awaited} of this window at rank {rank}, which {by} kept "
                 "locked. If it is only slow, pass timeout= or raise SHOAL_TIMEOUT",
                 (keeper,),
             ) from None

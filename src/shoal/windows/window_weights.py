@@ -16,42 +16,42 @@ def weights_of(
     windows: Windows,
     given: Mapping[int, float] | Iterable[int] | None,
     neighbours: tuple[int, ...],
-    what: str,
+    argument: str,
 ) -> dict[int, float]:
     """The checked weights, ranks ascending. Only neighbours in the topology of the window may be named.
 
     Args:
         windows: The windows of the agent.
         given: ``{rank: weight}``, or ranks for weights of 1; all present neighbours if None.
-        what: The name of the argument, for errors.
+        argument: The name of the argument, for errors.
     """
     if given is None:
         return dict.fromkeys(window.there(neighbours), 1)
     rank, size = windows.engine.rank, windows.engine.size
-    ranks = as_ranks(op, what, given, rank, size)
+    ranks = as_ranks(op, argument, given, rank, size)
     not_neighbours = sorted(set(ranks) - set(neighbours))
     if not_neighbours:
-        side = "out" if what == "dst_weights" else "in"
+        side = "out" if argument == "dst_weights" else "in"
         raise ValueError(
-            f"{op} {window.name!r} on rank {rank}: {what} names ranks {not_neighbours}, which are no "
+            f"{op} {window.name!r} on rank {rank}: {argument} names ranks {not_neighbours}, which are no "
             f"{side}-neighbours in the topology of this window; those are {list(neighbours)}"
         )
     weights = given.values() if isinstance(given, Mapping) else [1] * len(ranks)
     pairs = sorted(zip(ranks, weights, strict=True), key=lambda pair: pair[0])
-    return {one: weight_of(op, window, weight, f"{what}[{one}]") for one, weight in pairs}
+    return {neighbour: weight_of(op, window, weight, f"{argument}[{neighbour}]") for neighbour, weight in pairs}
 
 
-def weight_of(op: str, window: WindowPart, weight: float, what: str) -> float:
+def weight_of(op: str, window: WindowPart, weight: float, argument: str) -> float:
     """Check a weight: finite, and whole for a window of whole numbers."""
-    number = as_weight(weight, f"{op} {window.name!r}, {what},")
+    number = as_weight(weight, f"{op} {window.name!r}, {argument},")
     dtype = window.tensor.dtype
     if dtype.is_floating_point or dtype.is_complex:
         return number
     try:
         # A float has all whole numbers up to 2^53 only. A larger weight is read again from the argument, or it would be
         # rounded.
-        return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, what)
+        return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, argument)
     except TypeError:
         raise TypeError(
-            f"{op} {window.name!r}: {what}={weight}, and the window holds {dtype}; give whole numbers"
+            f"{op} {window.name!r}: {argument}={weight}, and the window holds {dtype}; give whole numbers"
         ) from None

@@ -65,7 +65,7 @@ class Batches:
         epochs, begins = number // self.per_epoch, number % self.per_epoch * self.size
         wanted = [(mix.seed, epoch) for epoch in epochs.tolist()]
         for key in dict.fromkeys(wanted):
-            rows = [row for row, one in enumerate(wanted) if one == key != self._epoch_of_orders[row]]
+            rows = [row for row, of_row in enumerate(wanted) if of_row == key != self._epoch_of_orders[row]]
             if rows:
                 self._orders[rows] = self._shuffled(mix, key[1])[rows]
                 for row in rows:
@@ -154,12 +154,12 @@ def own(
     """
     _check(data, 0, batch)
     gradient = grad(loss)
-    draw, sample = _sampler([one.unsqueeze(0) for one in data], batch, epochs, augment)
+    draw, sample = _sampler([tensor.unsqueeze(0) for tensor in data], batch, epochs, augment)
     return Gradient(
-        lambda x: gradient(x, *(one[0] for one in sample)),
+        lambda x: gradient(x, *(tensor[0] for tensor in sample)),
         lambda x: gradient(x, *data),
         draw,
-        lambda x: loss(x, *(one[0] for one in sample)),
+        lambda x: loss(x, *(tensor[0] for tensor in sample)),
     )
 
 
@@ -194,7 +194,7 @@ def _sampler(
 
     def draw(mix: Mix) -> None:
         chosen = batches(mix).to(device)
-        sample[:] = [one[rows, chosen] for one in data]
+        sample[:] = [tensor[rows, chosen] for tensor in data]
         inputs = augmented(augment, sample[0].flatten(0, 1), mix, agents)
         sample[0] = inputs.reshape(agents, batch, *inputs.shape[1:])
 
@@ -202,7 +202,7 @@ def _sampler(
 
 
 def _check(data: tuple[torch.Tensor, ...], dimension: int, batch: int | None) -> None:
-    lengths = {tuple(one.shape[: dimension + 1]) for one in data}
+    lengths = {tuple(tensor.shape[: dimension + 1]) for tensor in data}
     if len(lengths) > 1:
         raise ValueError(f"the data have {sorted(lengths)} samples; they must agree")
     if batch is not None and not data:

@@ -132,14 +132,14 @@ class Run:
         """
         if rows < 2:
             raise ValueError(f"rows={rows}: pass at least 2, for the first and the last")
-        made = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for name in self._columns:
-            made.add_column(name, justify="right")
+            table.add_column(name, justify="right")
         last = len(self.records) - 1
         for number in range(min(rows, last + 1)):
             row = self.records[number if last < rows else round(number * last / (rows - 1))]
-            made.add_row(*(f"{row[name]:,.0f}" if name in WHOLE else f"{row[name]:.4g}" for name in self._columns))
-        return made
+            table.add_row(*(f"{row[name]:,.0f}" if name in WHOLE else f"{row[name]:.4g}" for name in self._columns))
+        return table
 
     def plot(
         self,
@@ -189,7 +189,10 @@ class Run:
         Raises:
             TypeError: The algorithm's state has a part that is no tensor, number, string or container of these.
         """
-        content = {"kind": _FORMAT + _VERSION, **{one.name: getattr(self, one.name) for one in fields(self)}}
+        content = {
+            "kind": _FORMAT + _VERSION,
+            **{attribute.name: getattr(self, attribute.name) for attribute in fields(self)},
+        }
         try:
             data = safe_serialization.write(content, "run")
         except TypeError as error:
@@ -213,7 +216,7 @@ class Run:
             kind, version, found = content.pop("kind").partition(_FORMAT)
             if kind or not version:
                 raise ValueError("it has another kind of content")
-            if found == _VERSION and content.keys() != {one.name for one in fields(cls)}:
+            if found == _VERSION and content.keys() != {attribute.name for attribute in fields(cls)}:
                 raise ValueError(f"its fields are {', '.join(content)}")
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{os.fspath(path)} is not a saved run, or is damaged: {error}") from error
@@ -237,8 +240,8 @@ def _on(device: torch.device, content: Any) -> Any:
     if isinstance(content, torch.Tensor):
         return content.to(device)
     if isinstance(content, dict):
-        return {name: _on(device, one) for name, one in content.items()}
-    return type(content)(_on(device, one) for one in content) if isinstance(content, (tuple, list)) else content
+        return {name: _on(device, item) for name, item in content.items()}
+    return type(content)(_on(device, item) for item in content) if isinstance(content, (tuple, list)) else content
 
 
 Measure = Callable[[torch.Tensor], Mapping[str, float]]
@@ -351,4 +354,4 @@ def _record(
     if losses is not None:
         row["loss"] = loss / agents
     figures: Mapping[str, Any] = {} if measure is None or everyone is None else measure(everyone)
-    return {**row, **{name: float(one) for name, one in figures.items()}}
+    return {**row, **{name: float(figure) for name, figure in figures.items()}}

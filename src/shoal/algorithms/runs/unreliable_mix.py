@@ -338,7 +338,7 @@ class _Mailbox:
 
     def deliver(self, now: int) -> None:
         """Take the messages that have arrived. A late message does not replace a newer one."""
-        for tick in sorted(one for one in self._on_their_way if one <= now):
+        for tick in sorted(due for due in self._on_their_way if due <= now):
             for keys, values, sent in self._on_their_way.pop(tick):
                 slots = self._slots(keys, values)
                 newer = np.flatnonzero(self._sent[slots] < sent)
@@ -391,7 +391,7 @@ class _Inbox:
 
     def total(self) -> torch.Tensor:
         """The sum of all shares that no agent has taken, ``[d]``."""
-        coming = sum((one.sum(0) for one in self._on_their_way.values()), torch.zeros_like(self._there[0]))
+        coming = sum((message.sum(0) for message in self._on_their_way.values()), torch.zeros_like(self._there[0]))
         return self._there.sum(0) + self._lost.sum(0) + coming
 
     def with_lost(self, keys: Ranks, shares: torch.Tensor, arrives: Chosen) -> torch.Tensor:
@@ -414,7 +414,7 @@ class _Inbox:
 
     def taken(self, now: int, active: Chosen) -> torch.Tensor:
         """The shares that have arrived for each agent, summed; the active agents take them."""
-        for tick in sorted(one for one in self._on_their_way if one <= now):
+        for tick in sorted(due for due in self._on_their_way if due <= now):
             self._there = self._there + self._on_their_way.pop(tick)
         found = self._there
         takes = torch.from_numpy(active).to(found.device).unsqueeze(1)

@@ -100,7 +100,8 @@ def _begin(
     """The parts of the state that belong to the map, those of the shape of ``x``, after x itself; and a new state."""
     mix.begin(0)
     state: tuple[torch.Tensor, ...] = tuple(algorithm.init(x, grad, mix))
-    return [-1, *(place for place, one in enumerate(state) if one.shape == x.shape and one.dtype == x.dtype)], state
+    alike = [place for place, tensor in enumerate(state) if tensor.shape == x.shape and tensor.dtype == x.dtype]
+    return [-1, *alike], state
 
 
 def _apply(
@@ -120,13 +121,13 @@ def _apply(
     for step in range(steps, 2 * steps):
         mix.begin(step)
         whole = list(state)
-        for place, one in zip(parts[1:], tensors[1:], strict=True):
-            whole[place] = one
+        for place, tensor in zip(parts[1:], tensors[1:], strict=True):
+            whole[place] = tensor
         x, state = algorithm.step(tensors[0], tuple(whole), grad, mix)
         found = [x, *(state[place] for place in parts[1:])]
         size = size_of(torch.stack(found).abs())
         size = torch.where(size > 0, size, 1.0)
-        tensors = tuple(one / size for one in found)
+        tensors = tuple(tensor / size for tensor in found)
         scaled = scaled + size.log()
     return tensors, scaled
 
@@ -151,7 +152,7 @@ def _by_matrix(algorithm: Algorithm, mix: Rows, grad: Gradient, blocks: int, ste
     size = mix.size
     differences = torch.eye(size, dtype=torch.float64) - 1 / size
     begin = tuple(
-        torch.cat([differences if one == here else torch.zeros_like(differences) for one in range(blocks)], 1)
+        torch.cat([differences if block == here else torch.zeros_like(differences) for block in range(blocks)], 1)
         for here in range(blocks)
     )
     found, scaled = _apply(algorithm, mix, grad, steps, begin, lambda largest: largest.max())
@@ -201,7 +202,7 @@ def _eigenvalues(facts: Facts, rounds: int) -> Callable[[int], Eigenvalues] | No
     if not facts.doubly_stochastic:
         return None
     shares = [facts.rounds[number].shares for number in range(rounds)]
-    if all(one is not None for one in shares):
+    if None not in shares:
 
         def of_shares(number: int) -> Eigenvalues:
             column = np.zeros(facts.size)
@@ -333,7 +334,7 @@ class Rows(_Linear):
         if (index, form) not in self._edges:
             weights = self._facts.rounds[index]
             arrays = (weights.destination, weights.source, _unrounded(weights, form)[:, None])
-            self._edges[index, form] = tuple(torch.tensor(one) for one in arrays)  # type: ignore[assignment]
+            self._edges[index, form] = tuple(torch.tensor(array) for array in arrays)  # type: ignore[assignment]
         return self._edges[index, form]
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:

@@ -63,7 +63,7 @@ def safe_lr(algorithm: Algorithm, topology: nx.Graph | Schedule, L: float) -> fl
     def stable(factor: float) -> bool:
         scaled = unit.scaled(factor)
         assert scaled is not None
-        return all(spectral_radius(step_matrix(scaled, facts, one * L)) <= _LIMIT for one in curvatures)
+        return all(spectral_radius(step_matrix(scaled, facts, curvature * L)) <= _LIMIT for curvature in curvatures)
 
     shortest_unstable = 4.0
     for halvings in range(_TRIES):
@@ -110,8 +110,8 @@ def _curvatures(size: int) -> Iterator[torch.Tensor]:
     """The curvatures of the agents, as shares of L, float64 ``[n, 1]``."""
     ranks = torch.arange(size)
     drawn = torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for one in (ranks >= 0, ranks == 0, ranks % 2 == 0, drawn.square()):
-        yield one.to(torch.float64).unsqueeze(1)
+    for column in (ranks >= 0, ranks == 0, ranks % 2 == 0, drawn.square()):
+        yield column.to(torch.float64).unsqueeze(1)
 
 
 def spectral_radius(matrix: torch.Tensor) -> float:
@@ -169,7 +169,7 @@ def _matrix_and_probe(
     mix.begin(0)
     x = torch.zeros(facts.size, 2, dtype=torch.float64)
     state = tuple(algorithm.init(x, grad, mix))
-    of_map = [place for place, one in enumerate(state) if one.shape[-1] == 2 and one.dtype == x.dtype]
+    of_map = [place for place, tensor in enumerate(state) if tensor.shape[-1] == 2 and tensor.dtype == x.dtype]
     # Only state outside the map has to settle: the rest of the state is replaced below.
     settling = cycle * -(-_WARM_UP // cycle) if len(of_map) < len(state) else 0
     first = settling or cycle

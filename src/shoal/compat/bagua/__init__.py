@@ -90,8 +90,8 @@ def with_bagua(
         for optimizer in optimizers:
             attached.append(Stepping(optimizer, model, algorithm))
     except BaseException:
-        for one in attached:
-            one.close()
+        for stepping in attached:
+            stepping.close()
         raise
     model.__dict__.update({_ATTACHED: attached, "bagua_algorithm": algorithm})
     return model
@@ -100,8 +100,8 @@ def with_bagua(
 def without_bagua(model: torch.nn.Module) -> None:
     """Take :func:`with_bagua` back: the optimizers step by themselves again, and the model keeps its values."""
     model.__dict__.pop("bagua_algorithm", None)
-    for one in model.__dict__.pop(_ATTACHED, ()):
-        one.close()
+    for stepping in model.__dict__.pop(_ATTACHED, ()):
+        stepping.close()
 
 
 _ATTACHED = "_shoal_bagua"

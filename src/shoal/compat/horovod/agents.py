@@ -30,8 +30,8 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet] | str | None = No
         raise ValueError(f"init: process_sets={process_sets!r}; it is a list of process sets, or 'dynamic'")
     bootstrap.init()
     attach()
-    for one in () if isinstance(process_sets, str) else process_sets or ():
-        add_process_set(one)
+    for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        add_process_set(process_set)
 
 
 def cross_size() -> int:

@@ -32,12 +32,12 @@ def then(handle: Handle[Any], finish: Callable[[Any], T]) -> Handle[T]:
 
 
 def announced(
-    called: str, how: str, name: str | None, tensors: Tensors, process_set: ProcessSet, made: Handle[T]
+    called: str, how: str, name: str | None, tensors: Tensors, process_set: ProcessSet, handle: Handle[T]
 ) -> Handle[T]:
     """An operation that has begun: those may have to know of it that have joined."""
     if process_set.group is None:
-        note(called, how, name, tensors, made)
-    return made
+        note(called, how, name, tensors, handle)
+    return handle
 
 
 def reduce_one(
@@ -52,12 +52,12 @@ def reduce_one(
     check_tensor(called, detached(tensor))
     group, (op, finish) = group_of(called, process_set), _as_shoals(how, [tensor], process_set)
     sent, direct = scaled(tensor.detach(), how.before), finish is None
-    made = allreduce_nonblocking(sent, op=op, name=name, out=out if direct else None, group=group)
-    announced("allreduce", op, name, [sent], process_set, made)
+    handle = allreduce_nonblocking(sent, op=op, name=name, out=out if direct else None, group=group)
+    announced("allreduce", op, name, [sent], process_set, handle)
     if finish is None:
-        return made
+        return handle
     last = finish
-    return then(made, lambda found: _placed([last(found)], None if out is None else [out])[0])
+    return then(handle, lambda found: _placed([last(found)], None if out is None else [out])[0])
 
 
 def reduce_many(
@@ -70,23 +70,23 @@ def reduce_many(
 ) -> Handle[list[torch.Tensor]]:
     """Begin an all-reduce of several tensors at once; into ``outs``, if they are given."""
     tensors = listed(called, tensors)
-    for one in tensors:
-        check_tensor(called, detached(one))
+    for tensor in tensors:
+        check_tensor(called, detached(tensor))
     group, (op, finish) = group_of(called, process_set), _as_shoals(how, tensors, process_set)
-    sent = [scaled(one.detach(), how.before) for one in tensors]
-    made = grouped_allreduce_nonblocking(sent, op=op, name=name, out=outs if finish is None else None, group=group)
-    announced("grouped_allreduce", op, name, sent, process_set, made)
+    sent = [scaled(tensor.detach(), how.before) for tensor in tensors]
+    handle = grouped_allreduce_nonblocking(sent, op=op, name=name, out=outs if finish is None else None, group=group)
+    announced("grouped_allreduce", op, name, sent, process_set, handle)
     if finish is None:
-        return made
+        return handle
     last = finish
-    return then(made, lambda found: _placed([last(one) for one in found], outs))
+    return then(handle, lambda found: _placed([last(result) for result in found], outs))
 
 
 def _as_shoals(
     how: ScaledReduction, tensors: Tensors, process_set: ProcessSet
 ) -> tuple[str, Callable[[torch.Tensor], torch.Tensor] | None]:
     """Shoal's name of a reduction, and the function to apply to its result."""
-    if how.op is Average and any(one.dtype not in WEIGHABLE for one in tensors):
+    if how.op is Average and any(tensor.dtype not in WEIGHABLE for tensor in tensors):
         return "sum", lambda total: _mean(total, process_set.size(), how.after)
     return how.word, None if how.after == 1.0 else lambda found: scaled(found, how.after)
 
@@ -173,9 +173,9 @@ def reduce_many_in_place(
     called: str, tensors: Tensors, how: ScaledReduction, name: str | None, process_set: ProcessSet
 ) -> Handle[list[torch.Tensor]]:
     """Begin an all-reduce of several tensors into themselves."""
-    for one in listed(called, tensors):
-        check_tensor(called, detached(one))
-    outs = [one.detach() for one in tensors]
+    for tensor in listed(called, tensors):
+        check_tensor(called, detached(tensor))
+    outs = [tensor.detach() for tensor in tensors]
     return then(reduce_many(called, tensors, how, name, process_set, outs), lambda _: list(tensors))
 
 
@@ -189,8 +189,8 @@ def allgather_async(
 def gather_one(called: str, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Handle[torch.Tensor]:
     """Begin an all-gather of a tensor."""
     group, tensor = group_of(called, process_set), check_gatherable(called, detached(tensor))
-    made = allgather_nonblocking(tensor, name, group=group)
-    return announced("allgather", "", name, [tensor], process_set, made)
+    handle = allgather_nonblocking(tensor, name, group=group)
+    return announced("allgather", "", name, [tensor], process_set, handle)
 
 
 def grouped_allgather_async(
@@ -204,10 +204,10 @@ def gather_many(called: str, tensors: Tensors, name: str | None, process_set: Pr
     """Begin an all-gather of several tensors at once."""
     group, tensors = (
         group_of(called, process_set),
-        [check_gatherable(called, detached(one)) for one in listed(called, tensors)],
+        [check_gatherable(called, detached(tensor)) for tensor in listed(called, tensors)],
     )
-    made = grouped_allgather_nonblocking(tensors, name, group=group)
-    return announced("grouped_allgather", "", name, tensors, process_set, made)
+    handle = grouped_allgather_nonblocking(tensors, name, group=group)
+    return announced("grouped_allgather", "", name, tensors, process_set, handle)
 
 
 def broadcast_async(
@@ -222,8 +222,8 @@ def spread_one(
 ) -> Handle[torch.Tensor]:
     """Begin a broadcast."""
     group, tensor = group_of(called, process_set), check_tensor(called, detached(tensor), MOVABLE)
-    made = broadcast_nonblocking(tensor, root_rank, name, group=group)
-    return announced("broadcast", "", name, [tensor], process_set, made)
+    handle = broadcast_nonblocking(tensor, root_rank, name, group=group)
+    return announced("broadcast", "", name, [tensor], process_set, handle)
 
 
 def broadcast_async_(
@@ -239,8 +239,8 @@ def spread_in_place(
     """Begin a broadcast into the tensor itself."""
     check_tensor(called, detached(tensor), MOVABLE)
     group, flat = group_of(called, process_set), tensor.detach()
-    made = broadcast_nonblocking(flat, root_rank, name, out=flat, group=group)
-    return then(announced("broadcast", "", name, [flat], process_set, made), lambda _: tensor)
+    handle = broadcast_nonblocking(flat, root_rank, name, out=flat, group=group)
+    return then(announced("broadcast", "", name, [flat], process_set, handle), lambda _: tensor)
 
 
 def alltoall_async(
@@ -250,10 +250,10 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
     """``alltoall`` without waiting, and without gradients."""
-    made = exchange("alltoall_async", tensor, splits, name, process_set)
+    handle = exchange("alltoall_async", tensor, splits, name, process_set)
     if splits is None:
-        return then(made, lambda found: found[0])
-    return then(made, lambda found: (found[0], torch.tensor(found[1], dtype=torch.int32)))
+        return then(handle, lambda found: found[0])
+    return then(handle, lambda found: (found[0], torch.tensor(found[1], dtype=torch.int32)))
 
 
 def exchange(
@@ -270,10 +270,10 @@ def exchange(
     """
     group, tensor = group_of(called, process_set), check_gatherable(called, detached(tensor))
     try:
-        made = alltoall_nonblocking(tensor, splits, name, group=group)
+        handle = alltoall_nonblocking(tensor, splits, name, group=group)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{called}: {str(error).removeprefix('alltoall: ')}") from None
-    return announced("alltoall", "", name, [tensor], process_set, made)
+    return announced("alltoall", "", name, [tensor], process_set, handle)
 
 
 def reducescatter_async(
@@ -286,8 +286,8 @@ def reducescatter_async(
 ) -> Handle[torch.Tensor]:
     """``reducescatter`` without waiting, and without gradients."""
     how = scattered("reducescatter_async", [tensor], op, prescale_factor, postscale_factor)
-    made = reduce_one("reducescatter_async", tensor, how, name, process_set)
-    return then(made, lambda found: share_of(found, process_set))
+    handle = reduce_one("reducescatter_async", tensor, how, name, process_set)
+    return then(handle, lambda found: share_of(found, process_set))
 
 
 def grouped_reducescatter_async(
@@ -300,8 +300,8 @@ def grouped_reducescatter_async(
 ) -> Handle[list[torch.Tensor]]:
     """``grouped_reducescatter`` without waiting, and without gradients."""
     how = scattered("grouped_reducescatter_async", tensors, op, prescale_factor, postscale_factor)
-    made = reduce_many("grouped_reducescatter_async", tensors, how, name, process_set)
-    return then(made, lambda found: [share_of(one, process_set) for one in found])
+    handle = reduce_many("grouped_reducescatter_async", tensors, how, name, process_set)
+    return then(handle, lambda found: [share_of(result, process_set) for result in found])
 
 
 def scattered(called: str, tensors: Tensors, op: int, before: float, after: float) -> ScaledReduction:
@@ -312,10 +312,10 @@ def scattered(called: str, tensors: Tensors, op: int, before: float, after: floa
     """
     if op == Adasum:
         raise InvalidArgument(f"{called}: op=Adasum is no reduction whose rows can be scattered; take hvd.Average")
-    for one in listed(called, tensors):
-        if isinstance(one, torch.Tensor) and not one.dim():
+    for tensor in listed(called, tensors):
+        if isinstance(tensor, torch.Tensor) and not tensor.dim():
             raise ValueError(f"{called}: rows are scattered, and a 0-dimensional tensor has none; use tensor.view(1)")
-        check_gatherable(called, detached(one))
+        check_gatherable(called, detached(tensor))
     return parse_reduction(called, None, op, before, after)
 
 
@@ -344,7 +344,7 @@ def sparse_allreduce_async(
     if how.op not in (Average, Sum):
         raise ValueError(f"{called}: op={how.word}; sparse tensors are averaged or added up: hvd.Average or hvd.Sum")
     own = tensor.detach().coalesce()
-    made = gather_many(called, [own.indices().T.contiguous(), own.values()], name, process_set)
+    handle = gather_many(called, [own.indices().T.contiguous(), own.values()], name, process_set)
     count = process_set.size()
 
     def finish(found: list[Any]) -> torch.Tensor:
@@ -355,7 +355,7 @@ def sparse_allreduce_async(
         total = placed.coalesce()
         return total / count if how.op is Average else total
 
-    return SparseHandle([made], finish)
+    return SparseHandle([handle], finish)
 
 
 class SparseHandle(HandleOfMany[torch.Tensor]):

@@ -36,7 +36,7 @@ from .reduce_options import Average, Compression, ScaledReduction, Sum, compress
 
 def _through(tensors: Tensors, forward: Linear, back: Linear) -> list[torch.Tensor]:
     """Run the operation, with a backward pass if a tensor requires gradients."""
-    if not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors):
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return forward(list(tensors))
     return apply_linear(list(tensors), forward, back)
 
@@ -45,7 +45,7 @@ def _through_compressed(tensors: Tensors, compression: Any, forward: Linear, bac
     """The same for tensors that are sent in another form."""
     sent, contexts = compressed(compression, tensors)
     found = _through(sent, forward, back)
-    return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
+    return [compression.decompress(result, ctx) for result, ctx in zip(found, contexts, strict=True)]
 
 
 def _linear(called: str, how: ScaledReduction) -> None:
@@ -178,7 +178,9 @@ def _own_parts(
     each = gather_one(called, mine, f"{gradient_name(name) or f'{called}.gradient'} (rows)", process_set).wait()
     before, rows = each[each[:, 0] < mine[0, 0], 1:].sum(0), mine[0, 1:]
     means = reduce_many(called, gradients, ScaledReduction(Average), gradient_name(name), process_set).wait()
-    return [one.narrow(0, int(first), int(count)) for one, first, count in zip(means, before, rows, strict=True)]
+    return [
+        gradient.narrow(0, int(first), int(count)) for gradient, first, count in zip(means, before, rows, strict=True)
+    ]
 
 
 def broadcast(
@@ -274,12 +276,14 @@ def _scattered(
     called: str, tensors: Tensors, how: ScaledReduction, name: str | None, compression: Any, process_set: ProcessSet
 ) -> list[torch.Tensor]:
     def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [share_of(one, process_set) for one in reduce_many(called, tensors, how, name, process_set).wait()]
+        return [share_of(result, process_set) for result in reduce_many(called, tensors, how, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear(called, how)
         factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
-        return [one * factor for one in gather_many(called, gradients, gradient_name(name), process_set).wait()]
+        return [
+            gradient * factor for gradient in gather_many(called, gradients, gradient_name(name), process_set).wait()
+        ]
 
     return _through_compressed(listed(called, tensors), compression, forward, back)
 

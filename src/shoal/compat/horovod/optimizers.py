@@ -153,14 +153,14 @@ def _named(
     if named is None:
         return {param: name for name, param in every}
     given = list(named)
-    if any(not isinstance(one, tuple) or len(one) != 2 for one in given):
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
         raise ValueError(f"{called}: named_parameters are pairs of a name and a parameter: model.named_parameters()")
     names = [name for name, _ in given]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{called}: named_parameters has {', '.join(map(repr, twice))} twice")
     found = {param: name for name, param in given}
-    unnamed = [what for what, param in every if param not in found]
+    unnamed = [label for label, param in every if param not in found]
     if unnamed:
         raise ValueError(f"{called}: named_parameters lacks {len(unnamed)} that the optimizer has, first {unnamed[0]}")
     held = {param for _, param in every}
@@ -288,7 +288,9 @@ class Gradients:
                 f"step(), and {self._passes} are expected: its group has left. For more passes in a step give "
                 "DistributedOptimizer backward_passes_per_step"
             )
-        elif all(self._counts.get(one, 0) == self._passes for one in self._groups[number] if one.requires_grad):
+        elif all(
+            self._counts.get(member, 0) == self._passes for member in self._groups[number] if member.requires_grad
+        ):
             try:
                 with torch.no_grad():
                     self._send(number)
@@ -385,7 +387,7 @@ def _laid_out(learnt: Mapping[Param, str], groups: int | Sequence[Sequence[Param
         layout = by_count(learnt, min(groups, len(learnt)))
         return [[called[name] for name in names] for names in layout]
     if groups is not None:
-        chosen = [[one for one in group if not isinstance(one, Param) or one.requires_grad] for group in groups]
+        chosen = [[item for item in group if not isinstance(item, Param) or item.requires_grad] for group in groups]
         found = [[called[name] for name in names] for names in as_given(learnt, chosen)]
     held = {param for group in found for param in group}
     room = 0

@@ -33,7 +33,7 @@ class ProcessSet:
     def __init__(self, ranks: Iterable[int]) -> None:
         if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
             raise TypeError(f"ProcessSet: a list of ranks is wanted, not {ranks!r}")
-        found = tuple(sorted(as_int(one, "ProcessSet") for one in ranks))
+        found = tuple(sorted(as_int(rank, "ProcessSet") for rank in ranks))
         if not found or len(set(found)) != len(found):
             raise ValueError(f"ProcessSet: {list(found)}: name one rank at least, and each once")
         self._ranks = found
@@ -96,8 +96,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         ValueError: It has an invalid rank, or a set of these ranks exists.
         Mismatch: Agents give different ranks.
     """
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    agent, ranks = current("add_process_set"), tuple(made.ranks)
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    agent, ranks = current("add_process_set"), tuple(added.ranks)
     _agree("add_process_set", ranks)  # first of all, so that errors of the ranks are raised on all agents
     beyond = [rank for rank in ranks if not 0 <= rank < agent.size]
     if beyond:
@@ -112,8 +112,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
             )
     number = 1 + max(there, default=0)
     there[number] = ranks
-    made.process_set_id = number
-    return made
+    added.process_set_id = number
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

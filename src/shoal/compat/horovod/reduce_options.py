@@ -143,5 +143,5 @@ def listed(called: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def compressed(compression: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
     """The tensors in the form in which they are sent, with the data to undo it."""
-    pairs = [compression.compress(one) for one in tensors]
-    return [one for one, _ in pairs], [ctx for _, ctx in pairs]
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [message for message, _ in pairs], [ctx for _, ctx in pairs]

@@ -84,11 +84,11 @@ class JoinCoordinator(MinimalService):
     # Calls of this agent
 
     def calls(
-        self, called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], made: Handle[Any]
+        self, called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], handle: Handle[Any]
     ) -> None:
         """This agent has started an operation of all agents."""
-        operation = made.operation
-        layouts = [(list(one.shape), MOVABLE.index(one.dtype)) for one in tensors]
+        operation = handle.operation
+        layouts = [(list(tensor.shape), MOVABLE.index(tensor.dtype)) for tensor in tensors]
         call = AnnouncedCall(called, how, name, operation.name, operation.round, layouts)
         engine = self._engine
         with deferred, engine.lock:
@@ -108,8 +108,8 @@ class JoinCoordinator(MinimalService):
         received = self._joined[rank].joined if rank in self._joined else 0
         self._send(rank, _STATE, JoinState(self._own, received))
 
-    def _send(self, rank: int, what: str, content: AnnouncedCall | JoinState) -> None:
-        self._engine.send_control([rank], WORD, content, op=what, background=True)
+    def _send(self, rank: int, op: str, content: AnnouncedCall | JoinState) -> None:
+        self._engine.send_control([rank], WORD, content, op=op, background=True)
 
     # Messages of others
 
@@ -225,7 +225,7 @@ def _identities(call: AnnouncedCall) -> list[torch.Tensor]:
     """Tensors that do not change the others' results: zeros, no rows, or the least or greatest value."""
     found = []
     for shape, number in call.tensors:
-        dtype, sizes = MOVABLE[number], [int(one) for one in shape]
+        dtype, sizes = MOVABLE[number], [int(size) for size in shape]
         if call.called in _GATHERS:
             found.append(torch.empty([0, *sizes[1:]], dtype=dtype))
         elif call.called in _REDUCES:
@@ -255,16 +255,16 @@ def attach() -> None:
     if engine in _of:
         return
     with deferred, engine.lock:
-        _of[engine] = made = JoinCoordinator(engine)
-        engine.add_service(WORD, made)
+        _of[engine] = coordinator = JoinCoordinator(engine)
+        engine.add_service(WORD, coordinator)
     barrier(Internal("horovod.init"))
 
 
-def note(called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], made: Handle[Any]) -> None:
+def note(called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], handle: Handle[Any]) -> None:
     """Record that the agent has started an operation of all agents, which joined agents may have to follow."""
     joining = _of.get(current(called).engine)
     if joining is not None:
-        joining.calls(called, how, name, tensors, made)
+        joining.calls(called, how, name, tensors, handle)
 
 
 def join(device: int = -1) -> int:

@@ -60,12 +60,12 @@ class SameNumbers(Callback):
         metrics = trainer.callback_metrics
         names = [name for name in monitored if name in metrics]
         mine = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
-        every = [one.view(torch.int64) for one in gather_all(mine)]
+        every = [theirs.view(torch.int64) for theirs in gather_all(mine)]
         for number, name in enumerate(names):
-            if any(len(one) != len(names) for one in every):
+            if any(len(theirs) != len(names) for theirs in every):
                 raise ValueError(f"agents have logged other metrics than rank {rank()}, which has {', '.join(names)}")
-            if len({one[number].item() for one in every}) > 1:
-                values = ", ".join(f"{one.view(torch.float64)[number].item():.6g}" for one in every)
+            if len({theirs[number].item() for theirs in every}) > 1:
+                values = ", ".join(f"{theirs.view(torch.float64)[number].item():.6g}" for theirs in every)
                 raise ValueError(
                     f"{name!r} is monitored, and is not the same on all agents, who would stop, save or change rates "
                     f"each for itself. It is {values}. Log the mean: self.log({name!r}, ..., sync_dist=True)"
@@ -74,8 +74,8 @@ class SameNumbers(Callback):
 
 def _monitored(trainer: Any) -> list[str]:
     """The names that callbacks and learning rates' schedules look at."""
-    found = [getattr(one, "monitor", None) for one in (*trainer.callbacks, *trainer.lr_scheduler_configs)]
-    return sorted({one for one in found if isinstance(one, str)})
+    found = [getattr(owner, "monitor", None) for owner in (*trainer.callbacks, *trainer.lr_scheduler_configs)]
+    return sorted({monitor for monitor in found if isinstance(monitor, str)})
 
 
 class MeanModel:

@@ -22,8 +22,8 @@ from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.objects import broadcast_object
 from ...optim.checkpoints.checkpoint import Checkpoint
+from ...optim.checkpoints.states import RandomState
 from ...runtime.queries import rank, size
-from ..random_state import RandomState
 
 log = logging.getLogger("shoal")
 KEY = "shoal"
@@ -85,10 +85,10 @@ def save_own(
         "checkpoint": {key: checkpoint[key] for key in keys},
         "random": RandomState().state_dict(),
     }
-    _parts(StateHolder(model), StateHolder(rest), [StateHolder(one) for one in optimizers]).save(
+    _parts(StateHolder(model), StateHolder(rest), [StateHolder(optimizer) for optimizer in optimizers]).save(
         folder_of(path), step, keep=KEPT
     )
-    plain = [{key: value for key, value in one.items() if key != "shoal"} for one in optimizers]
+    plain = [{key: value for key, value in state.items() if key != "shoal"} for state in optimizers]
     saved = {"agents": size(), "save": token, "step": step, "optimizers": len(optimizers)}
     return {**checkpoint, _OPTIMIZERS: plain, KEY: saved}
 
@@ -123,7 +123,7 @@ def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
             f"{folder} is of another save than {path}, both of step {saved['step']}: a run was killed while it saved, "
             "or one of the two was copied. Take another checkpoint, or remove the folder to begin at the mean model"
         )
-    found = {**checkpoint, **rest.state["checkpoint"], _OPTIMIZERS: [one.state for one in optimizers]}
+    found = {**checkpoint, **rest.state["checkpoint"], _OPTIMIZERS: [optimizer.state for optimizer in optimizers]}
     if as_many:
         found |= {"state_dict": model.state, RANDOM: rest.state["random"]}
     return found
@@ -139,8 +139,8 @@ def check_one_path(path: str | Path) -> None:
     saved = gather_by_rank(
         torch.frombuffer(bytearray(str(path).encode()), dtype=torch.uint8), Internal("lightning.path")
     )
-    paths = {agent: bytes(one.tolist()).decode() for agent, one in saved.items()}
-    others = [agent for agent, one in paths.items() if one != paths[rank()]]
+    paths = {agent: bytes(text.tolist()).decode() for agent, text in saved.items()}
+    others = [agent for agent, text in paths.items() if text != paths[rank()]]
     if others:
         raise Mismatch(
             f"checkpoint: rank {rank()} saves to {paths[rank()]}, and rank {others[0]} to {paths[others[0]]}. What is "
@@ -150,7 +150,7 @@ def check_one_path(path: str | Path) -> None:
 
 
 def _parts(model: StateHolder, rest: StateHolder, optimizers: list[StateHolder]) -> Checkpoint:
-    named = {f"optimizer{number}": one for number, one in enumerate(optimizers)}
+    named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
     return Checkpoint(model=model, rest=rest, **named)
 
 

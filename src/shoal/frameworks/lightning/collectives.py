@@ -33,7 +33,7 @@ def gather_all(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     tensor = tensor.detach()
     rows = tensor[None] if tensor.ndim == 0 else tensor
     found = gather_by_rank(as_bits(rows), Internal("lightning.gather"), group=_value_of(group)).values()
-    return [one.view(tensor.dtype)[0] if tensor.ndim == 0 else one.view(tensor.dtype) for one in found]
+    return [part.view(tensor.dtype)[0] if tensor.ndim == 0 else part.view(tensor.dtype) for part in found]
 
 
 def stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -45,7 +45,7 @@ def stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     found = gather_all(tensor, group)
     if len(found) == 1:
         return tensor
-    shapes = dict.fromkeys(tuple(one.shape) for one in found)
+    shapes = dict.fromkeys(tuple(part.shape) for part in found)
     if len(shapes) > 1:
         raise ValueError(
             f"all_gather: the agents' tensors have the shapes {', '.join(map(str, shapes))}, and are to be one tensor. "
@@ -101,17 +101,17 @@ def several() -> bool:
 
 def synchronise(module: torch.nn.Module) -> None:
     """Make the metrics of a module compute over all agents, unless they have a synchronisation of their own."""
-    for one in module.modules():
-        if isinstance(one, Metric) and one.dist_sync_fn is None:
-            one.dist_sync_fn = gather_all
-            if one.distributed_available_fn is jit_distributed_available:
-                one.distributed_available_fn = several
+    for part in module.modules():
+        if isinstance(part, Metric) and part.dist_sync_fn is None:
+            part.dist_sync_fn = gather_all
+            if part.distributed_available_fn is jit_distributed_available:
+                part.distributed_available_fn = several
 
 
 def release(module: torch.nn.Module) -> None:
     """Make them ask torch.distributed again."""
-    for one in module.modules():
-        if isinstance(one, Metric) and one.dist_sync_fn is gather_all:
-            one.dist_sync_fn = None
-            if one.distributed_available_fn is several:
-                one.distributed_available_fn = jit_distributed_available
+    for part in module.modules():
+        if isinstance(part, Metric) and part.dist_sync_fn is gather_all:
+            part.dist_sync_fn = None
+            if part.distributed_available_fn is several:
+                part.distributed_available_fn = jit_distributed_available

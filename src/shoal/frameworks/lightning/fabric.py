@@ -16,12 +16,12 @@ from ...errors import ShoalError
 from ...ops.arguments import Internal
 from ...ops.objects import broadcast_object, broadcast_parameters
 from ...optim.checkpoints.checkpoint import Checkpoint
+from ...optim.checkpoints.states import RandomState
 from ...optim.mean_model import consensus
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current
 from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, size
-from ..random_state import RandomState
 from ..requirements import check_agent
 from . import collectives
 from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, one_peer_at_a_time
@@ -64,7 +64,7 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """The unwrapped module, with rank 0's weights."""
         state = module.state_dict()
-        broadcast_parameters({name: one for name, one in state.items() if isinstance(one, torch.Tensor)}, 0)
+        broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, 0)
         self._modules.append(module)
         return module
 
@@ -79,7 +79,7 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for module in self._modules:
             if any(id(param) in mine for param in module.parameters()):
-                make = self._wrapper or (lambda one, of: one_peer_at_a_time(one, of, True))
+                make = self._wrapper or (lambda optimizer, of: one_peer_at_a_time(optimizer, of, True))
                 return make(optimizer, module)
         raise ValueError(
             "ShoalFabricStrategy: the optimizer comes before its model, whose parameters agents average. Set up both "
@@ -102,12 +102,12 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
         """All agents call it, between two steps. A ``filter`` is for the file."""
         check_one_path(path)
         token = broadcast_object(secrets.token_hex(8), 0, Internal("fabric.save"))
-        parts = {name: one if _is_stateful(one) else StateHolder(one) for name, one in state.items()}
+        parts = {name: part if _is_stateful(part) else StateHolder(part) for name, part in state.items()}
         _checkpoint(parts, StateHolder(token), RandomState()).save(folder_of(path), 0, keep=KEPT)
         with ExitStack() as means:
-            for one in state.values():
-                if isinstance(one, torch.nn.Module):
-                    means.enter_context(consensus(one))
+            for part in state.values():
+                if isinstance(part, torch.nn.Module):
+                    means.enter_context(consensus(part))
             saved = {"agents": size(), "save": token}
             super().save_checkpoint(path, state | {KEY: saved}, storage_options, filter)
 
@@ -132,7 +132,7 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
         if missing and strict:
             raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(map(repr, file))}")
         token, random = StateHolder(), RandomState()
-        parts = {name: one if _is_stateful(one) else StateHolder() for name, one in state.items() if name in file}
+        parts = {name: part if _is_stateful(part) else StateHolder() for name, part in state.items() if name in file}
         as_many = saved["agents"] == size()
         if not as_many:
             warn(f"{path} was saved by {saved['agents']} agents, and there are {size()} now: all begin at their mean")
@@ -141,7 +141,7 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
             raise ShoalError(f"{folder} is of another save than {path}. Take another checkpoint, or remove the folder")
         if as_many:
             random.restore()
-        state.update({name: one.state for name, one in parts.items() if isinstance(one, StateHolder)})
+        state.update({name: part.state for name, part in parts.items() if isinstance(part, StateHolder)})
         return {name: value for name, value in file.items() if name not in state}
 
 
@@ -152,9 +152,9 @@ class _NothingToHoldBack(_BackwardSyncControl):
         return nullcontext()
 
 
-def _is_stateful(one: Any) -> bool:
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+def _is_stateful(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
 def _checkpoint(parts: dict[str, Any], token: StateHolder, random: RandomState) -> Checkpoint:
-    return Checkpoint(**{f"state_{name}": one for name, one in parts.items()}, token=token, random=random)
+    return Checkpoint(**{f"state_{name}": part for name, part in parts.items()}, token=token, random=random)

@@ -15,11 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from ...errors import ShoalError
 from ...ops.objects import broadcast_parameters
+from ...optim.checkpoints.states import RandomState
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current
 from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, machine_size
-from ..random_state import RandomState
 from ..requirements import check_agent
 from . import checkpoints, collectives, validation
 from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, evaluate_first, one_peer_at_a_time
@@ -109,7 +109,9 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     def setup_environment(self) -> None:
         validation.check_callbacks(self._trainer)
-        self._trainer.callbacks[:] = [one for one in self._trainer.callbacks if not isinstance(one, _Hooks)]
+        self._trainer.callbacks[:] = [
+            callback for callback in self._trainer.callbacks if not isinstance(callback, _Hooks)
+        ]
         self._trainer.callbacks.insert(0, _Hooks(self))
         self._mean, self._own_loaded, self._random = MeanModel(self.lightning_module), False, None
         super().setup_environment()
@@ -126,26 +128,26 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         """As Lightning's, decentralized; schedulers keep working because both optimizers share ``param_groups``."""
         if not self._own_loaded:
             state = self.lightning_module.state_dict()
-            broadcast_parameters({name: one for name, one in state.items() if isinstance(one, torch.Tensor)}, 0)
+            broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, 0)
         super().setup_optimizers(trainer)
-        self.optimizers = [self._made_decentralized(one, trainer) for one in self.optimizers]
+        self.optimizers = [self._made_decentralized(optimizer, trainer) for optimizer in self.optimizers]
 
     def _made_decentralized(self, optimizer: torch.optim.Optimizer, trainer: Any) -> torch.optim.Optimizer:
         if not any(group["params"] for group in optimizer.param_groups):  # where configure_optimizers returns None
             return optimizer
         if isinstance(optimizer, DecentralizedOptimizer):
-            made = optimizer
+            decentralized = optimizer
         elif self._wrapper is None:
             dealt_out = trainer._accelerator_connector.use_distributed_sampler
-            made = one_peer_at_a_time(optimizer, self.lightning_module, dealt_out)
+            decentralized = one_peer_at_a_time(optimizer, self.lightning_module, dealt_out)
         else:
-            made = self._wrapper(optimizer, self.lightning_module)
-        self._decentralized.append(made)
-        validation.check_optimizer(made, trainer)
-        counts = trainer.accumulate_grad_batches != 1 or made.num_steps_per_communication > 1
-        if counts or made.overlaps_backward:
-            evaluate_first(made)
-        return made
+            decentralized = self._wrapper(optimizer, self.lightning_module)
+        self._decentralized.append(decentralized)
+        validation.check_optimizer(decentralized, trainer)
+        counts = trainer.accumulate_grad_batches != 1 or decentralized.num_steps_per_communication > 1
+        if counts or decentralized.overlaps_backward:
+            evaluate_first(decentralized)
+        return decentralized
 
     def process_dataloader(self, dataloader: T) -> T:
         """The unchanged loader; its order is the next epoch's, even if its workers start before Lightning sets the
@@ -161,10 +163,10 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
             collectives.release(self.lightning_module)
         decentralized, self._decentralized = self._decentralized, []
         interrupted = self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
-        for one in decentralized:
+        for optimizer in decentralized:
             # A pending exchange fails again if an agent is lost, which the Trainer already knows.
             with contextlib.suppress(ShoalError) if interrupted else contextlib.nullcontext():
-                one.close()
+                optimizer.close()
         super().teardown()
 
     # What all agents do together
@@ -175,7 +177,9 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     def on_train_start(self) -> None:
         batches = torch.tensor(float(self._trainer.num_training_batches))
-        validation.check_batches([int(one) if one.isfinite() else None for one in collectives.gather_all(batches)])
+        validation.check_batches(
+            [int(count) if count.isfinite() else None for count in collectives.gather_all(batches)]
+        )
         if self._trainer.fit_loop.restarted_mid_epoch:
             self._restore_random()  # Lightning has begun to iterate, where a run that never stopped is in the middle
 
@@ -219,7 +223,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         with self._mean.mean():
             state = self.lightning_module.state_dict()
             mean: dict[str, Any] = copy.copy(state)  # with the versions that it has beside its items
-            mean.update({name: one.clone() for name, one in state.items() if isinstance(one, torch.Tensor)})
+            mean.update({name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)})
         return mean
 
     # Checkpoints

@@ -40,7 +40,7 @@ def check_devices(devices: list[Any] | None) -> None:
             f"devices={len(devices)}: with Shoal's strategies each process is one agent with one device, and the "
             f"launcher says how many there are. Take devices=1, and shoal run -n {len(devices)}"
         )
-    elsewhere = [one for one in devices or () if getattr(one, "type", None) != "cpu"]
+    elsewhere = [device for device in devices or () if getattr(device, "type", None) != "cpu"]
     if elsewhere:
         raise ValueError(
             f"Shoal trains on the CPU here for now, and Lightning has taken {elsewhere[0]}. Set accelerator='cpu'"
@@ -89,7 +89,7 @@ def check_callbacks(trainer: Any) -> None:
 def check_batches(counts: list[int | None]) -> None:
     """Raise ValueError, on all agents, where they have different numbers of batches, by rank; None: not known."""
     if len(set(counts)) > 1:
-        listed = ", ".join("unknown" if one is None else str(one) for one in counts)
+        listed = ", ".join("unknown" if count is None else str(count) for count in counts)
         raise ValueError(
             f"ShoalStrategy: the agents have {listed} batches in an epoch, and agents that average take equally many "
             "steps. Leave use_distributed_sampler on, or take a shoal.AgentSampler(shard=), or set limit_train_batches"

@@ -63,8 +63,8 @@ def differing(kernels: ctypes.CDLL) -> str | None:
     chance = torch.Generator().manual_seed(5)
     drawn = [torch.randn(_NUMBERS, generator=chance, dtype=torch.float64) for _ in range(3)]
     for dtype, code in DTYPES.items():
-        inputs = [one.to(dtype) for one in drawn]
-        pointers = (ctypes.c_void_p * 3)(*[one.data_ptr() for one in inputs])
+        inputs = [tensor.to(dtype) for tensor in drawn]
+        pointers = (ctypes.c_void_p * 3)(*[tensor.data_ptr() for tensor in inputs])
         out = torch.empty(_NUMBERS, dtype=dtype)
         for scale in (NO_SCALE, MULTIPLY, DIVIDE):
             weights = (ctypes.c_double * 3)(0.3, 0.1, 0.7)
@@ -80,11 +80,11 @@ def differing(kernels: ctypes.CDLL) -> str | None:
 
 def _weighed(inputs: list[torch.Tensor], weights: list[float], scale: int) -> torch.Tensor:
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
-    first, *others = [one.to(wide) for one in inputs]
+    first, *others = [tensor.to(wide) for tensor in inputs]
     if scale == NO_SCALE:
         total = first * weights[0]
-        for one, weight in zip(others, weights[1:], strict=True):
-            total.add_(one, alpha=weight)
+        for tensor, weight in zip(others, weights[1:], strict=True):
+            total.add_(tensor, alpha=weight)
     else:
         total = first + others[0] + others[1]
         total = total * 3.0 if scale == MULTIPLY else total / 3.0
@@ -94,9 +94,9 @@ def _weighed(inputs: list[torch.Tensor], weights: list[float], scale: int) -> to
 def _reduced(inputs: list[torch.Tensor], how: str) -> torch.Tensor:
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
     steps = {"product": torch.mul, "min": torch.minimum, "max": torch.maximum}
-    first, *others = [one.to(wide) for one in inputs]
-    for one in others:
-        first = steps.get(how, torch.add)(first, one)
+    first, *others = [tensor.to(wide) for tensor in inputs]
+    for tensor in others:
+        first = steps.get(how, torch.add)(first, tensor)
     return (first / 3.0 if how == "average" else first).to(inputs[0].dtype)
 
 

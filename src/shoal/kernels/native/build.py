@@ -40,8 +40,9 @@ def compile_kernels(into: Path = HERE) -> Path:
     compiler = _compiler()
     library = into / LIBRARY
     with tempfile.TemporaryDirectory(dir=into) as folder:
-        made = Path(folder) / LIBRARY
-        command = [*compiler, *FLAGS, *_OF_MACHINE[machine], *(str(HERE / one) for one in SOURCES), "-o", str(made)]
+        built = Path(folder) / LIBRARY
+        sources = [str(HERE / source) for source in SOURCES]
+        command = [*compiler, *FLAGS, *_OF_MACHINE[machine], *sources, "-o", str(built)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         except subprocess.CalledProcessError as error:
@@ -49,7 +50,7 @@ def compile_kernels(into: Path = HERE) -> Path:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CannotCompile(f"{compiler[0]} did not run: {error}") from error
         # Replaced, not overwritten: processes that have loaded the old library keep it.
-        made.replace(library)
+        built.replace(library)
     return library
 
 

@@ -19,7 +19,7 @@ _DEVIATIONS = 6
 
 
 def _takes(*tensors: torch.Tensor) -> bool:
-    return all(one.is_cpu and one.is_contiguous() for one in tensors)
+    return all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
 
 
 def uniform(out: torch.Tensor, key: int) -> bool:
@@ -104,8 +104,8 @@ def grid_numbers(out: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bo
     return True
 
 
-def _rows_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.is_cpu and other.is_cpu and one.stride() == other.stride() and one.stride(1) == 1
+def _rows_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.is_cpu and second.is_cpu and first.stride() == second.stride() and first.stride(1) == 1
 
 
 def signs(packed: torch.Tensor, x: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ def fits(out: torch.Tensor, inputs: Sequence[torch.Tensor], least: int = LEAST_B
         and len(inputs) <= MOST_INPUTS
         and library() is not None
         and out.is_contiguous()
-        and all(one.is_contiguous() and one.dtype == out.dtype for one in inputs)
+        and all(tensor.is_contiguous() and tensor.dtype == out.dtype for tensor in inputs)
     )
 
 
@@ -55,7 +55,7 @@ def weigh(
         DTYPES[out.dtype],
         out.data_ptr(),
         None if also is None else also.data_ptr(),
-        (ctypes.c_void_p * count)(*[one.data_ptr() for one in inputs]),
+        (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in inputs]),
         count,
         (ctypes.c_double * count)(*weights),
         scale,
@@ -81,7 +81,7 @@ def reduce(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: S
         at += length
         starts |= 1 << at
     count = len(inputs)
-    pointers = (ctypes.c_void_p * count)(*[one.data_ptr() for one in inputs])
+    pointers = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in inputs])
     kernels.shoal_reduce(
         DTYPES[out.dtype], out.data_ptr(), pointers, count, REDUCTIONS[how], starts, out.numel(), _streams(out)
     )

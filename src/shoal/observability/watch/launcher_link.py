@@ -47,8 +47,8 @@ class StatusSink(Protocol):
     def ended(self, rank: int, how: str, well: bool) -> None: ...
 
 
-def _mac(secret: bytes, what: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(secret, LABEL + what + b"".join(parts), "sha256")
+def _mac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, LABEL + purpose + b"".join(parts), "sha256")
 
 
 class _Sealed:
@@ -139,7 +139,7 @@ class StatusCollector:
                 except (OSError, ValueError, TypeError, KeyError, RecursionError):
                     self._end(key.data)
         now = time.monotonic()
-        for guest in [one for one in self._guests if one.sealed is None and now >= one.limit]:
+        for guest in [other for other in self._guests if other.sealed is None and now >= other.limit]:
             self._end(guest)
 
     def _accept(self) -> None:
@@ -148,7 +148,7 @@ class StatusCollector:
         except OSError:
             return
         for proved in (False, True):  # unauthenticated connections do not exclude authenticated ones
-            known = [one for one in self._guests if (one.sealed is not None) == proved]
+            known = [other for other in self._guests if (other.sealed is not None) == proved]
             if len(known) >= self._most:
                 self._end(known[0])
         guest = _LauncherConnection(sock)
@@ -243,8 +243,8 @@ class StatusSender:
 
     def _send_status(self) -> None:
         self._sent_at = time.monotonic()
-        processes = [(rank, *one) for rank, one in self._processes.items()]
-        self._send_content({"processes": processes, "ended": [(rank, *one) for rank, one in self._ended.items()]})
+        processes = [(rank, *state) for rank, state in self._processes.items()]
+        self._send_content({"processes": processes, "ended": [(rank, *state) for rank, state in self._ended.items()]})
 
     def _send_content(self, content: dict[str, Any]) -> None:
         if self._stream is None or self._sealed is None:

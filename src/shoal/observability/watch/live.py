@@ -137,8 +137,8 @@ class Watch:
                     self._selector.unregister(key.fileobj)
                 self._parts.close()
             with contextlib.suppress(OSError):
-                what = f"nobody can look on any more ({type(error).__name__}: {error})"
-                print(f"shoal run: {what}", file=sys.stderr, flush=True)
+                problem = f"nobody can look on any more ({type(error).__name__}: {error})"
+                print(f"shoal run: {problem}", file=sys.stderr, flush=True)
 
     def _next(self) -> float:
         return self._looked + LOOK_SECONDS

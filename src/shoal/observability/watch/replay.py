@@ -41,7 +41,7 @@ def read(folder: Path) -> dict[str, Any]:
         return _LogReplay(entries).as_json()
     found = traces.read(folder).traces
     known = clocks.align(found, traces.match(found))
-    laid = [clocks.on_one_clock(one, clock) for one, clock in zip(found, known, strict=True)]
+    laid = [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
     return _TraceReplay(laid, entries).as_json()
 
 
@@ -57,15 +57,15 @@ class _TraceReplay:
 
     def __init__(self, found: list[Trace], entries: list[MembershipEvent]) -> None:
         self._of: dict[int, list[_TracedAgent]] = defaultdict(list)
-        for one in found:
-            self._of[one.rank].append(_TracedAgent(one))
-        self._begin, self._end = min(one.start for one in found), max(one.end for one in found)
-        self._size = max(max(one.size, one.rank + 1) for one in found)
+        for trace in found:
+            self._of[trace.rank].append(_TracedAgent(trace))
+        self._begin, self._end = min(trace.start for trace in found), max(trace.end for trace in found)
+        self._size = max(max(trace.size, trace.rank + 1) for trace in found)
         self._entries = entries
         self._all = found
 
     def as_json(self) -> dict[str, Any]:
-        edges = {(one.rank, message.peer) for one in self._all for message in one.sent}
+        edges = {(trace.rank, message.peer) for trace in self._all for message in trace.sent}
         count = max(2, min(MOMENTS, MOST_CELLS // max(1, self._size + len(edges))))
         passed = max(1, self._end - self._begin)
         moments = [self._begin + passed * (k + 1) // count for k in range(count)]
@@ -89,9 +89,9 @@ class _TraceReplay:
         rows, edges = [], []
         there: dict[int, _TracedAgent | None] = {}
         for rank in range(self._size):
-            begun = [one for one in self._of.get(rank, ()) if one.trace.start <= at]
+            begun = [agent for agent in self._of.get(rank, ()) if agent.trace.start <= at]
             there[rank] = begun[-1] if begun else None
-        lost = {loss.rank for one in self._all for loss in one.losses if loss.how == "died" and loss.at <= at}
+        lost = {loss.rank for trace in self._all for loss in trace.losses if loss.how == "died" and loss.at <= at}
         into: Counter[int] = Counter()
         rates: dict[int, tuple[int, int]] = {}
         for rank, agent in there.items():
@@ -110,7 +110,7 @@ class _TraceReplay:
         for rank, agent in there.items():
             came = sum(edge[3] for edge in edges if edge[1] == rank)
             rows.append(self._row(rank, agent, at, rank in lost, rates.get(rank), came, into[rank]))
-        edges.sort(key=lambda one: (-one[2], one[0], one[1]))
+        edges.sort(key=lambda edge: (-edge[2], edge[0], edge[1]))
         return {"at": self._since(at), "agents": rows, "edges": edges}
 
     def _row(
@@ -161,17 +161,17 @@ class _TraceReplay:
     def _series(self, frames: list[dict[str, Any]]) -> History:
         history = History()
         noted: set[str] = set()
-        for one in self._all:
-            for name in {measure.name for measure in one.measured} - noted:
+        for trace in self._all:
+            for name in {measure.name for measure in trace.measured} - noted:
                 noted.add(name)
-                for measure in (each for each in one.measured if each.name == name):
+                for measure in (candidate for candidate in trace.measured if candidate.name == name):
                     mean = "nan" if measure.mean is None else measure.mean
                     history.add(name, (self._since(measure.at), mean, mean))
         for frame in frames:
-            steps = [one["step_seconds"] for one in frame["agents"] if one["step_seconds"] is not None]
+            steps = [row["step_seconds"] for row in frame["agents"] if row["step_seconds"] is not None]
             if steps:
                 history.add(STEP_TIME, (frame["at"], fmean(steps), max(steps)))
-            out = [one["out"] for one in frame["agents"] if one["out"] is not None]
+            out = [row["out"] for row in frame["agents"] if row["out"] is not None]
             if out:
                 history.add(BYTES, (frame["at"], sum(out), max(out)))
         return history
@@ -180,7 +180,7 @@ class _TraceReplay:
         found: list[tuple[float, str, str]] = []
         noted: set[tuple[int, str]] = set()
         for at, rank, how, cause in sorted(
-            (loss.at, loss.rank, loss.how, loss.cause) for one in self._all for loss in one.losses
+            (loss.at, loss.rank, loss.how, loss.cause) for trace in self._all for loss in trace.losses
         ):
             if (rank, how) not in noted:
                 noted.add((rank, how))
@@ -200,22 +200,24 @@ class _TracedAgent:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._sent = sorted((one for one in trace.sent if not one.coordinates), key=lambda one: one.at)
-        self._to: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], [0]))  # when, how much so far
-        for one in self._sent:
-            when, much = self._to[one.peer]
-            when.append(one.at)
-            much.append(much[-1] + one.nbytes)
-        ops = {(call.name, call.round): call.operation for call in trace.calls}
-        between = [one for one in self._sent if ops.get(one.key[:2], "").startswith(NEIGHBOURS)]
-        self._between = between or self._sent
-        self._between_at = [one.at for one in self._between]
-        self._steps = sorted(
-            (_Step(one.end, one.number, one.end - one.start) for one in trace.steps), key=lambda one: one.ended
+        self._sent = sorted(
+            (message for message in trace.sent if not message.coordinates), key=lambda message: message.at
         )
-        self._steps_at = [one.ended for one in self._steps]
-        self._waits = sorted(trace.waits, key=lambda one: one.start)
-        self._waits_at = [one.start for one in self._waits]
+        self._to: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], [0]))  # when, how much so far
+        for message in self._sent:
+            when, much = self._to[message.peer]
+            when.append(message.at)
+            much.append(much[-1] + message.nbytes)
+        ops = {(call.name, call.round): call.operation for call in trace.calls}
+        between = [message for message in self._sent if ops.get(message.key[:2], "").startswith(NEIGHBOURS)]
+        self._between = between or self._sent
+        self._between_at = [message.at for message in self._between]
+        self._steps = sorted(
+            (_Step(step.end, step.number, step.end - step.start) for step in trace.steps), key=lambda step: step.ended
+        )
+        self._steps_at = [step.ended for step in self._steps]
+        self._waits = sorted(trace.waits, key=lambda wait: wait.start)
+        self._waits_at = [wait.start for wait in self._waits]
         self._coming: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         for message in trace.received:
             self._coming[message.key[:2]].append((message.peer, max(message.at, message.arrived)))
@@ -237,9 +239,9 @@ class _TracedAgent:
 
     def waits_at(self, at: int) -> traces.TracedWait | None:
         """The wait of one of its threads at a time."""
-        for one in self._waits[: bisect_right(self._waits_at, at)][:-9:-1]:  # of several threads one may
-            if one.end >= at:
-                return one
+        for wait in self._waits[: bisect_right(self._waits_at, at)][:-9:-1]:  # of several threads one may
+            if wait.end >= at:
+                return wait
         return None
 
     def missing(self, wait: traces.TracedWait, at: int) -> list[int] | None:
@@ -254,7 +256,7 @@ class _TracedAgent:
 
     def measured_at(self, at: int) -> dict[str, float | None]:
         """The last of each number."""
-        return {one.name: one.own for one in self.trace.measured if one.at <= at}
+        return {metric.name: metric.own for metric in self.trace.measured if metric.at <= at}
 
 
 class _LogReplay:
@@ -263,10 +265,10 @@ class _LogReplay:
     def __init__(self, entries: list[MembershipEvent]) -> None:
         self._entries = entries
         self._begin = entries[0].at
-        self._size = 1 + max(max((one.rank, *one.alive)) for one in entries)
+        self._size = 1 + max(max((event.rank, *event.alive)) for event in entries)
 
     def as_json(self) -> dict[str, Any]:
-        times = sorted({round(one.at - self._begin, 2) for one in self._entries})
+        times = sorted({round(event.at - self._begin, 2) for event in self._entries})
         frames = [
             {"at": at, "agents": self._rows(at), "edges": []} for at in times[:: max(1, len(times) // MOMENTS)]
         ] or []
@@ -284,17 +286,19 @@ class _LogReplay:
     def _rows(self, at: float) -> list[dict[str, Any]]:
         state, again = dict.fromkeys(range(self._size), ABSENT), dict.fromkeys(range(self._size), 0)
         first: dict[int, int] = {}  # a joining agent is started like a restarted one
-        for one in self._entries:
-            if round(one.at - self._begin, 2) > at:
+        for event in self._entries:
+            if round(event.at - self._begin, 2) > at:
                 break
-            again[one.rank] = max(again[one.rank], one.incarnation - first.setdefault(one.rank, one.incarnation))
-            if one.what == CAME:
-                state[one.rank] = COMPUTING if not one.incarnation else REJOINING if again[one.rank] else STARTING
-            elif one.what == LEFT:
-                state[one.rank] = HAS_LEFT
-            for rank in one.lost:
+            again[event.rank] = max(
+                again[event.rank], event.incarnation - first.setdefault(event.rank, event.incarnation)
+            )
+            if event.what == CAME:
+                state[event.rank] = COMPUTING if not event.incarnation else REJOINING if again[event.rank] else STARTING
+            elif event.what == LEFT:
+                state[event.rank] = HAS_LEFT
+            for rank in event.lost:
                 state[rank] = LOST
-            for rank in one.entered:
+            for rank in event.entered:
                 state[rank] = COMPUTING
         return [row_of(rank) | {"state": state[rank], "again": again[rank]} for rank in state]
 
@@ -311,12 +315,12 @@ def _changes(entries: list[MembershipEvent]) -> list[tuple[float, str, str]]:
     """
     found = []
     noted: set[tuple[tuple[int, ...], ...]] = set()
-    for one in entries:
-        what = one.lost, one.entered, one.alive
-        if (one.lost or one.entered) and what not in noted:
-            noted.add(what)
-            parts = [f"lost: {', '.join(map(str, one.lost))}"] if one.lost else []
-            parts += [f"entered: {', '.join(map(str, one.entered))}"] if one.entered else []
-            text = f"agreed on: {'; '.join(parts)}; there are {len(one.alive)}"
-            found.append((one.at, text, "bad" if one.lost else "good"))
+    for event in entries:
+        change = event.lost, event.entered, event.alive
+        if (event.lost or event.entered) and change not in noted:
+            noted.add(change)
+            parts = [f"lost: {', '.join(map(str, event.lost))}"] if event.lost else []
+            parts += [f"entered: {', '.join(map(str, event.entered))}"] if event.entered else []
+            text = f"agreed on: {'; '.join(parts)}; there are {len(event.alive)}"
+            found.append((event.at, text, "bad" if event.lost else "good"))
     return found

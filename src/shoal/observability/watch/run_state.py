@@ -71,7 +71,9 @@ class History:
         self._times.clear()
 
     def as_json(self) -> list[dict[str, object]]:
-        return [{"name": name, "unit": UNITS.get(name, ""), "points": one.points} for name, one in self._of.items()]
+        return [
+            {"name": name, "unit": UNITS.get(name, ""), "points": series.points} for name, series in self._of.items()
+        ]
 
 
 WINDOW_SECONDS = 5.0
@@ -207,8 +209,8 @@ class RunState:
             if loss not in self._noted and not self._agents[rank].restarted:
                 self._noted.add(loss)
                 self.note(f"rank {rank} is lost, as rank {message.rank} knows", "bad")
-        for name, one in work.measured.items():
-            self._history.add_measured(name, one.times, (self._seconds, one.mean, one.worst))
+        for name, metric in work.measured.items():
+            self._history.add_measured(name, metric.times, (self._seconds, metric.mean, metric.worst))
         agent.known = message
 
     def _again(self, rank: int, incarnation: int) -> int:
@@ -255,11 +257,11 @@ class RunState:
         if now < self._drawn + HISTORY_SECONDS:
             return
         self._drawn = now
-        there = [one.known.work for one in self._agents.values() if one.known is not None and not one.ended]
-        steps = [one.step_seconds for one in there if one is not None and one.step_seconds is not None]
+        there = [agent.known.work for agent in self._agents.values() if agent.known is not None and not agent.ended]
+        steps = [work.step_seconds for work in there if work is not None and work.step_seconds is not None]
         if steps:
             self._history.add(STEP_TIME, (self._seconds, fmean(steps), max(steps)))
-        rates = [sum(_rates_of(one, now).values()) for one in self._agents.values() if one.known is not None]
+        rates = [sum(_rates_of(agent, now).values()) for agent in self._agents.values() if agent.known is not None]
         if rates:
             self._history.add(BYTES, (self._seconds, sum(rates), max(rates)))
 
@@ -286,7 +288,7 @@ class RunState:
                 received[peer] += rate
                 total[peer] += nbytes
                 edges.append((rank, peer, nbytes, round(rate), peer in work.edges and not agent.ended))
-        edges.sort(key=lambda one: (-one[2], one[0], one[1]))
+        edges.sort(key=lambda edge: (-edge[2], edge[0], edge[1]))
         lost = self._lost_ranks()
         return {
             "title": self._title,
@@ -317,7 +319,7 @@ class RunState:
             "waits_for": list(work.waits_for) if work is not None and state == WAITING else [],
             "step": work.step if work is not None else None,
             "step_seconds": work.step_seconds if work is not None else None,
-            "loss": loss_of({name: one.own for name, one in work.measured.items()}) if work is not None else None,
+            "loss": loss_of({name: metric.own for name, metric in work.measured.items()}) if work is not None else None,
             "out": round(sum(_rates_of(agent, now).values())) if speaks else None,
             "in": round(received) if speaks else None,
             "sent": work.nbytes if work is not None else None,
@@ -327,9 +329,9 @@ class RunState:
     def _lost_ranks(self) -> set[int]:
         """The agents that another agent, which has not ended itself, counts as lost."""
         found: set[int] = set()
-        for other, one in self._agents.items():
-            if not one.ended and one.known is not None and one.known.work is not None:
-                found.update(rank for rank in one.known.work.lost if rank != other)
+        for other, agent in self._agents.items():
+            if not agent.ended and agent.known is not None and agent.known.work is not None:
+                found.update(rank for rank in agent.known.work.lost if rank != other)
         return found
 
     def _state(self, agent: _AgentView, lost: bool, now: float) -> tuple[str, str]:

@@ -110,7 +110,7 @@ class PageServer:
     @property
     def is_looked_at(self) -> bool:
         """A page is open."""
-        return any(one.looks for one in self._connections)
+        return any(browser.looks for browser in self._connections)
 
     def fileno(self) -> int:
         return self._selector.fileno()
@@ -122,7 +122,7 @@ class PageServer:
     @property
     def due(self) -> float:
         """When to call :meth:`serve` at the latest, as ``time.monotonic()``."""
-        asking = (one.limit for one in self._connections)
+        asking = (browser.limit for browser in self._connections)
         update = self._sent_at + (UPDATE_SECONDS if self._news else SIGN_SECONDS) if self.is_looked_at else float("inf")
         return min(update, *asking, float("inf"))
 
@@ -134,8 +134,8 @@ class PageServer:
             elif key.data in self._connections:
                 self._attend(key.data, events)
         now = time.monotonic()
-        for one in [one for one in self._connections if now >= one.limit]:
-            self._end(one)
+        for browser in [browser for browser in self._connections if now >= browser.limit]:
+            self._end(browser)
         if self.is_looked_at and now >= self._sent_at + (UPDATE_SECONDS if self._news else SIGN_SECONDS):
             self._update()
 
@@ -145,7 +145,7 @@ class PageServer:
                 sock, _ = self._listener.accept()
             except OSError:  # there is none, or no descriptor is left
                 return
-            asking = [one for one in self._connections if not one.looks]
+            asking = [browser for browser in self._connections if not browser.looks]
             if len(asking) >= MOST_ASKING:
                 self._end(asking[0])
             sock.setblocking(False)
@@ -153,35 +153,37 @@ class PageServer:
             self._connections.append(connection)
             self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _attend(self, one: _BrowserConnection, events: int) -> None:
+    def _attend(self, browser: _BrowserConnection, events: int) -> None:
         try:
-            if events & selectors.EVENT_READ and not one.receive():
-                self._end(one)
+            if events & selectors.EVENT_READ and not browser.receive():
+                self._end(browser)
                 return
-            if not one.answered and one.is_complete:
-                self._answer(one)
+            if not browser.answered and browser.is_complete:
+                self._answer(browser)
             elif events & selectors.EVENT_WRITE:
-                self._write(one)
+                self._write(browser)
         except OSError:
-            self._end(one)
+            self._end(browser)
 
-    def _answer(self, one: _BrowserConnection) -> None:
-        path = path_of(one.request, self._token)
-        one.answered = True
+    def _answer(self, browser: _BrowserConnection) -> None:
+        path = path_of(browser.request, self._token)
+        browser.answered = True
         if path is None:
-            self._end(one)
+            self._end(browser)
         elif path == NEWS and sum(other.looks for other in self._connections) < MOST_LOOKING:
-            one.looks = True
-            one.out += _head("200 OK", "text/event-stream; charset=utf-8")
-            one.out += self._event()
-            self._write(one)
+            browser.looks = True
+            browser.out += _head("200 OK", "text/event-stream; charset=utf-8")
+            browser.out += self._event()
+            self._write(browser)
         elif path in ASSETS:
             name, kind = ASSETS[path]
-            one.out += _asset(name, kind)
-            self._write(one)
+            browser.out += _asset(name, kind)
+            self._write(browser)
         else:
-            one.out += _head("503 Too many" if path == NEWS else "404 Not found", "text/plain", "Content-Length: 0\r\n")
-            self._write(one)
+            browser.out += _head(
+                "503 Too many" if path == NEWS else "404 Not found", "text/plain", "Content-Length: 0\r\n"
+            )
+            self._write(browser)
 
     def _event(self) -> bytes:
         return f"data: {json.dumps(self._data(), separators=(',', ':'), allow_nan=False)}\n\n".encode()
@@ -189,31 +191,31 @@ class PageServer:
     def _update(self) -> None:
         news, self._news, self._sent_at = self._news, False, time.monotonic()
         event = self._event() if news else b": still here\n\n"
-        for one in [one for one in self._connections if one.looks]:
-            if len(one.out) + len(event) <= max(MOST_WAITING, len(event)):
-                one.out += event
-                self._write(one)
+        for browser in [browser for browser in self._connections if browser.looks]:
+            if len(browser.out) + len(event) <= max(MOST_WAITING, len(event)):
+                browser.out += event
+                self._write(browser)
 
-    def _write(self, one: _BrowserConnection) -> None:
+    def _write(self, browser: _BrowserConnection) -> None:
         try:
-            one.write()
+            browser.write()
         except OSError:
-            self._end(one)
+            self._end(browser)
             return
-        if not one.out and not one.looks:
-            self._end(one)
+        if not browser.out and not browser.looks:
+            self._end(browser)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.out else 0)
-        if self._selector.get_key(one.sock).events != wanted:
-            self._selector.modify(one.sock, wanted, one)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if browser.out else 0)
+        if self._selector.get_key(browser.sock).events != wanted:
+            self._selector.modify(browser.sock, wanted, browser)
 
-    def _end(self, one: _BrowserConnection) -> None:
-        if one in self._connections:
-            self._connections.remove(one)
-            self._selector.unregister(one.sock)
+    def _end(self, browser: _BrowserConnection) -> None:
+        if browser in self._connections:
+            self._connections.remove(browser)
+            self._selector.unregister(browser.sock)
             with contextlib.suppress(OSError):  # unread data would turn the close into a reset
-                one.sock.recv(MOST_REQUEST)
-            one.sock.close()
+                browser.sock.recv(MOST_REQUEST)
+            browser.sock.close()
 
     def close(self) -> None:
         """Send the final state to open pages within a time limit, and close."""
@@ -222,14 +224,14 @@ class PageServer:
             with contextlib.suppress(Exception):  # its error was reported before; it must still be closed
                 self._update()
         limit = time.monotonic() + LAST_SECONDS
-        while any(one.out for one in self._connections) and time.monotonic() < limit:
+        while any(browser.out for browser in self._connections) and time.monotonic() < limit:
             for key, events in self._selector.select(limit - time.monotonic()):
                 if key.data is not None and key.data in self._connections:
                     self._attend(key.data, events)
                 elif key.data is None:
                     self._selector.unregister(self._listener)
-        for one in list(self._connections):
-            self._end(one)
+        for browser in list(self._connections):
+            self._end(browser)
         self._selector.close()
         self._listener.close()
 

@@ -93,7 +93,7 @@ class StatusMessage:
 
 
 def _work(data: dict[str, Any], size: int) -> WorkStatus:
-    waits = sorted(data.get("waiting", ()), key=lambda one: -_seconds(one["seconds"]))[:1]
+    waits = sorted(data.get("waiting", ()), key=lambda wait: -_seconds(wait["seconds"]))[:1]
     agrees = _ranks(data["agrees_with"], size)
     call, ranks, seconds = "", agrees, 0.0
     if agrees:
@@ -112,7 +112,7 @@ def _work(data: dict[str, Any], size: int) -> WorkStatus:
         _text(data["over"]),
         _count(data["step"]),
         None if took is None else _seconds(took),
-        {_text(name): _measure(one) for name, one in list(data.get("measured", {}).items())[:_MOST_NAMES]},
+        {_text(name): _measure(measure) for name, measure in list(data.get("measured", {}).items())[:_MOST_NAMES]},
         _count(data["bytes_sent"]),
         {_rank(peer, size): _count(nbytes) for peer, nbytes in data.get("sent", ())[:_MOST_EDGES]},
         tuple(_rank(peer, size) for peer in data.get("edges", ())[:_MOST_EDGES]),
@@ -154,4 +154,4 @@ def _rank(value: Any, size: int) -> int:
 
 
 def _ranks(values: Any, size: int) -> tuple[int, ...]:
-    return tuple(_rank(one, size) for one in values[:_MOST_RANKS])
+    return tuple(_rank(rank, size) for rank in values[:_MOST_RANKS])

@@ -41,20 +41,20 @@ def from_one_agent(rank: int, name: str, ask: Callable[[], T], timeout: float | 
 class AgentErrors(dict[int, str]):
     """The agents' errors by rank, the same on all agents."""
 
-    def error(self, what: str) -> ShoalError:
-        return ShoalError(f"{what}: " + "; ".join(f"at rank {rank}, {text}" for rank, text in self.items()), self)
+    def error(self, problem: str) -> ShoalError:
+        return ShoalError(f"{problem}: " + "; ".join(f"at rank {rank}, {text}" for rank, text in self.items()), self)
 
 
 def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[AgentErrors, T | None]:
     """Call ``attempt`` on all agents: the errors of all, and this agent's result. No agent waits for a failed one."""
-    made, problem = None, ""
+    result, problem = None, ""
     try:
-        made = attempt()
+        result = attempt()
     # Not raised here: this agent would be missing in the gather below, and the others would wait for it.
     except Exception as error:
         problem = _text_of(error)
     texts = gather_by_rank(torch.tensor(list(problem.encode()), dtype=torch.uint8), Internal(name), timeout=timeout)
-    return AgentErrors({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), made
+    return AgentErrors({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), result
 
 
 def _text_of(error: Exception) -> str:

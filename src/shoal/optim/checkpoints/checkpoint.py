@@ -197,7 +197,7 @@ class Checkpoint:
             path = place = folder / name
 
             def write() -> int:
-                states = {part: in_own_memory(one.state_dict()) for part, one in self._parts.items()}  # may need all
+                states = {name: in_own_memory(part.state_dict()) for name, part in self._parts.items()}  # may need all
                 if not is_of_step(name, step):
                     raise Mismatch(f"step={step} was given, and rank {first} saves {name}")
                 if len(there) < agent.size:
@@ -215,7 +215,7 @@ class Checkpoint:
             # An agent that was lost after the names were agreed has no file, or one without a checksum here. The
             # numbering would then have a gap.
             if tuple(checksums) == there:
-                crcs = tuple(int(one) for one in checksums.values())
+                crcs = tuple(int(checksum) for checksum in checksums.values())
                 manifest = Manifest(step, len(there), tuple(self._parts), crcs, agent.size)
                 remove_all_but(
                     folder,
@@ -297,13 +297,13 @@ class Checkpoint:
             if errors:
                 warnings.warn(f"checkpoint: {errors[-1]}; the one before it is tried", stacklevel=2)
             place, manifest = folder / _named(name), Manifest(**content)
-            way = _initial_state(start, place, manifest, len(there))
-            failures, states = self._read(place, manifest, way, there, timeout)
+            start_state = _initial_state(start, place, manifest, len(there))
+            failures, states = self._read(place, manifest, start_state, there, timeout)
             # Nothing is loaded before all agents could read. Otherwise some would continue from this checkpoint and
             # others from the one before.
             if states is not None and not failures:
                 for part_name, part in self._parts.items():
-                    if way == "own" or not isinstance(part, GeneratorState):
+                    if start_state == "own" or not isinstance(part, GeneratorState):
                         part.load_state_dict(states[part_name])
                 return manifest.step
             errors.append(failures.error(f"{place} is not loaded"))
@@ -399,13 +399,13 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _check_unsharded_agents(what: str) -> None:
+def _check_unsharded_agents(call: str) -> None:
     """Refuse replicas of several processes: an agent's own checkpoint is complete only with the files of all
     processes.
     """
-    if current(what).launch.beside:
+    if current(call).launch.beside:
         raise ValueError(
-            f"{what}: an agent is one process of a replica here (init(mesh=)), and a checkpoint is complete when all "
+            f"{call}: an agent is one process of a replica here (init(mesh=)), and a checkpoint is complete when all "
             "processes of all replicas have saved, which torch.distributed.checkpoint sees to: "
             'dcp.save({"training": checkpoint}, checkpoint_id=folder)'
         )

@@ -146,8 +146,8 @@ def withdraw(place: Path, rank: int) -> None:
     if (place / _MANIFEST).exists():  # it counts: the agent that wrote it was lost before the others learned of it
         return
     with suppress(OSError):  # it never was there
-        for one in (path, _partial(path)):
-            one.unlink(missing_ok=True)
+        for file in (path, _partial(path)):
+            file.unlink(missing_ok=True)
         place.rmdir()  # unless it has files of others
 
 

@@ -7,6 +7,7 @@ of several agents, which are nested dicts, lists and tuples.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ def as_stateful(name: str, part: Any) -> Stateful:
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """A learning-rate schedule of torch's has been made for this optimizer, or for the one that it wraps."""
     wrapped = getattr(optimizer, "optimizer", None)  # torch marks the step of an optimizer for which one is made
-    return any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in (optimizer, wrapped))
+    return any(hasattr(getattr(candidate, "step", None), "_wrapped_by_lr_sched") for candidate in (optimizer, wrapped))
 
 
 class GeneratorState:
@@ -61,6 +62,42 @@ class GeneratorState:
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], /) -> None:
         self._generator.set_state(state_dict["state"])
+
+
+class RandomState:
+    """Python's, NumPy's and torch's generators of this process.
+
+    A loaded state is kept until :meth:`restore`, because random numbers are drawn before training resumes.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = np.random.get_state()
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), has_gauss, cached],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        self._loaded = state_dict
+
+    def restore(self) -> None:
+        """Set the generators to the loaded state, if there is one."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        version, words, gauss = loaded["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, position, has_gauss, cached = loaded["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(loaded["torch"])
+        if loaded["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(loaded["cuda"])
 
 
 class PlainData:
@@ -108,11 +145,11 @@ def _with_python_numbers(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        return {_with_python_numbers(key): _with_python_numbers(one) for key, one in value.items()}
+        return {_with_python_numbers(key): _with_python_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_with_python_numbers(one) for one in value]
+        return [_with_python_numbers(item) for item in value]
     if type(value) is tuple:
-        return tuple(_with_python_numbers(one) for one in value)
+        return tuple(_with_python_numbers(item) for item in value)
     return value
 
 
@@ -156,19 +193,19 @@ def in_own_memory(state: Any) -> Any:
 
 def _joined(states: Sequence[Any], leaf: Callable[[Sequence[Any], str], Any], path: str) -> Any:
     """One tree from several that are alike; ``leaf`` merges the values at one position."""
-    states = [one for one in states if one is not None] or [None]
+    states = [state for state in states if state is not None] or [None]
     first = states[0]
-    if any(_kind(one) is not _kind(first) for one in states):
+    if any(_kind(state) is not _kind(first) for state in states):
         raise ValueError(
             f"{path}: the agents have different things there, {', '.join(type(s).__name__ for s in states)}"
         )
     if isinstance(first, Mapping):
-        made: Any = copy.copy(first)  # keeps the attributes of a model's state_dict
-        for key in dict.fromkeys(key for one in states for key in one):
-            made[key] = _joined([one[key] for one in states if key in one], leaf, f"{path}.{key}")
-        return made
+        merged: Any = copy.copy(first)  # keeps the attributes of a model's state_dict
+        for key in dict.fromkeys(key for state in states for key in state):
+            merged[key] = _joined([state[key] for state in states if key in state], leaf, f"{path}.{key}")
+        return merged
     if isinstance(first, list | tuple):
-        alike = all(len(one) == len(first) for one in states)
+        alike = all(len(state) == len(first) for state in states)
         items = zip(*(states if alike else [first]), strict=True)
         joined = [_joined(item, leaf, f"{path}.{number}") for number, item in enumerate(items)]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
@@ -182,18 +219,18 @@ def _kind(state: Any) -> type:
 
 def _mean(values: Sequence[Any], path: str) -> Any:
     first = values[0]
-    if isinstance(first, float) and any(one != first for one in values):
+    if isinstance(first, float) and any(value != first for value in values):
         return sum(values) / len(values)
     if not isinstance(first, torch.Tensor):
         return first
     if not (first.is_floating_point() or first.is_complex()):
         return first.clone()
-    shapes = dict.fromkeys(tuple(one.shape) for one in values)
+    shapes = dict.fromkeys(tuple(value.shape) for value in values)
     if len(shapes) > 1:
         raise ValueError(f"{path}: the agents have tensors of the shapes {', '.join(map(str, shapes))}, without a mean")
-    if all(torch.equal(one, first) for one in values[1:]):
+    if all(torch.equal(value, first) for value in values[1:]):
         return first.clone()
     total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
-    for one in values[1:]:
-        total += one
+    for value in values[1:]:
+        total += value
     return (total / len(values)).to(first.dtype)

@@ -195,7 +195,7 @@ class BucketExchange(ABC):
 
     def _look_for_sharing(self, moved: list[Bucket]) -> None:
         """Parameters have been moved: leave them in place if other tensors share their memory."""
-        shared = {one for group in self.sharing() for one in group}
+        shared = {param for group in self.sharing() for param in group}
         for bucket in moved:
             if not shared.isdisjoint(bucket.of):
                 bucket.stay()
@@ -384,7 +384,7 @@ class BucketExchange(ABC):
         ]
         held = {name for names in self.layout for name in names}
         self._without_state = {
-            key: {name: one for name, one in states.items() if name not in held} for key, states in saved.items()
+            key: {name: value for name, value in states.items() if name not in held} for key, states in saved.items()
         }
 
     def _states_of_our_own(self) -> dict[str, dict[str, torch.Tensor]]:

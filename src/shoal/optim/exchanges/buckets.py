@@ -107,14 +107,14 @@ class Bucket:
         # FSDP keeps pointers to this memory. A parameter that is moved away would be gathered with old numbers.
         self._stays = stays or any(map(is_sharded, params))
         tensors = self._tensors()
-        self.numel = sum(one.numel() for one in tensors)
+        self.numel = sum(tensor.numel() for tensor in tensors)
         # Equal on all agents and fixed: the layout must not depend on later changes of one agent to a parameter.
-        self._places: _Places = [(one.shape, one.stride() if is_dense(one) else None) for one in tensors]
-        self._moves = not self._stays and sum(one.nbytes for one in tensors) > MOVED_BYTES * len(params)
+        self._places: _Places = [(tensor.shape, tensor.stride() if is_dense(tensor) else None) for tensor in tensors]
+        self._moves = not self._stays and sum(tensor.nbytes for tensor in tensors) > MOVED_BYTES * len(params)
         # If the average is copied, a view of the same memory in another shape is equivalent.
         self._size = _shape if self._moves else _nbytes
-        self._sizes = [self._size(one) for one in tensors]
-        self._has_empty = not all(one.numel() for one in tensors)  # whose addresses mean nothing
+        self._sizes = [self._size(tensor) for tensor in tensors]
+        self._has_empty = not all(tensor.numel() for tensor in tensors)  # whose addresses mean nothing
         self._spare: _Memory | None = None
         self._mean: _Memory | None = None
         self._versions: list[int] | None = None
@@ -133,7 +133,7 @@ class Bucket:
         return tuple(
             tuple(shape)
             if strides is None
-            else tuple(size for _, size in sorted(zip(strides, shape, strict=True), key=lambda one: -one[0]))
+            else tuple(size for _, size in sorted(zip(strides, shape, strict=True), key=lambda pair: -pair[0]))
             for shape, strides in self._places
         )
 
@@ -161,7 +161,7 @@ class Bucket:
         return locals_of(self.params) if self._stays else self.params
 
     def _copy_out(self, memory: _Memory) -> None:
-        torch._foreach_copy_([one.detach() for one in self._tensors()], memory.views)
+        torch._foreach_copy_([tensor.detach() for tensor in self._tensors()], memory.views)
 
     def _memory(self) -> _Memory:
         first = self.params[0]
@@ -173,7 +173,7 @@ class Bucket:
 
     def _move_in(self) -> None:
         if self._stays:
-            torch._foreach_copy_(self._here.views, [one.detach() for one in self._tensors()])
+            torch._foreach_copy_(self._here.views, [tensor.detach() for tensor in self._tensors()])
             return
         for param, view in zip(self.params, self._here.views, strict=True):
             # First the numbers, then the pointer: in the other order the bucket's uninitialized numbers would be copied
@@ -199,7 +199,7 @@ class Bucket:
         """A parameter has another shape, dtype or device than it had, so that it has no place here."""
         pairs = zip(self._tensors(), self._places, strict=True)
         as_before = (self.flat.dtype, self.flat.device)
-        return any(one.shape != shape or (one.dtype, one.device) != as_before for one, (shape, _) in pairs)
+        return any(tensor.shape != shape or (tensor.dtype, tensor.device) != as_before for tensor, (shape, _) in pairs)
 
     def adopt(self) -> None:
         """Move the parameters into the bucket again, after ``param.data = ...`` or ``module.to(...)`` moved them."""
@@ -233,8 +233,8 @@ class Bucket:
         triples = zip(tensors, versions, self._guarded, strict=True)
         return [
             number
-            for number, (one, version, address) in enumerate(triples)
-            if one._version != version or one.data_ptr() != address
+            for number, (tensor, version, address) in enumerate(triples)
+            if tensor._version != version or tensor.data_ptr() != address
         ]
 
     def room_for_result(self) -> Tensor:
@@ -329,7 +329,7 @@ def into_buckets(
             into one bucket, which is sent when all of them have been stepped.
     """
     params = dict.fromkeys(params)
-    together = {one: group for group in shared for one in group}
+    together = {param: group for group in shared for param in group}
     placed: set[torch.nn.Parameter] = set()
     open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     held: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -339,9 +339,13 @@ def into_buckets(
             continue
         kind = param.dtype, param.device
         # Parameters that share memory are one unit: in two buckets the second average would overwrite the first.
-        unit = [one for one in together.get(param, [param]) if one in params and (one.dtype, one.device) == kind]
+        unit = [
+            member
+            for member in together.get(param, [param])
+            if member in params and (member.dtype, member.device) == kind
+        ]
         placed.update(unit)
-        here = sum(local(one).nbytes for one in unit)
+        here = sum(local(member).nbytes for member in unit)
         group = open_.setdefault(kind, [])
         if group and held[kind] + here > nbytes:
             full.append(group)
@@ -371,15 +375,15 @@ def by_count(params: Named, num_groups: object) -> Layout:
         count = 0
     if not 1 <= count <= len(params):
         raise ValueError(f"num_groups={num_groups!r}: it must be a whole number, 1 to {len(params)}, of parameters")
-    left = list(params)[::-1]
+    remaining = list(params)[::-1]
     groups: list[list[torch.nn.Parameter]] = []
     for behind in range(count - 1, -1, -1):
-        share, taken = sum(param.nbytes for param in left) / (behind + 1), 0
+        share, taken = sum(param.nbytes for param in remaining) / (behind + 1), 0
         group: list[torch.nn.Parameter] = []
         # The next one where that is nearer to an equal share, and as long as one is left for each group behind.
-        while len(left) > behind and (not group or not behind or taken + left[0].nbytes / 2 <= share):
-            taken += left[0].nbytes
-            group.append(left.pop(0))
+        while len(remaining) > behind and (not group or not behind or taken + remaining[0].nbytes / 2 <= share):
+            taken += remaining[0].nbytes
+            group.append(remaining.pop(0))
         groups.append(group)
     return _of_one_kind(params, groups)
 
@@ -394,11 +398,11 @@ def as_given(params: Named, groups: object) -> Layout:
     found: list[list[torch.nn.Parameter]] = []
     for group in _listed(groups):
         found.append([])
-        for one in _listed(group):
-            param = called.get(one) if isinstance(one, str) else one
+        for item in _listed(group):
+            param = called.get(item) if isinstance(item, str) else item
             if not isinstance(param, torch.nn.Parameter) or param not in params:
-                what = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
-                raise ValueError(f"groups: {what} is no parameter of this optimizer")
+                shown = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+                raise ValueError(f"groups: {shown} is no parameter of this optimizer")
             if any(param is other for members in found for other in members):
                 raise ValueError(f"groups: {params[param]!r} is named twice")
             found[-1].append(param)

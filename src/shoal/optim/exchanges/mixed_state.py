@@ -51,7 +51,7 @@ def warn_of_second_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_second_iterates(
-    optimizer: torch.optim.Optimizer, keys: Iterable[str] | None, what: object, can_mix: bool
+    optimizer: torch.optim.Optimizer, keys: Iterable[str] | None, algorithm: object, can_mix: bool
 ) -> None:
     """Refuse a schedule-free optimizer of which only the parameters are averaged.
 
@@ -62,20 +62,21 @@ def check_second_iterates(
     Args:
         optimizer: The wrapped one.
         keys: The names of the averaged state.
-        what: The algorithm's name, for the error.
+        algorithm: The algorithm, for the error.
         can_mix: State of an optimizer can be averaged beside it.
 
     Raises:
         ValueError: It is schedule-free, and its z would not be averaged.
     """
     kind = type(optimizer).__name__
-    if current("DecentralizedOptimizer").size == 1 or not any("train_mode" in one for one in optimizer.param_groups):
+    is_schedule_free = any("train_mode" in group for group in optimizer.param_groups)
+    if current("DecentralizedOptimizer").size == 1 or not is_schedule_free:
         return
     why = f"{kind} steps z, which it keeps beside the parameters, and each agent's own would go away from the others' "
     if not can_mix:
         raise ValueError(
-            f"{why}for good: {what} exchanges the parameters alone. Take adapt, then combine, or adapt with combine, "
-            'in step and with mix_state=("z",), or averaged gradients'
+            f"{why}for good: {algorithm} exchanges the parameters alone. Take adapt, then combine, or adapt with "
+            'combine, in step and with mix_state=("z",), or averaged gradients'
         )
     if "z" not in (keys or ()):
         raise ValueError(
@@ -147,15 +148,15 @@ class MixedState:
         if not state or (key in state and found is None):
             return None
         if not isinstance(found, torch.Tensor) or not _alike(found, param):
-            kept = [one for one, value in state.items() if isinstance(value, torch.Tensor) and _alike(value, param)]
+            kept = [name for name, value in state.items() if isinstance(value, torch.Tensor) and _alike(value, param)]
             if isinstance(found, torch.Tensor):
-                what = f"is {list(found.shape)} {str(found.dtype)[6:]}"
+                fault = f"is {list(found.shape)} {str(found.dtype)[6:]}"
             else:
-                what = "is not there" if key not in state else f"is a {type(found).__name__}"
+                fault = "is not there" if key not in state else f"is a {type(found).__name__}"
             raise ValueError(
-                f"mix_state: {key!r} of the parameter {called!r} ({list(param.shape)} {str(param.dtype)[6:]}) {what}. "
-                f"Of {type(self._optimizer).__name__} there can be mixed what has the parameter's shape and dtype: "
-                f"{', '.join(kept) or 'nothing'}"
+                f"mix_state: {key!r} of the parameter {called!r} ({list(param.shape)} {str(param.dtype)[6:]}) "
+                f"{fault}. Of {type(self._optimizer).__name__} there can be mixed what has the parameter's shape and "
+                f"dtype: {', '.join(kept) or 'nothing'}"
             )
         return found
 

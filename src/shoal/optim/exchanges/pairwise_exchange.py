@@ -367,9 +367,9 @@ class PairwiseExchange(WindowExchange):
         if answering is not None:
             answering.join()
         pairs, self._pairs, self._silent = self._pairs, {}, set()
-        for one in pairs.values():
-            one.give_to_model()
-            for slot in one.slots:
+        for pair in pairs.values():
+            pair.give_to_model()
+            for slot in pair.slots:
                 if slot in ops.get_current_created_window_names():
                     ops.win_free(slot)
 

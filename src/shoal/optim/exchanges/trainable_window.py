@@ -137,11 +137,11 @@ class TrainableWindow:
         self._own.append((now, trainable))
         self._publish(_Declared(now, 0, 0, 0, trainable))
 
-    def _publish(self, what: _Declared) -> None:
+    def _publish(self, declared: _Declared) -> None:
         window = windows_of(current("optim")).get("win_put", self._name)
         to = window.there(window.destinations)
         if to:
-            ops.win_put(what.as_tensor(), self._name, dst_weights=to)
+            ops.win_put(declared.as_tensor(), self._name, dst_weights=to)
 
     def _look(self, now: Round) -> None:
         """Raise Mismatch if a neighbour's set of a round before ``now`` is another than that of this agent."""
@@ -170,7 +170,7 @@ class TrainableWindow:
 
     def _difference(self, rank: int, theirs: _Declared, mine: bytes) -> _Declared:
         me = current("optim").rank
-        at = next(at for at, (one, other) in enumerate(zip(mine, theirs.trainable, strict=True)) if one != other)
+        at = next(at for at, (own, their) in enumerate(zip(mine, theirs.trainable, strict=True)) if own != their)
         frozen, trainable = (rank, me) if mine[at] else (me, rank)
         return _Declared(theirs.round, at + 1, frozen, trainable, self._declared)
 

@@ -107,14 +107,14 @@ def age_of(span: Span, invariance: Invariance | None, connected: bool) -> Age:
         first = _walked(span, sources)
     further = [] if static else _further_starts(span, first)
     every = [first, *(_summed(_Followed(span, start, sources, WORK // 4)) for start in further)]
-    means = np.array([one.ages / (span.size - 1) for one in every])
+    means = np.array([sample.ages / (span.size - 1) for sample in every])
     variance = 0.0
     if len(sources) < span.size and invariance is None:
         variance += float(means.mean(axis=0).var(ddof=1)) / len(sources)
     if not span.whole or len(every) < len(span):
         variance += float(means.mean(axis=1).var(ddof=1)) / len(every)
-    error = sqrt(variance) if all(one.complete for one in every) else inf
-    return Age(float(means.mean()), error, float(max(one.worst for one in every)))
+    error = sqrt(variance) if all(sample.complete for sample in every) else inf
+    return Age(float(means.mean()), error, float(max(sample.worst for sample in every)))
 
 
 class _Summed(NamedTuple):

@@ -219,13 +219,13 @@ def largest_eigenvalue(
         span, images = [vector, downhill], [image, apply(downhill)]
         if step is not None:
             ahead, ahead_image = step
-            inside = [float(one @ ahead) for one in span]
+            inside = [float(vector @ ahead) for vector in span]
             rest = ahead - inside[0] * span[0] - inside[1] * span[1]
             length = float(np.linalg.norm(rest))
             if length > 1e-8:
                 span.append(rest / length)
                 images.append((ahead_image - inside[0] * images[0] - inside[1] * images[1]) / length)
-        small = np.array([[one @ image_of for image_of in images] for one in span])
+        small = np.array([[vector @ image_of for image_of in images] for vector in span])
         best = np.linalg.eigh((small + small.T) / 2)[1][:, -1]
         moved = _combine(best[1:], span[1:])
         length = float(np.linalg.norm(moved))

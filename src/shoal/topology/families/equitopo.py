@@ -61,8 +61,8 @@ class UEquiStatic(DEquiStatic):
     def _shares(self, size: int) -> dict[int, float]:
         shares: dict[int, float] = {}
         for shift, share in super()._shares(size).items():
-            for way in (shift, -shift % size):
-                shares[way] = shares.get(way, 0.0) + share / 2
+            for step in (shift, -shift % size):
+                shares[step] = shares.get(step, 0.0) + share / 2
         return shares
 
 

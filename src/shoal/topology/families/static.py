@@ -57,8 +57,8 @@ def ring(size: int, connect_style: int = 0) -> Circulant:
     style = as_int(connect_style, "connect_style")
     if style not in (0, 1, 2):
         raise ValueError(f"connect_style is {style}. Pass 0 for both directions, 1 for left only, 2 for right only.")
-    way = ("", " to the left", " to the right")[style]
-    return Circulant(size, ((-1, 1), (-1,), (1,))[style], f"ring{way} of {size} agents")
+    direction = ("", " to the left", " to the right")[style]
+    return Circulant(size, ((-1, 1), (-1,), (1,))[style], f"ring{direction} of {size} agents")
 
 
 def exponential(size: int, base: int = 2) -> Circulant:
