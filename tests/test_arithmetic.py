@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.arithmetic import BLOCK_BYTES, reduce, weighted_sum
-from shoal.operations.operation import MORE
+from shoal.operations.stage import MORE
 from shoal.transport.wire import Payload
 
 Fleets = Callable[..., shoal.Fleet]

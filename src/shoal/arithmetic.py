@@ -23,7 +23,7 @@ from .kernels.native.sums import fits as native_fits
 from .kernels.reduce import combine as _combine
 from .kernels.weighted_sum import HALF, common_factor, real
 from .kernels.weighted_sum import weigh as _weigh
-from .operations.operation import MORE, Arrived
+from .operations.stage import MORE, Arrived
 from .runtime.agent import Agent
 from .transport.wire import Payload
 

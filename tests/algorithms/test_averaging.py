@@ -98,7 +98,13 @@ TOPOLOGIES: dict[str, Schedule] = {
     "fine, without a period": RandomMatchings(4, seed=1),
     "negative, and fine": Static(permuted(np.array([[0.7, 0.4, -0.1], [0.4, 0.2, 0.4], [-0.1, 0.4, 0.7]]), 0)),
 }
-every_entry = pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
+every_entry = pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=name, marks=[pytest.mark.slow] if place % 4 else [])
+        for place, (name, entry) in enumerate(CATALOG.items())
+    ],
+)
 WRAPPED: list[Algorithm] = [
     LocalSteps(PushPull(0.01), 3),
     LocalSteps(AveragedMomentum(0.01, 0.5), 2),

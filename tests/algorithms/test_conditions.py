@@ -275,7 +275,7 @@ def test_asynchronous_push_sum_is_a_recursion_with_nodes_for_delays(conditions: 
     )
 
 
-@pytest.mark.parametrize("protocol", ["plain", "memory", "handshake"])
+@pytest.mark.parametrize("protocol", ["plain", pytest.param("memory", marks=pytest.mark.slow), "handshake"])
 def test_tracking_under_loss_is_exact_if_the_sum_of_its_second_variable_is_conserved(protocol: Any) -> None:
     conditions, x = Conditions(loss=0.2, protocol=protocol), torch.zeros(DIMENSION, dtype=torch.float64)
     fleet, gradient = StackedFleet(ring(8)), per_agent(loss, *problem(8))

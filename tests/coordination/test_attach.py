@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.cli import certificates
 from shoal.coordination.attach import check_backend
-from shoal.operations.operation import BackendRequest, Exchange
+from shoal.operations.stage import BackendRequest, Exchange
 from shoal.runtime.agent import current
 from shoal.transport.process_group import available
 from shoal.transport.wire import Kind, Message, ProtocolError, Where

@@ -18,7 +18,7 @@ import shoal
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.coordination.request import ALL, CallSignature, PendingRequest, PendingRequests, RequestKey, TransferRequest
 from shoal.operations.matching import Matcher
-from shoal.operations.operation import Exchange, Stage
+from shoal.operations.stage import Exchange, Stage
 from shoal.runtime.agent import current
 from shoal.transport.collective_plan import CollectivePlan
 from support import PROCESS_GROUP

@@ -10,7 +10,8 @@ import torch
 
 from shoal.engine.discovery import submit_to_all
 from shoal.operations.matching import Matcher
-from shoal.operations.operation import WHOLE, Exchange, FailurePolicy, Operation, Recovery, Steps
+from shoal.operations.operation import WHOLE, FailurePolicy, Operation, Recovery
+from shoal.operations.stage import Exchange, Steps
 
 
 def steps(_: Operation) -> Steps[torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.engine.dispatch import Dispatch
 from shoal.operations.matching import Matcher
-from shoal.operations.operation import Exchange, Stage
+from shoal.operations.stage import Exchange, Stage
 from shoal.transport.wire import AGAIN, Kind, Message, ProtocolError, Where
 
 

@@ -11,7 +11,8 @@ import pytest
 from shoal.engine import watchdog
 from shoal.operations.matching import Matcher
 from shoal.operations.membership import Membership
-from shoal.operations.operation import Exchange, Operation, Stage
+from shoal.operations.operation import Operation
+from shoal.operations.stage import Exchange, Stage
 from shoal.transport.wire import Kind, Message
 
 

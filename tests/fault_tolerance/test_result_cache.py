@@ -18,8 +18,9 @@ from shoal.fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultT
 from shoal.operations.lifecycle import Lifecycle
 from shoal.operations.matching import LAST_STAGE, Matcher
 from shoal.operations.membership import Plan
-from shoal.operations.operation import Exchange, FailurePolicy, Operation, Recovery, Stage
+from shoal.operations.operation import FailurePolicy, Operation, Recovery
 from shoal.operations.shared_parts import SharedParts
+from shoal.operations.stage import Exchange, Stage
 from shoal.transport.shared_regions import ResultPool
 from shoal.transport.wire import Kind, Message, ProtocolError
 from support.recording_sender import recording_sender

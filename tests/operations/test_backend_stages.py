@@ -11,8 +11,8 @@ from shoal.errors import PeerLost
 from shoal.operations.backend_stages import BackendStages
 from shoal.operations.matching import Matcher
 from shoal.operations.membership import Membership
-from shoal.operations.operation import BackendRequest, Exchange, Send, Stage
 from shoal.operations.shared_parts import SharedParts
+from shoal.operations.stage import BackendRequest, Exchange, Send, Stage
 from shoal.transport.wire import Kind, Message
 
 

@@ -15,7 +15,8 @@ import shoal
 from shoal.operations.fused_name import PREFIX
 from shoal.operations.fused_operation import take_fusible
 from shoal.operations.membership import Plan
-from shoal.operations.operation import FailurePolicy, FusionSpec, Operation, Recovery, Steps
+from shoal.operations.operation import FailurePolicy, FusionSpec, Operation, Recovery
+from shoal.operations.stage import Steps
 from shoal.runtime.agent import current
 from support.leftovers import wait_until
 from support.reference import push_pull, reduced, same_bits

@@ -7,7 +7,8 @@ import torch
 
 from shoal.operations import matching
 from shoal.operations.matching import SMALL_WINDOW, WINDOW, Channel, Matcher, MatchResult, RoundFailure, disagreement
-from shoal.operations.operation import Exchange, Operation, Send, Stage
+from shoal.operations.operation import Operation
+from shoal.operations.stage import Exchange, Send, Stage
 from shoal.transport.link import Published
 from shoal.transport.shared_regions import Arena
 from shoal.transport.wire import Kind, Message, ProtocolError

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations.operation import Operation, Steps
+from shoal.operations.operation import Operation
+from shoal.operations.stage import Steps
 from shoal.runtime.agent import current
 from support.fault_points import over_both
 from support.survivors import CONTINUE

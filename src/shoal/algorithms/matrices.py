@@ -203,15 +203,17 @@ class PowerGossip(Algorithm):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         weights, *vectors = state
-        x = x - self.lr * grad(x)
+        x = x - self.lr * grad(x)  # a new tensor, so the exchanges may change it in place
+        toward_lower = mix.sign(x) * weights
         matrices = self._matrices(x)
         halves = round(2 * self.iterations)
         for half in range(mix.round * halves, (mix.round + 1) * halves):
             sent = [matrix for matrix in matrices if matrix.rank or half == mix.round * halves]
             if sent:
                 side = half % 2
-                seen, vectors[side] = _see(mix.spread(x), sent, vectors[1 - side], vectors[side], side, mix)
-                x = x + mix.gather(mix.sign(x) * weights * seen)
+                found, vectors[side] = _see(mix.spread(x), sent, vectors[1 - side], vectors[side], side, mix)
+                for matrix, (u, V) in zip(sent, found, strict=True):
+                    x[..., matrix.start : matrix.stop] += mix.gather(matrix.seen(toward_lower * u, V, side))
         return x, (weights, *vectors)
 
     def _matrices(self, x: torch.Tensor) -> list[_Matrix]:
@@ -252,21 +254,25 @@ class _Matrix:
         numbers = x[:, self.start : self.stop]
         if not self.rank:
             return numbers
-        full = pad(numbers, (0, self.rows * self.columns - numbers.shape[1])).view(-1, self.rows, self.columns)
+        missing = self.rows * self.columns - numbers.shape[1]
+        if missing:  # pad() would copy the matrix for each link otherwise
+            numbers = pad(numbers, (0, missing))
+        full = numbers.view(-1, self.rows, self.columns)
         return ((full.mT if side else full) @ V).flatten(1)
 
     def seen(self, u: torch.Tensor, V: torch.Tensor, side: int) -> torch.Tensor:
         """``U V^T``, or its transpose for the right side, as its numbers lie in x: ``[links, stop - start]``."""
         if not self.rank:
             return u
-        part = self.vectors(u, side) @ V.mT
-        return (part.mT if side else part).flatten(1)[:, : self.stop - self.start]
+        U = self.vectors(u, side)
+        left, right = (V, U) if side else (U, V)
+        return (left @ right.mT).flatten(1)[:, : self.stop - self.start]
 
 
 def _see(
     x: torch.Tensor, matrices: list[_Matrix], v: torch.Tensor, last: torch.Tensor, side: int, mix: Mix
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of D that v sees, shape of x, and the next vectors of the other side.
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """The part ``U V^T`` of D that v sees, as u and V for each matrix, and the next vectors of the other side.
 
     Args:
         x: ``[links, d]``.
@@ -282,12 +288,12 @@ def _see(
     own = torch.cat(products, -1)
     found = torch.split(mix.sign(own) * (mix.edges(own) - own), [product.shape[-1] for product in products], dim=-1)
     before = torch.split(last, [matrix.rank * matrix.length(side) for matrix in matrices], dim=-1)
-    seen, after = torch.zeros_like(x), []
-    for matrix, basis, u, old in zip(matrices, bases, found, before, strict=True):
-        seen[:, matrix.start : matrix.stop] = matrix.seen(u, basis, side)
-        if matrix.rank:
-            after.append(_kept(matrix.vectors(u, side), matrix.vectors(old, side)).flatten(1))
-    return seen, torch.cat(after, -1) if after else last
+    after = [
+        _kept(matrix.vectors(u, side), matrix.vectors(old, side)).flatten(1)
+        for matrix, u, old in zip(matrices, found, before, strict=True)
+        if matrix.rank
+    ]
+    return list(zip(found, bases, strict=True)), torch.cat(after, -1) if after else last
 
 
 def _residual(vector: torch.Tensor, basis: list[torch.Tensor]) -> torch.Tensor:

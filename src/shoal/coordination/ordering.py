@@ -27,8 +27,9 @@ from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import Plan, Ranks
-from ..operations.operation import Operation, Stage, Steps
+from ..operations.operation import Operation
 from ..operations.services import MinimalService
+from ..operations.stage import Stage, Steps
 from ..transport.collective_plan import CollectivePlan, Step
 from ..transport.link import Lease
 from ..transport.process_group import ABANDON_AFTER, ProcessGroups

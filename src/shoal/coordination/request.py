@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from ..operations.control_messages import parsed_count, parsed_ranks
 from ..operations.matching import Matcher
 from ..operations.membership import Ranks
-from ..operations.operation import Operation, Stage
+from ..operations.operation import Operation
+from ..operations.stage import Stage
 from ..transport.collective_plan import CollectivePlan
 from ..transport.link import Lease
 

@@ -25,7 +25,8 @@ import torch
 from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..operations.membership import Ranks
-from ..operations.operation import MORE, Exchange, Operation, Send, Steps
+from ..operations.operation import Operation
+from ..operations.stage import MORE, Exchange, Send, Steps
 from ..transport.wire import Message
 from .decision import Decision, decide, decision_as_data, decision_of, merged, requests_as_data, requests_of
 from .request import CallSignature, TransferRequest

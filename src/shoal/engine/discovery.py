@@ -15,7 +15,8 @@ import torch
 
 from ..errors import Mismatch
 from ..fault_tolerance.result_cache import copy_for_cache
-from ..operations.operation import Arrived, Exchange, FailurePolicy, FusionSpec, Handle, Operation, Send, Steps
+from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
+from ..operations.stage import Arrived, Exchange, Send, Steps
 from .engine import Engine
 
 T = TypeVar("T")

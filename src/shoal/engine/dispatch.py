@@ -14,10 +14,11 @@ from ..operations.fused_name import PREFIX
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import MatchResult
-from ..operations.operation import Operation, Stage
+from ..operations.operation import Operation
 from ..operations.sender import CONNECT
 from ..operations.services import Services
 from ..operations.shared_parts import SharedParts
+from ..operations.stage import Stage
 from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, ProtocolError, Where
 
 

@@ -46,13 +46,13 @@ from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
 from ..operations.membership import WHOLE, Plan
 from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
-from ..operations.operation import Steps as Generating
 from ..operations.profiling import deferred_span, profiler, span
 from ..operations.progress import Progress
 from ..operations.publishing import Publisher
 from ..operations.sender import Sender, send_alone
 from ..operations.services import Services
 from ..operations.shared_parts import SharedParts
+from ..operations.stage import Steps as Generating
 from ..operations.timeouts import parse_timeout
 from ..transport.pending_peers import ENTRY
 from ..transport.poller import Poller

@@ -13,8 +13,9 @@ from typing import Protocol
 from ..errors import PeerLost
 from ..transport.quotas import MACHINE_BYTES
 from ..transport.wire import Message, ProtocolError
-from .operation import Exchange, Operation, Stage
+from .operation import Operation
 from .shared_parts import SharedParts
+from .stage import Exchange, Stage
 from .submission_gate import SubmissionGate
 
 

@@ -18,8 +18,8 @@ from .._signals import deferred
 from ..device import Device, Mark, Stream, Unshareable, cuda
 from ..transport.link import Lease, Published
 from ..transport.shared_regions import Arena, Region
-from .future import Future, await_future
-from .operation import Arrived, Operation
+from .operation import Operation
+from .stage import Arrived, Future, await_future
 
 log = logging.getLogger("shoal")
 

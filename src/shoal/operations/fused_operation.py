@@ -13,7 +13,8 @@ import torch
 from ..transport.wire import COMMON, MAX_NAME, Kind, Message, Parts, Payload, Where
 from .fused_name import MOST_OPERATIONS, FusedRounds, encode_fused_name
 from .matching import Channel
-from .operation import FusionSpec, Operation, Yields
+from .operation import FusionSpec, Operation
+from .stage import Yields
 
 MOST_BYTES = 1 << 20
 """Bytes of a fused operation at most: for more bytes, their transfer costs more than the bookkeeping."""

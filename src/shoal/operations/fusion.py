@@ -29,8 +29,9 @@ from .fused_operation import MOST_BYTES, FusedOperation, Partial, UnpackedMessag
 from .generators import drop_generator
 from .lifecycle import Lifecycle
 from .matching import Channel, disagreement
-from .operation import MORE, Exchange, Operation, Stage, Yields
+from .operation import Operation
 from .shared_parts import SharedParts
+from .stage import MORE, Exchange, Stage, Yields
 
 MOST_UNREAD = 16
 MOST_UNREAD_BYTES = 4 * MOST_BYTES

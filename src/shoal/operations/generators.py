@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 
-from .future import Future
 from .operation import Operation
 from .progress import Progress
+from .stage import Future
 
 
 def is_suspended(operation: Operation) -> bool:

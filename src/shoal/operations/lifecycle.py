@@ -25,25 +25,12 @@ from .events import LONG_NS
 from .generators import FutureWaiter, drop_generator, is_suspended
 from .matching import Channel, disagreement, unexpected
 from .membership import WHOLE, Plan
-from .operation import (
-    MORE,
-    Arrived,
-    Exchange,
-    FailurePolicy,
-    FusionSpec,
-    Handle,
-    HandleDriver,
-    Operation,
-    Recovery,
-    Stage,
-    Steps,
-    Yields,
-    describe,
-)
+from .operation import FailurePolicy, FusionSpec, Handle, HandleDriver, Operation, Recovery, describe
 from .profiling import profiler, span
 from .progress import AFTER_SMALL
 from .publishing import Publisher
 from .shared_parts import SharedParts
+from .stage import MORE, Arrived, Exchange, Stage, Steps, Yields
 from .submission_gate import DepartedPeerPolicy, SubmissionGate, cannot_go_on
 
 T = TypeVar("T")

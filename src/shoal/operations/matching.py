@@ -16,7 +16,8 @@ from .. import clock
 from ..errors import NotFinite, NotInitialized, ShoalError
 from ..transport.quotas import Quota, message_cost
 from ..transport.wire import HERE, ON_DEVICE, Message, Where
-from .operation import Operation, Stage, describe
+from .operation import Operation, describe
+from .stage import Stage
 
 WINDOW, SMALL_WINDOW = 2, 256
 """Rounds of one name that a receiver may be behind: for large tensors, and for tensors sent inside the message.

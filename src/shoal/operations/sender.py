@@ -38,8 +38,9 @@ from .edge_counters import EdgeCounters
 from .events import COORDINATION, Events
 from .matching import NO_FAILURE, SMALL_WINDOW, Channel, RoundFailure
 from .membership import Departure, Membership
-from .operation import Exchange, Operation, Send, Stage
+from .operation import Operation
 from .publishing import Publisher
+from .stage import Exchange, Send, Stage
 
 CONNECT = "~connect"
 """The name under which agents ask each other to open a reversed connection."""

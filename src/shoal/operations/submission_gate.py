@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 
 from ..errors import NotInitialized, PeerLost, ShoalError
 from .membership import NEEDED, WHOLE, Departure, Plan
-from .operation import FailurePolicy, Operation, Stage
+from .operation import FailurePolicy, Operation
 from .shared_parts import SharedParts
+from .stage import Stage
 
 
 class SubmissionGate:

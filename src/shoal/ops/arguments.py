@@ -21,7 +21,8 @@ from ..arithmetic import complete
 from ..dtensors import is_sharded
 from ..errors import Mismatch
 from ..kernels.weighted_sum import copy
-from ..operations.operation import INTERNAL, Arrived, Send, Steps
+from ..operations.operation import INTERNAL
+from ..operations.stage import Arrived, Send, Steps
 from ..runtime.agent import Agent
 from ..topology._validate import as_int
 from ..transport.wire import DTYPES, MOVABLE, Message, Payload

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import places_by_machine, reduce
-from ..operations.operation import BackendRequest, Exchange, Operation, Steps
+from ..operations.operation import Operation
+from ..operations.stage import BackendRequest, Exchange, Steps
 from ..runtime.agent import Agent
 from ..transport.collective_plan import Collective
 from ..transport.process_group import REDUCED

@@ -15,7 +15,8 @@ from ..engine.discovery import discover, submit_to_all
 from ..errors import PeerLost
 from ..kernels.reduce import REDUCTIONS
 from ..kernels.weighted_sum import copy
-from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
+from ..operations.operation import FusionSpec, Handle, Operation
+from ..operations.stage import BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload

@@ -10,8 +10,7 @@ import torch
 from ..arithmetic import complete
 from ..kernels.weighted_sum import weighted_sum
 from ..operations.devices import PublishedOnDevice
-from ..operations.future import await_future
-from ..operations.operation import Steps
+from ..operations.stage import Steps, await_future
 from ..runtime.agent import Agent
 from ..transport.wire import Message
 from .arguments import Result

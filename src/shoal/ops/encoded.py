@@ -24,7 +24,8 @@ from ..compression.draws import Draws, Redrawn
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
 from ..errors import Mismatch
-from ..operations.operation import Arrived, BackendRequest, Exchange, Handle, Operation, Send, Steps
+from ..operations.operation import Handle, Operation
+from ..operations.stage import Arrived, BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent
 from ..transport.wire import Message, Payload
 from .arguments import check_tensor, detached, payload, rotated

@@ -16,8 +16,9 @@ import torch
 
 from ..arithmetic import complete, reduce, weighted_sum
 from ..engine.discovery import discover
-from ..operations.operation import Arrived, Exchange, FusionSpec, Operation, Send, Steps
+from ..operations.operation import FusionSpec, Operation
 from ..operations.publishing import PUBLISH_BYTES
+from ..operations.stage import Arrived, Exchange, Send, Steps
 from ..runtime.agent import Agent
 from ..topology import Mixing
 from ..transport.link import Published

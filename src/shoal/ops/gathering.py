@@ -11,7 +11,8 @@ import torch
 from ..arithmetic import complete
 from ..errors import PeerLost
 from ..kernels.weighted_sum import copy
-from ..operations.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
+from ..operations.operation import FailurePolicy, Handle, Operation
+from ..operations.stage import BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology._validate import as_int
 from ..transport.wire import Kind, Message, Payload

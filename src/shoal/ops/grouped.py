@@ -20,7 +20,8 @@ from ..compression import Compressor
 from ..engine.discovery import submit_to_all
 from ..errors import Mismatch
 from ..operations.layout_mismatch import LayoutExchange, described
-from ..operations.operation import Handle, Operation, Steps
+from ..operations.operation import Handle, Operation
+from ..operations.stage import Steps
 from ..runtime.agent import current
 from ..transport.shared_regions import ResultPool
 from ..transport.wire import MOVABLE

@@ -17,7 +17,8 @@ from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
 from ..kernels.weighted_sum import copy
-from ..operations.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
+from ..operations.operation import FusionSpec, Handle, Operation
+from ..operations.stage import BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent, StaticTopology, current
 from ..topology import Mixing
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, detached, payload, rotated, split_name

@@ -20,18 +20,8 @@ from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import discover, submit_to_all
 from ..operations.devices import PublishedOnDevice
-from ..operations.operation import (
-    NOTHING,
-    Arrived,
-    BackendRequest,
-    Exchange,
-    FailurePolicy,
-    FusionSpec,
-    Handle,
-    Operation,
-    Send,
-    Steps,
-)
+from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
+from ..operations.stage import NOTHING, Arrived, BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology import Mixing
 from .arguments import (

@@ -12,7 +12,8 @@ import torch
 from ..dtensors import local, parts_of_state, spread_as
 from ..engine.discovery import submit_to_all
 from ..errors import Mismatch, NotFinite
-from ..operations.operation import Handle, Operation, Steps
+from ..operations.operation import Handle, Operation
+from ..operations.stage import Steps
 from ..runtime.agent import current
 from ..transport.wire import MOVABLE
 from . import safe_serialization

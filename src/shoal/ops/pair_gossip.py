@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..operations.operation import FailurePolicy, Handle, Operation, Steps
+from ..operations.operation import FailurePolicy, Handle, Operation
+from ..operations.stage import Steps
 from ..runtime.agent import current
 from ..topology import Mixing
 from .arguments import WEIGHABLE, channel_name, check_tensor

@@ -23,17 +23,8 @@ import torch
 
 from ..arithmetic import complete, machines_among, places_by_machine, reduce
 from ..kernels.weighted_sum import copy, real
-from ..operations.operation import (
-    MORE,
-    Arrived,
-    BackendRequest,
-    Exchange,
-    FailurePolicy,
-    Handle,
-    Operation,
-    Send,
-    Steps,
-)
+from ..operations.operation import FailurePolicy, Handle, Operation
+from ..operations.stage import MORE, Arrived, BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent
 from ..transport.link import Published
 from .arguments import LAYOUT, Result, channel_name, payload, rotated

@@ -17,7 +17,8 @@ from ..errors import NONSENSE, DeadlineExceeded, Mismatch, PeerLost, ShoalError
 from ..fault_tolerance.rejoin import JoiningPeer
 from ..operations.backend_stages import CollectiveBackend
 from ..operations.control_messages import parsed_counts
-from ..operations.operation import Exchange, FailurePolicy, Operation, Send, Steps
+from ..operations.operation import FailurePolicy, Operation
+from ..operations.stage import Exchange, Send, Steps
 from ..runtime.agent import Agent
 from . import safe_serialization
 from .arguments import Internal, channel_name, payload

@@ -25,7 +25,8 @@ from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend,
 from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
-from ..operations.operation import Handle, Operation, Steps
+from ..operations.operation import Handle, Operation
+from ..operations.stage import Steps
 from ..rendezvous.bootstrap_barrier import (
     DIRECTORY,
     STORE_CHECK_SECONDS,

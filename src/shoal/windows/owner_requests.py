@@ -10,7 +10,8 @@ import torch
 from .. import clock
 from ..engine.engine import Engine
 from ..errors import Mismatch
-from ..operations.operation import MORE, Exchange, Handle, Operation, Send, Steps
+from ..operations.operation import Handle, Operation
+from ..operations.stage import MORE, Exchange, Send, Steps
 from .window_memory import WindowLayout, WriteKind
 
 LOCK, UNLOCK = "win_lock", "win_unlock"

@@ -18,7 +18,8 @@ import torch
 from .. import clock
 from .._signals import SLICE, deferred
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
-from ..operations.operation import Exchange, FailurePolicy, Handle, Operation, Send, Steps
+from ..operations.operation import FailurePolicy, Handle, Operation
+from ..operations.stage import Exchange, Send, Steps
 from ..runtime.agent import Agent, bind
 from ..transport.shared_regions import Segment
 from ..transport.wire import DTYPES, Message

@@ -68,7 +68,7 @@ MUTATIONS = (
     (
         "calls pending",
         "engine/shutdown.py",
-        "drain(lambda: all(one.has_entered for one in matcher.in_flight()), deadline)",
+        "drain(lambda: all(operation.has_entered for operation in matcher.in_flight()), deadline)",
         "pass",
     ),
     (
