@@ -22,6 +22,6 @@ class _Link:
 
 def recording_sender(rank: int, membership: Membership, put: Callable[[int, Message], None]) -> Sender:
     """A sender that calls ``put`` with each destination and message."""
-    router: Any = SimpleNamespace(links={}, arena=SimpleNamespace(retired=[]), send_shutdown=lambda lost, cause: None)
-    router.link = lambda peer: router.links.setdefault(peer, _Link(partial(put, peer)))
+    router: Any = SimpleNamespace(links={}, arena=SimpleNamespace(retired=[]))
+    router.link = lambda peer: _Link(partial(put, peer))
     return Sender(rank, router, membership, Events(), lambda peer, cause: None)

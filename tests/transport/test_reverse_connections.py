@@ -95,6 +95,29 @@ def test_repeatedly_cut_reverse_connections_give_the_same_results(
     assert [links for _, links in results] == [[1], [], [1]]
 
 
+def leave_unread() -> bool:
+    """Rank 1 closes both directions, as after rank 0's shutdown message, and rank 0 has one more message for it."""
+    rounds_and_links()
+    engine, router = current().engine, current().engine.router
+    if shoal.rank() == 1:
+        with engine.lock:
+            router.drop(0)
+        return True
+    link = router.links[1]
+    with engine.lock:
+        router._leaving = True
+        link.post(Message(Kind.ASK, ALIVE, ALIVE))
+    ended = wait_until(lambda: link.idle, scaled(5.0))
+    router._leaving = False
+    return ended
+
+
+def test_an_agent_that_shuts_down_does_not_wait_for_a_peer_that_reads_no_more() -> None:
+    """Only the peer could open their connection again."""
+    with refused(errno.EHOSTUNREACH, 1):
+        assert shoal.Fleet(2, transport="network", timeout=60.0).run(leave_unread) == [True, True]
+
+
 def test_an_unneeded_reverse_connection_changes_nothing() -> None:
     expected = shoal.Fleet(4, transport="threads", timeout=60.0).run(late)
     with nothing_is_left():

@@ -222,9 +222,12 @@ class CollectiveOrdering(MinimalService):
             self._call_others(engine.rounds_begun(ROUND))
         try:
             submit_to_all(engine, "coordination", ROUND, self._steps, FOREVER, alone=False, background=True)
-        except ShoalError:  # the engine has ended, and so have all requesting operations
+        except ShoalError:  # the engine has ended or shuts down, and so have all requesting operations
             with engine.lock:
                 self._under_way = False
+                # No round begins any more. Without this a round would stay due, and the driving thread would try to
+                # begin it for ever.
+                self.left = True
 
     def leave(self) -> None:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.leave`."""

@@ -388,8 +388,8 @@ class Sender:
             flags, because = (DIED | CERTAIN, 0) if died else (0, missed + 1)
             last = Message(Kind.NOTICE, round=self._rank, token=self._rank, flags=flags, digest=because, text=farewell)
             self.send_message(peer, last)
-        # From here on _link() gives none. A new link, too, would lack the shutdown message, and its end would look like
-        # a failure.
+        # From here on _link() opens none: a new link would lack the shutdown message, and its end would look like a
+        # failure.
         self.has_sent_shutdown = True
         self._router.send_shutdown(lost, cause)
 
@@ -402,15 +402,12 @@ class Sender:
 
     def _link(self, peer: int) -> Link | None:
         """The link to a peer, marked for flushing; None if it cannot be opened, or not any more."""
-        # The shutdown message is the last one of each link: a peer closes its connection once it has read that. A later
-        # message, which nobody reads, would keep the link from being idle. Over a reversed connection, which only the
-        # peer could open again, the shutdown would then wait for its whole time.
-        if self.has_sent_shutdown:
-            return None
         link = self._router.links.get(peer)
         if link is not None:
             self.dirty[link] = None
             return link
+        if self.has_sent_shutdown:
+            return None
         try:
             link = self._router.link(peer)
         except OSError as error:

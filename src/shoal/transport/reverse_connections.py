@@ -35,6 +35,9 @@ CLOSED_SECONDS = 12.0
 """After so long without an answer both directions count as closed: four requests to connect have had none by then."""
 REFUSED_SECONDS = 3.0
 """The same where a connection is refused. The peer's process may have ended, so that is found out sooner."""
+LEAVING_SECONDS = 1.0
+"""The same where this agent shuts down. A peer that has read its shutdown message has closed both directions; one that
+lives connects its own direction again at once."""
 
 
 @dataclass(slots=True)
@@ -85,10 +88,10 @@ class ReverseConnections:
 
     # For messages of this agent
 
-    def begin(self, peer: int, pause: float = ASK_SECONDS) -> None:
-        """An attempt to connect to a peer begins; after the pause it is asked."""
+    def begin(self, peer: int, pause: float = ASK_SECONDS, limit: float = CLOSED_SECONDS) -> None:
+        """An attempt to connect to a peer begins; after the pause it is asked. ``limit``: see ``CLOSED_SECONDS``."""
         now = clock.monotonic()
-        self._attempts[peer] = _Attempts(now, now + pause)
+        self._attempts[peer] = _Attempts(now, now + pause, limit)
         self.due = min(self.due, now + pause)
 
     def __contains__(self, peer: int) -> bool:

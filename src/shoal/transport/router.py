@@ -27,7 +27,7 @@ from .peer_address import Endpoint, PeerId, ProcessWatch, address_for_listening,
 from .pending_peers import PendingPeers
 from .poller import Poller
 from .protocol import ProtocolError
-from .reverse_connections import ReverseConnections
+from .reverse_connections import CLOSED_SECONDS, LEAVING_SECONDS, ReverseConnections
 from .shared_regions import Arena, ResultPool
 from .sockets import Outgoing
 from .threads import ThreadInbox, ThreadLink
@@ -239,7 +239,8 @@ class Router:
             link.fail(cause, certain=True)
             return
         if link.is_reversed:
-            self.reversing.begin(link.peer, 0.0)
+            # Another agent's departure may have been queued behind the shutdown message, for a peer that reads no more.
+            self.reversing.begin(link.peer, 0.0, LEAVING_SECONDS if self._leaving else CLOSED_SECONDS)
             self.poller.wake()
             return
         self.reversing.failed(link, link.problem)
