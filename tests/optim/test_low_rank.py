@@ -121,6 +121,19 @@ def test_differences_of_lower_rank_than_the_messages_converge() -> None:
     assert (results - x.mean(0)).abs().max() < 1e-10 < 0.1 < (x - x.mean(0)).abs().max()
 
 
+def test_agents_with_different_numbers_of_neighbours_agree_with_a_stacked_fleet(fleet: Fleets) -> None:
+    algorithm, star = PowerGossip(0.1, rank=2, shapes=((8, 6), (3,))), shoal.topology.StarGraph(SIZE)
+    start, target = torch.randn(2, SIZE, 51, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+    def agent() -> torch.Tensor:
+        rank = shoal.rank()
+        return shoal.algorithms.run(algorithm, start[rank], lambda x: x - target[rank], star, 6).x
+
+    stacked = StackedFleet(star).run(algorithm, start, lambda x: x - target, 6).x
+    assert (torch.stack(fleet(SIZE).run(agent)) - stacked).abs().max() < 1e-12
+    assert (stacked - stacked.mean(0)).abs().max() > 0.1
+
+
 def test_unsupported_settings_are_refused() -> None:
     def agent() -> None:
         model = deepcopy(MODEL)

@@ -180,6 +180,9 @@ class Exchange(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return messages.sum(0)
 
+    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns.transpose(0, 1).flatten(1).unsqueeze(0)
+
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         ranks = self._neighbours
         self.exchanges += 1

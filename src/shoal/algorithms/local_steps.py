@@ -192,6 +192,9 @@ class Through(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return self._mix.gather(messages)
 
+    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+        return self._mix.side_by_side(columns)
+
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         return self._mix.edges(messages, nbytes=nbytes)
 

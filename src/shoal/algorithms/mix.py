@@ -151,6 +151,12 @@ class Mix(ABC):
         """The sum of an agent's rows: ``[links, d]`` to ``[n, d]``, ``[deg, d]`` to ``[d]``."""
 
     @abstractmethod
+    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+        """An agent's matrices next to each other: ``[links, m, r]`` to ``[n, m, k r]``, where k is the highest number
+        of neighbours and the others have zeros, ``[deg, m, r]`` to ``[1, m, deg r]``.
+        """
+
+    @abstractmethod
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         """Send each neighbour its row, and have in its place what the neighbour sent. Same shape."""
 

@@ -286,6 +286,17 @@ class StackedMix(Mix):
         out = messages.new_zeros((self.size, *messages.shape[1:]))
         return out.index_add_(0, self._here(messages.device), messages)
 
+    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+        here = self._rounds[self.round].neighbours[0]
+        order = np.argsort(here, kind="stable")
+        ordered = here[order]
+        place = np.empty_like(here)  # of a link among those of its agent
+        place[order] = np.arange(len(here)) - np.searchsorted(ordered, ordered)
+        _, rows, rank = columns.shape
+        out = columns.new_zeros((self.size, rows, int(place.max(initial=-1)) + 1, rank))
+        out[self._here(columns.device), :, torch.from_numpy(place).to(columns.device)] = columns
+        return out.flatten(2)
+
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         self._refuse_adversary("a message for each neighbour")
         each = messages[:1].nbytes if nbytes is None else nbytes

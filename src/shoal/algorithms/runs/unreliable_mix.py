@@ -252,6 +252,9 @@ class UnreliableMix(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         self._refuse("gather")
 
+    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+        self._refuse("side_by_side")
+
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         self._refuse("edges")
 

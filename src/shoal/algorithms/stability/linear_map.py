@@ -263,6 +263,9 @@ class _Linear(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return self.spread(messages)
 
+    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+        raise TypeError("an algorithm of matrices has no growth of this kind")
+
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         return self.spread(messages)
 
