@@ -203,7 +203,7 @@ class PowerGossip(Algorithm):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         weights, *vectors = state
-        x = x - self.lr * grad(x)  # a new tensor, so the exchanges may change it in place
+        x = torch.sub(x, grad(x), alpha=self.lr)  # a new tensor, so the exchanges may change it in place
         toward_lower = mix.sign(x) * weights
         matrices = self._matrices(x)
         halves = round(2 * self.iterations)
