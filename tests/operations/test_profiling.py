@@ -38,9 +38,10 @@ def results(size: int, work: Callable[[], dict[str, int]], **options: Any) -> li
 
 
 def average() -> None:
-    shoal.neighbor_allreduce(torch.ones(10_000), name="layer1")
+    with current().engine.lock:  # no other thread drives: a call that is done is not waited for
+        shoal.neighbor_allreduce(torch.ones(10_000), name="layer1")
     shoal.neighbor_allreduce(torch.ones(3))
-    with current().engine.lock:  # nobody drives meanwhile
+    with current().engine.lock:
         handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(5)]
     for handle in handles:
         handle.wait()
