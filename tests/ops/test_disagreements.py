@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
 from support import PROCESS_GROUP
 from support.leftovers import descriptors, wait_until
 from support.limits import scaled
@@ -525,16 +526,17 @@ def test_every_call_before_init_or_after_shutdown_raises(fleet: Fleets) -> None:
 def test_a_handle_raises_after_shutdown_and_its_message_arrives(fleet: Fleets) -> None:
     def run() -> float:
         if shoal.rank() == 1:
-            assert submitted.wait(10)
+            # A message before that would still complete the operation of rank 0.
+            assert wait_until(lambda: bool(engines) and engines[0].lifecycle.gate.closing, 10.0)
             return shoal.neighbor_allreduce(torch.tensor(1.0)).item()
         handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0))
-        submitted.set()
+        engines.append(current().engine)
         shoal.shutdown()
         with pytest.raises(shoal.NotInitialized, match="shut down while the operation was in flight"):
             handle.wait()
         return -1.0
 
-    submitted = threading.Event()
+    engines: list[Any] = []
     assert fleet(2).run(run) == [-1.0, 0.5]
 
 
