@@ -202,7 +202,8 @@ class CollectiveOrdering(MinimalService):
     def due(self) -> bool:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.due`."""
         over = self.left or self._awaited is not None or self._engine.ended is not None
-        if self._under_way or over or self._engine.is_agreeing:
+        # No round can begin while the agent shuts down. A due one would be tried again without end.
+        if self._under_way or over or self._engine.is_agreeing or self._engine.is_closing:
             return False
         if self._until is not None:
             return self._engine.rounds_begun(ROUND) < self._until
@@ -222,12 +223,9 @@ class CollectiveOrdering(MinimalService):
             self._call_others(engine.rounds_begun(ROUND))
         try:
             submit_to_all(engine, "coordination", ROUND, self._steps, FOREVER, alone=False, background=True)
-        except ShoalError:  # the engine has ended or shuts down, and so have all requesting operations
+        except ShoalError:  # the engine has ended, and so have all requesting operations
             with engine.lock:
                 self._under_way = False
-                # No round begins any more. Without this a round would stay due, and the driving thread would try to
-                # begin it for ever.
-                self.left = True
 
     def leave(self) -> None:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.leave`."""

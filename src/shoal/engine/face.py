@@ -106,6 +106,11 @@ class EngineFace:
         return self.lifecycle.gate.paused
 
     @property
+    def is_closing(self) -> bool:
+        """Whether this agent has shut down, or is about to, so that no operation begins any more."""
+        return self.lifecycle.gate.closing
+
+    @property
     def current_plan(self) -> Plan:
         """The plan of operations that begin now."""
         return self.lifecycle.gate.plan
