@@ -254,7 +254,7 @@ class _Matrix:
         numbers = x[:, self.start : self.stop]
         if not self.rank:
             return numbers
-        # Row by row: a product of a large matrix with a thin one takes ten times as long in MKL.
+        # Vector by vector: MKL takes 4 to 16 times as long for the product of a large matrix and a thin one.
         out = numbers.new_empty((len(numbers), self.length(side), self.rank))
         for row, vectors, result in zip(numbers, V, out, strict=True):
             full = self._full(row)[0]

@@ -287,15 +287,20 @@ class StackedMix(Mix):
         return out.index_add_(0, self._here(messages.device), messages)
 
     def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+        place = self._ranks("place", columns.device, self._places)
+        _, rows, rank = columns.shape
+        most = int(place.max()) + 1 if len(place) else 0
+        out = columns.new_zeros((self.size, rows, most, rank))
+        out[self._here(columns.device), :, place] = columns
+        return out.flatten(2)
+
+    def _places(self) -> Ranks:
+        """The place of each link among those of its agent, ``[links]``."""
         here = self._rounds[self.round].neighbours[0]
         order = np.argsort(here, kind="stable")
-        ordered = here[order]
-        place = np.empty_like(here)  # of a link among those of its agent
-        place[order] = np.arange(len(here)) - np.searchsorted(ordered, ordered)
-        _, rows, rank = columns.shape
-        out = columns.new_zeros((self.size, rows, int(place.max(initial=-1)) + 1, rank))
-        out[self._here(columns.device), :, torch.from_numpy(place).to(columns.device)] = columns
-        return out.flatten(2)
+        places = np.empty_like(here)
+        places[order] = np.arange(len(here)) - np.searchsorted(here[order], here[order])
+        return places
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         self._refuse_adversary("a message for each neighbour")
