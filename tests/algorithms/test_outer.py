@@ -178,14 +178,20 @@ def test_noloco_is_the_papers_step_of_pairs(alpha: float, beta: float, gamma: fl
     assert (result - noloco_by_hand(alpha, beta, gamma, topology, 6)).abs().max() < 1e-12
 
 
+def steps_alone(count: int) -> tuple[Tensor, Tensor]:
+    """Steps of gradient descent alone, all agents in one vector: the matrix, and what they add to it."""
+    H, c = gradient_of_all(SIZE)
+    alone, offset = torch.eye(len(H), dtype=H.dtype), torch.zeros_like(c)
+    for _ in range(count):
+        alone, offset = alone - LR * H @ alone, offset - LR * (H @ offset - c)
+    return alone, offset
+
+
 def rest_of_noloco(algorithm: NoLoCo, topology: Schedule) -> Tensor:
     """``[n, d]``: the phi with which a period of the topology begins and ends, by linear algebra."""
-    H, c = gradient_of_all(SIZE)
-    unit = torch.eye(len(H), dtype=H.dtype)
-    alone, offset = unit, torch.zeros_like(c)
-    for _ in range(algorithm.every):
-        alone, offset = alone - LR * H @ alone, offset - LR * (H @ offset - c)
-    factor, constant = torch.eye(2 * len(H), dtype=H.dtype), torch.zeros(2 * len(H), dtype=H.dtype)
+    alone, offset = steps_alone(algorithm.every)
+    unit = torch.eye(len(alone), dtype=alone.dtype)
+    factor, constant = torch.eye(2 * len(unit), dtype=unit.dtype), torch.zeros(2 * len(unit), dtype=unit.dtype)
     for round_ in range(topology.period or 1):
         mixing = on_all(matrix(topology, round_))
         pulled = algorithm.beta * mixing @ (alone - unit) - algorithm.gamma * (unit - mixing)
@@ -193,8 +199,8 @@ def rest_of_noloco(algorithm: NoLoCo, topology: Schedule) -> Tensor:
         step = torch.cat([torch.cat([unit, 0 * unit], 1) + of_delta, of_delta])
         added = algorithm.beta * (mixing @ offset).repeat(2)
         factor, constant = step @ factor, step @ constant + added
-    result = torch.linalg.solve(torch.eye(len(factor), dtype=H.dtype) - factor, constant)
-    return result[: len(H)].view(SIZE, DIMENSION)
+    result = torch.linalg.solve(torch.eye(len(factor), dtype=unit.dtype) - factor, constant)
+    return result[: len(unit)].view(SIZE, DIMENSION)
 
 
 @pytest.mark.parametrize("topology", [ring(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
@@ -285,11 +291,8 @@ def test_gasloc_without_momentum_is_gradient_descent_with_local_steps(steps: int
 
 def rest_of_gasloc(algorithm: GASLoC, W: Tensor) -> Tensor:
     """``[n, d]``: where ``phi = (I - alpha (I - W)) (phi + outer_lr (x - phi))``, which gamma is not in."""
-    H, c = gradient_of_all(SIZE)
-    unit = torch.eye(len(H), dtype=H.dtype)
-    alone, offset = unit, torch.zeros_like(c)
-    for _ in range(algorithm.every):
-        alone, offset = alone - LR * H @ alone, offset - LR * (H @ offset - c)
+    alone, offset = steps_alone(algorithm.every)
+    unit = torch.eye(len(alone), dtype=alone.dtype)
     mixing = (1 - algorithm.alpha) * unit + algorithm.alpha * on_all(W)
     factor = mixing @ (unit + algorithm.outer_lr * (alone - unit))
     result: Tensor = torch.linalg.solve(unit - factor, algorithm.outer_lr * mixing @ offset)

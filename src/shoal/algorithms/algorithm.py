@@ -173,9 +173,7 @@ class Algorithm(ABC):
         Args:
             by: A factor, or one for each of the parameters, ``[d]``.
         """
-        held: dict[str, Any] = (
-            {attribute.name: getattr(self, attribute.name) for attribute in fields(self)} if is_dataclass(self) else {}
-        )
+        held = self._held()
         if "lr" in held:
             return replace(self, lr=held["lr"] * by)  # type: ignore[type-var]
         wrapped = held.get("algorithm")
@@ -186,14 +184,16 @@ class Algorithm(ABC):
         """The same algorithm for parameters of these shapes, if its equation, or its wrapped algorithm's, is one of
         matrices: it then has a field ``shapes``. An optimizer calls this with the shapes of its model's parameters.
         """
-        held: dict[str, Any] = (
-            {attribute.name: getattr(self, attribute.name) for attribute in fields(self)} if is_dataclass(self) else {}
-        )
+        held = self._held()
         if "shapes" in held:
             return self if held["shapes"] else replace(self, shapes=shapes)  # type: ignore[type-var]
         wrapped = held.get("algorithm")
         inner = wrapped.shaped(shapes) if isinstance(wrapped, Algorithm) else wrapped
         return self if inner is wrapped else replace(self, algorithm=inner)  # type: ignore[type-var]
+
+    def _held(self) -> dict[str, Any]:
+        """The fields of the algorithm, if it is a dataclass."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
 
 
 _warned: dict[type[Algorithm], object] = {}

@@ -1,11 +1,11 @@
 """The engine's view of an operation: a generator that yields exchanges, and the handle that its caller holds.
 
-An operation such as ``neighbor_allreduce`` is a generator. It yields an :class:`Exchange`: the messages to send, and
-the ranks to receive from. It is resumed with the messages once all have arrived, computes, and yields the next exchange
-or returns its result. So an operation of several stages, such as an all-reduce, reads from top to bottom and blocks no
-other operation. The engine matches, times and fails all operations alike.
+An operation such as ``neighbor_allreduce`` is a generator. It yields an ``Exchange`` (``stage.py``): the messages to
+send, and the ranks to receive from. It is resumed with the messages once all have arrived, computes, and yields the
+next exchange or returns its result. So an operation of several stages, such as an all-reduce, reads from top to bottom
+and blocks no other operation. The engine matches, times and fails all operations alike.
 
-If a payload arrives in pieces, as on a network, the operation may compute on the first pieces and yield :data:`MORE`.
+If a payload arrives in pieces, as on a network, the operation may compute on the first pieces and yield ``MORE``.
 """
 
 from __future__ import annotations

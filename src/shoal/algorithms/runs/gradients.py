@@ -65,7 +65,7 @@ class Batches:
         epochs, begins = number // self.per_epoch, number % self.per_epoch * self.size
         wanted = [(mix.seed, epoch) for epoch in epochs.tolist()]
         for key in dict.fromkeys(wanted):
-            rows = [row for row, of_row in enumerate(wanted) if of_row == key != self._epoch_of_orders[row]]
+            rows = [row for row, other in enumerate(wanted) if other == key != self._epoch_of_orders[row]]
             if rows:
                 self._orders[rows] = self._shuffled(mix, key[1])[rows]
                 for row in rows:
