@@ -186,6 +186,16 @@ def test_a_client_of_the_ports_without_the_key_receives_nothing(job: Notebook) -
         assert not listener.poll(500)
 
 
+def test_the_controllers_ports_are_none_that_linux_gives_to_other_processes(job: Notebook) -> None:
+    security = job.home / "profile_shoal" / "security"
+    ports: set[int] = set()
+    for name in ("ipcontroller-client.json", "ipcontroller-engine.json"):
+        for value in json.loads((security / name).read_text()).values():
+            ports |= {port for port in (value if isinstance(value, list) else [value]) if isinstance(port, int)}
+    assert len(ports) >= 12
+    assert all(20000 <= port <= 29999 for port in ports)
+
+
 def test_a_second_job_of_a_profile_is_refused(job: Notebook) -> None:
     status, _, err = job.run_command("start", "-n", "1")
     assert status == 1
@@ -225,6 +235,20 @@ def test_engines_that_do_not_start_are_an_error_that_leaves_nothing(tmp_path: Pa
     assert done.returncode == 1
     assert re.search("did not start in time|came in time", done.stderr)
     assert one.processes() == []
+
+
+@pytest.mark.slow
+def test_a_killed_controller_ends_the_engines(tmp_path: Path) -> None:
+    one = Notebook(tmp_path)
+    done = one.start("-n", "1")
+    assert done.returncode == 0, done.stderr
+    # Its first process; the monitor of the heartbeats is a child of it.
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in one.processes()}
+    controller = min(pid for pid, command in commands.items() if b"controller" in command)
+    os.kill(controller, signal.SIGKILL)
+    _until(lambda: not one.processes(), "all of it to end")
+    log = (tmp_path / "profile_shoal" / "log" / "shoal-notebook.log").read_text()
+    assert "the controller has ended (code -9): no cell can reach the engines" in log
 
 
 def test_zero_agents_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ controllers set them in pods of Kubernetes."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.rendezvous.launch import Launch, derived_port, detect, first_host, parse_address
+from shoal.rendezvous.launch import Launch, derived_port, detect, first_host, free_ports, parse_address
 from support.limits import scaled
 
 TORCHRUN = {
@@ -130,6 +131,16 @@ def test_derived_ports_are_stable_and_outside_the_ephemeral_range() -> None:
     assert all(20000 <= port <= 29999 for port in ports)
     assert len(set(ports)) > 1500
     assert derived_port("1996161025") == 23501
+
+
+def test_free_ports_have_no_listener_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        used = server.getsockname()[1]
+        others = free_ports(2)
+        monkeypatch.setattr("shoal.rendezvous.launch._PORTS", [used, *others])
+        assert sorted(free_ports(2)) == sorted(others)
+        with pytest.raises(OSError, match="2 of 3 ports could be found"):
+            free_ports(3)
 
 
 def test_open_mpi_on_several_machines_requires_an_address() -> None:

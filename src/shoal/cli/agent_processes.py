@@ -102,6 +102,14 @@ class _AgentProcess:
 
 
 @dataclass(frozen=True)
+class _Helper:
+    name: str
+    process: subprocess.Popen[bytes]
+    loss: str
+    is_needed: bool
+
+
+@dataclass(frozen=True)
 class FailureHandling:
     """What follows the failure of an agent.
 
@@ -153,7 +161,7 @@ class AgentProcesses:
         self._notes = exit_notes.ExitNotes()
         # The first peer loss, if all are to end and its cause is not known yet; and its time.
         self._peer_loss: tuple[AgentExit, float] | None = None
-        self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._helpers: list[_Helper] = []
         self._failure_commands: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
         self._failure_processes: list[subprocess.Popen[bytes]] = []
         # The times and signals of the next steps if the agents do not end by themselves. Not None once they are to end.
@@ -174,7 +182,7 @@ class AgentProcesses:
     ) -> None:
         for agent in self._living:
             _kill_group(agent.process)
-        helpers = [*(process for _, process in self._helpers), *self._failure_processes]
+        helpers = [*(helper.process for helper in self._helpers), *self._failure_processes]
         for process in (*(agent.process for agent in self._living), *helpers):
             process.kill()
             process.wait()
@@ -208,10 +216,17 @@ class AgentProcesses:
         if self._pipes is not None:
             self._pipes.add(rank, {STDOUT: process.stdout, STDERR: process.stderr})
 
-    def start_helper(self, name: str, command: Sequence[str], descriptor: int) -> None:
-        """Start a process that serves the agents with an inherited descriptor, and ends with the last of them."""
+    def start_helper(
+        self, name: str, command: Sequence[str], descriptor: int, *, loss: str, is_needed: bool = False
+    ) -> None:
+        """Start a process that serves the agents with an inherited descriptor, and ends with the last of them.
+
+        Args:
+            loss: what is no longer possible if it ends before them, for the user.
+            is_needed: whether the agents are ended then.
+        """
         process = _start(command, stdin=subprocess.DEVNULL, pass_fds=(descriptor,))
-        self._helpers.append((name, process))
+        self._helpers.append(_Helper(name, process, loss, is_needed))
 
     def run_on_failure(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Run a command, with one more argument that describes the failure, when this agent fails and the others are to
@@ -357,9 +372,15 @@ class AgentProcesses:
                 self._peer_loss = self._peer_loss or (outcome, now)
             else:
                 self._take_failure(outcome)
-        for name, process in self._helpers:
-            if self._living and process.returncode is None and process.poll() is not None:
-                self.print(f"{name} has ended (code {process.returncode}): agents can no longer find each other")
+        self._check_helpers()
+
+    def _check_helpers(self) -> None:
+        """Report helpers that have ended before the agents."""
+        for helper in self._helpers:
+            if self._living and helper.process.returncode is None and helper.process.poll() is not None:
+                self.print(f"{helper.name} has ended (code {helper.process.returncode}): {helper.loss}")
+                if helper.is_needed and self._steps is None:
+                    self._end(signal.SIGTERM)
 
     def _report_peer_loss(self) -> None:
         """Report a peer loss as the job's failure if no cause is found: it is on another machine."""

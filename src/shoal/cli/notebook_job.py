@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..rendezvous.launch import LOOPBACK
+from ..rendezvous.launch import LOOPBACK, free_ports
 from ..rendezvous.rendezvous import listen
 from .agent_processes import AgentProcesses, FailureHandling, death_with
 from .launcher_signals import Signals
@@ -52,8 +52,10 @@ def run_job(profile: str, agents: int) -> int:
         failures = FailureHandling(survive=True, grace=_GRACE_SECONDS)
         with Signals() as signals, AgentProcesses(None, signals, failures) as processes:
             # It keeps the lock as well, so that no other one is started beside it.
-            processes.start_helper("the controller", controller, owned)
-            processes.start_helper("the rendezvous store", serve, listener.fileno())
+            loss = "no cell can reach the engines"
+            processes.start_helper("the controller", controller, owned, loss=loss, is_needed=True)
+            loss = "agents can no longer find each other"
+            processes.start_helper("the rendezvous store", serve, listener.fileno(), loss=loss)
             listener.close()
             for rank in range(agents):
                 engine = [
@@ -104,17 +106,29 @@ _CONTROLLER_OPTIONS = (
     "--HeartMonitor.period=1000",
     "--HeartMonitor.max_heartmonitor_misses=30",
 )
+_CONTROLLER_PORTS = 40
+"""Ports for the controller's sockets, of which it has about twenty."""
 
 
 def run_controller(arguments: list[str]) -> None:
     """Run ipyparallel's controller until it is ended; its own processes end with it in all cases."""
     from ipyparallel.controller.app import IPController
+    from traitlets import default
+
+    class Controller(IPController):  # type: ignore[misc]
+        """It binds a port up to seconds after it has chosen it. By default it chooses among those that Linux also gives
+        to other processes; it would end if one of them was faster.
+        """
+
+        @default("ports")
+        def _default_ports(self) -> list[int]:
+            return free_ports(_CONTROLLER_PORTS)
 
     # It starts processes of its own (the monitor of the heartbeats), which would outlive a controller that is
     # killed. A forked child can make the kernel kill it with its parent, too.
     multiprocessing.set_start_method("fork")
     os.register_at_fork(after_in_child=death_with(os.getpid()))
-    IPController.launch_instance([*arguments, *_CONTROLLER_OPTIONS])
+    Controller.launch_instance([*arguments, *_CONTROLLER_OPTIONS])
 
 
 _LOOK_SECONDS = 0.05

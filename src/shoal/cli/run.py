@@ -344,7 +344,8 @@ def _mind(
         if listener is not None:
             # The agents may connect already: the kernel accepts their connections until that process serves them.
             serve = [sys.executable, "-c", SERVE, str(listener.fileno()), room]
-            agents.start_helper("the rendezvous store", serve, listener.fileno())
+            loss = "agents can no longer find each other"
+            agents.start_helper("the rendezvous store", serve, listener.fileno(), loss=loss)
             listener.close()
         ending = agents.mind()
         if ending.summary and not (ending.all_gone and job.attempt < job.attempts):

@@ -12,9 +12,12 @@ position in the other replicas. Rank and size are those of the replica, and agen
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import random
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,9 +32,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of this
-# machine occupies a derived port by accident.
-_FIRST_DERIVED_PORT = 20000
-_DERIVED_PORTS = 10000
+# machine occupies one of these by accident.
+_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,23 @@ def join_address(host: str | None, port: int | None) -> str:
 def derived_port(job: str) -> int:
     """A port in 20000..29999 that is equal for all agents of a job, and rarely equal for two jobs."""
     digest = hashlib.sha256(job.encode()).digest()
-    return _FIRST_DERIVED_PORT + int.from_bytes(digest[:8], "big") % _DERIVED_PORTS
+    return _PORTS[int.from_bytes(digest[:8], "big") % len(_PORTS)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports in 20000..29999 on which no process of this machine listens, for a server that binds them later.
+
+    Raises:
+        OSError: there are not as many free ports.
+    """
+    free: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as attempt, contextlib.suppress(OSError):
+            attempt.bind(("", port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise OSError(f"{len(free)} of {count} ports could be found: almost all in {_PORTS[0]} to {_PORTS[-1]} are in use")
 
 
 def first_host(nodelist: str) -> str:
