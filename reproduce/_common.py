@@ -68,6 +68,13 @@ class Interval:
     def high(self) -> float:
         return self.mean + self.reach
 
+    def between(self, least: float = -math.inf, most: float = math.inf) -> bool | None:
+        """Whether it lies between two values: True if all of it does, False if no part does, None if a part does."""
+        if self.high <= least or self.low >= most:
+            return False
+        inside = (least == -math.inf or self.low > least) and (most == math.inf or self.high < most)
+        return True if inside else None
+
     def __format__(self, spec: str) -> str:
         if math.isinf(self.reach):
             return f"{self.mean:{spec}} (one seed)"
@@ -92,22 +99,32 @@ class Claim:
     Attributes:
         paper: The statement, with its place in the paper.
         measured: The measured values that decide it, with their intervals.
-        holds: Whether they agree.
+        holds: Whether they agree; None if an interval contains values that agree and values that do not.
     """
 
     paper: str
     measured: str
-    holds: bool
+    holds: bool | None
 
     @property
     def word(self) -> str:
-        return "agrees" if self.holds else "differs"
+        return {True: AGREES, False: DIFFERS, None: OPEN}[self.holds]
+
+
+AGREES, DIFFERS, OPEN = "agrees", "differs", "not separated"
+"""Verdicts; the last where more seeds are needed."""
+
+
+def every(parts: Iterable[bool | None]) -> bool | None:
+    """Whether all parts of a statement hold: False if one does not, None if that is open for one."""
+    found = list(parts)
+    return False if False in found else None if None in found else True
 
 
 def exceeds(
     paper: str, more: Sequence[float], less: Sequence[float], *, by: float = 0.0, spec: str = ".3g", unit: str = ""
 ) -> Claim:
-    """Claim that ``more`` is above ``less + by``, seed by seed: the interval of the differences lies above ``by``.
+    """Claim that ``more`` is above ``less + by``: the interval of the differences, seed by seed, lies above ``by``.
 
     Args:
         paper: The statement, with its place in the paper.
@@ -119,7 +136,7 @@ def exceeds(
     """
     difference = Interval.of(one - other for one, other in zip(more, less, strict=True))
     pair = f"{Interval.of(more):{spec}}{unit} against {Interval.of(less):{spec}}{unit}"
-    return Claim(paper, f"{pair}; difference {difference:{spec}}", difference.low > by)
+    return Claim(paper, f"{pair}; difference {difference:{spec}}", difference.between(by))
 
 
 def within(
@@ -131,7 +148,7 @@ def within(
         f"{Interval.of(values):{spec}}{unit} against {Interval.of(reference):{spec}}{unit}; "
         f"difference {difference:{spec}}, allowed {by:g}"
     )
-    return Claim(paper, measured, -by <= difference.low and difference.high <= by)
+    return Claim(paper, measured, difference.between(-by, by))
 
 
 def below(paper: str, values: Sequence[float], limit: float) -> Claim:
@@ -140,17 +157,31 @@ def below(paper: str, values: Sequence[float], limit: float) -> Claim:
 
 
 def verdict(claims: Sequence[Claim]) -> str:
-    """In words: whether the measurements agree with the paper, and in which claims they do not.
+    """In words: whether the measurements agree with the paper, and in which claims they do not or this is open.
 
     Raises:
         ValueError: There are no claims.
     """
     if not claims:
         raise ValueError("no claims: nothing was compared with the paper")
-    missed = [claim for claim in claims if not claim.holds]
-    if not missed:
+    if all(claim.holds for claim in claims):
         return f"agrees: {'the claim holds' if len(claims) == 1 else f'all {len(claims)} claims hold'}"
-    return f"differs in {len(missed)} of {len(claims)} claims: {'; '.join(claim.paper for claim in missed)}"
+    named = []
+    for word in (DIFFERS, OPEN):
+        papers = [claim.paper for claim in claims if claim.word == word]
+        if papers:
+            named.append(f"{word} in {len(papers)} of {len(claims)} claims: {'; '.join(papers)}")
+    return ". ".join(named)
+
+
+def _in_short(claims: Sequence[Claim]) -> str:
+    """A verdict with numbers: "differs in 1 of 7, not separated in 2"; "agrees" alone where all claims agree."""
+    counts = [(word, sum(claim.word == word for claim in claims)) for word in (DIFFERS, OPEN)]
+    some = [(word, count) for word, count in counts if count]
+    if len(some) == 1 and some[0][1] == len(claims):
+        return some[0][0]
+    of = f" of {len(claims)}"
+    return ", ".join(f"{word} in {count}{'' if at else of}" for at, (word, count) in enumerate(some)) or AGREES
 
 
 def arguments(doc: str | None, *, seeds: int, quick_seeds: int = 2) -> argparse.ArgumentParser:
@@ -254,7 +285,8 @@ class Report:
             shown.add_column(column)
         for row, claim in zip(rows, self.claims, strict=True):
             cells = [escape(cell) for cell in row]
-            shown.add_row(*cells[:2], f"[{'green' if claim.holds else 'bold red'}]{cells[2]}[/]")
+            color = {True: "green", False: "bold red", None: "yellow"}[claim.holds]
+            shown.add_row(*cells[:2], f"[{color}]{cells[2]}[/]")
         self._console.print(shown)
         words = verdict(self.claims)
         self._console.print(f"[bold]{escape(words)}[/] ({duration(seconds)}, {machine()})", highlight=False)
@@ -288,9 +320,7 @@ class Report:
             if not claims:
                 raise RuntimeError(f"no claim of this run is about the row {cells[0]!r} of reproduce/README.md")
             missing -= set(claims)
-            differ = sum(not one.holds for one in claims)
-            some = f"differs in {differ} of {len(claims)}" if differ < len(claims) else "differs"
-            cells[2], cells[4] = taken, some if differ else "agrees"
+            cells[2], cells[4] = taken, _in_short(claims)
             lines[number] = f"| {' | '.join(cells)} |"
         if missing:
             names = "; ".join(sorted(one.paper for one in missing))

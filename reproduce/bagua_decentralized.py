@@ -218,7 +218,7 @@ def accuracy_claims(found: dict[str, list[float]]) -> list[Claim]:
             Claim(
                 f"Accuracy, {way}: that of the all-reduce of gradients, within 1 point",
                 f"{Interval.of(values):.2f}% against {Interval.of(found[CENTRAL]):.2f}%, less by {less:.2f}",
-                less.high <= 1,
+                less.between(most=1),
             )
         )
     return claims

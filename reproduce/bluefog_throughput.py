@@ -109,7 +109,7 @@ def claims_of_measurement(seconds: dict[str, list[float]]) -> list[Claim]:
         if way in seconds:
             faster = Interval.of(before / after for before, after in zip(ddp, seconds[way], strict=True))
             words = f"{style} is faster than all-reduce (figure 12), measured in small"
-            found.append(Claim(words, f"{faster:.2f} times as fast", faster.low > 1))
+            found.append(Claim(words, f"{faster:.2f} times as fast", faster.between(1)))
     return found
 
 

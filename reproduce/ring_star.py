@@ -41,7 +41,7 @@ from shoal.topology.schedule import as_schedule
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
-from _common import Claim, Interval, Report, arguments, exceeds  # noqa: E402
+from _common import Claim, Interval, Report, arguments, every, exceeds  # noqa: E402
 from papers.clusters import GBIT, ring_star_network, ring_star_steps  # noqa: E402
 from papers.protocols import delegates  # noqa: E402
 
@@ -302,14 +302,15 @@ def figure_1_claims(stars: Sequence[Configuration], others: dict[str, Configurat
         )
     )
     for name in (RING, RING_RANDOM):
-        worse = [one.name for one in inside if not exceeds("", one.own, others[name].own).holds]
+        ahead = {one.name: exceeds("", one.own, others[name].own).holds for one in inside}
+        worse = [star for star, holds in ahead.items() if not holds]
         lead = [min(row) - of for *row, of in zip(*(one.own for one in inside), others[name].own, strict=True)]
         found.append(
             Claim(
                 f"Figure 1: every Ring-Star has a lower test error than {name}",
                 f"the worst leads by {Interval.of(lead):.2f} points"
                 + (f"; not separated: {', '.join(worse)}" if worse else ""),
-                not worse,
+                every(ahead.values()),
             )
         )
     for one, name in ((stars[0], RING), (stars[-1], ALLREDUCE)):
@@ -396,7 +397,7 @@ def table_claims(
         Claim(
             f"{table}: Ring-Star is at most 1 point below Allreduce, with any number of workers (own models)",
             ", ".join(f"with {workers} {one:.2f} below" for workers, one in below.items()),
-            all(one.high <= 1 for one in below.values()),
+            every(one.between(most=1) for one in below.values()),
         ),
         *(
             ordered(
@@ -442,12 +443,12 @@ def epoch_claims(task: str, runs: Runs) -> list[Claim]:
         Claim(
             f"Figure 2, {task}: Ring-Star learns faster than RingRandom and Ring (mean of the curve, points)",
             listed(RING_RANDOM, RING),
-            all(leads[name, workers].low > 0 for name in (RING_RANDOM, RING) for workers in sizes),
+            every(leads[name, workers].between(0) for name in (RING_RANDOM, RING) for workers in sizes),
         ),
         Claim(
             f"Figure 2, {task}: the curve of Ring-Star is on average at most 1 point below that of Allreduce",
             listed(ALLREDUCE),
-            all(leads[ALLREDUCE, workers].low >= -1 for workers in sizes),
+            every(leads[ALLREDUCE, workers].between(-1) for workers in sizes),
         ),
     ]
 
@@ -459,7 +460,7 @@ def ordered(paper: str, values: dict[str, Sequence[float]]) -> Claim:
         for better, worse in itertools.pairwise(values)
     ]
     measured = "; ".join(f"{better} - {worse} {one:.2f}" for better, worse, one in steps)
-    return Claim(paper, measured, all(one.low > 0 for *_, one in steps))
+    return Claim(paper, measured, every(one.between(0) for *_, one in steps))
 
 
 def tables(

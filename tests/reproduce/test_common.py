@@ -12,9 +12,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "reproduce"))
 
-from _common import LIST, Claim, Interval, Report, arguments, below, exceeds, page_of, verdict, within  # noqa: E402
+from _common import (  # noqa: E402
+    LIST,
+    Claim,
+    Interval,
+    Report,
+    arguments,
+    below,
+    every,
+    exceeds,
+    page_of,
+    verdict,
+    within,
+)
 
 YES, NO = Claim("it is so (figure 1)", "1 ± 0.1", True), Claim("it is cheap (table 2)", "9 ± 0.1", False)
+OPEN = Claim("it is fast (table 3)", "1 ± 9", None)
 
 
 def test_an_interval_is_students() -> None:
@@ -25,14 +38,30 @@ def test_an_interval_is_students() -> None:
         Interval.of([])
 
 
-def test_a_difference_within_the_seeds_variation_is_reported() -> None:
+def test_a_difference_within_the_seeds_variation_is_not_separated() -> None:
     clear, noisy = [3.0, 3.1, 2.9], [0.0, 3.0, 6.0]
-    assert exceeds("higher", clear, [1.0, 1.1, 0.9]).holds
-    assert not exceeds("higher", [1.0, 1.1, 0.9], clear).holds
-    assert not exceeds("higher", noisy, [1.0, 1.0, 1.0]).holds
-    assert not exceeds("higher", [3.0], [1.0]).holds, "one seed separates nothing"
-    assert within("equal", clear, clear, by=0.1).holds
-    assert not within("equal", noisy, [3.0, 3.0, 3.0], by=0.1).holds
+    assert exceeds("higher", clear, [1.0, 1.1, 0.9]).holds is True
+    assert exceeds("higher", [1.0, 1.1, 0.9], clear).holds is False
+    assert exceeds("higher", clear, clear).holds is False
+    assert exceeds("higher", noisy, [1.0, 1.0, 1.0]).holds is None
+    assert exceeds("higher", [3.0], [1.0]).holds is None, "one seed separates nothing"
+    assert within("equal", clear, clear, by=0.1).holds is True
+    assert within("equal", noisy, [3.0, 3.0, 3.0], by=0.1).holds is None
+    assert within("equal", [3.0, 3.1, 2.9], [1.0, 1.1, 0.9], by=0.1).holds is False
+
+
+def test_an_interval_lies_between_two_values() -> None:
+    interval = Interval(1.0, 0.5)
+    assert interval.between(0.4) and interval.between(most=1.6) and interval.between(0.4, 1.6)
+    assert interval.between(0.6) is interval.between(most=1.4) is interval.between(0.6, 1.4) is None
+    assert interval.between(1.5) is interval.between(most=0.5) is False
+    assert Interval(1.0, math.inf).between(0.0) is None
+
+
+def test_a_statement_with_a_part_that_differs_differs() -> None:
+    assert every([True, True]) is True
+    assert every([True, None]) is None
+    assert every([None, False, True]) is False
 
 
 def test_errors_below_a_limit() -> None:
@@ -45,6 +74,9 @@ def test_the_verdict_names_the_claims_that_fail() -> None:
     assert verdict([YES]) == "agrees: the claim holds"
     assert verdict([YES, YES]) == "agrees: all 2 claims hold"
     assert verdict([YES, NO]) == "differs in 1 of 2 claims: it is cheap (table 2)"
+    assert verdict([NO, OPEN, YES]) == (
+        "differs in 1 of 3 claims: it is cheap (table 2). not separated in 1 of 3 claims: it is fast (table 3)"
+    )
     with pytest.raises(ValueError, match="no claims"):
         verdict([])
 
@@ -75,8 +107,15 @@ def test_a_papers_page_gets_the_results() -> None:
 def test_a_single_row_gets_the_verdict_of_all_claims() -> None:
     other = "| Figure 1 | `python reproduce/other.py` | 1 s | [figure](some.md) | agrees |"
     page = f"{row('Figure 9: all')}\n{other}\n"
-    expected = row("Figure 9: all", "differs in 1 of 2", "2 s")
-    assert report_of(YES, NO).listed(page, "2 s") == f"{expected}\n{other}\n"
+    for claims, words in (
+        ((YES, NO), "differs in 1 of 2"),
+        ((YES, NO, OPEN), "differs in 1 of 3, not separated in 1"),
+        ((YES, OPEN), "not separated in 1 of 2"),
+        ((OPEN, OPEN), "not separated"),
+        ((YES, YES), "agrees"),
+    ):
+        expected = row("Figure 9: all", words, "2 s")
+        assert report_of(*claims).listed(page, "2 s") == f"{expected}\n{other}\n"
 
 
 def test_each_of_several_rows_gets_the_verdict_of_its_claims() -> None:
