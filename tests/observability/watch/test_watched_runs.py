@@ -277,7 +277,8 @@ new MutationObserver(() => {
 ROW = "document.querySelector('#agents tbody tr[data-rank=\"{}\"]')"
 DASH = "\N{EN DASH}"
 STATES = "return [...document.querySelectorAll('#agents tbody tr')].map(row => row.dataset.state)"
-FIGURE = "return document.querySelector('[data-figure=\"{}\"] b').textContent"
+# The page makes its figures when the first report arrives.
+FIGURE = "return document.querySelector('[data-figure=\"{}\"] b')?.textContent ?? '\N{EN DASH}'"
 LUMINANCE = """
 const of = (text) => text.match(/\\d+/g).slice(0, 3).map(Number).reduce((sum, one) => sum + one, 0) / 765;
 const style = getComputedStyle(document.body);
@@ -297,9 +298,9 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
         page.until(FIGURE.format("loss, mean"), lambda text: text != DASH)
         page.until(FIGURE.format("consensus distance"), lambda text: text != DASH)
         page.until(FIGURE.format("a step"), lambda text: text.endswith("s"))
-        assert {*page.run(STATES)} <= {"computing", "waiting"}
+        page.until(STATES, lambda texts: {*texts} <= {"computing", "waiting"})
         drawn = "return [...document.querySelectorAll('#graph [data-edge]')].map(one => one.dataset.edge)"
-        assert {"0-1", "1-2", "2-3", "3-0", "0-2"} <= {*page.run(drawn)}
+        page.until(drawn, lambda edges: {"0-1", "1-2", "2-3", "3-0", "0-2"} <= {*edges})
         page.until(STATES, lambda texts: "waiting" in texts)  # for the slow one
         # It follows.
         updates = int(page.run("return document.body.dataset.updates"))
