@@ -277,9 +277,7 @@ def _open_a_store() -> None:
     """libuv, which serves the store of torch.distributed, opens one pipe the first time and keeps it for good."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _load(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

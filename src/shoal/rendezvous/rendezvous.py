@@ -309,7 +309,8 @@ def try_client(port: int) -> None:
 
 def _torchs_server(listener: socket.socket, deadline: float) -> NativeStore:
     address, port = _reached_at(listener)
-    return _tcp_store(address, port, deadline, is_master=True, master_listen_fd=listener.detach())
+    # Without libuv: torch 2.6 could not serve at a given socket with it.
+    return _tcp_store(address, port, deadline, is_master=True, master_listen_fd=listener.detach(), use_libuv=False)
 
 
 def _reached_at(listener: socket.socket) -> tuple[str, int]:
