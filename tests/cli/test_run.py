@@ -617,6 +617,7 @@ def test_the_scripts_arguments_are_its_own(script: Script, tmp_path: Path) -> No
         ("--rdzv_endpoint=a:1 {script}", "Instead of --rdzv_endpoint use --rendezvous HOST:PORT"),
         ("--standalone {script}", "Leave --standalone out"),
         ("-n 2 python {script} --lr 1", "leave 'python' out: shoal run -n 2 {script} --lr 1"),
+        ("-n 2 {python} {script}", "leave '{python}' out: shoal run -n 2 {script}"),
         ("-n 2 python3.11 -u -m train", "leave 'python3.11' out: shoal run -n 2 -m train"),
         ("-n 2 ls -l", "shoal run -n 2 --no-python ls -l"),
         ("-n 2 --no-python no-such-program", "--no-python: there is no program 'no-such-program'"),
@@ -638,11 +639,11 @@ def test_invalid_arguments_are_refused(
 
     path = script("raise AssertionError('must not run')")
     try:
-        status = main(["run", *arguments.format(script=path).split()])
+        status = main(["run", *arguments.format(script=path, python=sys.executable).split()])
     except SystemExit as stop:
         status = int(stop.code or 0)
     assert status == 2
-    assert message.format(script=path) in capfd.readouterr().err
+    assert message.format(script=path, python=sys.executable) in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

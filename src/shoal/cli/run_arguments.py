@@ -225,13 +225,15 @@ def check_program(kind: str, script: str, arguments: Sequence[str], count: str) 
     """
     if kind == PROGRAM and shutil.which(script) is None:
         raise ValueError(f"--no-python: there is no program {script!r}")
-    if kind != FILE or script == STDIN or Path(script).exists():
+    if kind != FILE or script == STDIN:
         return
     if _PYTHON.fullmatch(Path(script).name) and arguments:
         words = [word for word in arguments if word != "-u"]
         raise ValueError(
             f"each agent runs Python already, so leave {script!r} out: shoal run {count} {shlex.join(words)}"
         )
+    if Path(script).exists():
+        return
     if shutil.which(script) is not None:
         command = shlex.join([script, *arguments])
         raise ValueError(f"{script!r} is a program and no Python script: shoal run {count} --no-python {command}")
