@@ -29,7 +29,7 @@ from typing import NoReturn
 from .socket_owner import address_of, owner_of
 from .store_requests import INT, LENGTH, WORD, Arguments, InvalidRequest, StoreRequest, scan
 
-NEWEST_TORCH = (2, 13)
+NEWEST_TORCH = (2, 15)
 """The newest version of torch whose requests are known to be in :class:`StoreRequest`."""
 LOCAL_QUOTA = 1 << 20
 """Quota in bytes of each other user of this machine."""
