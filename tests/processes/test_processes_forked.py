@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import subprocess
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -110,11 +113,21 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 def fork_by_every_method() -> list[object]:
     process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(30)
+    with tempfile.TemporaryFile("w+") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)  # for the child, which inherits it
+        process.start()
+        process.join(30)
+        ended: object = process.exitcode
+        if ended is None:
+            os.kill(process.pid or 0, signal.SIGUSR1)
+            process.join(5)
+            stacks.seek(0)
+            ended = f"hangs, with these stacks:\n{stacks.read()}"
+            process.kill()
+        faulthandler.unregister(signal.SIGUSR1)
     loaded = sum(batch.sum().item() for batch in DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork"))
     code = subprocess.run(["true"], preexec_fn=lambda: None, check=False).returncode
-    return [process.exitcode, loaded, code, in_a_child(work)]
+    return [ended, loaded, code, in_a_child(work)]
 
 
 def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
@@ -140,6 +153,9 @@ def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
     threads = [threading.Thread(target=average, args=(k, numel)) for k, numel in enumerate((4, 5_000, 100_000))]
     for thread in threads:
         thread.start()
+    # What torch initializes at a thread's first use, it initializes under locks, which a child of that time has for good.
+    while not all(calls) and not failed:
+        time.sleep(0.01)
     results = fork_by_every_method()
     forked.set()
     for thread in threads:
