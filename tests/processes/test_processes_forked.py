@@ -153,7 +153,7 @@ def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
     threads = [threading.Thread(target=average, args=(k, numel)) for k, numel in enumerate((4, 5_000, 100_000))]
     for thread in threads:
         thread.start()
-    # What torch initializes at a thread's first use, it initializes under locks, which a child of that time has for good.
+    # torch initializes parts at their first use, under locks, which a child that is forked meanwhile never gets.
     while not all(calls) and not failed:
         time.sleep(0.01)
     results = fork_by_every_method()
