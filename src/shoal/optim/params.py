@@ -24,7 +24,7 @@ from ..errors import Mismatch
 from ..operations.operation import Operation
 from ..ops.arguments import LAYOUT, Group
 from ..ops.collective import gather_by_rank
-from ..ops.objects import allreduce_parameters
+from ..ops.objects import allreduce_parameters, bytes_spanned
 from ..runtime.agent import current
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
@@ -346,20 +346,15 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The tensors of one storage that overlap another one, in groups."""
     groups: list[list[torch.Tensor]] = []
     end = 0
-    for begin, stop, tensor in sorted(((*_span(tensor), tensor) for tensor in tensors), key=lambda item: item[:2]):
+    for begin, stop, tensor in sorted(
+        ((*bytes_spanned(tensor), tensor) for tensor in tensors), key=lambda item: item[:2]
+    ):
         if groups and begin < end:
             groups[-1].append(tensor)
         else:
             groups.append([tensor])
         end = max(end, stop)
     return [group for group in groups if len(group) > 1]
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
-    begin = int(tensor.storage_offset())
-    last = begin + sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def digest_of(layout: Iterable[Iterable[str]]) -> int:
