@@ -136,7 +136,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         for key, value in settings.items():
             setattr(self, key, value)
         self._names = Names(self._models, self._inner)
-        self._called = name = name_of_optimizer() if name is None else name
+        self._name = name = name_of_optimizer() if name is None else name
         size_of_bucket = checked_bucket_bytes(bucket_bytes, overlap)
         # An algorithm has one vector, unless its parts are to step by themselves.
         parts = by_buckets(algorithm) or (overlap and isinstance(algorithm, Algorithm) and algorithm.separable)
@@ -309,12 +309,12 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
-        self._names.look()
+        self._names.check_modules()
         if not self._alone:
             self._names.begin_step(self._strategy.begins_early)
         self._count_passes()
         passes = self._passes.begin_step()
-        enough = self._is_enough(passes)
+        enough = passes >= self._settings.num_steps_per_communication or self._strategy.at_every_step
         due = enough and not self._alone
         try:
             with self._join.round(due):
@@ -327,7 +327,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._passes.end_step(enough)
             self._warned = False
             local.closure = None
-        engine.step_counter.ended(self._called, began)
+        engine.step_counter.ended(self._name, began)
         return cast("float | None", local.loss)
 
     def join(self) -> AbstractContextManager[None]:
@@ -356,10 +356,6 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """There is no other agent to exchange with. An algorithm's own equation is still stepped."""
         return current("optimizer.step").size == 1 and not isinstance(self._strategy, Equation)
 
-    def _is_enough(self, passes: int) -> bool:
-        """Whether an exchange follows after so many backward passes."""
-        return passes >= self._settings.num_steps_per_communication or self._strategy.at_every_step
-
     def _count_passes(self) -> None:
         """Count backward passes if an exchange follows several of them: also with parameters that are learnt only
         now.
@@ -371,7 +367,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """A forward pass of training begins: exchanges that start there do so."""
         self._count_passes()
         enough = self._passes.next >= self._settings.num_steps_per_communication and not self._passes.stepping
-        if enough and self._strategy.begins_early and not self._alone and self._names.learn():
+        if enough and self._strategy.begins_early and not self._alone and self._names.any_trainable():
             with torch.no_grad():
                 self._names.begin_pass()
                 self._strategy.begin_pass()

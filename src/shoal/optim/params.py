@@ -94,7 +94,7 @@ class Names:
             for name, param in model.named_parameters():
                 yield name if len(self._models) == 1 else f"{number}.{name}", param
 
-    def look(self) -> None:
+    def check_modules(self) -> None:
         """Compare the models' modules and parameters with those of the last call, before each step.
 
         Warns of trainable parameters that no decentralized optimizer has: at the first call, and after a change.
@@ -146,7 +146,7 @@ class Names:
             self.refresh()
         return self._trainable or b""
 
-    def learn(self) -> bool:
+    def any_trainable(self) -> bool:
         """Whether any of them requires gradients. A frozen model runs within another one's step, such as the
         discriminator of a GAN within the generator's."""
         return any(map(_requires_grad, self._names))

@@ -255,7 +255,7 @@ class Gradients:
         self._passes = count
         self._counts.clear()
 
-    def came(self, param: torch.Tensor) -> None:
+    def on_gradient(self, param: torch.Tensor) -> None:
         """Called by a hook: a parameter has its gradient. Errors are kept for the step, because an error inside a
         backward pass would keep the parameters in memory for ever.
         """
