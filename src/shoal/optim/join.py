@@ -99,7 +99,7 @@ class Join:
                 "the loop after step()"
             )
         if not self._bucket_exchange.in_step:
-            self._follow_at_leisure()
+            self._follow_through_windows()
             return
         while True:
             present = self._bucket_exchange.present = self._count(0.0)
@@ -109,7 +109,7 @@ class Join:
             self._bucket_exchange.equalize()
         self._bucket_exchange.present = None
 
-    def _follow_at_leisure(self) -> None:
+    def _follow_through_windows(self) -> None:
         ended = self._count(1.0)
         while not ended.poll():
             self._strategy.follow()

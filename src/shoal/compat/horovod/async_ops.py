@@ -88,7 +88,7 @@ def _as_shoals(
     """Shoal's name of a reduction, and the function to apply to its result."""
     if how.op is Average and any(tensor.dtype not in WEIGHABLE for tensor in tensors):
         return "sum", lambda total: _mean(total, process_set.size(), how.after)
-    return how.word, None if how.after == 1.0 else lambda found: scaled(found, how.after)
+    return how.op_name, None if how.after == 1.0 else lambda found: scaled(found, how.after)
 
 
 def _mean(total: torch.Tensor, count: int, after: float) -> torch.Tensor:
@@ -342,7 +342,7 @@ def sparse_allreduce_async(
         raise TypeError(f"{called}: it takes a tensor of layout torch.sparse_coo; for a dense one take allreduce_async")
     how = parse_reduction(called, None, op)
     if how.op not in (Average, Sum):
-        raise ValueError(f"{called}: op={how.word}; sparse tensors are averaged or added up: hvd.Average or hvd.Sum")
+        raise ValueError(f"{called}: op={how.op_name}; sparse tensors are averaged or added up: hvd.Average or hvd.Sum")
     own = tensor.detach().coalesce()
     handle = gather_many(called, [own.indices().T.contiguous(), own.values()], name, process_set)
     count = process_set.size()

@@ -51,7 +51,7 @@ class ScaledReduction:
     after: float = 1.0
 
     @property
-    def word(self) -> str:
+    def op_name(self) -> str:
         """Shoal's ``op``."""
         return self.op.name.lower()
 
