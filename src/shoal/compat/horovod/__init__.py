@@ -7,6 +7,7 @@ docs/horovod.md has the list and the differences.
 
 from ..._lazy_import import public_names as _public_names
 from ...ops.handles import poll as poll
+from ...ops.handles import synchronize as synchronize
 from ...runtime.bootstrap import shutdown as shutdown
 from ...runtime.queries import is_homogeneous as is_homogeneous
 from ...runtime.queries import is_initialized as is_initialized
@@ -41,7 +42,6 @@ from .async_ops import grouped_allreduce_async_ as grouped_allreduce_async_
 from .async_ops import grouped_reducescatter_async as grouped_reducescatter_async
 from .async_ops import reducescatter_async as reducescatter_async
 from .async_ops import sparse_allreduce_async as sparse_allreduce_async
-from .async_ops import synchronize as synchronize
 from .batch_norm import SyncBatchNorm as SyncBatchNorm
 from .differentiable import allgather as allgather
 from .differentiable import allreduce as allreduce

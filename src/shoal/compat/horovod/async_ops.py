@@ -1,4 +1,4 @@
-"""Horovod's asynchronous operations: the functions that end in ``_async``, and the waits for their handles.
+"""Horovod's asynchronous operations: the functions that end in ``_async``.
 
 Each calls one of Shoal's operations. It adds Horovod's factors and tensor formats, and announces the call to agents
 that have joined.
@@ -16,7 +16,7 @@ from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, detached
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, broadcast_nonblocking
 from ...ops.gathering import alltoall_nonblocking
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
-from ...ops.handles import HandleOfMany, wait
+from ...ops.handles import HandleOfMany
 from ...transport.wire import MOVABLE
 from .process_sets import ProcessSet, global_process_set, group_of
 from .reduce_options import Adasum, Average, InvalidArgument, ScaledReduction, Sum, listed, parse_reduction, scaled
@@ -370,8 +370,3 @@ class SparseHandle(HandleOfMany[torch.Tensor]):
 def share_of(whole: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     """This agent's rows of a tensor: equally many for each, and one more for the first ones where they are not."""
     return whole.tensor_split(process_set.size())[process_set.rank()].clone()
-
-
-def synchronize(handle: Handle[T]) -> T:
-    """Wait for what ``_async`` has begun; its result."""
-    return wait(handle)

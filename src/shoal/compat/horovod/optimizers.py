@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ def DistributedOptimizer(
         groups = _count(called, num_groups or groups)
     passes = check_size(backward_passes_per_step, "backward_passes_per_step")
     named = _named(called, optimizer, named_parameters)
-    gradients = Gradients(optimizer, named, compression, passes, how, groups, process_set)
+    options = AveragingOptions(compression, passes, how, groups)
+    gradients = Gradients(optimizer, named, options, process_set)
     own: Any = type(optimizer)
     optimizer.__class__ = type(own.__name__, (Distributed, own), {"__doc__": own.__doc__, "__module__": own.__module__})
     vars(optimizer)[_GRADIENTS] = gradients
@@ -189,16 +191,30 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 Param = torch.nn.Parameter
 
 
+@dataclass(frozen=True)
+class AveragingOptions:
+    """How gradients are averaged.
+
+    Attributes:
+        compression: The form in which gradients are sent.
+        passes: The number of backward passes after which they are sent.
+        how: The reduction.
+        groups: The number of groups, or the groups.
+    """
+
+    compression: Any
+    passes: int
+    how: ScaledReduction
+    groups: int | Sequence[Sequence[Param]] | None
+
+
 class Gradients:
     """The averaged gradients of one optimizer.
 
     Args:
         optimizer: The optimizer of the parameters.
         named: The names of the parameters.
-        compression: The form in which gradients are sent.
-        passes: The number of backward passes after which they are sent.
-        how: The reduction.
-        groups: The number of groups, or the groups.
+        options: The form in which they are sent, and when.
         process_set: The agents.
     """
 
@@ -206,15 +222,12 @@ class Gradients:
         self,
         optimizer: torch.optim.Optimizer,
         named: Mapping[Param, str],
-        compression: Any,
-        passes: int,
-        how: ScaledReduction,
-        groups: int | Sequence[Sequence[Param]] | None,
+        options: AveragingOptions,
         process_set: ProcessSet,
     ) -> None:
-        self._optimizer, self._compression, self._how = optimizer, compression, how
+        self._optimizer, self._compression, self._how = optimizer, options.compression, options.how
         self._process_set = process_set
-        self._passes = passes
+        self._passes = options.passes
         self._send = bind(self._leave)
         self._name = f"horovod.{name_of_optimizer()}"
         self._hooks: dict[Param, RemovableHandle] = {}
@@ -231,7 +244,7 @@ class Gradients:
         if not self._active:
             return
         check_that_models_agree(learnt, self._name, group=group)
-        self._add(_laid_out(learnt, groups))
+        self._add(_laid_out(learnt, options.groups))
 
     def _add(self, groups: Iterable[list[Param]]) -> None:
         for group in groups:
